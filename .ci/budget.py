@@ -1,8 +1,10 @@
-"""Runs a command under a wall budget and lets nothing of it survive: `budget.py --minutes 15 --name "make test" -- make ...`.
+"""Runs a command under a wall budget and lets nothing of it survive: `budget.py --minutes 15 --name
+"make test" -- make ...`.
 
-`timeout` reaches one process group; tests start engines and sandboxes that leave it (setsid). On Linux this process makes
-itself the reaper of all its descendants, so whatever is orphaned stays findable and is killed at the end, also when the
-command itself ended well. Exit status: the command's; 124 when the budget was overrun; 128 + n on signal n.
+`timeout` reaches one process group; tests start engines and sandboxes that leave it (setsid). On
+Linux this process makes itself the reaper of all its descendants, so whatever is orphaned stays
+findable and is killed at the end, also when the command itself ended well. Exit status: the
+command's; 124 when the budget was overrun; 128 + n on signal n.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--name", required=True, help="what the message calls the command")
-    parser.add_argument("--grace-s", type=float, default=5.0, help="between SIGINT, SIGTERM and SIGKILL")
+    parser.add_argument(
+        "--grace-s", type=float, default=5.0, help="between SIGINT, SIGTERM and SIGKILL"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -56,7 +60,11 @@ def _wait(child: subprocess.Popen[bytes], minutes: float, name: str) -> int:
     try:
         status = child.wait(minutes * 60)
     except subprocess.TimeoutExpired:
-        print(f"\n{name}: over its budget of {minutes:g} minutes, stopped: FAILED", file=sys.stderr, flush=True)
+        print(
+            f"\n{name}: over its budget of {minutes:g} minutes, stopped: FAILED",
+            file=sys.stderr,
+            flush=True,
+        )
         return OVERRUN
     except Stopped as stopped:
         return 128 + stopped.number
@@ -73,11 +81,13 @@ def _become_reaper() -> None:
 
 
 def _clean_up(child: subprocess.Popen[bytes], grace_s: float) -> list[str]:
-    """Ends every descendant, less politely each time. Returns the commands that were still running."""
+    """Ends every descendant, less politely each time. Returns the commands that were still
+    running."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # nothing may interrupt this
     names = [_command_line(pid) for pid in _running(child)]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):  # on SIGINT pytest still says where it was
+    # on SIGINT pytest still says where it was
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + (KILL_S if number == signal.SIGKILL else grace_s)
         _signal_all(child, number)
         while _running(child) and time.monotonic() < deadline:
@@ -97,7 +107,8 @@ def _signal_all(child: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _running(child: subprocess.Popen[bytes]) -> list[int]:
-    """Living descendants of this process, found through /proc; elsewhere only the command itself. Reaps the dead."""
+    """Living descendants of this process, found through /proc; elsewhere only the command itself.
+    Reaps the dead."""
     child.poll()
     if sys.platform != "linux":
         return [child.pid] if child.returncode is None else []
@@ -116,7 +127,8 @@ def _running(child: subprocess.Popen[bytes]) -> list[int]:
 
 
 def _reap(child: subprocess.Popen[bytes]) -> None:
-    """Collects adopted zombies; the command's own status belongs to Popen, so it is polled before this."""
+    """Collects adopted zombies; the command's own status belongs to Popen, so it is polled before
+    this."""
     if child.returncode is None:
         return
     with contextlib.suppress(ChildProcessError):

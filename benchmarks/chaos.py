@@ -1,10 +1,12 @@
-"""Kills trainings at every failpoint and at random times, resumes each until it ends, and compares it with one that nobody
-killed: weights, learner state and data position by bit, metrics but for times, and no file left over.
+"""Kills trainings at every failpoint and at random times, resumes each until it ends, and compares
+it with one that nobody killed: weights, learner state and data position by bit, metrics but for
+times, and no file left over.
 
-    python benchmarks/chaos.py [--passages 4] [--random 50] [--seed 0] [--recipes grpo,stages] [--folder DIRECTORY]
+    python benchmarks/chaos.py [--passages 4] [--random 50] [--seed 0] [--recipes grpo,stages]
+    [--folder DIRECTORY]
 
-Prints one JSON line a recipe and a table (that of docs/reliability.md); the exit status is 1 when a run came back differently,
-and that run then stays in the folder.
+Prints one JSON line a recipe and a table (that of docs/reliability.md); the exit status is 1 when a
+run came back differently, and that run then stays in the folder.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ TINY: dict[str, Any] = {
     "evaluation": {"every": 2, "tasks": 8},
 }
 SFT = {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 3, "batch_size": 8, "examples": 20}
-GRPO = {"name": "rl", "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}}, "batch_size": 6}
+GRPO = {
+    "name": "rl",
+    "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}},
+    "batch_size": 6,
+}
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {**TINY, "checkpoint": {"every": 1, "keep": 2}, "stages": [{**GRPO, "steps": 5}]},
     "stages": {
@@ -49,7 +55,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "stages": [SFT, {**GRPO, "steps": 3, "rollouts": {"max_staleness": 1, "order": "ready"}}],
     },
 }
-RESUME_AFTER = "step.update:4:kill"  # in the middle of either recipe; of the second, in its second stage
+# in the middle of either recipe; of the second, in its second stage
+RESUME_AFTER = "step.update:4:kill"
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,13 @@ class Result:
 
     def cells(self, point: str) -> str:
         rows = [verdict for verdict in self.verdicts if verdict.trial.point == point]
-        kills, equal = sum(verdict.starts - 1 for verdict in rows), sum(not verdict.different for verdict in rows)
-        return f"{self.passages[point] or ''} | {kills} | {equal} of {len(rows)}" if rows else "0 | |"
+        kills, equal = (
+            sum(verdict.starts - 1 for verdict in rows),
+            sum(not verdict.different for verdict in rows),
+        )
+        return (
+            f"{self.passages[point] or ''} | {kills} | {equal} of {len(rows)}" if rows else "0 | |"
+        )
 
 
 def table(results: Sequence[Result]) -> str:
@@ -84,7 +96,9 @@ def measure(name: str, folder: Path, *, passages: int, at_random: int, seed: int
     recipe.write_text(yaml.safe_dump({"name": name, **RECIPES[name]}), encoding="utf-8")
     began = time.monotonic()
     with chaos(recipe, folder, resume_after=RESUME_AFTER) as under_test:
-        trials = under_test.at_points(passages, resume_after=RESUME_AFTER) + under_test.at_random(at_random, seed=seed)
+        trials = under_test.at_points(passages, resume_after=RESUME_AFTER) + under_test.at_random(
+            at_random, seed=seed
+        )
         verdicts = list(under_test.verdicts(trials))
         counts = Counter(under_test.passed_resuming) | Counter(under_test.passed)
     different = [verdict for verdict in verdicts if verdict.different]
@@ -104,9 +118,16 @@ def measure(name: str, folder: Path, *, passages: int, at_random: int, seed: int
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--passages", type=int, default=4, help="of each failpoint, at most")
-    parser.add_argument("--random", type=int, default=50, help="trainings that are killed at random times, of each recipe")
+    parser.add_argument(
+        "--random",
+        type=int,
+        default=50,
+        help="trainings that are killed at random times, of each recipe",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random times")
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--folder", type=Path, help="where runs go; default: a temporary one")

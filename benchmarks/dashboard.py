@@ -1,10 +1,12 @@
-"""How soon `ratchet ui` shows a long run: 1,000 steps of 1,024 trajectories, in a real browser on this machine.
+"""How soon `ratchet ui` shows a long run: 1,000 steps of 1,024 trajectories, in a real browser on
+this machine.
 
     python benchmarks/dashboard.py [--rounds 5] [--run DIRECTORY]
 
-Makes the run first (a minute, 0.8 GB; kept in --run for the next time), starts `ratchet ui`, and opens each view in a page of
-its own: a new browser context, nothing cached. A view counts as open when all of it is drawn: curves; rollouts with the table
-of all, and the first opened; the waterfall. Medians; prints a table, and one line of JSON.
+Makes the run first (a minute, 0.8 GB; kept in --run for the next time), starts `ratchet ui`, and
+opens each view in a page of its own: a new browser context, nothing cached. A view counts as open
+when all of it is drawn: curves; rollouts with the table of all, and the first opened; the
+waterfall. Medians; prints a table, and one line of JSON.
 """
 
 from __future__ import annotations
@@ -45,13 +47,19 @@ GOAL_S = 2.0
 def make_run(path: Path) -> None:
     directory = RunDirectory(path)
     path.mkdir(parents=True)
-    directory.settle({"name": "long", "tokenizer": {"kind": "bytes"}, "stages": [{"name": "rl", "steps": STEPS}]})
+    directory.settle(
+        {"name": "long", "tokenizer": {"kind": "bytes"}, "stages": [{"name": "rl", "steps": STEPS}]}
+    )
     generator = np.random.default_rng(0)
     sink = JsonlSink(directory.metrics)
     for step in range(1, STEPS + 1):
         noise = generator.random(METRICS)
         names = {f"policy/part_{i}": float(value) for i, value in enumerate(noise)}
-        times = {"time/step_s": 1.0, "time/sample_s": float(noise[0]), "rollout/trained_tokens": float(ROWS * WRITTEN)}
+        times = {
+            "time/step_s": 1.0,
+            "time/sample_s": float(noise[0]),
+            "rollout/trained_tokens": float(ROWS * WRITTEN),
+        }
         sink.write(step, {"rollout/reward": float(step / STEPS + noise[1]), **names, **times})
     sink.close()
     ledger = Ledger(directory.ledger)
@@ -65,15 +73,20 @@ def make_run(path: Path) -> None:
         steps = range(first, min(first + MOST_STEPS, STEPS + 1))
         file = directory.steps / f"{steps[0]:08d}-{steps[-1]:08d}.parquet"
         table = table_of(steps, generator)
-        pq.write_table(table, file, compression="zstd", compression_level=1, row_group_size=table.num_rows)
-        facts = tuple(StepFacts(step, "rl", ROWS, GROUPS, GROUPS, {"policy": str(step)}) for step in steps)
+        pq.write_table(
+            table, file, compression="zstd", compression_level=1, row_group_size=table.num_rows
+        )
+        facts = tuple(
+            StepFacts(step, "rl", ROWS, GROUPS, GROUPS, {"policy": str(step)}) for step in steps
+        )
         with file.open("rb") as written, (directory.steps / INDEX).open("a") as index:
             digest = hashlib.file_digest(written, "sha256").hexdigest()
             index.write(RecordFile(file.name, file.stat().st_size, digest, facts).line())
 
 
 def table_of(steps: range, generator: np.random.Generator) -> pa.Table:
-    """Rows of some steps, as a recorder would have written them; each task comes again every eight steps."""
+    """Rows of some steps, as a recorder would have written them; each task comes again every eight
+    steps."""
     n = len(steps) * ROWS
     step = np.repeat(np.asarray(steps, np.int32), ROWS)
     group = np.tile(np.repeat(np.arange(GROUPS, dtype=np.int32), ATTEMPTS), len(steps))
@@ -93,15 +106,31 @@ def table_of(steps: range, generator: np.random.Generator) -> pa.Table:
     }  # fmt: skip
     for name in ("rollout_logprobs", "old_logprobs", "advantages", "weights"):
         columns[name] = lists(generator.random(tokens, dtype=np.float32))
-    for name, value in {"generated_tokens": WRITTEN, "trained_tokens": WRITTEN, "policy_turns": 1}.items():
+    for name, value in {
+        "generated_tokens": WRITTEN,
+        "trained_tokens": WRITTEN,
+        "policy_turns": 1,
+    }.items():
         columns[name] = np.full(n, value, np.int32)
-    for name, value in {"stage": "rl", "environment": "made", "tag": "made", "use": "train", "outcome": "scored"}.items():
+    for name, value in {
+        "stage": "rl",
+        "environment": "made",
+        "tag": "made",
+        "use": "train",
+        "outcome": "scored",
+    }.items():
         columns[name] = [value] * n
     columns["truncated"] = np.zeros(n, np.bool_)
     kinds = {name: SCHEMA.field(name).type for name in SCHEMA.names}
-    filled = {name: columns[name] if name in columns else pa.nulls(n, kind) for name, kind in kinds.items()}
+    filled = {
+        name: columns[name] if name in columns else pa.nulls(n, kind)
+        for name, kind in kinds.items()
+    }
     return pa.Table.from_arrays(
-        [column if isinstance(column, pa.Array) else pa.array(column, kinds[name]) for name, column in filled.items()],
+        [
+            column if isinstance(column, pa.Array) else pa.array(column, kinds[name])
+            for name, column in filled.items()
+        ],
         schema=SCHEMA,
     )
 
@@ -113,7 +142,11 @@ def lists(values: np.ndarray) -> pa.Array:
 
 def messages(task: list[str], reward: np.ndarray) -> pa.Array:
     """A question and an answer each."""
-    texts = [text for name, value in zip(task, reward, strict=True) for text in (f"Solve {name}.", f"The answer is {value}.")]
+    texts = [
+        text
+        for name, value in zip(task, reward, strict=True)
+        for text in (f"Solve {name}.", f"The answer is {value}.")
+    ]
     kinds = {field.name: field.type for field in MESSAGE}
     parts = {name: pa.nulls(len(texts), kind) for name, kind in kinds.items()}
     parts |= {"role": pa.array(["user", "assistant"] * len(task)), "content": pa.array(texts)}
@@ -147,7 +180,11 @@ def seconds(browser: Any, address: str, view: str, drawn: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--run", type=Path, help="where the made run is, or is to be kept; default: a temporary directory")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        help="where the made run is, or is to be kept; default: a temporary directory",
+    )
     options = parser.parse_args()
     from playwright.sync_api import sync_playwright
 
@@ -158,17 +195,32 @@ def main() -> None:
         taken: dict[str, list[float]] = {}
         with dashboard(run) as address, sync_playwright() as playwright:
             arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
-            seconds(browser, address, "curves", "canvas")  # the first page also starts the browser's processes
+            browser = playwright.chromium.launch(
+                executable_path=shutil.which("chromium"), args=arguments
+            )
+            # the first page also starts the browser's processes
+            seconds(browser, address, "curves", "canvas")
             for _ in range(options.rounds):
-                for view, drawn in {"curves": "canvas", "rollouts": "article.rollout", "tokens": ".waterfall"}.items():
+                for view, drawn in {
+                    "curves": "canvas",
+                    "rollouts": "article.rollout",
+                    "tokens": ".waterfall",
+                }.items():
                     taken.setdefault(view, []).append(seconds(browser, address, view, drawn))
             browser.close()
     medians = {view: statistics.median(times) for view, times in taken.items()}
     print(f"{STEPS} steps x {ROWS} trajectories, {options.rounds} rounds")
     for view, times in taken.items():
         print(f"{view:10} {medians[view]:5.2f} s   (from {min(times):.2f} to {max(times):.2f})")
-    print(json.dumps({"seconds": medians, "goal_s": GOAL_S, "met": all(value < GOAL_S for value in medians.values())}))
+    print(
+        json.dumps(
+            {
+                "seconds": medians,
+                "goal_s": GOAL_S,
+                "met": all(value < GOAL_S for value in medians.values()),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""DPO on 32 ragged pairs a step, answers with their prompt 16 to 96 tokens: pairs a second of Ratchet and of TRL in turn.
+"""DPO on 32 ragged pairs a step, answers with their prompt 16 to 96 tokens: pairs a second of
+Ratchet and of TRL in turn.
 
 python benchmarks/dpo.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 """
@@ -15,5 +16,11 @@ DRIVERS = (
 WORKLOAD = ("--algorithm", "dpo", "--rows", "32", "--longest", "96")
 
 if __name__ == "__main__":
-    case = Case("DPO, 32 pairs, conversations of 16 to 96 tokens", DRIVERS, WORKLOAD, rate("pairs"), target=1.8)
+    case = Case(
+        "DPO, 32 pairs, conversations of 16 to 96 tokens",
+        DRIVERS,
+        WORKLOAD,
+        rate("pairs"),
+        target=1.8,
+    )
     compare(case, options(__doc__ or "").parse_args())

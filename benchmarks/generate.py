@@ -1,5 +1,6 @@
-"""Generation, even (8 prompts x 16 samples, 32 new tokens) and ragged (256 prompts of 8 to 16 tokens, 8 to 96 new tokens, 64
-at a time): Ratchet's engine, transformers and vLLM in turn on the same model and token counts.
+"""Generation, even (8 prompts x 16 samples, 32 new tokens) and ragged (256 prompts of 8 to 16
+tokens, 8 to 96 new tokens, 64 at a time): Ratchet's engine, transformers and vLLM in turn on the
+same model and token counts.
 
 python benchmarks/generate.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 """
@@ -14,10 +15,26 @@ DRIVERS = (
     Driver("transformers continuous batching", "peers/hf_continuous.py"),
     Driver("vLLM", "peers/vllm_generate.py"),
 )
-RAGGED = ("--ragged", "--prompts", "256", "--group-size", "1", "--new-tokens", "96", "--slots", "64")
+RAGGED = (
+    "--ragged",
+    "--prompts",
+    "256",
+    "--group-size",
+    "1",
+    "--new-tokens",
+    "96",
+    "--slots",
+    "64",
+)
 CASES = (
     Case("Generation, 8 prompts x 16 samples, 32 new tokens", DRIVERS, measure=rate("tokens")),
-    Case("Ragged generation, 256 prompts, 8 to 96 new tokens, 64 slots", DRIVERS, RAGGED, rate("tokens"), target=2.5),
+    Case(
+        "Ragged generation, 256 prompts, 8 to 96 new tokens, 64 slots",
+        DRIVERS,
+        RAGGED,
+        rate("tokens"),
+        target=2.5,
+    ),
 )
 
 if __name__ == "__main__":

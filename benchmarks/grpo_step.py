@@ -1,4 +1,5 @@
-"""One GRPO step, 8 prompts x 16 samples, prompt 16, 32 new tokens: Ratchet and TRL in turn on the same model.
+"""One GRPO step, 8 prompts x 16 samples, prompt 16, 32 new tokens: Ratchet and TRL in turn on the
+same model.
 
 python benchmarks/grpo_step.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 """

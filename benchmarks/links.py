@@ -1,12 +1,15 @@
-"""Moves a model of about 100 MiB (float32) from 2 ranks of a learner, of which each has half of the rows, to a generator in a
-third process, by each link, and compares every bit. Beside it a plain copy of the same bytes in memory, in the same rounds.
+"""Moves a model of about 100 MiB (float32) from 2 ranks of a learner, of which each has half of the
+rows, to a generator in a third process, by each link, and compares every bit. Beside it a plain
+copy of the same bytes in memory, in the same rounds.
 
 python benchmarks/links.py [--rounds 7] [--links shared_memory,collective,files,delta] [--threads 2]
 
-The receiver has as many threads as there are cores, unless `--threads` says otherwise: ranks and receiver work in turn.
+The receiver has as many threads as there are cores, unless `--threads` says otherwise: ranks and
+receiver work in turn.
 
-Prints a table and one JSON line. Seconds are medians over the pushes after the first. Peak extra memory is what a push adds to
-the private memory of a process at most, and the shared memory and files that the link uses.
+Prints a table and one JSON line. Seconds are medians over the pushes after the first. Peak extra
+memory is what a push adds to the private memory of a process at most, and the shared memory and
+files that the link uses.
 """
 
 from __future__ import annotations
@@ -35,14 +38,20 @@ MIB = 2**20
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    named = {f"model.layers.{i}.{kind}.weight": (WIDE, HIDDEN) for i in range(LAYERS) for kind in ("up", "down")}
+    named = {
+        f"model.layers.{i}.{kind}.weight": (WIDE, HIDDEN)
+        for i in range(LAYERS)
+        for kind in ("up", "down")
+    }
     return {**named, **{f"model.layers.{i}.norm.weight": (HIDDEN,) for i in range(LAYERS)}}
 
 
 def private_bytes() -> int:
     """Memory of this process that is no other's and no file's."""
     return sum(
-        int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line[:7] == "RssAnon"
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line[:7] == "RssAnon"
     )
 
 
@@ -74,7 +83,10 @@ class Rank(Watched):
         torch.set_num_threads(threads)
         self.rank = rank
         rng = torch.Generator().manual_seed(rank)
-        self.own = {name: torch.randn(shape[0] // 2, *shape[1:], generator=rng) for name, shape in shapes().items()}
+        self.own = {
+            name: torch.randn(shape[0] // 2, *shape[1:], generator=rng)
+            for name, shape in shapes().items()
+        }
 
     def weights(self) -> Iterator[Any]:
         from ratchet.protocols import Shard
@@ -104,10 +116,16 @@ class Receiver(Watched):
         from ratchet.weight_sync.endpoints import Intake
 
         torch.set_num_threads(threads)
-        own = {name: torch.nn.Parameter(torch.zeros(shape), requires_grad=False) for name, shape in shapes().items()}
+        own = {
+            name: torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
+            for name, shape in shapes().items()
+        }
 
         class Weights:
-            staging, version = Staging(lambda: ((name, one.data) for name, one in own.items()), own.values()), 0
+            staging, version = (
+                Staging(lambda: ((name, one.data) for name, one in own.items()), own.values()),
+                0,
+            )
 
             @property
             def adopted(self) -> bool:
@@ -137,7 +155,8 @@ class Receiver(Watched):
 
 
 def plain_copy(rounds: int) -> list[float]:
-    """Seconds to copy the same bytes within this process, by one thread, between memory that is there already."""
+    """Seconds to copy the same bytes within this process, by one thread, between memory that is
+    there already."""
     import torch
 
     torch.set_num_threads(1)
@@ -235,11 +254,16 @@ async def measure_time(link: Any, senders: Any, rounds: int) -> dict[str, float]
         "copy_best_s": min(copies[1:]),
         "sent_mib": link.sent_bytes / MIB,
     }
-    return {**found, "ratio": found["median_s"] / found["copy_s"], "best_ratio": found["best_s"] / found["copy_best_s"]}
+    return {
+        **found,
+        "ratio": found["median_s"] / found["copy_s"],
+        "best_ratio": found["best_s"] / found["copy_best_s"],
+    }
 
 
 async def measure_memory(link: Any, senders: Any, receivers: Any) -> dict[str, float]:
-    """From the first push on, in fresh processes: what was once allocated and is free again does not count a second time."""
+    """From the first push on, in fresh processes: what was once allocated and is free again does
+    not count a second time."""
     await senders.call("watch")
     await receivers.call("watch")
     for version in (1, 2):
@@ -284,20 +308,42 @@ async def main(arguments: argparse.Namespace) -> None:
     )
     lines = [heading, ["---"] * len(heading)]
     for name, row in rows.items():
-        extra = f"{row['sender_peak_mib']:.0f} / {row['receiver_peak_mib']:.0f} / {row['shared_mib']:.0f}"
+        extra = (
+            f"{row['sender_peak_mib']:.0f} / {row['receiver_peak_mib']:.0f} / "
+            f"{row['shared_mib']:.0f}"
+        )
         times = (f"{1e3 * row[key]:.0f} ms" for key in ("first_s", "median_s", "copy_s"))
-        lines.append((name, *times, f"{row['ratio']:.1f} ({row['best_ratio']:.1f})", f"{row['sent_mib']:.1f}", extra))
+        lines.append(
+            (
+                name,
+                *times,
+                f"{row['ratio']:.1f} ({row['best_ratio']:.1f})",
+                f"{row['sent_mib']:.1f}",
+                extra,
+            )
+        )
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
     print(json.dumps({"case": "Links", "model_mib": mib, "rounds": arguments.rounds, "rows": rows}))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7, help="pushes after the first")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the receiver")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the receiver"
+    )
     parser.add_argument("--links", default="shared_memory,collective,files,delta")
-    parser.add_argument("--directory", help="where the files link writes; a temporary directory by default")
+    parser.add_argument(
+        "--directory", help="where the files link writes; a temporary directory by default"
+    )
     CONTEXT.set_forkserver_preload(
-        ["torch", "ratchet.weight_sync.endpoints", "ratchet.weight_sync.sender", "ratchet.weight_sync.collective"]
+        [
+            "torch",
+            "ratchet.weight_sync.endpoints",
+            "ratchet.weight_sync.sender",
+            "ratchet.weight_sync.collective",
+        ]
     )
     sys.exit(asyncio.run(main(parser.parse_args())))

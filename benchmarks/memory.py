@@ -1,6 +1,8 @@
-"""Peak memory of a GRPO step with a vocabulary of 150,000 and a tiny body: 4 prompts x 8 samples, prompt 16, 32 new tokens.
+"""Peak memory of a GRPO step with a vocabulary of 150,000 and a tiny body: 4 prompts x 8 samples,
+prompt 16, 32 new tokens.
 
-python benchmarks/memory.py [--size T] [--vocabulary 150000] [--rounds 5] [--python PEERS/bin/python]
+python benchmarks/memory.py [--size T] [--vocabulary 150000] [--rounds 5] [--python
+PEERS/bin/python]
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ if __name__ == "__main__":
     parser.set_defaults(size="T", steps="2")
     chosen = parser.parse_args()
     case = Case(
-        f"Peak memory of a GRPO step, vocabulary {int(chosen.vocabulary):,}, 4 prompts x 8 samples, 32 new tokens",
+        f"Peak memory of a GRPO step, vocabulary {int(chosen.vocabulary):,}, 4 prompts x 8 "
+        "samples, 32 new tokens",
         (OURS, TUNED, DEFAULTS),
         ("--prompts", "4", "--group-size", "8", "--warmup", "1"),
         measure=MEMORY,

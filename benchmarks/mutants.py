@@ -1,8 +1,10 @@
 """Breaks the maths, one small edit at a time, and shows which edits no test notices.
 
-python benchmarks/mutants.py [FILES...] [--only KIND] [--match TEXT] [--sample N --seed K] [--jobs N] [--list]
+python benchmarks/mutants.py [FILES...] [--only KIND] [--match TEXT] [--sample N --seed K] [--jobs
+N] [--list]
 
-Prints a line for each survivor and a JSON summary; exits 1 when there are survivors, 2 when the tests fail without a mutant.
+Prints a line for each survivor and a JSON summary; exits 1 when there are survivors, 2 when the
+tests fail without a mutant.
 """
 
 from __future__ import annotations
@@ -36,8 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = chosen.root.resolve()
     tests = _tests(chosen, root)
     found = [mutant for file in tests for mutant in _mutants(root, file)]
-    stale = [key for key in EQUIVALENT if key[0] in tests and key not in {mutant.key for mutant in found}]
-    wanted = [m for m in found if m.key not in EQUIVALENT and (chosen.only is None or m.kind in chosen.only)]
+    stale = [
+        key for key in EQUIVALENT if key[0] in tests and key not in {mutant.key for mutant in found}
+    ]
+    wanted = [
+        m
+        for m in found
+        if m.key not in EQUIVALENT and (chosen.only is None or m.kind in chosen.only)
+    ]
     wanted = [m for m in wanted if chosen.match in str(m)]
     if chosen.sample is not None and chosen.sample < len(wanted):
         picked = random.Random(chosen.seed).sample(range(len(wanted)), chosen.sample)
@@ -54,55 +62,85 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     summary = _hunt(wanted, needed, timeouts, root, chosen)
     equivalent = sum(mutant.key in EQUIVALENT for mutant in found)
-    summary |= {"equivalent": equivalent, "stale": len(stale), "seconds": round(time.monotonic() - started)}
+    summary |= {
+        "equivalent": equivalent,
+        "stale": len(stale),
+        "seconds": round(time.monotonic() - started),
+    }
     print(json.dumps(summary))
     return 1 if summary["survived"] or stale else 0
 
 
 def _mutants(root: Path, file: str) -> list[Mutant]:
     found = find((root / file).read_text(encoding="utf-8"), file)
-    return [mutant for mutant in found if mutant.function in FUNCTIONS.get(file, (mutant.function,))]
+    return [
+        mutant for mutant in found if mutant.function in FUNCTIONS.get(file, (mutant.function,))
+    ]
 
 
 def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", help="from the root; without any, all the maths")
-    parser.add_argument("--tests", nargs="+", help="test files to use instead of those of the table")
+    parser.add_argument(
+        "--tests", nargs="+", help="test files to use instead of those of the table"
+    )
     parser.add_argument("--root", type=Path, default=REPOSITORY, help="of the tree under test")
-    parser.add_argument("--only", action="append", choices=KINDS, help="kinds of edits; may be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=KINDS, help="kinds of edits; may be repeated"
+    )
     parser.add_argument("--match", default="", help="only mutants whose printed line has this text")
     parser.add_argument("--sample", type=int, help="try only this many, drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--timeout", type=int, help="processor seconds for a mutant; default: five times what the tests take")
+    parser.add_argument(
+        "--timeout",
+        type=int,
+        help="processor seconds for a mutant; default: five times what the tests take",
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants without trying them")
     parser.add_argument("--verbose", action="store_true", help="print what killed each, too")
     return parser
 
 
 def _tests(chosen: argparse.Namespace, root: Path) -> dict[str, tuple[Path, ...]]:
-    """The test files of each file; those of the table that don't exist are left out, but not all of them."""
+    """The test files of each file; those of the table that don't exist are left out, but not all of
+    them."""
     table: Mapping[str, Sequence[str]] = targets()
     named = {file: chosen.tests or table.get(file, ()) for file in chosen.files or table}
-    chosen_tests = {file: tuple(root / t for t in tests if (root / t).exists()) for file, tests in named.items()}
+    chosen_tests = {
+        file: tuple(root / t for t in tests if (root / t).exists()) for file, tests in named.items()
+    }
     for file, found in chosen_tests.items():
         if not found:
-            raise SystemExit(f"no tests for {file}: add it to benchmarks/mutation/targets.py, or name them with --tests")
+            raise SystemExit(
+                f"no tests for {file}: add it to benchmarks/mutation/targets.py, or name them with "
+                "--tests"
+            )
         if not (root / file).exists():
             raise SystemExit(f"{root / file} does not exist")
     return chosen_tests
 
 
-def _baseline(tests: Mapping[str, tuple[Path, ...]], root: Path, jobs: int) -> dict[str, int] | None:
-    """Processor seconds for a mutant of each file; None when tests fail as things are. Loads the libraries that tests use."""
+def _baseline(
+    tests: Mapping[str, tuple[Path, ...]], root: Path, jobs: int
+) -> dict[str, int] | None:
+    """Processor seconds for a mutant of each file; None when tests fail as things are. Loads the
+    libraries that tests use."""
     timeouts: dict[str, int] = {}
-    trials = ((file, Trial(_module(file), root / file, None, paths, 3600)) for file, paths in tests.items())
+    trials = (
+        (file, Trial(_module(file), root / file, None, paths, 3600))
+        for file, paths in tests.items()
+    )
     healthy = True
     for file, result in run(trials, root, jobs):
         timeouts[file] = max(LEAST_TIMEOUT_S, round(5 * result.cpu_s))
         if result.killed:
             healthy = False
-            print(f"{file}: its tests fail without a mutant (status {result.status}) {result.killer}")
+            print(
+                f"{file}: its tests fail without a mutant (status {result.status}) {result.killer}"
+            )
         preload(result.modules, root)
     return timeouts if healthy else None
 
@@ -114,7 +152,8 @@ def _hunt(
     root: Path,
     chosen: argparse.Namespace,
 ) -> dict[str, int]:
-    """Two rounds: a few examples of each property kill most mutants soon; what is left faces them all."""
+    """Two rounds: a few examples of each property kill most mutants soon; what is left faces them
+    all."""
     killers = Killers()
     counts = {"mutants": len(mutants), "killed": 0, "timeouts": 0, "survived": 0}
 
@@ -124,7 +163,20 @@ def _hunt(
             limit = chosen.timeout or timeouts[file]
             first, second = killers.of(f"{file}:{function}"), killers.of(file)
             hint = function.rpartition(".")[2]
-            yield mutant, Trial(_module(file), root / file, mutant.code, tests[file], limit, first, hint, second, examples)
+            yield (
+                mutant,
+                Trial(
+                    _module(file),
+                    root / file,
+                    mutant.code,
+                    tests[file],
+                    limit,
+                    first,
+                    hint,
+                    second,
+                    examples,
+                ),
+            )
 
     alive = list(mutants)
     for examples in (FEW_EXAMPLES, None):

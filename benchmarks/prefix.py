@@ -1,6 +1,8 @@
-"""A GRPO step whose prompts are long: 4 prompts x 16 samples, prompt 128 and 512, 32 new tokens. Ratchet and TRL in turn.
+"""A GRPO step whose prompts are long: 4 prompts x 16 samples, prompt 128 and 512, 32 new tokens.
+Ratchet and TRL in turn.
 
-python benchmarks/prefix.py [--size S] [--prompts 4] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
+python benchmarks/prefix.py [--size S] [--prompts 4] [--threads 2] [--rounds 5] [--python
+PEERS/bin/python]
 """
 
 from __future__ import annotations

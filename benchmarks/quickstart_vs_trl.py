@@ -1,7 +1,9 @@
-"""The quick-start's task to 90 % held-out: Ratchet and TRL in turn, from the same weights after its supervised stage, with its
-settings for GRPO. Seconds of training (evaluation apart) to the first evaluation that reaches the target.
+"""The quick-start's task to 90 % held-out: Ratchet and TRL in turn, from the same weights after its
+supervised stage, with its settings for GRPO. Seconds of training (evaluation apart) to the first
+evaluation that reaches the target.
 
-python benchmarks/quickstart_vs_trl.py [--target 0.9] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
+python benchmarks/quickstart_vs_trl.py [--target 0.9] [--threads 2] [--rounds 5] [--python
+PEERS/bin/python]
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from dataclasses import replace
 from side_by_side import SECONDS, Case, Driver, compare, options
 
 START = Driver("start", "ours/sorting_start.py", peer=False)
-DRIVERS = (Driver("Ratchet", "ours/ratchet_sorting.py", peer=False), Driver("TRL tuned", "peers/trl_sorting.py"))
+DRIVERS = (
+    Driver("Ratchet", "ours/ratchet_sorting.py", peer=False),
+    Driver("TRL tuned", "peers/trl_sorting.py"),
+)
 
 if __name__ == "__main__":
     parser = options(__doc__ or "")

@@ -35,8 +35,8 @@ NEEDS = re.compile(r"^# needs: recipes/([\w.+-]+)\.yaml -> (\S+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Header:
-    """What a recipe says of itself. measured: (before, after) in per cent, by seed. needs: a recipe's name, by the directory
-    in which this one looks for its model."""
+    """What a recipe says of itself. measured: (before, after) in per cent, by seed. needs: a
+    recipe's name, by the directory in which this one looks for its model."""
 
     name: str
     measured: dict[int, tuple[float, float]]
@@ -45,7 +45,8 @@ class Header:
 
 @dataclass(frozen=True)
 class Result:
-    """In per cent; difference: after, against the header (None where that says nothing of this seed)."""
+    """In per cent; difference: after, against the header (None where that says nothing of this
+    seed)."""
 
     recipe: str
     seed: int
@@ -60,7 +61,9 @@ class Result:
 
 def read_header(path: Path) -> Header:
     text = path.read_text(encoding="utf-8")
-    measured = {int(seed): (float(before), float(after)) for seed, before, after in MEASURED.findall(text)}
+    measured = {
+        int(seed): (float(before), float(after)) for seed, before, after in MEASURED.findall(text)
+    }
     return Header(path.stem, measured, {directory: name for name, directory in NEEDS.findall(text)})
 
 
@@ -70,7 +73,8 @@ def measured_recipes(recipes: Path = RECIPES) -> list[str]:
 
 
 def rotated(names: Sequence[str], count: int, day: int) -> list[str]:
-    """`count` of them, other ones each day, so that all have had their turn after len / count days."""
+    """`count` of them, other ones each day, so that all have had their turn after len / count
+    days."""
     count = min(count, len(names))
     return [names[(day * count + i) % len(names)] for i in range(count)]
 
@@ -95,7 +99,8 @@ def ordered(names: Sequence[str], recipes: Path = RECIPES) -> list[str]:
 
 
 def pointed_to(path: Path, models: dict[str, str]) -> list[str]:
-    """Overrides for each key of the recipe whose value is one of the directories (the keys of `models`)."""
+    """Overrides for each key of the recipe whose value is one of the directories (the keys of
+    `models`)."""
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     stages = recipe.pop("stages", {})
     by_name = stages if isinstance(stages, dict) else {stage["name"]: stage for stage in stages}
@@ -112,18 +117,34 @@ def _places(node: Any, at: str) -> Iterator[tuple[str, str]]:
 
 
 def run_recipes(
-    names: Sequence[str], work: Path, *, seed: int = 0, extra: Sequence[str] = (), recipes: Path = RECIPES
+    names: Sequence[str],
+    work: Path,
+    *,
+    seed: int = 0,
+    extra: Sequence[str] = (),
+    recipes: Path = RECIPES,
 ) -> list[Result]:
-    """Trains each in `work`, those that they need first. extra: further overrides for all of them. Results of `names` alone."""
+    """Trains each in `work`, those that they need first. extra: further overrides for all of them.
+    Results of `names` alone."""
     models: dict[str, str] = {}
     results = []
     for name in ordered(names, recipes):
         path, run = recipes / f"{name}.yaml", work / name
         header = read_header(path)
         chosen = [f"seed={seed}"] if name in names else []
-        teachers = pointed_to(path, {directory: models[needed] for directory, needed in header.needs.items()})
-        overrides = ["logging.progress=off", "logging.tensorboard=false", *chosen, *teachers, *extra]
-        status = start_run(path, overrides, run, command=f"ratchet train {path} {' '.join(chosen)}".strip())
+        teachers = pointed_to(
+            path, {directory: models[needed] for directory, needed in header.needs.items()}
+        )
+        overrides = [
+            "logging.progress=off",
+            "logging.tensorboard=false",
+            *chosen,
+            *teachers,
+            *extra,
+        ]
+        status = start_run(
+            path, overrides, run, command=f"ratchet train {path} {' '.join(chosen)}".strip()
+        )
         if status:
             raise SystemExit(status)
         models[name] = str(run / "model")
@@ -135,7 +156,8 @@ def run_recipes(
 def _result(header: Header, seed: int, run: Path) -> Result:
     stage = json.loads((run / "summary.json").read_text(encoding="utf-8"))["stages"][-1]
     before, after = (
-        None if stage[key] is None else round(100 * stage[key], 1) for key in ("accuracy_before", "accuracy_after")
+        None if stage[key] is None else round(100 * stage[key], 1)
+        for key in ("accuracy_before", "accuracy_after")
     )
     stated = header.measured[seed][1] if seed in header.measured else None
     difference = None if after is None or stated is None else round(after - stated, 1)
@@ -144,10 +166,14 @@ def _result(header: Header, seed: int, run: Path) -> Result:
 
 def table(results: Sequence[Result]) -> str:
     heading = ("recipe", "before", "after", "header", "difference")
-    rows = [(r.recipe, *map(_shown, (r.before, r.after, r.header)), _shown(r.difference, "+")) for r in results]
+    rows = [
+        (r.recipe, *map(_shown, (r.before, r.after, r.header)), _shown(r.difference, "+"))
+        for r in results
+    ]
     widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
     return "\n".join(
-        f"{row[0]:{widths[0]}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        f"{row[0]:{widths[0]}}  "
+        + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
         for row in (heading, *rows)
     )
 
@@ -158,11 +184,19 @@ def _shown(value: float | None, sign: str = "") -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Trains recipes and holds them to their headers.")
-    parser.add_argument("names", nargs="*", help="recipes without .yaml; by default all that state a result")
+    parser.add_argument(
+        "names", nargs="*", help="recipes without .yaml; by default all that state a result"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tolerance", type=float, default=5.0, help="percentage points below the header that pass")
-    parser.add_argument("--rotate", type=int, default=None, metavar="K", help="only K of them, other ones each day")
-    parser.add_argument("--day", type=int, default=None, help="day number for --rotate; by default today's")
+    parser.add_argument(
+        "--tolerance", type=float, default=5.0, help="percentage points below the header that pass"
+    )
+    parser.add_argument(
+        "--rotate", type=int, default=None, metavar="K", help="only K of them, other ones each day"
+    )
+    parser.add_argument(
+        "--day", type=int, default=None, help="day number for --rotate; by default today's"
+    )
     chosen = parser.parse_args(arguments)
     names = list(dict.fromkeys(chosen.names)) or measured_recipes()
     missing = [name for name in names if not (RECIPES / f"{name}.yaml").is_file()]
@@ -174,7 +208,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = run_recipes(names, Path(work), seed=chosen.seed)
     missed = [result.recipe for result in results if result.misses(chosen.tolerance)]
     print(table(results))
-    print(json.dumps({"tolerance": chosen.tolerance, "missed": missed, "results": [asdict(result) for result in results]}))
+    print(
+        json.dumps(
+            {
+                "tolerance": chosen.tolerance,
+                "missed": missed,
+                "results": [asdict(result) for result in results],
+            }
+        )
+    )
     return 1 if missed else 0
 
 

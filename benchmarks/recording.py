@@ -1,12 +1,13 @@
-"""What the record of steps costs: the quick-start's GRPO stage with and without it, in turn, on the same batches; and how long
-a large record takes to open.
+"""What the record of steps costs: the quick-start's GRPO stage with and without it, in turn, on the
+same batches; and how long a large record takes to open.
 
     python benchmarks/recording.py [--rounds 5] [--steps 32] [--opened 1000]
 
-Prints a table and one JSON line. cost: by how much longer the steps take with a record, the median over rounds, each the ratio
-of two runs one after the other. The time to write what is left at the end is counted, as a checkpoint waits for that. cpu_cost:
-the same of the processor's time, with the recorder's thread: what it costs where no other core is free, and what still says
-something on a machine that others keep busy.
+Prints a table and one JSON line. cost: by how much longer the steps take with a record, the median
+over rounds, each the ratio of two runs one after the other. The time to write what is left at the
+end is counted, as a checkpoint waits for that. cpu_cost: the same of the processor's time, with the
+recorder's thread: what it costs where no other core is free, and what still says something on a
+machine that others keep busy.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Taken(NamedTuple):
     cpu_s: float  # of all threads
 
 
-def seconds(config: RunConfig, weights: dict[str, torch.Tensor], steps: int, folder: Path | None) -> Taken:
+def seconds(
+    config: RunConfig, weights: dict[str, torch.Tensor], steps: int, folder: Path | None
+) -> Taken:
     """Of so many steps, recorded where there is a folder; after two that warm up."""
     policy = build_policy(config)
     policy.model.load_state_dict(weights)
@@ -80,7 +83,9 @@ def seconds(config: RunConfig, weights: dict[str, torch.Tensor], steps: int, fol
     return taken
 
 
-def measuring(config: RunConfig, weights: dict[str, torch.Tensor], steps: int, folder: Path) -> dict[str, float]:
+def measuring(
+    config: RunConfig, weights: dict[str, torch.Tensor], steps: int, folder: Path
+) -> dict[str, float]:
     """Shares of the processor time of so many measured steps."""
     policy = build_policy(config)
     policy.model.load_state_dict(weights)
@@ -105,7 +110,10 @@ def measuring(config: RunConfig, weights: dict[str, torch.Tensor], steps: int, f
         return []
 
     folder.mkdir()
-    with tracing(folder / "trace.json") as trace, metering(run, policy, config, 1, RunDirectory(folder), trace):
+    with (
+        tracing(folder / "trace.json") as trace,
+        metering(run, policy, config, 1, RunDirectory(folder), trace),
+    ):
         meter = run.meter
         assert isinstance(meter, Meter)
         assert trace is not None
@@ -126,7 +134,9 @@ def opened(steps: int, folder: Path) -> dict[str, float]:
     rng = np.random.default_rng(0)
     groups = [_group(f"g/{i}", rng) for i in range(ATTEMPTS // 8)]
     batch = pack(groups)
-    batch = batch.fill_tokens(advantages=batch.rollout_logprobs_T.double(), old_logprobs=batch.rollout_logprobs_T)
+    batch = batch.fill_tokens(
+        advantages=batch.rollout_logprobs_T.double(), old_logprobs=batch.rollout_logprobs_T
+    )
     recorder = Recorder(RecordConfig(), folder, seed=0)
     for step in range(1, steps + 1):
         recorder.add(step, "rl", groups, batch, lambda b: b.rollout_logprobs_T.double(), {})
@@ -138,19 +148,31 @@ def opened(steps: int, folder: Path) -> dict[str, float]:
     started = time.perf_counter()
     record.step(steps // 2 + 1)
     mib = sum(file.size for file in record.files) / 2**20
-    return {"scalars_s": scalars, "one_step_s": time.perf_counter() - started, "files": len(record.files), "mib": mib}
+    return {
+        "scalars_s": scalars,
+        "one_step_s": time.perf_counter() - started,
+        "files": len(record.files),
+        "mib": mib,
+    }
 
 
 def _group(name: str, rng: np.random.Generator) -> Group:
     rows = [
-        make_trajectory([1, 2], rng.integers(0, 32, TOKENS - 2).tolist(), reward=float(rng.integers(0, 2)), attempt=i)
+        make_trajectory(
+            [1, 2],
+            rng.integers(0, 32, TOKENS - 2).tolist(),
+            reward=float(rng.integers(0, 2)),
+            attempt=i,
+        )
         for i in range(8)
     ]
     return make_group(name, rows, tag="sorting")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=32)  # as many as a file has
     parser.add_argument("--opened", type=int, default=1000)
@@ -162,19 +184,34 @@ def main() -> None:
         pairs = list[tuple[Taken, Taken]]()  # without, with
         for at in range(options.rounds):
             folders = [None, Path(name) / f"round-{at}"]
-            taken = {folder: seconds(config, weights, options.steps, folder) for folder in folders[:: 1 if at % 2 else -1]}
+            taken = {
+                folder: seconds(config, weights, options.steps, folder)
+                for folder in folders[:: 1 if at % 2 else -1]
+            }
             pairs.append((taken[None], taken[folders[1]]))
             walls = [1000 * side.wall_s / options.steps for side in pairs[-1]]
             cpus = [1000 * side.cpu_s / options.steps for side in pairs[-1]]
-            said = "a step takes {:.1f} ms, recorded {:.1f} ms; of the processor {:.1f} and {:.1f} ms"
+            said = (
+                "a step takes {:.1f} ms, recorded {:.1f} ms; of the processor {:.1f} and {:.1f} ms"
+            )
             print(f"round {at + 1}: {said.format(*walls, *cpus)}")
-        found["cost"] = statistics.median(recorded.wall_s / plain.wall_s for plain, recorded in pairs) - 1
-        found["cpu_cost"] = statistics.median(recorded.cpu_s / plain.cpu_s for plain, recorded in pairs) - 1
+        found["cost"] = (
+            statistics.median(recorded.wall_s / plain.wall_s for plain, recorded in pairs) - 1
+        )
+        found["cpu_cost"] = (
+            statistics.median(recorded.cpu_s / plain.cpu_s for plain, recorded in pairs) - 1
+        )
         found["step_s"] = statistics.median(plain.wall_s for plain, _ in pairs) / options.steps
         found["measuring"] = measuring(config, weights, options.steps, Path(name) / "measured")
         found["opened"] = opened(options.opened, Path(name) / "opened") if options.opened else None
-    print(f"a record costs {found['cost']:+.1%} of a step's time, {found['cpu_cost']:+.1%} of its processor time")
-    print("measuring takes", ", ".join(f"{share:.2%} ({part})" for part, share in found["measuring"].items()))
+    print(
+        f"a record costs {found['cost']:+.1%} of a step's time, {found['cpu_cost']:+.1%} of its "
+        "processor time"
+    )
+    print(
+        "measuring takes",
+        ", ".join(f"{share:.2%} ({part})" for part, share in found["measuring"].items()),
+    )
     print(json.dumps(found))
 
 

@@ -1,11 +1,14 @@
-"""Executions a second in the sandbox, beside a bare interpreter (`python -I -S -c`, no protection at all) in the same run.
+"""Executions a second in the sandbox, beside a bare interpreter (`python -I -S -c`, no protection
+at all) in the same run.
 
-    python benchmarks/sandbox.py [--slots 2] [--runs 200] [--rounds 5] [--at-most namespaces|landlock]
+    python benchmarks/sandbox.py [--slots 2] [--runs 200] [--rounds 5] [--at-most
+    namespaces|landlock]
 
-All read a number and print its double, as many at once as there are slots, in turn, round after round: what disturbs one side
-of a round disturbs the others too. The third side is the reward `code`, over a sandbox of its own. Prints one JSON line (the
-ratios are the medians over the rounds; ratio above 1: the sandbox is faster than bare; reward_ratio: of the reward to the
-sandbox alone) and a table. Exits 1 below --floor executions a second.
+All read a number and print its double, as many at once as there are slots, in turn, round after
+round: what disturbs one side of a round disturbs the others too. The third side is the reward
+`code`, over a sandbox of its own. Prints one JSON line (the ratios are the medians over the rounds;
+ratio above 1: the sandbox is faster than bare; reward_ratio: of the reward to the sandbox alone)
+and a table. Exits 1 below --floor executions a second.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ SOURCE, STDIN, ANSWER = "print(int(input()) * 2)", b"21\n", b"42\n"
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
@@ -50,7 +55,13 @@ async def rate(once: Callable[[], Awaitable[None]], runs: int) -> float:
 
 
 def bare() -> None:
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", SOURCE], input=STDIN, capture_output=True, env={}, check=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", SOURCE],
+        input=STDIN,
+        capture_output=True,
+        env={},
+        check=True,
+    )
     assert done.stdout == ANSWER
 
 
@@ -68,7 +79,9 @@ async def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         await asyncio.get_running_loop().run_in_executor(threads, bare)
 
     reward = Code(CodeConfig(workers=chosen.slots, timeout_s=20))
-    task = Task("double", (), meta={"tests": [{"stdin": STDIN.decode(), "stdout": ANSWER.decode()}]})
+    task = Task(
+        "double", (), meta={"tests": [{"stdin": STDIN.decode(), "stdout": ANSWER.decode()}]}
+    )
 
     async def judged() -> None:
         (outcome,) = await reward.score([answered(task, SOURCE)], task)
@@ -107,7 +120,10 @@ def main() -> int:
     print(f"\n{'':12} {'executions/s':>14}")
     for side in ("sandbox", "bare", "reward"):
         print(f"{side:12} {found[side + '_per_s']:14}")
-    print(f"{'ratio':12} {found['ratio']:14}   (of {found['isolation']}, p50 {found['p50_ms']} ms, p95 {found['p95_ms']} ms)")
+    print(
+        f"{'ratio':12} {found['ratio']:14}   (of {found['isolation']}, p50 {found['p50_ms']} ms, "
+        f"p95 {found['p95_ms']} ms)"
+    )
     return int(found["sandbox_per_s"] < chosen.floor)
 
 

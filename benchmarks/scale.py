@@ -1,10 +1,12 @@
-"""What the driver of a spread learner costs: the real packing, planning, dealing and messages, with simulated ranks.
+"""What the driver of a spread learner costs: the real packing, planning, dealing and messages, with
+simulated ranks.
 
     python benchmarks/scale.py [--cases small|full] [--markdown]
 
-A step is one of GRPO with a reference, as the loop makes it: pack, scoring passes, advantages, weights, an update. Its ranks
-are members of a real group, and receive the messages that real ones would; they answer by a model of cost instead of a GPU.
-Not measured: the time in which bytes cross the network. Each case runs in a process of its own, and prints a line of JSON.
+A step is one of GRPO with a reference, as the loop makes it: pack, scoring passes, advantages,
+weights, an update. Its ranks are members of a real group, and receive the messages that real ones
+would; they answer by a model of cost instead of a GPU. Not measured: the time in which bytes cross
+the network. Each case runs in a process of its own, and prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from ratchet.types import Group, Message, Owner, Scored, Task, Trajectory, Turn
 PER_NODE, ATTEMPTS, VOCABULARY = 8, 8, 150_000
 PROMPT, ANSWER = (150, 0.6), (180, 0.9)  # tokens: median and spread of log-normal lengths
 LONGEST = 2048
-# Of the simulated rank: a model of 7e9 parameters on an accelerator that does 4e14 operations a second.
+# Of the simulated rank: a model of 7e9 parameters on an accelerator that does 4e14 operations a
+# second.
 PARAMETERS, OPERATIONS_S, CALL_S = 7e9, 4e14, 2e-3
 WEAK = [(1, 96), (8, 768), (64, 6_144), (256, 24_576), (1024, 98_304)]  # as much for each rank
 STRONG = [(ranks, 24_576) for ranks in (1, 8, 64, 1024)]  # the same work
@@ -54,9 +57,9 @@ SMALL = [(1, 96), (8, 768), (64, 6_144)]
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one step. driver_s: of the driver's processor, what it does before and between the ranks' work, by part in `parts_s`.
-    driver_mib: the most memory above what the groups take. rank_mib: what a rank receives, the mean and the most. balance: the
-    mean work of a rank over the most."""
+    """Of one step. driver_s: of the driver's processor, what it does before and between the ranks'
+    work, by part in `parts_s`. driver_mib: the most memory above what the groups take. rank_mib:
+    what a rank receives, the mean and the most. balance: the mean work of a rank over the most."""
 
     ranks: int
     trajectories: int
@@ -91,11 +94,14 @@ class Simulated(Member):
     def _send(self, number: int, request: protocol.Parcel) -> None:
         start = time.process_time()
         self.bytes += len(request.head) + sum(buffer.nbytes for buffer in request.buffers)
-        with warnings.catch_warnings(action="ignore"):  # parts of what the driver has may be read-only
+        # parts of what the driver has may be read-only
+        with warnings.catch_warnings(action="ignore"):
             _, (method, (_, batches, wanted, *_), _) = protocol.unpack(request)
         tokens = sum(batch.n_tokens for batch in batches)
         passes = 3 if method == "update" else 1  # a backward costs as two forwards
-        self.work_s += CALL_S * len(batches) + 2 * PARAMETERS * passes * tokens / OPERATIONS_S / self.tensor
+        self.work_s += (
+            CALL_S * len(batches) + 2 * PARAMETERS * passes * tokens / OPERATIONS_S / self.tensor
+        )
         self.micros += len(batches)
         answer: Any = {"loss": 0.0, "grad_norm": 1.0, "lr": 1e-6}
         if method == "score":
@@ -130,7 +136,9 @@ def drawn(count: int, seed: int) -> list[Group]:
     for g in range(count // ATTEMPTS):
         prompt = rng.integers(VOCABULARY, size=length(*PROMPT, LONGEST))
         task = Task(f"task/{g}", (Message("user", ""),))
-        groups.append(Group(f"grpo/{g}", task, tuple(attempt(prompt, number) for number in range(ATTEMPTS))))
+        groups.append(
+            Group(f"grpo/{g}", task, tuple(attempt(prompt, number) for number in range(ATTEMPTS)))
+        )
     return groups
 
 
@@ -146,9 +154,14 @@ def measure(ranks: int, trajectories: int, tensor: int) -> Measured:
 
 def step(groups: Sequence[Group], ranks: int, tensor: int) -> Measured:
     config = DTensorConfig(dp_shard=ranks // tensor, tensor_parallel=tensor)
-    algorithm = construct(resolve("algorithm", {"kind": "grpo", "group_size": ATTEMPTS, "kl": {"coef": 0.01}}))
+    algorithm = construct(
+        resolve("algorithm", {"kind": "grpo", "group_size": ATTEMPTS, "kl": {"coef": 0.01}})
+    )
     members = [Simulated(rank, ranks, tensor) for rank in range(ranks)]
-    places = [Place("learner", rank, ranks, rank % PER_NODE, "here", "", 1, "cuda:0") for rank in range(ranks)]
+    places = [
+        Place("learner", rank, ranks, rank % PER_NODE, "here", "", 1, "cuda:0")
+        for rank in range(ranks)
+    ]
     workers, state, parts = WorkerGroup(places, members), AlgoState(), {}
 
     def learner(role: str) -> RemoteLearner:
@@ -162,12 +175,17 @@ def step(groups: Sequence[Group], ranks: int, tensor: int) -> Measured:
             shares_prefixes=True,
         )
 
-    roles: Mapping[str, RemoteLearner] = {"policy": learner("policy"), **{role: learner(role) for role in algorithm.roles}}
+    roles: Mapping[str, RemoteLearner] = {
+        "policy": learner("policy"),
+        **{role: learner(role) for role in algorithm.roles},
+    }
 
     def timed(name: str, work: Any) -> Any:
         start, aside = time.process_time(), sum(member.aside_s for member in members)
         made = work()
-        parts[name] = time.process_time() - start - (sum(member.aside_s for member in members) - aside)
+        parts[name] = (
+            time.process_time() - start - (sum(member.aside_s for member in members) - aside)
+        )
         return made
 
     timed("lay out ranks", lambda: laid_out(ranks))
@@ -195,12 +213,25 @@ def step(groups: Sequence[Group], ranks: int, tensor: int) -> Measured:
 
 
 def laid_out(ranks: int) -> None:
-    nodes = [Node(f"node{i}", 96, tuple(map(Accelerator, range(PER_NODE)))) for i in range(-(-ranks // PER_NODE))]
+    nodes = [
+        Node(f"node{i}", 96, tuple(map(Accelerator, range(PER_NODE))))
+        for i in range(-(-ranks // PER_NODE))
+    ]
     VirtualCluster(ResourceManager(nodes)).plan([Need("learner", ranks, gpus=1)])
 
 
 def table(found: Sequence[Measured]) -> str:
-    heading = ("Ranks", "Trajectories", "Tokens", "Driver s", "µs a token", "Driver MiB", "Bytes a token", "MiB a rank", "most")
+    heading = (
+        "Ranks",
+        "Trajectories",
+        "Tokens",
+        "Driver s",
+        "µs a token",
+        "Driver MiB",
+        "Bytes a token",
+        "MiB a rank",
+        "most",
+    )
     heading = (*heading, "Ranks' own s", "Balance")
     lines = [heading, tuple("---:" for _ in heading)]
     for case in found:
@@ -223,10 +254,18 @@ def table(found: Sequence[Measured]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", choices=("small", "full"), default="small")
     parser.add_argument("--markdown", action="store_true", help="and the table of docs/scaling.md")
-    parser.add_argument("--case", type=int, nargs=3, metavar=("RANKS", "TRAJECTORIES", "TP"), help="this one, in this process")
+    parser.add_argument(
+        "--case",
+        type=int,
+        nargs=3,
+        metavar=("RANKS", "TRAJECTORIES", "TP"),
+        help="this one, in this process",
+    )
     chosen = parser.parse_args()
     if chosen.case:
         prepare_process(1)

@@ -1,8 +1,10 @@
-"""Supervised fine-tuning on 64 ragged conversations a step, 16 to 256 tokens: tokens a second of Ratchet and of TRL in turn.
+"""Supervised fine-tuning on 64 ragged conversations a step, 16 to 256 tokens: tokens a second of
+Ratchet and of TRL in turn.
 
     python benchmarks/sft.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 
-TRL packs rows of up to 512 tokens, or lays the conversations of a micro-batch end to end, or pads them.
+TRL packs rows of up to 512 tokens, or lays the conversations of a micro-batch end to end, or pads
+them.
 """
 
 from __future__ import annotations
@@ -17,5 +19,11 @@ DRIVERS = (
 )
 
 if __name__ == "__main__":
-    case = Case("SFT, 64 conversations of 16 to 256 tokens", DRIVERS, ("--algorithm", "sft"), rate("tokens"), target=1.5)
+    case = Case(
+        "SFT, 64 conversations of 16 to 256 tokens",
+        DRIVERS,
+        ("--algorithm", "sft"),
+        rate("tokens"),
+        target=1.5,
+    )
     compare(case, options(__doc__ or "").parse_args())

@@ -1,7 +1,9 @@
-"""Runs drivers in turn, round after round, each in a process of its own, and prints one JSON line and a table of ratios.
+"""Runs drivers in turn, round after round, each in a process of its own, and prints one JSON line
+and a table of ratios.
 
-In turn, because a shared machine is sometimes slow: what disturbs one side of a round disturbs the other too. The machine's own
-rate of matrix products is measured in each round as well, for the floor: the work's FLOPs at that rate.
+In turn, because a shared machine is sometimes slow: what disturbs one side of a round disturbs the
+other too. The machine's own rate of matrix products is measured in each round as well, for the
+floor: the work's FLOPs at that rate.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Driver:
 
 @dataclass(frozen=True)
 class Measure:
-    """What of a driver's line is compared. factor: to the unit that is shown. higher: more of it is better."""
+    """What of a driver's line is compared. factor: to the unit that is shown. higher: more of it is
+    better."""
 
     key: str
     unit: str
@@ -62,8 +65,9 @@ def rate(of: str) -> Measure:
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. The first driver is ours, the second the peer that `target` is about: the ratio to it that we want.
-    workload: arguments of all drivers. maker: writes the model that they share; made_by_size: in the size that is asked for."""
+    """One comparison. The first driver is ours, the second the peer that `target` is about: the
+    ratio to it that we want. workload: arguments of all drivers. maker: writes the model that they
+    share; made_by_size: in the size that is asked for."""
 
     name: str
     drivers: Sequence[Driver]
@@ -75,13 +79,21 @@ class Case:
 
 
 def options(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=sys.executable, help="python of the environment that holds the peers")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, help="python of the environment that holds the peers"
+    )
     parser.add_argument("--size", default="S", help="of the random model, see peers/make_model.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", default="4", help="timed steps of a driver in a round")
     parser.add_argument("--threads", default="2")
-    parser.add_argument("--workers", default="0", help="our threads that each take parts of a batch; 0: as many as threads")
+    parser.add_argument(
+        "--workers",
+        default="0",
+        help="our threads that each take parts of a batch; 0: as many as threads",
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ours", action="store_true", help="without the peers")
     return parser
@@ -100,10 +112,16 @@ def compare(case: Case, chosen: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as model:
         make(case, chosen, model)
         for seed in range(chosen.rounds):
-            machine.append(run(RATES, ["--threads", chosen.threads, "--device", chosen.device], chosen.python))
+            machine.append(
+                run(RATES, ["--threads", chosen.threads, "--device", chosen.device], chosen.python)
+            )
             for driver in drivers:
                 try:
-                    line = run(driver, [*shared(chosen, model, seed, driver), *case.workload], chosen.python)
+                    line = run(
+                        driver,
+                        [*shared(chosen, model, seed, driver), *case.workload],
+                        chosen.python,
+                    )
                 except Unavailable as reason:
                     line, missing[driver.name] = None, str(reason)
                 lines[driver.name].append(line)
@@ -132,19 +150,35 @@ def make(case: Case, chosen: argparse.Namespace, model: str) -> None:
 
 def shared(chosen: argparse.Namespace, model: str, seed: int, driver: Driver) -> list[str]:
     """Another seed in each round, the same for all its drivers."""
-    keys = ("steps", "threads", "device") if driver.peer else ("steps", "threads", "device", "workers")
-    return ["--model", model, "--seed", str(seed), *(text for key in keys for text in (f"--{key}", getattr(chosen, key)))]
+    keys = (
+        ("steps", "threads", "device") if driver.peer else ("steps", "threads", "device", "workers")
+    )
+    return [
+        "--model",
+        model,
+        "--seed",
+        str(seed),
+        *(text for key in keys for text in (f"--{key}", getattr(chosen, key))),
+    ]
 
 
 def run(driver: Driver, arguments: Sequence[str], python: str) -> dict[str, Any]:
-    """What a driver printed last, read as JSON; {} for nothing. Its stderr is shown only when it fails."""
-    command = [python if driver.peer else sys.executable, str(HERE / driver.script), *arguments, *driver.arguments]
+    """What a driver printed last, read as JSON; {} for nothing. Its stderr is shown only when it
+    fails."""
+    command = [
+        python if driver.peer else sys.executable,
+        str(HERE / driver.script),
+        *arguments,
+        *driver.arguments,
+    ]
     spawned = {**os.environ, "BENCHMARK_SPAWNED": str(time.time())}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=spawned)
     if done.returncode == UNAVAILABLE:
         raise Unavailable(done.stderr.strip().rpartition("\n")[2])
     if done.returncode:
-        raise SystemExit(f"{driver.script} failed with status {done.returncode}:\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{driver.script} failed with status {done.returncode}:\n{done.stderr[-4000:]}"
+        )
     return json.loads(done.stdout.strip().rpartition("\n")[2] or "{}")
 
 
@@ -156,24 +190,37 @@ def _rows(measure: Measure, ours: Lines, lines: Mapping[str, Lines]) -> dict[str
     rows = {}
     for name, theirs in lines.items():
         ran = [line for line in theirs if line]
-        ratios = [measure.ratio(a[measure.key], b[measure.key]) for a, b in zip(ours, theirs, strict=True) if a and b]
+        ratios = [
+            measure.ratio(a[measure.key], b[measure.key])
+            for a, b in zip(ours, theirs, strict=True)
+            if a and b
+        ]
         if ran:
             rows[name] = {
-                "median": round(statistics.median(line[measure.key] for line in ran) * measure.factor, 2),
+                "median": round(
+                    statistics.median(line[measure.key] for line in ran) * measure.factor, 2
+                ),
                 "ratio": round(statistics.median(ratios), 2) if ratios else None,
                 "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)] if ratios else None,
-                "peak_mib": round(statistics.median(line.get("peak_device_mib", line["peak_rss_mib"]) for line in ran)),
+                "peak_mib": round(
+                    statistics.median(
+                        line.get("peak_device_mib", line["peak_rss_mib"]) for line in ran
+                    )
+                ),
             }
     return rows
 
 
 def _floor(measure: Measure, ours: Lines, machine: Sequence[Mapping[str, float]]) -> float | None:
-    """In the measure's unit: the work's FLOPs, or what it must read where that takes longer, at the machine's rate. None where
-    the work isn't arithmetic."""
+    """In the measure's unit: the work's FLOPs, or what it must read where that takes longer, at the
+    machine's rate. None where the work isn't arithmetic."""
     floors = []
     for line, rates in zip(ours, machine, strict=True):
         if line and measure is not MEMORY and "gflop" in line:
-            seconds = max(line["gflop"] / rates["gflops"], line.get("gbytes", 0) / rates.get("gbytes_per_s", math.inf))
+            seconds = max(
+                line["gflop"] / rates["gflops"],
+                line.get("gbytes", 0) / rates.get("gbytes_per_s", math.inf),
+            )
             floors.append(line["work"] / seconds if measure.higher else seconds)
     return round(statistics.median(floors) * measure.factor, 2) if floors else None
 
@@ -188,7 +235,9 @@ def _table(record: Mapping[str, Any]) -> str:
     if floor is not None:
         arithmetic = f"the arithmetic alone, at {record['gflops']} GFLOP/s"
         share = next(iter(record["rows"].values()))["median"] / floor
-        lines.append(f"{arithmetic:56}{floor:12,.1f}    ({min(share, 1 / share):.0%} of it reached)")
+        lines.append(
+            f"{arithmetic:56}{floor:12,.1f}    ({min(share, 1 / share):.0%} of it reached)"
+        )
     return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in record["missing"].items())])
 
 

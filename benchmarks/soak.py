@@ -1,14 +1,17 @@
-"""Trains for half an hour under disturbance, and watches what every process holds: memory, descriptors, threads, files.
+"""Trains for half an hour under disturbance, and watches what every process holds: memory,
+descriptors, threads, files.
 
-    python benchmarks/soak.py [--minutes 30] [--every 10] [--kill-every 60] [--seed 0] [--folder DIRECTORY]
+    python benchmarks/soak.py [--minutes 30] [--every 10] [--kill-every 60] [--seed 0] [--folder
+    DIRECTORY]
 
-The training runs under Ray, with two worker generators of which one is killed now and then, records, and saves in the
-background. `ratchet ui` shows it, `ratchet serve` serves a model beside it, and clients of both come, go and break off. At the
-end SIGTERM stops the training.
+The training runs under Ray, with two worker generators of which one is killed now and then,
+records, and saves in the background. `ratchet ui` shows it, `ratchet serve` serves a model beside
+it, and clients of both come, go and break off. At the end SIGTERM stops the training.
 
-Prints a table: each kind of process, what it held in the middle and at the end, and its growth per hour over the second half.
-The exit status is 1 when a process of ours grew beyond a bound (BOUNDS), when anything is left after the end (processes, shared
-memory, temporary files), or when a process did not end as it should.
+Prints a table: each kind of process, what it held in the middle and at the end, and its growth per
+hour over the second half. The exit status is 1 when a process of ours grew beyond a bound (BOUNDS),
+when anything is left after the end (processes, shared memory, temporary files), or when a process
+did not end as it should.
 """
 
 from __future__ import annotations
@@ -66,7 +69,8 @@ TRAINED: dict[str, Any] = {
     "steps": 100_000_000,
 }
 OURS = ("driver", "worker", "ui", "serve")
-# The most that one kind of our processes may grow in the second half, and the share of what it held in the middle.
+# The most that one kind of our processes may grow in the second half, and the share of what it held
+# in the middle.
 BOUNDS = {"uss_mib": (16.0, 0.05), "descriptors": (4.0, 0.05), "threads": (4.0, 0.05)}
 CACHES = ("torchinductor_",)  # of the user's, kept on purpose
 FINISH_S = 120.0
@@ -74,7 +78,8 @@ FINISH_S = 120.0
 
 @dataclass(frozen=True)
 class Stat:
-    """What /proc says of a process. birth: in clock ticks since the machine started; tells processes of one number apart."""
+    """What /proc says of a process. birth: in clock ticks since the machine started; tells
+    processes of one number apart."""
 
     pid: int
     parent: int
@@ -92,7 +97,11 @@ class Stat:
 
 def descendants(roots: list[int]) -> list[Stat]:
     """Return the roots and all that they have started, as far as those lead back to them."""
-    stats = {int(name): stat for name in os.listdir("/proc") if name.isdecimal() and (stat := Stat.read(int(name)))}
+    stats = {
+        int(name): stat
+        for name in os.listdir("/proc")
+        if name.isdecimal() and (stat := Stat.read(int(name)))
+    }
     children = defaultdict[int, list[Stat]](list)
     for stat in stats.values():
         children[stat.parent].append(stat)
@@ -123,19 +132,27 @@ def shared_by(pid: int) -> set[str]:
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
                 paths.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-        paths |= {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
-    return {path for path in paths if path.startswith(SHARED_MEMORY) and not path.endswith(" (deleted)")}
+        paths |= {
+            line.split(maxsplit=5)[-1]
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        }
+    return {
+        path for path in paths if path.startswith(SHARED_MEMORY) and not path.endswith(" (deleted)")
+    }
 
 
 def kind_of(pid: int) -> str:
-    """Return what a process below the driver is: our worker, or one of Ray's by its name. "" where it has ended."""
+    """Return what a process below the driver is: our worker, or one of Ray's by its name. "" where
+    it has ended."""
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         if words[0].startswith("ray::WorkerActor"):
             return "worker"
         if words[0].startswith("ray::"):
             return f"ray {words[0][5:].split('(')[0].strip()}"
-        named = [Path(word).name for word in words if word.endswith((".py", "gcs_server", "raylet"))]
+        named = [
+            Path(word).name for word in words if word.endswith((".py", "gcs_server", "raylet"))
+        ]
         return f"ray {named[0].removesuffix('.py')}" if named else "other"
     return ""
 
@@ -147,7 +164,9 @@ class Watch:
     roots: dict[int, str]
     temporary: Path
     times: list[float] = field(default_factory=list)
-    samples: dict[tuple[str, str], dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    samples: dict[tuple[str, str], dict[int, float]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     born: dict[int, int] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
 
@@ -178,10 +197,13 @@ class Watch:
             self.samples[kind, measure][index] = value / count
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Give each measure's value at half time and at the end, by a line fitted through the second half."""
+        """Give each measure's value at half time and at the end, by a line fitted through the
+        second half."""
         half = len(self.times) // 2
         for (kind, measure), values in sorted(self.samples.items()):
-            points = [(self.times[index], value) for index, value in values.items() if index >= half]
+            points = [
+                (self.times[index], value) for index, value in values.items() if index >= half
+            ]
             if len(points) < 3:
                 continue
             seconds, heights = np.array(points).T
@@ -197,7 +219,11 @@ class Watch:
 
     def left(self) -> list[str]:
         """Return what is still there of all that was seen."""
-        processes = [f"process {pid}" for pid, birth in self.born.items() if (s := Stat.read(pid)) and s.birth == birth]
+        processes = [
+            f"process {pid}"
+            for pid, birth in self.born.items()
+            if (s := Stat.read(pid)) and s.birth == birth
+        ]
         shared = [path for path in self.shared if os.path.exists(path)]
         files = [str(path) for path in self.temporary.iterdir() if not path.name.startswith(CACHES)]
         return processes + shared + files
@@ -208,14 +234,21 @@ class Clients:
 
     def __init__(self, ui: int, serve: int, rng: random.Random) -> None:
         self._stop, self.asked = threading.Event(), 0
-        body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "21="}], "max_tokens": 3})
-        post = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+        body = json.dumps(
+            {"model": "policy", "messages": [{"role": "user", "content": "21="}], "max_tokens": 3}
+        )
+        post = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+            f"{len(body)}\r\n\r\n{body}"
+        )
         gets = [
             f"GET {path} HTTP/1.1\r\nHost: localhost:{ui}\r\n\r\n"
             for path in ("/", "/api/runs", "/api/run?run=run", "/nothing")
         ]
         self._threads = [
-            threading.Thread(target=self._ask, args=(port, requests, random.Random(rng.random())), daemon=True)
+            threading.Thread(
+                target=self._ask, args=(port, requests, random.Random(rng.random())), daemon=True
+            )
             for port, requests in ((ui, gets), (serve, [post]))
         ]
         for thread in self._threads:
@@ -224,10 +257,15 @@ class Clients:
     def _ask(self, port: int, requests: list[str], rng: random.Random) -> None:
         while not self._stop.wait(rng.uniform(0.5, 1.5)):
             request = rng.choice(requests).encode()
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            with (
+                suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), timeout=10) as connection,
+            ):
                 self.asked += 1
                 how = rng.choice(("whole", "whole", "half a request", "no answer"))
-                connection.sendall(request[: len(request) // 2] if how == "half a request" else request)
+                connection.sendall(
+                    request[: len(request) // 2] if how == "half a request" else request
+                )
                 if how == "whole":
                     while connection.recv(2**16) and b"HTTP" in request:
                         connection.settimeout(1)
@@ -243,7 +281,8 @@ class Soak:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.rng = folder, random.Random(seed)
-        self.temporary = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))  # Ray's sockets need a short path
+        # Ray's sockets need a short path
+        self.temporary = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))
         (folder / "token").write_text("0" * 64)
         self.environment = {
             **os.environ,
@@ -254,7 +293,12 @@ class Soak:
         self.kills = 0
         self._write("short", BASE | {"steps": 1})
         self._write("long", TRAINED)
-        subprocess.run(self._command("train", "short.yaml", "--run-dir", "short"), cwd=folder, env=self.environment, check=True)
+        subprocess.run(
+            self._command("train", "short.yaml", "--run-dir", "short"),
+            cwd=folder,
+            env=self.environment,
+            check=True,
+        )
         ports = [free_port(), free_port()]
         self.processes = {
             "driver": self._start("driver", "train", "long.yaml", "--run-dir", "run"),
@@ -262,7 +306,9 @@ class Soak:
         }
         self._wait_for_a_step(folder / "run" / "metrics.jsonl")
         self.processes["ui"] = self._start("ui", "ui", "run", "--port", str(ports[0]))
-        self.watch = Watch({process.pid: kind for kind, process in self.processes.items()}, self.temporary)
+        self.watch = Watch(
+            {process.pid: kind for kind, process in self.processes.items()}, self.temporary
+        )
         self.clients = Clients(ports[0], ports[1], self.rng)
 
     def _write(self, name: str, recipe: dict[str, Any]) -> None:
@@ -274,13 +320,19 @@ class Soak:
     def _start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
-                self._command(*arguments), cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT
+                self._command(*arguments),
+                cwd=self.folder,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     def _wait_for_a_step(self, metrics: Path) -> None:
         while not metrics.exists() or not metrics.stat().st_size:
             if self.processes["driver"].poll() is not None:
-                raise RuntimeError(f"the training did not begin: {(self.folder / 'driver.log').read_text()}")
+                raise RuntimeError(
+                    f"the training did not begin: {(self.folder / 'driver.log').read_text()}"
+                )
             time.sleep(0.5)
 
     def run(self, seconds: float, every_s: float, kill_every_s: float) -> None:
@@ -315,7 +367,10 @@ class Soak:
                 status = process.wait()
                 wrong.append(f"{kind} did not end within {FINISH_S:g} s of SIGTERM")
             if kind == "driver" and status != 128 + signal.SIGTERM:
-                wrong.append(f"the training ended with {status}: {(self.folder / 'driver.log').read_text()[-2000:]}")
+                wrong.append(
+                    f"the training ended with {status}: "
+                    f"{(self.folder / 'driver.log').read_text()[-2000:]}"
+                )
         deadline = time.monotonic() + 20
         while (left := self.watch.left()) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -338,12 +393,18 @@ def beyond(row: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between samples")
-    parser.add_argument("--kill-every", type=float, default=60.0, help="mean seconds between kills of a worker")
+    parser.add_argument(
+        "--kill-every", type=float, default=60.0, help="mean seconds between kills of a worker"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where run and logs go, and stay; default: a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="where run and logs go, and stay; default: a temporary one"
+    )
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="soak-run-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -353,14 +414,23 @@ def main() -> int:
     finally:
         wrong = soak.end()
     rows = list(soak.watch.rows())
-    wrong += [f"{row['kind']}: {row['measure']} grew by {row['grown']:.1f} in the second half" for row in rows if beyond(row)]
+    wrong += [
+        f"{row['kind']}: {row['measure']} grew by {row['grown']:.1f} in the second half"
+        for row in rows
+        if beyond(row)
+    ]
     sys.stdout.write("| process | measure | middle | end | per hour |\n|---|---|---:|---:|---:|\n")
     for row in rows:
         last = row["middle"] + row["grown"]
-        name = f"{row['kind']} | {row['measure']} | {row['middle']:.1f} | {last:.1f} | {row['per_hour']:+.1f}"
+        name = (
+            f"{row['kind']} | {row['measure']} | {row['middle']:.1f} | {last:.1f} | "
+            f"{row['per_hour']:+.1f}"
+        )
         sys.stdout.write(f"| {name} |\n")
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    sys.stdout.write(f"\n{len(lines)} steps, {soak.kills} workers killed, {soak.clients.asked} requests\n")
+    sys.stdout.write(
+        f"\n{len(lines)} steps, {soak.kills} workers killed, {soak.clients.asked} requests\n"
+    )
     for reason in wrong:
         sys.stdout.write(f"WRONG: {reason}\n")
     if options.folder is None:

@@ -1,6 +1,7 @@
-"""Seconds from the start of the process to the end of the first optimizer step of the quick-start: `ratchet train` as a user
-calls it, a minimal TRL script on the same model and task, and `import torch` alone, in turn. The script evaluates nothing, so
-neither does ours; with the evaluation of 512 tasks that the recipe makes before its first step it is a row of its own.
+"""Seconds from the start of the process to the end of the first optimizer step of the quick-start:
+`ratchet train` as a user calls it, a minimal TRL script on the same model and task, and `import
+torch` alone, in turn. The script evaluates nothing, so neither does ours; with the evaluation of
+512 tasks that the recipe makes before its first step it is a row of its own.
 
 python benchmarks/startup.py [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 """
@@ -19,6 +20,11 @@ DRIVERS = (
 
 if __name__ == "__main__":
     case = Case(
-        "First optimizer step of the quick-start", DRIVERS, measure=SECONDS, maker=START, made_by_size=False, target=3.0
+        "First optimizer step of the quick-start",
+        DRIVERS,
+        measure=SECONDS,
+        maker=START,
+        made_by_size=False,
+        target=3.0,
     )
     compare(case, options(__doc__ or "").parse_args())

@@ -1,4 +1,5 @@
-"""Runs the benchmarks one after another, and prints what they measured as the table of docs/performance.md.
+"""Runs the benchmarks one after another, and prints what they measured as the table of
+docs/performance.md.
 
     python benchmarks/table.py [--python PEERS/bin/python] [--rounds 5] [--threads 2]
     python benchmarks/table.py --lines FILE        the table alone, from what an earlier run printed
@@ -31,7 +32,16 @@ RUNS = (
     ("memory.py",),
     ("scaling.py",),
 )
-HEADING = ("Work", "Target", "Ratchet", "Peer", "Ratio (range)", "Floor", "Peak MiB, ours / peer's", "Command")
+HEADING = (
+    "Work",
+    "Target",
+    "Ratchet",
+    "Peer",
+    "Ratio (range)",
+    "Floor",
+    "Peak MiB, ours / peer's",
+    "Command",
+)
 
 
 def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -55,7 +65,10 @@ def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
                 command if first else "",
             )
         )
-    return made + [("same", "", "", f"{name}: {reason}", "", "", "", "") for name, reason in record["missing"].items()]
+    return made + [
+        ("same", "", "", f"{name}: {reason}", "", "", "", "")
+        for name, reason in record["missing"].items()
+    ]
 
 
 def amount(value: float, unit: str) -> str:
@@ -63,7 +76,11 @@ def amount(value: float, unit: str) -> str:
 
 
 def markdown(records: Iterable[dict[str, Any]]) -> str:
-    lines = [HEADING, tuple("---" for _ in HEADING), *(row for record in records for row in rows(record))]
+    lines = [
+        HEADING,
+        tuple("---" for _ in HEADING),
+        *(row for record in records for row in rows(record)),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -74,7 +91,9 @@ def read(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lines", type=Path, help="what an earlier run printed")
     chosen, arguments = parser.parse_known_args()
     printed: list[str] = []

@@ -1,6 +1,8 @@
-"""Ratchet: post-training of language models by reinforcement learning, one path from a laptop to a cluster.
+"""Ratchet: post-training of language models by reinforcement learning, one path from a laptop to a
+cluster.
 
-`import ratchet` is light: a public name loads its module on first use, and torch with it only where it is needed.
+`import ratchet` is light: a public name loads its module on first use, and torch with it only where
+it is needed.
 """
 
 from importlib import import_module
@@ -53,7 +55,13 @@ _HOMES = {
     "ratchet.data.chat.builtin_tokenizers": ("character_tokenizer",),
     "ratchet.data.chat.tokenizer": ("load_tokenizer",),
     "ratchet.environments.toy.arithmetic": ("Arithmetic",),
-    "ratchet.environments.config": ("ArithmeticConfig", "CountdownConfig", "GSM8KConfig", "PreferencesConfig", "SortingConfig"),
+    "ratchet.environments.config": (
+        "ArithmeticConfig",
+        "CountdownConfig",
+        "GSM8KConfig",
+        "PreferencesConfig",
+        "SortingConfig",
+    ),
     "ratchet.environments.toy.countdown": ("Countdown",),
     "ratchet.environments.datasets.gsm8k": ("GSM8K",),
     "ratchet.environments.datasets.preferences": ("Preferences",),

@@ -1,6 +1,7 @@
 """The packed form of a list of groups: flat, logical, no padding, no sharing.
 
-T = all tokens laid end to end, S = sequences (trajectories), G = groups. Groups are contiguous and in order.
+T = all tokens laid end to end, S = sequences (trajectories), G = groups. Groups are contiguous and
+in order.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from ratchet.errors import MissingColumn
 from ratchet.types import Placed
 
 Level = Literal["token", "sequence", "group"]
-ROUTES = "routes"  # a token column, int16 [T, layers with experts, experts of a token], where the sampler recorded them
+# a token column, int16 [T, layers with experts, experts of a token], where the sampler recorded
+# them
+ROUTES = "routes"
 
 
 class Weight(NamedTuple):
-    """The complete normaliser of one term over one optimizer step: [T], [S] or [G] by `level`, float64.
+    """The complete normaliser of one term over one optimizer step: [T], [S] or [G] by `level`,
+    float64.
 
-    total: the sum over the whole step, which parts of it keep: metrics are divided by it, to be means whatever the weighting.
-    coef: factor on the term, as it is in this step.
+    total: the sum over the whole step, which parts of it keep: metrics are divided by it, to be
+    means whatever the weighting. coef: factor on the term, as it is in this step.
     """
 
     level: Level
@@ -34,18 +38,22 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Columns that `pack` fills are fields; columns that passes and estimators fill later live in `token_columns` ([T] or
-    [T, k]) and `sequence_columns` ([S]). Statistics (rewards, advantages, weights) are float64 on the CPU; the learner casts
-    them to its own dtype, so that the same batch serves float32 training and float64 oracles.
+    """Columns that `pack` fills are fields; columns that passes and estimators fill later live in
+    `token_columns` ([T] or [T, k]) and `sequence_columns` ([S]). Statistics (rewards, advantages,
+    weights) are float64 on the CPU; the learner casts them to its own dtype, so that the same batch
+    serves float32 training and float64 oracles.
     """
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64, restarts at 0 in every sequence
     turn_T: Tensor  # int32, index of the policy turn, -1 outside
-    turn_rewards_T: Tensor  # float64, NaN but at the last token of a turn that has a reward of its own
+    # float64, NaN but at the last token of a turn that has a reward of its own
+    turn_rewards_T: Tensor
     state_T: Tensor  # int64, equal for equal (group, state key) of policy turns, -1 elsewhere
-    trainable_T: Tensor  # bool, the final mask: false for rows with use != "train", and what filters took out
-    predicted_T: Tensor  # bool, what scoring passes predict: trainable tokens of "train" and "reference" rows
+    # bool, the final mask: false for rows with use != "train", and what filters took out
+    trainable_T: Tensor
+    # bool, what scoring passes predict: trainable tokens of "train" and "reference" rows
+    predicted_T: Tensor
     rollout_logprobs_T: Tensor  # float32
     log_kept_mass_T: Tensor  # float32, log of the mass that top-p, top-k and min-p kept
     versions_T: Tensor  # int32, -1 where the policy did not write
@@ -89,11 +97,14 @@ class Batch:
     def sequence_T(self) -> Tensor:
         """Index of the sequence that each token belongs to, int64 [T]."""
         return torch.repeat_interleave(
-            torch.arange(self.n_sequences, device=self.lengths_S.device), self.lengths_S, output_size=self.n_tokens
+            torch.arange(self.n_sequences, device=self.lengths_S.device),
+            self.lengths_S,
+            output_size=self.n_tokens,
         )
 
     def need(self, name: str, *, algorithm: str = "") -> Tensor:
-        """The filled column `name`. Raises MissingColumn naming the algorithm, the column and the pass to add."""
+        """The filled column `name`. Raises MissingColumn naming the algorithm, the column and the
+        pass to add."""
         for columns in (self.token_columns, self.sequence_columns):
             if name in columns:
                 return columns[name]
@@ -104,12 +115,16 @@ class Batch:
 
     def fill_tokens(self, **columns: Tensor) -> Batch:
         for name, column in columns.items():
-            assert len(column) == self.n_tokens, f"{name}: {len(column)} rows for {self.n_tokens} tokens"
+            assert len(column) == self.n_tokens, (
+                f"{name}: {len(column)} rows for {self.n_tokens} tokens"
+            )
         return replace(self, token_columns={**self.token_columns, **columns})
 
     def fill_sequences(self, **columns: Tensor) -> Batch:
         for name, column in columns.items():
-            assert len(column) == self.n_sequences, f"{name}: {len(column)} rows for {self.n_sequences} sequences"
+            assert len(column) == self.n_sequences, (
+                f"{name}: {len(column)} rows for {self.n_sequences} sequences"
+            )
         return replace(self, sequence_columns={**self.sequence_columns, **columns})
 
     def note(self, **numbers: float) -> Batch:
@@ -125,10 +140,12 @@ class Batch:
         return x_S.new_zeros(self.n_groups).index_add(0, self.group_S, x_S)
 
     def take(self, sequences: Sequence[int]) -> Batch:
-        """The batch restricted to some sequences, in the given order (mini-batch, micro-batch or shard).
+        """The batch restricted to some sequences, in the given order (mini-batch, micro-batch or
+        shard).
 
-        Weights travel with their rows and are not renormalised. Groups are renumbered from 0 in order of appearance; a
-        group must come out whole where a group-level weight is present (the planner's `unit` sees to that).
+        Weights travel with their rows and are not renormalised. Groups are renumbered from 0 in
+        order of appearance; a group must come out whole where a group-level weight is present (the
+        planner's `unit` sees to that).
         """
         return next(self.cut([sequences]))
 
@@ -142,7 +159,9 @@ class Batch:
         lengths_S = self.lengths_S[rows]
         offsets_S = starts_S[rows] - (lengths_S.cumsum(0) - lengths_S)
         total = int(lengths_S.sum())
-        tokens = torch.arange(total, device=rows.device) + torch.repeat_interleave(offsets_S, lengths_S, output_size=total)
+        tokens = torch.arange(total, device=rows.device) + torch.repeat_interleave(
+            offsets_S, lengths_S, output_size=total
+        )
         kept, group_S = _renumber(self.group_S[rows])
         picks = {"token": tokens, "sequence": rows, "group": kept}
         changes: dict[str, object] = {}
@@ -155,7 +174,9 @@ class Batch:
         changes["group_ids"] = tuple(self.group_ids[g] for g in kept.tolist())
         changes["token_columns"] = {k: v[tokens] for k, v in self.token_columns.items()}
         changes["sequence_columns"] = {k: v[rows] for k, v in self.sequence_columns.items()}
-        changes["weights"] = {k: w._replace(values=w.values[picks[w.level]]) for k, w in self.weights.items()}
+        changes["weights"] = {
+            k: w._replace(values=w.values[picks[w.level]]) for k, w in self.weights.items()
+        }
         return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
@@ -165,7 +186,9 @@ class Batch:
             return x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype)
 
         changes: dict[str, object] = {
-            item.name: move(getattr(self, item.name)) for item in fields(self) if isinstance(getattr(self, item.name), Tensor)
+            item.name: move(getattr(self, item.name))
+            for item in fields(self)
+            if isinstance(getattr(self, item.name), Tensor)
         }
         changes["token_columns"] = {k: move(v) for k, v in self.token_columns.items()}
         changes["sequence_columns"] = {k: move(v) for k, v in self.sequence_columns.items()}
@@ -178,4 +201,6 @@ def _renumber(group_S: Tensor) -> tuple[Tensor, Tensor]:
     order: dict[int, int] = {}
     new = [order.setdefault(g, len(order)) for g in group_S.tolist()]
     device = group_S.device
-    return torch.tensor(list(order), dtype=torch.int64, device=device), torch.tensor(new, dtype=torch.int64, device=device)
+    return torch.tensor(list(order), dtype=torch.int64, device=device), torch.tensor(
+        new, dtype=torch.int64, device=device
+    )

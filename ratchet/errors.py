@@ -65,7 +65,9 @@ class MissingColumn(RatchetError):
 
 class MissingDependency(RatchetError):
     def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
-        super().__init__(f"{needed_for} needs the package '{package}': pip install 'ratchet[{extra}]'")
+        super().__init__(
+            f"{needed_for} needs the package '{package}': pip install 'ratchet[{extra}]'"
+        )
 
 
 class CheckpointError(RatchetError):
@@ -85,9 +87,12 @@ class WorkerError(RatchetError):
 
 
 class WorkerDied(WorkerError):
-    """signal: the name of the one that ended it ("SIGKILL"), or "". tail: the last lines that it wrote."""
+    """signal: the name of the one that ended it ("SIGKILL"), or "". tail: the last lines that it
+    wrote."""
 
-    def __init__(self, message: str, *, role: str, rank: int, host: str, signal: str = "", tail: str = "") -> None:
+    def __init__(
+        self, message: str, *, role: str, rank: int, host: str, signal: str = "", tail: str = ""
+    ) -> None:
         super().__init__(f"{message}\nIts last lines:\n{tail}" if tail else message)
         self.role, self.rank, self.host, self.signal, self.tail = role, rank, host, signal, tail
 
@@ -113,7 +118,8 @@ class ParityError(TrainingError):
 
 
 class LinkError(RatchetError):
-    """tensor: the weight that is wrong, "" where it is none or not known. rank: of the learner, None likewise."""
+    """tensor: the weight that is wrong, "" where it is none or not known. rank: of the learner,
+    None likewise."""
 
     def __init__(self, message: str, *, tensor: str = "", rank: int | None = None) -> None:
         super().__init__(message)

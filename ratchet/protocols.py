@@ -1,5 +1,6 @@
-"""The protocols that every backend, environment, reward and source implements. Small on purpose; each has a fake and a
-conformance suite in `ratchet.testing`. Methods are async wherever an implementation may wait for another process.
+"""The protocols that every backend, environment, reward and source implements. Small on purpose;
+each has a fake and a conformance suite in `ratchet.testing`. Methods are async wherever an
+implementation may wait for another process.
 """
 
 from __future__ import annotations
@@ -12,7 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.types import Comparison, Completion, Group, Judged, Message, Outcome, Placed, Sampling, Split, Task, Trajectory
+from ratchet.types import (
+    Comparison,
+    Completion,
+    Group,
+    Judged,
+    Message,
+    Outcome,
+    Placed,
+    Sampling,
+    Split,
+    Task,
+    Trajectory,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,21 +34,25 @@ if TYPE_CHECKING:
 
 
 Exported = Literal["all", "base", "adapter"]
-OF_SEQUENCES = frozenset({"scores", "routers"})  # those of the `Outputs` with an entry for each sequence
+# those of the `Outputs` with an entry for each sequence
+OF_SEQUENCES = frozenset({"scores", "routers"})
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a learner computes for a term on one micro-batch, with gradient. A quantity that no term `needs` is None.
+    """What a learner computes for a term on one micro-batch, with gradient. A quantity that no term
+    `needs` is None.
 
-    `logprobs` [T]: log p(token | tokens before it in its sequence) under the row's temperature, 0 where a token does not
-    train. `old_logprobs` [T], detached: the batch's column, or, where the batch gets a single optimizer step, the live
-    ones. `entropy` [T] (nats, under the temperature) and `values` [T] are aligned with `logprobs`: entry t belongs to the
-    prediction *of* token t. `token_scores` [T]: the scalar head at each token itself; `scores` [S]: at each sequence's last
-    one. `topk_logprobs` [T, K + 1]: log p of the K tokens in the batch's column `teacher_ids`, and of any other (no last column
-    where K is the whole vocabulary); 0 where a token does not train.
-    `routers` [S, 5]: what a mixture's routers did with each sequence, see `ratchet.models.layers.expert_routing.Watch`.
-    `sequence_sum` sums a token column within each sequence, over context-parallel ranks too.
+    `logprobs` [T]: log p(token | tokens before it in its sequence) under the row's temperature, 0
+    where a token does not train. `old_logprobs` [T], detached: the batch's column, or, where the
+    batch gets a single optimizer step, the live ones. `entropy` [T] (nats, under the temperature)
+    and `values` [T] are aligned with `logprobs`: entry t belongs to the prediction *of* token t.
+    `token_scores` [T]: the scalar head at each token itself; `scores` [S]: at each sequence's last
+    one. `topk_logprobs` [T, K + 1]: log p of the K tokens in the batch's column `teacher_ids`, and
+    of any other (no last column where K is the whole vocabulary); 0 where a token does not train.
+    `routers` [S, 5]: what a mixture's routers did with each sequence, see
+    `ratchet.models.layers.expert_routing.Watch`. `sequence_sum` sums a token column within each
+    sequence, over context-parallel ranks too.
     """
 
     sequence_sum: Callable[[Tensor], Tensor]
@@ -56,7 +73,8 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank-local piece of one weight under its canonical Hugging Face name, or an adapter's under that of peft."""
+    """A rank-local piece of one weight under its canonical Hugging Face name, or an adapter's under
+    that of peft."""
 
     name: str
     shape: tuple[int, ...]  # of the whole weight
@@ -66,7 +84,8 @@ class Shard:
 
 
 class LossTerm(Protocol):
-    """What a learner needs to know of a term (`ratchet.algorithms.base.Term` is the implementation)."""
+    """What a learner needs to know of a term (`ratchet.algorithms.base.Term` is the
+    implementation)."""
 
     @property
     def name(self) -> str: ...
@@ -86,15 +105,19 @@ def needed(terms: Iterable[LossTerm]) -> frozenset[str]:
 class Learner(Protocol):
     """Holds trainable (or frozen) weights, computes columns, applies updates."""
 
-    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
-        """Columns without gradient, at `predicted_T`: "logprobs", "entropy", "values", "token_scores" [T], "scores" [S],
-        "topk_ids" (int64) [T, K] and "topk_logprobs" [T, K + 1] of the K likeliest tokens and of any other (top_k=0: [T, V], of
-        all in order of their ids); on the CPU, in float32, or float64 for a float64 model."""
+    async def score(
+        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+    ) -> Mapping[str, Tensor]:
+        """Columns without gradient, at `predicted_T`: "logprobs", "entropy", "values",
+        "token_scores" [T], "scores" [S], "topk_ids" (int64) [T, K] and "topk_logprobs" [T, K + 1]
+        of the K likeliest tokens and of any other (top_k=0: [T, V], of all in order of their ids);
+        on the CPU, in float32, or float64 for a float64 model."""
         ...
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        """One optimizer step on a weighed mini-batch. Only sums: micro-batches and ranks never rescale. A step whose
-        gradient is not finite, or whose weights are all 0, changes nothing and says so in the metrics."""
+        """One optimizer step on a weighed mini-batch. Only sums: micro-batches and ranks never
+        rescale. A step whose gradient is not finite, or whose weights are all 0, changes nothing
+        and says so in the metrics."""
         ...
 
     def weights(self) -> Iterator[Shard]: ...
@@ -104,9 +127,10 @@ class Learner(Protocol):
 
     def load(self, directory: Path) -> None: ...
     def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
-        """The model in Hugging Face form, with its adapter merged into it and its scalar head where it has them. averaged: with
-        the running average of its weights in their place, where the optimizer keeps one. part: "base" is the model without
-        its adapter, "adapter" that alone, in peft's form."""
+        """The model in Hugging Face form, with its adapter merged into it and its scalar head where
+        it has them. averaged: with the running average of its weights in their place, where the
+        optimizer keeps one. part: "base" is the model without its adapter, "adapter" that alone, in
+        peft's form."""
         ...
 
 
@@ -121,14 +145,19 @@ class Fingerprinted(Protocol):
 
 @runtime_checkable
 class Generator(Protocol):
-    """Turns prompt tokens into completions. A push of new weights is a transaction: prepare, receive, commit (or rollback)."""
+    """Turns prompt tokens into completions. A push of new weights is a transaction: prepare,
+    receive, commit (or rollback)."""
 
     @property
     def version(self) -> int: ...
     async def generate(
-        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        sampling: Sampling,
+        media: Sequence[Placed] = (),
     ) -> Completion:
-        """media: those of the prompt, in order; a generator whose model reads none raises ConfigError."""
+        """media: those of the prompt, in order; a generator whose model reads none raises
+        ConfigError."""
         ...
 
     def abort(self) -> None:
@@ -152,8 +181,9 @@ class ShowsWeights(Protocol):
 
 @runtime_checkable
 class Adopts(Protocol):
-    """A generator that may use weights where it received them, if whoever pushes them says that they last (`lasting` in the
-    manifest of `prepare`: they stay as they are after the commit, until the next one)."""
+    """A generator that may use weights where it received them, if whoever pushes them says that
+    they last (`lasting` in the manifest of `prepare`: they stay as they are after the commit, until
+    the next one)."""
 
     @property
     def adopted(self) -> bool:
@@ -163,7 +193,8 @@ class Adopts(Protocol):
 
 @runtime_checkable
 class Placeable(Protocol):
-    """What can leave its accelerator to others, and come back. Both do nothing where it is already so."""
+    """What can leave its accelerator to others, and come back. Both do nothing where it is already
+    so."""
 
     async def onload(self) -> None: ...
     async def offload(self) -> None: ...
@@ -178,8 +209,9 @@ class Closeable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An environment's answer to one policy turn: what it says back, the turn's own reward (None: this environment
-    leaves judging to rewards), and whether the episode ended. `metrics` are summed over the turns of an attempt."""
+    """An environment's answer to one policy turn: what it says back, the turn's own reward (None:
+    this environment leaves judging to rewards), and whether the episode ended. `metrics` are summed
+    over the turns of an attempt."""
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
@@ -190,7 +222,8 @@ class Step:
 
 @runtime_checkable
 class Environment(Protocol):
-    """Serves tasks, and plays one attempt at a time (the manager makes as many instances as it needs).
+    """Serves tasks, and plays one attempt at a time (the manager makes as many instances as it
+    needs).
 
     `replayable`: reset(task) followed by the same messages gives the same observations.
     """
@@ -198,14 +231,16 @@ class Environment(Protocol):
     replayable: bool
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Tasks in a fixed order given `seed`, from position `start` on, so that resuming costs one integer. "train" is
-        endless (data are passed over again and again); "test" may end, never overlaps "train", and is the same for every
-        seed. An instance keeps what belongs to one attempt in attributes that `reset` assigns: instances are shallow copies
-        of each other and share their data."""
+        """Tasks in a fixed order given `seed`, from position `start` on, so that resuming costs one
+        integer. "train" is endless (data are passed over again and again); "test" may end, never
+        overlaps "train", and is the same for every seed. An instance keeps what belongs to one
+        attempt in attributes that `reset` assigns: instances are shallow copies of each other and
+        share their data."""
         ...
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """The messages that solve the task, for supervised training. Raises DataError where there is none."""
+        """The messages that solve the task, for supervised training. Raises DataError where there
+        is none."""
         ...
 
     async def reset(self, task: Task) -> Sequence[Message]: ...
@@ -215,19 +250,22 @@ class Environment(Protocol):
 
 @runtime_checkable
 class OffersTools(Protocol):
-    """An environment whose policy may call tools. The calls arrive parsed, as `tool_calls` of the message that `step` gets,
-    with ids that are unique in the conversation; answer each by a Message("tool", ..., tool_call_id=call.id). What was meant
-    as a call and can't be read is no tool call: it stays in the message's text, and is counted."""
+    """An environment whose policy may call tools. The calls arrive parsed, as `tool_calls` of the
+    message that `step` gets, with ids that are unique in the conversation; answer each by a
+    Message("tool", ..., tool_call_id=call.id). What was meant as a call and can't be read is no
+    tool call: it stays in the message's text, and is counted."""
 
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        """JSON-schema descriptions ({"type": "function", "function": {"name", "description", "parameters"}}), asked for after
-        `reset`, and with a demonstration; the same during the whole attempt."""
+        """JSON-schema descriptions ({"type": "function", "function": {"name", "description",
+        "parameters"}}), asked for after `reset`, and with a demonstration; the same during the
+        whole attempt."""
         ...
 
 
 @runtime_checkable
 class OffersStops(Protocol):
-    """An environment that says which strings end the policy's next turn, beside those of the recipe. Asked for before each."""
+    """An environment that says which strings end the policy's next turn, beside those of the
+    recipe. Asked for before each."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]: ...
@@ -235,14 +273,16 @@ class OffersStops(Protocol):
 
 @runtime_checkable
 class Measures(Protocol):
-    """An environment or a source with numbers of its own on the groups of a step, beside those that every run measures."""
+    """An environment or a source with numbers of its own on the groups of a step, beside those that
+    every run measures."""
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]: ...
 
 
 @runtime_checkable
 class Compares(Protocol):
-    """An environment that also has better and worse answers to its tasks, for preference learning and reward models."""
+    """An environment that also has better and worse answers to its tasks, for preference learning
+    and reward models."""
 
     def comparison(self, task: Task) -> Comparison: ...
 
@@ -256,25 +296,29 @@ class Judges(Protocol):
 
 @runtime_checkable
 class Steps(Protocol):
-    """An environment that also has answers in steps, each with a label in [0, 1]: the text of each step, and its label."""
+    """An environment that also has answers in steps, each with a label in [0, 1]: the text of each
+    step, and its label."""
 
     def steps(self, task: Task) -> Sequence[tuple[str, float]]: ...
 
 
 @runtime_checkable
 class Reward(Protocol):
-    """Judges the trajectories of one group, one for each attempt: where a history forked, the last, with the whole
-    conversation in its messages. A plain function `(trajectory, task) -> float | dict of named parts` is adapted.
+    """Judges the trajectories of one group, one for each attempt: where a history forked, the last,
+    with the whole conversation in its messages. A plain function `(trajectory, task) -> float |
+    dict of named parts` is adapted.
 
-    With an attribute `together = False` it says that it compares none with another: each attempt is then judged by a call of
-    its own, as soon as it ends, and what breaks or is late costs no other."""
+    With an attribute `together = False` it says that it compares none with another: each attempt is
+    then judged by a call of its own, as soon as it ends, and what breaks or is late costs no
+    other."""
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]: ...
 
 
 @runtime_checkable
 class Votes(Protocol):
-    """A reward that can say which final answer an attempt gives, so that attempts at a task can be counted by it."""
+    """A reward that can say which final answer an attempt gives, so that attempts at a task can be
+    counted by it."""
 
     def vote(self, trajectory: Trajectory, task: Task) -> str | None:
         """The same text for answers that say the same; None where the attempt gives none."""
@@ -283,7 +327,8 @@ class Votes(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """Yields groups; keeps what was drawn until it is acknowledged, so that a resumed run loses nothing."""
+    """Yields groups; keeps what was drawn until it is acknowledged, so that a resumed run loses
+    nothing."""
 
     async def draw(self, n: int, version: int) -> list[Group]: ...
     def ack(self, ids: Sequence[str], step: int) -> None: ...
@@ -300,7 +345,8 @@ class Adapts(Protocol):
     """A source that goes by how its groups did."""
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
-        """After the step that trained on them. measured: means over its optimizer steps, under the names of the metrics."""
+        """After the step that trained on them. measured: means over its optimizer steps, under the
+        names of the metrics."""
         ...
 
 
@@ -316,23 +362,26 @@ class Link(Protocol):
 
 @runtime_checkable
 class Ranks(Protocol):
-    """Components of one kind, each in a process of its own (or one in this process), that are called together."""
+    """Components of one kind, each in a process of its own (or one in this process), that are
+    called together."""
 
     async def call(self, method: str, /, *arguments: Any) -> list[Any]:
-        """The results by rank; raises what a rank raised, or the error that names the rank that died."""
+        """The results by rank; raises what a rank raised, or the error that names the rank that
+        died."""
         ...
 
 
 @runtime_checkable
 class Workers(Ranks, Protocol):
-    """The ranks of one role, each a process with a component of its own (`ratchet.executors.worker_group.WorkerGroup`).
-    Methods run on
-    all ranks at the same time, one after another on each."""
+    """The ranks of one role, each a process with a component of its own
+    (`ratchet.executors.worker_group.WorkerGroup`). Methods run on all ranks at the same time, one
+    after another on each."""
 
     @property
     def size(self) -> int: ...
     async def build(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """factory: "module:callable", called with the rank's place (rank, world_size, rendezvous, device, ...) and these."""
+        """factory: "module:callable", called with the rank's place (rank, world_size, rendezvous,
+        device, ...) and these."""
         ...
 
     def within(self, timeout_s: float, *, owner: str = "driver") -> Workers:
@@ -355,7 +404,8 @@ class Audits(Protocol):
     """A link that can compare both ends, weight by weight."""
 
     async def audit(self) -> Sequence[str] | None:
-        """The weights that differ, in the learner's order; None where the generator can't show what it has."""
+        """The weights that differ, in the learner's order; None where the generator can't show what
+        it has."""
         ...
 
 
@@ -365,12 +415,14 @@ class Executor(Protocol):
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any: ...
     def plan(self, needs: Sequence[Any]) -> None:
-        """All that groups will need, before the first is started. Raises ConfigError with a table of what is missing."""
+        """All that groups will need, before the first is started. Raises ConfigError with a table
+        of what is missing."""
         ...
 
     def group(self, role: str, rank: int | None = None) -> Workers:
-        """Starts the processes of a role of the plan. rank: this one alone, as a group of one, where ranks do not need one
-        another; after its end another process, on the same accelerators."""
+        """Starts the processes of a role of the plan. rank: this one alone, as a group of one,
+        where ranks do not need one another; after its end another process, on the same
+        accelerators."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """How one completion is drawn, and with which numbers that can be done.
 
-A recipe, a request and Python all construct a `Sampling`, which checks itself. No other place states
-a bound, except one that is narrower for a reason of its own.
+A recipe, a request and Python all construct a `Sampling`, which checks itself. No other place
+states a bound, except one that is narrower for a reason of its own.
 """
 
 from __future__ import annotations
@@ -14,31 +14,34 @@ from typing import Any
 
 from ratchet.errors import SamplingError
 
-# Logits are float32, whose neighbours near 32 lie 4e-6 apart. Below 1e-5, dividing by the temperature
-# turns that rounding into half a nat, so no recorded logprob means anything. (Where logits reach 1e4
-# the quotient overflows below 3e-35.) Above 1e5, logits that differ by 100 give probabilities that
-# differ by a thousandth: the model no longer matters.
+# Logits are float32, whose neighbours near 32 lie 4e-6 apart. Below 1e-5, dividing by the
+# temperature turns that rounding into half a nat, so no recorded logprob means anything. (Where
+# logits reach 1e4 the quotient overflows below 3e-35.) Above 1e5, logits that differ by 100 give
+# probabilities that differ by a thousandth: the model no longer matters.
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e5
 LARGEST_COUNT = 2**31 - 1  # what every generator can hold
 LEAST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
 MOST_STOP_IDS = 4096  # each is compared with each row's token at every step
-MOST_STOPS, LONGEST_STOP = 64, 1024  # so much text, twice over, is decoded and searched at every token
+# so much text, twice over, is decoded and searched at every token
+MOST_STOPS, LONGEST_STOP = 64, 1024
 _set = object.__setattr__  # as a frozen dataclass sets its own fields
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one completion is drawn. `temperature=0` is greedy. Filters act after the temperature, in the order top_k, top_p,
-    min_p (each on the distribution that the temperature gives, renormalised at the end).
+    """How one completion is drawn. `temperature=0` is greedy. Filters act after the temperature, in
+    the order top_k, top_p, min_p (each on the distribution that the temperature gives, renormalised
+    at the end).
 
-    `top_k=0`, `top_p=1` and `min_p=0` are off. `stop_ids` end a completion and belong to it; so do `stop` strings. Equal
-    (tokens, sampling, weights) give equal completions, whatever else is being generated. `routes`: record which experts compute
-    each token, for a mixture of experts. `drawn`: so many tokens at the end of the prompt are the beginning of this completion,
-    which was interrupted, and goes on as if it had not been. `adapter`: which of those that the generator serves; None: the
-    policy's own, "base": none.
+    `top_k=0`, `top_p=1` and `min_p=0` are off. `stop_ids` end a completion and belong to it; so do
+    `stop` strings. Equal (tokens, sampling, weights) give equal completions, whatever else is being
+    generated. `routes`: record which experts compute each token, for a mixture of experts. `drawn`:
+    so many tokens at the end of the prompt are the beginning of this completion, which was
+    interrupted, and goes on as if it had not been. `adapter`: which of those that the generator
+    serves; None: the policy's own, "base": none.
 
-    Raises SamplingError for a value with which nothing can be drawn. Numbers of numpy become Python's,
-    lists become tuples.
+    Raises SamplingError for a value with which nothing can be drawn. Numbers of numpy become
+    Python's, lists become tuples.
     """
 
     temperature: float = 1.0
@@ -59,12 +62,16 @@ class Sampling:
                 _set(self, name, check(name, getattr(self, name)))
 
     def _is_plain(self) -> bool:
-        """Return True if every value has its plain type and lies in its range. It runs for every turn
-        of an attempt, so it is one expression: 0.4 us without stops, 1.4 us with."""
+        """Return True if every value has its plain type and lies in its range. It runs for every
+        turn of an attempt, so it is one expression: 0.4 us without stops, 1.4 us with."""
         t, p, ids, stop = self.temperature, self.top_p, self.stop_ids, self.stop
         return (
             type(t) is type(p) is type(self.min_p) is float
-            and type(self.top_k) is type(self.max_new_tokens) is type(self.seed) is type(self.drawn) is int
+            and type(self.top_k)
+            is type(self.max_new_tokens)
+            is type(self.seed)
+            is type(self.drawn)
+            is int
             and type(ids) is type(stop) is tuple
             and (t == 0.0 or LEAST_TEMPERATURE <= t <= LARGEST_TEMPERATURE)
             and 0.0 < p <= 1.0
@@ -80,8 +87,8 @@ class Sampling:
         )
 
     def seeded(self, seed: int) -> Sampling:
-        """Return a copy with another seed, in 40 % of the time that `replace` takes: what was checked
-        is not checked again."""
+        """Return a copy with another seed, in 40 % of the time that `replace` takes: what was
+        checked is not checked again."""
         copied = object.__new__(Sampling)
         for name in FIELDS:
             _set(copied, name, getattr(self, name))
@@ -94,7 +101,8 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens can be cut from the distribution (then `log_kept_mass` is not all zero)."""
+        """Whether tokens can be cut from the distribution (then `log_kept_mass` is not all
+        zero)."""
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
@@ -102,17 +110,27 @@ FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 def check_setting(name: str, value: Any) -> Any:
-    """Return the value of one field of `Sampling` in its plain type. Raise SamplingError where nothing
-    can be drawn with it."""
+    """Return the value of one field of `Sampling` in its plain type. Raise SamplingError where
+    nothing can be drawn with it."""
     return CHECKS[name](name, value)
 
 
 def _are_ids(ids: tuple[Any, ...]) -> bool:
-    return {*map(type, ids)} == {int} and len(ids) <= MOST_STOP_IDS and min(ids) >= 0 and max(ids) <= LARGEST_COUNT
+    return (
+        {*map(type, ids)} == {int}
+        and len(ids) <= MOST_STOP_IDS
+        and min(ids) >= 0
+        and max(ids) <= LARGEST_COUNT
+    )
 
 
 def _are_stops(stops: tuple[Any, ...]) -> bool:
-    return {*map(type, stops)} == {str} and len(stops) <= MOST_STOPS and all(stops) and max(map(len, stops)) <= LONGEST_STOP
+    return (
+        {*map(type, stops)} == {str}
+        and len(stops) <= MOST_STOPS
+        and all(stops)
+        and max(map(len, stops)) <= LONGEST_STOP
+    )
 
 
 # --- what each field may be, told with the smallest fix
@@ -147,10 +165,18 @@ def _temperature(name: str, value: Any) -> float:
     if number < 0:
         raise _refused(name, value, "is below 0", f"0 (greedy) or {LEAST_TEMPERATURE:g} or more")
     if 0 < number < LEAST_TEMPERATURE:
-        wrong = f"is too small: below {LEAST_TEMPERATURE:g} the division of logits by it leaves rounding noise, or overflows"
+        wrong = (
+            f"is too small: below {LEAST_TEMPERATURE:g} the division of logits by it leaves "
+            "rounding noise, or overflows"
+        )
         raise _refused(name, value, wrong, f"0 (greedy) or {LEAST_TEMPERATURE:g}")
     if number > LARGEST_TEMPERATURE:
-        raise _refused(name, value, "is too large: every token would be equally likely", f"{LARGEST_TEMPERATURE:g} or less")
+        raise _refused(
+            name,
+            value,
+            "is too large: every token would be equally likely",
+            f"{LARGEST_TEMPERATURE:g} or less",
+        )
     return number
 
 
@@ -185,9 +211,16 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
         raise _refused(name, value, "is not a sequence of strings", "[] (none)")
     for text in value:
         if not isinstance(text, str) or not text:
-            raise _refused(name, text, "is not text, or is empty, which would end every completion at once", "[] (none)")
+            raise _refused(
+                name,
+                text,
+                "is not text, or is empty, which would end every completion at once",
+                "[] (none)",
+            )
         if len(text) > LONGEST_STOP:
-            raise _refused(name, text, f"has {len(text):,} characters", f"a string of at most {LONGEST_STOP:,}")
+            raise _refused(
+                name, text, f"has {len(text):,} characters", f"a string of at most {LONGEST_STOP:,}"
+            )
     if len(value) > MOST_STOPS:
         raise _refused(name, value, f"has {len(value):,} strings", f"at most {MOST_STOPS} of them")
     return tuple(map(str, value))

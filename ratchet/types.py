@@ -1,8 +1,9 @@
-"""The data that flows through Ratchet, from a task to a trained-on trajectory. Free of torch: environments, rewards and
-configuration import it. The packed tensor form of a list of groups is `ratchet.batch.Batch`.
+"""The data that flows through Ratchet, from a task to a trained-on trajectory. Free of torch:
+environments, rewards and configuration import it. The packed tensor form of a list of groups is
+`ratchet.batch.Batch`.
 
-Group is the one datum: a supervised row is a group of one trajectory, a preference pair a group of two (chosen first), a
-GRPO prompt a group of n attempts. L = tokens of one trajectory.
+Group is the one datum: a supervised row is a group of one trajectory, a preference pair a group of
+two (chosen first), a GRPO prompt a group of n attempts. L = tokens of one trajectory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ratchet.sampling import Sampling as Sampling
 
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "test"]
-READ_FROM = "read from"  # key of a task's meta: the file and the row that it was read from, for errors
+# key of a task's meta: the file and the row that it was read from, for errors
+READ_FROM = "read from"
 
 
 MediaKind = Literal["image", "audio", "video"]
@@ -29,8 +31,8 @@ MediaKind = Literal["image", "audio", "video"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One piece of a multimodal message. `value` is text, or says where a medium is: a path, a `data:` URL that holds it
-    (base64), or another URL."""
+    """One piece of a multimodal message. `value` is text, or says where a medium is: a path, a
+    `data:` URL that holds it (base64), or another URL."""
 
     type: Literal["text"] | MediaKind
     value: str
@@ -40,10 +42,11 @@ class Part:
 class Medium:
     """An image, audio clip or video as a model reads it, whose driver never looks into it.
 
-    key: names its content and how it was processed: equal keys have equal inputs, and are stored and computed once. span:
-    tokens that stand for it in a sequence. inputs: what the model's forward takes, by that argument's name; those of several
-    media are joined along the first dimension. source: the encoded file, for generators that process it by themselves, and
-    for records.
+    key: names its content and how it was processed: equal keys have equal inputs, and are stored
+    and computed once. span: tokens that stand for it in a sequence. inputs: what the model's
+    forward takes, by that argument's name; those of several media are joined along the first
+    dimension. source: the encoded file, for generators that process it by themselves, and for
+    records.
     """
 
     key: str
@@ -83,15 +86,19 @@ class Message:
     @property
     def media(self) -> tuple[str, ...]:
         """Where its images, clips and videos are."""
-        return () if isinstance(self.content, str) else tuple(part.value for part in self.content if part.type != "text")
+        return (
+            ()
+            if isinstance(self.content, str)
+            else tuple(part.value for part in self.content if part.type != "text")
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """One prompt and what is needed to judge an answer to it.
 
-    `id` is unique within a run's data; statistics are keyed by it, never by equal prompts. `tag` names the domain
-    (metrics and reward routing split by it).
+    `id` is unique within a run's data; statistics are keyed by it, never by equal prompts. `tag`
+    names the domain (metrics and reward routing split by it).
     """
 
     id: str
@@ -110,7 +117,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two ways to go on from a task's messages, the better one first; `rewards` of both where somebody scored them."""
+    """Two ways to go on from a task's messages, the better one first; `rewards` of both where
+    somebody scored them."""
 
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
@@ -140,18 +148,21 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a generator returns, per new token: id, logprob under the temperature alone (at temperature 0: under 1), log of
-    the probability mass that the filters kept, and the version of the weights that produced it.
+    """What a generator returns, per new token: id, logprob under the temperature alone (at
+    temperature 0: under 1), log of the probability mass that the filters kept, and the version of
+    the weights that produced it.
 
-    `routes`, where the sampling asks for them: of each token of prompt and completion, the experts that computed it in each
-    layer that has some; -1 for the last token, which nothing has computed yet."""
+    `routes`, where the sampling asks for them: of each token of prompt and completion, the experts
+    that computed it in each layer that has some; -1 for the last token, which nothing has computed
+    yet."""
 
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
     log_kept_mass: NDArray[np.float32]
     versions: NDArray[np.int32]
     stop: StopReason
-    routes: NDArray[np.int16] | None = None  # [prompt and completion, layers with experts, experts of a token]
+    # [prompt and completion, layers with experts, experts of a token]
+    routes: NDArray[np.int16] | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -163,13 +174,14 @@ class Owner(IntEnum):
     ENVIRONMENT = 2
 
 
-POLICY = int(Owner.POLICY)  # numpy compares with a member of an enumeration as with an object, five times as slowly
+# numpy compares with a member of an enumeration as with an object, five times as slowly
+POLICY = int(Owner.POLICY)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One policy turn: tokens [start, end) of its trajectory. `terminated`: the environment ended the
-    episode here. `cut`: a limit of tokens ended the turn, and not the policy; None: unknown."""
+    """One policy turn: tokens [start, end) of its trajectory. `terminated`: the environment ended
+    the episode here. `cut`: a limit of tokens ended the turn, and not the policy; None: unknown."""
 
     start: int
     end: int
@@ -179,7 +191,8 @@ class Turn:
     cut: bool | None = None
 
 
-NUMBER = float | Real  # a float is known at once; of anything else the abstract class is asked, ten times as slowly
+# a float is known at once; of anything else the abstract class is asked, ten times as slowly
+NUMBER = float | Real
 
 
 def finite(number: Any) -> bool:
@@ -187,7 +200,8 @@ def finite(number: Any) -> bool:
     return isinstance(number, NUMBER) and math.isfinite(number)
 
 
-# --- how an attempt ends. A failure is never a reward: only Scored, and Truncated with a reward, enter statistics.
+# --- how an attempt ends. A failure is never a reward: only Scored, and Truncated with a reward,
+# enter statistics.
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +212,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """Cut off by a token or turn budget. `reward=None` when nobody could judge the unfinished attempt."""
+    """Cut off by a token or turn budget. `reward=None` when nobody could judge the unfinished
+    attempt."""
 
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -206,14 +221,16 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class Unjudged:
-    """Ended or was cut off, and no reward is asked for: the algorithm reads none. It trains, and enters no reward statistic."""
+    """Ended or was cut off, and no reward is asked for: the algorithm reads none. It trains, and
+    enters no reward statistic."""
 
     truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Infrastructure or user code broke: `kind` is one of a few words to count by, `detail` holds the traceback."""
+    """Infrastructure or user code broke: `kind` is one of a few words to count by, `detail` holds
+    the traceback."""
 
     kind: str
     detail: str = ""
@@ -232,9 +249,10 @@ Use = Literal["train", "baseline", "reference"]
 class Trajectory:
     """A sequence of tokens with their origin. Text is a view; nothing is ever re-tokenized.
 
-    `use`: "train" rows give gradients; a "baseline" row (ReMax's greedy answer) and a "reference" row (KTO's mismatched
-    pair) only feed statistics. `outcome=None` means there was nothing to judge (supervised data). `temperature` is the one
-    that `rollout_logprobs` were recorded under, and under which the learner computes its own.
+    `use`: "train" rows give gradients; a "baseline" row (ReMax's greedy answer) and a "reference"
+    row (KTO's mismatched pair) only feed statistics. `outcome=None` means there was nothing to
+    judge (supervised data). `temperature` is the one that `rollout_logprobs` were recorded under,
+    and under which the learner computes its own.
     """
 
     tokens: NDArray[np.int64]  # [L]
@@ -243,7 +261,8 @@ class Trajectory:
     rollout_logprobs: NDArray[np.float32]  # [L], 0 where the policy did not write
     versions: NDArray[np.int32]  # [L], -1 where the policy did not write
     log_kept_mass: NDArray[np.float32] | None = None  # [L], see `Completion`; None: nothing was cut
-    routes: NDArray[np.int16] | None = None  # [L, layers with experts, experts of a token], see `Completion`
+    # [L, layers with experts, experts of a token], see `Completion`
+    routes: NDArray[np.int16] | None = None
     attempt: int = 0
     use: Use = "train"
     temperature: float = 1.0
@@ -257,7 +276,9 @@ class Trajectory:
     def __post_init__(self) -> None:
         length = len(self.tokens)
         assert len(self.owner) == length, f"owner has {len(self.owner)} entries for {length} tokens"
-        assert len(self.trainable) == length, f"trainable has {len(self.trainable)} entries for {length} tokens"
+        assert len(self.trainable) == length, (
+            f"trainable has {len(self.trainable)} entries for {length} tokens"
+        )
         logprobs, versions = len(self.rollout_logprobs), len(self.versions)
         assert logprobs == length, f"rollout_logprobs has {logprobs} entries for {length} tokens"
         assert versions == length, f"versions has {versions} entries for {length} tokens"
@@ -281,22 +302,33 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        return isinstance(self.outcome, Truncated) or (isinstance(self.outcome, Unjudged) and self.outcome.truncated)
+        return isinstance(self.outcome, Truncated) or (
+            isinstance(self.outcome, Unjudged) and self.outcome.truncated
+        )
 
     @property
     def sampled(self) -> bool:
-        """Whether a policy wrote any of it: what it writes has its weights' version, and given text has none."""
-        return bool(len(self.versions)) and bool(self.versions[self.versions.argmax()] >= 0)  # a third of the time of any()
+        """Whether a policy wrote any of it: what it writes has its weights' version, and given text
+        has none."""
+        # a third of the time of any()
+        return bool(len(self.versions)) and bool(self.versions[self.versions.argmax()] >= 0)
 
     @property
     def completion_length(self) -> int:
-        return self.owner.tobytes().count(POLICY)  # of a few tokens in a tenth of the time that numpy takes to begin
+        # of a few tokens in a tenth of the time that numpy takes to begin
+        return self.owner.tobytes().count(POLICY)
 
     @classmethod
     def supervised(
-        cls, tokens: Sequence[int], trainable: Sequence[bool], *, messages: tuple[Message, ...] = (), **fields: Any
+        cls,
+        tokens: Sequence[int],
+        trainable: Sequence[bool],
+        *,
+        messages: tuple[Message, ...] = (),
+        **fields: Any,
     ) -> Trajectory:
-        """A row of given text: every token is the prompt's, except those that train, which stand for the policy."""
+        """A row of given text: every token is the prompt's, except those that train, which stand
+        for the policy."""
         mask = np.asarray(trainable, dtype=np.bool_)
         return cls(
             tokens=np.asarray(tokens, dtype=np.int64),
@@ -332,8 +364,9 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All trajectories of one task that one draw produced. `id` is unique within a run: it names the draw, not the prompt.
-    `uses`: steps that have trained on it before, 0 unless it is replayed."""
+    """All trajectories of one task that one draw produced. `id` is unique within a run: it names
+    the draw, not the prompt. `uses`: steps that have trained on it before, 0 unless it is
+    replayed."""
 
     id: str
     task: Task
@@ -342,7 +375,8 @@ class Group:
 
     @property
     def attempts(self) -> list[list[Trajectory]]:
-        """The trajectories by attempt, in order: several for one whose history forked, the last with all its messages."""
+        """The trajectories by attempt, in order: several for one whose history forked, the last
+        with all its messages."""
         found: dict[int, list[Trajectory]] = {}
         for trajectory in self.trajectories:
             found.setdefault(trajectory.attempt, []).append(trajectory)

@@ -1,4 +1,5 @@
-"""A store that fails as a test says: fsspec's memory under broken://, with every operation told beforehand."""
+"""A store that fails as a test says: fsspec's memory under broken://, with every operation told
+beforehand."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Broken(MemoryFileSystem):
         except PermissionError:
             raise
         except BaseException:
-            # Object stores replace a file as a whole; of a new one this is more than a broken connection would leave.
+            # Object stores replace a file as a whole; of a new one this is more than a broken
+            # connection would leave.
             if not self.exists(path):
                 super().pipe_file(path, value[: len(value) // 2])
             raise
@@ -70,4 +72,6 @@ def contents(address: str) -> dict[str, bytes]:
     """All that is at an address, by name."""
     system, root = fsspec.core.url_to_fs(address)
     system.invalidate_cache()
-    return {path.removeprefix(root).lstrip("/"): system.cat_file(path) for path in system.find(root)}
+    return {
+        path.removeprefix(root).lstrip("/"): system.cat_file(path) for path in system.find(root)
+    }

@@ -1,8 +1,10 @@
-"""What every test shares: a quiet, offline, single-threaded process, and one rule for what may be skipped.
+"""What every test shares: a quiet, offline, single-threaded process, and one rule for what may be
+skipped.
 
-A *component* (a package, a program) that a test needs is required where `CI=true`: missing, it fails the test, so that a
-green run never means "not tried". Elsewhere it skips. *Data* beside the repository (`../shared/data`) are no component:
-where they are absent a test skips with the reason, in CI too. Hence no `pytest.importorskip` in any test.
+A *component* (a package, a program) that a test needs is required where `CI=true`: missing, it
+fails the test, so that a green run never means "not tried". Elsewhere it skips. *Data* beside the
+repository (`../shared/data`) are no component: where they are absent a test skips with the reason,
+in CI too. Hence no `pytest.importorskip` in any test.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Before anything imports torch; xdist's workers and the tests' subprocesses inherit them. Two workers with one thread each
-# beat one worker with two, and never oversubscribe a small machine.
+# Before anything imports torch; xdist's workers and the tests' subprocesses inherit them. Two
+# workers with one thread each beat one worker with two, and never oversubscribe a small machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -24,12 +26,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 from hypothesis import settings
 
-# A shell that starts the suite in the background, or by nohup, has these ignored, and children would inherit that.
+# A shell that starts the suite in the background, or by nohup, has these ignored, and children
+# would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-settings.register_profile("ratchet", derandomize=True, deadline=None, database=None, max_examples=40)
-settings.register_profile("thorough", parent=settings.get_profile("ratchet"), max_examples=100)  # in `make test-slow`
+settings.register_profile(
+    "ratchet", derandomize=True, deadline=None, database=None, max_examples=40
+)
+# in `make test-slow`
+settings.register_profile("thorough", parent=settings.get_profile("ratchet"), max_examples=100)
 settings.load_profile("ratchet")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -39,7 +45,8 @@ Require = Callable[[str, str], None]
 def require(component: str, reason: str) -> None:
     """Goes on where `component` is there; else fails in CI and skips elsewhere.
 
-    `component` is an importable module ("vllm", "ray"), a program on the PATH ("bwrap"), or a path (with a slash).
+    `component` is an importable module ("vllm", "ray"), a program on the PATH ("bwrap"), or a path
+    (with a slash).
     """
     if _present(component):
         return
@@ -60,10 +67,13 @@ def _present(component: str) -> bool:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """`@pytest.mark.needs("ray", ...)` is `require` for each name before the test (and its fixtures) start."""
+    """`@pytest.mark.needs("ray", ...)` is `require` for each name before the test (and its
+    fixtures) start."""
     for mark in item.iter_markers("needs"):
         for component in mark.args:
-            require(component, mark.kwargs.get("reason", f"{item.name} tests against the real thing"))
+            require(
+                component, mark.kwargs.get("reason", f"{item.name} tests against the real thing")
+            )
 
 
 @pytest.fixture(name="require")
@@ -80,7 +90,8 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Callable[[str], Path]:
-    """`shared_data("gsm8k/test.jsonl")`: the path of a file of the optional data beside the repository; skips without it."""
+    """`shared_data("gsm8k/test.jsonl")`: the path of a file of the optional data beside the
+    repository; skips without it."""
 
     def locate(name: str) -> Path:
         path = REPOSITORY.parent / "shared" / "data" / name
@@ -107,7 +118,8 @@ def kernels(require: Require) -> Callable[[bool], None]:
 
 @pytest.fixture(autouse=True)
 def torch_kernels() -> Iterator[None]:
-    """A run that a test does in this process leaves its choice behind: the next test must not depend on it."""
+    """A run that a test does in this process leaves its choice behind: the next test must not
+    depend on it."""
     yield
     if (cpu := sys.modules.get("ratchet.kernels.cpu")) is not None:
         cpu.use(False)
@@ -115,7 +127,10 @@ def torch_kernels() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Captured output with half a surrogate pair (tests of hostile text log some) could not travel between workers."""
+    """Captured output with half a surrogate pair (tests of hostile text log some) could not travel
+    between workers."""
     report = yield
-    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
+    ]
     return report

@@ -1,4 +1,5 @@
-"""Recipes, data and model directories that are written to hang, to crash or to deceive, for tests/test_hostile_inputs.py.
+"""Recipes, data and model directories that are written to hang, to crash or to deceive, for
+tests/test_hostile_inputs.py.
 
 Each is made in a folder that the test gives.
 """
@@ -44,7 +45,9 @@ def aliases(levels: int = 9) -> str:
 
 def merges(levels: int = 12) -> str:
     """Return sections each of which merges the one before nine times."""
-    lines = ["a0: &a0 {x: 1}"] + [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, levels)]
+    lines = ["a0: &a0 {x: 1}"] + [
+        f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, levels)
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -62,15 +65,33 @@ def _shaped(values: str) -> str:
 # name -> (the recipe's text, what its refusal says)
 RECIPES: Mapping[str, tuple[str, str]] = {
     "aliases": (aliases() + QUICKSTART, "anchors and merges make more than 100,000 values"),
-    "aliases of a real key": (aliases().replace("a8:", "rewards:") + QUICKSTART, "anchors and merges make more than"),
+    "aliases of a real key": (
+        aliases().replace("a8:", "rewards:") + QUICKSTART,
+        "anchors and merges make more than",
+    ),
     "merges": (merges() + QUICKSTART, "anchors and merges make more than 100,000 values"),
     "an anchor within itself": (QUICKSTART + "x: &a {b: *a}\n", "an anchor contains itself"),
-    "4,000 unknown keys": (QUICKSTART + "".join(f"k{n}: 1\n" for n in range(4000)), "4,000 problems"),
-    "100,000 unknown keys": (QUICKSTART + "".join(f"k{n}: 1\n" for n in range(100_000)), "it holds more than 512 KiB"),
-    "40,000 values": (QUICKSTART + f"x: [{'1,' * 40_000}]\n", "a recipe holds at most 10,000 keys and values"),
-    "6,000 digits": (QUICKSTART + f"seed: {'9' * 6000}\n", "a whole number of 6,000 digits is too large"),
+    "4,000 unknown keys": (
+        QUICKSTART + "".join(f"k{n}: 1\n" for n in range(4000)),
+        "4,000 problems",
+    ),
+    "100,000 unknown keys": (
+        QUICKSTART + "".join(f"k{n}: 1\n" for n in range(100_000)),
+        "it holds more than 512 KiB",
+    ),
+    "40,000 values": (
+        QUICKSTART + f"x: [{'1,' * 40_000}]\n",
+        "a recipe holds at most 10,000 keys and values",
+    ),
+    "6,000 digits": (
+        QUICKSTART + f"seed: {'9' * 6000}\n",
+        "a whole number of 6,000 digits is too large",
+    ),
     "nested 3,000": (QUICKSTART + "x: " + "[" * 3000 + "]" * 3000, "nested more than 64 deep"),
-    "nested 20,000": (QUICKSTART + "x: " + "{a: " * 20_000 + "}" * 20_000, "nested more than 64 deep"),
+    "nested 20,000": (
+        QUICKSTART + "x: " + "{a: " * 20_000 + "}" * 20_000,
+        "nested more than 64 deep",
+    ),
     "nested blocks": (QUICKSTART + "x:\n  " + "- " * 5000 + "1\n", "nested more than 64 deep"),
     "nested by anchors": (
         "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 500)) + QUICKSTART,
@@ -85,10 +106,19 @@ RECIPES: Mapping[str, tuple[str, str]] = {
     "extends /etc/passwd": ("extends: /etc/passwd\n", "must hold keys and values"),
     "extends no name": ('extends: "a\\0b"\n', "can't be read"),
     "extends a number": ("extends: 5\n", "extends must be the path of one recipe"),
-    "a kind by a path of files": (_with("environment", "{kind: '../../x:Y'}"), "is no path of a class"),
+    "a kind by a path of files": (
+        _with("environment", "{kind: '../../x:Y'}"),
+        "is no path of a class",
+    ),
     "a kind without a module": (_with("environment", "{kind: ':Y'}"), "is no path of a class"),
-    "a class that is no environment": (_with("environment", "{kind: 'queue:Queue'}"), "is no environment"),
-    "a vocabulary below 0": (_shaped("vocab_size: -5"), "vocab_size=-5 must be a whole number from 1"),
+    "a class that is no environment": (
+        _with("environment", "{kind: 'queue:Queue'}"),
+        "is no environment",
+    ),
+    "a vocabulary below 0": (
+        _shaped("vocab_size: -5"),
+        "vocab_size=-5 must be a whole number from 1",
+    ),
     "no heads": (_shaped("n_heads: 0"), "n_heads=0 must be a whole number from 1"),
     "a width of 2^40": (_shaped(f"hidden_size: {2**40}"), "must be a whole number from 1"),
     "10^9 layers": (_shaped("n_layers: 1000000000"), "must be a whole number from 1"),
@@ -110,10 +140,19 @@ DATA: Mapping[str, tuple[Any, str]] = {
     "pipe.json": (PIPE, "it is a pipe, and must be a plain file"),
     "deep.jsonl": ("[" * 100_000, "nested more than 100 deep"),
     "deep.json": ("[" * 100_000, "nested more than 100 deep"),
-    "deep_messages.jsonl": (json.dumps({"messages": "x"})[:-4] + "[" * 5000 + "}", "nested more than 100 deep"),
+    "deep_messages.jsonl": (
+        json.dumps({"messages": "x"})[:-4] + "[" * 5000 + "}",
+        "nested more than 100 deep",
+    ),
     "digits.jsonl": ('{"prompt": "q", "answer": ' + "9" * 6000 + "}", "malformed JSON"),
-    "repeated.jsonl": ("{" + "".join(f'"k{n}": 1, ' for n in range(20_000)) + '"k0": 1}', "key 'k0' appears twice"),
-    "wide.csv": (",".join(f"c{n}" for n in range(20_000)) + ",c0\n" + "1," * 20_000 + "1\n", "two columns are called 'c0'"),
+    "repeated.jsonl": (
+        "{" + "".join(f'"k{n}": 1, ' for n in range(20_000)) + '"k0": 1}',
+        "key 'k0' appears twice",
+    ),
+    "wide.csv": (
+        ",".join(f"c{n}" for n in range(20_000)) + ",c0\n" + "1," * 20_000 + "1\n",
+        "two columns are called 'c0'",
+    ),
     "columns.jsonl": ("{" + ", ".join(f'"k{n}": 1' for n in range(20_000)) + "}", "no column"),
     "bomb.jsonl.gz": (None, "it unpacks to more than 200 times its size"),
     "cut.jsonl.gz": (gzip.compress(ROW.encode() * 100)[:-20], "can't be read"),
@@ -170,9 +209,15 @@ MODELS: Mapping[str, tuple[str, Any]] = {
     "weights: a pipe": ("model.safetensors", PIPE),
     "weights: a folder": ("model.safetensors", FOLDER),
     "weights: a header of 2^62 bytes": ("model.safetensors", struct.pack("<Q", 2**62)),
-    "weights: a shape below 0": ("model.safetensors", _header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}})),
+    "weights: a shape below 0": (
+        "model.safetensors",
+        _header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}),
+    ),
     "weights: a deep header": ("model.safetensors", _header(b"[" * 100_000)),
-    "index: outside": ("model.safetensors.index.json", '{"weight_map": {"a": "../../../etc/passwd"}}'),
+    "index: outside": (
+        "model.safetensors.index.json",
+        '{"weight_map": {"a": "../../../etc/passwd"}}',
+    ),
     "index: no names": ("model.safetensors.index.json", '{"weight_map": {"a": 7}}'),
     "index: no map": ("model.safetensors.index.json", '{"weight_map": 5}'),
     "tokenizer.json: a pipe": ("tokenizer.json", PIPE),
@@ -182,10 +227,19 @@ MODELS: Mapping[str, tuple[str, Any]] = {
     "tokenizer_config.json: a token that is none": ("tokenizer_config.json", '{"eos_token": 5}'),
     "generation_config.json: ids": ("generation_config.json", '{"eos_token_id": "x"}'),
     "chat_template.jinja: a pipe": ("chat_template.jinja", PIPE),
-    "chat_template.jinja: loops": ("chat_template.jinja", "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3),
+    "chat_template.jinja: loops": (
+        "chat_template.jinja",
+        "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3,
+    ),
     "chat_template.jinja: memory": ("chat_template.jinja", "{{ 'a' * 9999999999 }}"),
-    "chat_template.jinja: recursion": ("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
-    "chat_template.jinja: parentheses": ("chat_template.jinja", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"),
+    "chat_template.jinja: recursion": (
+        "chat_template.jinja",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ),
+    "chat_template.jinja: parentheses": (
+        "chat_template.jinja",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""What docs/migrate.md shows of the importer's tables: `python tests/migration.py` writes it anew."""
+"""What docs/migrate.md shows of the importer's tables: `python tests/migration.py` writes it
+anew."""
 
 from __future__ import annotations
 
@@ -125,17 +126,30 @@ def page(text: str) -> str:
 
 def names() -> str:
     """Which keys bring each of the main ones of ours."""
-    lines = ["| Here | " + " | ".join(peer.title for peer in PEERS.values()) + " |", "|---" * (len(PEERS) + 1) + "|"]
+    lines = [
+        "| Here | " + " | ".join(peer.title for peer in PEERS.values()) + " |",
+        "|---" * (len(PEERS) + 1) + "|",
+    ]
     for ours in MAIN:
-        lines.append(f"| `{ours}` | " + " | ".join(_bringing(peer, ours) for peer in PEERS.values()) + " |")
+        lines.append(
+            f"| `{ours}` | " + " | ".join(_bringing(peer, ours) for peer in PEERS.values()) + " |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def _bringing(peer: Peer, ours: str) -> str:
     """Of its first method, which is the one with attempts."""
     rows = next(iter(peer.methods.values())).rows
-    found = [row.theirs for row in rows if any(key == ours or key.startswith(f"{ours}.") for key in row.ours.split(", "))]
-    found = found or [row.theirs for row in rows if any(ours.startswith(f"{key}.") for key in row.ours.split(", ") if key)]
+    found = [
+        row.theirs
+        for row in rows
+        if any(key == ours or key.startswith(f"{ours}.") for key in row.ours.split(", "))
+    ]
+    found = found or [
+        row.theirs
+        for row in rows
+        if any(ours.startswith(f"{key}.") for key in row.ours.split(", ") if key)
+    ]
     return ", ".join(f"`{key}`" for key in found[:4]) or "–"
 
 
@@ -151,8 +165,10 @@ def examples() -> str:
         language = "bash" if file.endswith(".sh") else "yaml"
         parts.append(
             f"### {result.peer.title}\n\n```{language}\n# {file}\n{text}```\n"
-            f"`ratchet import {file} --out recipe.yaml` makes of it:\n\n```yaml\n{write_text(result.recipe)}```\n"
-            f"It says what means something else here for {_listed(result.different)}, and why there is nothing for "
+            f"`ratchet import {file} --out recipe.yaml` makes of "
+            f"it:\n\n```yaml\n{write_text(result.recipe)}```\n"
+            f"It says what means something else here for {_listed(result.different)}, and why "
+            "there is nothing for "
             f"{_listed(result.without)}.\n"
         )
     return "\n".join(parts)
@@ -171,14 +187,23 @@ def keys() -> str:
         for name, method in peer.methods.items():
             rows = [row for row in method.rows if (row.theirs, row.ours, row.note) not in seen]
             seen |= {(row.theirs, row.ours, row.note) for row in rows}
-            parts.append(f"#### {name}\n\n| There | Here | What differs, or why there is none |\n|---|---|---|")
+            parts.append(
+                f"#### {name}\n\n| There | Here | What differs, or why there is none "
+                "|\n|---|---|---|"
+            )
             parts += [_line(row) for row in rows]
             parts.append("")
     return "\n".join(parts)
 
 
 def _line(row: Row) -> str:
-    ours = ", ".join(f"`{key}`" for key in row.ours.split(", ")) if row.ours else f"with `{row.within}`" if row.within else "–"
+    ours = (
+        ", ".join(f"`{key}`" for key in row.ours.split(", "))
+        if row.ours
+        else f"with `{row.within}`"
+        if row.within
+        else "–"
+    )
     return f"| `{row.theirs}` | {ours} | {row.note.replace('|', chr(92) + '|')} |"
 
 

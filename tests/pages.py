@@ -6,7 +6,8 @@ import sys
 
 
 def written(page, directory):
-    """The files that a page shows, by name, and written into a directory: each begins with its name in a comment."""
+    """The files that a page shows, by name, and written into a directory: each begins with its name
+    in a comment."""
     text = page.read_text(encoding="utf-8")
     files = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", text, flags=re.DOTALL))
     assert len(files) == text.count("```") // 2
@@ -17,6 +18,13 @@ def written(page, directory):
 
 def run(directory, *command):
     """Python with these arguments, there: what it prints."""
-    done = subprocess.run([sys.executable, *command], cwd=directory, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

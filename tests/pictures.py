@@ -1,4 +1,5 @@
-"""Conversations with pictures, for tests of models that read them: a tiny model with every weight random, and what it sees."""
+"""Conversations with pictures, for tests of models that read them: a tiny model with every weight
+random, and what it sees."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ FAMILIES: tuple[Family, ...] = ("qwen2_5_vl", "qwen3_vl")
 
 @functools.cache
 def model_directory(family: Family = "qwen2_5_vl") -> Path:
-    """Its norms and biases are random too: at 1 and 0 they would hide a weight in the wrong place."""
+    """Its norms and biases are random too: at 1 and 0 they would hide a weight in the wrong
+    place."""
     from transformers import AutoModelForImageTextToText
 
-    directory = write_tiny_vlm(Path(tempfile.mkdtemp(prefix="ratchet-vlm-")), TinyVLM(family=family, hidden=32, std=0.15))
+    directory = write_tiny_vlm(
+        Path(tempfile.mkdtemp(prefix="ratchet-vlm-")), TinyVLM(family=family, hidden=32, std=0.15)
+    )
     model = AutoModelForImageTextToText.from_pretrained(directory, local_files_only=True)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -44,7 +48,9 @@ def picture(seed: int, width: int = 32, height: int = 32) -> Part:
 
 
 def asked(*content: Part | str) -> Message:
-    return Message("user", tuple(Part("text", piece) if isinstance(piece, str) else piece for piece in content))
+    return Message(
+        "user", tuple(Part("text", piece) if isinstance(piece, str) else piece for piece in content)
+    )
 
 
 @functools.cache
@@ -65,5 +71,10 @@ def dialogues() -> list[list[Message]]:
     return [
         [asked(picture(1), "and", picture(2, 48), "or", picture(1), "?"), answer("first")],
         [Message("user", "no picture"), answer("none")],
-        [asked("look:", picture(3, 64, 32)), answer("yes"), asked(picture(1), "now?"), answer("no")],
+        [
+            asked("look:", picture(3, 64, 32)),
+            answer("yes"),
+            asked(picture(1), "now?"),
+            answer("no"),
+        ],
     ]

@@ -10,14 +10,20 @@ from ratchet.testing.builders import make_group, make_trajectory
 @pytest.fixture
 def batch():
     groups = [
-        make_group("a", [make_trajectory([1, 2], [3], reward=1.0), make_trajectory([1, 2], [4, 5], reward=0.5)]),
+        make_group(
+            "a",
+            [make_trajectory([1, 2], [3], reward=1.0), make_trajectory([1, 2], [4, 5], reward=0.5)],
+        ),
         make_group("b", [make_trajectory([6], [7], reward=0.0)]),
     ]
     return pack(groups)
 
 
 def test_a_missing_column_names_itself_and_the_fix(batch):
-    with pytest.raises(MissingColumn, match="column 'values' of algorithm 'ppo' was never filled: add a Pass that produces"):
+    with pytest.raises(
+        MissingColumn,
+        match="column 'values' of algorithm 'ppo' was never filled: add a Pass that produces",
+    ):
         batch.need("values", algorithm="ppo")
 
 
@@ -43,7 +49,9 @@ def test_weights_travel_with_their_rows_unchanged(batch):
 
 
 def test_to_casts_floating_columns_only(batch):
-    moved = batch.fill_tokens(advantages=torch.ones(9, dtype=torch.float64)).to("cpu", torch.float32)
+    moved = batch.fill_tokens(advantages=torch.ones(9, dtype=torch.float64)).to(
+        "cpu", torch.float32
+    )
     assert moved.rewards_S.dtype == moved.need("advantages").dtype == torch.float32
     assert moved.tokens_T.dtype == torch.int64
     assert moved.trainable_T.dtype == torch.bool

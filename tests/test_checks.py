@@ -14,7 +14,12 @@ CI = Path(__file__).resolve().parent.parent / ".ci"
 
 def sizes(directory: Path, source: str) -> tuple[int, str]:
     directory.joinpath("module.py").write_text(source, encoding="utf-8")
-    done = subprocess.run([sys.executable, str(CI / "sizes.py"), str(directory)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(CI / "sizes.py"), str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.returncode, done.stdout
 
 
@@ -52,15 +57,23 @@ def test_nesting_warns_above_four(tmp_path: Path) -> None:
 
 
 def test_elif_and_inner_functions_do_not_nest(tmp_path: Path) -> None:
-    chain = "def f(x):\n    if x == 0:\n        pass\n" + "".join(f"    elif x == {i}:\n        pass\n" for i in range(1, 9))
-    inner = "def f(x):\n    if x:\n        if x:\n            if x:\n                def g():\n                    if x:\n"
+    chain = "def f(x):\n    if x == 0:\n        pass\n" + "".join(
+        f"    elif x == {i}:\n        pass\n" for i in range(1, 9)
+    )
+    inner = (
+        "def f(x):\n    if x:\n        if x:\n            if x:\n                def g():\n   "
+        " "
+        "                if x:\n"
+    )
     inner += "                        if x:\n                            pass\n"
     assert "0 warnings" in sizes(tmp_path, chain)[1]
     assert "0 warnings" in sizes(tmp_path, inner)[1]
 
 
 def test_nothing_to_check_is_an_error(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(CI / "sizes.py"), str(tmp_path)], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(CI / "sizes.py"), str(tmp_path)], capture_output=True, check=False
+    )
     assert done.returncode == 2
 
 
@@ -86,7 +99,8 @@ def test_budget_gives_no_stdin() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt its orphans")
 def test_what_outlives_the_command_is_killed_and_named() -> None:
-    # In a session of its own, and deaf to SIGTERM and SIGINT: what a process group's end would miss.
+    # In a session of its own, and deaf to SIGTERM and SIGINT: what a process group's end would
+    # miss.
     daemon = "trap '' TERM INT; sleep 999"
     done = budget(1, "sh", "-c", f'setsid sh -c "{daemon}" >/dev/null 2>&1 & echo $!')
     assert done.returncode == 0

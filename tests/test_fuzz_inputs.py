@@ -1,6 +1,8 @@
-"""What is read from outside, mutated: each example is accepted, or refused by an error of ours with a bounded message.
+"""What is read from outside, mutated: each example is accepted, or refused by an error of ours with
+a bounded message.
 
-Any other exception fails, and so does an example that never ends. Examples are the same in every run.
+Any other exception fails, and so does an example that never ends. Examples are the same in every
+run.
 """
 
 import contextlib
@@ -35,7 +37,10 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).resolve().parent
 RECIPES = sorted((TESTS.parent / "recipes").glob("*.yaml"))
-TEMPLATES = [path.read_text(encoding="utf-8") for path in sorted((TESTS / "data" / "templates").glob("*.jinja"))]
+TEMPLATES = [
+    path.read_text(encoding="utf-8")
+    for path in sorted((TESTS / "data" / "templates").glob("*.jinja"))
+]
 LONGEST = 12_000  # characters of a message
 
 
@@ -57,15 +62,59 @@ def examples(count):
 
 # --- values
 
-NUMBERS = [0, -1, 1, 2**31, 2**63, 2**64, 10**12, 10**90, -(10**12), 0.0, -0.5, 1e-40, 1e300, True, False, None]
-TEXTS = ["", " ", "x", "1e5", ".inf", "null", "os:system", "../../x:Y", "a.b.c", "s3://a/b", "/dev/zero", "x" * 3000, "{"]
+NUMBERS = [
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    2**64,
+    10**12,
+    10**90,
+    -(10**12),
+    0.0,
+    -0.5,
+    1e-40,
+    1e300,
+    True,
+    False,
+    None,
+]
+TEXTS = [
+    "",
+    " ",
+    "x",
+    "1e5",
+    ".inf",
+    "null",
+    "os:system",
+    "../../x:Y",
+    "a.b.c",
+    "s3://a/b",
+    "/dev/zero",
+    "x" * 3000,
+    "{",
+]
 TEXTS += ["{{ 9**9**9 }}", "\0", "\u202e", "\u00e9\ud800"]
-CONTAINERS = [[], {}, [[]], [1, 2], ["x"], {"kind": "x"}, {"kind": 5}, {"x": {"y": 1}}, [{"kind": "sft"}], [None]]
+CONTAINERS = [
+    [],
+    {},
+    [[]],
+    [1, 2],
+    ["x"],
+    {"kind": "x"},
+    {"kind": 5},
+    {"x": {"y": 1}},
+    [{"kind": "sft"}],
+    [None],
+]
 ODD = [*NUMBERS, *TEXTS, *CONTAINERS]
 odd = st.sampled_from(ODD)
 nested = st.recursive(
     odd,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -73,13 +122,20 @@ nested = st.recursive(
 def places(value, path=()):
     """Every path in a value of dicts and lists."""
     yield path
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, child in children:
         yield from places(child, (*path, key))
 
 
 def changed(draw, value, times=3):
-    """A copy with some of its values replaced, removed, copied elsewhere or put under another key."""
+    """A copy with some of its values replaced, removed, copied elsewhere or put under another
+    key."""
     value = deepcopy(value)
     for _ in range(draw(st.integers(1, times))):
         paths = [path for path in places(value) if path]
@@ -93,7 +149,9 @@ def changed(draw, value, times=3):
             case 0:
                 del parent[last]
             case 1 if isinstance(parent, dict):
-                parent[draw(st.sampled_from([*parent, "kind", "name", "stages", "x"]))] = deepcopy(parent[last])
+                parent[draw(st.sampled_from([*parent, "kind", "name", "stages", "x"]))] = deepcopy(
+                    parent[last]
+                )
             case 2 if isinstance(parent, list):
                 parent += deepcopy(parent[:50])
             case _:
@@ -113,8 +171,39 @@ def spoilt(draw, text, tokens):
 
 # --- recipes
 
-YAML = ["&a ", "*a", "<<: *a\n", "<<: [*a, *a]\n", "[", "]", "{", "}", ": ", "- ", "\n", "\t", "!!int ", "!x ", "? ", "| \n"]
-YAML += ["> \n", "'", '"', "%", "---\n", "...\n", "\0", "\ufeff", "\u2028", "9" * 400, "1e999", "[" * 200, "- " * 200]
+YAML = [
+    "&a ",
+    "*a",
+    "<<: *a\n",
+    "<<: [*a, *a]\n",
+    "[",
+    "]",
+    "{",
+    "}",
+    ": ",
+    "- ",
+    "\n",
+    "\t",
+    "!!int ",
+    "!x ",
+    "? ",
+    "| \n",
+]
+YAML += [
+    "> \n",
+    "'",
+    '"',
+    "%",
+    "---\n",
+    "...\n",
+    "\0",
+    "\ufeff",
+    "\u2028",
+    "9" * 400,
+    "1e999",
+    "[" * 200,
+    "- " * 200,
+]
 YAML += ["extends: x.yaml\n", "stages:\n", "kind: "]
 
 
@@ -137,14 +226,19 @@ def check(folder, text):
 @examples(250)
 @given(st.data())
 def test_recipes_with_spoilt_text(recipes, data):
-    check(recipes, spoilt(data.draw, data.draw(st.sampled_from(RECIPES)).read_text(encoding="utf-8"), YAML))
+    check(
+        recipes,
+        spoilt(data.draw, data.draw(st.sampled_from(RECIPES)).read_text(encoding="utf-8"), YAML),
+    )
 
 
 @pytest.mark.fault("C13")
 @examples(250)
 @given(st.data())
 def test_recipes_with_changed_values(recipes, data):
-    recipe = changed(data.draw, yaml.safe_load(data.draw(st.sampled_from(RECIPES)).read_text(encoding="utf-8")))
+    recipe = changed(
+        data.draw, yaml.safe_load(data.draw(st.sampled_from(RECIPES)).read_text(encoding="utf-8"))
+    )
     check(recipes, write_text(recipe if isinstance(recipe, dict) else {"x": recipe}))
 
 
@@ -152,7 +246,19 @@ def test_recipes_with_changed_values(recipes, data):
 @given(st.data())
 def test_overrides(recipes, data):
     key = data.draw(
-        st.sampled_from(["model.overrides", "stages.0.steps", "sampling", "algorithm.kind", "seed", "", "a..b", "stages", "x"])
+        st.sampled_from(
+            [
+                "model.overrides",
+                "stages.0.steps",
+                "sampling",
+                "algorithm.kind",
+                "seed",
+                "",
+                "a..b",
+                "stages",
+                "x",
+            ]
+        )
     )
     value = data.draw(st.sampled_from(YAML) | st.text(max_size=20) | nested.map(repr))
     with only_refused():
@@ -173,7 +279,12 @@ MOE = preset("tiny-moe", vocab_size=300).to_hf() | {"moe_intermediate_size": 8}
 @given(st.data())
 def test_configurations_of_models(data):
     hf = changed(
-        data.draw, data.draw(st.sampled_from([HF, MOE, {**HF, "model_type": "llama"}, {**HF, "model_type": "mixtral"}]))
+        data.draw,
+        data.draw(
+            st.sampled_from(
+                [HF, MOE, {**HF, "model_type": "llama"}, {**HF, "model_type": "mixtral"}]
+            )
+        ),
     )
     if not isinstance(hf, dict):
         return
@@ -189,7 +300,9 @@ def test_shapes_of_presets(data):
     fields = [*preset("tiny-moe", 300).__dataclass_fields__, "x"]
     overrides = data.draw(st.dictionaries(st.sampled_from(fields), nested, max_size=3))
     with only_refused():
-        shape = preset(data.draw(st.sampled_from(list(PRESETS))), **{"vocab_size": 300, **overrides})
+        shape = preset(
+            data.draw(st.sampled_from(list(PRESETS))), **{"vocab_size": 300, **overrides}
+        )
         assert Cost(shape).parameters > 0
         shape.to_hf()
 
@@ -204,8 +317,17 @@ CONVERSATION = [
     {"role": "tool", "tool_call_id": "c", "content": "r"},
 ]
 PARAMETERS = {"type": "object", "properties": {"x": {}}}
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}]
-REQUEST = {"model": "policy", "messages": CONVERSATION, "tools": TOOLS, "temperature": 1.0, "stop": ["x"], "seed": 1}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}
+]
+REQUEST = {
+    "model": "policy",
+    "messages": CONVERSATION,
+    "tools": TOOLS,
+    "temperature": 1.0,
+    "stop": ["x"],
+    "seed": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +340,11 @@ def renderer():
 def test_requests(renderer, data):
     body = json.dumps(changed(data.draw, REQUEST))
     if data.draw(st.booleans()):
-        body = spoilt(data.draw, body, ["[" * 500, '{"a":' * 300, "9" * 5000, "1e999", "NaN", "\\ud800", "\0", "null", '"'])
+        body = spoilt(
+            data.draw,
+            body,
+            ["[" * 500, '{"a":' * 300, "9" * 5000, "1e999", "NaN", "\\ud800", "\0", "null", '"'],
+        )
     with only_refused(ApiError):
         request = Request.read(body.encode("utf-8", "surrogatepass"))
         renderer.prompt(request.conversation, request.offered)
@@ -242,12 +368,22 @@ CALL_MARKS = r"""
 \ " ' 1e999 \ud800 \x NaN ; , = { } [ ] ( )
 """
 CALLS = CALL_MARKS.split()
-CALLS += ["```json\n{}\n```", '<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="x" string="true">', "\ud800", " ", "\n"]
+CALLS += [
+    "```json\n{}\n```",
+    '<｜DSML｜invoke name="f">',
+    '<｜DSML｜parameter name="x" string="true">',
+    "\ud800",
+    " ",
+    "\n",
+]
 CALLS += ["[" * 300, "(" * 300, '{"a":' * 300, "9" * 5000]
 
 
 @examples(500)
-@given(st.sampled_from(list(FORMATS)), st.lists(st.sampled_from(CALLS) | st.text(max_size=5), max_size=12))
+@given(
+    st.sampled_from(list(FORMATS)),
+    st.lists(st.sampled_from(CALLS) | st.text(max_size=5), max_size=12),
+)
 def test_tool_calls_of_all_families(name, pieces):
     text = "".join(pieces)
     found = FORMATS[name].read(text, TOOLS)
@@ -318,8 +454,12 @@ def test_chat_templates(data):
     if data.draw(st.booleans()):
         source = "".join(data.draw(st.lists(st.sampled_from(JINJA), max_size=14)))
     else:
-        source = spoilt(data.draw, data.draw(st.sampled_from([*TEMPLATES, *BUILTIN.values()])), JINJA)
+        source = spoilt(
+            data.draw, data.draw(st.sampled_from([*TEMPLATES, *BUILTIN.values()])), JINJA
+        )
     messages = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
     with only_refused():
-        template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, datetime(2026, 1, 1))
+        template = ChatTemplate(
+            source, {"bos_token": "<s>", "eos_token": "</s>"}, datetime(2026, 1, 1)
+        )
         assert len(template.render(messages, TOOLS, prompt=True)) < 1 << 26

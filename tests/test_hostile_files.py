@@ -1,4 +1,5 @@
-"""Checkpoints, models, tokenizers, data and recipes whose authors want to run code here: they get an error, or are text."""
+"""Checkpoints, models, tokenizers, data and recipes whose authors want to run code here: they get
+an error, or are text."""
 
 import asyncio
 import hashlib
@@ -57,7 +58,9 @@ def code(canary: Path) -> str:
 def sealed(step: Path) -> None:
     """A manifest that fits what lies there now, as whoever planted it would write."""
     manifest = json.loads((step / "manifest.json").read_text())
-    names = [path for path in sorted(step.rglob("*")) if path.is_file() and path.name != "manifest.json"]
+    names = [
+        path for path in sorted(step.rglob("*")) if path.is_file() and path.name != "manifest.json"
+    ]
     manifest["body"]["files"] = {
         path.relative_to(step).as_posix(): {
             "size": path.stat().st_size,
@@ -71,7 +74,9 @@ def sealed(step: Path) -> None:
 
 
 @pytest.mark.fault("S1")
-@pytest.mark.parametrize("name", ["state.safetensors", "state.json", "state.pt", "data.pkl", "state"])
+@pytest.mark.parametrize(
+    "name", ["state.safetensors", "state.json", "state.pt", "data.pkl", "state"]
+)
 def test_a_pickle_in_a_checkpoint_under_any_name(name, canary, tmp_path):
     from ratchet.checkpoint.serialization import load_state, save_state
 
@@ -90,7 +95,9 @@ def test_a_pickle_in_a_checkpoint_under_any_name(name, canary, tmp_path):
 def model(tmp_path):
     tokenizer = character_tokenizer("0123456789")
     folder = tmp_path / "model"
-    init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0).save(folder)
+    init_policy(
+        preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0
+    ).save(folder)
     tokenizer.save(folder)
     return folder
 
@@ -126,7 +133,11 @@ def test_a_tokenizer_that_brings_code(canary, model):
     ],
 )
 def test_a_chat_template_that_reaches_for_the_shell(expression, canary, model):
-    template = "{{ " + expression.format(canary=canary) + " }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = (
+        "{{ "
+        + expression.format(canary=canary)
+        + " }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     (model / "chat_template.jinja").write_text(template)
     with pytest.raises(DataError):
         Renderer(load_tokenizer(model)).prompt([Message("user", "1")])
@@ -156,7 +167,9 @@ def test_data_that_are_a_pickle(canary, tmp_path):
 def test_rows_and_answers_are_text_and_nothing_else(payload, canary, tmp_path):
     text = payload.format(canary=canary, code=code(canary))
     row = {"question": text, "answer": f"{text}\n#### 7"}
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({**row, "question": f"{n} {text}"}) for n in range(30)))
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({**row, "question": f"{n} {text}"}) for n in range(30))
+    )
     environment = GSM8K(GSM8KConfig(train=tmp_path / "rows.jsonl"))
     task = next(iter(environment.tasks("train", seed=0)))
     assert text in asyncio.run(environment.reset(task))[-1].text
@@ -180,15 +193,20 @@ def test_rows_and_answers_are_text_and_nothing_else(payload, canary, tmp_path):
 )
 def test_a_recipe_that_makes_objects(line, canary, tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text(f"{line.format(canary=canary)}\nalgorithm: {{kind: sft}}\nenvironment: {{kind: sorting}}\n")
+    path.write_text(
+        f"{line.format(canary=canary)}\nalgorithm: {{kind: sft}}\nenvironment: {{kind: sorting}}\n"
+    )
     try:
         config = load_config(path)
     except ConfigError:
         return
-    assert type(config.logging) is LoggingConfig  # the tag is passed over: what it holds is read as if it were not there
+    # the tag is passed over: what it holds is read as if it were not there
+    assert type(config.logging) is LoggingConfig
 
 
-@pytest.mark.parametrize("override", ["seed=__import__('os').system('touch {canary}')", "seed=!!python/name:os.system"])
+@pytest.mark.parametrize(
+    "override", ["seed=__import__('os').system('touch {canary}')", "seed=!!python/name:os.system"]
+)
 def test_an_override_that_is_an_expression(override, canary, tmp_path):
     shutil.copy(Path(__file__).parent.parent / "recipes" / "quickstart.yaml", tmp_path / "r.yaml")
     with pytest.raises(ConfigError):

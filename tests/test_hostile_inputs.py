@@ -1,4 +1,5 @@
-"""The commands on recipes, data and models that are written to hang or to crash: each ends with a sentence and status 2."""
+"""The commands on recipes, data and models that are written to hang or to crash: each ends with a
+sentence and status 2."""
 
 import sys
 
@@ -47,7 +48,9 @@ def test_a_hostile_recipe_is_refused(name, run, tmp_path):
 
 
 @pytest.mark.fault("C13")
-@pytest.mark.parametrize("content", [hostile.PIPE, hostile.ZERO, hostile.FOLDER], ids=["pipe", "zero", "folder"])
+@pytest.mark.parametrize(
+    "content", [hostile.PIPE, hostile.ZERO, hostile.FOLDER], ids=["pipe", "zero", "folder"]
+)
 def test_what_is_no_plain_file_is_no_recipe(content, run, tmp_path):
     path = hostile.place(tmp_path / "recipe.yaml", content)
     variant = hostile.place(tmp_path / "variant.yaml", "extends: recipe.yaml\n")
@@ -79,7 +82,9 @@ def test_hostile_data_are_refused(name, run, tmp_path):
 def model(tmp_path_factory):
     tokenizer = character_tokenizer("0123456789")
     folder = tmp_path_factory.mktemp("model") / "base"
-    init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0).save(folder)
+    init_policy(
+        preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0
+    ).save(folder)
     tokenizer.save(folder)
     return folder
 
@@ -96,5 +101,6 @@ def test_a_hostile_model_is_refused(name, run, model, tmp_path):
         assert refused(status, said)
     assert "Traceback" not in said
     status, said = run("convert", folder, tmp_path / "converted", "--to", "dcp", "--no-verify")
-    assert status in (0, 2), said  # weights that are whole can be converted beside a wrong tokenizer
+    # weights that are whole can be converted beside a wrong tokenizer
+    assert status in (0, 2), said
     assert "Traceback" not in said

@@ -1,4 +1,5 @@
-"""The files of docs/launch: their syntax, and that what they call exists; the scripts run with stand-ins for the cluster's."""
+"""The files of docs/launch: their syntax, and that what they call exists; the scripts run with
+stand-ins for the cluster's."""
 
 import os
 import re
@@ -23,14 +24,21 @@ RECIPE = ROOT / "recipes" / "quickstart.yaml"
 # Each logs how it was called; srun runs what it is given, here.
 STAND_INS = {
     "scontrol": "printf 'one\\ntwo\\n'",
-    "srun": 'while [[ $1 == --* ]]; do shift; done; [[ $1 == hostname ]] && echo "10.0.0.1 fe80::1" || exec "$@"',
-    "ray": '[[ $1 != start ]] || sleep 0.1; [[ $1 != health-check ]] || grep -q -- "start --head" "$LOG"',
+    "srun": 'while [[ $1 == --* ]]; do shift; done; [[ $1 == hostname ]] && echo "10.0.0.1 '
+    'fe80::1" || exec "$@"',
+    "ray": '[[ $1 != start ]] || sleep 0.1; [[ $1 != health-check ]] || grep -q -- "start --head" '
+    '"$LOG"',
     "sleep": "exec /bin/sleep 0.05",
     "torchrun": "",
     "python": '[[ $1 != -c ]] || grep -c "^ray start" "$LOG"; '
     '[[ $* != *ratchet* ]] || { echo "RAY_ADDRESS=${RAY_ADDRESS:-}" >> "$LOG"; exit 7; }',
 }
-SLURM = {"SLURM_JOB_NODELIST": "one,two", "SLURM_NNODES": "2", "SLURM_JOB_ID": "5", "SLURM_GPUS_ON_NODE": "8"}
+SLURM = {
+    "SLURM_JOB_NODELIST": "one,two",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_ID": "5",
+    "SLURM_GPUS_ON_NODE": "8",
+}
 
 
 @pytest.fixture
@@ -43,9 +51,19 @@ def dry_run(tmp_path):
             path = programs / name
             path.write_text(f'#!/bin/bash\necho "{name} $*" >> "$LOG"\n{body}\n')
             path.chmod(0o755)
-        environment = {**os.environ, **SLURM, "PATH": f"{programs}:{os.environ['PATH']}", "LOG": str(log)}
+        environment = {
+            **os.environ,
+            **SLURM,
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "LOG": str(log),
+        }
         done = subprocess.run(
-            ["bash", script, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+            ["bash", script, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         return done.returncode, [shlex.split(line) for line in log.read_text().splitlines()]
 
@@ -53,7 +71,13 @@ def dry_run(tmp_path):
 
 
 def options_of(*command: str) -> set[str]:
-    done = subprocess.run([sys.executable, "-m", *command, "--help"], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
     return set(re.findall(r"--[a-z][a-z-]+", done.stdout))
 
 
@@ -65,18 +89,24 @@ def options_in(words: list[str]) -> set[str]:
 def test_scripts_are_sound(script):
     subprocess.run(["bash", "-n", script], check=True, timeout=20)
     if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "--shell=bash", "--exclude=SC1091", script], check=True, timeout=60)
+        subprocess.run(
+            ["shellcheck", "--shell=bash", "--exclude=SC1091", script], check=True, timeout=60
+        )
     text = script.read_text()
     assert "set -euo pipefail" in text
     lines = text.splitlines()
     directives = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
-    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    first_command = next(
+        number for number, line in enumerate(lines) if line and not line.startswith("#")
+    )
     assert directives
     assert max(directives) < first_command, "Slurm reads no directive behind a command"
 
 
 def test_the_ray_script(dry_run):
-    status, calls = dry_run(LAUNCH / "slurm-ray.sbatch", str(RECIPE), "learner.kind=dtensor", "learner.dp_shard=16")
+    status, calls = dry_run(
+        LAUNCH / "slurm-ray.sbatch", str(RECIPE), "learner.kind=dtensor", "learner.dp_shard=16"
+    )
     assert status == 7  # the driver's own
     starts = [call for call in calls if call[:2] == ["ray", "start"]]
     assert ["--head" in call for call in starts] == [True, False]
@@ -101,7 +131,9 @@ def test_ray_has_the_options(dry_run):
 
 
 def test_the_torchrun_script(dry_run):
-    status, calls = dry_run(LAUNCH / "slurm-torchrun.sbatch", str(RECIPE), "learner.kind=dtensor", "learner.dp_shard=16")
+    status, calls = dry_run(
+        LAUNCH / "slurm-torchrun.sbatch", str(RECIPE), "learner.kind=dtensor", "learner.dp_shard=16"
+    )
     assert status == 0
     call = next(call for call in calls if call[0] == "torchrun")
     at = call.index("-m")
@@ -113,8 +145,14 @@ def test_the_torchrun_script(dry_run):
 
 def commands_in(manifest: Path) -> list[list[str]]:
     """Of each `python -m ratchet` in a manifest, the arguments."""
-    texts = [text for text in strings(yaml.safe_load(manifest.read_text())) if "ratchet train" in text]
-    return [shlex.split(found) for text in texts for found in re.findall(r"python -m ratchet (train [^;]*);", text)]
+    texts = [
+        text for text in strings(yaml.safe_load(manifest.read_text())) if "ratchet train" in text
+    ]
+    return [
+        shlex.split(found)
+        for text in texts
+        for found in re.findall(r"python -m ratchet (train [^;]*);", text)
+    ]
 
 
 def strings(value):
@@ -129,7 +167,10 @@ def test_manifests_run_what_ratchet_takes(manifest):
     recipe, option, run, *overrides = fresh[1:]
     assert (option, run) == ("--run-dir", resume[2])
     config = load_config(ROOT / Path(recipe).relative_to("/ratchet"), overrides)
-    accelerators = sum(int(pod["resources"]["limits"].get("nvidia.com/gpu", 0)) * count for pod, count in containers(manifest))
+    accelerators = sum(
+        int(pod["resources"]["limits"].get("nvidia.com/gpu", 0)) * count
+        for pod, count in containers(manifest)
+    )
     assert config.stages[0].learner.dp_shard == accelerators  # all that there are, each with a rank
 
 
@@ -139,8 +180,15 @@ def containers(manifest: Path) -> list[tuple[dict, int]]:
     if "rayClusterSpec" not in spec:
         return [(found, 1) for found in spec["template"]["spec"]["containers"]]
     cluster = spec["rayClusterSpec"]
-    groups = [(cluster["headGroupSpec"], 1), *((group, group["replicas"]) for group in cluster["workerGroupSpecs"])]
-    return [(found, count) for group, count in groups for found in group["template"]["spec"]["containers"]]
+    groups = [
+        (cluster["headGroupSpec"], 1),
+        *((group, group["replicas"]) for group in cluster["workerGroupSpecs"]),
+    ]
+    return [
+        (found, count)
+        for group, count in groups
+        for found in group["template"]["spec"]["containers"]
+    ]
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
@@ -167,7 +215,9 @@ def pods(value):
 
 def test_the_container_file():
     text = re.sub(r"\\\n\s*", "", (LAUNCH / "Containerfile").read_text())
-    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    lines = [
+        line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")
+    ]
     verbs = [verb for verb, _ in lines]
     assert verbs[0] == "FROM"
     assert set(verbs) <= {"FROM", "RUN", "COPY", "WORKDIR", "ENV", "USER", "CMD"}

@@ -18,7 +18,10 @@ RECIPE = {
     "tokenizer": {"kind": "characters"},
     "environment": {"kind": "sorting"},
     "steps": 1,
-    "stages": [{"name": "a", "algorithm": {"kind": "sft"}}, {"name": "b", "algorithm": {"kind": "grpo", "group_size": 4}}],
+    "stages": [
+        {"name": "a", "algorithm": {"kind": "sft"}},
+        {"name": "b", "algorithm": {"kind": "grpo", "group_size": 4}},
+    ],
 }
 
 
@@ -32,7 +35,9 @@ def workers_of(made):
     return [stage.learner.workers for stage in made.stages]
 
 
-@pytest.mark.parametrize(("threads", "most"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 3), (7, 1), (8, 4)])
+@pytest.mark.parametrize(
+    ("threads", "most"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 3), (7, 1), (8, 4)]
+)
 def test_threads_are_shared_out_evenly_among_workers(threads, most, monkeypatch):
     seconds = iter([2.0, 1.0])  # sharing every operation takes twice as long
     monkeypatch.setattr(machine, "_seconds", lambda work: next(seconds))
@@ -58,7 +63,9 @@ def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, m
     assert workers_of(frozen) == [2, 2]
     assert workers_of(freeze(config(tmp_path, threads=2, learner={"workers": 1}))) == [1, 1]
     assert freeze(config(tmp_path)).threads == usable_cores()
-    monkeypatch.setattr(machine, "workers_for", lambda threads: pytest.fail("nothing was left to measure"))
+    monkeypatch.setattr(
+        machine, "workers_for", lambda threads: pytest.fail("nothing was left to measure")
+    )
     assert freeze(frozen) == frozen
 
 
@@ -69,10 +76,12 @@ def test_the_process_gets_the_runs_threads_and_a_collector_that_rests():
         assert torch.get_num_threads() == 2
         frozen = gc.get_freeze_count()
         assert frozen
-        assert gc.get_threshold()[0] > 10_000  # by default some hundreds or thousands, by the version of Python
+        # by default some hundreds or thousands, by the version of Python
+        assert gc.get_threshold()[0] > 10_000
         prepare_process("auto")
         assert torch.get_num_threads() == usable_cores()
-        assert gc.get_freeze_count() <= frozen  # once is enough: garbage of an earlier run must not stay for ever
+        # once is enough: garbage of an earlier run must not stay for ever
+        assert gc.get_freeze_count() <= frozen
     finally:
         torch.set_num_threads(before)
         gc.set_threshold(*thresholds)
@@ -97,7 +106,9 @@ print(faults())
 @pytest.mark.skipif(sys.platform != "linux", reason="an allocator of another system")
 def test_freed_memory_stays_with_the_process():
     def faults(mode):
-        done = subprocess.run([sys.executable, "-c", FREED, mode], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", FREED, mode], capture_output=True, text=True, check=True
+        )
         return int(done.stdout)
 
     assert 2 * faults("kept") < faults("given back")  # pages that the kernel had to clear

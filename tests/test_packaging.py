@@ -1,5 +1,6 @@
-"""What a user meets before any training: light imports, a command line that answers at once, recipes and documents that are
-true; and the house rules of the library's source that no linter knows.
+"""What a user meets before any training: light imports, a command line that answers at once,
+recipes and documents that are true; and the house rules of the library's source that no linter
+knows.
 """
 
 from __future__ import annotations
@@ -31,12 +32,20 @@ LIGHT_MODULES = ("ratchet.types", "ratchet.errors", "ratchet.protocols")
 
 def loaded_after(code: str) -> set[str]:
     """The heavy modules that a fresh interpreter holds after running `code`."""
-    report = f"import sys, json; print('\\n' + json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    report = (
+        f"import sys, json; print('\\n' + json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", f"{code}\n{report}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.rpartition("\n[")[1].strip() + done.stdout.rpartition("\n[")[2]))
+    return set(
+        json.loads(done.stdout.rpartition("\n[")[1].strip() + done.stdout.rpartition("\n[")[2])
+    )
 
 
 # --- imports
@@ -64,12 +73,18 @@ except SystemExit as ended:
 
 
 def test_configuration_environments_and_rewards_are_light() -> None:
-    light = [m for m in MODULES if m in LIGHT_MODULES or any(m == p or m.startswith(f"{p}.") for p in LIGHT_PACKAGES)]
+    light = [
+        m
+        for m in MODULES
+        if m in LIGHT_MODULES or any(m == p or m.startswith(f"{p}.") for p in LIGHT_PACKAGES)
+    ]
     assert {*LIGHT_MODULES, *LIGHT_PACKAGES} <= set(light)
     assert loaded_after("\n".join(f"import {module}" for module in light)) == set()
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if not module.endswith("__main__")])
+@pytest.mark.parametrize(
+    "module", [module for module in MODULES if not module.endswith("__main__")]
+)
 def test_module_imports(module: str, require: Callable[[str, str], None]) -> None:
     try:
         importlib.import_module(module)
@@ -100,9 +115,27 @@ def dotted(node: ast.expr) -> str:
 
 
 RUNS_TEXT = {"eval", "exec", "__import__", "builtins.eval", "builtins.exec", "jinja2.Environment"}
-UNPICKLES = {"torch.load", "torch.save", "torch.jit.load", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"}
+UNPICKLES = {
+    "torch.load",
+    "torch.save",
+    "torch.jit.load",
+    "yaml.load",
+    "yaml.load_all",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+}
 FORBIDDEN_CALLS = {"print", "breakpoint"} | RUNS_TEXT | UNPICKLES
-FORBIDDEN_IMPORTS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "code"}
+FORBIDDEN_IMPORTS = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "code",
+}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
 
 
@@ -110,7 +143,11 @@ def violations(source: str, *, may_read_environment: bool) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and dotted(node.func) in FORBIDDEN_CALLS:
             yield f"line {node.lineno}: {dotted(node.func)}("
-        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and not _is_false(node.value):
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg == "allow_pickle"
+            and not _is_false(node.value)
+        ):
             yield f"line {node.value.lineno}: allow_pickle"
         if isinstance(node, ast.keyword) and node.arg == "shell" and not _is_false(node.value):
             yield f"line {node.value.lineno}: shell"
@@ -119,12 +156,22 @@ def violations(source: str, *, may_read_environment: bool) -> Iterator[str]:
             modules = names if isinstance(node, ast.Import) else [node.module or ""]
             for name in FORBIDDEN_IMPORTS & {module.partition(".")[0] for module in modules}:
                 yield f"line {node.lineno}: import {name}"
-            if isinstance(node, ast.ImportFrom) and {f"{node.module}.{name}" for name in names} & FORBIDDEN_CALLS:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and {f"{node.module}.{name}" for name in names} & FORBIDDEN_CALLS
+            ):
                 yield f"line {node.lineno}: from {node.module} import {', '.join(names)}"
-            reads = isinstance(node, ast.ImportFrom) and {f"{node.module}.{name}" for name in names} & ENVIRONMENT
+            reads = (
+                isinstance(node, ast.ImportFrom)
+                and {f"{node.module}.{name}" for name in names} & ENVIRONMENT
+            )
             if reads and not may_read_environment:
                 yield f"line {node.lineno}: from os import {', '.join(names)}"
-        if isinstance(node, ast.Attribute) and dotted(node) in ENVIRONMENT and not may_read_environment:
+        if (
+            isinstance(node, ast.Attribute)
+            and dotted(node) in ENVIRONMENT
+            and not may_read_environment
+        ):
             yield f"line {node.lineno}: {dotted(node)}"
 
 
@@ -157,7 +204,10 @@ def test_the_source_rules_catch(source: str) -> None:
 
 
 def test_the_source_rules_allow() -> None:
-    source = "import os\nmodel.eval()\nfingerprint('x')\nos.path.join('a')\nnp.load('x', allow_pickle=False)\nre.compile('x')"
+    source = (
+        "import os\nmodel.eval()\nfingerprint('x')\nos.path.join('a')\nnp.load('x', "
+        "allow_pickle=False)\nre.compile('x')"
+    )
     assert list(violations(source, may_read_environment=False)) == []
     assert list(violations("import os\nos.environ['A']", may_read_environment=True)) == []
 
@@ -176,7 +226,13 @@ DATED = {
 
 @pytest.mark.fault("P18")
 def test_durations_and_deadlines_are_of_the_monotonic_clock() -> None:
-    clocks = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now"}
+    clocks = {
+        "time.time",
+        "time.time_ns",
+        "datetime.now",
+        "datetime.utcnow",
+        "datetime.datetime.now",
+    }
     reading = {
         path.relative_to(ROOT / "ratchet").as_posix()
         for path in SOURCES
@@ -186,9 +242,10 @@ def test_durations_and_deadlines_are_of_the_monotonic_clock() -> None:
     assert reading == DATED
 
 
-# What runs in the sandbox executes untrusted programs; what it runs is compiled before it gets there, and never read here.
-# Processes of one run, which trust each other, exchange pickles by sockets. Of what lies in files only the index of torch's
-# distributed checkpoints is one: it is read by a list of what it may name, and the tensors with weights_only.
+# What runs in the sandbox executes untrusted programs; what it runs is compiled before it gets
+# there, and never read here. Processes of one run, which trust each other, exchange pickles by
+# sockets. Of what lies in files only the index of torch's distributed checkpoints is one: it is
+# read by a list of what it may name, and the tensors with weights_only.
 EXEMPT: dict[str, str | tuple[str, ...]] = {
     "executors/wire.py": "import pickle",
     "checkpoint/dcp.py": ("import pickle", "torch.load(", "torch.save("),
@@ -204,8 +261,12 @@ EXEMPT: dict[str, str | tuple[str, ...]] = {
 def test_source_keeps_the_house_rules(path: Path) -> None:
     inside = path.relative_to(ROOT / "ratchet")
     clears_it = inside.as_posix() == "sandbox/inside/child.py"  # before an untrusted program starts
-    may_read_environment = inside.as_posix() == "cli.py" or inside.parts[0] == "executors" or clears_it
-    found = list(violations(path.read_text(encoding="utf-8"), may_read_environment=may_read_environment))
+    may_read_environment = (
+        inside.as_posix() == "cli.py" or inside.parts[0] == "executors" or clears_it
+    )
+    found = list(
+        violations(path.read_text(encoding="utf-8"), may_read_environment=may_read_environment)
+    )
     exempt = EXEMPT.get(inside.as_posix())
     assert [line for line in found if exempt is None or not line.endswith(exempt)] == []
 
@@ -218,7 +279,9 @@ def test_recipe_loads_and_has_a_header(path: Path) -> None:
     from ratchet.config.loader import load_config
 
     header = path.read_text(encoding="utf-8").splitlines()[0]
-    assert re.match(r"# \w", header), f"{path.name} must open with a comment that says what it is and what it reached"
+    assert re.match(r"# \w", header), (
+        f"{path.name} must open with a comment that says what it is and what it reached"
+    )
     load_config(path)
 
 
@@ -231,9 +294,12 @@ def test_version_is_pyprojects() -> None:
 
 
 def test_dependencies_are_constrained() -> None:
-    """Each direct dependency of the checks has its version in constraints.txt, so that a new release can't break them."""
+    """Each direct dependency of the checks has its version in constraints.txt, so that a new
+    release can't break them."""
     constrained = {
-        line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line
+        line.partition("==")[0]
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line
     }
     extras = PYPROJECT["project"]["optional-dependencies"]
     wanted = [*PYPROJECT["project"]["dependencies"]]
@@ -247,7 +313,9 @@ def test_dependencies_are_constrained() -> None:
 
 
 def tracked_text() -> Iterator[tuple[str, str]]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+    ).stdout
     for name in filter(None, listed.split("\0")):
         path = ROOT / name
         if path.is_file() and path != Path(__file__).resolve():
@@ -265,13 +333,24 @@ MACHINE = re.compile(
 
 
 @pytest.mark.parametrize(
-    "text", ["cd /work/main", "/home/ada/x", "'/opt/wheels'", "pip --index-url x", "https://pypi.org/simple", "(/root/.cache"]
+    "text",
+    [
+        "cd /work/main",
+        "/home/ada/x",
+        "'/opt/wheels'",
+        "pip --index-url x",
+        "https://pypi.org/simple",
+        "(/root/.cache",
+    ],
 )
 def test_the_machine_rule_catches(text: str) -> None:
     assert MACHINE.search(text)
 
 
-@pytest.mark.parametrize("text", ["frame/work/x", "https://x.org/data/a", "runs/home/x", "recipes/opt/a.yaml", "$HOME/data/x"])
+@pytest.mark.parametrize(
+    "text",
+    ["frame/work/x", "https://x.org/data/a", "runs/home/x", "recipes/opt/a.yaml", "$HOME/data/x"],
+)
 def test_the_machine_rule_allows(text: str) -> None:
     assert not MACHINE.search(text)
 
@@ -298,7 +377,8 @@ RATCHET_CALL = re.compile(r"^(?:[$#] *)?(?:\.venv/bin/)?ratchet +([a-z][\w-]*)")
 
 
 def commands(text: str) -> Iterator[str]:
-    """What a reader could paste: inline code, the lines of fenced blocks, and comment lines of recipes."""
+    """What a reader could paste: inline code, the lines of fenced blocks, and comment lines of
+    recipes."""
     inside = False
     for line in text.splitlines():
         if line.lstrip().startswith("```"):
@@ -315,14 +395,19 @@ def called(pattern: re.Pattern[str], text: str) -> set[str]:
 
 def test_commands_are_found_in_documents() -> None:
     text = (
-        "Use `make lint`, make haste.\n```\n$ ratchet train x.yaml\nimport ratchet\nmake CI=true test\n```\n#   ratchet check x"
+        "Use `make lint`, make haste.\n```\n$ ratchet train x.yaml\nimport ratchet\nmake "
+        "CI=true test\n```\n#   ratchet check x"
     )
     assert called(MAKE_CALL, text) == {"lint", "test"}
     assert called(RATCHET_CALL, text) == {"train", "check"}
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    return set(
+        re.findall(
+            r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
 
 
 def ratchet_commands() -> set[str]:
@@ -336,17 +421,29 @@ def ratchet_commands() -> set[str]:
 def test_documents_mention_only_make_targets_that_exist() -> None:
     known = make_targets()
     assert {"test", "test-slow", "lint", "demo", "bench", "peers", "clean"} <= known
-    unknown = {path.name: called(MAKE_CALL, path.read_text(encoding="utf-8")) - known for path in DOCUMENTS}
+    unknown = {
+        path.name: called(MAKE_CALL, path.read_text(encoding="utf-8")) - known for path in DOCUMENTS
+    }
     assert {name: calls for name, calls in unknown.items() if calls} == {}
 
 
 def test_documents_mention_only_commands_that_exist() -> None:
     known = ratchet_commands()
-    unknown = {path.name: called(RATCHET_CALL, path.read_text(encoding="utf-8")) - known for path in DOCUMENTS}
+    unknown = {
+        path.name: called(RATCHET_CALL, path.read_text(encoding="utf-8")) - known
+        for path in DOCUMENTS
+    }
     assert {name: calls for name, calls in unknown.items() if calls} == {}
 
 
 def test_tests_use_require_and_not_importorskip() -> None:
-    """A component that is missing must fail in CI; `importorskip` would hide it. See tests/conftest.py."""
-    others = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in (Path(__file__).name, "conftest.py")]
-    assert [path.name for path in others if "importorskip" in path.read_text(encoding="utf-8")] == []
+    """A component that is missing must fail in CI; `importorskip` would hide it. See
+    tests/conftest.py."""
+    others = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if path.name not in (Path(__file__).name, "conftest.py")
+    ]
+    assert [
+        path.name for path in others if "importorskip" in path.read_text(encoding="utf-8")
+    ] == []

@@ -1,4 +1,5 @@
-"""The numbers of a draw: which are refused, and that recipes, requests and Python refuse the same ones."""
+"""The numbers of a draw: which are refused, and that recipes, requests and Python refuse the same
+ones."""
 
 import math
 from dataclasses import replace
@@ -38,13 +39,46 @@ WRONG = {
     "max_new_tokens": NO_COUNTS,
     "drawn": NO_COUNTS,
     "seed": [2**64, -(2**63) - 1, 10**400, 1.0, math.nan, True, "1", None],
-    "stop": ["text", None, 1, [""], ("a", ""), [1], [None], ["a" * (LONGEST_STOP + 1)], ["a"] * (MOST_STOPS + 1), {"a": 1}],
-    "stop_ids": [None, 1, "1", [-1], [2**31], [2**70], [1.0], [True], ["1"], [None], range(3), [0] * (MOST_STOP_IDS + 1)],
+    "stop": [
+        "text",
+        None,
+        1,
+        [""],
+        ("a", ""),
+        [1],
+        [None],
+        ["a" * (LONGEST_STOP + 1)],
+        ["a"] * (MOST_STOPS + 1),
+        {"a": 1},
+    ],
+    "stop_ids": [
+        None,
+        1,
+        "1",
+        [-1],
+        [2**31],
+        [2**70],
+        [1.0],
+        [True],
+        ["1"],
+        [None],
+        range(3),
+        [0] * (MOST_STOP_IDS + 1),
+    ],
     "routes": [1, 0, None, "yes"],
     "adapter": [1, b"one", ["one"]],
 }
 RIGHT = {
-    "temperature": [0, -0.0, 1, LEAST_TEMPERATURE, LARGEST_TEMPERATURE, np.float32(0.7), np.float64(0.7), Fraction(1, 2)],
+    "temperature": [
+        0,
+        -0.0,
+        1,
+        LEAST_TEMPERATURE,
+        LARGEST_TEMPERATURE,
+        np.float32(0.7),
+        np.float64(0.7),
+        Fraction(1, 2),
+    ],
     "top_p": [5e-324, 1, 1.0, np.float32(0.5)],
     "min_p": [0, 0.0, -0.0, 5e-324, 0.999],
     "top_k": [0, LARGEST_COUNT, np.int64(5)],
@@ -56,8 +90,16 @@ RIGHT = {
     "routes": [True, False],
     "adapter": [None, "one"],
 }
-REFUSED = [pytest.param(name, value, id=f"{name} {i}") for name, values in WRONG.items() for i, value in enumerate(values)]
-ACCEPTED = [pytest.param(name, value, id=f"{name} {i}") for name, values in RIGHT.items() for i, value in enumerate(values)]
+REFUSED = [
+    pytest.param(name, value, id=f"{name} {i}")
+    for name, values in WRONG.items()
+    for i, value in enumerate(values)
+]
+ACCEPTED = [
+    pytest.param(name, value, id=f"{name} {i}")
+    for name, values in RIGHT.items()
+    for i, value in enumerate(values)
+]
 
 
 def test_every_field_has_its_cases():
@@ -67,7 +109,10 @@ def test_every_field_has_its_cases():
 @pytest.mark.fault("R15")
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_what_cannot_be_drawn_is_refused(name, value):
-    for construct in (lambda: Sampling(**{name: value}), lambda: replace(Sampling(), **{name: value})):
+    for construct in (
+        lambda: Sampling(**{name: value}),
+        lambda: replace(Sampling(), **{name: value}),
+    ):
         with pytest.raises(SamplingError, match=rf"(?s)^{name}=.* Set {name}=.*\.$") as caught:
             construct()
         assert caught.value.field == name
@@ -89,9 +134,12 @@ def test_a_wrong_seed_is_refused_when_copying():
 
 
 @pytest.mark.fault("R15")
-@pytest.mark.parametrize(("name", "value"), [case for case in REFUSED if case.values[0] in SamplingConfig.model_fields])
+@pytest.mark.parametrize(
+    ("name", "value"), [case for case in REFUSED if case.values[0] in SamplingConfig.model_fields]
+)
 def test_a_recipe_refuses_the_same(name, value):
-    if name in ("top_k", "max_new_tokens") and value == 1.0:  # YAML's 1.0 is the whole number 1 to every section
+    # YAML's 1.0 is the whole number 1 to every section
+    if name in ("top_k", "max_new_tokens") and value == 1.0:
         return
     with pytest.raises(ValidationError):
         SamplingConfig(**{name: value})
@@ -113,7 +161,10 @@ def test_every_accepted_temperature_gives_finite_logprobs():
     logits = torch.randn(64, generator=torch.Generator().manual_seed(0))
     logits *= 1e4 / logits.abs().max()
     for temperature in (0.0, *np.geomspace(LEAST_TEMPERATURE, LARGEST_TEMPERATURE, 21).tolist()):
-        samplings = [Sampling(temperature, top_p, top_k, min_p) for top_p, top_k, min_p in [(1, 0, 0), (5e-324, 3, 0.999)]]
+        samplings = [
+            Sampling(temperature, top_p, top_k, min_p)
+            for top_p, top_k, min_p in [(1, 0, 0), (5e-324, 3, 0.999)]
+        ]
         settings = Settings.from_samplings(samplings, 64, torch.device("cpu"))
         drawn = draw(logits.repeat(2, 1), torch.tensor([0.3, 0.999]), settings)
         assert drawn.logprobs_N.isfinite().all()

@@ -10,8 +10,11 @@ from ratchet.types import Message, Sampling, Scored, Trajectory, Turn, finite
 
 
 def changed(thing, **marks):
-    """With a value of its own in every field, so that one that is left behind, or takes another's place, is seen."""
-    assert {field.name for field in fields(thing)} == set(marks), "a field is new: give it a value here"
+    """With a value of its own in every field, so that one that is left behind, or takes another's
+    place, is seen."""
+    assert {field.name for field in fields(thing)} == set(marks), (
+        "a field is new: give it a value here"
+    )
     return replace(thing, **marks)
 
 
@@ -68,7 +71,10 @@ def test_a_row_is_sampled_where_any_token_has_a_version():
 
 
 def test_the_policys_tokens_are_counted():
-    assert replace(make_trajectory([1], [2, 3]), owner=np.array([0, 1, 2], np.int8)).completion_length == 1
+    assert (
+        replace(make_trajectory([1], [2, 3]), owner=np.array([0, 1, 2], np.int8)).completion_length
+        == 1
+    )
     assert make_trajectory([1, 1], [2] * 300).completion_length == 300
 
 

@@ -1,11 +1,13 @@
-"""On one accelerator, with random weights in the shapes of Qwen3: decoding, training on packed rows, a whole GRPO step.
+"""On one accelerator, with random weights in the shapes of Qwen3: decoding, training on packed
+rows, a whole GRPO step.
 
     python benchmarks/gpu/qwen3.py [--size qwen3-0.6b | qwen3-1.7b] [--rounds 5]
     python benchmarks/gpu/qwen3.py --device cpu --size T --rounds 1 --steps 1      tries the script, at a 16th of the lengths
 
-Needs PyTorch, transformers, what `import ratchet` needs, and this checkout, which needn't be installed; TRL's row needs TRL.
-The share of the floor that is reached is, when decoding, that of the memory's measured bandwidth; when training, that of the
-measured rate of matrix products in bfloat16.
+Needs PyTorch, transformers, what `import ratchet` needs, and this checkout, which needn't be
+installed; TRL's row needs TRL. The share of the floor that is reached is, when decoding, that of
+the memory's measured bandwidth; when training, that of the measured rate of matrix products in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PACKED = {"--rows": 16, "--shortest": 4096, "--longest": 4096}
 
 
 def numbers(chosen: dict[str, int], divisor: int) -> tuple[str, ...]:
-    return tuple(text for name, number in chosen.items() for text in (name, str(max(2, number // divisor))))
+    return tuple(
+        text for name, number in chosen.items() for text in (name, str(max(2, number // divisor)))
+    )
 
 
 def main() -> None:
@@ -35,17 +39,43 @@ def main() -> None:
     parser.set_defaults(device="cuda", size="qwen3-0.6b")
     chosen = parser.parse_args()
     if chosen.device != "cpu" and not torch.cuda.is_available():
-        sys.exit("PyTorch finds no CUDA accelerator here: nothing to measure (--device cpu --size T tries the script)")
+        sys.exit(
+            "PyTorch finds no CUDA accelerator here: nothing to measure (--device cpu --size T "
+            "tries the script)"
+        )
     divisor = 16 if chosen.device == "cpu" else 1
     vocabulary = replace(Case.maker, arguments=("--vocabulary", str(151936 // divisor)))
     groups, packed = numbers(GROUPS, divisor), numbers(PACKED, divisor)
     cases = (
-        Case("Decoding, 32 prompts x 16 samples, 512 new tokens", DECODING, groups, rate("tokens"), vocabulary),
-        Case("Training, 16 rows of 4,096 tokens", SFT, ("--algorithm", "sft", *packed), rate("tokens"), vocabulary),
-        Case("GRPO step, 32 prompts x 16 samples, 512 new tokens", (OURS, TUNED), groups, maker=vocabulary, target=6.0),
+        Case(
+            "Decoding, 32 prompts x 16 samples, 512 new tokens",
+            DECODING,
+            groups,
+            rate("tokens"),
+            vocabulary,
+        ),
+        Case(
+            "Training, 16 rows of 4,096 tokens",
+            SFT,
+            ("--algorithm", "sft", *packed),
+            rate("tokens"),
+            vocabulary,
+        ),
+        Case(
+            "GRPO step, 32 prompts x 16 samples, 512 new tokens",
+            (OURS, TUNED),
+            groups,
+            maker=vocabulary,
+            target=6.0,
+        ),
     )
     for case in cases:
-        compare(case if divisor == 1 else replace(case, name=f"{case.name}, all divided by {divisor}", target=None), chosen)
+        compare(
+            case
+            if divisor == 1
+            else replace(case, name=f"{case.name}, all divided by {divisor}", target=None),
+            chosen,
+        )
 
 
 if __name__ == "__main__":

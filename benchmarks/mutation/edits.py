@@ -1,8 +1,9 @@
 """The edits, by kind: what may stand in a node's place.
 
-sign: a minus more or less, plus for minus, a comparison or an extremum turned round. mask: a `where`, `&`, `~`, clamp or
-mask column without effect. denominator: a division dropped, ddof forgotten, a sum for a mean. factor: one side of a product
-dropped. detach: the gradient let through. index: 0 for 1 in subscripts, dimensions and offsets, an order reversed, arguments
+sign: a minus more or less, plus for minus, a comparison or an extremum turned round. mask: a
+`where`, `&`, `~`, clamp or mask column without effect. denominator: a division dropped, ddof
+forgotten, a sum for a mean. factor: one side of a product dropped. detach: the gradient let
+through. index: 0 for 1 in subscripts, dimensions and offsets, an order reversed, arguments
 exchanged. constant: another number. branch: a condition turned round.
 """
 
@@ -51,7 +52,14 @@ REDUCTIONS = {
 REDUCTIONS |= {"flip", "unsqueeze", "squeeze", "cat", "stack", "scatter_reduce", "scatter_add"}
 REDUCTIONS |= {"index_select", "size"}
 # Calls without which only their object, or first argument, is left.
-DROPPED = {"detach": "detach", "masked_fill": "mask", "nan_to_num": "mask", "clamp": "mask", "abs": "sign", "flip": "index"}
+DROPPED = {
+    "detach": "detach",
+    "masked_fill": "mask",
+    "nan_to_num": "mask",
+    "clamp": "mask",
+    "abs": "sign",
+    "flip": "index",
+}
 DROPPED |= {"reversed": "index", "expm1": "constant", "log1p": "constant"}
 UNORDERED = {"minimum", "maximum", "logaddexp", "where"}  # `where` has edits of its own
 NUMBERS = re.compile(r"_[A-Z]+$")
@@ -60,7 +68,8 @@ SMALL = 1e-3  # a constant below is there for numerical safety
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node stands: `above` are its ancestors from the module down, `name` and `index` its field of the last one."""
+    """Where a node stands: `above` are its ancestors from the module down, `name` and `index` its
+    field of the last one."""
 
     node: ast.AST
     above: tuple[ast.AST, ...]
@@ -98,9 +107,17 @@ def edits(place: Place) -> Iterator[Edit]:
         yield from _constant(node, place)
     elif isinstance(node, ast.BoolOp):
         yield from (("branch", deepcopy(value)) for value in node.values)
-    if isinstance(node, ast.expr) and place.name == "test" and not isinstance(node, (ast.Compare, ast.UnaryOp)):
+    if (
+        isinstance(node, ast.expr)
+        and place.name == "test"
+        and not isinstance(node, (ast.Compare, ast.UnaryOp))
+    ):
         yield "branch", ast.UnaryOp(ast.Not(), deepcopy(node))
-    if isinstance(node, ast.expr) and _is_number(place) and not isinstance(node, (ast.UnaryOp, ast.Constant)):
+    if (
+        isinstance(node, ast.expr)
+        and _is_number(place)
+        and not isinstance(node, (ast.UnaryOp, ast.Constant))
+    ):
         yield "sign", ast.UnaryOp(ast.USub(), deepcopy(node))
 
 
@@ -113,7 +130,9 @@ def _with(node: ast.AST, **fields: object) -> ast.AST:
 
 def _unary(node: ast.UnaryOp, place: Place) -> Iterator[Edit]:
     # The last dimension is -1 as well as 1 where there are two.
-    if isinstance(node.op, ast.USub) and not (isinstance(node.operand, ast.Constant) and _is_dimension(place)):
+    if isinstance(node.op, ast.USub) and not (
+        isinstance(node.operand, ast.Constant) and _is_dimension(place)
+    ):
         yield "sign", deepcopy(node.operand)
     elif isinstance(node.op, ast.Invert):
         yield "mask", deepcopy(node.operand)
@@ -141,13 +160,21 @@ def _binary(node: ast.BinOp, place: Place) -> Iterator[Edit]:
 
 def _is_even(node: ast.AST) -> bool:
     """`x.square()`, `x.abs()` and `abs(x)` don't know the sign of x."""
-    return (node.attr if isinstance(node, ast.Attribute) else _called(node) if isinstance(node, ast.Call) else "") in EVEN
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else _called(node)
+        if isinstance(node, ast.Call)
+        else ""
+    ) in EVEN
 
 
 def _augmented(node: ast.AugAssign) -> Iterator[Edit]:
     if isinstance(node.op, (ast.Add, ast.Sub)):
         yield "sign", _with(node, op=ast.Sub() if isinstance(node.op, ast.Add) else ast.Add())
-    kind = {ast.Div: "denominator", ast.Mult: "factor", ast.BitAnd: "mask", ast.BitOr: "mask"}.get(type(node.op))
+    kind = {ast.Div: "denominator", ast.Mult: "factor", ast.BitAnd: "mask", ast.BitOr: "mask"}.get(
+        type(node.op)
+    )
     if kind:
         yield kind, ast.Pass()
 
@@ -161,12 +188,19 @@ def _call(node: ast.Call) -> Iterator[Edit]:
     name = _called(node)
     if name == "where" and len(node.args) == 3:
         yield from (("mask", deepcopy(x)) for x in node.args[1:] if not isinstance(x, ast.Constant))
-    if name not in UNORDERED and len(shapes := [_shape(x) for x in node.args[:2]]) > 1 and shapes[0] and len(set(shapes)) == 1:
+    if (
+        name not in UNORDERED
+        and len(shapes := [_shape(x) for x in node.args[:2]]) > 1
+        and shapes[0]
+        and len(set(shapes)) == 1
+    ):
         yield "index", _with(node, args=deepcopy([node.args[1], node.args[0], *node.args[2:]]))
     if name not in DROPPED or _guards_division(node):
         return
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-    method = owner is not None and not (isinstance(owner, ast.Name) and owner.id in ("torch", "F", "math"))
+    method = owner is not None and not (
+        isinstance(owner, ast.Name) and owner.id in ("torch", "F", "math")
+    )
     if method or node.args:
         yield DROPPED[name], deepcopy(owner if method and owner else node.args[0])
 
@@ -211,7 +245,9 @@ def _constant(node: ast.Constant, place: Place) -> Iterator[Edit]:
         yield "constant", ast.Constant(not value)
     elif isinstance(value, str) and value in OPPOSITES:
         yield "sign", ast.Constant(OPPOSITES[value])
-    elif isinstance(value, (int, float)) and not (isinstance(place.parent, ast.keyword) and _guards_division(place.above[-2])):
+    elif isinstance(value, (int, float)) and not (
+        isinstance(place.parent, ast.keyword) and _guards_division(place.above[-2])
+    ):
         if _in_subscript(place) or _is_dimension(place):
             yield "index", ast.Constant(1 if value == 0 else value - 1)
         elif abs(value) < SMALL:
@@ -222,29 +258,50 @@ def _constant(node: ast.Constant, place: Place) -> Iterator[Edit]:
 
 def _guards_division(node: ast.AST) -> bool:
     """`x.clamp(min=1)` and `clamp(min=tiny)` alone."""
-    if not (isinstance(node, ast.Call) and _called(node) == "clamp" and not node.args and len(node.keywords) == 1):
+    if not (
+        isinstance(node, ast.Call)
+        and _called(node) == "clamp"
+        and not node.args
+        and len(node.keywords) == 1
+    ):
         return False
     bound = node.keywords[0]
     value = bound.value.value if isinstance(bound.value, ast.Constant) else None
-    return bound.arg == "min" and isinstance(value, (int, float)) and (value == 1 or 0 < value < SMALL)
+    return (
+        bound.arg == "min" and isinstance(value, (int, float)) and (value == 1 or 0 < value < SMALL)
+    )
 
 
 def _is_number(place: Place) -> bool:
-    """A whole value that is given a name with a shape, or returned by a function of tensors or numbers."""
-    if isinstance(place.node, (ast.Compare, ast.Tuple, ast.List, ast.Dict, ast.ListComp, ast.BoolOp, ast.Lambda)):
+    """A whole value that is given a name with a shape, or returned by a function of tensors or
+    numbers."""
+    if isinstance(
+        place.node,
+        (ast.Compare, ast.Tuple, ast.List, ast.Dict, ast.ListComp, ast.BoolOp, ast.Lambda),
+    ):
         return False
-    if isinstance(place.node, ast.UnaryOp) or place.name not in ("value", "elts") or _is_mask(place.node):
+    if (
+        isinstance(place.node, ast.UnaryOp)
+        or place.name not in ("value", "elts")
+        or _is_mask(place.node)
+    ):
         return False
     if isinstance(place.node, ast.Call) and _called(place.node).startswith("zeros"):
         return False
     if isinstance(place.parent, ast.Assign):
         target = place.parent.targets[0]
         return isinstance(target, ast.Name) and bool(NUMBERS.search(target.id))
-    returns = next((a.returns for a in reversed(place.above) if isinstance(a, ast.FunctionDef)), None)
+    returns = next(
+        (a.returns for a in reversed(place.above) if isinstance(a, ast.FunctionDef)), None
+    )
     promised = ast.unparse(returns) if returns else ""
     if isinstance(place.parent, ast.Return):
         return promised in ("Tensor", "float", "int")
-    first = isinstance(place.parent, ast.Tuple) and isinstance(place.above[-2], ast.Return) and place.index == 0
+    first = (
+        isinstance(place.parent, ast.Tuple)
+        and isinstance(place.above[-2], ast.Return)
+        and place.index == 0
+    )
     return first and promised.startswith("tuple[Tensor")
 
 
@@ -256,7 +313,9 @@ def _is_mask(node: ast.AST) -> bool:
 
 def _in_divisor(place: Place) -> bool:
     chain = itertools.pairwise([*place.above, place.node])
-    return any(isinstance(a, ast.BinOp) and isinstance(a.op, ast.Div) and b is a.right for a, b in chain)
+    return any(
+        isinstance(a, ast.BinOp) and isinstance(a.op, ast.Div) and b is a.right for a, b in chain
+    )
 
 
 def _in_subscript(place: Place) -> bool:
@@ -277,4 +336,8 @@ def _is_dimension(place: Place) -> bool:
     parent = above[-1]
     if isinstance(parent, ast.keyword):
         return parent.arg in ("dim", "dims")
-    return isinstance(parent, ast.Call) and getattr(parent.func, "attr", "") in REDUCTIONS and child in parent.args
+    return (
+        isinstance(parent, ast.Call)
+        and getattr(parent.func, "attr", "") in REDUCTIONS
+        and child in parent.args
+    )

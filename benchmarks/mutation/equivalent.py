@@ -1,4 +1,5 @@
-"""Mutants that change nothing, each with the reason, by file, function and the edit as it is printed.
+"""Mutants that change nothing, each with the reason, by file, function and the edit as it is
+printed.
 
 Add one only with a proof: that no test fails is what has to be explained, and is no explanation.
 """
@@ -25,7 +26,8 @@ EQUIVALENT: Table = {
     (
         BASE,
         "Term.__call__",
-        "coef * (weight * torch.where(active, x, 0.0)).sum() -> coef * (weight * torch.where(active, x, 1.0)).sum()",
+        "coef * (weight * torch.where(active, x, 0.0)).sum() -> coef * (weight * "
+        "torch.where(active, x, 1.0)).sum()",
     ): ZERO_WEIGHT,
     (
         BASE,
@@ -36,7 +38,8 @@ EQUIVALENT: Table = {
     (
         TEACHER,
         "on_policy_distillation",
-        "keys_T = torch.stack([batch.sequence_T, span_T], dim=1) -> keys_T = -torch.stack([batch.sequence_T, span_T], dim=1)",
+        "keys_T = torch.stack([batch.sequence_T, span_T], dim=1) -> keys_T = "
+        "-torch.stack([batch.sequence_T, span_T], dim=1)",
     ): SAME_KEYS,
     (
         CORRECTION,
@@ -52,7 +55,8 @@ EQUIVALENT: Table = {
     (
         REWARD_MODEL,
         "process_reward",
-        "labels_T = batch.turn_rewards_T.nan_to_num(0.0) -> labels_T = batch.turn_rewards_T.nan_to_num(1.0)",
+        "labels_T = batch.turn_rewards_T.nan_to_num(0.0) -> labels_T = "
+        "batch.turn_rewards_T.nan_to_num(1.0)",
     ): "what comes of a NaN is masked twice below",
     (
         GROUP,
@@ -75,11 +79,13 @@ EQUIVALENT: Table = {
         TEMPORAL,
         "step_rewards",
         "last_T = last_A[last_A >= 0] -> last_T = last_A[last_A >= 1]",
-    ): "the token 0 of a batch is the first of a row, and packing refuses one that trains: nothing predicts it",
+    ): "the token 0 of a batch is the first of a row, and packing refuses one that trains: nothing "
+    "predicts it",
     (
         COMMON,
         "whole",
-        "return (torch.zeros(len(x), dtype=torch.int64), 1) -> return (torch.zeros(len(x), dtype=torch.int64), 2)",
+        "return (torch.zeros(len(x), dtype=torch.int64), 1) -> return (torch.zeros(len(x), "
+        "dtype=torch.int64), 2)",
     ): "one index more, which does not occur: what is made for it is never read",
     (
         COMMON,
@@ -90,7 +96,8 @@ EQUIVALENT: Table = {
     (
         COMMON,
         "Steps.pad",
-        "x_AL = x_T.new_zeros(len(self.count_A), width) -> x_AL = -x_T.new_zeros(len(self.count_A), width)",
+        "x_AL = x_T.new_zeros(len(self.count_A), width) -> x_AL = "
+        "-x_T.new_zeros(len(self.count_A), width)",
     ): MINUS_ZERO,
     (
         COMMON,
@@ -127,6 +134,7 @@ EQUIVALENT: Table = {
     (
         GROUP,
         "gdpo",
-        "part_A = torch.full_like(total_A, torch.nan) -> part_A = -torch.full_like(total_A, torch.nan)",
+        "part_A = torch.full_like(total_A, torch.nan) -> part_A = -torch.full_like(total_A, "
+        "torch.nan)",
     ): "NaN negated is NaN",
 }

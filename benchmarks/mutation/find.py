@@ -1,7 +1,8 @@
 """Finds the mutants of a source file: small edits that change what its maths means.
 
-Left alone: docstrings, annotations, decorators but `no_grad`, defaults of parameters (the configuration gives them all),
-assertions and what is raised, and `clamp(min=1)`, which guards a division.
+Left alone: docstrings, annotations, decorators but `no_grad`, defaults of parameters (the
+configuration gives them all), assertions and what is raised, and `clamp(min=1)`, which guards a
+division.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ ENOUGH, MOST = 30, 80  # characters of context beside an edit
 
 @dataclass(frozen=True)
 class Mutant:
-    """One edit: `new` instead of a node of `tree`. `before` and `after` show it with a little context."""
+    """One edit: `new` instead of a node of `tree`. `before` and `after` show it with a little
+    context."""
 
     file: str
     line: int
@@ -37,10 +39,13 @@ class Mutant:
         return self.file, self.function, f"{self.before} -> {self.after}"
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.function} [{self.kind}] {self.before} -> {self.after}"
+        return (
+            f"{self.file}:{self.line} {self.function} [{self.kind}] {self.before} -> {self.after}"
+        )
 
     def code(self) -> ast.Module:
-        """The mutated module. The edit stays in `tree`: call this only in a process that is thrown away afterwards."""
+        """The mutated module. The edit stays in `tree`: call this only in a process that is thrown
+        away afterwards."""
         self.place.put(self.new)
         return ast.fix_missing_locations(self.tree)
 
@@ -54,16 +59,24 @@ def find(source: str, file: str) -> list[Mutant]:
             before, after = _shown(place, new)
             line = getattr(place.node, "lineno", 0)
             if before != after:
-                mutant = Mutant(file, line, function or "<module>", kind, before, after, tree, place, new)
+                mutant = Mutant(
+                    file, line, function or "<module>", kind, before, after, tree, place, new
+                )
                 found.setdefault((line, before, after), mutant)
     return list(found.values())
 
 
-def _places(node: ast.AST, above: tuple[ast.AST, ...], function: str) -> Iterator[tuple[Place, str]]:
+def _places(
+    node: ast.AST, above: tuple[ast.AST, ...], function: str
+) -> Iterator[tuple[Place, str]]:
     for name, index, child in _children(node):
         if isinstance(child, SKIPPED):
             continue
-        inside = f"{function}.{child.name}".lstrip(".") if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else function
+        inside = (
+            f"{function}.{child.name}".lstrip(".")
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef))
+            else function
+        )
         yield Place(child, (*above, node), name, index), function
         yield from _places(child, (*above, node), inside)
 
@@ -77,11 +90,19 @@ def _children(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
         if name in ("annotation", "args") and isinstance(node, (ast.AnnAssign, ast.Lambda)):
             continue
         # The first argument of `zeros_like` gives a shape alone.
-        shape = name == "args" and isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_like")
+        shape = (
+            name == "args"
+            and isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith("_like")
+        )
         if isinstance(value, ast.AST):
             yield name, None, value
         elif isinstance(value, list):
-            yield from ((name, i, item) for i, item in enumerate(value) if isinstance(item, ast.AST) and i >= shape)
+            yield from (
+                (name, i, item)
+                for i, item in enumerate(value)
+                if isinstance(item, ast.AST) and i >= shape
+            )
 
 
 def _shown(place: Place, new: ast.AST) -> tuple[str, str]:

@@ -31,4 +31,7 @@ FUNCTIONS = {f"{MATHS}/base.py": ("Term.__call__", "Algorithm.weigh")}
 
 
 def targets() -> dict[str, list[str]]:
-    return {f"{MATHS}/{file}": [f"{TESTS}/test_{name}.py" for name in (*names, *EVERYWHERE)] for file, names in TARGETS.items()}
+    return {
+        f"{MATHS}/{file}": [f"{TESTS}/test_{name}.py" for name in (*names, *EVERYWHERE)]
+        for file, names in TARGETS.items()
+    }

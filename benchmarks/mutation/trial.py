@@ -1,7 +1,8 @@
-"""Runs tests against mutants, each in a fork of this process, which has imported what the tests import but nothing of ours.
+"""Runs tests against mutants, each in a fork of this process, which has imported what the tests
+import but nothing of ours.
 
-The mutated module is found instead of the real one whenever something imports it, so that names taken over by other modules,
-and partials of its functions, are the mutant's too.
+The mutated module is found instead of the real one whenever something imports it, so that names
+taken over by other modules, and partials of its functions, are the mutant's too.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ WAIT = 20  # a process may take this many times its processor time: others work 
 
 @dataclass(frozen=True)
 class Result:
-    """status: pytest's; None when the time was up. killer: the first test or file that failed. modules: imported by then.
-    cpu_s: what it took, on a shared machine a steadier measure than the clock."""
+    """status: pytest's; None when the time was up. killer: the first test or file that failed.
+    modules: imported by then. cpu_s: what it took, on a shared machine a steadier measure than the
+    clock."""
 
     status: int | None
     killer: str = ""
@@ -45,9 +47,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
-    """`code` gives the module's tree, called in the fork; None leaves the file as it is. Tests named in `first` are tried
-    before those with `hint` in their name, these before those named in `second`, and all others last. examples: of a property;
-    None: as many as usual."""
+    """`code` gives the module's tree, called in the fork; None leaves the file as it is. Tests
+    named in `first` are tried before those with `hint` in their name, these before those named in
+    `second`, and all others last. examples: of a property; None: as many as usual."""
 
     module: str
     path: Path
@@ -60,8 +62,11 @@ class Trial:
     examples: int | None = None
 
 
-def run(trials: Iterable[tuple[Label, Trial]], root: Path, jobs: int) -> Iterator[tuple[Label, Result]]:
-    """Results by label, in the order in which they come; takes a trial only when there is a free place for it."""
+def run(
+    trials: Iterable[tuple[Label, Trial]], root: Path, jobs: int
+) -> Iterator[tuple[Label, Result]]:
+    """Results by label, in the order in which they come; takes a trial only when there is a free
+    place for it."""
     waiting = iter(trials)
     with selectors.DefaultSelector() as running:
         while True:
@@ -78,7 +83,10 @@ def run(trials: Iterable[tuple[Label, Trial]], root: Path, jobs: int) -> Iterato
                 running.unregister(key.fd)
                 os.close(key.fd)
                 _, ended, usage = os.wait4(pid, 0)
-                yield label, replace(_result(received, ended), cpu_s=usage.ru_utime + usage.ru_stime)
+                yield (
+                    label,
+                    replace(_result(received, ended), cpu_s=usage.ru_utime + usage.ru_stime),
+                )
 
 
 def preload(modules: Iterable[str], root: Path) -> None:
@@ -108,11 +116,17 @@ def _result(received: bytearray, ended: int) -> Result:
     if received:
         return Result(**json.loads(received))
     # Killed by a timer, or by what the mutant did to the process.
-    return Result(None if os.WIFSIGNALED(ended) and os.WTERMSIG(ended) in (signal.SIGPROF, signal.SIGALRM) else 70)
+    return Result(
+        None
+        if os.WIFSIGNALED(ended) and os.WTERMSIG(ended) in (signal.SIGPROF, signal.SIGALRM)
+        else 70
+    )
 
 
 def _fork(trial: Trial, root: Path) -> tuple[int, int]:
-    assert trial.module not in sys.modules, f"{trial.module} is loaded already: no mutant of it would ever be"
+    assert trial.module not in sys.modules, (
+        f"{trial.module} is loaded already: no mutant of it would ever be"
+    )
     ours, theirs = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -141,7 +155,16 @@ def _test(trial: Trial, root: Path) -> dict[str, Any]:
     if trial.code is not None:
         sys.meta_path.insert(0, _Instead(trial.module, trial.path, trial.code()))
     watcher = _Watcher(trial)
-    arguments = [f"--rootdir={root}", "-x", "-q", "--no-header", "--tb=no", "-m", "not slow", "--import-mode=importlib"]
+    arguments = [
+        f"--rootdir={root}",
+        "-x",
+        "-q",
+        "--no-header",
+        "--tb=no",
+        "-m",
+        "not slow",
+        "--import-mode=importlib",
+    ]
     arguments += ["-p", "no:cacheprovider", "-p", "no:xdist"]
     status = pytest.main([*arguments, *map(str, trial.tests)], plugins=[watcher])
     modules = () if trial.code is not None else tuple(sys.modules)
@@ -155,7 +178,9 @@ class _Instead(importlib.machinery.SourceFileLoader):
         super().__init__(module, str(path))
         self._tree = tree
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != self.name:
             return None
         return importlib.util.spec_from_file_location(name, self.path, loader=self)
@@ -172,7 +197,10 @@ class _Watcher:
         self.killer = ""
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        changes: dict[str, Any] = {"phases": (Phase.explicit, Phase.generate), "report_multiple_bugs": False}
+        changes: dict[str, Any] = {
+            "phases": (Phase.explicit, Phase.generate),
+            "report_multiple_bugs": False,
+        }
         if self._trial.examples is not None:
             changes["max_examples"] = self._trial.examples
         settings.register_profile("mutants", settings.default, **changes)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,5 @@
-"""What the drivers of this folder share: their arguments, the policy, steps of training with their times.
+"""What the drivers of this folder share: their arguments, the policy, steps of training with their
+times.
 
 `start` comes before anything that loads torch.
 """
@@ -16,7 +17,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
-sys.path[:0] = [str(ROOT / "benchmarks" / "peers"), str(ROOT / "benchmarks"), str(ROOT)]  # the checkout needn't be installed
+# the checkout needn't be installed
+sys.path[:0] = [str(ROOT / "benchmarks" / "peers"), str(ROOT / "benchmarks"), str(ROOT)]
 
 import protocol
 
@@ -28,7 +30,12 @@ from ratchet.learners.config import LocalConfig
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The driver's options. Prepares this process as a run does."""
-    parser.add_argument("--workers", type=int, default=0, help="threads that each take parts of a batch; 0: as many as threads")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        help="threads that each take parts of a batch; 0: as many as threads",
+    )
     options = parser.parse_args()
     options.workers = options.workers or options.threads if options.device == "cpu" else 1
     protocol.quiet_offline(options.threads)
@@ -62,7 +69,8 @@ async def train(
     prepare: Callable[[Any], None] = lambda run: None,
     observers: Sequence[Callable[..., None]] = (),
 ) -> Steps:
-    """The path that `ratchet train` takes, with `groups` a step. prepare: is given the run before its first step."""
+    """The path that `ratchet train` takes, with `groups` a step. prepare: is given the run before
+    its first step."""
     plan = rt.Plan(
         "bench",
         options.warmup + options.steps,
@@ -84,7 +92,9 @@ async def train(
     run.observers = (*observers, mark)
     prepare(run)
     await rt.train(run)
-    steps.seconds = [after - before for before, after in itertools.pairwise(marks)][options.warmup :]
+    steps.seconds = [after - before for before, after in itertools.pairwise(marks)][
+        options.warmup :
+    ]
     steps.metrics = steps.metrics[options.warmup :]
     steps.startup_s = marks[1] - protocol.STARTED
     return steps
@@ -103,7 +113,12 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     cpu = torch.backends.cpu.get_cpu_capability()
-    return {"peer": "ratchet", "version": rt.__version__, "torch": torch.__version__, "cpu_capability": cpu}
+    return {
+        "peer": "ratchet",
+        "version": rt.__version__,
+        "torch": torch.__version__,
+        "cpu_capability": cpu,
+    }
 
 
 def emit(options: argparse.Namespace, seconds: Sequence[float], **more: Any) -> None:

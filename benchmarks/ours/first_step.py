@@ -1,6 +1,7 @@
-"""Seconds until `ratchet train recipes/quickstart.yaml` has made its first optimizer step, as a user calls it: until the step's
-line is in metrics.jsonl. Other arguments than --threads play no part in it, but for --evaluated: with the evaluation before it
-that the recipe asks for, and the peer's script does not make."""
+"""Seconds until `ratchet train recipes/quickstart.yaml` has made its first optimizer step, as a
+user calls it: until the step's line is in metrics.jsonl. Other arguments than --threads play no
+part in it, but for --evaluated: with the evaluation before it that the recipe asks for, and the
+peer's script does not make."""
 
 from __future__ import annotations
 
@@ -25,10 +26,18 @@ def main() -> None:
     cli = "from ratchet.cli.main import main; main()"
     with tempfile.TemporaryDirectory() as directory:
         lines = Path(directory) / "run" / "metrics.jsonl"
-        arguments = ["train", str(common.QUICKSTART), "--run-dir", str(lines.parent), f"threads={options.threads}"]
+        arguments = [
+            "train",
+            str(common.QUICKSTART),
+            "--run-dir",
+            str(lines.parent),
+            f"threads={options.threads}",
+        ]
         arguments += [] if options.evaluated else ["evaluation.tasks=0", "evaluation.every=0"]
         start = time.perf_counter()
-        training = subprocess.Popen([sys.executable, "-c", cli, *arguments], stdout=subprocess.DEVNULL, cwd=common.ROOT)
+        training = subprocess.Popen(
+            [sys.executable, "-c", cli, *arguments], stdout=subprocess.DEVNULL, cwd=common.ROOT
+        )
         try:
             while not (lines.exists() and any(line["step"] for line in read_jsonl(lines))):
                 assert training.poll() is None, "training ended before its first step"

@@ -1,4 +1,5 @@
-"""Seconds from the start of the process until `import torch` is done: what no trainer can undercut."""
+"""Seconds from the start of the process until `import torch` is done: what no trainer can
+undercut."""
 
 import time
 

@@ -1,4 +1,5 @@
-"""Times Ratchet's embedded engine on the workload of ../peers/hf_generate.py; same arguments and output."""
+"""Times Ratchet's embedded engine on the workload of ../peers/hf_generate.py; same arguments and
+output."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def main() -> None:
     model = rt.load_policy(options.model, device=options.device, dtype=dtype)
     tokenizer = rt.load_tokenizer(options.model)
     special = set(tokenizer.special_ids.values())
-    rows = protocol.generation_workload(options, [i for i in range(tokenizer.vocab_size) if i not in special])
+    rows = protocol.generation_workload(
+        options, [i for i in range(tokenizer.vocab_size) if i not in special]
+    )
     slots = options.slots or len(rows)
     engine = Engine(EngineConfig(max_running=slots), model)
     prompts = [row.prompt for row in rows]
@@ -35,7 +38,10 @@ def main() -> None:
     answers: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         answers.setdefault(row.prompt, []).append(row.new_tokens)
-    shape, work = model.decoder.config, forest((len(prompt), lengths) for prompt, lengths in answers.items())
+    shape, work = (
+        model.decoder.config,
+        forest((len(prompt), lengths) for prompt, lengths in answers.items()),
+    )
     protocol.emit_generation(
         options,
         rows,

@@ -1,5 +1,5 @@
-"""Times Ratchet's optimizer steps on given text, on the path that `ratchet train` takes: SFT on conversations, DPO on pairs.
-Arguments and output are those of ../peers/protocol.py."""
+"""Times Ratchet's optimizer steps on given text, on the path that `ratchet train` takes: SFT on
+conversations, DPO on pairs. Arguments and output are those of ../peers/protocol.py."""
 
 from __future__ import annotations
 
@@ -37,25 +37,36 @@ class Given(SingleTurn):
 
 
 def work(texts: Sequence[tuple[str, ...]]) -> Work:
-    """The question with the template's two tokens, then the answers, each with the token that ends it."""
-    rows = [tree(len(question) + 2, [len(answer) + 1 for answer in answers]) for question, *answers in texts]
+    """The question with the template's two tokens, then the answers, each with the token that ends
+    it."""
+    rows = [
+        tree(len(question) + 2, [len(answer) + 1 for answer in answers])
+        for question, *answers in texts
+    ]
     return sum(rows, Work())
 
 
 async def main() -> None:
     sft = options.algorithm == "sft"
     texts = protocol.conversations(options, answers=1 if sft else 2)
-    algorithm, passes = (rt.SFTConfig(), 3) if sft else (DPOConfig(), 4)  # a reference's forward beside the policy's
+    # a reference's forward beside the policy's
+    algorithm, passes = (rt.SFTConfig(), 3) if sft else (DPOConfig(), 4)
     policy = common.make_policy(options)
-    steps = await common.train(options, policy, rt.Arena(Given(texts)), algorithm, groups=options.rows)
-    tokens = sum(len(row[0]) + len(answer) + 3 for row in texts for answer in row[1:]) // (options.warmup + options.steps)
+    steps = await common.train(
+        options, policy, rt.Arena(Given(texts)), algorithm, groups=options.rows
+    )
+    tokens = sum(len(row[0]) + len(answer) + 3 for row in texts for answer in row[1:]) // (
+        options.warmup + options.steps
+    )
     assert all(numbers["rollout/tokens"] == tokens for numbers in steps.metrics)
     common.emit(
         options,
         steps.seconds,
         case=options.algorithm,
         work=tokens if sft else options.rows,
-        gflop=passes * work(texts).forward_gflop(policy.model.decoder.config) / (options.warmup + options.steps),
+        gflop=passes
+        * work(texts).forward_gflop(policy.model.decoder.config)
+        / (options.warmup + options.steps),
         startup_s=round(steps.startup_s, 2),
     )
 

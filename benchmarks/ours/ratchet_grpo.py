@@ -1,5 +1,6 @@
-"""Times whole GRPO steps of Ratchet on the path that `ratchet train` takes: rollouts by group, rewards, packing, one optimizer
-step, handing over the weights, writing the metrics. Arguments and output are those of ../peers/protocol.py."""
+"""Times whole GRPO steps of Ratchet on the path that `ratchet train` takes: rollouts by group,
+rewards, packing, one optimizer step, handing over the weights, writing the metrics. Arguments and
+output are those of ../peers/protocol.py."""
 
 from __future__ import annotations
 
@@ -69,22 +70,32 @@ def watch(run: Any) -> None:
     engine = run.link.generator
     engine.core.step = phases.timed("generate", engine.core.step)
     run.metrics.flush = phases.timed("recording", run.metrics.flush)
-    ratchet.training.run.measure_groups = phases.timed("recording", ratchet.training.run.measure_groups)
+    ratchet.training.run.measure_groups = phases.timed(
+        "recording", ratchet.training.run.measure_groups
+    )
     ratchet.training.loop.pack = phases.timed("pack", ratchet.training.loop.pack)
 
 
 def shares(steps: common.Steps) -> dict[str, float]:
-    """Medians of what each phase takes of a step, in seconds. Scheduling: what sampling takes beside the engine's steps and the
-    rewards. Each step's own are subtracted from each other: the first steps are slower, and medians of a whole and of its
-    parts may be of different steps."""
+    """Medians of what each phase takes of a step, in seconds. Scheduling: what sampling takes
+    beside the engine's steps and the rewards. Each step's own are subtracted from each other: the
+    first steps are slower, and medians of a whole and of its parts may be of different steps."""
     each: list[dict[str, float]] = []
     timed = phases.steps[options.warmup : options.warmup + options.steps]
     for taken, numbers, whole in zip(timed, steps.metrics, steps.seconds, strict=True):
-        seconds = dict.fromkeys(("generate", *HOST), 0.0) | taken | {"update": numbers["time/update_s"] or 0.0}
-        seconds["scheduling"] = (numbers["time/sample_s"] or 0.0) - seconds["generate"] - seconds["rewards"]
+        seconds = (
+            dict.fromkeys(("generate", *HOST), 0.0)
+            | taken
+            | {"update": numbers["time/update_s"] or 0.0}
+        )
+        seconds["scheduling"] = (
+            (numbers["time/sample_s"] or 0.0) - seconds["generate"] - seconds["rewards"]
+        )
         seconds["other"] = whole - sum(seconds.values())
         each.append(seconds)
-    return {name: round(statistics.median(seconds[name] for seconds in each), 5) for name in each[0]}
+    return {
+        name: round(statistics.median(seconds[name] for seconds in each), 5) for name in each[0]
+    }
 
 
 async def main() -> None:
@@ -104,13 +115,16 @@ async def main() -> None:
         )
     generated = options.prompts * options.group_size * options.new_tokens
     assert all(numbers["rollout/generated_tokens"] == generated for numbers in steps.metrics)
-    work = forest([(options.prompt_tokens, [options.new_tokens] * options.group_size)] * options.prompts)
+    work = forest(
+        [(options.prompt_tokens, [options.new_tokens] * options.group_size)] * options.prompts
+    )
     common.emit(
         options,
         steps.seconds,
         case="grpo_step",
         parameters=sum(p.numel() for p in policy.model.parameters()),
-        gflop=4 * work.forward_gflop(policy.model.decoder.config),  # sampling, the update's forward, and its backward
+        # sampling, the update's forward, and its backward
+        gflop=4 * work.forward_gflop(policy.model.decoder.config),
         phases_s=shares(steps),
         startup_s=round(steps.startup_s, 2),
     )

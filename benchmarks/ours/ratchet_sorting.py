@@ -1,9 +1,12 @@
-"""Seconds that Ratchet trains, evaluation apart, until the quick-start's second stage first reaches `--target` held-out; the
-model comes from sorting_start.py. With several threads, as many processes of one thread play the groups.
+"""Seconds that Ratchet trains, evaluation apart, until the quick-start's second stage first reaches
+`--target` held-out; the model comes from sorting_start.py. With several threads, as many processes
+of one thread play the groups.
 
-    python benchmarks/ours/ratchet_sorting.py --model DIR --threads 2 [--steps-alone 40] [key=value ...]
+    python benchmarks/ours/ratchet_sorting.py --model DIR --threads 2 [--steps-alone 40] [key=value
+    ...]
 
-key=value: of the quick-start's recipe, as `ratchet train` takes them; `generator.kind=engine`: this process plays them itself.
+key=value: of the quick-start's recipe, as `ratchet train` takes them; `generator.kind=engine`: this
+process plays them itself.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ import protocol
 PHASES = ("time/step_s", "time/sample_s", "time/update_s")
 
 parser = protocol.target_arguments("the quick-start's GRPO stage with Ratchet")
-parser.add_argument("--steps-alone", type=int, default=0, help="so many steps and no target: how long one takes")
+parser.add_argument(
+    "--steps-alone", type=int, default=0, help="so many steps and no target: how long one takes"
+)
 parser.add_argument("overrides", nargs="*", help="of the quick-start's recipe, key=value")
 options = common.start(parser)
 
@@ -32,16 +37,34 @@ from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import read_file, write_text
 from ratchet.executors.freeze import compiles
 from ratchet.learners.config import LocalConfig
-from ratchet.training.from_config import build_arena, build_executor, build_policy, plan_of, start_processes
+from ratchet.training.from_config import (
+    build_arena,
+    build_executor,
+    build_policy,
+    plan_of,
+    start_processes,
+)
 
 
 def recipe() -> RunConfig:
     """The quick-start with the model of the directory, and `threads` processes that play."""
     values = read_file(common.QUICKSTART)[0].plain()
-    values |= {"model": {"path": options.model}, "tokenizer": {"kind": "auto"}, "device": "cpu", "seed": options.seed}
+    values |= {
+        "model": {"path": options.model},
+        "tokenizer": {"kind": "auto"},
+        "device": "cpu",
+        "seed": options.seed,
+    }
     values["kernels"] = "compiled" if compiles() else "torch"
-    if options.threads > 1 and not any(override.startswith("generator") for override in options.overrides):
-        values["generator"] = {"kind": "workers", "workers": options.threads, "plays": "groups", "of": {"kind": "engine"}}
+    if options.threads > 1 and not any(
+        override.startswith("generator") for override in options.overrides
+    ):
+        values["generator"] = {
+            "kind": "workers",
+            "workers": options.threads,
+            "plays": "groups",
+            "of": {"kind": "engine"},
+        }
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "quickstart.yaml"
         path.write_text(write_text(values), encoding="utf-8")
@@ -70,12 +93,19 @@ async def main() -> None:
             if len(steps) == options.steps_alone:
                 run.stop.status = 0
             accuracy = numbers.get("eval/accuracy")
-            if accuracy is not None and goal.reached(step, run.progress.seconds, accuracy) and not options.steps_alone:
+            if (
+                accuracy is not None
+                and goal.reached(step, run.progress.seconds, accuracy)
+                and not options.steps_alone
+            ):
                 run.stop.status = 0  # the loop ends after this step
 
         run.observers = (watch,)
         await rt.train(run)
-    phases = {name: round(statistics.median(numbers[name] or 0.0 for numbers in steps), 4) for name in PHASES}
+    phases = {
+        name: round(statistics.median(numbers[name] or 0.0 for numbers in steps), 4)
+        for name in PHASES
+    }
     seconds = run.progress.seconds if options.steps_alone else goal.seconds()
     common.emit(options, [seconds], case="quickstart", curve=goal.curve, phases_s=phases)
 

@@ -1,4 +1,5 @@
-"""Times continuous batching of Hugging Face transformers on the workload of hf_generate.py; same arguments and output."""
+"""Times continuous batching of Hugging Face transformers on the workload of hf_generate.py; same
+arguments and output."""
 
 from __future__ import annotations
 
@@ -15,36 +16,64 @@ logging.disable(logging.WARNING)
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
 
 torch.set_num_threads(options.threads)
-CACHE_TOKENS = 2**17  # more than the workloads here need; without a bound it would take most of the memory
+# more than the workloads here need; without a bound it would take most of the memory
+CACHE_TOKENS = 2**17
 
 
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
-    rows = protocol.generation_workload(options, [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids])
+    model: Any = (
+        AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    )
+    rows = protocol.generation_workload(
+        options, [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
+    )
     slots = options.slots or len(rows)
-    sampling = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=-1)
+    sampling = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=-1
+    )
     page = ContinuousBatchingConfig().page_size
     batching = ContinuousBatchingConfig(
-        num_blocks=CACHE_TOKENS // page, max_batch_tokens=max(512, slots), max_requests_per_batch=slots, seed=options.seed
+        num_blocks=CACHE_TOKENS // page,
+        max_batch_tokens=max(512, slots),
+        max_requests_per_batch=slots,
+        seed=options.seed,
     )
 
     def make() -> None:
-        with model.continuous_batching_context_manager(sampling, continuous_batching_config=batching) as manager:
-            wanted = {manager.add_request(list(row.prompt), max_new_tokens=row.new_tokens): row.new_tokens for row in rows}
+        with model.continuous_batching_context_manager(
+            sampling, continuous_batching_config=batching
+        ) as manager:
+            wanted = {
+                manager.add_request(list(row.prompt), max_new_tokens=row.new_tokens): row.new_tokens
+                for row in rows
+            }
             while wanted:
                 made = manager.get_result(timeout=1)
                 if made is None and not manager.is_running():
-                    protocol.unavailable(f"continuous batching of transformers {transformers.__version__} ended early")
+                    protocol.unavailable(
+                        f"continuous batching of transformers {transformers.__version__} ended "
+                        "early"
+                    )
                 if made is not None and made.is_finished():
                     assert len(made.generated_tokens) == wanted.pop(made.request_id)
 
     protocol.emit_generation(
-        options, rows, make, peer="transformers", version=transformers.__version__, torch=torch.__version__
+        options,
+        rows,
+        make,
+        peer="transformers",
+        version=transformers.__version__,
+        torch=torch.__version__,
     )
 
 

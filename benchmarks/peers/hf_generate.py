@@ -1,9 +1,11 @@
-"""Times `generate` of Hugging Face transformers on a batch of prompts. See protocol.py for the arguments.
+"""Times `generate` of Hugging Face transformers on a batch of prompts. See protocol.py for the
+arguments.
 
-Even: every row has the same prompt length and the same number of new tokens. `--ragged`: lengths differ, as real prompts and
-answers do; `generate` pads prompts on the left, and a row that has ended is carried along until the longest one of its batch
-ends. `--slots`: rows of a batch. Sampling is at temperature 1 without filters, the cheapest there is. No end-of-text id is set:
-lengths are exact without a logits processor. Tokens per second count useful tokens only.
+Even: every row has the same prompt length and the same number of new tokens. `--ragged`: lengths
+differ, as real prompts and answers do; `generate` pads prompts on the left, and a row that has
+ended is carried along until the longest one of its batch ends. `--slots`: rows of a batch. Sampling
+is at temperature 1 without filters, the cheapest there is. No end-of-text id is set: lengths are
+exact without a logits processor. Tokens per second count useful tokens only.
 """
 
 from __future__ import annotations
@@ -60,12 +62,16 @@ def generate(model: Any, rows: Sequence[protocol.Row], pad: int) -> None:
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=pad, eos_token_id=None
     )
-    rows = protocol.generation_workload(options, [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids])
+    rows = protocol.generation_workload(
+        options, [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
+    )
     size = options.slots or len(rows)
     torch.manual_seed(options.seed)
 

@@ -1,4 +1,5 @@
-"""Writes a randomly initialised Qwen3-shaped model with a character tokenizer: `make_model.py DIR [--size S]`.
+"""Writes a randomly initialised Qwen3-shaped model with a character tokenizer: `make_model.py DIR
+[--size S]`.
 
 Speed does not depend on what the weights are, so the benchmarks need no download.
 """
@@ -15,7 +16,8 @@ from protocol import LETTERS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-# hidden, layers, heads, key/value heads, head dimension, feed-forward: 0.1 M, 0.8 M, 9.8 M and 52 M parameters; Qwen3's
+# hidden, layers, heads, key/value heads, head dimension, feed-forward: 0.1 M, 0.8 M, 9.8 M and 52 M
+# parameters; Qwen3's
 SIZES = {
     "T": (64, 2, 2, 2, 32, 192),
     "S": (128, 4, 4, 2, 32, 384),
@@ -40,7 +42,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     made.decoder = decoders.Fuse()
     made.add_special_tokens(list(SPECIAL))
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
 
@@ -69,11 +73,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a random model to time")
     parser.add_argument("directory")
     parser.add_argument("--size", choices=SIZES, default="S")
-    parser.add_argument("--vocabulary", type=int, default=64, help="rows of the embedding; the tokenizer uses the first 64")
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        default=64,
+        help="rows of the embedding; the tokenizer uses the first 64",
+    )
     parser.add_argument("--depth", type=int, default=1, help="times as many layers")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    made = model(options.size, vocabulary=options.vocabulary, depth=options.depth, seed=options.seed)
+    made = model(
+        options.size, vocabulary=options.vocabulary, depth=options.depth, seed=options.seed
+    )
     made.save_pretrained(options.directory)
     tokenizer().save_pretrained(options.directory)
 

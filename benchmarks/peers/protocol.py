@@ -1,10 +1,13 @@
-"""What the drivers of this folder share: the same arguments, the same workload, one JSON line as the result.
+"""What the drivers of this folder share: the same arguments, the same workload, one JSON line as
+the result.
 
-    python benchmarks/peers/trl_grpo.py --model DIR --prompts 8 --group-size 16 --prompt-tokens 16 --new-tokens 32 \
+    python benchmarks/peers/trl_grpo.py --model DIR --prompts 8 --group-size 16 --prompt-tokens 16
+    --new-tokens 32 \
         --threads 2 --steps 8 [--defaults]
 
-A driver runs alone in its own process (and, if wanted, in its own environment), so that a side-by-side runner needs nothing
-of the peer but this line. All seconds are wall time. Free of torch, so that a runner can import it too.
+A driver runs alone in its own process (and, if wanted, in its own environment), so that a
+side-by-side runner needs nothing of the peer but this line. All seconds are wall time. Free of
+torch, so that a runner can import it too.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ class Phases:
 
 def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--model", required=True, help="Hugging Face model directory, with its tokenizer")
+    parser.add_argument(
+        "--model", required=True, help="Hugging Face model directory, with its tokenizer"
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=16, help="completions per prompt")
     parser.add_argument("--prompt-tokens", type=int, default=16)
@@ -76,8 +81,12 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 def generation_arguments(description: str) -> argparse.ArgumentParser:
     parser = arguments(description)
-    parser.add_argument("--ragged", action="store_true", help="prompts and completions of different lengths")
-    parser.add_argument("--slots", type=int, help="completions that are made at the same time (default: all)")
+    parser.add_argument(
+        "--ragged", action="store_true", help="prompts and completions of different lengths"
+    )
+    parser.add_argument(
+        "--slots", type=int, help="completions that are made at the same time (default: all)"
+    )
     return parser
 
 
@@ -85,16 +94,24 @@ def given_arguments(description: str) -> argparse.ArgumentParser:
     """For training on given text. `--prompt-tokens` and `--new-tokens` play no part in it."""
     parser = arguments(description)
     parser.add_argument("--algorithm", choices=("sft", "dpo"), required=True)
-    parser.add_argument("--rows", type=int, default=64, help="conversations (sft) or pairs (dpo) of an optimizer step")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=64,
+        help="conversations (sft) or pairs (dpo) of an optimizer step",
+    )
     parser.add_argument("--shortest", type=int, default=16, help="tokens of a conversation")
     parser.add_argument("--longest", type=int, default=256)
     return parser
 
 
 def target_arguments(description: str) -> argparse.ArgumentParser:
-    """For training until something is learned. Arguments about lengths and steps play no part in it."""
+    """For training until something is learned. Arguments about lengths and steps play no part in
+    it."""
     parser = arguments(description)
-    parser.add_argument("--target", type=float, default=0.9, help="share of held-out tasks that are solved")
+    parser.add_argument(
+        "--target", type=float, default=0.9, help="share of held-out tasks that are solved"
+    )
     parser.add_argument("--every", type=int, default=10, help="batches between evaluations")
     return parser
 
@@ -113,34 +130,53 @@ class Goal:
     def seconds(self) -> float:
         """Of the first evaluation that reached the target."""
         if not self.curve or self.curve[-1][2] < self.target:
-            unavailable(f"{self.target:.0%} was not reached: (step, seconds, accuracy) {self.curve}")
+            unavailable(
+                f"{self.target:.0%} was not reached: (step, seconds, accuracy) {self.curve}"
+            )
         return self.curve[-1][1]
 
 
 def sorting(model: str) -> dict[str, Any]:
-    """The quick-start's tasks and settings, as ../ours/sorting_start.py writes them beside the model."""
+    """The quick-start's tasks and settings, as ../ours/sorting_start.py writes them beside the
+    model."""
     return json.loads((Path(model) / "sorting.json").read_text(encoding="utf-8"))
 
 
 def quiet_offline(threads: int) -> None:
     """Call before torch is imported."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    defaults = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+    defaults = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
     for name, value in {**defaults, "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}.items():
         os.environ.setdefault(name, value)
 
 
 def workload(
-    usable: Sequence[int], *, prompts: int, group_size: int, prompt_tokens: int, new_tokens: int, ragged: bool, seed: int
+    usable: Sequence[int],
+    *,
+    prompts: int,
+    group_size: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    ragged: bool,
+    seed: int,
 ) -> list[Row]:
     """`prompts` x `group_size` rows, group by group; the prompts are random ids from `usable`.
 
-    Ragged: prompt lengths are spread evenly over [1/2, 1] x prompt_tokens and completion lengths over [1/12, 1] x
-    new_tokens, then shuffled. Equal arguments give equal rows, so that both sides of a comparison do the same work.
+    Ragged: prompt lengths are spread evenly over [1/2, 1] x prompt_tokens and completion lengths
+    over [1/12, 1] x new_tokens, then shuffled. Equal arguments give equal rows, so that both sides
+    of a comparison do the same work.
     """
     rng = random.Random(seed)
     rows = prompts * group_size
-    prompt_lengths = _spread(prompts, -(-prompt_tokens // 2), prompt_tokens) if ragged else [prompt_tokens] * prompts
+    prompt_lengths = (
+        _spread(prompts, -(-prompt_tokens // 2), prompt_tokens)
+        if ragged
+        else [prompt_tokens] * prompts
+    )
     new_lengths = _spread(rows, -(-new_tokens // 12), new_tokens) if ragged else [new_tokens] * rows
     rng.shuffle(prompt_lengths)
     rng.shuffle(new_lengths)
@@ -152,18 +188,25 @@ def workload(
 
 
 def conversations(options: argparse.Namespace, *, answers: int) -> list[tuple[str, ...]]:
-    """(question, answer, ...) for all steps: random letters. With the chat template's three tokens, a question and one of its
-    answers have from `shortest` to `longest` tokens, evenly spread over the rows of a step, then shuffled; the question has a
-    third of the shorter one's."""
+    """(question, answer, ...) for all steps: random letters. With the chat template's three tokens,
+    a question and one of its answers have from `shortest` to `longest` tokens, evenly spread over
+    the rows of a step, then shuffled; the question has a third of the shorter one's."""
     rng = random.Random(options.seed)
     made: list[tuple[str, ...]] = []
     for _ in range(options.warmup + options.steps):
-        lengths = [_spread(options.rows, options.shortest - 3, options.longest - 3) for _ in range(answers)]
+        lengths = [
+            _spread(options.rows, options.shortest - 3, options.longest - 3) for _ in range(answers)
+        ]
         for several in lengths:
             rng.shuffle(several)
         for several in zip(*lengths, strict=True):
             question = min(several) // 3
-            made.append(tuple("".join(rng.choices(LETTERS, k=n)) for n in (question, *(n - question for n in several))))
+            made.append(
+                tuple(
+                    "".join(rng.choices(LETTERS, k=n))
+                    for n in (question, *(n - question for n in several))
+                )
+            )
     return made
 
 
@@ -174,10 +217,16 @@ def generation_workload(options: argparse.Namespace, usable: Sequence[int]) -> l
 
 def _spread(count: int, low: int, high: int) -> list[int]:
     """`count` integers from `low` to `high`, evenly."""
-    return [high] if count == 1 else [low + round((high - low) * i / (count - 1)) for i in range(count)]
+    return (
+        [high]
+        if count == 1
+        else [low + round((high - low) * i / (count - 1)) for i in range(count)]
+    )
 
 
-def emit_generation(options: argparse.Namespace, rows: Sequence[Row], make: Callable[[], Any], **facts: Any) -> None:
+def emit_generation(
+    options: argparse.Namespace, rows: Sequence[Row], make: Callable[[], Any], **facts: Any
+) -> None:
     """Times `make`, which generates all rows, and prints the result."""
     seconds: list[float] = []
     startup_s = 0.0
@@ -187,7 +236,14 @@ def emit_generation(options: argparse.Namespace, rows: Sequence[Row], make: Call
         seconds.append(time.perf_counter() - start)
         startup_s = startup_s or time.perf_counter() - STARTED
     useful = sum(row.new_tokens for row in rows)
-    emit(options, seconds[options.warmup :], case="generate", work=useful, startup_s=round(startup_s, 2), **facts)
+    emit(
+        options,
+        seconds[options.warmup :],
+        case="generate",
+        work=useful,
+        startup_s=round(startup_s, 2),
+        **facts,
+    )
 
 
 def unavailable(reason: str) -> NoReturn:
@@ -197,18 +253,25 @@ def unavailable(reason: str) -> NoReturn:
 
 
 def since_spawn(now: float) -> float:
-    """Seconds from the moment when the runner started this process until `now`: the interpreter's own start counts too."""
+    """Seconds from the moment when the runner started this process until `now`: the interpreter's
+    own start counts too."""
     return now - float(os.environ["BENCHMARK_SPAWNED"])
 
 
 def emit(options: argparse.Namespace, seconds: Sequence[float], **facts: Any) -> None:
-    """Prints the one JSON line: what was run, each timed step's seconds, their median, the peak memory of this process or of
-    the largest that it started. With `work`, units of a step or of each timed one, also the median rate."""
+    """Prints the one JSON line: what was run, each timed step's seconds, their median, the peak
+    memory of this process or of the largest that it started. With `work`, units of a step or of
+    each timed one, also the median rate."""
     unit = 1 if sys.platform == "darwin" else 1024
-    peak_bytes = unit * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    peak_bytes = unit * max(
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     if work := facts.get("work"):
         each = work if isinstance(work, list) else [work] * len(seconds)
-        facts["rate_per_s"] = round(statistics.median(n / s for n, s in zip(each, seconds, strict=True)), 2)
+        facts["rate_per_s"] = round(
+            statistics.median(n / s for n, s in zip(each, seconds, strict=True)), 2
+        )
     if options.device != "cpu":
         import torch
 

@@ -17,7 +17,9 @@ import protocol
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
-    if any(importlib.util.find_spec(module) is None for module in ("trl", "datasets", "accelerate")):
+    if any(
+        importlib.util.find_spec(module) is None for module in ("trl", "datasets", "accelerate")
+    ):
         protocol.unavailable("not installed: `make peers` installs it, or name another --python")
     protocol.quiet_offline(options.threads)
     warnings.filterwarnings("ignore")
@@ -28,7 +30,8 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def common(options: argparse.Namespace, directory: str) -> dict[str, Any]:
-    """Settings of every trainer: so many optimizer steps at one rate, nothing saved, nothing reported."""
+    """Settings of every trainer: so many optimizer steps at one rate, nothing saved, nothing
+    reported."""
     return {
         "output_dir": directory,
         "max_steps": options.warmup + options.steps,
@@ -45,12 +48,16 @@ def common(options: argparse.Namespace, directory: str) -> dict[str, Any]:
 
 def tuned(options: argparse.Namespace) -> dict[str, Any]:
     """What a careful user sets, and TRL doesn't by default."""
-    return {"bf16": options.device != "cpu", "gradient_checkpointing": False, "logging_strategy": "no"}
+    return {
+        "bf16": options.device != "cpu",
+        "gradient_checkpointing": False,
+        "logging_strategy": "no",
+    }
 
 
 class StepTimer:
-    """A `TrainerCallback`, by its methods alone: the time from one optimizer step's end to the next one's, and the trained
-    tokens of each, padding not counted."""
+    """A `TrainerCallback`, by its methods alone: the time from one optimizer step's end to the next
+    one's, and the trained tokens of each, padding not counted."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -87,7 +94,8 @@ class StepTimer:
 
 @contextlib.contextmanager
 def training(options: argparse.Namespace) -> Iterator[tuple[str, StepTimer]]:
-    """A directory that is removed afterwards, and the timer. What is printed goes to stderr: stdout is for the result alone."""
+    """A directory that is removed afterwards, and the timer. What is printed goes to stderr: stdout
+    is for the result alone."""
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
         yield directory, StepTimer(options)
 

@@ -1,5 +1,6 @@
-"""Seconds from the start of the process to the end of TRL's first optimizer step on the quick-start's model and demonstrations:
-the least that a user would write. The model comes from ../ours/sorting_start.py."""
+"""Seconds from the start of the process to the end of TRL's first optimizer step on the
+quick-start's model and demonstrations: the least that a user would write. The model comes from
+../ours/sorting_start.py."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def main() -> None:
                 **trl_common.tuned(options),
                 per_device_train_batch_size=len(rows),
             ),
-            train_dataset=Dataset.from_list([{"prompt": prompt, "completion": answer} for prompt, answer in rows]),
+            train_dataset=Dataset.from_list(
+                [{"prompt": prompt, "completion": answer} for prompt, answer in rows]
+            ),
             processing_class=AutoTokenizer.from_pretrained(options.model),
             callbacks=[timer],
         )

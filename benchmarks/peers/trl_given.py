@@ -1,8 +1,10 @@
-"""Times optimizer steps of TRL on given text: SFT on conversations, DPO on pairs. See protocol.py for the arguments.
+"""Times optimizer steps of TRL on given text: SFT on conversations, DPO on pairs. See protocol.py
+for the arguments.
 
-Tuned as in trl_grpo.py. `--layout packing` fills rows of PACKED tokens with whole conversations (so that a step has other ones
-than ours, and about as many tokens); padding-free lays the conversations of a micro-batch end to end. Either way transformers
-masks attention between conversations. Rates count the tokens of conversations, not padding.
+Tuned as in trl_grpo.py. `--layout packing` fills rows of PACKED tokens with whole conversations (so
+that a step has other ones than ours, and about as many tokens); padding-free lays the conversations
+of a micro-batch end to end. Either way transformers masks attention between conversations. Rates
+count the tokens of conversations, not padding.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ import trl_common
 
 parser = protocol.given_arguments("SFT or DPO of TRL")
 parser.add_argument("--layout", choices=("padded", "packing", "padding-free"), default="padded")
-parser.add_argument("--micro-batch", type=int, default=8, help="conversations or pairs; packed, as many tokens")
+parser.add_argument(
+    "--micro-batch", type=int, default=8, help="conversations or pairs; packed, as many tokens"
+)
 options = trl_common.start(parser)
-PACKED = max(512, options.longest)  # tokens of a row; longer ones cost more attention, which is masked but computed
+# tokens of a row; longer ones cost more attention, which is masked but computed
+PACKED = max(512, options.longest)
 
 import torch
 import trl
@@ -36,14 +41,20 @@ def rows() -> Dataset:
     return Dataset.from_list(
         [
             {"prompt": message("user", question)}
-            | {name: message("assistant", answer) for name, answer in zip(names, answers, strict=True)}
+            | {
+                name: message("assistant", answer)
+                for name, answer in zip(names, answers, strict=True)
+            }
             for question, *answers in texts
         ]
     )
 
 
 def config(directory: str) -> trl.SFTConfig | trl.DPOConfig:
-    settings: dict[str, Any] = {**trl_common.common(options, directory), **trl_common.tuned(options)}
+    settings: dict[str, Any] = {
+        **trl_common.common(options, directory),
+        **trl_common.tuned(options),
+    }
     batch = min(options.micro_batch, options.rows)
     steps = options.rows // batch
     if options.layout == "packing":

@@ -1,9 +1,11 @@
-"""Times whole GRPO steps of Hugging Face TRL: sample, score, one optimizer step. See protocol.py for the arguments.
+"""Times whole GRPO steps of Hugging Face TRL: sample, score, one optimizer step. See protocol.py
+for the arguments.
 
-Tuned: what a careful user sets on a CPU, and TRL doesn't by default: float32 instead of bfloat16 autocast, no gradient
-checkpointing, all rows in one micro-batch, no logging. `--defaults` leaves those to TRL; then the rows of a step are
-accumulated over micro-batches of its default size. Either way a step is one optimizer step on the same rows. What is fastest
-depends on the CPU: `--micro-batch` and `--bf16` are there to look for TRL's best before comparing with it (bfloat16 is
+Tuned: what a careful user sets on a CPU, and TRL doesn't by default: float32 instead of bfloat16
+autocast, no gradient checkpointing, all rows in one micro-batch, no logging. `--defaults` leaves
+those to TRL; then the rows of a step are accumulated over micro-batches of its default size. Either
+way a step is one optimizer step on the same rows. What is fastest depends on the CPU:
+`--micro-batch` and `--bf16` are there to look for TRL's best before comparing with it (bfloat16 is
 several times slower than float32 on AVX2 alone, and can win where the CPU has AMX).
 """
 
@@ -16,8 +18,16 @@ import protocol
 import trl_common
 
 parser = protocol.arguments("GRPO steps of TRL")
-parser.add_argument("--defaults", action="store_true", help="TRL's own defaults for precision, checkpointing and micro-batches")
-parser.add_argument("--micro-batch", type=int, help="rows per micro-batch (default: all, or with --defaults TRL's own)")
+parser.add_argument(
+    "--defaults",
+    action="store_true",
+    help="TRL's own defaults for precision, checkpointing and micro-batches",
+)
+parser.add_argument(
+    "--micro-batch",
+    type=int,
+    help="rows per micro-batch (default: all, or with --defaults TRL's own)",
+)
 parser.add_argument("--bf16", action="store_true", help="tuned, but under bfloat16 autocast")
 options = trl_common.start(parser)
 
@@ -31,7 +41,9 @@ def texts(tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int
     """Random texts of exactly `length` tokens: TRL takes text, and tokenizes it itself."""
     rng = random.Random(seed)
     ids = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
-    usable = [i for i in ids if tokenizer.encode(tokenizer.decode([i]), add_special_tokens=False) == [i]]
+    usable = [
+        i for i in ids if tokenizer.encode(tokenizer.decode([i]), add_special_tokens=False) == [i]
+    ]
     wanted = length - tokenizer.num_special_tokens_to_add()
     found: list[str] = []
     for _ in range(200 * count):
@@ -40,18 +52,29 @@ def texts(tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int
             found.append(text)
         if len(found) == count:
             return found
-    raise SystemExit(f"no texts of exactly {length} tokens were found for this tokenizer; use another --prompt-tokens")
+    raise SystemExit(
+        f"no texts of exactly {length} tokens were found for this tokenizer; use another "
+        "--prompt-tokens"
+    )
 
 
 def config(directory: str, rows: int) -> trl.GRPOConfig:
-    settings: dict[str, Any] = {} if options.defaults else {**trl_common.tuned(options), "per_device_train_batch_size": rows}
+    settings: dict[str, Any] = (
+        {}
+        if options.defaults
+        else {**trl_common.tuned(options), "per_device_train_batch_size": rows}
+    )
     if options.bf16:
         settings["bf16"] = True
     if options.micro_batch:
         settings["per_device_train_batch_size"] = options.micro_batch
-    micro_batch = settings.get("per_device_train_batch_size", trl.GRPOConfig.per_device_train_batch_size)
+    micro_batch = settings.get(
+        "per_device_train_batch_size", trl.GRPOConfig.per_device_train_batch_size
+    )
     if rows % micro_batch:
-        raise SystemExit(f"{rows} rows don't divide into micro-batches of {micro_batch}: set --micro-batch")
+        raise SystemExit(
+            f"{rows} rows don't divide into micro-batches of {micro_batch}: set --micro-batch"
+        )
     return trl.GRPOConfig(
         **trl_common.common(options, directory),
         num_generations=options.group_size,
@@ -73,7 +96,12 @@ def main() -> None:
     rows = options.prompts * options.group_size
     tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    prompts = texts(tokenizer, options.prompts * (options.warmup + options.steps), options.prompt_tokens, options.seed)
+    prompts = texts(
+        tokenizer,
+        options.prompts * (options.warmup + options.steps),
+        options.prompt_tokens,
+        options.seed,
+    )
     with trl_common.training(options) as (directory, timer):
         args = config(directory, rows)
         trainer = trl.GRPOTrainer(
@@ -91,7 +119,10 @@ def main() -> None:
         timer,
         trainer,
         case="grpo_step",
-        phases_s={name: round(value, 4) for name, value in timer.phases.medians(options.warmup, options.steps).items()},
+        phases_s={
+            name: round(value, 4)
+            for name, value in timer.phases.medians(options.warmup, options.steps).items()
+        },
     )
 
 

@@ -1,5 +1,6 @@
-"""Seconds that TRL trains, evaluation apart, until the quick-start's second stage first reaches `--target` held-out, from the
-model and with the settings that ../ours/sorting_start.py wrote. The rate follows the same schedule; tuned as in trl_grpo.py."""
+"""Seconds that TRL trains, evaluation apart, until the quick-start's second stage first reaches
+`--target` held-out, from the model and with the settings that ../ours/sorting_start.py wrote. The
+rate follows the same schedule; tuned as in trl_grpo.py."""
 
 from __future__ import annotations
 
@@ -24,10 +25,15 @@ updates = sorting["steps"] * algorithm["minibatches"]
 goal = protocol.Goal(options.target)
 
 
-def reward(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+def reward(
+    completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any
+) -> list[float]:
     """1 for the sorted digits and the end after them."""
     ended = [ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
-    return [float(made == right and end) for made, right, end in zip(completions, answer, ended, strict=True)]
+    return [
+        float(made == right and end)
+        for made, right, end in zip(completions, answer, ended, strict=True)
+    ]
 
 
 def accuracy() -> float:
@@ -39,7 +45,10 @@ def accuracy() -> float:
         made = model.generate(**inputs, max_new_tokens=sampling["max_new_tokens"], do_sample=False)
     model.train()
     width = inputs["input_ids"].shape[1]
-    ids = [[token for token in row if token != tokenizer.pad_token_id] for row in made[:, width:].tolist()]
+    ids = [
+        [token for token in row if token != tokenizer.pad_token_id]
+        for row in made[:, width:].tolist()
+    ]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     rewards = reward(texts, [answer for _, answer in sorting["test"]], [row or [-1] for row in ids])
     return sum(rewards) / len(rewards)
@@ -74,10 +83,18 @@ def rate_factor(step: int) -> float:
 def main() -> None:
     rows = sorting["batch_size"] * algorithm["group_size"]
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=adamw["lr"], betas=adamw["betas"], eps=adamw["eps"], weight_decay=adamw["weight_decay"]
+        model.parameters(),
+        lr=adamw["lr"],
+        betas=adamw["betas"],
+        eps=adamw["eps"],
+        weight_decay=adamw["weight_decay"],
     )
     with trl_common.training(options) as (directory, _):
-        settings = {**trl_common.common(options, directory), **trl_common.tuned(options), "max_steps": updates}
+        settings = {
+            **trl_common.common(options, directory),
+            **trl_common.tuned(options),
+            "max_steps": updates,
+        }
         args = trl.GRPOConfig(
             **settings,
             num_generations=algorithm["group_size"],
@@ -92,12 +109,21 @@ def main() -> None:
             model=model,
             reward_funcs=reward,
             args=args,
-            train_dataset=Dataset.from_list([{"prompt": prompt, "answer": answer} for prompt, answer in sorting["train"]]),
+            train_dataset=Dataset.from_list(
+                [{"prompt": prompt, "answer": answer} for prompt, answer in sorting["train"]]
+            ),
             processing_class=tokenizer,
             callbacks=[Watch()],
             optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)),
         ).train()
-    protocol.emit(options, [goal.seconds()], case="quickstart", peer="trl", version=trl.__version__, curve=goal.curve)
+    protocol.emit(
+        options,
+        [goal.seconds()],
+        case="quickstart",
+        peer="trl",
+        version=trl.__version__,
+        curve=goal.curve,
+    )
 
 
 main()

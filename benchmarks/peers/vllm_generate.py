@@ -1,4 +1,5 @@
-"""Times vLLM, where it is installed, on the workload of hf_generate.py; same arguments and output."""
+"""Times vLLM, where it is installed, on the workload of hf_generate.py; same arguments and
+output."""
 
 from __future__ import annotations
 
@@ -20,12 +21,19 @@ from transformers import AutoTokenizer
 
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    rows = protocol.generation_workload(options, [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids])
+    rows = protocol.generation_workload(
+        options, [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
+    )
     dtype = "float32" if options.device == "cpu" else "bfloat16"
     slots = options.slots or len(rows)
-    model = vllm.LLM(options.model, dtype=dtype, max_num_seqs=slots, seed=options.seed, max_model_len=1024)
+    model = vllm.LLM(
+        options.model, dtype=dtype, max_num_seqs=slots, seed=options.seed, max_model_len=1024
+    )
     prompts = [{"prompt_token_ids": list(row.prompt)} for row in rows]
-    sampling = [vllm.SamplingParams(max_tokens=row.new_tokens, ignore_eos=True, detokenize=False) for row in rows]
+    sampling = [
+        vllm.SamplingParams(max_tokens=row.new_tokens, ignore_eos=True, detokenize=False)
+        for row in rows
+    ]
 
     def make() -> None:
         made = model.generate(prompts, sampling, use_tqdm=False)

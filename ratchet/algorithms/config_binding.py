@@ -11,7 +11,12 @@ from ratchet.config.resolve import imported
 
 
 def bind(section: Any) -> Callable[..., Any]:
-    """The section's `function` with the section's keys as keyword arguments: those that it has a parameter for."""
+    """The section's `function` with the section's keys as keyword arguments: those that it has a
+    parameter for."""
     function = imported(section.function)
-    names = (name for name in inspect.signature(function).parameters if name in type(section).model_fields)
+    names = (
+        name
+        for name in inspect.signature(function).parameters
+        if name in type(section).model_fields
+    )
     return partial(function, **{name: getattr(section, name) for name in names})

@@ -27,7 +27,9 @@ def build(config: DistillationConfig) -> Algorithm:
     return Algorithm(
         name=config.called,
         source=config.source,
-        losses={"policy": (Term("divergence", loss, token_mean, needs=frozenset({"topk_logprobs"})),)},
+        losses={
+            "policy": (Term("divergence", loss, token_mean, needs=frozenset({"topk_logprobs"})),)
+        },
         passes=passes,
         roles=roles,
         minibatches=config.minibatches,

@@ -1,4 +1,5 @@
-"""Filters take rows out of the final mask, in numerators and denominators alike, after the estimator has seen all of them.
+"""Filters take rows out of the final mask, in numerators and denominators alike, after the
+estimator has seen all of them.
 
 S = sequences, G = groups.
 """
@@ -17,11 +18,16 @@ from ratchet.batch import Batch
 
 
 def keep_rows(batch: Batch, kept_S: Tensor) -> Batch:
-    return replace(batch, train_S=batch.train_S & kept_S, trainable_T=batch.trainable_T & kept_S[batch.sequence_T])
+    return replace(
+        batch,
+        train_S=batch.train_S & kept_S,
+        trainable_T=batch.trainable_T & kept_S[batch.sequence_T],
+    )
 
 
 def note_signal(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform]) -> Batch:
-    """Fill `has_signal`, bool [S]: True in groups with an advantage other than 0 after `transforms`.
+    """Fill `has_signal`, bool [S]: True in groups with an advantage other than 0 after
+    `transforms`.
 
     The transforms see a copy of the state; of the batch that they return nothing else is kept.
     """
@@ -51,5 +57,6 @@ def _with_signal(batch: Batch) -> Tensor:
 
 
 def drop_truncated(batch: Batch, state: AlgoState) -> Batch:
-    """Overlong filtering of DAPO (section 3.4): an answer that was cut off says nothing about its reasoning."""
+    """Overlong filtering of DAPO (section 3.4): an answer that was cut off says nothing about its
+    reasoning."""
     return keep_rows(batch, ~batch.truncated_S)

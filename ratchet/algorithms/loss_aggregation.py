@@ -1,7 +1,9 @@
-"""Weightings: the complete normaliser of a term over one optimizer step, as a column. Losses then only sum.
+"""Weightings: the complete normaliser of a term over one optimizer step, as a column. Losses then
+only sum.
 
-A mean-type column sums to 1 over the whole mini-batch, or to 0 when nothing trains (the step is then skipped). T = tokens,
-S = sequences, G = groups. `mask` below is 1 on trainable tokens; a sequence or group counts when it has at least one.
+A mean-type column sums to 1 over the whole mini-batch, or to 0 when nothing trains (the step is
+then skipped). T = tokens, S = sequences, G = groups. `mask` below is 1 on trainable tokens; a
+sequence or group counts when it has at least one.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ def token_mean(batch: Batch) -> Tensor:
 
 
 def sequence_mean(batch: Batch) -> Tensor:
-    """mask / (|sequence| * #sequences): mean over sequences of their token means. GRPO (arXiv:2402.03300) eq. 3. Sums to 1."""
+    """mask / (|sequence| * #sequences): mean over sequences of their token means. GRPO
+    (arXiv:2402.03300) eq. 3. Sums to 1."""
     mask_T = batch.trainable_T.double()
     count_S = batch.sequence_sum(mask_T)
     return mask_T / count_S.clamp(min=1)[batch.sequence_T] / _positive(count_S)
 
 
 def prompt_mean(batch: Batch) -> Tensor:
-    """mask / (|group| * #groups): mean over prompts of the token mean within their group. Sums to 1.
+    """mask / (|group| * #groups): mean over prompts of the token mean within their group. Sums to
+    1.
 
     DAPO (arXiv:2503.14476) eq. 8 prompt by prompt, as it is written.
     """
@@ -38,30 +42,33 @@ def prompt_mean(batch: Batch) -> Tensor:
 
 
 def token_sum(batch: Batch) -> Tensor:
-    """mask / #sequences: mean over sequences of the sums over their tokens. Sums to the mean count of trainable tokens a
-    sequence: longer answers make larger steps. #sequences counts every training row, empty ones too."""
+    """mask / #sequences: mean over sequences of the sums over their tokens. Sums to the mean count
+    of trainable tokens a sequence: longer answers make larger steps. #sequences counts every
+    training row, empty ones too."""
     return batch.trainable_T.double() / batch.train_S.sum().clamp(min=1)
 
 
 def fixed_length(batch: Batch, *, length: int) -> Tensor:
-    """mask / (#sequences * length): a token's weight does not depend on its answer's length. Dr. GRPO (arXiv:2503.20783).
+    """mask / (#sequences * length): a token's weight does not depend on its answer's length. Dr.
+    GRPO (arXiv:2503.20783).
 
-    Sums to (mean trainable tokens a sequence) / length. Here #sequences counts every training row, so that an empty answer
-    dilutes the others as any other answer does.
+    Sums to (mean trainable tokens a sequence) / length. Here #sequences counts every training row,
+    so that an empty answer dilutes the others as any other answer does.
     """
     rows = batch.train_S.sum().clamp(min=1)
     return batch.trainable_T.double() / (rows * length)
 
 
 def positive_mean(batch: Batch, *, above: float = 0.0) -> Tensor:
-    """Token mean over the rows whose reward, as judged and before any shaping, is above a threshold: the likelihood of correct
-    answers, as VAPO's (arXiv:2504.05118, section 4.3). Sums to 1."""
+    """Token mean over the rows whose reward, as judged and before any shaping, is above a
+    threshold: the likelihood of correct answers, as VAPO's (arXiv:2504.05118, section 4.3). Sums to
+    1."""
     return _mean_over(batch.trainable_T & (batch.need("judged_rewards") > above)[batch.sequence_T])
 
 
 def valued_mean(batch: Batch) -> Tensor:
-    """Token mean over the steps that have a return, for a critic: those that filters took from the policy's loss are as good
-    for it as others. Sums to 1."""
+    """Token mean over the steps that have a return, for a critic: those that filters took from the
+    policy's loss are as good for it as others. Sums to 1."""
     return _mean_over(batch.need("valued"))
 
 
@@ -73,7 +80,8 @@ def chosen_mean(batch: Batch) -> Tensor:
 
 
 def step_mean(batch: Batch) -> Tensor:
-    """Mean over the labelled ends of steps (turns with a reward of their own) that train. Sums to 1."""
+    """Mean over the labelled ends of steps (turns with a reward of their own) that train. Sums to
+    1."""
     return _mean_over(~batch.turn_rewards_T.isnan() & batch.trainable_T)
 
 

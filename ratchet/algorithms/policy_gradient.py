@@ -1,4 +1,5 @@
-"""Policy-gradient algorithms from their configuration: which passes, transforms and terms its parts ask for."""
+"""Policy-gradient algorithms from their configuration: which passes, transforms and terms its parts
+ask for."""
 
 from __future__ import annotations
 
@@ -6,8 +7,23 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from ratchet.algorithms.advantages.compose import Transform, clip_advantages, mixture, pipeline, whiten
-from ratchet.algorithms.base import Algorithm, AlgoState, Pass, Role, Term, TermFunction, Weighting, no_adaptation
+from ratchet.algorithms.advantages.compose import (
+    Transform,
+    clip_advantages,
+    mixture,
+    pipeline,
+    whiten,
+)
+from ratchet.algorithms.base import (
+    Algorithm,
+    AlgoState,
+    Pass,
+    Role,
+    Term,
+    TermFunction,
+    Weighting,
+    no_adaptation,
+)
 from ratchet.algorithms.config.advantages import Mixture
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import CorrectionConfig, KLConfig
@@ -41,7 +57,10 @@ def build(config: PolicyGradientConfig) -> Algorithm:
     if config.critic is not None:
         roles["critic"] = Role(lr=config.critic.lr)
         warmup["policy"] = config.critic.warmup_steps
-        passes += [Pass("critic", "values", "values"), Pass("critic", "scores", "bootstrap_values", level="sequence")]
+        passes += [
+            Pass("critic", "values", "values"),
+            Pass("critic", "scores", "bootstrap_values", level="sequence"),
+        ]
         value = partial(value_loss, clip=config.critic.value_clip)
         losses["critic"] = (Term("value", value, valued_mean, needs=frozenset({"values"})),)
     sampler = config.old_logprobs == "sampler"
@@ -68,7 +87,12 @@ def build(config: PolicyGradientConfig) -> Algorithm:
 
 
 def build_mixture(section: Mixture) -> Transform:
-    return partial(mixture, parts=tuple((construct(part), float(getattr(part, "weight", 1.0))) for part in section.parts))
+    return partial(
+        mixture,
+        parts=tuple(
+            (construct(part), float(getattr(part, "weight", 1.0))) for part in section.parts
+        ),
+    )
 
 
 def sampler_as_old(batch: Batch, state: AlgoState) -> Batch:
@@ -77,9 +101,14 @@ def sampler_as_old(batch: Batch, state: AlgoState) -> Batch:
 
 
 def _policy_passes(config: PolicyGradientConfig) -> tuple[Pass, ...]:
-    """With one optimizer step a batch, and nobody else to read them, old logprobs are the update's own first forward."""
+    """With one optimizer step a batch, and nobody else to read them, old logprobs are the update's
+    own first forward."""
     several = config.minibatches * config.epochs > 1
-    read = config.correction is not None or config.kl.place == "reward" or "old_logprobs" in config.reads
+    read = (
+        config.correction is not None
+        or config.kl.place == "reward"
+        or "old_logprobs" in config.reads
+    )
     if config.old_logprobs == "sampler" or not (several or read):
         return ()
     return (Pass("policy", "logprobs", "old_logprobs"),)
@@ -87,7 +116,9 @@ def _policy_passes(config: PolicyGradientConfig) -> tuple[Pass, ...]:
 
 def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
     weighting: Weighting = (
-        WEIGHTINGS[config.weighting] if config.fixed_length is None else partial(fixed_length, length=config.fixed_length)
+        WEIGHTINGS[config.weighting]
+        if config.fixed_length is None
+        else partial(fixed_length, length=config.fixed_length)
     )
     ratios = frozenset({"logprobs", "old_logprobs"})
     level: Literal["token", "sequence"] = getattr(config.loss, "level", "token")
@@ -106,10 +137,13 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
         if config.correction is not None:
             penalty = partial(corrected, fn=penalty)
         terms.append(Term("kl", penalty, weighting, needs=ratios, coef=kl.coef))
-    # A masked token does not train, in no term; with mask_denominator=kept the mask itself sees to that.
+    # A masked token does not train, in no term; with mask_denominator=kept the mask itself sees to
+    # that.
     bonus, likelihood = (_training(fn, config.correction) for fn in (entropy_bonus, nll))
     # Measured always: what the policy's entropy does says whether it still explores.
-    terms.append(Term("entropy", bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef))
+    terms.append(
+        Term("entropy", bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef)
+    )
     if config.positive_nll_coef > 0:
         positive = partial(positive_mean, above=config.positive_nll_above)
         terms.append(Term("positive_nll", likelihood, positive, coef=config.positive_nll_coef))
@@ -120,12 +154,17 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
 
 def _training(fn: TermFunction, correction: CorrectionConfig | None) -> TermFunction:
     """Return `fn` without the tokens that the correction masks and leaves in the denominator."""
-    masks = correction is not None and correction.mask != "none" and correction.mask_denominator == "all"
+    masks = (
+        correction is not None
+        and correction.mask != "none"
+        and correction.mask_denominator == "all"
+    )
     return partial(unmasked, fn=fn) if masks else fn
 
 
 def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
-    """Shaping, the KL in the reward, the estimator; then filters, and what is done to advantages."""
+    """Shaping, the KL in the reward, the estimator; then filters, and what is done to
+    advantages."""
     steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
     if config.positive_nll_coef > 0:
         steps.append(keep_judged)
@@ -135,7 +174,11 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
         steps.append(partial(note_signal, transforms=(*judged, estimator)))
     steps += [construct(part) for part in config.shaping]
     if config.kl.coef > 0:
-        steps.append(partial({"reward": kl_in_reward, "loss": kl_in_loss}[config.kl.place], coef=config.kl.coef))
+        steps.append(
+            partial(
+                {"reward": kl_in_reward, "loss": kl_in_loss}[config.kl.place], coef=config.kl.coef
+            )
+        )
     steps.append(estimator)
     if config.equal_rewards != "keep":
         steps.append(drop_silent_groups)
@@ -151,7 +194,8 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
 
 
 def _adds_signal(shaping: tuple[Section, ...]) -> bool:
-    """True if answers of equal reward differ after shaping, by their length or because one was truncated."""
+    """True if answers of equal reward differ after shaping, by their length or because one was
+    truncated."""
     return any("equal_rewards" in getattr(part, "exempt", {}) for part in shaping)
 
 
@@ -162,10 +206,20 @@ def _adaptation(kl: KLConfig) -> Any:
     return partial(adapt_coef, coef=kl.coef, metric=metric, target=kl.target, rate=kl.rate)
 
 
-def adapt_coef(state: AlgoState, metrics: Mapping[str, float], *, coef: float, metric: str, target: float, rate: float) -> None:
+def adapt_coef(
+    state: AlgoState,
+    metrics: Mapping[str, float],
+    *,
+    coef: float,
+    metric: str,
+    target: float,
+    rate: float,
+) -> None:
     """The KL coefficient of the next step. A step without anything to measure leaves it."""
     if metric in metrics:
-        state.numbers[COEF] = adapt_kl(state.numbers.get(COEF, coef), metrics[metric], target=target, rate=rate)
+        state.numbers[COEF] = adapt_kl(
+            state.numbers.get(COEF, coef), metrics[metric], target=target, rate=rate
+        )
 
 
 def _exemptions(config: PolicyGradientConfig) -> dict[str, str]:

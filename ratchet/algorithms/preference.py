@@ -41,12 +41,17 @@ def build_pairs(config: PreferenceConfig) -> Algorithm:
 
 
 def build_kto(config: KTOConfig) -> Algorithm:
-    loss = partial(kto, beta=config.beta, desirable=config.desirable, undesirable=config.undesirable)
+    loss = partial(
+        kto, beta=config.beta, desirable=config.desirable, undesirable=config.undesirable
+    )
     return Algorithm(
         name=config.called,
         source=config.source,
         losses={"policy": (Term("kto", loss, sequence_mean, level="sequence"),)},
-        passes=(Pass("policy", "logprobs", "old_logprobs"), Pass("reference", "logprobs", "ref_logprobs")),
+        passes=(
+            Pass("policy", "logprobs", "old_logprobs"),
+            Pass("reference", "logprobs", "ref_logprobs"),
+        ),
         roles={"reference": Role()},
         advantage=kto_reference_point,
         minibatches=config.minibatches,

@@ -1,5 +1,6 @@
-"""What an algorithm promises beyond being one: every algorithm has all of these properties but those that its `exempt` names,
-with a reason. `ratchet.testing.algorithms.check_algorithm` holds both the claims and the exemptions. Free of torch.
+"""What an algorithm promises beyond being one: every algorithm has all of these properties but
+those that its `exempt` names, with a reason. `ratchet.testing.algorithms.check_algorithm` holds
+both the claims and the exemptions. Free of torch.
 """
 
 from __future__ import annotations
@@ -7,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 PROPERTIES: Mapping[str, str] = {
-    "isolated": "other trajectories' token ids and logprobs never change a row's own loss, given its columns (advantages and "
+    "isolated": "other trajectories' token ids and logprobs never change a row's own loss, given "
+    "its columns (advantages and "
     "the like, which may be made of many rows)",
-    "on_policy": "where the policy is the old policy, every ratio is 1 and the gradient is -sum of weight * A * grad log p, A "
+    "on_policy": "where the policy is the old policy, every ratio is 1 and the gradient is -sum of "
+    "weight * A * grad log p, A "
     "the advantages, or for a loss of whole sequences their mean over the row",
     "equal_rewards": "equal rewards in every group, part by part, give advantages of exactly 0",
-    "lone_attempt": "a group of one attempt is refused by its name, or gets advantages of exactly 0",
+    "lone_attempt": "a group of one attempt is refused by its name, or gets advantages of exactly "
+    "0",
 }
 
-# Properties of advantages mean nothing to an algorithm without any; a reason that begins so says that. It is held to that.
+# Properties of advantages mean nothing to an algorithm without any; a reason that begins so says
+# that. It is held to that.
 NOT_APPLICABLE = ("no advantages", "no policy gradient")
 
 
@@ -25,14 +30,19 @@ def applies(reason: str) -> bool:
 
 
 def page(exemptions: Mapping[str, Mapping[str, str]]) -> str:
-    """Markdown: the properties, and which algorithm claims which. exemptions: what `Algorithm.exempt` says, by algorithm."""
+    """Markdown: the properties, and which algorithm claims which. exemptions: what
+    `Algorithm.exempt` says, by algorithm."""
     lines = [
         "# Properties of the algorithms",
         "",
-        "Every built-in algorithm is held to the same invariances (its loss and its gradient don't depend on how a batch is",
-        "cut into micro-batches, packed, ordered or sharded) and, unless it is exempt, to these properties. `ratchet check",
-        "my_pkg.my_algo:MINE` holds an algorithm of your own to the same. Here are the defaults; with other options an",
-        "algorithm is exempt from what its parts are exempt from. This page is generated from the algorithms themselves.",
+        "Every built-in algorithm is held to the same invariances (its loss and its gradient don't "
+        "depend on how a batch is",
+        "cut into micro-batches, packed, ordered or sharded) and, unless it is exempt, to these "
+        "properties. `ratchet check",
+        "my_pkg.my_algo:MINE` holds an algorithm of your own to the same. Here are the defaults; "
+        "with other options an",
+        "algorithm is exempt from what its parts are exempt from. This page is generated from the "
+        "algorithms themselves.",
         "",
         *(f"- `{name}`: {meaning}." for name, meaning in PROPERTIES.items()),
         "",
@@ -43,7 +53,11 @@ def page(exemptions: Mapping[str, Mapping[str, str]]) -> str:
     for algorithm, exempt in exemptions.items():
         cells = [_cell(reasons, exempt.get(name)) for name in PROPERTIES]
         lines.append(f"| `{algorithm}` | {' | '.join(cells)} |")
-    lines += ["", "holds: claimed and checked. exempt: does not hold, checked too. n/a: has no such thing.", ""]
+    lines += [
+        "",
+        "holds: claimed and checked. exempt: does not hold, checked too. n/a: has no such thing.",
+        "",
+    ]
     lines += [f"{number}. {reason}." for reason, number in reasons.items()]
     return "\n".join([*lines, ""])
 

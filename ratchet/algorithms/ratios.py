@@ -1,4 +1,5 @@
-"""Probability ratios: the one place where a loss or a weight takes exp of a difference of log-probabilities."""
+"""Probability ratios: the one place where a loss or a weight takes exp of a difference of
+log-probabilities."""
 
 from __future__ import annotations
 

@@ -18,12 +18,16 @@ SCORED = {
 
 
 def build_bradley_terry(config: AlgorithmConfig) -> Algorithm:
-    term = Term("bradley_terry", bradley_terry, prompt_mean, level="group", needs=frozenset({"scores"}))
+    term = Term(
+        "bradley_terry", bradley_terry, prompt_mean, level="group", needs=frozenset({"scores"})
+    )
     return _algorithm(config, term, exempt=PAIR)
 
 
 def build_regression(config: AlgorithmConfig) -> Algorithm:
-    term = Term("regression", score_regression, sequence_mean, level="sequence", needs=frozenset({"scores"}))
+    term = Term(
+        "regression", score_regression, sequence_mean, level="sequence", needs=frozenset({"scores"})
+    )
     return _algorithm(config, term, exempt=SCORED)
 
 

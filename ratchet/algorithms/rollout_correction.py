@@ -1,8 +1,8 @@
-"""Rollout correction: what to do where sampler and learner give the same token different probabilities (another engine, another
-precision, older weights, a truncated sampling distribution).
+"""Rollout correction: what to do where sampler and learner give the same token different
+probabilities (another engine, another precision, older weights, a truncated sampling distribution).
 
-T = tokens, S = sequences. d_t = log(learner's old policy / what the sampler drew from), on trainable tokens. The weight and
-the mask are columns, computed once over the batch and detached.
+T = tokens, S = sequences. d_t = log(learner's old policy / what the sampler drew from), on
+trainable tokens. The weight and the mask are columns, computed once over the batch and detached.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def correct(
 ) -> Batch:
     """Fill the column `correction` [T] = clip(exp(D), weight_low, weight_high), float64.
 
-    Tokens with exp(D) outside [mask_low, mask_high] are masked. mask_denominator="all": their weight
-    is 0, and means over the batch count them still. mask_denominator="kept": they leave the final
-    mask, numerators and denominators alike. Where the weight is one of a whole row, `correction_S`
-    [S] holds it too.
+    Tokens with exp(D) outside [mask_low, mask_high] are masked. mask_denominator="all": their
+    weight is 0, and means over the batch count them still. mask_denominator="kept": they leave the
+    final mask, numerators and denominators alike. Where the weight is one of a whole row,
+    `correction_S` [S] holds it too.
 
     D is d_t itself ("token"), its sum over the turn or the sequence, or its mean over the sequence
     ("geometric"). A sum over a row grows with its length; the geometric mean doesn't.
 
     The weight is truncated importance sampling (https://fengyao.notion.site/off-policy-rl). IcePop
-    (arXiv:2510.18855) is weight="token", weight_high=None, mask="token", mask_denominator="all": the
-    weight is the ratio inside the bounds and 0 outside, and the means count every token. Masked
+    (arXiv:2510.18855) is weight="token", weight_high=None, mask="token", mask_denominator="all":
+    the weight is the ratio inside the bounds and 0 outside, and the means count every token. Masked
     importance sampling of whole sequences (https://richardli.xyz/rl-collapse) is mask="sequence" or
     "geometric". "kept" is rejection sampling, as verl's `rollout_rs`.
     """
@@ -87,7 +87,9 @@ def _gathered(batch: Batch, gap_T: Tensor, at: At) -> Tensor:
     return total_S[batch.sequence_T]
 
 
-def _measured(batch: Batch, gap_T: Tensor, ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor) -> Batch:
+def _measured(
+    batch: Batch, gap_T: Tensor, ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor
+) -> Batch:
     mask_T = batch.trainable_T
     if not bool(mask_T.any()):
         return batch
@@ -115,7 +117,9 @@ def corrected(
     return x * batch.need("correction" if level == "token" else "correction_S"), metrics
 
 
-def unmasked(out: Outputs, batch: Batch, *, fn: Callable[[Outputs, Batch], tuple[Tensor, Metrics]]) -> tuple[Tensor, Metrics]:
+def unmasked(
+    out: Outputs, batch: Batch, *, fn: Callable[[Outputs, Batch], tuple[Tensor, Metrics]]
+) -> tuple[Tensor, Metrics]:
     """Return x of a token-level loss, with 0 for tokens that a mask left in the denominator.
 
     Their correction is 0. Other tokens keep x as it is: it is no expectation over what was sampled.

@@ -1,4 +1,5 @@
-"""Reward shaping: pure functions before the estimator. They act on the reward of scored rows, baseline rows included.
+"""Reward shaping: pure functions before the estimator. They act on the reward of scored rows,
+baseline rows included.
 
 S = sequences, A = attempts. |y| = policy tokens of an attempt, over all its rows.
 """
@@ -12,7 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.advantages.common import attempt_index, attempts_of, mean_by, std_by, sum_by, whole
+from ratchet.algorithms.advantages.common import (
+    attempt_index,
+    attempts_of,
+    mean_by,
+    std_by,
+    sum_by,
+    whole,
+)
 from ratchet.algorithms.advantages.group_baselines import require_parts
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
@@ -27,19 +35,23 @@ def answer_lengths(batch: Batch) -> Tensor:
 
 
 def keep_judged(batch: Batch, state: AlgoState) -> Batch:
-    """Keeps the reward as it was judged in the column `judged_rewards` [S], for what asks whether an answer was right."""
+    """Keeps the reward as it was judged in the column `judged_rewards` [S], for what asks whether
+    an answer was right."""
     return batch.fill_sequences(judged_rewards=batch.rewards_S)
 
 
-def overlong_penalty(batch: Batch, state: AlgoState, *, max_length: int, buffer: int, factor: float = 1.0) -> Batch:
-    """r += factor * p: p = 0 up to max_length - buffer tokens, from there falling linearly to -1 at max_length, and -1 beyond.
-    DAPO (arXiv:2503.14476) eq. 13."""
+def overlong_penalty(
+    batch: Batch, state: AlgoState, *, max_length: int, buffer: int, factor: float = 1.0
+) -> Batch:
+    """r += factor * p: p = 0 up to max_length - buffer tokens, from there falling linearly to -1 at
+    max_length, and -1 beyond. DAPO (arXiv:2503.14476) eq. 13."""
     over_S = (answer_lengths(batch) - (max_length - buffer)) / buffer
     return _with(batch, batch.rewards_S - factor * over_S.clamp(0, 1))
 
 
 def stop_properly(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
-    """A truncated row earns min(r, coef * r), 0 <= coef <= 1: no more than the share `coef` of what it would have."""
+    """A truncated row earns min(r, coef * r), 0 <= coef <= 1: no more than the share `coef` of what
+    it would have."""
     cut_S = torch.minimum(batch.rewards_S, coef * batch.rewards_S)
     return _with(batch, torch.where(batch.truncated_S, cut_S, batch.rewards_S))
 
@@ -51,23 +63,35 @@ def length_penalty(batch: Batch, state: AlgoState, *, coef: float, free: int = 0
 
 def scale_rewards(batch: Batch, state: AlgoState, *, factor: float) -> Batch:
     """r *= factor, the rewards of turns too."""
-    return replace(_with(batch, factor * batch.rewards_S), turn_rewards_T=factor * batch.turn_rewards_T)
+    return replace(
+        _with(batch, factor * batch.rewards_S), turn_rewards_T=factor * batch.turn_rewards_T
+    )
 
 
-def clip_rewards(batch: Batch, state: AlgoState, *, low: float | None = None, high: float | None = None) -> Batch:
-    """r into [low, high], the reward of the whole attempt. Where turns have rewards of their own they stay, and the last step
-    bears what was cut off, so that the steps of a row still sum to its reward."""
+def clip_rewards(
+    batch: Batch, state: AlgoState, *, low: float | None = None, high: float | None = None
+) -> Batch:
+    """r into [low, high], the reward of the whole attempt. Where turns have rewards of their own
+    they stay, and the last step bears what was cut off, so that the steps of a row still sum to its
+    reward."""
     return _with(batch, batch.rewards_S.clamp(low, high))
 
 
 def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, float]) -> Batch:
-    """r = sum of weight * part; a part that a row lacks is 0. The rewards of turns are the part "environment", and get its
-    weight. Raises ConfigError where no row of the batch has such a part."""
+    """r = sum of weight * part; a part that a row lacks is 0. The rewards of turns are the part
+    "environment", and get its weight. Raises ConfigError where no row of the batch has such a
+    part."""
     if not batch.n_sequences:
         return batch
-    names = [name.removeprefix("reward/") for name in batch.sequence_columns if name.startswith("reward/")]
+    names = [
+        name.removeprefix("reward/")
+        for name in batch.sequence_columns
+        if name.startswith("reward/")
+    ]
     require_parts(names, weights)
-    parts = [weight * batch.need(f"reward/{name}").nan_to_num(0.0) for name, weight in weights.items()]
+    parts = [
+        weight * batch.need(f"reward/{name}").nan_to_num(0.0) for name, weight in weights.items()
+    ]
     weighed = replace(batch, turn_rewards_T=weights.get(ENVIRONMENT, 0.0) * batch.turn_rewards_T)
     return _with(weighed, torch.stack(parts).sum(0))
 
@@ -80,14 +104,18 @@ def normalise_rewards(
     center: bool = True,
     epsilon: float = 1e-6,
 ) -> Batch:
-    """r = (r - mean) / (std + epsilon), statistics over scored training attempts: of the row's group, of the batch, or of all
-    batches so far (Welford, in `state`). ddof 1; equal rewards, or a lone one, are only centred. center=False: only scaled.
-    The rewards of turns are scaled alike; the mean is taken off at the row's last step."""
+    """r = (r - mean) / (std + epsilon), statistics over scored training attempts: of the row's
+    group, of the batch, or of all batches so far (Welford, in `state`). ddof 1; equal rewards, or a
+    lone one, are only centred. center=False: only scaled. The rewards of turns are scaled alike;
+    the mean is taken off at the row's last step."""
     attempts = attempts_of(batch)
     rewards_A = attempts.rewards_A
     if over == "running":
         mean, std = _running(state, rewards_A)
-        mean_S, std_S = torch.full_like(batch.rewards_S, mean), torch.full_like(batch.rewards_S, std)
+        mean_S, std_S = (
+            torch.full_like(batch.rewards_S, mean),
+            torch.full_like(batch.rewards_S, std),
+        )
     else:
         by, row_S = attempts.groups, batch.group_S
         if over == "batch":
@@ -99,7 +127,8 @@ def normalise_rewards(
 
 
 def _running(state: AlgoState, new: Tensor) -> tuple[float, float]:
-    """(mean, std) of all rewards so far. Welford's update, one by one: equal rewards then deviate by exactly 0."""
+    """(mean, std) of all rewards so far. Welford's update, one by one: equal rewards then deviate
+    by exactly 0."""
     count, mean, m2 = (state.numbers.get(f"reward_{name}", 0.0) for name in ("count", "mean", "m2"))
     for reward in new.tolist():
         count += 1

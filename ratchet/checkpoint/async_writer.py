@@ -1,4 +1,5 @@
-"""Work that goes on beside the training, one piece at a time: the writing of a checkpoint from a copy in main memory."""
+"""Work that goes on beside the training, one piece at a time: the writing of a checkpoint from a
+copy in main memory."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from concurrent.futures import Future
 
 
 class Background:
-    """Not waited for at the end of the process: whoever begins something settles it, unless the process is to end at once."""
+    """Not waited for at the end of the process: whoever begins something settles it, unless the
+    process is to end at once."""
 
     def __init__(self) -> None:
         self._work: Future[None] | None = None
@@ -39,7 +41,8 @@ class Background:
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def settle(self) -> bool:
-        """Waits until it is done, and raises what it raised, once. Returns whether there was anything."""
+        """Waits until it is done, and raises what it raised, once. Returns whether there was
+        anything."""
         work, self._work = self._work, None
         if work is None:
             return False

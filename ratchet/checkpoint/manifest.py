@@ -1,6 +1,7 @@
 """What a checkpoint's `manifest.json` says of its files, and whether these are so.
 
-{"body": {"format", "step", "files": {name: {"size", "sha256"}}, "meta"}, "sha256": of the canonical body}
+{"body": {"format", "step", "files": {name: {"size", "sha256"}}, "meta"}, "sha256": of the canonical
+body}
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from ratchet.utils.safe_read import parse_json
 FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
-# Inert formats only: none of these executes anything when it is read, unlike pickle (.pt, .bin, .pkl).
+# Inert formats only: none of these executes anything when it is read, unlike pickle (.pt, .bin,
+# .pkl).
 SUFFIXES = {".json", ".safetensors", ".jinja", ".txt"}
-# But for what Megatron's dist_checkpointing writes, partly pickles, into folders of this name: a learner by Megatron reads it,
-# and nothing else does.
+# But for what Megatron's dist_checkpointing writes, partly pickles, into folders of this name: a
+# learner by Megatron reads it, and nothing else does.
 MEGATRON, MEGATRON_SUFFIXES = "megatron", {".distcp", ".pt", ""}
 
 
@@ -43,7 +45,8 @@ def write_manifest(directory: Path, step: int, meta: Mapping[str, Any]) -> None:
         path = directory / name
         files[name] = {"size": path.stat().st_size, "sha256": hash_file(path)}
     body = {"format": FORMAT, "step": step, "files": files, "meta": dict(meta)}
-    # NaN is let through (Python reads its own spelling back): an accuracy that nobody could measure must not stop a save.
+    # NaN is let through (Python reads its own spelling back): an accuracy that nobody could measure
+    # must not stop a save.
     (directory / MANIFEST).write_text(seal(body), encoding="utf-8")
 
 
@@ -56,7 +59,8 @@ def survives_json(value: Any) -> bool:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Relative POSIX names of all files, sorted. Raises CheckpointError for links, devices and formats that could execute."""
+    """Relative POSIX names of all files, sorted. Raises CheckpointError for links, devices and
+    formats that could execute."""
     names = []
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
@@ -73,14 +77,20 @@ def list_files(directory: Path) -> list[str]:
 def check_format(where: Path | str, name: str) -> None:
     """Raises CheckpointError for a file that is not of an inert format."""
     path = PurePosixPath(name)
-    if path.suffix not in SUFFIXES and not (path.parent.name == MEGATRON and path.suffix in MEGATRON_SUFFIXES):
-        raise CheckpointError(f"{where}: '{name}' is of none of the allowed formats {', '.join(sorted(SUFFIXES))}")
+    if path.suffix not in SUFFIXES and not (
+        path.parent.name == MEGATRON and path.suffix in MEGATRON_SUFFIXES
+    ):
+        raise CheckpointError(
+            f"{where}: '{name}' is of none of the allowed formats {', '.join(sorted(SUFFIXES))}"
+        )
 
 
 def verify(path: Path, step: int, *, contents: bool = True) -> Checkpoint:
-    """Checks that the directory holds exactly what its manifest lists, and with `contents` every file's hash.
+    """Checks that the directory holds exactly what its manifest lists, and with `contents` every
+    file's hash.
 
-    Raises CheckpointError saying what is wrong. No file is opened before its name, kind and size are known to be right.
+    Raises CheckpointError saying what is wrong. No file is opened before its name, kind and size
+    are known to be right.
     """
     if path.is_symlink() or not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
@@ -105,8 +115,8 @@ def _manifest_of(directory: Path) -> bytes:
 
 
 def read_body(where: Path | str, manifest: bytes, step: int) -> dict[str, Any]:
-    """What a manifest holds of a step. Raises CheckpointError where it was changed or is of another, or of another version;
-    KeyError or TypeError for one that is malformed."""
+    """What a manifest holds of a step. Raises CheckpointError where it was changed or is of
+    another, or of another version; KeyError or TypeError for one that is malformed."""
     body = unseal(where, MANIFEST, manifest)
     if body["format"] != FORMAT:
         raise CheckpointError(f"{where} has format {body['format']!r}; this version reads {FORMAT}")
@@ -134,12 +144,16 @@ def unseal(where: Path | str, name: str, content: bytes) -> dict[str, Any]:
     return sealed["body"]
 
 
-def _check_files(directory: Path, listed: Mapping[str, Mapping[str, Any]], *, contents: bool) -> None:
+def _check_files(
+    directory: Path, listed: Mapping[str, Mapping[str, Any]], *, contents: bool
+) -> None:
     present = set(list_files(directory)) - {MANIFEST}
     if missing := sorted(set(listed) - present):
         raise CheckpointError(f"{directory} lacks {', '.join(missing)}")
     if extra := sorted(present - set(listed)):
-        raise CheckpointError(f"{directory} holds what its manifest does not list: {', '.join(extra)}")
+        raise CheckpointError(
+            f"{directory} holds what its manifest does not list: {', '.join(extra)}"
+        )
     for name, facts in listed.items():
         path = directory / name
         size = path.stat().st_size
@@ -150,7 +164,9 @@ def _check_files(directory: Path, listed: Mapping[str, Mapping[str, Any]], *, co
 
 
 def hash_body(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def hash_file(path: Path) -> str:

@@ -1,8 +1,10 @@
-"""Nested state on disk, bit for bit: `<name>.json` for structure and numbers, `<name>.safetensors` for tensors and arrays.
+"""Nested state on disk, bit for bit: `<name>.json` for structure and numbers, `<name>.safetensors`
+for tensors and arrays.
 
-Python values that JSON knows are written as they are (its floats round-trip exactly). The rest is an object with the one
-key "$", the tag that says what it is: a non-finite float, a tuple, a dict whose keys are not all strings (an optimizer's are
-integers), a tensor, a numpy array or scalar. Neither file can execute anything when it is read.
+Python values that JSON knows are written as they are (its floats round-trip exactly). The rest is
+an object with the one key "$", the tag that says what it is: a non-finite float, a tuple, a dict
+whose keys are not all strings (an optimizer's are integers), a tensor, a numpy array or scalar.
+Neither file can execute anything when it is read.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ _writes: list[Write] | None = None  # those that are put off
 
 @contextmanager
 def putting_off() -> Iterator[list[Write]]:
-    """Inside the block `save_state` copies what it is given to main memory, and leaves its writing to whoever takes the list:
-    in another thread, say, while the originals change. Its directories are relative there."""
+    """Inside the block `save_state` copies what it is given to main memory, and leaves its writing
+    to whoever takes the list: in another thread, say, while the originals change. Its directories
+    are relative there."""
     global _writes
     assert _writes is None, "one at a time"
     _writes = []
@@ -59,7 +62,8 @@ def putting_off() -> Iterator[list[Write]]:
 
 
 def save_state(directory: Path, state: Any, name: str = "state") -> None:
-    """Writes `state`: dicts, lists and tuples of None, booleans, integers, floats, strings, tensors, numpy arrays and scalars.
+    """Writes `state`: dicts, lists and tuples of None, booleans, integers, floats, strings,
+    tensors, numpy arrays and scalars.
 
     Raises CheckpointError for anything else, naming its place, and when the files can't be written.
     """
@@ -74,7 +78,9 @@ def save_state(directory: Path, state: Any, name: str = "state") -> None:
 def _write(directory: Path, name: str, structure: Any, tensors: Mapping[str, Tensor]) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{name}.json").write_text(json.dumps(structure, allow_nan=False), encoding="utf-8")
+        (directory / f"{name}.json").write_text(
+            json.dumps(structure, allow_nan=False), encoding="utf-8"
+        )
         failpoints.point("checkpoint.between_files")
         save_file(_apart(tensors), directory / f"{name}.safetensors")
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
@@ -82,19 +88,33 @@ def _write(directory: Path, name: str, structure: Any, tensors: Mapping[str, Ten
 
 
 def load_state(directory: Path, name: str = "state") -> Any:
-    """What `save_state` was given; tensors on the CPU. Raises CheckpointError where files are absent or damaged."""
+    """What `save_state` was given; tensors on the CPU. Raises CheckpointError where files are
+    absent or damaged."""
     try:
         structure = safe_read.read_json(directory / f"{name}.json")
         safe_read.require_file(directory / f"{name}.safetensors")
-        # Cloned, because the loaded ones are views of the file, which may be deleted while they are in use.
-        tensors = {key: tensor.clone() for key, tensor in load_file(directory / f"{name}.safetensors").items()}
+        # Cloned, because the loaded ones are views of the file, which may be deleted while they are
+        # in use.
+        tensors = {
+            key: tensor.clone()
+            for key, tensor in load_file(directory / f"{name}.safetensors").items()
+        }
         return _decode(structure, tensors)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
         raise CheckpointError(f"'{name}' in {directory} can't be read: {error!r}") from error
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of the global generators: Python's, numpy's, torch's, and those of CUDA devices where CUDA is in use."""
+    """The state of the global generators: Python's, numpy's, torch's, and those of CUDA devices
+    where CUDA is in use."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -109,7 +129,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     """Raises CheckpointError when the state is of more CUDA devices than there are."""
     cuda: Sequence[Tensor] = state.get("cuda", [])
     if len(cuda) > torch.cuda.device_count():
-        raise CheckpointError(f"the checkpoint is of {len(cuda)} CUDA devices, here are {torch.cuda.device_count()}")
+        raise CheckpointError(
+            f"the checkpoint is of {len(cuda)} CUDA devices, here are {torch.cuda.device_count()}"
+        )
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -121,7 +143,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    if value is None or type(value) in (bool, int, str):  # exact types: an enum would come back as something else
+    # exact types: an enum would come back as something else
+    if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {TAG: "float", "value": str(value)}
@@ -132,9 +155,13 @@ def _encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
     if type(value) in (list, tuple):
         items = [_encode(item, tensors, f"{place}[{index}]") for index, item in enumerate(value)]
         return items if type(value) is list else {TAG: "tuple", "items": items}
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OV":  # objects and records
+    # objects and records
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OV":
         return _encode_array(value, tensors)
-    raise CheckpointError(f"{place} is a {type(value).__qualname__}, which can't be saved: use numbers, text, lists or tensors")
+    raise CheckpointError(
+        f"{place} is a {type(value).__qualname__}, which can't be saved: use numbers, text, lists "
+        "or tensors"
+    )
 
 
 def _encode_dict(value: Mapping[Any, Any], tensors: dict[str, Tensor], place: str) -> Any:
@@ -148,25 +175,37 @@ def _encode_dict(value: Mapping[Any, Any], tensors: dict[str, Tensor], place: st
 def _encode_tensor(value: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
     name = f"t{len(tensors)}"
     # Conjugate and negative views are lazy: their bits are not yet those of the values.
-    plain = value.detach().resolve_conj().resolve_neg().to("cpu", copy=_writes is not None).contiguous()
+    plain = (
+        value.detach().resolve_conj().resolve_neg().to("cpu", copy=_writes is not None).contiguous()
+    )
     if plain.dtype in NATIVE:
         tensors[name] = plain
         return {TAG: "tensor", "name": name}
     tensors[name] = plain.reshape(-1).view(torch.uint8)
-    return {TAG: "bytes", "name": name, "dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
+    return {
+        TAG: "bytes",
+        "name": name,
+        "dtype": str(plain.dtype).removeprefix("torch."),
+        "shape": list(plain.shape),
+    }
 
 
-def _encode_array(value: np.ndarray[Any, Any] | np.generic, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _encode_array(
+    value: np.ndarray[Any, Any] | np.generic, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
     name = f"t{len(tensors)}"
     tensors[name] = (
-        torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8)) if value.size else torch.zeros(0)
+        torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8))
+        if value.size
+        else torch.zeros(0)
     )
     tag = "array" if isinstance(value, np.ndarray) else "scalar"
     return {TAG: tag, "name": name, "dtype": value.dtype.str, "shape": list(value.shape)}
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of those that share memory (views, tied weights), which safetensors refuses; the others as they are."""
+    """Copies of those that share memory (views, tied weights), which safetensors refuses; the
+    others as they are."""
     seen: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():
@@ -205,7 +244,9 @@ def _decode_array(value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> np
 _DECODERS = {
     "float": lambda value, tensors: float(value["value"]),
     "tuple": lambda value, tensors: tuple(_decode(value["items"], tensors)),
-    "dict": lambda value, tensors: {_decode(key, tensors): _decode(item, tensors) for key, item in value["items"]},
+    "dict": lambda value, tensors: {
+        _decode(key, tensors): _decode(item, tensors) for key, item in value["items"]
+    },
     "tensor": lambda value, tensors: tensors[value["name"]],
     "bytes": _decode_bytes,
     "array": _decode_array,

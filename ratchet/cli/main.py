@@ -22,28 +22,49 @@ data = typer.Typer(no_args_is_help=True, help="Look at data before training on t
 app.add_typer(data, name="data")
 app.add_typer(runs, name="runs")
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides of any key: algorithm.group_size=16")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Overrides of any key: algorithm.group_size=16")
+]
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-Target = Annotated[str, typer.Argument(help="A run, or a Hugging Face model directory; also by address (s3://bucket/run).")]
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="A run, or a Hugging Face model directory; also by address (s3://bucket/run)."
+    ),
+]
 
 
 @app.command()
 def train(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe (YAML). Not needed with --resume.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A recipe (YAML). Not needed with --resume.")
+    ] = None,
     overrides: Overrides = None,
     run_dir: Annotated[
-        str | None, typer.Option(help="Where the run goes, or s3://bucket/run; default: runs/<name>, numbered.")
+        str | None,
+        typer.Option(
+            help="Where the run goes, or s3://bucket/run; default: runs/<name>, numbered."
+        ),
     ] = None,
-    resume: Annotated[str | None, typer.Option(help="Continue the run in this directory, or at this address.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Continue the run in this directory, or at this address.")
+    ] = None,
     changed_data: Annotated[
         bool, typer.Option("--changed-data", help="With --resume: go on though data have changed.")
     ] = False,
     profile: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Profile N steps, after a few: a trace and a table in profile/.")
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Profile N steps, after a few: a trace and a table in profile/.",
+        ),
     ] = None,
     try_s: Annotated[
         float | None,
-        typer.Option("--try", min=0, metavar="SECONDS", help="Only try it: each stage ends after so long."),
+        typer.Option(
+            "--try", min=0, metavar="SECONDS", help="Only try it: each stage ends after so long."
+        ),
     ] = None,
 ) -> None:
     """Train by a recipe, or continue an interrupted run."""
@@ -56,20 +77,33 @@ def train(
     if try_s is not None and resume is not None:
         raise ConfigError("--try is about a run that begins: remove it, or --resume")
     if changed_data and resume is None:
-        raise ConfigError("--changed-data is about a run that goes on: give --resume RUN_DIRECTORY, or leave it out")
+        raise ConfigError(
+            "--changed-data is about a run that goes on: give --resume RUN_DIRECTORY, or leave it "
+            "out"
+        )
     command = " ".join(["ratchet", *sys.argv[1:]])
     if resume is not None:
-        raise typer.Exit(resume_run(resume, command=command, profile=profile, changed_data=changed_data))
+        raise typer.Exit(
+            resume_run(resume, command=command, profile=profile, changed_data=changed_data)
+        )
     assert recipe is not None
-    raise typer.Exit(start_run(recipe, overrides or [], run_dir, command=command, profile=profile, try_s=try_s))
+    raise typer.Exit(
+        start_run(recipe, overrides or [], run_dir, command=command, profile=profile, try_s=try_s)
+    )
 
 
 @app.command()
 def check(
-    target: Annotated[str, typer.Argument(help="A recipe (YAML), or the path of an algorithm, an environment or a reward")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe (YAML), or the path of an algorithm, an environment or a reward"
+        ),
+    ],
     overrides: Overrides = None,
 ) -> None:
-    """Validate a recipe and show what it works out to; or hold what a path names to its kit (my_pkg.my_mod:Thing)."""
+    """Validate a recipe and show what it works out to; or hold what a path names to its kit
+    (my_pkg.my_mod:Thing)."""
     if IMPORT_PATH.fullmatch(target) and not Path(target).exists():
         from ratchet.testing.check_command import check_named
 
@@ -87,13 +121,20 @@ def plan(
     recipe: Annotated[Path, typer.Argument(help="A recipe (YAML).")],
     overrides: Overrides = None,
     probe: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="Train each stage for so long, to know what it takes.")
+        float | None,
+        typer.Option(
+            min=1, metavar="SECONDS", help="Train each stage for so long, to know what it takes."
+        ),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(metavar="2x8xH100", help="Plan for these accelerators: nodes x accelerators x kind.")
+        str | None,
+        typer.Option(
+            metavar="2x8xH100", help="Plan for these accelerators: nodes x accelerators x kind."
+        ),
     ] = None,
     run_dir: Annotated[
-        str | None, typer.Option(help="Keep the plan there: the run's report then says what became of it.")
+        str | None,
+        typer.Option(help="Keep the plan there: the run's report then says what became of it."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -103,7 +144,10 @@ def plan(
     from ratchet.runs.resolve import directory_of
     from ratchet.runs.run_dir import RunDirectory
 
-    config, directory = load_config(recipe, overrides or []), None if run_dir is None else RunDirectory(directory_of(run_dir))
+    config, directory = (
+        load_config(recipe, overrides or []),
+        None if run_dir is None else RunDirectory(directory_of(run_dir)),
+    )
     show_plan(config, cluster=cluster, probe_s=probe, directory=directory, as_json=json)
 
 
@@ -112,37 +156,73 @@ def evaluate(
     target: Annotated[
         str,
         typer.Argument(
-            help="A run, a checkpoint (RUN/checkpoints/step-...) or model directory, the address of an API (http://host/v1), "
+            help="A run, a checkpoint (RUN/checkpoints/step-...) or model directory, the address "
+            "of an API (http://host/v1), "
             "or results of an evaluation."
         ),
     ],
     keys: Annotated[list[str] | None, typer.Argument(help="Keys of --on: path=test.jsonl")] = None,
     on: Annotated[
         str | None,
-        typer.Option(help="An environment to evaluate on, such as gsm8k or my_pkg.maze:Maze; default: the recipe's."),
+        typer.Option(
+            help="An environment to evaluate on, such as gsm8k or my_pkg.maze:Maze; default: the "
+            "recipe's."
+        ),
     ] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Whose environment to evaluate on; default: the run's own.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Whose environment to evaluate on; default: the run's own.")
+    ] = None,
     against: Annotated[
         str | None,
-        typer.Option(metavar="TARGET", help="Another, evaluated alike: which of the two is better, prompt by prompt."),
+        typer.Option(
+            metavar="TARGET",
+            help="Another, evaluated alike: which of the two is better, prompt by prompt.",
+        ),
     ] = None,
-    step: Annotated[int | None, typer.Option(min=1, help="Of a checkpoint of the run; default: its trained model.")] = None,
-    tasks: Annotated[int | None, typer.Option(min=1, help="Held-out tasks; default: the recipe's.")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Sampled attempts a task, beside the greedy one.")] = 4,
+    step: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a checkpoint of the run; default: its trained model."),
+    ] = None,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="Held-out tasks; default: the recipe's.")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Sampled attempts a task, beside the greedy one.")
+    ] = 4,
     greedy: Annotated[bool, typer.Option(help="One attempt a task at temperature 0.")] = True,
-    passing: Annotated[float, typer.Option(help="Reward from which on a sampled attempt counts as passed.")] = 1.0,
-    temperature: Annotated[float | None, typer.Option(help="Of the sampled attempts; default: the recipe's.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer; default: the recipe's, or 2048.")] = None,
+    passing: Annotated[
+        float, typer.Option(help="Reward from which on a sampled attempt counts as passed.")
+    ] = 1.0,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the sampled attempts; default: the recipe's.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of one answer; default: the recipe's, or 2048.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the sampled attempts.")] = 0,
-    generator: Annotated[str | None, typer.Option(help="engine, vllm or hf; default: the run's own.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where results go; default: evals/, numbered, of the run or here.")] = None,
+    generator: Annotated[
+        str | None, typer.Option(help="engine, vllm or hf; default: the run's own.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where results go; default: evals/, numbered, of the run or here."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Of an API: the model's name there.")] = None,
-    api_key_env: Annotated[str | None, typer.Option(help="Of an API: environment variable that holds the key.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Of an API: requests under way at once.")] = 16,
-    timeout_s: Annotated[float, typer.Option(min=0.01, help="Of an API: seconds for one answer.")] = 600.0,
-    body: Annotated[str, typer.Option(help="Of an API: further keys of a request, in JSON; null removes one.")] = "{}",
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Of an API: environment variable that holds the key.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Of an API: requests under way at once.")
+    ] = 16,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.01, help="Of an API: seconds for one answer.")
+    ] = 600.0,
+    body: Annotated[
+        str, typer.Option(help="Of an API: further keys of a request, in JSON; null removes one.")
+    ] = "{}",
 ) -> None:
-    """What a model answers to held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and whether it beats another."""
+    """What a model answers to held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and
+    whether it beats another."""
     from ratchet.commands.eval import Asked, Evaluation, evaluate_target
 
     evaluation = Evaluation(
@@ -169,14 +249,18 @@ def _object(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--body is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f'--body must be an object, such as {{"reasoning_effort": "low"}}, not {text:.80}')
+        raise ConfigError(
+            f'--body must be an object, such as {{"reasoning_effort": "low"}}, not {text:.80}'
+        )
     return found
 
 
 @app.command()
 def chat(
     target: Target,
-    prompt: Annotated[list[str] | None, typer.Option(help="Ask this and stop; may be given several times.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Ask this and stop; may be given several times.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     seed: int = 0,
@@ -185,17 +269,29 @@ def chat(
     from ratchet.commands.chat import chat_with
     from ratchet.runs.resolve import model_of
 
-    chat_with(model_of(target), prompts=prompt or [], temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    chat_with(
+        model_of(target),
+        prompts=prompt or [],
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
 
 
 @app.command()
 def serve(
     target: Target,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    host: Annotated[str, typer.Option(help="Another than this machine's own needs --api-key.")] = "127.0.0.1",
-    api_key: Annotated[str, typer.Option(envvar="RATCHET_API_KEY", help="That requests must bring; default: none.")] = "",
+    host: Annotated[
+        str, typer.Option(help="Another than this machine's own needs --api-key.")
+    ] = "127.0.0.1",
+    api_key: Annotated[
+        str, typer.Option(envvar="RATCHET_API_KEY", help="That requests must bring; default: none.")
+    ] = "",
     temperature: Annotated[float, typer.Option(help="Where a request doesn't say.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most, whatever a request says.")] = 1024,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="At most, whatever a request says.")
+    ] = 1024,
 ) -> None:
     """Serve a trained model behind the OpenAI chat API; it is called `policy`."""
     from ratchet.commands.serve import serve as serve_model
@@ -203,26 +299,45 @@ def serve(
     from ratchet.types import Sampling
 
     serve_model(
-        model_of(target), host=host, port=port, key=api_key, sampling=Sampling(temperature, max_new_tokens=max_new_tokens)
+        model_of(target),
+        host=host,
+        port=port,
+        key=api_key,
+        sampling=Sampling(temperature, max_new_tokens=max_new_tokens),
     )
 
 
 @app.command()
 def score(
     file: Annotated[
-        str, typer.Argument(help="JSON lines: prompt, response, answer; or what the reward reads beside response.")
+        str,
+        typer.Argument(
+            help="JSON lines: prompt, response, answer; or what the reward reads beside response."
+        ),
     ],
-    keys: Annotated[list[str] | None, typer.Argument(help="Keys of the reward: timeout_s=5")] = None,
-    reward: Annotated[str, typer.Option(help="A kind of reward, or the path of yours: my_pkg.my_mod:thing")] = "",
-    json: Annotated[bool, typer.Option("--json", help="A line of JSON for each row, in place of the summary.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Rows judged at once; default: the cores of this machine.")] = None,
+    keys: Annotated[
+        list[str] | None, typer.Argument(help="Keys of the reward: timeout_s=5")
+    ] = None,
+    reward: Annotated[
+        str, typer.Option(help="A kind of reward, or the path of yours: my_pkg.my_mod:thing")
+    ] = "",
+    json: Annotated[
+        bool, typer.Option("--json", help="A line of JSON for each row, in place of the summary.")
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows judged at once; default: the cores of this machine."),
+    ] = None,
 ) -> None:
     """Apply a reward to the answers in a file."""
     from ratchet.commands.score import score_file
     from ratchet.executors.freeze import usable_cores
 
     if not reward:
-        raise ConfigError("--reward is missing: give a kind (exact_match, math, code, ...) or the path of your own")
+        raise ConfigError(
+            "--reward is missing: give a kind (exact_match, math, code, ...) or the path of your "
+            "own"
+        )
     score_file(
         file if object_store.is_address(file) else Path(file),
         reward,
@@ -235,54 +350,96 @@ def score(
 @data.command()
 def inspect(
     target: Annotated[
-        str, typer.Argument(metavar="RECIPE_OR_DATA", help="A recipe; or a file, a directory, an address, or a preset's name.")
+        str,
+        typer.Argument(
+            metavar="RECIPE_OR_DATA",
+            help="A recipe; or a file, a directory, an address, or a preset's name.",
+        ),
     ],
     keys: Annotated[
-        list[str] | None, typer.Argument(help="Overrides of the recipe; of data, keys of `dataset`: columns={prompt: question}")
+        list[str] | None,
+        typer.Argument(
+            help="Overrides of the recipe; of data, keys of `dataset`: columns={prompt: question}"
+        ),
     ] = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
     sample: Annotated[int, typer.Option(min=1, help="Rows whose lengths are summed up.")] = 256,
-    test: Annotated[bool, typer.Option("--test", help="Of the test split, in its order; else of the training split.")] = False,
+    test: Annotated[
+        bool,
+        typer.Option("--test", help="Of the test split, in its order; else of the training split."),
+    ] = False,
     stage: Annotated[str | None, typer.Option(help="Of the recipe; default: its first.")] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="DIR_OR_HUB_ID", help="Another than the recipe's; of data, bytes unless set.")
+        str | None,
+        typer.Option(
+            metavar="DIR_OR_HUB_ID", help="Another than the recipe's; of data, bytes unless set."
+        ),
     ] = None,
-    template: Annotated[str | None, typer.Option(help="plain, turns, chatml, or a .jinja file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One object: rows with ids and spans, and lengths.")] = False,
+    template: Annotated[
+        str | None, typer.Option(help="plain, turns, chatml, or a .jinja file.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One object: rows with ids and spans, and lengths.")
+    ] = False,
 ) -> None:
     """Rows as the model will see them, what of them trains, and how long they are."""
     from ratchet.commands.inspect_data import inspect as inspect_data
 
     look = {"stage": stage, "tokenizer": tokenizer, "template": template, "as_json": json}
-    inspect_data(target, keys or [], rows=rows, sample=sample, split="test" if test else "train", **look)
+    inspect_data(
+        target, keys or [], rows=rows, sample=sample, split="test" if test else "train", **look
+    )
 
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A model directory in any form, a run directory, or a Hub id.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC", help="A model directory in any form, a run directory, or a Hub id."
+        ),
+    ],
     target: Annotated[
-        str, typer.Argument(metavar="DST", help="A new directory, there as soon as it is complete; or an address.")
+        str,
+        typer.Argument(
+            metavar="DST", help="A new directory, there as soon as it is complete; or an address."
+        ),
     ],
     to: Annotated[
-        str, typer.Option(help="hf (safetensors), megatron (dist_checkpointing) or dcp (torch.distributed.checkpoint)")
+        str,
+        typer.Option(
+            help="hf (safetensors), megatron (dist_checkpointing) or dcp "
+            "(torch.distributed.checkpoint)"
+        ),
     ] = "hf",
     config: Annotated[
-        str | None, typer.Option(help="A Hugging Face directory with config.json and tokenizer, where SRC has none.")
+        str | None,
+        typer.Option(
+            help="A Hugging Face directory with config.json and tokenizer, where SRC has none."
+        ),
     ] = None,
-    verify: Annotated[bool, typer.Option(help="Compare every weight by checksum, and the logits of a sample.")] = True,
+    verify: Annotated[
+        bool, typer.Option(help="Compare every weight by checksum, and the logits of a sample.")
+    ] = True,
     merge_lora: Annotated[
         str | None,
-        typer.Option(metavar="ADAPTER", help="Merge this adapter (a directory in peft's form) into the weights of SRC."),
+        typer.Option(
+            metavar="ADAPTER",
+            help="Merge this adapter (a directory in peft's form) into the weights of SRC.",
+        ),
     ] = None,
 ) -> None:
-    """Convert a model between Hugging Face, Megatron and torch's distributed checkpoints, with an adapter merged into it if
-    you like. An interrupted conversion goes on by the same command."""
+    """Convert a model between Hugging Face, Megatron and torch's distributed checkpoints, with an
+    adapter merged into it if you like. An interrupted conversion goes on by the same command."""
     from ratchet.commands.convert.run import convert_places
 
     convert_places(source, target, to=to, config=config, verify=verify, say=say, adapter=merge_lora)
 
 
-Steps = Annotated[list[int], typer.Option("--step", min=1, help="As in metrics.jsonl; may be given several times.")]
+Steps = Annotated[
+    list[int],
+    typer.Option("--step", min=1, help="As in metrics.jsonl; may be given several times."),
+]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or an address.")]
 
 
@@ -292,11 +449,16 @@ def replay(
     step: Steps,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Beside it: what another algorithm or optimizer makes of the step."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Beside it: what another algorithm or optimizer makes of the step.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compute recorded steps again, and say whether they are bit-equal (status 0) or where not (status 1)."""
+    """Compute recorded steps again, and say whether they are bit-equal (status 0) or where not
+    (status 1)."""
     from ratchet.commands.replay.command import replay_steps
     from ratchet.runs.resolve import replayable
 
@@ -320,7 +482,9 @@ def explain(
 
 @app.command()
 def new(
-    kind: Annotated[Literal["recipe", "environment", "reward"], typer.Argument(help="What to begin.")],
+    kind: Annotated[
+        Literal["recipe", "environment", "reward"], typer.Argument(help="What to begin.")
+    ],
     name: Annotated[str, typer.Argument(help="Of it, and of its file.")],
 ) -> None:
     """Begin a recipe, an environment or a reward of your own from small files that work."""
@@ -332,14 +496,19 @@ def new(
 
 @app.command(name="import")
 def import_config(
-    file: Annotated[Path, typer.Argument(help="YAML or JSON; for verl also a shell script with overrides.")],
+    file: Annotated[
+        Path, typer.Argument(help="YAML or JSON; for verl also a shell script with overrides.")
+    ],
     peer: Annotated[
         Literal["trl", "verl", "nemo-rl", "roll"] | None,
         typer.Option("--from", help="Whose it is; default: told from its keys."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The recipe to write; default: it is printed.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The recipe to write; default: it is printed.")
+    ] = None,
 ) -> None:
-    """Turn a configuration of TRL, verl, NeMo RL or ROLL into a recipe, and list what has no counterpart."""
+    """Turn a configuration of TRL, verl, NeMo RL or ROLL into a recipe, and list what has no
+    counterpart."""
     from ratchet.commands.migrate.command import import_file
 
     import_file(file, peer, out)
@@ -347,12 +516,22 @@ def import_config(
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories or addresses; several are compared.")],
-    out: Annotated[Path | None, typer.Option(help="The file; default: report.html in the first run.")] = None,
-    rollouts: Annotated[int, typer.Option(min=0, help="Of each run, so many have their texts and tokens in the file.")] = 256,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Run directories or addresses; several are compared."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The file; default: report.html in the first run.")
+    ] = None,
+    rollouts: Annotated[
+        int,
+        typer.Option(min=0, help="Of each run, so many have their texts and tokens in the file."),
+    ] = 256,
 ) -> None:
-    """Write what runs did as one HTML file, which needs nothing beside it: curves, rollouts, where tokens and time went, and
-    how two runs differ."""
+    """Write what runs did as one HTML file, which needs nothing beside it: curves, rollouts, where
+    tokens and time went, and how two runs differ."""
     from ratchet.commands.report import write_report
 
     say(write_report(runs, out, rollouts=rollouts))
@@ -360,8 +539,12 @@ def report(
 
 @app.command()
 def ui(
-    directory: Annotated[str, typer.Argument(help="A run, the directory that runs are in, or the address of a run.")] = "runs",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of this machine; 0: any that is free.")] = 8421,
+    directory: Annotated[
+        str, typer.Argument(help="A run, the directory that runs are in, or the address of a run.")
+    ] = "runs",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of this machine; 0: any that is free.")
+    ] = 8421,
 ) -> None:
     """Show runs in the browser while they go on. Only this machine is answered; Ctrl-C ends it."""
     from ratchet.commands.report.server import serve_forever
@@ -371,7 +554,9 @@ def ui(
 
 
 @app.command()
-def status(run: Annotated[str, typer.Argument(help="The directory of a run that is under way.")]) -> None:
+def status(
+    run: Annotated[str, typer.Argument(help="The directory of a run that is under way.")],
+) -> None:
     """Who waits for whom in a running training, and since when."""
     from ratchet.runs.live_status import status_of
     from ratchet.runs.resolve import here
@@ -388,9 +573,11 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Entry point: an error meant for the user is printed without a traceback; status 2: recipe, data or model is wrong."""
+    """Entry point: an error meant for the user is printed without a traceback; status 2: recipe,
+    data or model is wrong."""
     prepare_streams()
-    sys.path.insert(0, str(Path.cwd()))  # so that `kind: my_module:Mine` finds what lies beside the recipe
+    # so that `kind: my_module:Mine` finds what lies beside the recipe
+    sys.path.insert(0, str(Path.cwd()))
     try:
         failpoints.arm(os.environ.get("RATCHET_FAULTS", ""))
         credentials.offer(os.environ)

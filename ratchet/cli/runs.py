@@ -9,12 +9,16 @@ import typer
 from ratchet.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
-runs = typer.Typer(help="List runs, compare them, remove what they no longer need.", no_args_is_help=True)
+runs = typer.Typer(
+    help="List runs, compare them, remove what they no longer need.", no_args_is_help=True
+)
 
 
 @runs.command("list")
 def list_runs(
-    place: Annotated[str, typer.Argument(help="A run, or a directory of runs, or an address of either.")] = "runs",
+    place: Annotated[
+        str, typer.Argument(help="A run, or a directory of runs, or an address of either.")
+    ] = "runs",
     json: Json = False,
 ) -> None:
     """State, steps, accuracy and size of each."""
@@ -25,7 +29,8 @@ def list_runs(
 
 @runs.command("compare")
 def compare_runs(
-    paths: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more.")], json: Json = False
+    paths: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more.")],
+    json: Json = False,
 ) -> None:
     """How their recipes differ, from which step on their numbers do, and where they end."""
     from ratchet.commands.runs import compare_runs as show
@@ -38,8 +43,15 @@ def compare_runs(
 @runs.command("prune")
 def prune_runs(
     place: Annotated[str, typer.Argument(help="A run, or a directory of runs.")] = "runs",
-    keep: Annotated[int, typer.Option(min=1, help="Newest checkpoints of each run that stay, beside protected ones.")] = 1,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove them; else they are only named.")] = False,
+    keep: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Newest checkpoints of each run that stay, beside protected ones."
+        ),
+    ] = 1,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove them; else they are only named.")
+    ] = False,
 ) -> None:
     """Remove old checkpoints."""
     from ratchet.commands.runs import prune_runs as prune

@@ -18,20 +18,29 @@ from ratchet.types import Message, Sampling
 from ratchet.utils.terminal_text import make_console
 
 
-def chat_with(path: Path, *, prompts: Sequence[str], temperature: float, max_new_tokens: int, seed: int) -> None:
-    """Answers each of `prompts` in one conversation; without any, asks the terminal until it has no more to say."""
+def chat_with(
+    path: Path, *, prompts: Sequence[str], temperature: float, max_new_tokens: int, seed: int
+) -> None:
+    """Answers each of `prompts` in one conversation; without any, asks the terminal until it has no
+    more to say."""
     console = make_console()
     policy = open_target(path).policy
     sampling = policy.ends(Sampling(temperature=temperature, max_new_tokens=max_new_tokens))
     messages: list[Message] = []
     with ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner())  # one event loop: a generator may keep tasks in it
+        # one event loop: a generator may keep tasks in it
+        runner = stack.enter_context(asyncio.Runner())
         stack.callback(lambda: runner.run(policy.close()))
         for turn, text in enumerate(prompts or _asked(console)):
             question = Message("user", text)
             try:
-                answer = runner.run(_answer(policy, [*messages, question], replace(sampling, seed=seed_for(seed, turn))))
-            except DataError as error:  # such as a character that the tokenizer does not know: ask again
+                answer = runner.run(
+                    _answer(
+                        policy, [*messages, question], replace(sampling, seed=seed_for(seed, turn))
+                    )
+                )
+            # such as a character that the tokenizer does not know: ask again
+            except DataError as error:
                 console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
                 continue
             messages += [question, answer]

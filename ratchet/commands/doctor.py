@@ -1,4 +1,5 @@
-"""`ratchet doctor`: what is installed, what is missing and how to get it, and what this machine offers."""
+"""`ratchet doctor`: what is installed, what is missing and how to get it, and what this machine
+offers."""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ def report() -> int:
             fix = f"pip install 'ratchet[{extra}]'" if extra else "pip install ratchet"
             table.add_row(package, escape(f"missing: {fix}"), purpose)
     console.print(table)
-    console.print(f"python {platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}")
+    console.print(
+        f"python {platform.python_version()} ({sys.executable}), {platform.system()} "
+        f"{platform.machine()}"
+    )
     console.print(f"cores this process may use: {usable_cores()}")
     if find_spec("torch") is not None:
         console.print(_accelerators())
@@ -75,10 +79,17 @@ def _accelerators() -> str:
     import torch  # only here: without torch, doctor must still work
 
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__}: no accelerator, `device: auto` means the CPU in float32, whose cores ranks share"
+        return (
+            f"torch {torch.__version__}: no accelerator, `device: auto` means the CPU in "
+            "float32, whose cores ranks share"
+        )
     count = torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
-    means = f"`device: auto` means cuda, updates in bfloat16 with float32 masters, at most {count} ranks"
+    means = (
+        "`device: auto` means cuda, updates in bfloat16 with float32 masters, at most "
+        f"{count} "
+        "ranks"
+    )
     return f"torch {torch.__version__}: {names}; {means}"
 
 

@@ -1,4 +1,5 @@
-"""`ratchet eval`: what a model answers to held-out tasks, or to a benchmark's, and whether another answers better."""
+"""`ratchet eval`: what a model answers to held-out tasks, or to a benchmark's, and whether another
+answers better."""
 
 from __future__ import annotations
 
@@ -40,7 +41,12 @@ from ratchet.rewards.config import EndpointConfig
 from ratchet.rewards.llm.http_client import Endpoint
 from ratchet.runs.resolve import model_of
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.build import evaluation_sampling, held_out, make_evaluator, make_score_evaluator
+from ratchet.training.build import (
+    evaluation_sampling,
+    held_out,
+    make_evaluator,
+    make_score_evaluator,
+)
 from ratchet.training.from_config import arena_of, build_arena, plan_of
 from ratchet.training.stage import Arena, Plan, Policy
 from ratchet.types import Sampling
@@ -56,7 +62,8 @@ MAX_NEW_TOKENS = 2048  # where no recipe says how long answers are
 
 @dataclass(frozen=True)
 class Asked:
-    """The endpoint that a target names by its address. model: as it calls it. body: further keys of each request."""
+    """The endpoint that a target names by its address. model: as it calls it. body: further keys of
+    each request."""
 
     model: str | None = None
     api_key_env: str | None = None
@@ -67,8 +74,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to evaluate on, and how; None: as the recipe of the target says. on: a kind of environment, or a path, with `words`
-    for keys. step: of the target's checkpoint; None: the trained model."""
+    """What to evaluate on, and how; None: as the recipe of the target says. on: a kind of
+    environment, or a path, with `words` for keys. step: of the target's checkpoint; None: the
+    trained model."""
 
     recipe: Path | None = None
     on: str | None = None
@@ -85,15 +93,20 @@ class Evaluation:
     asked: Asked = Asked()
 
 
-def evaluate_target(target: str, evaluation: Evaluation, *, against: str | None = None, out: Path | None = None) -> None:
-    """Prints what was found, and writes it into a directory: `out`, or a new one beside the run. Either of the two may be the
-    results of an earlier evaluation. Raises ConfigError, and RatchetError where no attempt could be judged."""
+def evaluate_target(
+    target: str, evaluation: Evaluation, *, against: str | None = None, out: Path | None = None
+) -> None:
+    """Prints what was found, and writes it into a directory: `out`, or a new one beside the run.
+    Either of the two may be the results of an earlier evaluation. Raises ConfigError, and
+    RatchetError where no attempt could be judged."""
     console = make_console()
     target, against = _read_here(target), against and _read_here(against)
     found = _results(target, evaluation)
     if isinstance(found, ScoreLoss):
         if against is not None:
-            raise ConfigError("--against compares answers, and this model scores: evaluate it without")
+            raise ConfigError(
+                "--against compares answers, and this model scores: evaluate it without"
+            )
         console.print(_table(found))
         return
     _settle(found, target, out, console)
@@ -110,7 +123,9 @@ def _results(target: str, evaluation: Evaluation) -> Results | ScoreLoss:
         return _of_endpoint(target, evaluation)
     path = model_of(target, evaluation.step)
     if evaluation.step is not None and not RunDirectory(path).used:
-        raise ConfigError(f"--step {evaluation.step} is of a run, and {target} is none: leave it out")
+        raise ConfigError(
+            f"--step {evaluation.step} is of a run, and {target} is none: leave it out"
+        )
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return Results.read(path)
     return _of_model(path, target, evaluation)
@@ -135,7 +150,9 @@ def _settle(found: Results, target: str, out: Path | None, console: Console) -> 
     console.print(Markdown(report(found, title)))
     within = checkpoint_of(path)
     run = RunDirectory(path if within is None else within[0])
-    directory = out or _numbered((run.evals if run.used else Path("evals")) / str(found.about.get("on")).replace(":", "."))
+    directory = out or _numbered(
+        (run.evals if run.used else Path("evals")) / str(found.about.get("on")).replace(":", ".")
+    )
     if keep(found, directory, title):
         console.print(f"results {directory}", markup=False, highlight=False, soft_wrap=True)
     attempts = [attempt for prompt in found.prompts for attempt in prompt.attempts]
@@ -157,7 +174,9 @@ def _of_model(path: Path, called: str, evaluation: Evaluation) -> Results | Scor
         raise ConfigError(NOTHING)
     by = type(target.policy.generator).__name__
     name = called if evaluation.step is None else f"{called}, step {evaluation.step}"
-    return _about(asyncio.run(_measured(target.policy, evaluator.run())), name, by, evaluation, evaluator)
+    return _about(
+        asyncio.run(_measured(target.policy, evaluator.run())), name, by, evaluation, evaluator
+    )
 
 
 def _of_endpoint(url: str, evaluation: Evaluation) -> Results:
@@ -165,15 +184,24 @@ def _of_endpoint(url: str, evaluation: Evaluation) -> Results:
     if asked.model is None:
         raise ConfigError("--model is missing: the name by which the endpoint knows the model")
     if evaluation.generator is not None:
-        raise ConfigError(f"--generator {evaluation.generator} is of models that run here, and {url} runs its own: remove it")
+        raise ConfigError(
+            f"--generator {evaluation.generator} is of models that run here, and {url} runs its "
+            "own: remove it"
+        )
     config = None if evaluation.recipe is None else load_config(evaluation.recipe)
     if config is None and evaluation.on is None:
         raise ConfigError("an endpoint says nothing about tasks: add --on KIND, or --recipe RECIPE")
     arena, plan = where(config, evaluation)
     rollouts = plan.rollouts
-    section = EndpointConfig(api_key_env=asked.api_key_env, concurrency=asked.concurrency, timeout_s=asked.timeout_s)  # pyright: ignore[reportCallIssue]
+    section = EndpointConfig(
+        api_key_env=asked.api_key_env, concurrency=asked.concurrency, timeout_s=asked.timeout_s
+    )  # pyright: ignore[reportCallIssue]
     player = EndpointPlayer(
-        Endpoint(endpoint_of(url), section), asked.model, asked.body, rollouts.max_turns, rollouts.attempt_timeout_s
+        Endpoint(endpoint_of(url), section),
+        asked.model,
+        asked.body,
+        rollouts.max_turns,
+        rollouts.attempt_timeout_s,
     )
     tasks = held_out(arena, plan)
     if not tasks:
@@ -187,7 +215,12 @@ def _of_endpoint(url: str, evaluation: Evaluation) -> Results:
     )
     settings = plan.evaluation
     evaluator = Evaluator(
-        manager, tasks, evaluation_sampling(plan), settings.samples, greedy=settings.greedy, passing=settings.passing
+        manager,
+        tasks,
+        evaluation_sampling(plan),
+        settings.samples,
+        greedy=settings.greedy,
+        passing=settings.passing,
     )
     return _about(asyncio.run(_played(evaluator)), url, asked.model, evaluation, evaluator)
 
@@ -209,28 +242,43 @@ def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[Arena, Plan
         section = measured_on(evaluation.on, evaluation.words)
         arena = arena_of(section)
         if isinstance(section, DatasetConfig):  # it ends: a part of it would be another benchmark
-            plan = replace(plan, evaluation=plan.evaluation.model_copy(update={"tasks": sys.maxsize}))
+            plan = replace(
+                plan, evaluation=plan.evaluation.model_copy(update={"tasks": sys.maxsize})
+            )
     else:
         assert config is not None, "one of the two says what the tasks are"
         arena = build_arena(config.stages[-1])
         arena = arena.evaluation or arena
     if evaluation.on is None and evaluation.words:
-        raise ConfigError(f"'{evaluation.words[0]}' is a key of what --on names: add --on KIND, or change the recipe")
+        raise ConfigError(
+            f"'{evaluation.words[0]}' is a key of what --on names: add --on KIND, or change the "
+            "recipe"
+        )
     if not arena.judges:
-        raise ConfigError("nothing judges answers here: name an environment with a reward of its own, or a recipe with one")
+        raise ConfigError(
+            "nothing judges answers here: name an environment with a reward of its own, or a "
+            "recipe with one"
+        )
     asked = {
         "tasks": evaluation.tasks or plan.evaluation.tasks,
         "samples": evaluation.samples,
         "greedy": evaluation.greedy,
         "passing": evaluation.passing,
-        "temperature": plan.evaluation.temperature if evaluation.temperature is None else evaluation.temperature,
+        "temperature": plan.evaluation.temperature
+        if evaluation.temperature is None
+        else evaluation.temperature,
         "max_new_tokens": evaluation.max_new_tokens or plan.evaluation.max_new_tokens,
     }
     if evaluation.temperature == 0 and evaluation.samples:
-        raise ConfigError("--temperature 0 makes the sampled attempts alike: give --samples 0, or leave --temperature out")
+        raise ConfigError(
+            "--temperature 0 makes the sampled attempts alike: give --samples 0, or leave "
+            "--temperature out"
+        )
     if not evaluation.greedy and not evaluation.samples:
         raise ConfigError("--no-greedy and --samples 0 leave no attempt: give --samples")
-    return arena, replace(plan, evaluation=plan.evaluation.model_copy(update=asked), seed=evaluation.seed)
+    return arena, replace(
+        plan, evaluation=plan.evaluation.model_copy(update=asked), seed=evaluation.seed
+    )
 
 
 def measured_on(name: str, words: Sequence[str]) -> Section:
@@ -243,7 +291,9 @@ def measured_on(name: str, words: Sequence[str]) -> Section:
     return section_from_words("environment", "dataset", [f"preset={known}", *usual, *words])
 
 
-def _about(found: Results, target: str, by: str, evaluation: Evaluation, evaluator: Evaluator) -> Results:
+def _about(
+    found: Results, target: str, by: str, evaluation: Evaluation, evaluator: Evaluator
+) -> Results:
     tasks, sampling = evaluator.tasks, evaluator.sampling
     about = {
         "target": target,
@@ -271,7 +321,10 @@ def _scores(target: Target, algorithm: Algorithm, plan: Plan, arena: Arena) -> S
     model = target.policy.model
     head = load_head(target.model, model.hidden_size)
     if head is None:
-        raise ConfigError(f"{target.model} has no scalar head, and algorithm {algorithm.name} trains one: give a run of it")
+        raise ConfigError(
+            f"{target.model} has no scalar head, and algorithm {algorithm.name} trains one: give a "
+            "run of it"
+        )
     # Whatever the run trained with: this process has the whole model.
     scorer = construct(LocalConfig(), model, head=head.to(next(model.parameters()).device))
     evaluator = make_score_evaluator(target.policy, arena, algorithm, plan, scorer)
@@ -288,4 +341,8 @@ def _table(found: ScoreLoss) -> Table:
 
 
 def _numbered(path: Path) -> Path:
-    return next(found for i in itertools.count(1) if not (found := path.with_name(f"{path.name}-{i}")).exists())
+    return next(
+        found
+        for i in itertools.count(1)
+        if not (found := path.with_name(f"{path.name}-{i}")).exists()
+    )

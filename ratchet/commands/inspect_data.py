@@ -1,4 +1,5 @@
-"""`ratchet data inspect`: rows as the model will see them, after the chat template, and which of their tokens train."""
+"""`ratchet data inspect`: rows as the model will see them, after the chat template, and which of
+their tokens train."""
 
 from __future__ import annotations
 
@@ -34,13 +35,19 @@ from ratchet.training.from_config import processor_of, template_of
 from ratchet.types import Split, Task, Trajectory
 from ratchet.utils.terminal_text import make_console, visible
 
-ROLES = {"pairs": ("chosen", "rejected"), "labelled": ("answer",), "steps": ("answer",), "rows": ("row",)}
+ROLES = {
+    "pairs": ("chosen", "rejected"),
+    "labelled": ("answer",),
+    "steps": ("answer",),
+    "rows": ("row",),
+}
 QUANTILES = {"least": 0.0, "median": 0.5, "p95": 0.95, "most": 1.0}
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A sequence of tokens. part: "row", "chosen", "rejected", "answer" or "prompt". trainable [tokens]."""
+    """A sequence of tokens. part: "row", "chosen", "rejected", "answer" or "prompt". trainable
+    [tokens]."""
 
     task: Task
     part: str
@@ -70,7 +77,8 @@ class Shown:
 
 @dataclass(frozen=True)
 class Inspected:
-    """What is looked at. learns: what the algorithm learns from (see `StageConfig.source`); None: told from each row."""
+    """What is looked at. learns: what the algorithm learns from (see `StageConfig.source`); None:
+    told from each row."""
 
     environment: Environment
     renderer: Renderer
@@ -95,10 +103,16 @@ def inspect(
 
     Raises ConfigError or DataError where the recipe or the data can't be used.
     """
-    data = _of_recipe(target, words, stage) if target.endswith((".yaml", ".yml")) else _of_file(target, words)
+    data = (
+        _of_recipe(target, words, stage)
+        if target.endswith((".yaml", ".yml"))
+        else _of_file(target, words)
+    )
     if tokenizer is not None or template is not None:
         made = data.renderer.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
-        data = Inspected(data.environment, Renderer(made, template), data.learns, data.turns, data.seed)
+        data = Inspected(
+            data.environment, Renderer(made, template), data.learns, data.turns, data.seed
+        )
     tasks = islice(_once(data.environment.tasks(split, seed=data.seed)), max(rows, sample))
     shown = [one for task in tasks for one in _shown(data, task)]
     names = list(dict.fromkeys(one.task.id for one in shown))[:rows]
@@ -128,7 +142,9 @@ def _of_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Inspecte
     chosen = _stage(config, stage)
     made = construct(config.tokenizer, config.model.path)
     # Of a model that is here: none is fetched to show rows.
-    processor = processor_of(config) if config.model.path and Path(config.model.path).is_dir() else None
+    processor = (
+        processor_of(config) if config.model.path and Path(config.model.path).is_dir() else None
+    )
     format_of_tools = getattr(config.tokenizer, "tool_format", "auto")
     renderer = Renderer(made, template_of(config), processor=processor, tool_format=format_of_tools)
     algorithm = construct(chosen.algorithm)
@@ -141,16 +157,21 @@ def _stage(config: RunConfig, name: str | None) -> StageConfig:
         return config.stages[0]
     found = next((stage for stage in config.stages if stage.name == name), None)
     if found is None:
-        raise ConfigError(f"there is no stage '{name}': there are {', '.join(stage.name for stage in config.stages)}")
+        raise ConfigError(
+            f"there is no stage '{name}': there are "
+            f"{', '.join(stage.name for stage in config.stages)}"
+        )
     return found
 
 
 def _of_file(target: str, words: Sequence[str]) -> Inspected:
-    """A file, directory or address, or a preset's name; the words are keys of the environment `dataset`."""
+    """A file, directory or address, or a preset's name; the words are keys of the environment
+    `dataset`."""
     key = "preset" if target in PUBLISHED and not Path(target).exists() else "train"
     section = section_from_words("environment", "dataset", [f"{key}={json.dumps(target)}", *words])
     environment: Environment = construct(section)
-    template = "chatml" if isinstance(environment, OffersTools) else "turns"  # the latter knows no tools
+    # the latter knows no tools
+    template = "chatml" if isinstance(environment, OffersTools) else "turns"
     return Inspected(environment, Renderer(byte_tokenizer(), template), None, "all", 0)
 
 
@@ -164,7 +185,9 @@ def _shown(data: Inspected, task: Task) -> list[Shown]:
         tokens = data.renderer.prompt(task.messages, tools or None)
         return [Shown(task, "prompt", tokens, [False] * len(tokens))]
     (group,) = asyncio.run(_source(data, learns).make([(task.id, task)], version=0))
-    return [_of(task, part, row) for part, row in zip(ROLES[learns], group.trajectories, strict=True)]
+    return [
+        _of(task, part, row) for part, row in zip(ROLES[learns], group.trajectories, strict=True)
+    ]
 
 
 def _of(task: Task, part: str, row: Trajectory) -> Shown:
@@ -183,7 +206,11 @@ def _source(data: Inspected, learns: str) -> StreamSource:
 
 def _told(environment: Environment, task: Task) -> str:
     """What a row has, where no algorithm says what it wants."""
-    ways = (("pairs", Compares, "comparison"), ("labelled", Judges, "judged"), ("steps", Steps, "steps"))
+    ways = (
+        ("pairs", Compares, "comparison"),
+        ("labelled", Judges, "judged"),
+        ("steps", Steps, "steps"),
+    )
     for learns, protocol, method in ways:
         if isinstance(environment, protocol):
             try:
@@ -207,24 +234,39 @@ def lengths(shown: Sequence[Shown]) -> dict[str, dict[str, float]]:
     for part in dict.fromkeys(one.part for one in shown):
         ones = [one for one in shown if one.part == part]
         sizes = [len(one.tokens) for one in ones]
-        quantiles = {name: float(np.quantile(sizes, q, method="nearest")) for name, q in QUANTILES.items()}
+        quantiles = {
+            name: float(np.quantile(sizes, q, method="nearest")) for name, q in QUANTILES.items()
+        }
         trained = sum(sum(one.trainable) for one in ones) / max(sum(sizes), 1)
-        found[part] = {"count": len(ones), **quantiles, "tokens": sum(sizes), "trainable_share": round(trained, 4)}
+        found[part] = {
+            "count": len(ones),
+            **quantiles,
+            "tokens": sum(sizes),
+            "trainable_share": round(trained, 4),
+        }
     return found
 
 
-def _show(console: Console, first: Sequence[Shown], shown: Sequence[Shown], renderer: Renderer) -> None:
+def _show(
+    console: Console, first: Sequence[Shown], shown: Sequence[Shown], renderer: Renderer
+) -> None:
     for one in first:
         trained = sum(one.trainable)
         what = f"{len(one.tokens)} tokens, {trained} of them train"
         console.rule(f"{escape(one.task.id)} · {one.part} · {what}", align="left")
         console.print(_coloured(one, renderer, marks=not console.is_terminal), soft_wrap=True)
     if any(sum(one.trainable) for one in first):
-        console.print("[bold green]green[/]: what trains" if console.is_terminal else "between ⟦ and ⟧: what trains")
+        console.print(
+            "[bold green]green[/]: what trains"
+            if console.is_terminal
+            else "between ⟦ and ⟧: what trains"
+        )
     table = Table("", "rows", *QUANTILES, "trainable", title="tokens a row")
     for part, found in lengths(shown).items():
         share = f"{100 * found['trainable_share']:.1f} %"
-        table.add_row(part, f"{found['count']:.0f}", *(f"{found[name]:.0f}" for name in QUANTILES), share)
+        table.add_row(
+            part, f"{found['count']:.0f}", *(f"{found[name]:.0f}" for name in QUANTILES), share
+        )
     console.print(table)
 
 
@@ -232,6 +274,9 @@ def _coloured(one: Shown, renderer: Renderer, *, marks: bool) -> Text:
     """marks: brackets too, where colours are lost."""
     text = Text()
     for trains, start, end in one.spans():
-        said = visible(renderer.tokenizer.decode(one.tokens[start:end], skip_special=False))  # rich drops a bell
-        text.append(f"⟦{said}⟧" if trains and marks else said, style="bold green" if trains else "dim")
+        # rich drops a bell
+        said = visible(renderer.tokenizer.decode(one.tokens[start:end], skip_special=False))
+        text.append(
+            f"⟦{said}⟧" if trains and marks else said, style="bold green" if trains else "dim"
+        )
     return text

@@ -1,5 +1,5 @@
-"""What `ratchet eval`, `chat` and `serve` are pointed at: a run directory, a checkpoint in it, or a Hugging Face model
-directory (or hub id)."""
+"""What `ratchet eval`, `chat` and `serve` are pointed at: a run directory, a checkpoint in it, or a
+Hugging Face model directory (or hub id)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from ratchet.utils.temp_dirs import TemporaryFolder
 
 @dataclass(frozen=True)
 class Target:
-    """model: directory of the weights. config: of the run, up to the stage that the weights are of, or of the recipe given
-    beside a bare model; None without either. exported: where a checkpoint's weights lie as long as this does."""
+    """model: directory of the weights. config: of the run, up to the stage that the weights are of,
+    or of the recipe given beside a bare model; None without either. exported: where a checkpoint's
+    weights lie as long as this does."""
 
     model: Path
     policy: Policy
@@ -49,10 +50,13 @@ def checkpoint_of(path: Path) -> tuple[Path, int] | None:
     return run, int(step[1])
 
 
-def open_target(path: Path, recipe: Path | None = None, generator: str | None = None, *, step: int | None = None) -> Target:
-    """generator: its kind; None: what the run trained with (the engine for a bare model), in this process. step: of a
-    checkpoint, after which the weights of the run are wanted; None: at its end. Raises RunDirectoryError for a run that has no
-    finished model yet, CheckpointError for a checkpoint that is not there or damaged."""
+def open_target(
+    path: Path, recipe: Path | None = None, generator: str | None = None, *, step: int | None = None
+) -> Target:
+    """generator: its kind; None: what the run trained with (the engine for a bare model), in this
+    process. step: of a checkpoint, after which the weights of the run are wanted; None: at its end.
+    Raises RunDirectoryError for a run that has no finished model yet, CheckpointError for a
+    checkpoint that is not there or damaged."""
     if step is None and (found := checkpoint_of(path)) is not None:
         path, step = found
     own = path / "config.yaml"
@@ -66,11 +70,17 @@ def open_target(path: Path, recipe: Path | None = None, generator: str | None = 
         model, tokenizer = load_policy(str(path), device=device), load_tokenizer(str(path))
         section = None if generator is None else section_from_words("generator", generator)
         processor = load_processor(path) if model.reads_media and path.is_dir() else None
-        return Target(path, Policy.of(model, tokenizer, template=template, processor=processor, generator=section), config)
+        return Target(
+            path,
+            Policy.of(model, tokenizer, template=template, processor=processor, generator=section),
+            config,
+        )
     if not (path / MODEL).is_dir():
         steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
         saved = f", or name a step of a checkpoint (--step {steps[-1]})" if steps else ""
-        raise RunDirectoryError(f"{path} has no finished model yet: go on with `ratchet train --resume {path}`{saved}")
+        raise RunDirectoryError(
+            f"{path} has no finished model yet: go on with `ratchet train --resume {path}`{saved}"
+        )
     config = load_config(own)
     policy = _policy(config, path / MODEL, generator)
     return Target(path / MODEL, policy, config if recipe is None else freeze(load_config(recipe)))
@@ -78,8 +88,16 @@ def open_target(path: Path, recipe: Path | None = None, generator: str | None = 
 
 def _policy(config: RunConfig, model: Path, generator: str | None) -> Policy:
     """Where a run was trained says nothing about where it is looked at."""
-    stages = tuple(stage.model_copy(update={"generator": _generator(stage, generator)}) for stage in config.stages)
-    here = {"device": "auto", "kernels": "auto", "model": ModelConfig(path=str(model)), "stages": stages}
+    stages = tuple(
+        stage.model_copy(update={"generator": _generator(stage, generator)})
+        for stage in config.stages
+    )
+    here = {
+        "device": "auto",
+        "kernels": "auto",
+        "model": ModelConfig(path=str(model)),
+        "stages": stages,
+    }
     return build_policy(freeze(config.model_copy(update=here)))
 
 
@@ -87,7 +105,8 @@ def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None
     directory = RunDirectory(path)
     if not directory.used:
         raise RunDirectoryError(
-            f"{path} holds no run (no config.yaml), so no step of it: leave out --step for a model directory"
+            f"{path} holds no run (no config.yaml), so no step of it: leave out --step for a model "
+            "directory"
         )
     whole = load_config(directory.config)
     checkpoint = CheckpointStore(directory.checkpoints).load(step)
@@ -96,22 +115,29 @@ def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None
     exported = TemporaryFolder("step")
     _export(config, checkpoint, path, exported.path)
     policy = _policy(config, exported.path, generator)
-    return Target(exported.path, policy, config if recipe is None else freeze(load_config(recipe)), exported)
+    return Target(
+        exported.path, policy, config if recipe is None else freeze(load_config(recipe)), exported
+    )
 
 
 def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) -> None:
-    """Writes the policy of a checkpoint of the last of these stages as the end of a run would. Raises ConfigError where it lies
-    in a form that nothing here reads."""
+    """Writes the policy of a checkpoint of the last of these stages as the end of a run would.
+    Raises ConfigError where it lies in a form that nothing here reads."""
     index = len(config.stages) - 1
     stage = config.stages[index]
     if isinstance(stage.learner, MegatronConfig):
         raise ConfigError(
-            f"stage {stage.name} trained with learner.kind=megatron, whose checkpoints only Megatron reads: end the run "
+            f"stage {stage.name} trained with learner.kind=megatron, whose checkpoints only "
+            "Megatron reads: end the run "
             f"(`ratchet train --resume {run}`), and evaluate its model"
         )
     begun = begins_with(config, index, run)
-    alone = tuple(each.model_copy(update={"generator": resolve("generator", {})}) for each in begun.stages)
-    policy = build_policy(freeze(begun.model_copy(update={"device": "cpu", "kernels": "auto", "stages": alone})))
+    alone = tuple(
+        each.model_copy(update={"generator": resolve("generator", {})}) for each in begun.stages
+    )
+    policy = build_policy(
+        freeze(begun.model_copy(update={"device": "cpu", "kernels": "auto", "stages": alone}))
+    )
     adapter = adapter_of(config, index, run)
     if adapter is not None:
         policy.model.attach(adapter)
@@ -135,10 +161,17 @@ def _generator(stage: StageConfig, kind: str | None) -> Section:
     trained_with = stage.generator
     if kind is None:
         return trained_with.of if isinstance(trained_with, WorkersConfig) else trained_with
-    return trained_with if getattr(trained_with, "kind", None) == kind else section_from_words("generator", kind)
+    return (
+        trained_with
+        if getattr(trained_with, "kind", None) == kind
+        else section_from_words("generator", kind)
+    )
 
 
 def require_config(target: Target) -> RunConfig:
     if target.config is None:
-        raise ConfigError("a model directory says nothing about tasks: add --recipe RECIPE, whose environment to evaluate on")
+        raise ConfigError(
+            "a model directory says nothing about tasks: add --recipe RECIPE, whose environment to "
+            "evaluate on"
+        )
     return target.config

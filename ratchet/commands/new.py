@@ -118,11 +118,13 @@ def test_it_keeps_the_contract():
 
 
 def _module(name: str) -> str:
-    """As a file of Python: MyMaze and my-maze are my_maze. Raises ConfigError where it can be none."""
+    """As a file of Python: MyMaze and my-maze are my_maze. Raises ConfigError where it can be
+    none."""
     module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
     if not module.isidentifier() or keyword.iskeyword(module):
         raise ConfigError(
-            f"'{name}' can't name a file of Python: use letters, digits and _, say my_{re.sub(r'[^a-z0-9]+', '_', module)}"
+            f"'{name}' can't name a file of Python: use letters, digits and _, say "
+            f"my_{re.sub(r'[^a-z0-9]+', '_', module)}"
         )
     return module
 
@@ -136,14 +138,20 @@ def _recipe(name: str) -> tuple[Mapping[str, str], str]:
 def _environment(name: str) -> tuple[Mapping[str, str], str]:
     module = _module(name)
     names = {"name": module, "thing": "".join(word.capitalize() for word in module.split("_"))}
-    files = {f"{module}.py": _filled(ENVIRONMENT, **names), f"test_{module}.py": _filled(ENVIRONMENT_TEST, **names)}
+    files = {
+        f"{module}.py": _filled(ENVIRONMENT, **names),
+        f"test_{module}.py": _filled(ENVIRONMENT_TEST, **names),
+    }
     return files, f"ratchet check {module}:{names['thing']}"
 
 
 def _reward(name: str) -> tuple[Mapping[str, str], str]:
     module = _module(name)
     names = {"name": module, "thing": module}
-    files = {f"{module}.py": _filled(REWARD, **names), f"test_{module}.py": _filled(REWARD_TEST, **names)}
+    files = {
+        f"{module}.py": _filled(REWARD, **names),
+        f"test_{module}.py": _filled(REWARD_TEST, **names),
+    }
     return files, f"ratchet check {module}:{module}"
 
 
@@ -159,13 +167,15 @@ KINDS: Mapping[str, Callable[[str], tuple[Mapping[str, str], str]]] = {
 
 
 def scaffold(kind: str, name: str, directory: Path = Path()) -> tuple[list[Path], str]:
-    """Writes the files; returns them, and the command that comes next. Raises ConfigError, having written nothing, for a name
-    that can't be one, and where a file is there already."""
+    """Writes the files; returns them, and the command that comes next. Raises ConfigError, having
+    written nothing, for a name that can't be one, and where a file is there already."""
     files, command = KINDS[kind](name)
     paths = {directory / file: text for file, text in files.items()}
     for path in paths:
         if path.exists():
-            raise ConfigError(f"{path} is there already, and is not overwritten: choose another name")
+            raise ConfigError(
+                f"{path} is there already, and is not overwritten: choose another name"
+            )
     for path, text in paths.items():
         path.write_text(text, encoding="utf-8")
     return list(paths), command

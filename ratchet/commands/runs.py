@@ -1,4 +1,5 @@
-"""`ratchet runs`: what lies in a directory of runs, how two of them differ, and what of them may go."""
+"""`ratchet runs`: what lies in a directory of runs, how two of them differ, and what of them may
+go."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ from ratchet.utils.terminal_text import make_console
 
 @dataclass(frozen=True)
 class RunRow:
-    """state: "running", "finished", or "stopped" where it can be resumed; "mirrored" at an address. step: the last that has its
-    metrics. accuracy: the latest that was measured. checkpoints: bytes of them."""
+    """state: "running", "finished", or "stopped" where it can be resumed; "mirrored" at an address.
+    step: the last that has its metrics. accuracy: the latest that was measured. checkpoints: bytes
+    of them."""
 
     path: str
     state: str
@@ -37,18 +39,35 @@ class RunRow:
 
 
 def runs_in(place: Path) -> list[RunDirectory]:
-    """`place` itself where it is a run, else those directly in it. Raises RunDirectoryError where there is none."""
+    """`place` itself where it is a run, else those directly in it. Raises RunDirectoryError where
+    there is none."""
     own = RunDirectory(place)
-    found = [own] if own.used else [RunDirectory(path) for path in sorted(place.glob("*/")) if RunDirectory(path).used]
+    found = (
+        [own]
+        if own.used
+        else [RunDirectory(path) for path in sorted(place.glob("*/")) if RunDirectory(path).used]
+    )
     if not found:
-        raise RunDirectoryError(f"{place} holds no runs (directories with a config.yaml): name one that does")
+        raise RunDirectoryError(
+            f"{place} holds no runs (directories with a config.yaml): name one that does"
+        )
     return found
 
 
 def describe_run(run: RunDirectory) -> RunRow:
     rows = read_jsonl(run.metrics)
-    accuracies = [value for row in rows for name, value in row.items() if name.endswith("eval/accuracy") and value is not None]
-    seconds = sum(value for row in rows for name, value in row.items() if name.endswith("time/step_s") and value is not None)
+    accuracies = [
+        value
+        for row in rows
+        for name, value in row.items()
+        if name.endswith("eval/accuracy") and value is not None
+    ]
+    seconds = sum(
+        value
+        for row in rows
+        for name, value in row.items()
+        if name.endswith("time/step_s") and value is not None
+    )
     return RunRow(
         path=str(run.path),
         state="running" if run.held else "finished" if run.summary.exists() else "stopped",
@@ -66,9 +85,18 @@ def rows_in(place: str | Path) -> list[RunRow]:
         return [describe_run(run) for run in runs_in(Path(place))]
     rows = []
     for address, checkpoints in runs_at(place):
-        row = describe_run(RunDirectory(record_of(address, ("config.yaml", "metrics.jsonl", "summary.json"))))
+        row = describe_run(
+            RunDirectory(record_of(address, ("config.yaml", "metrics.jsonl", "summary.json")))
+        )
         # Whether it goes on is known where it trains.
-        rows.append(replace(row, path=address, checkpoints=checkpoints, state=row.state.replace("stopped", "mirrored")))
+        rows.append(
+            replace(
+                row,
+                path=address,
+                checkpoints=checkpoints,
+                state=row.state.replace("stopped", "mirrored"),
+            )
+        )
     return rows
 
 
@@ -81,25 +109,40 @@ def list_runs(place: str | Path, *, as_json: bool) -> None:
     for row in rows:
         accuracy = "-" if row.accuracy is None else f"{row.accuracy:.3f}"
         step = f"{row.step:,} of {row.steps:,}"
-        table.add_row(Text(row.path), row.state, step, duration(row.seconds), accuracy, f"{row.checkpoints / 2**20:,.1f} MiB")
+        table.add_row(
+            Text(row.path),
+            row.state,
+            step,
+            duration(row.seconds),
+            accuracy,
+            f"{row.checkpoints / 2**20:,.1f} MiB",
+        )
     make_console().print(table)
 
 
 def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
-    """How the first differs from each other: keys of the recipe, the first step with other numbers, and the last ones."""
+    """How the first differs from each other: keys of the recipe, the first step with other numbers,
+    and the last ones."""
     runs = [_one(path) for path in paths]
     called = [{"a": str(paths[0]), "b": str(path)} for path in paths[1:]]
-    found = [{**names, **_compared(runs[0], other)} for names, other in zip(called, runs[1:], strict=True)]
+    found = [
+        {**names, **_compared(runs[0], other)}
+        for names, other in zip(called, runs[1:], strict=True)
+    ]
     if as_json:
         print_json(found)
         return
     console = make_console(soft_wrap=True)
     for comparison in found:
-        console.print(f"{comparison['a']} -> {comparison['b']}", style="bold", markup=False, highlight=False)
+        console.print(
+            f"{comparison['a']} -> {comparison['b']}", style="bold", markup=False, highlight=False
+        )
         for line in comparison["recipe"] or ["the recipes are the same"]:
             console.print(f"  {line}", markup=False, highlight=False)
         step = comparison["first_different_step"]
-        console.print(f"  the numbers differ from step {step} on" if step is not None else "  no step differs")
+        console.print(
+            f"  the numbers differ from step {step} on" if step is not None else "  no step differs"
+        )
         for name, (a, b) in comparison["last"].items():
             console.print(f"  {name}: {a} -> {b}", markup=False, highlight=False)
 
@@ -108,7 +151,9 @@ WATCHED = ("eval/accuracy", "rollout/reward", "policy/loss")
 
 
 def _compared(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
-    first, second = ({row.pop("step"): _timeless(row) for row in read_jsonl(run.metrics)} for run in (a, b))
+    first, second = (
+        {row.pop("step"): _timeless(row) for row in read_jsonl(run.metrics)} for run in (a, b)
+    )
     shared = sorted(first.keys() & second.keys())
     different = next((step for step in shared if first[step] != second[step]), None)
     return {
@@ -120,17 +165,24 @@ def _compared(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
 
 def _timeless(row: dict[str, Any]) -> dict[str, Any]:
     """Without what the machine says: no two runs take equally long."""
-    return {name: value for name, value in row.items() if "time/" not in name and "system/" not in name}
+    return {
+        name: value for name, value in row.items() if "time/" not in name and "system/" not in name
+    }
 
 
 def _last(rows: dict[int, dict[str, Any]], name: str) -> float | None:
-    values = [v for step in sorted(rows) for key, v in rows[step].items() if key.endswith(name) and v is not None]
+    values = [
+        v
+        for step in sorted(rows)
+        for key, v in rows[step].items()
+        if key.endswith(name) and v is not None
+    ]
     return values[-1] if values else None
 
 
 def prune_runs(place: Path, *, keep: int, really: bool) -> None:
-    """Removes checkpoints but the newest `keep` of each run that is not under way. Those stay that the recipe protects: its
-    best ones, and those at the steps that it names."""
+    """Removes checkpoints but the newest `keep` of each run that is not under way. Those stay that
+    the recipe protects: its best ones, and those at the steps that it names."""
     console = make_console(soft_wrap=True)
     freed = 0
     for run in runs_in(place):
@@ -138,28 +190,40 @@ def prune_runs(place: Path, *, keep: int, really: bool) -> None:
             console.print(f"{run.path} is under way and stays as it is", markup=False)
             continue
         policies = [stage["checkpoint"] for stage in run.read_config()["stages"]]
-        best, every = (max(policy[key] for policy in policies) for key in ("keep_best", "keep_every"))
+        best, every = (
+            max(policy[key] for policy in policies) for key in ("keep_best", "keep_every")
+        )
         store = CheckpointStore(run.checkpoints, keep, keep_best=best, keep_every=every)
         for checkpoint in store.surplus():
             size = _size(checkpoint.path)
             freed += size
             done = "removed" if really else "would remove"
-            console.print(f"{done} {checkpoint.path} ({size / 2**20:,.1f} MiB)", markup=False, highlight=False)
+            console.print(
+                f"{done} {checkpoint.path} ({size / 2**20:,.1f} MiB)", markup=False, highlight=False
+            )
         if really:
             with run.locked():
                 store.tidy()
-    console.print(f"{freed / 2**20:,.1f} MiB" + ("" if really or not freed else "; add --yes to remove them"))
+    console.print(
+        f"{freed / 2**20:,.1f} MiB" + ("" if really or not freed else "; add --yes to remove them")
+    )
 
 
 def _one(path: str | Path) -> RunDirectory:
     run = RunDirectory(record_of(path))
     if not run.used:
-        raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
+        raise RunDirectoryError(
+            f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named"
+        )
     return run
 
 
 def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
+    return (
+        sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        if path.is_dir()
+        else 0
+    )
 
 
 def print_json(value: Any) -> None:

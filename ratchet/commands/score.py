@@ -28,7 +28,9 @@ from ratchet.rewards.weighted_sum import composed
 from ratchet.types import Cancelled, Failed, Message, Outcome, Task, Trajectory
 from ratchet.utils.terminal_text import make_console
 
-AHEAD = 64  # rows in memory for each that is judged at once: a slow one holds up what is written, not what is judged
+# rows in memory for each that is judged at once: a slow one holds up what is written, not what is
+# judged
+AHEAD = 64
 WORST = 5
 ROLES = ("system", "user", "assistant", "tool")
 SPENT = ("response", "messages")  # columns that are the trajectory, not the task's
@@ -58,7 +60,10 @@ class Score:
         return self.outcome.reason if isinstance(self.outcome, Cancelled) else ""
 
     def as_json(self) -> str:
-        parts = {name: value if math.isfinite(value) else None for name, value in getattr(self.outcome, "parts", {}).items()}
+        parts = {
+            name: value if math.isfinite(value) else None
+            for name, value in getattr(self.outcome, "parts", {}).items()
+        }
         return json.dumps(
             {
                 "line": self.line,
@@ -72,19 +77,25 @@ class Score:
         )
 
 
-def score_file(path: str | Path, kind: str, words: Sequence[str], *, as_json: bool, workers: int) -> None:
+def score_file(
+    path: str | Path, kind: str, words: Sequence[str], *, as_json: bool, workers: int
+) -> None:
     """Writes a line of JSON for each row to stdout, or a summary. A bad row costs itself alone.
 
-    Raises ConfigError or another RatchetError where the reward can't be made, DataError where the file can't be read.
+    Raises ConfigError or another RatchetError where the reward can't be made, DataError where the
+    file can't be read.
     """
     if isinstance(path, Path) and path.is_dir():
-        raise DataError(f"{path} is a directory: give a file of rows (a run directory holds no answers' texts)")
+        raise DataError(
+            f"{path} is a directory: give a file of rows (a run directory holds no answers' texts)"
+        )
     reward = composed([reward_section(kind, words, workers)])
     asyncio.run(_score_file(path, reward, as_json=as_json, workers=workers))
 
 
 def reward_section(kind: str, words: Sequence[str], workers: int) -> Section:
-    """Of a reward that judges several answers at once, `workers` is the number unless the words say another."""
+    """Of a reward that judges several answers at once, `workers` is the number unless the words say
+    another."""
     try:
         section = section_from_words("rewards", kind, words)
     except ConfigError as error:
@@ -106,7 +117,8 @@ async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, worker
 
 
 async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterator[Score]:
-    """In the order of the rows, `workers` of them judged at once, and never more than some of the file in memory."""
+    """In the order of the rows, `workers` of them judged at once, and never more than some of the
+    file in memory."""
     turns = asyncio.Semaphore(workers)
     waiting: deque[asyncio.Task[Score]] = deque()
     try:
@@ -123,7 +135,11 @@ async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterato
 
 
 async def _score(
-    path: str | Path, line: int, values: Mapping[str, Any] | DataError, reward: Reward, turns: asyncio.Semaphore
+    path: str | Path,
+    line: int,
+    values: Mapping[str, Any] | DataError,
+    reward: Reward,
+    turns: asyncio.Semaphore,
 ) -> Score:
     name = f"line {line}"
     if isinstance(values, DataError):
@@ -136,7 +152,9 @@ async def _score(
         start = time.perf_counter()
         try:
             (outcome,) = await reward.score([trajectory], task)
-        except Exception:  # the episode boundary: a reward is anyone's code, and its bug must cost one row, not the rest
+        # the episode boundary: a reward is anyone's code, and its bug must cost one row, not the
+        # rest
+        except Exception:
             outcome = Failed("reward", traceback.format_exc())
         return Score(line, task.id, outcome, time.perf_counter() - start)
 
@@ -145,11 +163,14 @@ async def _score(
 
 
 def attempt_of(values: Mapping[str, Any], name: str) -> tuple[Task, Trajectory]:
-    """The task and its answered conversation, which is text alone and holds no tokens. Raises DataError."""
+    """The task and its answered conversation, which is text alone and holds no tokens. Raises
+    DataError."""
     messages = _messages(values, "messages") if "messages" in values else _prompted(values)
     if not messages or messages[-1].role != "assistant":
         raise DataError("column 'messages' must end with what the assistant said")
-    label = next((values[key] for key in ("id", "task_id") if isinstance(values.get(key), str | int)), name)
+    label = next(
+        (values[key] for key in ("id", "task_id") if isinstance(values.get(key), str | int)), name
+    )
     tag = values.get("tag")
     task = Task(
         id=str(label),
@@ -165,7 +186,11 @@ def _prompted(values: Mapping[str, Any]) -> tuple[Message, ...]:
     response = values.get("response")
     if not isinstance(response, str):
         has = ", ".join(values) or "no columns"
-        wrong = f"column 'response' is {_kind(response)}, must be a string" if "response" in values else "no column 'response'"
+        wrong = (
+            f"column 'response' is {_kind(response)}, must be a string"
+            if "response" in values
+            else "no column 'response'"
+        )
         raise DataError(f"{wrong} (nor 'messages'); the row has {has}")
     prompt = values.get("prompt")
     if prompt is None:
@@ -181,11 +206,19 @@ def _messages(values: Mapping[str, Any], column: str) -> tuple[Message, ...]:
     found: list[Message] = []
     given = values[column]
     if not isinstance(given, list):
-        raise DataError(f"column '{column}' is {_kind(given)}, must be an array of {{role, content}}")
+        raise DataError(
+            f"column '{column}' is {_kind(given)}, must be an array of {{role, content}}"
+        )
     for index, message in enumerate(given):
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        role, content = (
+            (message.get("role"), message.get("content"))
+            if isinstance(message, dict)
+            else (None, None)
+        )
         if role not in ROLES or not isinstance(content, str):
-            raise DataError(f"{column}[{index}] must have a role ({', '.join(ROLES)}) and a content of text")
+            raise DataError(
+                f"{column}[{index}] must have a role ({', '.join(ROLES)}) and a content of text"
+            )
         found.append(Message(role, content))
     return tuple(found)
 
@@ -202,10 +235,12 @@ class Summary:
     """Of any number of rows, in little memory."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    sums: dict[str, tuple[float, int]] = field(default_factory=dict)  # by part, and how many rows have it
+    # by part, and how many rows have it
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     seconds: float = 0.0
     failed: list[Score] = field(default_factory=list)  # the first of them
-    lowest: list[tuple[float, int, Score]] = field(default_factory=list)  # a heap, the highest of them on top
+    # a heap, the highest of them on top
+    lowest: list[tuple[float, int, Score]] = field(default_factory=list)
 
     def add(self, score: Score) -> None:
         self.ends[score.end] += 1

@@ -22,23 +22,31 @@ from ratchet.types import Sampling
 from ratchet.web.guard import LOOPBACK
 from ratchet.web.server import Server
 
-FREE = ("temperature", "top_p")  # that an agent of a training run may not choose, and a client of this may
+# that an agent of a training run may not choose, and a client of this may
+FREE = ("temperature", "top_p")
 
 
 @dataclass(frozen=True)
 class Served:
-    """Answers each request by itself, drawn as it asks. sampling: where it doesn't say; one without a seed gets a new one."""
+    """Answers each request by itself, drawn as it asks. sampling: where it doesn't say; one without
+    a seed gets a new one."""
 
     policy: Policy
     sampling: Sampling
 
     async def answer(self, request: Request) -> Answer:
         """Raises ApiError."""
-        asked: dict[str, Any] = {name: value for name in FREE if (value := getattr(request, name)) is not None}
+        asked: dict[str, Any] = {
+            name: value for name in FREE if (value := getattr(request, name)) is not None
+        }
         seed = secrets.randbits(32) if request.seed is None else request.seed
         sampling = self.policy.ends(resampled(self.sampling, seed=seed, **asked))
         session = Session(
-            self.policy.generator, self.policy.renderer, sampling, max_context=self.policy.model.max_positions, max_turns=1
+            self.policy.generator,
+            self.policy.renderer,
+            sampling,
+            max_context=self.policy.model.max_positions,
+            max_turns=1,
         )
         return await session.answer(request.model_copy(update=dict.fromkeys(FREE)))
 
@@ -47,16 +55,23 @@ class Served:
 
 
 def serve(target: Path, *, host: str, port: int, key: str, sampling: Sampling) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP, unless that one is ignored. key: that requests must bring; "": none.
+    """Serve until SIGINT, SIGTERM or SIGHUP, unless that one is ignored. key: that requests must
+    bring; "": none.
 
     Raises ConfigError for an address that others reach without a key, or that is taken.
     """
     if host not in LOOPBACK and not key:
-        raise ConfigError(f"--host {host} lets others in: give --api-key too, or leave --host at 127.0.0.1")
+        raise ConfigError(
+            f"--host {host} lets others in: give --api-key too, or leave --host at 127.0.0.1"
+        )
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except OSError as error:
-        raise ConfigError(f"--port {port} on {host} can't be used: {error.strerror or error}; choose another") from error
+        raise ConfigError(
+            f"--port {port} on {host} can't be used: {error.strerror or error}; choose another"
+        ) from error
     asyncio.run(_serve(target, listener, key, sampling))
 
 
@@ -64,7 +79,12 @@ async def _serve(target: Path, listener: socket.socket, key: str, sampling: Samp
     policy = open_target(target).policy  # in the event loop: a generator may keep tasks in it
     served = Served(policy, sampling)
     names = None if key else tuple(dict.fromkeys((*LOOPBACK, listener.getsockname()[0])))
-    app = chat_app(lambda given: served if not key or hmac.compare_digest(given.encode(), key.encode()) else None, names=names)
+    app = chat_app(
+        lambda given: (
+            served if not key or hmac.compare_digest(given.encode(), key.encode()) else None
+        ),
+        names=names,
+    )
     server, signals = Server(app, listener, access_log=True), list[int]()
 
     def end(number: int) -> None:

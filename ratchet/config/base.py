@@ -11,27 +11,34 @@ LARGEST_WHOLE = 2**31 - 1  # of fields that state no upper bound of their own
 
 
 class Section(BaseModel):
-    """One section of a recipe. Torch-free; an unknown key is an error that names the nearest known one.
+    """One section of a recipe. Torch-free; an unknown key is an error that names the nearest known
+    one.
 
-    A section chosen by `kind:` names in `builds` ("module:callable") what `ratchet.training.build` calls with it, so that a
-    driver
-    never imports a backend that it does not run. A field's `description` says what it means and in which unit.
+    A section chosen by `kind:` names in `builds` ("module:callable") what `ratchet.training.build`
+    calls with it, so that a driver never imports a backend that it does not run. A field's
+    `description` says what it means and in which unit.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     builds: ClassVar[str] = ""
 
     @property
     def changed(self) -> frozenset[str]:
-        """The keys whose value is not the default. (A saved recipe names every key: which ones somebody wrote is not known.)"""
+        """The keys whose value is not the default. (A saved recipe names every key: which ones
+        somebody wrote is not known.)"""
         fields = type(self).model_fields
-        return frozenset(name for name, field in fields.items() if getattr(self, name) != field.default)
+        return frozenset(
+            name for name, field in fields.items() if getattr(self, name) != field.default
+        )
 
     @field_validator("*", mode="before")
     @classmethod
     def _is_what_it_looks_like(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML has types: `true` is not 1, and "5" is not 5. Pydantic would convert both, and hide a slip of the pen."""
+        """YAML has types: `true` is not 1, and "5" is not 5. Pydantic would convert both, and hide
+        a slip of the pen."""
         if info.field_name is not None:
             field = cls.model_fields[info.field_name]
             _refuse_lookalikes(field.annotation, value)
@@ -51,7 +58,9 @@ def _refuse_lookalikes(annotation: Any, value: Any, item_of_list: str = "") -> N
     accepted = _leaf_types(annotation)
     if accepted and accepted <= {int, float, type(None)}:
         wanted = "a number" if float in accepted else "a whole number"
-        raise PydanticCustomError("not_a_number", "{which}must be {wanted}", {"which": item_of_list, "wanted": wanted})
+        raise PydanticCustomError(
+            "not_a_number", "{which}must be {wanted}", {"which": item_of_list, "wanted": wanted}
+        )
 
 
 def _refuse_huge(annotation: Any, value: Any, item_of_list: str = "") -> None:
@@ -61,8 +70,14 @@ def _refuse_huge(annotation: Any, value: Any, item_of_list: str = "") -> None:
         items = _item_annotations(annotation)
         for index, item in enumerate(value if items else ()):
             _refuse_huge(items[min(index, len(items) - 1)], item, f"item {index} ")
-    elif isinstance(value, int | float) and int in _leaf_types(annotation) and abs(value) > LARGEST_WHOLE:
-        raise PydanticCustomError("huge", "{which}must be at most {most}", {"which": item_of_list, "most": LARGEST_WHOLE})
+    elif (
+        isinstance(value, int | float)
+        and int in _leaf_types(annotation)
+        and abs(value) > LARGEST_WHOLE
+    ):
+        raise PydanticCustomError(
+            "huge", "{which}must be at most {most}", {"which": item_of_list, "most": LARGEST_WHOLE}
+        )
 
 
 def _item_annotations(annotation: Any) -> list[Any]:
@@ -72,7 +87,8 @@ def _item_annotations(annotation: Any) -> list[Any]:
 
 
 def _leaf_types(annotation: Any) -> set[Any]:
-    """The types that an annotation accepts, through unions and Annotated; a Literal counts as the types of its values."""
+    """The types that an annotation accepts, through unions and Annotated; a Literal counts as the
+    types of its values."""
     origin = get_origin(annotation)
     if origin is Literal:
         return {type(value) for value in get_args(annotation)}

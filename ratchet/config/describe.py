@@ -12,7 +12,14 @@ from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.utils.object_store import is_address
 
 ROW = "{:<14}{}"
-SHARED_OUT = ("dp_replicate", "dp_shard", "data_parallel", "context_parallel", "tensor_parallel", "pipeline_parallel")
+SHARED_OUT = (
+    "dp_replicate",
+    "dp_shard",
+    "data_parallel",
+    "context_parallel",
+    "tensor_parallel",
+    "pipeline_parallel",
+)
 SHARED_BY_VLLM = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 
@@ -35,7 +42,14 @@ def describe(config: RunConfig) -> str:
     first = 0
     for index, stage in enumerate(config.stages):
         place = f"stage {index + 1} of {len(config.stages)}: {stage.name}"
-        blocks.append("\n".join([f"{place} (steps {first + 1} to {first + stage.steps} of {total})", *_stage(stage, first)]))
+        blocks.append(
+            "\n".join(
+                [
+                    f"{place} (steps {first + 1} to {first + stage.steps} of {total})",
+                    *_stage(stage, first),
+                ]
+            )
+        )
         first += stage.steps
     return "\n\n".join(blocks)
 
@@ -47,7 +61,10 @@ def _ranks(config: RunConfig) -> str:
         return ""
     sizes = {key: getattr(learner, key, 1) for key in SHARED_OUT}
     shares = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
-    return f"{_count(prod(sizes.values()), 'rank')}{f' ({shares})' if shares else ''}, cluster {_kind(config.cluster)}"
+    return (
+        f"{_count(prod(sizes.values()), 'rank')}{f' ({shares})' if shares else ''}, cluster "
+        f"{_kind(config.cluster)}"
+    )
 
 
 def _workers(config: RunConfig) -> str:
@@ -57,10 +74,16 @@ def _workers(config: RunConfig) -> str:
         return ""
     sizes = {key: getattr(generator.of, key, 1) for key in SHARED_BY_VLLM}
     each = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
-    lost = f"at most {_count(generator.max_restarts, 'restart')}" if generator.recovery == "restart" else "no restarts"
+    lost = (
+        f"at most {_count(generator.max_restarts, 'restart')}"
+        if generator.recovery == "restart"
+        else "no restarts"
+    )
     held = f"{_kind(generator.of)}{f' ({each})' if each else ''}"
     held += ", which play whole groups" if generator.plays == "groups" else ""
-    return f"{_count(generator.workers, 'worker')} of {held}, {lost}, cluster {_kind(config.cluster)}"
+    return (
+        f"{_count(generator.workers, 'worker')} of {held}, {lost}, cluster {_kind(config.cluster)}"
+    )
 
 
 def _share(stage: StageConfig) -> str:
@@ -70,8 +93,14 @@ def _share(stage: StageConfig) -> str:
         return ""
     rows = -(-stage.batch_size // stage.minibatches) * stage.attempts
     ranks = prod(getattr(learner, key) for key in learner.rows)
-    idle = f": {_count(ranks - rows, 'data rank')} without one, computing fillers" if rows < ranks else " each"
-    return f"{_count(rows, 'row')} for {_count(ranks, 'data rank')}, about {-(-rows // ranks)}{idle}"
+    idle = (
+        f": {_count(ranks - rows, 'data rank')} without one, computing fillers"
+        if rows < ranks
+        else " each"
+    )
+    return (
+        f"{_count(rows, 'row')} for {_count(ranks, 'data rank')}, about {-(-rows // ranks)}{idle}"
+    )
 
 
 def _stage(stage: StageConfig, first: int) -> list[str]:
@@ -79,7 +108,10 @@ def _stage(stage: StageConfig, first: int) -> list[str]:
         ("algorithm", f"{_kind(stage.algorithm)} on {_kind(stage.environment)}"),
         ("teacher", _teacher(stage)),
         ("agent", _kind(stage.agent)),
-        ("rewards", ", ".join(_kind(reward) for reward in stage.rewards) or "the environment's own"),
+        (
+            "rewards",
+            ", ".join(_kind(reward) for reward in stage.rewards) or "the environment's own",
+        ),
         ("batch", _batch(stage)),
         ("replay", _replay(stage)),
         ("updates", _updates(stage)),
@@ -90,7 +122,9 @@ def _stage(stage: StageConfig, first: int) -> list[str]:
         *(("warning", caution) for caution in cautions(stage)),
     ]
     hidden = {name for name, text in rows if not text}
-    if stage.source not in ("rollouts", None) or (not stage.rewards and not getattr(stage.algorithm, "reads_reward", True)):
+    if stage.source not in ("rollouts", None) or (
+        not stage.rewards and not getattr(stage.algorithm, "reads_reward", True)
+    ):
         hidden.add("rewards")
     rows = [row for row in rows if row[0] not in hidden]
     return ["  " + ROW.format(name, text) for name, text in rows]
@@ -100,11 +134,19 @@ def _teacher(stage: StageConfig) -> str:
     """A directory that is not there is no mistake yet: another run may have to make it first."""
     given = getattr(stage.algorithm, "teacher", None) or {}
     paths = dict.fromkeys([given] if isinstance(given, str) else given.values())
-    return ", ".join(path if is_address(path) or Path(path).is_dir() else f"{path} (no directory here)" for path in paths)
+    return ", ".join(
+        path if is_address(path) or Path(path).is_dir() else f"{path} (no directory here)"
+        for path in paths
+    )
 
 
 def _batch(stage: StageConfig) -> str:
-    given = {"rows": "row", "pairs": "pair", "labelled": "labelled answer", "steps": "stepwise answer"}
+    given = {
+        "rows": "row",
+        "pairs": "pair",
+        "labelled": "labelled answer",
+        "steps": "stepwise answer",
+    }
     if stage.source in given:
         return f"{_count(stage.batch_size, given[stage.source])} a step"
     trajectories = stage.batch_size * stage.attempts
@@ -118,18 +160,26 @@ def _batch(stage: StageConfig) -> str:
 
 def _replay(stage: StageConfig) -> str:
     replay = stage.rollouts.replay
-    return "" if replay is None else f"up to {_count(replay.groups, 'group')} more a step, of earlier ones"
+    return (
+        ""
+        if replay is None
+        else f"up to {_count(replay.groups, 'group')} more a step, of earlier ones"
+    )
 
 
 def _updates(stage: StageConfig) -> str:
     per_batch = stage.minibatches * stage.epochs
     whole = getattr(stage.algorithm, "minibatches_of", "groups") == "groups"
-    count, what = (stage.batch_size, "group") if whole else (stage.batch_size * stage.attempts, "attempt")
+    count, what = (
+        (stage.batch_size, "group") if whole else (stage.batch_size * stage.attempts, "attempt")
+    )
     low, extra = divmod(count, stage.minibatches)
     size = f"{low} to {low + 1} {what}s" if extra else _count(low, what)
     return (
-        f"{_count(per_batch, 'optimizer step')} a batch ({stage.minibatches} x {size}, {_count(stage.epochs, 'epoch')}), "
-        f"{_count(stage.optimizer_steps, 'optimizer step')} in all, {stage.optimizer.warmup_steps} of them warm-up"
+        f"{_count(per_batch, 'optimizer step')} a batch ({stage.minibatches} x {size}, "
+        f"{_count(stage.epochs, 'epoch')}), "
+        f"{_count(stage.optimizer_steps, 'optimizer step')} in all, {stage.optimizer.warmup_steps} "
+        "of them warm-up"
     )
 
 
@@ -137,7 +187,10 @@ def _data(stage: StageConfig) -> str:
     drawn = stage.steps * stage.batch_size
     if stage.examples is None:
         return f"{_count(drawn, 'task')} drawn"
-    return f"{_count(drawn, 'task')} drawn from {stage.examples:,}: {drawn / stage.examples:.3g} times each"
+    return (
+        f"{_count(drawn, 'task')} drawn from {stage.examples:,}: {drawn / stage.examples:.3g} "
+        "times each"
+    )
 
 
 def _evaluation(stage: StageConfig, first: int) -> str:
@@ -145,19 +198,29 @@ def _evaluation(stage: StageConfig, first: int) -> str:
     if not settings.tasks:
         return "none"
     attempts = settings.tasks * (settings.greedy + settings.samples)
-    kinds = [*(["1 greedy"] if settings.greedy else []), *([f"{settings.samples} sampled"] if settings.samples else [])]
-    each = f"{_count(attempts, 'attempt')} each ({_count(settings.tasks, 'task')}, {' and '.join(kinds)})"
+    kinds = [
+        *(["1 greedy"] if settings.greedy else []),
+        *([f"{settings.samples} sampled"] if settings.samples else []),
+    ]
+    each = (
+        f"{_count(attempts, 'attempt')} each ({_count(settings.tasks, 'task')}, "
+        f"{' and '.join(kinds)})"
+    )
     between = _marks(stage, first, settings.every)
     when = f"before, after and {_count(between, 'time')} between" if between else "before and after"
     return f"{when}, {each}"
 
 
 def _checkpoints(stage: StageConfig, first: int) -> str:
-    return f"{1 + _marks(stage, first, stage.checkpoint.every)} written, the newest {stage.checkpoint.keep} kept"
+    return (
+        f"{1 + _marks(stage, first, stage.checkpoint.every)} written, the newest "
+        f"{stage.checkpoint.keep} kept"
+    )
 
 
 def _marks(stage: StageConfig, first: int, every: int) -> int:
-    """Multiples of `every` among the run's step numbers that this stage completes, its last one left out."""
+    """Multiples of `every` among the run's step numbers that this stage completes, its last one
+    left out."""
     return (first + stage.steps - 1) // every - first // every if every else 0
 
 

@@ -1,4 +1,5 @@
-"""What is wrong with a recipe, told so that it can be mended: where, which key, which value, what would be right."""
+"""What is wrong with a recipe, told so that it can be mended: where, which key, which value, what
+would be right."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Problem:
 
 
 def report(problems: Iterable[Problem]) -> ConfigError:
-    """Return one error of the first MAX_SHOWN problems in the order of files and lines, with the number of the others.
+    """Return one error of the first MAX_SHOWN problems in the order of files and lines, with the
+    number of the others.
 
     A wrong default of several stages is shown once.
     """
@@ -53,7 +55,8 @@ def _place_in_files(origin: Origin) -> tuple[str, int, str]:
 
 
 def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
-    """The node at a location of the resolved tree, or the nearest one above it with the keys that are left."""
+    """The node at a location of the resolved tree, or the nearest one above it with the keys that
+    are left."""
     node = tree
     for index, part in enumerate(location):
         inner: Any = node.value
@@ -67,9 +70,11 @@ def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
 
 
 def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Problem]:
-    """Yield pydantic's errors in the words of a recipe. One value that fits no branch of a union is one problem.
+    """Yield pydantic's errors in the words of a recipe. One value that fits no branch of a union is
+    one problem.
 
-    The words of the first MAX_SHOWN alone are looked for, since the names nearest to an unknown one cost milliseconds.
+    The words of the first MAX_SHOWN alone are looked for, since the names nearest to an unknown one
+    cost milliseconds.
     """
     by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in error.errors(include_url=False):
@@ -78,7 +83,12 @@ def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Pr
     places = [(*_origin_at(tree, place), place, lines) for place, lines in by_place.items()]
     places.sort(key=lambda item: _place_in_files(item[0]))
     for index, (origin, left, place, lines) in enumerate(places):
-        yield Problem(origin, _explained(origin, left, place, lines, tree, model) if index < MAX_SHOWN else "is wrong too")
+        yield Problem(
+            origin,
+            _explained(origin, left, place, lines, tree, model)
+            if index < MAX_SHOWN
+            else "is wrong too",
+        )
 
 
 def _origin_at(tree: Node, place: Location) -> tuple[Origin, list[str]]:
@@ -90,7 +100,12 @@ def _origin_at(tree: Node, place: Location) -> tuple[Origin, list[str]]:
 
 
 def _explained(
-    origin: Origin, left: list[str], place: Location, lines: Sequence[Mapping[str, Any]], tree: Node, model: type[Any]
+    origin: Origin,
+    left: list[str],
+    place: Location,
+    lines: Sequence[Mapping[str, Any]],
+    tree: Node,
+    model: type[Any],
 ) -> str:
     """left: the keys of `place` that the recipe does not have."""
     first, *others = dict.fromkeys(_wanted(line) for line in lines)
@@ -193,7 +208,8 @@ def unlike(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
-    """Where the key belongs if it exists elsewhere, else the nearest known one, else all that is known here."""
+    """Where the key belongs if it exists elsewhere, else the nearest known one, else all that is
+    known here."""
     siblings = children_of(model, place, tree)
     everywhere = list(keys(model))
     elsewhere = [k for k in everywhere if k.name == key]
@@ -204,7 +220,11 @@ def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
         hint = f"did you mean '{near[0]}'?"
     else:
         names = get_close_matches(key, {k.name for k in everywhere}, n=1, cutoff=0.75)
-        hint = f"did you mean {_listed([k for k in everywhere if k.name == names[0]])}?" if names else ""
+        hint = (
+            f"did you mean {_listed([k for k in everywhere if k.name == names[0]])}?"
+            if names
+            else ""
+        )
     return f"unknown key; {hint}" if hint else f"unknown key; known here: {', '.join(siblings)}"
 
 
@@ -215,5 +235,8 @@ def _listed(found: Sequence[Key]) -> str:
     for k in found:
         if k.written.count(".") == depth:
             kinds.setdefault(k.written, set()).add(k.kinds)
-    shown = [f"'{path}'" + (f" (kind {min(of)})" if len(of) == 1 and min(of) else "") for path, of in kinds.items()]
+    shown = [
+        f"'{path}'" + (f" (kind {min(of)})" if len(of) == 1 and min(of) else "")
+        for path, of in kinds.items()
+    ]
     return " or ".join(shown[:3]) + (" ..." if len(shown) > 3 else "")

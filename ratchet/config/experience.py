@@ -1,4 +1,5 @@
-"""Sections on how attempts come about: what is drawn, played, replayed, and compared. Defaults stand here and nowhere else."""
+"""Sections on how attempts come about: what is drawn, played, replayed, and compared. Defaults
+stand here and nowhere else."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ratchet.sampling import check_setting
 
 
 def checked_setting(name: str, value: Any) -> Any:
-    """Return the value of a field of `Sampling`. Raise ValueError, which pydantic reports, where `Sampling` refuses it."""
+    """Return the value of a field of `Sampling`. Raise ValueError, which pydantic reports, where
+    `Sampling` refuses it."""
     try:
         return check_setting(name, value)
     except SamplingError as error:
@@ -28,8 +30,12 @@ class SamplingConfig(Section):
     temperature: float = Field(default=1.0, description="0 is greedy; training needs more than 0.")
     top_p: float = Field(default=1.0, description="Smallest set of tokens of this mass; 1: off.")
     top_k: int = Field(default=0, description="So many likeliest tokens; 0: off.")
-    min_p: float = Field(default=0.0, description="Tokens of at least this share of the top one's mass; 0: off.")
-    max_new_tokens: int = Field(default=256, ge=1, description="Tokens of one completion, its end included.")
+    min_p: float = Field(
+        default=0.0, description="Tokens of at least this share of the top one's mass; 0: off."
+    )
+    max_new_tokens: int = Field(
+        default=256, ge=1, description="Tokens of one completion, its end included."
+    )
     stop: tuple[str, ...] = Field(default=(), description="Strings that end a completion.")
 
     @field_validator("*", mode="after")
@@ -41,82 +47,126 @@ class SamplingConfig(Section):
 class ReplayConfig(Section):
     """Groups that earlier steps trained on, beside those of a step (arXiv:1511.05952)."""
 
-    groups: int = Field(default=8, ge=1, description="More groups a step, as far as there are so many.")
-    max_age: int = Field(
-        default=4, ge=1, description="Versions by which the weights that drew a group may lie behind those that it trains."
+    groups: int = Field(
+        default=8, ge=1, description="More groups a step, as far as there are so many."
     )
-    capacity: int = Field(default=256, ge=1, description="Groups that are kept; those that were trained on first go first.")
+    max_age: int = Field(
+        default=4,
+        ge=1,
+        description="Versions by which the weights that drew a group may lie behind those that it "
+        "trains.",
+    )
+    capacity: int = Field(
+        default=256,
+        ge=1,
+        description="Groups that are kept; those that were trained on first go first.",
+    )
     priority: Literal["uniform", "spread"] = Field(
-        default="spread", description="Which come: with chances by the standard deviation of their rewards, or any."
+        default="spread",
+        description="Which come: with chances by the standard deviation of their rewards, or any.",
     )
 
     @model_validator(mode="after")
     def _keeps_enough(self) -> ReplayConfig:
         if self.capacity < self.groups:
-            raise ValueError(f"capacity={self.capacity} keeps fewer than groups={self.groups}: raise it")
+            raise ValueError(
+                f"capacity={self.capacity} keeps fewer than groups={self.groups}: raise it"
+            )
         return self
 
 
 class AdaptiveConfig(Section):
-    """How many groups are under way, between a step's and what max_staleness allows: more where the learner waits, fewer where
-    one of these is exceeded."""
+    """How many groups are under way, between a step's and what max_staleness allows: more where the
+    learner waits, fewer where one of these is exceeded."""
 
     staleness: float | None = Field(
-        default=None, gt=0, description="Versions by which tokens may be older, in the mean, than what they train; null: any."
+        default=None,
+        gt=0,
+        description="Versions by which tokens may be older, in the mean, than what they train; "
+        "null: any.",
     )
     mismatch: float | None = Field(
-        default=None, gt=0, description="KL from sampler to learner, nats a token (batch/correction/kl); null: any."
+        default=None,
+        gt=0,
+        description="KL from sampler to learner, nats a token (batch/correction/kl); null: any.",
     )
 
     @model_validator(mode="after")
     def _holds_something(self) -> AdaptiveConfig:
         if self.staleness is None and self.mismatch is None:
-            raise ValueError("neither staleness nor mismatch is to be held: set one of them, or remove adaptive")
+            raise ValueError(
+                "neither staleness nor mismatch is to be held: set one of them, or remove adaptive"
+            )
         return self
 
 
 class RolloutsConfig(Section):
-    """How attempts are played, and what may go wrong. Which redundant ones are first depends on timing: a run that has any does
-    not repeat bit by bit."""
+    """How attempts are played, and what may go wrong. Which redundant ones are first depends on
+    timing: a run that has any does not repeat bit by bit."""
 
-    max_turns: int = Field(default=64, ge=1, description="Turns of the policy, after which an attempt is cut off.")
+    max_turns: int = Field(
+        default=64, ge=1, description="Turns of the policy, after which an attempt is cut off."
+    )
     attempt_timeout_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds to play an attempt in, waiting included, and to judge it in; null: no limit.",
+        description="Seconds to play an attempt in, waiting included, and to judge it in; null: no "
+        "limit.",
     )
-    retries: int = Field(default=2, ge=0, description="Tries more, where an environment, a reward or a timeout broke one.")
+    retries: int = Field(
+        default=2,
+        ge=0,
+        description="Tries more, where an environment, a reward or a timeout broke one.",
+    )
     max_failed_share: float = Field(
-        default=0.5, ge=0, le=1, description="Of the attempts of the last 8 steps; the run stops where more of them failed."
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Of the attempts of the last 8 steps; the run stops where more of them failed.",
     )
-    redundant_attempts: int = Field(default=0, ge=0, description="More attempts a group; the first to end are kept.")
-    redundant_groups: int = Field(default=0, ge=0, description="More groups a step; the first to end are kept, others wait.")
+    redundant_attempts: int = Field(
+        default=0, ge=0, description="More attempts a group; the first to end are kept."
+    )
+    redundant_groups: int = Field(
+        default=0, ge=0, description="More groups a step; the first to end are kept, others wait."
+    )
     max_staleness: Annotated[int | float, Field(ge=0)] = Field(
         default=0,
-        description="Steps by which the weights that begin an attempt may lie behind those that it trains; 0: the same. Above "
+        description="Steps by which the weights that begin an attempt may lie behind those that it "
+        "trains; 0: the same. Above "
         "0 attempts go on while the learner works. 0.5: of half of the next step's groups.",
     )
     order: Literal["issued", "ready"] = Field(
         default="issued",
-        description="Which groups a step takes where several steps' are under way: the oldest, or the first that are ready, "
+        description="Which groups a step takes where several steps' are under way: the oldest, or "
+        "the first that are ready, "
         "as long as none becomes too old.",
     )
     adaptive: AdaptiveConfig | None = Field(
-        default=None, description="Holds mean staleness or mismatch at a target; null: always as many as max_staleness allows."
+        default=None,
+        description="Holds mean staleness or mismatch at a target; null: always as many as "
+        "max_staleness allows.",
     )
     tail_batching: int = Field(
         default=0,
         ge=0,
-        description="More groups a step; the first to end are kept, the others come together in steps of their own "
+        description="More groups a step; the first to end are kept, the others come together in "
+        "steps of their own "
         "(arXiv:2509.21009).",
     )
     dynamic_sampling: bool = Field(
-        default=False, description="Groups whose rewards are all equal are replaced by others (DAPO, arXiv:2503.14476)."
+        default=False,
+        description="Groups whose rewards are all equal are replaced by others (DAPO, "
+        "arXiv:2503.14476).",
     )
     max_replaced: int = Field(
-        default=3, ge=1, description="Of dynamic_sampling: groups replaced a step, over batch_size; then they stay."
+        default=3,
+        ge=1,
+        description="Of dynamic_sampling: groups replaced a step, over batch_size; then they stay.",
     )
-    replay: ReplayConfig | None = Field(default=None, description="Trains on groups more than once; null: each once.")
+    replay: ReplayConfig | None = Field(
+        default=None, description="Trains on groups more than once; null: each once."
+    )
 
     @property
     def prefetches(self) -> bool:
@@ -124,33 +174,57 @@ class RolloutsConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Which of the stage's `examples` is next: drawn with weights, each time anew, in place of passes over all of them.
+    """Which of the stage's `examples` is next: drawn with weights, each time anew, in place of
+    passes over all of them.
 
-    prefer: "learnable" weighs a task by p (1 - p) (arXiv:2502.12272), "hard" by 1 - p (arXiv:2501.12599), where p is its
-    running success rate, 0.5 until it is tried. difficulty: easy tasks come first (arXiv:1903.09848).
+    prefer: "learnable" weighs a task by p (1 - p) (arXiv:2502.12272), "hard" by 1 - p
+    (arXiv:2501.12599), where p is its running success rate, 0.5 until it is tried. difficulty: easy
+    tasks come first (arXiv:1903.09848).
     """
 
     prefer: Literal["even", "learnable", "hard"] = Field(
-        default="learnable", description="Tasks that succeed half of the time, or seldom; even: all alike."
+        default="learnable",
+        description="Tasks that succeed half of the time, or seldom; even: all alike.",
     )
-    explore: float = Field(default=0.1, gt=0, le=1, description="Share that is drawn evenly, whatever is known of a task.")
+    explore: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Share that is drawn evenly, whatever is known of a task.",
+    )
     memory: float = Field(
-        default=0.5, ge=0, lt=1, description="Share that a task's success rate keeps of itself when a group of it ends."
+        default=0.5,
+        ge=0,
+        lt=1,
+        description="Share that a task's success rate keeps of itself when a group of it ends.",
     )
-    success: float = Field(default=0.5, description="The reward from which on an attempt is a success.")
+    success: float = Field(
+        default=0.5, description="The reward from which on an attempt is a success."
+    )
     difficulty: str | None = Field(
-        default=None, description="A number in the tasks' meta: those that have least of it come first; null: no order."
+        default=None,
+        description="A number in the tasks' meta: those that have least of it come first; null: no "
+        "order.",
     )
-    opens_at: float = Field(default=0.2, gt=0, le=1, description="Share of the tasks, the easiest, that come first.")
-    opens_by: int = Field(default=50, ge=1, description="Steps in which this share rises to 1, evenly.")
+    opens_at: float = Field(
+        default=0.2, gt=0, le=1, description="Share of the tasks, the easiest, that come first."
+    )
+    opens_by: int = Field(
+        default=50, ge=1, description="Steps in which this share rises to 1, evenly."
+    )
 
     @model_validator(mode="after")
     def _reads_all_that_is_set(self) -> CurriculumConfig:
         ordered, weighed = self.difficulty is not None, self.prefer != "even"
         if not ordered and not weighed:
-            raise ValueError("prefer=even without difficulty prefers nothing: set one of them, or remove curriculum")
+            raise ValueError(
+                "prefer=even without difficulty prefers nothing: set one of them, or remove "
+                "curriculum"
+            )
         unread = [key for key in ("opens_at", "opens_by") if not ordered and key in self.changed]
-        unread += [key for key in ("explore", "memory", "success") if not weighed and key in self.changed]
+        unread += [
+            key for key in ("explore", "memory", "success") if not weighed and key in self.changed
+        ]
         if unread:
             missing = "difficulty" if unread[0].startswith("opens") else "prefer"
             raise ValueError(f"{unread[0]} is read with {missing} alone: set that, or remove it")
@@ -158,12 +232,22 @@ class CurriculumConfig(Section):
 
 
 class ParityConfig(Section):
-    """Compares the sampler's logprobs of fresh tokens with the learner's, before an update; both have the same weights then."""
+    """Compares the sampler's logprobs of fresh tokens with the learner's, before an update; both
+    have the same weights then."""
 
-    first_steps: int = Field(default=3, ge=0, description="At the first so many steps, so after the first pushes of weights.")
+    first_steps: int = Field(
+        default=3,
+        ge=0,
+        description="At the first so many steps, so after the first pushes of weights.",
+    )
     every: int = Field(default=50, ge=0, description="And at every so many; 0: never again.")
     sample: int = Field(default=8, ge=1, description="Attempts that are compared.")
     threshold: float = Field(
-        default=0.05, gt=0, description="Largest mean difference, in nats a token. bfloat16 makes about 0.01, float32 1e-6."
+        default=0.05,
+        gt=0,
+        description="Largest mean difference, in nats a token. bfloat16 makes about 0.01, float32 "
+        "1e-6.",
     )
-    action: Literal["stop", "warn"] = Field(default="stop", description="What happens above it; both say which part is why.")
+    action: Literal["stop", "warn"] = Field(
+        default="stop", description="What happens above it; both say which part is why."
+    )

@@ -16,8 +16,8 @@ from ratchet.errors import ConfigError
 
 
 def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Section:
-    """`words` are its keys ("timeout_s=5", "domains.maths=[{kind: math}]"), the values in YAML. Raises ConfigError with
-    everything that is wrong with them."""
+    """`words` are its keys ("timeout_s=5", "domains.maths=[{kind: math}]"), the values in YAML.
+    Raises ConfigError with everything that is wrong with them."""
     section = section_class(slot, kind)
     keys = _keys(words)
     try:

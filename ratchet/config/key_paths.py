@@ -1,4 +1,5 @@
-"""The schema as a list of keys: for suggestions, and for the test that every declared key is read somewhere."""
+"""The schema as a list of keys: for suggestions, and for the test that every declared key is read
+somewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ STAGES = "stages"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`path` has the kind in brackets where a section has one: stages.algorithm[grpo].group_size."""
+    """`path` has the kind in brackets where a section has one:
+    stages.algorithm[grpo].group_size."""
 
     path: str
     leaf: bool
@@ -35,7 +37,8 @@ class Key:
 
     @property
     def written(self) -> str:
-        """As a recipe may write it: a stage's key at the top, where it is the default of all stages."""
+        """As a recipe may write it: a stage's key at the top, where it is the default of all
+        stages."""
         return re.sub(r"\[.*?\]", "", self.path.removeprefix(f"{STAGES}."))
 
     @property
@@ -76,12 +79,14 @@ def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
 
 
 def leaf_keys(model: type[Section]) -> tuple[str, ...]:
-    """Every key that holds a value: "seed", "stages.optimizer[adamw].lr", "stages.algorithm[grpo].group_size", ..."""
+    """Every key that holds a value: "seed", "stages.optimizer[adamw].lr",
+    "stages.algorithm[grpo].group_size", ..."""
     return tuple(key.path for key in keys(model) if key.leaf)
 
 
 def model_at(model: type[Section], place: Sequence[str | int], tree: Node) -> type[Section] | None:
-    """The section class at a location; its kind, where it has one, is read from the tree. None below free-form values."""
+    """The section class at a location; its kind, where it has one, is read from the tree. None
+    below free-form values."""
     current: type[Section] | None = model
     node: Node | None = tree
     slot: Slot | None = None

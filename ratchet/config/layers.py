@@ -16,9 +16,12 @@ from ratchet.errors import ConfigError
 Path = tuple[str, ...]
 
 
-def merge(base: Node, over: Node, problems: list[Problem], *, key: str = "", names: Sequence[str] = ()) -> Node:
-    """Deep. Sections join; one whose `kind` differs replaces. A section over a list changes single items of it, by position
-    or by one of `names`. Everything else replaces. What can't be meant is added to `problems`.
+def merge(
+    base: Node, over: Node, problems: list[Problem], *, key: str = "", names: Sequence[str] = ()
+) -> Node:
+    """Deep. Sections join; one whose `kind` differs replaces. A section over a list changes single
+    items of it, by position or by one of `names`. Everything else replaces. What can't be meant is
+    added to `problems`.
     """
     if isinstance(base.value, list) and over.is_section:
         return _merge_items(base, over, problems, names)
@@ -26,7 +29,9 @@ def merge(base: Node, over: Node, problems: list[Problem], *, key: str = "", nam
         return over
     joined = dict(base.value)
     for name, child in over.value.items():
-        joined[name] = merge(joined[name], child, problems, key=name, names=names) if name in joined else child
+        joined[name] = (
+            merge(joined[name], child, problems, key=name, names=names) if name in joined else child
+        )
     return replace(base, value=joined)
 
 
@@ -41,12 +46,15 @@ def _merge_items(base: Node, over: Node, problems: list[Problem], names: Sequenc
             items[index] = merge(items[index], child, problems)
         else:
             known = names if base.origin.path == STAGES else list(places)
-            problems.append(Problem(child.origin, f"there is no '{label}' here{unlike(label, known)}"))
+            problems.append(
+                Problem(child.origin, f"there is no '{label}' here{unlike(label, known)}")
+            )
     return replace(base, value=items)
 
 
 def _other_kind(base: Node, over: Node, key: str) -> bool:
-    """A base without a kind serves any: its keys are then checked against the kind that is laid over it."""
+    """A base without a kind serves any: its keys are then checked against the kind that is laid
+    over it."""
     old = base.scalar("kind") or DEFAULT_KIND.get(key)
     new = over.scalar("kind")
     return old is not None and new is not None and old != new
@@ -75,22 +83,29 @@ def _stage_name(stage: Node, root: Node) -> str | None:
 
 
 def expand(root: Node, problems: list[Problem]) -> Node:
-    """The resolved tree: each stage laid over the stage keys at the top, and named. No `stages` make a single one."""
-    defaults = Node({key: node for key, node in root.value.items() if key in STAGE_KEYS}, root.origin)
+    """The resolved tree: each stage laid over the stage keys at the top, and named. No `stages`
+    make a single one."""
+    defaults = Node(
+        {key: node for key, node in root.value.items() if key in STAGE_KEYS}, root.origin
+    )
     rest = {key: node for key, node in root.value.items() if key not in STAGE_KEYS}
     stages = root.get(STAGES) or Node([Node({}, root.origin)], root.origin)
     if isinstance(stages.value, list):
         _refuse_product(defaults, stages.value)
-        stages = replace(stages, value=[_complete(stage, defaults, problems) for stage in stages.value])
+        stages = replace(
+            stages, value=[_complete(stage, defaults, problems) for stage in stages.value]
+        )
     return replace(root, value={**rest, STAGES: stages})
 
 
 def _refuse_product(defaults: Node, stages: Sequence[Node]) -> None:
-    """Raise ConfigError where keys at the top, which each stage repeats, come to more values than a recipe may have."""
+    """Raise ConfigError where keys at the top, which each stage repeats, come to more values than a
+    recipe may have."""
     repeated = sum(1 for _ in _leaves(defaults, ())) * len(stages)
     if repeated > MAX_NODES:
         raise ConfigError(
-            f"{stages[0].origin}: {len(stages):,} stages repeat the keys at the top, which makes {repeated:,} values: a recipe "
+            f"{stages[0].origin}: {len(stages):,} stages repeat the keys at the top, which makes "
+            f"{repeated:,} values: a recipe "
             f"holds at most {MAX_NODES:,}"
         )
 
@@ -109,8 +124,9 @@ def _complete(stage: Node, defaults: Node, problems: list[Problem]) -> Node:
 
 
 def lay(base: Node, layer: Node, problems: list[Problem]) -> Node:
-    """`merge` for whole recipes. `stages` as a section changes stages by name (`stages.grpo.steps`), as a list it replaces
-    them. A stage key at the top that the stages of `base` set themselves would do nothing, and is a problem."""
+    """`merge` for whole recipes. `stages` as a section changes stages by name
+    (`stages.grpo.steps`), as a list it replaces them. A stage key at the top that the stages of
+    `base` set themselves would do nothing, and is a problem."""
     stages = layer.get(STAGES)
     if stages is None or stages.is_section:
         _refuse_shadowed(base, layer, problems)
@@ -125,7 +141,9 @@ def _of_single_stage(base: Node, layer: Node, stages: Node, problems: list[Probl
     rest = replace(layer, value={key: node for key, node in layer.value.items() if key != STAGES})
     for label, child in stages.value.items():
         if label not in (name, "0"):
-            problems.append(Problem(child.origin, f"there is no '{label}' here{unlike(label, [name])}"))
+            problems.append(
+                Problem(child.origin, f"there is no '{label}' here{unlike(label, [name])}")
+            )
         elif not child.is_section:
             problems.append(Problem(child.origin, "must be a section: keys and values"))
         else:
@@ -137,14 +155,26 @@ def _refuse_shadowed(base: Node, layer: Node, problems: list[Problem]) -> None:
     names = stage_names(base)
     stages = dict(zip(names, base.value[STAGES].value, strict=True)) if names else {}
     if stages:
-        _refuse_product(replace(layer, value={k: v for k, v in layer.value.items() if k in STAGE_KEYS}), list(stages.values()))
+        _refuse_product(
+            replace(layer, value={k: v for k, v in layer.value.items() if k in STAGE_KEYS}),
+            list(stages.values()),
+        )
     for key in STAGE_KEYS:
         for path, leaf in _leaves(layer.get(key), (key,)):
-            owners = {name: stage for name, stage in stages.items() if _sets(stage, path, base, layer)}
+            owners = {
+                name: stage for name, stage in stages.items() if _sets(stage, path, base, layer)
+            }
             if owners:
-                able = [name for name, stage in owners.items() if _has_key(stage, path)] or list(owners)
+                able = [name for name, stage in owners.items() if _has_key(stage, path)] or list(
+                    owners
+                )
                 fix = " or ".join(".".join((STAGES, name, *path)) for name in able)
-                problems.append(Problem(leaf.origin, f"has no effect, the stages set it themselves: set {fix} instead"))
+                problems.append(
+                    Problem(
+                        leaf.origin,
+                        f"has no effect, the stages set it themselves: set {fix} instead",
+                    )
+                )
 
 
 def _leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:
@@ -156,7 +186,8 @@ def _leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:
 
 
 def _sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
-    """Whether a stage gives the value itself, or chooses another kind for the section that has the key."""
+    """Whether a stage gives the value itself, or chooses another kind for the section that has the
+    key."""
     node: Node | None = stage
     for key in path:
         node = node.get(key) if node is not None else None
@@ -165,7 +196,11 @@ def _sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
     if node is not None:
         return True
     key = path[0]
-    kinds = [section.scalar("kind") for root in (stage, layer, base) if (section := root.get(key)) is not None]
+    kinds = [
+        section.scalar("kind")
+        for root in (stage, layer, base)
+        if (section := root.get(key)) is not None
+    ]
     own = stage.get(key)
     if own is None or own.scalar("kind") is None:
         return False
@@ -174,7 +209,8 @@ def _sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
 
 
 def _has_key(stage: Node, path: Path) -> bool:
-    """Whether the kind that the stage chose for the section has the key; yes where that can't be told."""
+    """Whether the kind that the stage chose for the section has the key; yes where that can't be
+    told."""
     section = stage.get(path[0])
     kind = section.scalar("kind") if section is not None else None
     if kind is None or len(path) < 2:
@@ -186,7 +222,8 @@ def _has_key(stage: Node, path: Path) -> bool:
 
 
 def as_layer(overrides: Mapping[Path, Node], root: Node, problems: list[Problem]) -> Node:
-    """All overrides, by path, as one layer, so that their order means nothing (`kind` may come after its keys)."""
+    """All overrides, by path, as one layer, so that their order means nothing (`kind` may come
+    after its keys)."""
     whole = root
     for path, node in overrides.items():
         for depth in range(len(path) - 1, -1, -1):

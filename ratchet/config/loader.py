@@ -1,8 +1,9 @@
 """From a recipe file to a `RunConfig`, and back.
 
-A recipe is shorter than what it resolves to: whatever can stand in a stage can stand at the top as the default of all
-stages; without `stages` there is one. `extends: other.yaml` (relative to the file) starts from another recipe, all but its
-`name`; overrides (`a.b.c=value`, the value in YAML) come last. Stages are addressed by name or position: `stages.grpo.steps`.
+A recipe is shorter than what it resolves to: whatever can stand in a stage can stand at the top as
+the default of all stages; without `stages` there is one. `extends: other.yaml` (relative to the
+file) starts from another recipe, all but its `name`; overrides (`a.b.c=value`, the value in YAML)
+come last. Stages are addressed by name or position: `stages.grpo.steps`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from ratchet.config.checks.stages import conflicts
 from ratchet.config.diagnostics import REDACTED, Problem, explain, is_secret, locate, report
 from ratchet.config.layers import as_layer, expand, lay
 from ratchet.config.schema import RunConfig
-from ratchet.config.yaml_tree import COMMAND_LINE, Budget, Node, Origin, read_file, read_text, write_text
+from ratchet.config.yaml_tree import (
+    COMMAND_LINE,
+    Budget,
+    Node,
+    Origin,
+    read_file,
+    read_text,
+    write_text,
+)
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import shortened
 
@@ -28,7 +37,8 @@ MAX_FILES = 32  # of a recipe and those that it extends
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The resolved and checked configuration of a recipe. Raises ConfigError with everything that is wrong with it."""
+    """The resolved and checked configuration of a recipe. Raises ConfigError with everything that
+    is wrong with it."""
     problems: list[Problem] = []
     root = _read(Path(path), problems)
     if overrides:
@@ -40,7 +50,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML that loads to an equal object. Values of secret keys (`api_key`, `password`, ...) are left out."""
+    """YAML that loads to an equal object. Values of secret keys (`api_key`, `password`, ...) are
+    left out."""
     return write_text(plain(config))
 
 
@@ -54,7 +65,9 @@ def _build(tree: Node, problems: Sequence[Problem]) -> RunConfig:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
         known = {problem.origin for problem in problems}
-        raise report([*problems, *(p for p in explain(error, tree, RunConfig) if p.origin not in known)]) from None
+        raise report(
+            [*problems, *(p for p in explain(error, tree, RunConfig) if p.origin not in known)]
+        ) from None
     found = list(problems)
     for conflict in conflicts(config):
         located = [locate(tree, key) for key in conflict.keys]
@@ -85,18 +98,25 @@ def _read(path: Path, problems: list[Problem]) -> Node:
             raise ConfigError(f"recipes extend each other in a circle: {names}")
         chain.append(resolved)
         if len(chain) > MAX_FILES:
-            raise ConfigError(f"{path}: more than {MAX_FILES} recipes extend each other: lay some of them together")
+            raise ConfigError(
+                f"{path}: more than {MAX_FILES} recipes extend each other: lay some of them "
+                "together"
+            )
         try:
             root, duplicates = read_file(path, budget)
         except ConfigError as error:
-            raise ConfigError(f"{extends.origin}: extends: {error}" if extends is not None else str(error)) from error
+            raise ConfigError(
+                f"{extends.origin}: extends: {error}" if extends is not None else str(error)
+            ) from error
         problems += duplicates
         layers.append(root)
         extends = root.value.pop(EXTENDS, None)
         if extends is None:
             break
         if not isinstance(extends.value, str):
-            raise ConfigError(f"{extends.origin}: extends must be the path of one recipe, relative to this file")
+            raise ConfigError(
+                f"{extends.origin}: extends must be the path of one recipe, relative to this file"
+            )
         path = path.parent / extends.value
     whole = layers.pop()
     while layers:
@@ -112,9 +132,13 @@ def _overrides(texts: Sequence[str], problems: list[Problem]) -> Node:
         path, equals, value = text.partition("=")
         keys = tuple(path.strip().split("."))
         if not equals or not all(keys):
-            raise ConfigError(f"{COMMAND_LINE}: override '{shortened(text, 200)}' is not of the form a.b.c=value")
+            raise ConfigError(
+                f"{COMMAND_LINE}: override '{shortened(text, 200)}' is not of the form a.b.c=value"
+            )
         if keys == (EXTENDS,):
-            raise ConfigError(f"{COMMAND_LINE}: extends can't be overridden: start from the other recipe")
+            raise ConfigError(
+                f"{COMMAND_LINE}: extends can't be overridden: start from the other recipe"
+            )
         node, duplicates = read_text(value, COMMAND_LINE, ".".join(keys))
         problems += duplicates
         parsed.pop(keys, None)  # the last one of a key counts, and comes last

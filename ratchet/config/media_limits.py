@@ -7,7 +7,11 @@ from pydantic import Field
 from ratchet.config.base import Section
 
 # Of a model's directory: what its processor is made from.
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
 PILLOW_PIXELS = 178_956_970  # of an image that Pillow refuses to open, whatever is asked of it
 
 
@@ -16,18 +20,28 @@ class FileLimits(Section):
 
     max_side: int = Field(default=8192, ge=1, description="Pixels of an image's longer side.")
     max_pixels: int = Field(
-        default=64_000_000, ge=1, le=PILLOW_PIXELS, description="Of one image, or frame, as its header declares."
+        default=64_000_000,
+        ge=1,
+        le=PILLOW_PIXELS,
+        description="Of one image, or frame, as its header declares.",
     )
     max_mib: float = Field(default=64.0, gt=0, description="Of one encoded file.")
     urls: bool = Field(
-        default=False, description="Fetch http:// and https:// addresses that data name; it lets data choose them."
+        default=False,
+        description="Fetch http:// and https:// addresses that data name; it lets data choose "
+        "them.",
     )
 
 
 class MediaLimits(FileLimits):
-    """What an image, an audio clip or a video may be. Beyond it, a row or an attempt fails with an error that says so."""
+    """What an image, an audio clip or a video may be. Beyond it, a row or an attempt fails with an
+    error that says so."""
 
-    max_frames: int = Field(default=64, ge=1, description="Of a video; from a longer one so many are taken, evenly spaced.")
+    max_frames: int = Field(
+        default=64,
+        ge=1,
+        description="Of a video; from a longer one so many are taken, evenly spaced.",
+    )
     max_audio_s: float = Field(default=600.0, gt=0, description="Length of an audio clip.")
     timeout_s: float = Field(default=20.0, gt=0, description="Of fetching one address.")
 
@@ -37,8 +51,11 @@ class MediaConfig(MediaLimits):
 
     root: str | None = Field(
         default=None,
-        description="Directory or store that paths are relative to, and may not leave; null: paths are taken as they are.",
+        description="Directory or store that paths are relative to, and may not leave; null: paths "
+        "are taken as they are.",
     )
     remembered_mib: float = Field(
-        default=512.0, ge=0, description="Prepared media that are kept, those that were asked for last."
+        default=512.0,
+        ge=0,
+        description="Prepared media that are kept, those that were asked for last.",
     )

@@ -1,5 +1,5 @@
-"""The built-in kinds: for each slot of a recipe, short names and the sections that they stand for, by module and class, so that
-nothing is imported but what a recipe names."""
+"""The built-in kinds: for each slot of a recipe, short names and the sections that they stand for,
+by module and class, so that nothing is imported but what a recipe names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ GENERATORS: Mapping[str, str] = {
     "hf": "ratchet.generators.config:HFConfig",
     "vllm": "ratchet.generators.config:VLLMConfig",
 }
-PARTS: Mapping[str, str] = {**ENVIRONMENTS, "workers": "ratchet.environments.workers.config:WorkersConfig"}
+PARTS: Mapping[str, str] = {
+    **ENVIRONMENTS,
+    "workers": "ratchet.environments.workers.config:WorkersConfig",
+}
 KINDS: Mapping[str, Mapping[str, str]] = {
     "algorithm": {
         "sft": "ratchet.algorithms.config.sft:SFTConfig",

@@ -1,6 +1,8 @@
-"""Sections chosen by `kind:`: a short built-in name, or the dotted path of anybody's class, `my_pkg.maze:Maze`.
+"""Sections chosen by `kind:`: a short built-in name, or the dotted path of anybody's class,
+`my_pkg.maze:Maze`.
 
-No registry needs editing for the latter, and nothing is imported but the configuration of the kind that a recipe names.
+No registry needs editing for the latter, and nothing is imported but the configuration of the kind
+that a recipe names.
 """
 
 from __future__ import annotations
@@ -24,10 +26,17 @@ from ratchet.utils.terminal_text import shortened
 
 # Keys that a section has by its place, whatever its kind.
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "rewards": {"weight": (float, Field(1.0, description="Factor on this reward in the sum of all."))},
-    "estimator": {"weight": (float, Field(1.0, description="Factor on this estimator in the sum of all."))},
+    "rewards": {
+        "weight": (float, Field(1.0, description="Factor on this reward in the sum of all."))
+    },
+    "estimator": {
+        "weight": (float, Field(1.0, description="Factor on this estimator in the sum of all."))
+    },
     "part": {
-        "weight": (float, Field(1.0, gt=0, description="Its share of the prompts, relative to the others'.")),
+        "weight": (
+            float,
+            Field(1.0, gt=0, description="Its share of the prompts, relative to the others'."),
+        ),
         "tag": (str, Field("", description="The tag of its tasks; by default its kind.")),
     },
 }
@@ -44,7 +53,10 @@ def resolve(slot: str, values: Mapping[str, Any]) -> Section:
 def kind_of(slot: str, values: Mapping[str, Any]) -> str:
     kind = values.get("kind", DEFAULT_KIND.get(slot))
     if kind is None:
-        raise ConfigError(f"is missing; set it to one of {', '.join(KINDS[slot])}, or to a path such as my_pkg.module:Class")
+        raise ConfigError(
+            f"is missing; set it to one of {', '.join(KINDS[slot])}, or to a path such as "
+            "my_pkg.module:Class"
+        )
     if not isinstance(kind, str):
         raise ConfigError(f"{kind!r} is not a name")
     return kind
@@ -52,7 +64,8 @@ def kind_of(slot: str, values: Mapping[str, Any]) -> str:
 
 @cache
 def section_class(slot: str, kind: str) -> type[Section]:
-    """The class that validates `kind`, with `kind` among its fields, so that a saved section says what it is."""
+    """The class that validates `kind`, with `kind` among its fields, so that a saved section says
+    what it is."""
     if ":" in kind:
         made = _of_import_path(slot, kind)
         _require_methods(slot, kind)
@@ -60,19 +73,28 @@ def section_class(slot: str, kind: str) -> type[Section]:
         made = imported(KINDS[slot][kind])
     else:
         raise ConfigError(_unknown(slot, kind))
-    missing = {name: spec for name, spec in PLACE_FIELDS.get(slot, {}).items() if name not in made.model_fields}
+    missing = {
+        name: spec
+        for name, spec in PLACE_FIELDS.get(slot, {}).items()
+        if name not in made.model_fields
+    }
     if "kind" not in made.model_fields:
         missing["kind"] = (Literal[kind], kind)
     if not missing:
         return made
-    return create_model(made.__name__, __base__=made, __doc__=made.__doc__, __module__=made.__module__, **missing)
+    return create_model(
+        made.__name__, __base__=made, __doc__=made.__doc__, __module__=made.__module__, **missing
+    )
 
 
 def with_kind(slot: str, section: Section) -> Section:
-    """A section made in Python, given the keys that its place adds, so that a dump of it loads again."""
+    """A section made in Python, given the keys that its place adds, so that a dump of it loads
+    again."""
     made = type(section)
     path = f"{made.__module__}:{made.__qualname__}"
-    kind = getattr(section, "kind", None) or next((k for k, known in KINDS[slot].items() if known == path), path)
+    kind = getattr(section, "kind", None) or next(
+        (k for k, known in KINDS[slot].items() if known == path), path
+    )
     wanted = section_class(slot, kind)
     return section if isinstance(section, wanted) else wanted.model_validate(dict(section))
 
@@ -96,25 +118,36 @@ def _as_path(kind: str) -> str:
 
 # --- kinds given by import path
 
-# What a class of these slots is called by (`ratchet.protocols`); what a function makes is known when it is called.
-METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(("environment", "part", "played"), ("tasks", "reset", "step", "close"))
+# What a class of these slots is called by (`ratchet.protocols`); what a function makes is known
+# when it is called.
+METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    ("environment", "part", "played"), ("tasks", "reset", "step", "close")
+)
 
 
 def imported(path: str) -> Any:
-    """Raises ConfigError with the reason. Other errors of the user's own module keep their traceback."""
+    """Raises ConfigError with the reason. Other errors of the user's own module keep their
+    traceback."""
     module, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
-        raise ConfigError(f"{shortened(path, 200)!r} is no path of a class or a function: write it as my_pkg.module:Class")
+        raise ConfigError(
+            f"{shortened(path, 200)!r} is no path of a class or a function: write it as "
+            "my_pkg.module:Class"
+        )
     try:
         found = import_module(module)
     except (ImportError, SyntaxError) as error:
         reason = f"{type(error).__name__}: {shortened(str(error), 500)}"
         raise ConfigError(
-            f"'{path}' can't be imported ({reason}); is it installed, or in the directory that you start from?"
+            f"'{path}' can't be imported ({reason}); is it installed, or in the directory that you "
+            "start from?"
         ) from error
     if not hasattr(found, name):
         near = get_close_matches(name, vars(found), n=1)
-        raise ConfigError(f"module {module} has no '{name}'" + (f"; did you mean '{module}:{near[0]}'?" if near else ""))
+        raise ConfigError(
+            f"module {module} has no '{name}'"
+            + (f"; did you mean '{module}:{near[0]}'?" if near else "")
+        )
     return getattr(found, name)
 
 
@@ -147,27 +180,42 @@ def _is_section(found: Any) -> bool:
 
 def _built_by(kind: str, config: type[Section]) -> type[Section]:
     """The section of a class that takes it as its one argument."""
-    return config if config.builds else type(config.__name__, (config,), {"builds": kind, "__module__": config.__module__})
+    return (
+        config
+        if config.builds
+        else type(config.__name__, (config,), {"builds": kind, "__module__": config.__module__})
+    )
 
 
 class Unpacked(Section):
-    """Section of a class or function without `Config`: its fields are the parameters, handed over by name."""
+    """Section of a class or function without `Config`: its fields are the parameters, handed over
+    by name."""
 
     builds: ClassVar[str] = "ratchet.config.resolve:call_unpacked"
     target: ClassVar[str] = ""
     parameters: ClassVar[frozenset[str]] = frozenset()
-    binds: ClassVar[bool] = False  # the target is itself what was asked for, its parameters are to be bound
+    # the target is itself what was asked for, its parameters are to be bound
+    binds: ClassVar[bool] = False
 
 
 def call_unpacked(section: Unpacked, *context: Any, **named: Any) -> Any:
-    """What `builds` of an `Unpacked` section names. The context that built-in kinds get is not for it."""
+    """What `builds` of an `Unpacked` section names. The context that built-in kinds get is not for
+    it."""
     values = {name: getattr(section, name) for name in section.parameters}
     target = imported(section.target)
     return partial(target, **values) if section.binds else target(**values)
 
 
-# Slots whose dotted path may name a plain function, and how many arguments it is called with; the others are its keys.
-FUNCTION_ARGUMENTS = {"rewards": 2, "advantage": 2, "estimator": 2, "policy_loss": 2, "shaping": 2, "agent": 3}
+# Slots whose dotted path may name a plain function, and how many arguments it is called with; the
+# others are its keys.
+FUNCTION_ARGUMENTS = {
+    "rewards": 2,
+    "advantage": 2,
+    "estimator": 2,
+    "policy_loss": 2,
+    "shaping": 2,
+    "agent": 3,
+}
 
 
 def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Section]:
@@ -175,23 +223,42 @@ def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Sect
     owner = target.__init__ if inspect.isclass(target) else target
     try:
         hints = get_type_hints(owner, include_extras=True)
-        parameters = list(inspect.signature(target).parameters.values())[FUNCTION_ARGUMENTS[slot] if binds else 0 :]
-    except (NameError, TypeError, ValueError, AttributeError) as error:  # of things written in C, say
+        parameters = list(inspect.signature(target).parameters.values())[
+            FUNCTION_ARGUMENTS[slot] if binds else 0 :
+        ]
+    # of things written in C, say
+    except (NameError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"the annotations of '{kind}' can't be read: {error}") from error
     if len(parameters) == 1 and _is_section(hints.get(parameters[0].name)):
         return _built_by(kind, hints[parameters[0].name])
     fields: dict[str, Any] = {}
     for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"'{kind}' takes '{parameter}', which has no keys: name its parameters, or give it a `Config`")
-        if parameter.name == "kind" or hasattr(Section, parameter.name) or parameter.name in PLACE_FIELDS.get(slot, {}):
-            raise ConfigError(f"the parameter '{parameter.name}' of '{kind}' is a key that every section has: rename it")
+        if parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        ):
+            raise ConfigError(
+                f"'{kind}' takes '{parameter}', which has no keys: name its parameters, or give it "
+                "a `Config`"
+            )
+        if (
+            parameter.name == "kind"
+            or hasattr(Section, parameter.name)
+            or parameter.name in PLACE_FIELDS.get(slot, {})
+        ):
+            raise ConfigError(
+                f"the parameter '{parameter.name}' of '{kind}' is a key that every section has: "
+                "rename it"
+            )
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints.get(parameter.name, Any), default)
     try:
         made = create_model(kind.partition(":")[2], __base__=Unpacked, **fields)
     except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
-        raise ConfigError(f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `Config`") from error
+        raise ConfigError(
+            f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `Config`"
+        ) from error
     made.target, made.parameters, made.binds = kind, frozenset(fields), binds
     return made
 
@@ -201,13 +268,16 @@ def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Sect
 
 @dataclass(frozen=True)
 class Slot:
-    """Marks a field whose section (or, with `many`, list of sections) is chosen by `kind:`; with `optional`, null is none."""
+    """Marks a field whose section (or, with `many`, list of sections) is chosen by `kind:`; with
+    `optional`, null is none."""
 
     name: str
     many: bool = False
     optional: bool = False
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self.choose, handler(source))
 
     def choose(self, value: Any) -> Any:
@@ -232,8 +302,12 @@ class Slot:
         if isinstance(value, Section):
             return with_kind(self.name, value)
         if not isinstance(value, Mapping):
-            example = "{kind: %s}" % (value if isinstance(value, str) else next(iter(KINDS[self.name])))
-            raise PydanticCustomError("no_section", "must be a section with its kind, as {example}", {"example": example})
+            example = "{kind: %s}" % (
+                value if isinstance(value, str) else next(iter(KINDS[self.name]))
+            )
+            raise PydanticCustomError(
+                "no_section", "must be a section with its kind, as {example}", {"example": example}
+            )
         try:
             return resolve(self.name, value)
         except ConfigError as error:

@@ -1,6 +1,7 @@
 """The sections of a recipe. Defaults stand here and nowhere else.
 
-A `RunConfig` is resolved: each of its stages is complete. What a user writes is shorter, see `ratchet.config.loader`.
+A `RunConfig` is resolved: each of its stages is complete. What a user writes is shorter, see
+`ratchet.config.loader`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
-from ratchet.config.experience import CurriculumConfig, ParityConfig, RolloutsConfig, SamplingConfig, Temperature
+from ratchet.config.experience import (
+    CurriculumConfig,
+    ParityConfig,
+    RolloutsConfig,
+    SamplingConfig,
+    Temperature,
+)
 from ratchet.config.media_limits import MediaConfig
 from ratchet.config.resolve import Slot, resolve
 from ratchet.config.sentinels import SentinelsConfig
@@ -27,37 +34,58 @@ def _like(pattern: str, wanted: str) -> AfterValidator:
 
 
 Device = Annotated[str, _like(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
-RunName = Annotated[str, _like(r"[A-Za-z0-9][\w.+-]*", "of letters, digits and _ . + -, as it names a directory")]
-StageName = Annotated[str, _like(r"[A-Za-z_][\w-]*", "of letters, digits, _ and -, and not begin with a digit")]
+RunName = Annotated[
+    str, _like(r"[A-Za-z0-9][\w.+-]*", "of letters, digits and _ . + -, as it names a directory")
+]
+StageName = Annotated[
+    str, _like(r"[A-Za-z_][\w-]*", "of letters, digits, _ and -, and not begin with a digit")
+]
 
 
 class ModelConfig(Section):
     """What is trained: a preset with random weights, or the model in a directory or on the hub."""
 
-    preset: str | None = Field(default=None, description="Shape of a model that starts from random weights.")
+    preset: str | None = Field(
+        default=None, description="Shape of a model that starts from random weights."
+    )
     path: str | None = Field(
-        default=None, description="Directory, address (s3://bucket/model) or hub id of a model to start from."
+        default=None,
+        description="Directory, address (s3://bucket/model) or hub id of a model to start from.",
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
     backend: Literal["auto", "ratchet", "transformers"] = Field(
-        default="auto", description="Whose code runs it: Ratchet's own decoder where it can (auto), or that of transformers."
+        default="auto",
+        description="Whose code runs it: Ratchet's own decoder where it can (auto), or that of "
+        "transformers.",
     )
-    overrides: dict[str, Any] = Field(default_factory=dict, description="Fields of the preset's shape to change.")
+    overrides: dict[str, Any] = Field(
+        default_factory=dict, description="Fields of the preset's shape to change."
+    )
     towers: Literal["frozen", "trained"] = Field(
         default="frozen",
-        description="The encoders of images, audio and videos of a model that has some: at rest, or trained too.",
+        description="The encoders of images, audio and videos of a model that has some: at rest, "
+        "or trained too.",
     )
-    trust_remote_code: bool = Field(default=False, description="Let transformers run code that comes with the model.")
+    trust_remote_code: bool = Field(
+        default=False, description="Let transformers run code that comes with the model."
+    )
 
 
 class RecordConfig(Section):
     """What is written down of each step, in steps/ (docs/records.md)."""
 
-    every: int = Field(default=1, ge=0, description="Steps from one that is recorded to the next; 0: none.")
-    groups: int | None = Field(
-        default=None, ge=1, description="Of a step, so many, drawn at random; null: all. A step is only replayed from all."
+    every: int = Field(
+        default=1, ge=0, description="Steps from one that is recorded to the next; 0: none."
     )
-    max_gib: float = Field(default=8.0, gt=0, description="Size of the record, above which its oldest files go.")
+    groups: int | None = Field(
+        default=None,
+        ge=1,
+        description="Of a step, so many, drawn at random; null: all. A step is only replayed from "
+        "all.",
+    )
+    max_gib: float = Field(
+        default=8.0, gt=0, description="Size of the record, above which its oldest files go."
+    )
 
 
 class LoggingConfig(Section):
@@ -66,21 +94,29 @@ class LoggingConfig(Section):
         default=(), description="Experiment trackers that get each step's metrics too."
     )
     progress: Literal["auto", "live", "plain", "off"] = Field(
-        default="auto", description="Progress on the terminal; auto: live where it is one, else plain lines."
+        default="auto",
+        description="Progress on the terminal; auto: live where it is one, else plain lines.",
     )
-    system: bool = Field(default=True, description="Measure processors, memory, disk and accelerators in each step.")
-    trace: bool = Field(default=True, description="Write trace.json, which Perfetto shows: when each part of a step ran.")
+    system: bool = Field(
+        default=True, description="Measure processors, memory, disk and accelerators in each step."
+    )
+    trace: bool = Field(
+        default=True,
+        description="Write trace.json, which Perfetto shows: when each part of a step ran.",
+    )
     stall_s: float | None = Field(
         default=600.0,
         gt=0,
-        description="Seconds that a phase of a step may take before a report says who waits for whom; null: any.",
+        description="Seconds that a phase of a step may take before a report says who waits for "
+        "whom; null: any.",
     )
 
 
 class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101). Steps here are optimizer steps: batches x minibatches x epochs.
 
-    whole_matrices: whether its steps need each matrix in one process. needs: a package that computes them.
+    whole_matrices: whether its steps need each matrix in one process. needs: a package that
+    computes them.
     """
 
     builds: ClassVar[str] = "ratchet.learners.optim.adamw:AdamW"
@@ -89,40 +125,62 @@ class OptimizerConfig(Section):
 
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.95), description="Decay of the running mean and of the running square of gradients."
+        default=(0.9, 0.95),
+        description="Decay of the running mean and of the running square of gradients.",
     )
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the running square.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled, on matrices only.")
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm; null: never.")
-    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps in which the rate rises to lr.")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        default="constant", description="The rate after the warm-up; wsd: constant, then linear over the last decay_steps."
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0, description="Gradients are scaled down to this norm; null: never."
     )
-    decay_steps: int = Field(default=0, ge=0, description="Optimizer steps of the decay that ends a wsd schedule.")
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Rate at the end of a schedule that decays, over lr.")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps in which the rate rises to lr."
+    )
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="constant",
+        description="The rate after the warm-up; wsd: constant, then linear over the last "
+        "decay_steps.",
+    )
+    decay_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps of the decay that ends a wsd schedule."
+    )
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Rate at the end of a schedule that decays, over lr."
+    )
     ema_decay: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Share that a running average of the weights keeps of itself a step; it is left in model-ema/. null: none.",
+        description="Share that a running average of the weights keeps of itself a step; it is "
+        "left in model-ema/. null: none.",
     )
 
 
 class LoRAConfig(Section):
-    """A low-rank adapter (arXiv:2106.09685): W x becomes W x + scale B A x. Only A and B train; W rests."""
+    """A low-rank adapter (arXiv:2106.09685): W x becomes W x + scale B A x. Only A and B train; W
+    rests."""
 
     rank: int = Field(default=16, ge=1, description="Rows of each A, columns of each B.")
     alpha: float = Field(default=32.0, gt=0, description="The scale is alpha / rank.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of A's inputs that an update sets to 0.")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of A's inputs that an update sets to 0."
+    )
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        default="all-linear", description="Linear maps of each layer that get one: all-linear, or their names (q_proj, ...)."
+        default="all-linear",
+        description="Linear maps of each layer that get one: all-linear, or their names (q_proj, "
+        "...).",
     )
     init: Literal["kaiming", "gaussian"] = Field(
-        default="kaiming", description="How A begins; B begins at 0, so that the first step samples from the base."
+        default="kaiming",
+        description="How A begins; B begins at 0, so that the first step samples from the base.",
     )
-    rslora: bool = Field(default=False, description="The scale is alpha / sqrt(rank) (arXiv:2312.03732).")
+    rslora: bool = Field(
+        default=False, description="The scale is alpha / sqrt(rank) (arXiv:2312.03732)."
+    )
     base: Literal["nf4", "float8"] | None = Field(
-        default=None, description="What the layers' matrices, which rest, are quantised to: nf4 (4 bits, QLoRA) or float8."
+        default=None,
+        description="What the layers' matrices, which rest, are quantised to: nf4 (4 bits, QLoRA) "
+        "or float8.",
     )
 
     @property
@@ -137,60 +195,111 @@ class EvaluationConfig(Section):
     """Accuracy on held-out tasks, before and after each stage."""
 
     environment: Annotated[Chosen | None, Slot("environment", optional=True)] = Field(
-        default=None, description="Whose held-out tasks, which its own reward judges; null: those of the stage's environment."
+        default=None,
+        description="Whose held-out tasks, which its own reward judges; null: those of the stage's "
+        "environment.",
     )
 
-    every: int = Field(default=0, ge=0, description="Also after every so many steps; 0: only before and after the stage.")
-    tasks: int = Field(default=512, ge=0, description="Held-out tasks; 0: no evaluation at all.")
-    samples: int = Field(default=0, ge=0, description="Sampled attempts a task beside the greedy one.")
-    greedy: bool = Field(default=True, description="One attempt a task at temperature 0; else the sampled ones are all.")
-    passing: float = Field(default=1.0, description="Reward from which on a sampled attempt counts as passed (pass@k).")
-    temperature: Temperature | None = Field(default=None, gt=0, description="Of the sampled attempts; null: as in sampling.")
-    max_new_tokens: int | None = Field(default=None, ge=1, description="Tokens of one completion; null: as in sampling.")
-    patience: int = Field(
-        default=0, ge=0, description="Evaluations in a row without a better metric, after which the stage ends; 0: it doesn't."
+    every: int = Field(
+        default=0,
+        ge=0,
+        description="Also after every so many steps; 0: only before and after the stage.",
     )
-    metric: str = Field(default="eval/accuracy", description="Of patience; with - before it, less is better: -eval/loss.")
-    min_gain: float = Field(default=0.0, ge=0, description="Of patience: what is better by no more than this is no better.")
+    tasks: int = Field(default=512, ge=0, description="Held-out tasks; 0: no evaluation at all.")
+    samples: int = Field(
+        default=0, ge=0, description="Sampled attempts a task beside the greedy one."
+    )
+    greedy: bool = Field(
+        default=True,
+        description="One attempt a task at temperature 0; else the sampled ones are all.",
+    )
+    passing: float = Field(
+        default=1.0, description="Reward from which on a sampled attempt counts as passed (pass@k)."
+    )
+    temperature: Temperature | None = Field(
+        default=None, gt=0, description="Of the sampled attempts; null: as in sampling."
+    )
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens of one completion; null: as in sampling."
+    )
+    patience: int = Field(
+        default=0,
+        ge=0,
+        description="Evaluations in a row without a better metric, after which the stage ends; 0: "
+        "it doesn't.",
+    )
+    metric: str = Field(
+        default="eval/accuracy",
+        description="Of patience; with - before it, less is better: -eval/loss.",
+    )
+    min_gain: float = Field(
+        default=0.0,
+        ge=0,
+        description="Of patience: what is better by no more than this is no better.",
+    )
 
     @model_validator(mode="after")
     def _patience_is_read(self) -> EvaluationConfig:
         for key in ("metric", "min_gain"):
             if not self.patience and key in self.changed:
-                raise ValueError(f"{key} is not read with patience=0: set patience, or remove {key}")
+                raise ValueError(
+                    f"{key} is not read with patience=0: set patience, or remove {key}"
+                )
         if self.patience and not self.every:
-            raise ValueError(f"patience={self.patience} counts evaluations between steps: set every")
+            raise ValueError(
+                f"patience={self.patience} counts evaluations between steps: set every"
+            )
         if not self.greedy and not self.samples:
             raise ValueError("greedy=false and samples=0 leave no attempt: set samples")
         return self
 
 
 class CheckpointConfig(Section):
-    every: int = Field(default=50, ge=0, description="Steps between checkpoints; 0: only at the end of the stage.")
-    keep: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
-    keep_best: int = Field(default=0, ge=0, description="Also the best so many, of those saved after a step that measured it.")
-    metric: str = Field(default="eval/accuracy", description="What the best have most of; with - before it, least: -eval/loss.")
-    end_with: Literal["last", "best"] = Field(
-        default="last", description="What the stage leaves behind: its last weights, or those of its best checkpoint."
+    every: int = Field(
+        default=50, ge=0, description="Steps between checkpoints; 0: only at the end of the stage."
     )
-    keep_every: int = Field(default=0, ge=0, description="Also those whose step is a multiple of it, for good; 0: none.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
+    keep_best: int = Field(
+        default=0,
+        ge=0,
+        description="Also the best so many, of those saved after a step that measured it.",
+    )
+    metric: str = Field(
+        default="eval/accuracy",
+        description="What the best have most of; with - before it, least: -eval/loss.",
+    )
+    end_with: Literal["last", "best"] = Field(
+        default="last",
+        description="What the stage leaves behind: its last weights, or those of its best "
+        "checkpoint.",
+    )
+    keep_every: int = Field(
+        default=0, ge=0, description="Also those whose step is a multiple of it, for good; 0: none."
+    )
     on_error: Literal["stop", "warn"] = Field(
-        default="stop", description="Where one can't be written (a full disk, say): the run ends, or goes on and warns."
+        default="stop",
+        description="Where one can't be written (a full disk, say): the run ends, or goes on and "
+        "warns.",
     )
     background: bool = Field(
-        default=False, description="Write them beside the training, from a copy in main memory; each is whole before the next."
+        default=False,
+        description="Write them beside the training, from a copy in main memory; each is whole "
+        "before the next.",
     )
     limit_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds that the process has; it saves before and exits with 75. null: no limit.",
+        description="Seconds that the process has; it saves before and exits with 75. null: no "
+        "limit.",
     )
 
     @model_validator(mode="after")
     def _reads_its_metric(self) -> CheckpointConfig:
         for key in ("metric", "end_with"):
             if not self.keep_best and key in self.changed:
-                raise ValueError(f"{key} is not read with keep_best=0: set keep_best, or remove {key}")
+                raise ValueError(
+                    f"{key} is not read with keep_best=0: set keep_best, or remove {key}"
+                )
         return self
 
 
@@ -199,7 +308,8 @@ def _default(slot: str, kind: str) -> Any:
 
 
 def own_rewards(environment: object) -> tuple[Section, ...]:
-    """What the environment says judges its answers; nothing where its steps give the rewards themselves."""
+    """What the environment says judges its answers; nothing where its steps give the rewards
+    themselves."""
     own = getattr(environment, "default_reward", "")
     return (resolve("rewards", {"kind": own} if isinstance(own, str) else own),) if own else ()
 
@@ -216,33 +326,53 @@ Rewards = Annotated[tuple[Chosen, ...], Slot("rewards", many=True)]
 
 
 class StageConfig(Section):
-    """One algorithm for a number of steps. Every key can also stand at the top of a recipe, as the default of all stages."""
+    """One algorithm for a number of steps. Every key can also stand at the top of a recipe, as the
+    default of all stages."""
 
     name: StageName = Field(description="By default the algorithm's kind.")
-    algorithm: Annotated[Chosen, Slot("algorithm")] = Field(description="What turns a batch into an update.")
-    environment: Annotated[Chosen, Slot("environment")] = Field(description="Where tasks and demonstrations come from.")
-    rewards: Rewards = Field(default_factory=_rewards, description="What judges attempts; by default as the environment says.")
+    algorithm: Annotated[Chosen, Slot("algorithm")] = Field(
+        description="What turns a batch into an update."
+    )
+    environment: Annotated[Chosen, Slot("environment")] = Field(
+        description="Where tasks and demonstrations come from."
+    )
+    rewards: Rewards = Field(
+        default_factory=_rewards,
+        description="What judges attempts; by default as the environment says.",
+    )
     yardstick: Rewards = Field(
         default_factory=_yardstick,
-        description="What judges in evaluation; by default the environment's own reward, so that shaping can't move it.",
+        description="What judges in evaluation; by default the environment's own reward, so that "
+        "shaping can't move it.",
     )
     agent: Annotated[Chosen | None, Slot("agent", optional=True)] = Field(
-        default=None, description="Plays the attempts, through an OpenAI-compatible server; null: the environment's own turns."
+        default=None,
+        description="Plays the attempts, through an OpenAI-compatible server; null: the "
+        "environment's own turns.",
     )
     steps: int = Field(default=100, ge=1, description="Batches to train on.")
     batch_size: int = Field(default=32, ge=1, description="Groups (prompts, rows or pairs) a step.")
-    examples: int | None = Field(default=None, ge=1, description="Distinct training tasks; null: no limit.")
+    examples: int | None = Field(
+        default=None, ge=1, description="Distinct training tasks; null: no limit."
+    )
     curriculum: CurriculumConfig | None = Field(
         default=None, description="Which of the examples come when; null: all in turn, shuffled."
     )
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     optimizer: Annotated[SerializeAsAny[OptimizerConfig], Slot("optimizer")] = Field(
-        default_factory=_default("optimizer", "adamw"), description="What turns a gradient into a step."
+        default_factory=_default("optimizer", "adamw"),
+        description="What turns a gradient into a step.",
     )
-    lora: LoRAConfig | None = Field(default=None, description="Trains an adapter of the policy; null: all its weights.")
-    learner: Annotated[Chosen, Slot("learner")] = Field(default_factory=_default("learner", "local"))
-    generator: Annotated[Chosen, Slot("generator")] = Field(default_factory=_default("generator", "engine"))
+    lora: LoRAConfig | None = Field(
+        default=None, description="Trains an adapter of the policy; null: all its weights."
+    )
+    learner: Annotated[Chosen, Slot("learner")] = Field(
+        default_factory=_default("learner", "local")
+    )
+    generator: Annotated[Chosen, Slot("generator")] = Field(
+        default_factory=_default("generator", "engine")
+    )
     link: Annotated[Chosen, Slot("link")] = Field(
         default_factory=_default("link", "auto"), description="How new weights reach the generator."
     )
@@ -253,13 +383,17 @@ class StageConfig(Section):
 
     @property
     def source(self) -> str | None:
-        """ "rows", "pairs", "labelled", "steps" or "rollouts"; None where an algorithm of somebody else's doesn't say."""
+        """ "rows", "pairs", "labelled", "steps" or "rollouts"; None where an algorithm of somebody
+        else's doesn't say."""
         return getattr(self.algorithm, "source", None)
 
     @property
     def played_by_workers(self) -> bool:
         """Whether the generator's workers play its groups."""
-        return getattr(self.generator, "plays", "") == "groups" and self.source in ("rollouts", None)
+        return getattr(self.generator, "plays", "") == "groups" and self.source in (
+            "rollouts",
+            None,
+        )
 
     @property
     def attempts(self) -> int:
@@ -300,17 +434,23 @@ class RunConfig(Section):
     )
     kernels: Literal["auto", "compiled", "torch"] = Field(
         default="auto",
-        description="What computes a model in float32 on a CPU beside its large products: C that this machine's compiler has "
+        description="What computes a model in float32 on a CPU beside its large products: C that "
+        "this machine's compiler has "
         "compiled, or PyTorch's operations. auto: compiled where there is a compiler.",
     )
     run_dir: str | None = Field(
         default=None,
-        description="Where the run is written, or an address (s3://bucket/run); null: runs/<name>. Never overwritten.",
+        description="Where the run is written, or an address (s3://bucket/run); null: runs/<name>. "
+        "Never overwritten.",
     )
     model: ModelConfig = ModelConfig()
-    tokenizer: Annotated[Chosen, Slot("tokenizer")] = Field(default_factory=_default("tokenizer", "auto"))
+    tokenizer: Annotated[Chosen, Slot("tokenizer")] = Field(
+        default_factory=_default("tokenizer", "auto")
+    )
     media: MediaConfig = MediaConfig()
-    cluster: Annotated[Chosen, Slot("cluster")] = Field(default_factory=_default("cluster", "local"))
+    cluster: Annotated[Chosen, Slot("cluster")] = Field(
+        default_factory=_default("cluster", "local")
+    )
     logging: LoggingConfig = LoggingConfig()
     record: RecordConfig = RecordConfig()
     stages: Annotated[tuple[StageConfig, ...], AfterValidator(_distinct_names)]
@@ -323,7 +463,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _kernels_are_for_all(self) -> RunConfig:
         if self.kernels == "compiled" and not self.compiles:
-            raise ValueError("kernels=compiled, but ranks compute by PyTorch's operations: set kernels: auto or torch")
+            raise ValueError(
+                "kernels=compiled, but ranks compute by PyTorch's operations: set kernels: auto or "
+                "torch"
+            )
         return self
 
 

@@ -1,4 +1,5 @@
-"""What is watched while a stage trains: each sentinel is data, and those below are the built-in ones."""
+"""What is watched while a stage trains: each sentinel is data, and those below are the built-in
+ones."""
 
 from __future__ import annotations
 
@@ -13,20 +14,30 @@ Rule = Literal["above", "below", "spike", "grows", "shrinks", "rises", "reported
 
 
 class SentinelConfig(Section):
-    """Watches one metric. It alarms when its rule has held for `patience` steps that report the metric, and again only after
-    the rule has ended."""
+    """Watches one metric. It alarms when its rule has held for `patience` steps that report the
+    metric, and again only after the rule has ended."""
 
-    metric: str = Field(description="A name of metrics.jsonl; with * and ? the greatest of those that it fits.")
+    metric: str = Field(
+        description="A name of metrics.jsonl; with * and ? the greatest of those that it fits."
+    )
     rule: Rule = Field(
-        description="above, below: the threshold. spike: so many robust deviations above the median of the window before. "
-        "grows, shrinks: the window's median over, under so many times that of the first window. rises: over it by so much. "
+        description="above, below: the threshold. spike: so many robust deviations above the "
+        "median of the window before. "
+        "grows, shrinks: the window's median over, under so many times that of the first window. "
+        "rises: over it by so much. "
         "reported: other than 0, steps without it end it. nonfinite: NaN or infinite."
     )
     threshold: float = Field(default=0.0, description="Of the rule.")
-    window: int = Field(default=32, ge=1, description="Values of the metric that the rule compares.")
-    patience: int = Field(default=1, ge=1, description="Steps in a row in which the rule must hold.")
+    window: int = Field(
+        default=32, ge=1, description="Values of the metric that the rule compares."
+    )
+    patience: int = Field(
+        default=1, ge=1, description="Steps in a row in which the rule must hold."
+    )
     action: Literal["off", "warn", "pause"] = Field(
-        default="warn", description="warn: log it, with the evidence in sentinels/. pause: also save and end the run with 77."
+        default="warn",
+        description="warn: log it, with the evidence in sentinels/. pause: also save and end the "
+        "run with 77.",
     )
 
 
@@ -35,18 +46,22 @@ def _watch(about: str, **sentinel: Any) -> Any:
 
 
 class SentinelsConfig(Section):
-    """A description says what an alarm means, and ends its message. What is given of a built-in one replaces that alone."""
+    """A description says what an alarm means, and ends its message. What is given of a built-in one
+    replaces that alone."""
 
     loss_spike: SentinelConfig = _watch(
-        "one batch pushes the weights far: look at its rows for outliers, lower optimizer.lr or max_grad_norm",
+        "one batch pushes the weights far: look at its rows for outliers, lower optimizer.lr or "
+        "max_grad_norm",
         metric="policy/loss", rule="spike", threshold=20.0,
     )  # fmt: skip
     nonfinite_step: SentinelConfig = _watch(
-        "a gradient was not finite, and that step was skipped: look at its rows; several in a row end the run",
+        "a gradient was not finite, and that step was skipped: look at its rows; several in a row "
+        "end the run",
         metric="policy/skipped_nonfinite", rule="above",
     )  # fmt: skip
     entropy_collapse: SentinelConfig = _watch(
-        "the policy hardly explores any more: raise algorithm.entropy_coef, kl.coef or clip_high, or lower optimizer.lr",
+        "the policy hardly explores any more: raise algorithm.entropy_coef, kl.coef or clip_high, "
+        "or lower optimizer.lr",
         metric="policy/entropy/entropy", rule="shrinks", threshold=0.02, window=16,
     )  # fmt: skip
     kl_blowup: SentinelConfig = _watch(
@@ -58,7 +73,8 @@ class SentinelsConfig(Section):
         metric="policy/policy_gradient/old_kl", rule="above", threshold=0.5, patience=3,
     )  # fmt: skip
     equal_rewards: SentinelConfig = _watch(
-        "which teaches nothing: look at a few answers (is their format what the reward reads? are the tasks too easy, or too "
+        "which teaches nothing: look at a few answers (is their format what the reward reads? are "
+        "the tasks too easy, or too "
         "hard?)",
         metric="rollout/reward_std*", rule="below", threshold=1e-12, patience=10,
     )  # fmt: skip
@@ -66,12 +82,14 @@ class SentinelsConfig(Section):
         "an attempt's reward is NaN or infinite", metric="rollout/reward*", rule="nonfinite"
     )
     failed_rewards: SentinelConfig = _watch(
-        "attempts could not be judged, and do not count: a reward raised, or gave no finite number, or one outside its "
+        "attempts could not be judged, and do not count: a reward raised, or gave no finite "
+        "number, or one outside its "
         "declared bounds",
         metric="rollout/failed/reward", rule="reported",
     )  # fmt: skip
     cut_off: SentinelConfig = _watch(
-        "nearly every attempt breaks off at a limit: raise sampling.max_new_tokens, or look whether answers ever end",
+        "nearly every attempt breaks off at a limit: raise sampling.max_new_tokens, or look "
+        "whether answers ever end",
         metric="rollout/truncated_share", rule="above", threshold=0.95, patience=10,
     )  # fmt: skip
     length_growth: SentinelConfig = _watch(
@@ -83,11 +101,13 @@ class SentinelsConfig(Section):
         metric="rollout/length_mean", rule="shrinks", threshold=0.2, window=16, action="off",
     )  # fmt: skip
     repetition: SentinelConfig = _watch(
-        "attempts say the same again and again: does a reward pay for length, or is the policy breaking down?",
+        "attempts say the same again and again: does a reward pay for length, or is the policy "
+        "breaking down?",
         metric="rollout/repetition", rule="above", threshold=0.5, patience=3,
     )  # fmt: skip
     disagreement: SentinelConfig = _watch(
-        "the rewards and the second opinion disagree: one of them is fooled; look at the attempts that they judge otherwise",
+        "the rewards and the second opinion disagree: one of them is fooled; look at the attempts "
+        "that they judge otherwise",
         metric="second_opinion/disagreement", rule="above", threshold=0.2,
     )  # fmt: skip
     canary: SentinelConfig = _watch(
@@ -95,18 +115,35 @@ class SentinelsConfig(Section):
         metric="canary/reward", rule="above", threshold=0.1,
     )  # fmt: skip
     canary_rise: SentinelConfig = _watch(
-        "tasks that nobody can solve earn more than they did at first: the policy learns to please the reward",
+        "tasks that nobody can solve earn more than they did at first: the policy learns to please "
+        "the reward",
         metric="canary/reward", rule="rises", threshold=0.05, window=4,
     )  # fmt: skip
-    own: dict[str, SentinelConfig] = Field(default_factory=dict, description="Yours, by name: each with a metric and a rule.")
-    second_opinion: Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", many=True)] = Field(
-        default=(), description="Rewards that train nothing, and are compared with those that do; on the same scale."
+    own: dict[str, SentinelConfig] = Field(
+        default_factory=dict, description="Yours, by name: each with a metric and a rule."
+    )
+    second_opinion: Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", many=True)] = (
+        Field(
+            default=(),
+            description="Rewards that train nothing, and are compared with those that do; on the "
+            "same scale.",
+        )
     )
     canaries: Annotated[SerializeAsAny[Section] | None, Slot("environment", optional=True)] = Field(
-        default=None, description="Whose held-out tasks the policy must not be rewarded for by the stage's rewards; null: none."
+        default=None,
+        description="Whose held-out tasks the policy must not be rewarded for by the stage's "
+        "rewards; null: none.",
     )
-    every: int = Field(default=10, ge=1, description="Steps between two second opinions, and between two looks at canaries.")
-    sample: int = Field(default=16, ge=1, description="Attempts that get a second opinion; canaries that are played.")
+    every: int = Field(
+        default=10,
+        ge=1,
+        description="Steps between two second opinions, and between two looks at canaries.",
+    )
+    sample: int = Field(
+        default=16,
+        ge=1,
+        description="Attempts that get a second opinion; canaries that are played.",
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -1,7 +1,9 @@
-"""YAML as a tree whose every value knows where it was written, so that an error found much later names file and line.
+"""YAML as a tree whose every value knows where it was written, so that an error found much later
+names file and line.
 
-A small file can stand for a huge tree (anchors that repeat anchors), or take a parser's stack or hours: so a recipe is read
-within a `Budget`. What a file holds that is no recipe is not repeated in messages.
+A small file can stand for a huge tree (anchors that repeat anchors), or take a parser's stack or
+hours: so a recipe is read within a `Budget`. What a file holds that is no recipe is not repeated in
+messages.
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ class Node:
             yield from child.leaves()
 
 
-# --- scalars: the core schema of YAML 1.2, where PyYAML has that of 1.1 (1e-3 is text there, off and no are booleans,
-# 010 is 8, 12:30:00 is 45000). Python's underscores in numbers are kept.
+# --- scalars: the core schema of YAML 1.2, where PyYAML has that of 1.1 (1e-3 is text there, off
+# and no are booleans, 010 is 8, 12:30:00 is 45000). Python's underscores in numbers are kept.
 
 SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"~|null|Null|NULL|", "~nN\0"),
@@ -104,8 +106,8 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 @dataclass
 class Budget:
-    """What a recipe, with all that it extends, may still take. bytes: of its files; written: values and keys in them; nodes:
-    values once each anchor stands where it is named."""
+    """What a recipe, with all that it extends, may still take. bytes: of its files; written: values
+    and keys in them; nodes: values once each anchor stands where it is named."""
 
     bytes: int = MAX_BYTES
     written: int = MAX_WRITTEN
@@ -116,14 +118,18 @@ class Budget:
         self.written -= 1
         if self.written < 0:
             raise ConfigError(
-                f"{file}:{line}: a recipe holds at most {MAX_WRITTEN:,} keys and values: move data into files of data"
+                f"{file}:{line}: a recipe holds at most {MAX_WRITTEN:,} keys and values: move data "
+                "into files of data"
             )
 
     def take_node(self, where: Origin) -> None:
         """Raise ConfigError where anchors make more values than MAX_NODES."""
         self.nodes -= 1
         if self.nodes < 0:
-            raise ConfigError(f"{where}: anchors and merges make more than {MAX_NODES:,} values of this recipe: write fewer")
+            raise ConfigError(
+                f"{where}: anchors and merges make more than {MAX_NODES:,} values of this recipe: "
+                "write fewer"
+            )
 
 
 class _Loader(yaml.SafeLoader):
@@ -145,7 +151,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _refuse_depth(where: Origin | str) -> NoReturn:
-    raise ConfigError(f"{where}: values are nested more than {MAX_DEPTH} deep: no recipe needs that")
+    raise ConfigError(
+        f"{where}: values are nested more than {MAX_DEPTH} deep: no recipe needs that"
+    )
 
 
 class _Dumper(yaml.SafeDumper):
@@ -156,7 +164,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _scalar(node: yaml.ScalarNode, where: Origin) -> Any:
-    """Raises ConfigError for a tag that is not of the core schema, and for a number that no key can take."""
+    """Raises ConfigError for a tag that is not of the core schema, and for a number that no key can
+    take."""
     text = node.value
     match node.tag.rpartition(":")[2]:
         case "null":
@@ -173,13 +182,18 @@ def _scalar(node: yaml.ScalarNode, where: Origin) -> Any:
         case "str":
             return text
         case other:
-            raise ConfigError(f"{where}: the YAML tag {shortened(other, 40)} is not for recipes: remove it")
+            raise ConfigError(
+                f"{where}: the YAML tag {shortened(other, 40)} is not for recipes: remove it"
+            )
 
 
 def _integer(text: str, where: Origin) -> int:
     # Python converts at most 4,300 digits, and a float holds at most 308.
     if len(text) > MAX_DIGITS:
-        raise ConfigError(f"{where}: a whole number of {len(text):,} digits is too large: write at most {MAX_DIGITS}")
+        raise ConfigError(
+            f"{where}: a whole number of {len(text):,} digits is too large: write at most "
+            f"{MAX_DIGITS}"
+        )
     try:
         return int(text)
     except ValueError:  # `!!int x`
@@ -194,7 +208,8 @@ class _Reader:
     file: str
     budget: Budget
     problems: list[Problem] = field(default_factory=list)
-    open_nodes: list[int] = field(default_factory=list)  # of the branch being read, against an anchor within itself
+    # of the branch being read, against an anchor within itself
+    open_nodes: list[int] = field(default_factory=list)
 
     def read(self, node: yaml.Node, path: str) -> Node:
         origin = Origin(self.file, node.start_mark.line + 1, path)
@@ -207,7 +222,10 @@ class _Reader:
         if isinstance(node, yaml.MappingNode):
             value: Any = self._section(node, origin)
         elif isinstance(node, yaml.SequenceNode):
-            value = [self.read(item, origin.below(_label(item, i)).path) for i, item in enumerate(node.value)]
+            value = [
+                self.read(item, origin.below(_label(item, i)).path)
+                for i, item in enumerate(node.value)
+            ]
         else:
             assert isinstance(node, yaml.ScalarNode)
             value = _scalar(node, origin)
@@ -226,12 +244,16 @@ class _Reader:
             if not key:
                 raise ConfigError(f"{self.file}:{line}: a key must be a word")
             if len(key) > MAX_KEY_CHARS:
-                raise ConfigError(f"{self.file}:{line}: a key of {len(key):,} characters is none of a recipe's")
+                raise ConfigError(
+                    f"{self.file}:{line}: a key of {len(key):,} characters is none of a recipe's"
+                )
             child = self.read(value_node, origin.below(key).path)
             child = replace(child, origin=replace(child.origin, line=line))
             if key in own:
                 first = own[key].origin.line
-                self.problems.append(Problem(child.origin, f"is set twice, here and in line {first}: remove one"))
+                self.problems.append(
+                    Problem(child.origin, f"is set twice, here and in line {first}: remove one")
+                )
             own[key] = child
         return merged | own
 
@@ -247,7 +269,8 @@ class _Reader:
 
 
 def _label(item: yaml.Node, index: int) -> str:
-    """Items are called by their `name` where they have one, as stages do; otherwise by their position."""
+    """Items are called by their `name` where they have one, as stages do; otherwise by their
+    position."""
     if isinstance(item, yaml.MappingNode):
         for key, value in item.value:
             if key.value == "name" and isinstance(value, yaml.ScalarNode):
@@ -255,8 +278,11 @@ def _label(item: yaml.Node, index: int) -> str:
     return str(index)
 
 
-def read_text(text: str, file: str, path: str = "", budget: Budget | None = None) -> tuple[Node, list[Problem]]:
-    """The tree of one YAML document, and its duplicate keys. Raises ConfigError where it isn't YAML, or above the budget."""
+def read_text(
+    text: str, file: str, path: str = "", budget: Budget | None = None
+) -> tuple[Node, list[Problem]]:
+    """The tree of one YAML document, and its duplicate keys. Raises ConfigError where it isn't
+    YAML, or above the budget."""
     budget = budget or Budget()
     try:
         root = _Loader(text, file, budget).get_single_node()
@@ -272,8 +298,12 @@ def read_text(text: str, file: str, path: str = "", budget: Budget | None = None
 
 
 def _without_content(detail: str) -> str:
-    """PyYAML's words without names from the file, which may be no recipe; single characters and its own <words> stay."""
-    return shortened(re.sub(r"'([^']*)'", lambda quoted: quoted[0] if _is_mark(quoted[1]) else "a name", detail), 200)
+    """PyYAML's words without names from the file, which may be no recipe; single characters and its
+    own <words> stay."""
+    return shortened(
+        re.sub(r"'([^']*)'", lambda quoted: quoted[0] if _is_mark(quoted[1]) else "a name", detail),
+        200,
+    )
 
 
 def _is_mark(word: str) -> bool:
@@ -281,7 +311,8 @@ def _is_mark(word: str) -> bool:
 
 
 def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Problem]]:
-    """Raises ConfigError for a file that is missing (naming one nearby), unreadable, empty, no mapping of keys, too large."""
+    """Raises ConfigError for a file that is missing (naming one nearby), unreadable, empty, no
+    mapping of keys, too large."""
     budget = budget or Budget()
     try:
         content = safe_read.read_bytes(path, MAX_BYTES)
@@ -296,10 +327,15 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Prob
         raise ConfigError(f"{path} {error}: save it as UTF-8") from error
     budget.bytes -= len(content)
     if budget.bytes < 0:
-        raise ConfigError(f"{path}: a recipe and all that it extends hold at most {safe_read.size_text(MAX_BYTES)}")
+        raise ConfigError(
+            f"{path}: a recipe and all that it extends hold at most "
+            f"{safe_read.size_text(MAX_BYTES)}"
+        )
     root, problems = read_text(text, str(path), budget=budget)
     if root.value is None:
-        raise ConfigError(f"{path} is empty: a recipe needs at least model, algorithm and environment")
+        raise ConfigError(
+            f"{path} is empty: a recipe needs at least model, algorithm and environment"
+        )
     if not root.is_section:
         what = "a list" if isinstance(root.value, list) else "a single value"
         raise ConfigError(f"{path} must hold keys and values (`model: ...`), not {what}")
@@ -311,7 +347,9 @@ def _nearby(path: Path) -> str:
     if not folder.is_dir():
         return f": there is no folder {folder}"
     try:
-        recipes = sorted(p.name for p in islice(folder.iterdir(), 1000) if p.suffix in (".yaml", ".yml"))
+        recipes = sorted(
+            p.name for p in islice(folder.iterdir(), 1000) if p.suffix in (".yaml", ".yml")
+        )
     except OSError:  # a folder that may not be listed
         return ""
     wanted = path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
@@ -321,4 +359,11 @@ def _nearby(path: Path) -> str:
 
 def write_text(values: Mapping[str, Any]) -> str:
     """YAML that `read_text` reads back to equal values."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    return yaml.dump(
+        dict(values),
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=None,
+        width=120,
+    )

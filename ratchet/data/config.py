@@ -15,15 +15,18 @@ PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
 class TokenizerConfig(Section):
-    """`ratchet.training.build` calls what `builds` names with the section and the model's directory or hub id (None: no
-    such)."""
+    """`ratchet.training.build` calls what `builds` names with the section and the model's directory
+    or hub id (None: no such)."""
 
     template: str | None = Field(
         None,
-        description="How messages become text: plain, turns, chatml, the path of a .jinja file; null: the tokenizer's own.",
+        description="How messages become text: plain, turns, chatml, the path of a .jinja file; "
+        "null: the tokenizer's own.",
     )
     tool_format: Literal["auto", "hermes", "qwen3_coder", "llama", "mistral", "deepseek"] = Field(
-        "auto", description="How the model writes tool calls; auto: told from the template and the special tokens."
+        "auto",
+        description="How the model writes tool calls; auto: told from the template and the special "
+        "tokens.",
     )
 
 
@@ -63,5 +66,9 @@ class ByteBPEConfig(TokenizerConfig):
 
     builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_byte_bpe"
 
-    texts: tuple[Path, ...] = Field(min_length=1, description="Text files (UTF-8) to train on, read line by line.")
-    vocab_size: int = Field(4096, ge=264, description="256 bytes, 8 special tokens, and the merges.")
+    texts: tuple[Path, ...] = Field(
+        min_length=1, description="Text files (UTF-8) to train on, read line by line."
+    )
+    vocab_size: int = Field(
+        4096, ge=264, description="256 bytes, 8 special tokens, and the merges."
+    )

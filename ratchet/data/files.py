@@ -1,4 +1,5 @@
-"""Files of data, on this machine or in an object store: s3://, gs://, hf://, memory:// and all else that fsspec knows."""
+"""Files of data, on this machine or in an object store: s3://, gs://, hf://, memory:// and all else
+that fsspec knows."""
 
 from __future__ import annotations
 
@@ -19,14 +20,25 @@ from ratchet.utils.object_store import filesystem, is_address
 CHUNK_BYTES = 1 << 20
 MIN_BOMB_BYTES = 64 << 20
 MOST_TIMES = 200  # gzip's limit is about 1,000; conversations come to 10
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".jsonl.gz", ".json.gz", ".csv.gz")
+SUFFIXES = (
+    ".jsonl",
+    ".ndjson",
+    ".json",
+    ".csv",
+    ".parquet",
+    ".arrow",
+    ".jsonl.gz",
+    ".json.gz",
+    ".csv.gz",
+)
 
 
 def _place(value: Any) -> Any:
     return Path(value) if isinstance(value, str) and "://" not in value else value
 
 
-# In a recipe: a path, which is a `Path` so that a checkpoint can hold its fingerprint, or an address, which stays text.
+# In a recipe: a path, which is a `Path` so that a checkpoint can hold its fingerprint, or an
+# address, which stays text.
 DataFile = Annotated[Path | str, BeforeValidator(_place)]
 
 
@@ -44,9 +56,11 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def open_binary(path: str | Path) -> IO[bytes]:
-    """Seekable, from its beginning. A file that is packed by gzip is unpacked into a temporary one: rows are read in any order.
+    """Seekable, from its beginning. A file that is packed by gzip is unpacked into a temporary one:
+    rows are read in any order.
 
-    Raises DataError where it can't be opened, MissingDependency for an object store whose package is not installed.
+    Raises DataError where it can't be opened, MissingDependency for an object store whose package
+    is not installed.
     """
     with reading(path):
         if not is_address(path):
@@ -71,19 +85,22 @@ def _unpacked(packed: IO[bytes]) -> IO[bytes]:
 
 
 def _copy_unpacked(content: gzip.GzipFile, plain: IO[bytes], packed: IO[bytes]) -> None:
-    """Raises OSError where the content is so much longer than the file that it holds next to nothing."""
+    """Raises OSError where the content is so much longer than the file that it holds next to
+    nothing."""
     size = 0
     while chunk := content.read(CHUNK_BYTES):
         size += len(chunk)
         if size > MIN_BOMB_BYTES and size > MOST_TIMES * packed.tell():
             raise OSError(
-                f"it unpacks to more than {MOST_TIMES} times its size, so it holds hardly any data: unpack it yourself"
+                f"it unpacks to more than {MOST_TIMES} times its size, so it holds hardly any "
+                "data: unpack it yourself"
             )
         plain.write(chunk)
 
 
 def expand(places: Sequence[str | Path]) -> list[str | Path]:
-    """The files that paths, addresses, patterns (*.parquet) and directories stand for; those of one place by name.
+    """The files that paths, addresses, patterns (*.parquet) and directories stand for; those of one
+    place by name.
 
     Raises DataError for a pattern or a directory without any.
     """
@@ -105,10 +122,18 @@ def _expanded(place: str | Path) -> list[str | Path]:
             return [path]  # whatever signs its name holds
         if not pattern and not path.is_dir():
             return [path]
-        under = path.rglob("*") if path.is_dir() else Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))
+        under = (
+            path.rglob("*")
+            if path.is_dir()
+            else Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))
+        )
         named = [path for path in sorted(under) if path.is_file()]
     files = [name for name in named if pattern or str(name).endswith(SUFFIXES)]
     if not files:
-        what = "no file matches this pattern" if pattern else f"the directory holds no {', '.join(SUFFIXES)}"
+        what = (
+            "no file matches this pattern"
+            if pattern
+            else f"the directory holds no {', '.join(SUFFIXES)}"
+        )
         raise DataError(f"{place}: {what}: name the files")
     return files

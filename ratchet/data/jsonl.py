@@ -1,8 +1,9 @@
-"""JSON Lines, read as a stream: one object a line, UTF-8. Every error names the file and the line. (Of other forms, and of rows
-in any order, see `ratchet.data.tables`.)
+"""JSON Lines, read as a stream: one object a line, UTF-8. Every error names the file and the line.
+(Of other forms, and of rows in any order, see `ratchet.data.tables`.)
 
-Accepted: a byte order mark, CRLF, blank lines. Refused, because they would train silently on something else than what the
-file says: repeated keys, NaN and Infinity, lone surrogates, nulls and wrong types in a column that is asked for.
+Accepted: a byte order mark, CRLF, blank lines. Refused, because they would train silently on
+something else than what the file says: repeated keys, NaN and Infinity, lone surrogates, nulls and
+wrong types in a column that is asked for.
 """
 
 from __future__ import annotations
@@ -21,13 +22,22 @@ from ratchet.errors import DataError
 from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import shortened
 
-TYPE_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "an array", dict: "an object"}
+TYPE_NAMES = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "an array",
+    dict: "an object",
+}
 CHUNK_BYTES = 1 << 20
-MAX_ROW_BYTES = 64 << 20  # a longer line is a file without line ends, and would be read into memory whole
+# a longer line is a file without line ends, and would be read into memory whole
+MAX_ROW_BYTES = 64 << 20
 
 
 class Row(NamedTuple):
-    """line: 1-based, as editors count; of a file without lines, the number of the row, as `unit` says."""
+    """line: 1-based, as editors count; of a file without lines, the number of the row, as `unit`
+    says."""
 
     line: int
     values: dict[str, Any]
@@ -39,8 +49,9 @@ class Row(NamedTuple):
 
 
 def read_jsonl(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[Row]:
-    """The rows of `path` in order. `columns` gives the keys that each row must have and their types (str, int, float, bool,
-    list or dict; an integer is also a number); other keys are kept, unchecked.
+    """The rows of `path` in order. `columns` gives the keys that each row must have and their types
+    (str, int, float, bool, list or dict; an integer is also a number); other keys are kept,
+    unchecked.
 
     Raises DataError naming the file, and the line where there is one.
     """
@@ -50,8 +61,11 @@ def read_jsonl(path: str | Path, columns: Mapping[str, type] | None = None) -> I
         yield Row(line, values)
 
 
-def each_line(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
-    """As `read_jsonl`, for who goes on after a bad line: (its number, its values or what is wrong with it).
+def each_line(
+    path: str | Path, columns: Mapping[str, type] | None = None
+) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+    """As `read_jsonl`, for who goes on after a bad line: (its number, its values or what is wrong
+    with it).
 
     Raises DataError where the file as a whole can't be read.
     """
@@ -90,7 +104,8 @@ def _line(
 
 
 def fingerprint(path: str | Path) -> str:
-    """SHA-256 (hex) of a file's size and content, so that a resumed run can tell that its data is still the same.
+    """SHA-256 (hex) of a file's size and content, so that a resumed run can tell that its data is
+    still the same.
 
     Raises DataError when the file can't be read.
     """
@@ -112,14 +127,18 @@ def decode(raw: bytes, path: str | Path, line: int, offset: int) -> str:
     except UnicodeDecodeError as error:
         at = error.start + len(mark)
         raise DataError(
-            f"{path}, line {line}: not UTF-8: byte 0x{raw[at]:02x} at offset {at} of the line, {offset + at} of the file"
+            f"{path}, line {line}: not UTF-8: byte 0x{raw[at]:02x} at offset {at} of the line, "
+            f"{offset + at} of the file"
         ) from error
 
 
 def parse(text: str, path: str | Path, line: int, columns: Mapping[str, type]) -> dict[str, Any]:
     values = parse_json(text, path, line)
     if not isinstance(values, dict):
-        raise DataError(f'{path}, line {line}: holds {kind_of(values)}, must be an object such as {{"key": ...}}')
+        raise DataError(
+            f'{path}, line {line}: holds {kind_of(values)}, must be an object such as {{"key": '
+            f"...}}"
+        )
     check_columns(values, columns, f"{path}, line {line}")
     return values
 
@@ -127,11 +146,14 @@ def parse(text: str, path: str | Path, line: int, columns: Mapping[str, type]) -
 def parse_json(text: str, path: str | Path, line: int) -> Any:
     """What is written from `line` on. Raises DataError naming line and column."""
     try:
-        return safe_read.parse_json(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        return safe_read.parse_json(
+            text, object_pairs_hook=_object, parse_constant=_refuse_constant
+        )
     except json.JSONDecodeError as error:
         at = f"line {line + error.lineno - 1} col {error.colno}"
         raise DataError(f"{path}, {at}: malformed JSON: {error.msg}") from error
-    except ValueError as error:  # from the two hooks below, too deep, or a number of hundreds of digits
+    # from the two hooks below, too deep, or a number of hundreds of digits
+    except ValueError as error:
         raise DataError(f"{path}, line {line}: malformed JSON: {error}") from error
 
 
@@ -159,9 +181,14 @@ def _check(values: Mapping[str, Any], name: str, wanted: type, where: str) -> No
     value = values[name]
     accepted = (int, float) if wanted is float else wanted
     if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
-        raise DataError(f"{where}: column '{name}' is {kind_of(value)}, must be {TYPE_NAMES[wanted]}")
+        raise DataError(
+            f"{where}: column '{name}' is {kind_of(value)}, must be {TYPE_NAMES[wanted]}"
+        )
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-        raise DataError(f"{where}: column '{name}' holds half of a surrogate pair (\\ud800 to \\udfff), which is no text")
+        raise DataError(
+            f"{where}: column '{name}' holds half of a surrogate pair (\\ud800 to \\udfff), which "
+            "is no text"
+        )
 
 
 def names(values: Iterable[Any]) -> str:

@@ -21,8 +21,8 @@ from ratchet.types import Group, Trajectory
 def pack(groups: Sequence[Group]) -> Batch:
     """Lays all trajectories that count (failed and cancelled ones never do) end to end, in order.
 
-    A group none of whose trajectories counts is left out. Raises DataError for a trajectory without tokens, or whose first
-    token trains (nothing precedes it, so nothing predicts it).
+    A group none of whose trajectories counts is left out. Raises DataError for a trajectory without
+    tokens, or whose first token trains (nothing precedes it, so nothing predicts it).
     """
     kept = [(group, [t for t in group.trajectories if t.counts]) for group in groups]
     kept = [(group, trajectories) for group, trajectories in kept if trajectories]
@@ -37,14 +37,17 @@ def pack(groups: Sequence[Group]) -> Batch:
 
     def tokens(column: Callable[[Trajectory], np.ndarray], dtype: type) -> Tensor:
         parts = [column(t) for t in trajectories]
-        return torch.from_numpy(np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype))
+        return torch.from_numpy(
+            np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+        )
 
     def sequences(column: Sequence[float], dtype: type) -> Tensor:
         return torch.from_numpy(np.asarray(column, dtype=dtype))
 
     uses, rewards = [t.use for t in trajectories], [t.reward for t in trajectories]
     train_S, baseline_S, reference_S = (
-        sequences([use == name for use in uses], np.bool_) for name in ("train", "baseline", "reference")
+        sequences([use == name for use in uses], np.bool_)
+        for name in ("train", "baseline", "reference")
     )
     trainable_T, lengths_S = tokens(lambda t: t.trainable, np.bool_), torch.from_numpy(lengths)
     return Batch(
@@ -66,7 +69,9 @@ def pack(groups: Sequence[Group]) -> Batch:
         reference_S=reference_S,
         scored_S=sequences([reward is not None for reward in rewards], np.bool_),
         truncated_S=sequences([t.truncated for t in trajectories], np.bool_),
-        rewards_S=sequences([math.nan if reward is None else reward for reward in rewards], np.float64),
+        rewards_S=sequences(
+            [math.nan if reward is None else reward for reward in rewards], np.float64
+        ),
         temperature_S=sequences([t.temperature for t in trajectories], np.float64),
         tag_S=sequences([tags.index(kept[g][0].task.tag) for g, _ in rows], np.int64),
         group_ids=tuple(group.id for group, _ in kept),
@@ -79,16 +84,20 @@ def pack(groups: Sequence[Group]) -> Batch:
 
 def _check(trajectory: Trajectory, group_id: str) -> None:
     if len(trajectory) == 0:
-        raise DataError(f"group {group_id}: a trajectory without tokens; give every task a non-empty prompt")
+        raise DataError(
+            f"group {group_id}: a trajectory without tokens; give every task a non-empty prompt"
+        )
     if trajectory.trainable[0]:
         raise DataError(
-            f"group {group_id}: the first token trains, but nothing precedes it; start the prompt with a BOS or a user turn"
+            f"group {group_id}: the first token trains, but nothing precedes it; start the prompt "
+            "with a BOS or a user turn"
         )
 
 
 @dataclass(frozen=True)
 class _Spans:
-    """What turns say of the tokens: columns [T], filled turn by turn. starts: of each of the rows (group, trajectory)."""
+    """What turns say of the tokens: columns [T], filled turn by turn. starts: of each of the rows
+    (group, trajectory)."""
 
     rows: Sequence[tuple[int, Trajectory]]
     starts: Sequence[int]
@@ -122,7 +131,11 @@ class _Spans:
 
 
 def _kept_mass(trajectory: Trajectory) -> np.ndarray:
-    return np.zeros(len(trajectory), np.float32) if trajectory.log_kept_mass is None else trajectory.log_kept_mass
+    return (
+        np.zeros(len(trajectory), np.float32)
+        if trajectory.log_kept_mass is None
+        else trajectory.log_kept_mass
+    )
 
 
 def _routes(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -130,14 +143,20 @@ def _routes(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     shape = next((t.routes.shape[1:] for t in trajectories if t.routes is not None), None)
     if shape is None:
         return {}
-    parts = [np.full((len(t), *shape), -1, np.int16) if t.routes is None else t.routes for t in trajectories]
+    parts = [
+        np.full((len(t), *shape), -1, np.int16) if t.routes is None else t.routes
+        for t in trajectories
+    ]
     return {ROUTES: torch.from_numpy(np.concatenate(parts))}
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """Each named part of the rewards as a column "reward/<name>" [S], NaN where a row has none of it."""
+    """Each named part of the rewards as a column "reward/<name>" [S], NaN where a row has none of
+    it."""
     names = dict.fromkeys(name for t in trajectories for name in t.reward_parts)
     return {
-        f"reward/{name}": torch.tensor([t.reward_parts.get(name, float("nan")) for t in trajectories], dtype=torch.float64)
+        f"reward/{name}": torch.tensor(
+            [t.reward_parts.get(name, float("nan")) for t in trajectories], dtype=torch.float64
+        )
         for name in names
     }

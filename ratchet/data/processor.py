@@ -1,8 +1,10 @@
-"""What a model's processor makes of images, audio clips and videos: each medium alone, once, whoever asks for it again.
+"""What a model's processor makes of images, audio clips and videos: each medium alone, once,
+whoever asks for it again.
 
-A processor of transformers turns a whole conversation into tokens and arrays. Here it is shown nothing but the placeholder of
-one medium and that medium: what the placeholder becomes is put into the conversation's tokens where its own was, so that
-text keeps the tokens that it was written or sampled in.
+A processor of transformers turns a whole conversation into tokens and arrays. Here it is shown
+nothing but the placeholder of one medium and that medium: what the placeholder becomes is put into
+the conversation's tokens where its own was, so that text keeps the tokens that it was written or
+sampled in.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Expanded(NamedTuple):
 
 
 class Processor:
-    """inner: one of transformers, or what does the same. fingerprint: of all that decides what it does. media: what parts
-    may refer to, and how much is remembered."""
+    """inner: one of transformers, or what does the same. fingerprint: of all that decides what it
+    does. media: what parts may refer to, and how much is remembered."""
 
     def __init__(
         self,
@@ -61,24 +63,32 @@ class Processor:
 
     @cached_property
     def placeholders(self) -> Mapping[int, MediaKind]:
-        """The token that stands for a medium of each kind that the model reads, as chat templates write it."""
-        kinds: list[MediaKind] = [kind for kind in KINDS if getattr(self.inner, f"{kind}_token", None) and self._reads(kind)]
+        """The token that stands for a medium of each kind that the model reads, as chat templates
+        write it."""
+        kinds: list[MediaKind] = [
+            kind
+            for kind in KINDS
+            if getattr(self.inner, f"{kind}_token", None) and self._reads(kind)
+        ]
         ids = self.inner.tokenizer.convert_tokens_to_ids
         return {int(ids(getattr(self.inner, f"{kind}_token"))): kind for kind in kinds}
 
     @cached_property
     def reserved(self) -> frozenset[int]:
-        """Tokens that mean nothing without a medium: placeholders, and what of them stands in a sequence."""
+        """Tokens that mean nothing without a medium: placeholders, and what of them stands in a
+        sequence."""
         own = {getattr(self.inner, f"{kind}_token_id", None) for kind in KINDS}
         return frozenset(self.placeholders) | {int(token) for token in own if token is not None}
 
     def expanded(self, part: Part, *, where: str) -> Expanded:
-        """Equal media are one object, as long as it is remembered. where: who refers to it, for errors. Raises DataError for
-        one that can't be read, or that the model doesn't read."""
+        """Equal media are one object, as long as it is remembered. where: who refers to it, for
+        errors. Raises DataError for one that can't be read, or that the model doesn't read."""
         kind = part.type
         if kind == "text" or kind not in self.placeholders.values():
             kinds = " and ".join(self.placeholders.values())
-            raise DataError(f"{where} has a part of the type '{kind}', and the model reads {kinds}: remove it")
+            raise DataError(
+                f"{where} has a part of the type '{kind}', and the model reads {kinds}: remove it"
+            )
         source = fetch(part.value, where=where, limits=self.limits, root=self.limits.root)
         key = xxh3_128(f"{self.fingerprint} {kind} ".encode() + source).hexdigest()
         with self._lock:
@@ -102,10 +112,14 @@ class Processor:
         given = self._decoded(kind, source, where)
         token = str(getattr(self.inner, f"{kind}_token"))
         try:
-            found = dict(self.inner(text=[token], return_tensors="np", add_special_tokens=False, **given))
+            found = dict(
+                self.inner(text=[token], return_tensors="np", add_special_tokens=False, **given)
+            )
         except (ValueError, TypeError, IndexError, KeyError, ImportError) as error:
             reason = first_line(str(error) or type(error).__name__)
-            raise DataError(f"{where}: the model's processor refuses the {kind}: {reason}") from error
+            raise DataError(
+                f"{where}: the model's processor refuses the {kind}: {reason}"
+            ) from error
         tokens = tuple(int(token) for token in np.asarray(found["input_ids"]).reshape(-1))
         inputs = {name: np.asarray(value) for name, value in found.items() if name not in OF_TOKENS}
         return Expanded(Medium(key, kind, len(tokens), inputs, source), tokens)
@@ -124,8 +138,11 @@ class Processor:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What decides which inputs it makes of media: equal where a model can take what another's processor prepared."""
-        parts = {name: getattr(self.inner, name, None) for names in PARTS.values() for name in names}
+        """What decides which inputs it makes of media: equal where a model can take what another's
+        processor prepared."""
+        parts = {
+            name: getattr(self.inner, name, None) for names in PARTS.values() for name in names
+        }
         return {name: part.to_dict() for name, part in parts.items() if part is not None}
 
 
@@ -136,7 +153,8 @@ def _bytes(one: Expanded) -> int:
 def load_processor(
     directory: str | Path, *, media: MediaConfig | None = None, trust_remote_code: bool = False
 ) -> Processor | None:
-    """That of a model's directory; None where it has none. Raises ModelError where transformers can't read it."""
+    """That of a model's directory; None where it has none. Raises ModelError where transformers
+    can't read it."""
     directory = Path(directory)
     files = [directory / name for name in PROCESSOR_FILES if (directory / name).is_file()]
     if not files:
@@ -145,9 +163,12 @@ def load_processor(
         for path in (*files, directory / "config.json"):
             require_file(path)
         inner = _inner(directory, trust_remote_code)
-    except Exception as error:  # its code is as many processors as there are, each with errors of its own kinds
+    # its code is as many processors as there are, each with errors of its own kinds
+    except Exception as error:
         reason = first_line(str(error) or type(error).__name__)
-        raise ModelError(f"transformers can't read the processor in {directory}: {reason}") from error
+        raise ModelError(
+            f"transformers can't read the processor in {directory}: {reason}"
+        ) from error
     content = b"".join(path.name.encode() + path.read_bytes() for path in files)
     return Processor(inner, fingerprint=xxh3_128(content).hexdigest(), media=media)
 
@@ -178,13 +199,17 @@ def _without_videos(directory: Path, options: Mapping[str, Any]) -> Any:
     if "video_processor" not in names:
         raise ImportError(f"{whole.__name__} needs a package that is not installed")
     parts = {
-        name: getattr(transformers, loaders[name]).from_pretrained(directory, **options) for name in names if name in loaders
+        name: getattr(transformers, loaders[name]).from_pretrained(directory, **options)
+        for name in names
+        if name in loaders
     }
 
     class WithoutVideos(whole):
         def check_argument_for_proper_class(self, argument_name: str, argument: object) -> Any:
             return (
-                None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
+                None
+                if argument_name == "video_processor"
+                else super().check_argument_for_proper_class(argument_name, argument)
             )
 
     return WithoutVideos(**{name: parts.get(name) for name in names})

@@ -1,4 +1,5 @@
-"""Values of a row by name, and which rows are kept: declared comparisons, so that no recipe holds code."""
+"""Values of a row by name, and which rows are kept: declared comparisons, so that no recipe holds
+code."""
 
 from __future__ import annotations
 
@@ -20,25 +21,37 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class KeepConfig(Section):
-    """Rows are kept where all that is given here holds of the value in a column; null is never equal, large or long enough."""
+    """Rows are kept where all that is given here holds of the value in a column; null is never
+    equal, large or long enough."""
 
-    column: str = Field(min_length=1, description="The file's own name; of a value inside it, with dots: extra_info.index.")
+    column: str = Field(
+        min_length=1,
+        description="The file's own name; of a value inside it, with dots: extra_info.index.",
+    )
     at_least: float | None = Field(None, description="The number is this or more.")
     at_most: float | None = Field(None, description="The number is this or less.")
     one_of: tuple[Scalar, ...] = Field((), description="The value is one of these.")
     none_of: tuple[Scalar, ...] = Field((), description="The value is none of these.")
     contains: str = Field("", description="The text, or an item of the list, contains this.")
-    min_chars: int | None = Field(None, ge=0, description="Characters of the text, or of the JSON of what is no text.")
-    max_chars: int | None = Field(None, ge=0, description="Characters of the text, or of the JSON of what is no text.")
+    min_chars: int | None = Field(
+        None, ge=0, description="Characters of the text, or of the JSON of what is no text."
+    )
+    max_chars: int | None = Field(
+        None, ge=0, description="Characters of the text, or of the JSON of what is no text."
+    )
 
     @model_validator(mode="after")
     def _says_something(self) -> KeepConfig:
         if not self.changed - {"column"}:
-            raise ValueError(f"nothing is asked of '{self.column}': add at_least, at_most, one_of, none_of, contains, ...")
+            raise ValueError(
+                f"nothing is asked of '{self.column}': add at_least, at_most, one_of, none_of, "
+                "contains, ..."
+            )
         return self
 
     def keeps(self, values: Mapping[str, Any], where: str) -> bool:
-        """Raises DataError for a row without the column, or with no number where one is compared."""
+        """Raises DataError for a row without the column, or with no number where one is
+        compared."""
         value = value_at(values, self.column, where)
         if value is None:
             return not self.changed - {"column", "none_of"}
@@ -55,8 +68,8 @@ class KeepConfig(Section):
 
 
 def value_at(values: Mapping[str, Any], name: str, where: str) -> Any:
-    """The value of a column, or of one inside it: "reward_model.ground_truth", "answers.text.0". None where what it lies in is
-    null. Raises DataError where there is no such column."""
+    """The value of a column, or of one inside it: "reward_model.ground_truth", "answers.text.0".
+    None where what it lies in is null. Raises DataError where there is no such column."""
     if name in values:
         return values[name]
     value: Any = values
@@ -70,34 +83,44 @@ def value_at(values: Mapping[str, Any], name: str, where: str) -> Any:
         else:
             inside = f"'{'.'.join(name.split('.')[:depth])}' of the row" if depth else "the row"
             has = names(value) if isinstance(value, Mapping) else kind_of(value)
-            raise DataError(f"{where}: no column '{name}'; {inside} has {has or 'no columns'}: name yours in `columns`")
+            raise DataError(
+                f"{where}: no column '{name}'; {inside} has {has or 'no columns'}: name yours in "
+                "`columns`"
+            )
     return value
 
 
 def fill(template: str, values: Mapping[str, Any], where: str) -> str:
-    """The template with each {column} replaced by the row's text or number; other braces stay. Raises DataError for a column
-    that the row does not have, or that is neither."""
+    """The template with each {column} replaced by the row's text or number; other braces stay.
+    Raises DataError for a column that the row does not have, or that is neither."""
 
     def said(match: re.Match[str]) -> str:
         value = value_at(values, match[1], where)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise DataError(f"{where}: column '{match[1]}' is {kind_of(value)}, must be text or a number to stand in a prompt")
+            raise DataError(
+                f"{where}: column '{match[1]}' is {kind_of(value)}, must be text or a number to "
+                "stand in a prompt"
+            )
         return str(value)
 
     return PLACE.sub(said, template)
 
 
 def number_in(value: Any, column: str, where: str) -> float:
-    """A number, or the one number that a text holds ("Level 3", "0.25"). Raises DataError for any other value."""
+    """A number, or the one number that a text holds ("Level 3", "0.25"). Raises DataError for any
+    other value."""
     if isinstance(value, str) and len(found := NUMBER.findall(value[:MAX_NUMBER_CHARS])) == 1:
         value = float(found[0])
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e308:
-        raise DataError(f"{where}: column '{column}' is {value!r:.60}, must be a number, or text that holds one")
+        raise DataError(
+            f"{where}: column '{column}' is {value!r:.60}, must be a number, or text that holds one"
+        )
     return float(value)
 
 
 def _same(value: Any, wanted: Scalar) -> bool:
-    """1 is 1.0 and never true; text, which is all that CSV has, is compared with what a number is written as."""
+    """1 is 1.0 and never true; text, which is all that CSV has, is compared with what a number is
+    written as."""
     if isinstance(value, str) != isinstance(wanted, str):
         return isinstance(value, str) and not isinstance(wanted, bool) and value == str(wanted)
     return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
@@ -108,4 +131,6 @@ def _contains(value: Any, wanted: str) -> bool:
 
 
 def _chars(value: Any) -> int:
-    return len(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+    return len(
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    )

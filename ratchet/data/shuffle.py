@@ -1,4 +1,5 @@
-"""In which order rows are met: pass after pass, each in another order, which is a pure function of (seed, position)."""
+"""In which order rows are met: pass after pass, each in another order, which is a pure function of
+(seed, position)."""
 
 from __future__ import annotations
 
@@ -14,19 +15,26 @@ WINDOW = 4  # blocks that are mixed with one another: as many are held in memory
 class Order:
     """Which of `sum(blocks)` rows comes at each position, over and over.
 
-    Blocks, which are read together, come in a drawn order, and the rows of WINDOW consecutive ones in a drawn order among
-    themselves; rows of one block alone are in any order whatever. So any position costs the same, nothing is counted
-    from the start, and a file of row groups is read one group at a time. shuffle=False: as they lie.
+    Blocks, which are read together, come in a drawn order, and the rows of WINDOW consecutive ones
+    in a drawn order among themselves; rows of one block alone are in any order whatever. So any
+    position costs the same, nothing is counted from the start, and a file of row groups is read one
+    group at a time. shuffle=False: as they lie.
 
     Drawn by numpy's RandomState, whose streams never change between versions.
     """
 
-    def __init__(self, blocks: Sequence[int], *, seed: int, name: str, shuffle: bool = True) -> None:
+    def __init__(
+        self, blocks: Sequence[int], *, seed: int, name: str, shuffle: bool = True
+    ) -> None:
         self.blocks = np.asarray([block for block in blocks if block], dtype=np.int64)
         self.starts = np.cumsum(self.blocks) - self.blocks
         self.rows = int(self.blocks.sum())
         self.seed, self.name, self.shuffle = seed, name, shuffle
-        self._pass, self._blocks_order, self._ends = -1, np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._pass, self._blocks_order, self._ends = (
+            -1,
+            np.zeros(0, np.int64),
+            np.zeros(0, np.int64),
+        )
         self._window, self._drawn = (-1, -1), np.zeros(0, np.int64)
 
     def at(self, position: int) -> int:
@@ -45,9 +53,16 @@ class Order:
 
     def _rows_of(self, which: int, window: int) -> NDArray[np.int64]:
         blocks = self._blocks_order[window * WINDOW : (window + 1) * WINDOW]
-        rows = np.concatenate([np.arange(n) + start for n, start in zip(self.blocks[blocks], self.starts[blocks], strict=True)])
+        rows = np.concatenate(
+            [
+                np.arange(n) + start
+                for n, start in zip(self.blocks[blocks], self.starts[blocks], strict=True)
+            ]
+        )
         return rows[self._permutation(len(rows), "rows", which, window)]
 
     def _permutation(self, n: int, *names: object) -> NDArray[np.int64]:
-        key = blake2b("/".join(map(str, (self.name, self.seed, *names))).encode(), digest_size=32).digest()
+        key = blake2b(
+            "/".join(map(str, (self.name, self.seed, *names))).encode(), digest_size=32
+        ).digest()
         return np.random.RandomState(np.frombuffer(key, dtype="<u4")).permutation(n)

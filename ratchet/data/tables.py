@@ -1,6 +1,6 @@
-"""Rows by number, from files that are never held whole: JSON Lines and CSV over an index of byte offsets, Parquet and Arrow by
-row groups (`ratchet.data.formats.arrow_tables`), several files as one. What an array in a .json file holds has no index, and
-is read whole.
+"""Rows by number, from files that are never held whole: JSON Lines and CSV over an index of byte
+offsets, Parquet and Arrow by row groups (`ratchet.data.formats.arrow_tables`), several files as
+one. What an array in a .json file holds has no index, and is read whole.
 
 Rows are checked when they are read, and every error names the file and the row.
 """
@@ -19,14 +19,24 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from ratchet.data.files import expand, open_binary, reading
-from ratchet.data.jsonl import MAX_ROW_BYTES, Row, check_columns, decode, kind_of, parse, parse_json, raw_lines
+from ratchet.data.jsonl import (
+    MAX_ROW_BYTES,
+    Row,
+    check_columns,
+    decode,
+    kind_of,
+    parse,
+    parse_json,
+    raw_lines,
+)
 from ratchet.errors import DataError
 
 MAX_JSON_BYTES = 1 << 30  # of an array that is read whole
 
 
 class Table(Protocol):
-    """blocks: how many rows are read together, from the first row on; where any row is cheap to read, they are one block."""
+    """blocks: how many rows are read together, from the first row on; where any row is cheap to
+    read, they are one block."""
 
     @property
     def blocks(self) -> Sequence[int]: ...
@@ -41,7 +51,8 @@ class Table(Protocol):
 
 
 def open_table(*places: str | Path) -> Table:
-    """The rows of files, which may be paths, addresses of object stores, patterns and directories, in the order given.
+    """The rows of files, which may be paths, addresses of object stores, patterns and directories,
+    in the order given.
 
     Raises DataError for a file that can't be read, holds no rows, or is broken as a whole.
     """
@@ -67,7 +78,8 @@ def rows_of(table: Table) -> Iterator[Row]:
 
 
 def read_rows(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[Row]:
-    """The rows of one file of any form, in order; `columns` as in `ratchet.data.jsonl.read_jsonl`."""
+    """The rows of one file of any form, in order; `columns` as in
+    `ratchet.data.jsonl.read_jsonl`."""
     table = open_table(path)
     for index in range(len(table)):
         row = table.row(index)
@@ -76,7 +88,8 @@ def read_rows(path: str | Path, columns: Mapping[str, type] | None = None) -> It
 
 
 class _ByOffset:
-    """Rows that begin at known offsets of a file. starts, lines [rows]: offset, and number of the line there."""
+    """Rows that begin at known offsets of a file. starts, lines [rows]: offset, and number of the
+    line there."""
 
     unit = "line"
 
@@ -109,7 +122,9 @@ class _ByOffset:
 
 class JsonLines(_ByOffset):
     def _starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
-        return ((line, offset) for line, offset, raw in raw_lines(file, self.path) if not raw.isspace())
+        return (
+            (line, offset) for line, offset, raw in raw_lines(file, self.path) if not raw.isspace()
+        )
 
     def row(self, index: int) -> Row:
         line, offset = int(self.lines[index]), int(self.starts[index])
@@ -131,7 +146,10 @@ class CsvFile(_ByOffset):
         self.header = header
         repeated = next((name for name, count in Counter(header).items() if count > 1), None)
         if repeated is not None:
-            raise DataError(f"{self.path}, line 1: two columns are called '{repeated:.80}': give each a name of its own")
+            raise DataError(
+                f"{self.path}, line 1: two columns are called '{repeated:.80}': give each a name "
+                "of its own"
+            )
         start = lines.line + 1, lines.offset
         for record in records:
             if record:  # not a blank line
@@ -145,18 +163,22 @@ class CsvFile(_ByOffset):
             self._file.seek(offset)
             record = next(_records(_Lines(self._file, self.path, line - 1, offset)))
         self._check(record, line)
-        return Row(line, {name: value or None for name, value in zip(self.header, record, strict=True)})
+        return Row(
+            line, {name: value or None for name, value in zip(self.header, record, strict=True)}
+        )
 
     def _check(self, record: Sequence[str], line: int) -> None:
         if len(record) != len(self.header):
             raise DataError(
-                f"{self.path}, line {line}: {len(record)} values, and the header names {len(self.header)} columns: put values "
+                f"{self.path}, line {line}: {len(record)} values, and the header names "
+                f"{len(self.header)} columns: put values "
                 "that hold commas or line ends into double quotes"
             )
 
 
 class _Lines:
-    """The text lines of a file; `line` and `offset` are where the one that was given out last ends."""
+    """The text lines of a file; `line` and `offset` are where the one that was given out last
+    ends."""
 
     def __init__(self, file: IO[bytes], path: str | Path, line: int = 0, offset: int = 0) -> None:
         self.path, self.line, self.offset = path, line, offset
@@ -169,7 +191,8 @@ class _Lines:
 
 
 def _records(lines: _Lines) -> Iterator[list[str]]:
-    csv.field_size_limit(MAX_ROW_BYTES)  # the module's own, 128 KiB, is less than some conversations have
+    # the module's own, 128 KiB, is less than some conversations have
+    csv.field_size_limit(MAX_ROW_BYTES)
     reader = csv.reader(lines, strict=True)
     while True:
         try:
@@ -190,10 +213,16 @@ class JsonArray:
             raw = file.read(MAX_JSON_BYTES + 1)
         if len(raw) > MAX_JSON_BYTES:
             size = f"{MAX_JSON_BYTES >> 30} GiB"
-            raise DataError(f"{path}: a JSON array of more than {size} can't be read piece by piece: write it as JSON Lines")
+            raise DataError(
+                f"{path}: a JSON array of more than {size} can't be read piece by piece: write it "
+                "as JSON Lines"
+            )
         lines = raw.splitlines(keepends=True)
         offsets = accumulate((len(line) for line in lines), initial=0)
-        text = "\n".join(decode(line, path, n, at) for n, (line, at) in enumerate(zip(lines, offsets, strict=False), start=1))
+        text = "\n".join(
+            decode(line, path, n, at)
+            for n, (line, at) in enumerate(zip(lines, offsets, strict=False), start=1)
+        )
         self.rows: list[Any] = parse_json(text, path, 1)
         if not self.rows:
             raise DataError(f"{path}: the file holds no rows")
@@ -208,7 +237,10 @@ class JsonArray:
     def row(self, index: int) -> Row:
         values = self.rows[index]
         if not isinstance(values, dict):
-            raise DataError(f'{self.where(index)}: holds {kind_of(values)}, must be an object such as {{"key": ...}}')
+            raise DataError(
+                f'{self.where(index)}: holds {kind_of(values)}, must be an object such as {{"key": '
+                f"...}}"
+            )
         return Row(index + 1, values, "row")
 
     def where(self, index: int) -> str:

@@ -17,14 +17,19 @@ def _distinct(operators: tuple[str, ...]) -> tuple[str, ...]:
     return operators
 
 
-Operators = Annotated[tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1), AfterValidator(_distinct)]
-ExactOperators = Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1), AfterValidator(_distinct)]
+Operators = Annotated[
+    tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1), AfterValidator(_distinct)
+]
+ExactOperators = Annotated[
+    tuple[Literal["+", "-", "*"], ...], Field(min_length=1), AfterValidator(_distinct)
+]
 
 
 class EnvironmentConfig(Section):
-    """`default_reward`: kind of the reward that judges this environment's answers unless the recipe names another. `gives`:
-    what an algorithm may learn from here (see `ratchet.algorithms.config.base.Source`). `judges`: whether its steps give a
-    reward where there is no default one."""
+    """`default_reward`: kind of the reward that judges this environment's answers unless the recipe
+    names another. `gives`: what an algorithm may learn from here (see
+    `ratchet.algorithms.config.base.Source`). `judges`: whether its steps give a reward where there
+    is no default one."""
 
     default_reward: ClassVar[str] = ""
     gives: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})
@@ -44,7 +49,9 @@ class ArithmeticConfig(EnvironmentConfig):
     digits: int = Field(2, ge=1, le=100, description="Digits of each operand, padded with zeros.")
     operators: ExactOperators = Field(("+",), description="Drawn with equal chances.")
     reverse: bool = Field(
-        False, description="Write the answer least significant digit first, padded to its greatest width: 37+48= -> 580."
+        False,
+        description="Write the answer least significant digit first, padded to its greatest width: "
+        "37+48= -> 580.",
     )
 
 
@@ -66,10 +73,16 @@ class CountdownConfig(EnvironmentConfig):
 
     numbers: int = Field(4, ge=2, le=6, description="How many numbers are given.")
     max_number: int = Field(20, ge=2, le=10_000, description="They are drawn from 1 to this.")
-    max_target: int = Field(100, ge=2, le=1_000_000, description="The target lies between 1 and this.")
+    max_target: int = Field(
+        100, ge=2, le=1_000_000, description="The target lies between 1 and this."
+    )
     operators: Operators = Field(("+", "-", "*"), description="What the sample solutions use.")
-    use_all: bool = Field(True, description="Each number must be used exactly once; else at most once.")
-    template: str = Field("{numbers}:{target}=", description="The prompt; {numbers} and {target} are filled in.")
+    use_all: bool = Field(
+        True, description="Each number must be used exactly once; else at most once."
+    )
+    template: str = Field(
+        "{numbers}:{target}=", description="The prompt; {numbers} and {target} are filled in."
+    )
 
     @field_validator("template")
     @classmethod
@@ -81,9 +94,11 @@ class CountdownConfig(EnvironmentConfig):
 
 
 class GSM8KConfig(EnvironmentConfig):
-    """Grade school maths word problems (arXiv:2110.14168) from a file with the columns `question` and `answer`.
+    """Grade school maths word problems (arXiv:2110.14168) from a file with the columns `question`
+    and `answer`.
 
-    The test split is the file `test`, or the rows of `train` that say so in `split_column`, or else one in ten of them.
+    The test split is the file `test`, or the rows of `train` that say so in `split_column`, or else
+    one in ten of them.
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.gsm8k:GSM8K"
@@ -91,14 +106,25 @@ class GSM8KConfig(EnvironmentConfig):
 
     train: DataFile = Field(description="A file, or an address in an object store.")
     test: DataFile | None = Field(None, description="Likewise.")
-    split_column: str | None = Field(None, min_length=1, description='Column of `train` that holds "train" or "test".')
-    suffix: str = Field('\nEnd with "#### " and the answer as a number.', description="Appended to each question.")
-    shots: int = Field(0, ge=0, le=64, description="Solved examples before the question: the first rows for training.")
+    split_column: str | None = Field(
+        None, min_length=1, description='Column of `train` that holds "train" or "test".'
+    )
+    suffix: str = Field(
+        '\nEnd with "#### " and the answer as a number.', description="Appended to each question."
+    )
+    shots: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Solved examples before the question: the first rows for training.",
+    )
 
     @model_validator(mode="after")
     def _one_way_to_split(self) -> GSM8KConfig:
         if self.test is not None and self.split_column is not None:
-            raise ValueError("`test` and `split_column` both say what the test split is: remove one")
+            raise ValueError(
+                "`test` and `split_column` both say what the test split is: remove one"
+            )
         return self
 
 
@@ -119,7 +145,8 @@ class PreferencesConfig(EnvironmentConfig):
     train: DataFile = Field(description="A file, or an address in an object store.")
     test: DataFile | None = Field(None, description="Likewise.")
     columns: dict[str, str] = Field(
-        {}, description="What the files call their columns, where not as usual: {chosen: preferred}."
+        {},
+        description="What the files call their columns, where not as usual: {chosen: preferred}.",
     )
     separator: str = Field("\n", description="Appended to each step of an answer in steps.")
 
@@ -130,10 +157,16 @@ class PreferencesConfig(EnvironmentConfig):
             if usual not in cls.usual_columns:
                 near = get_close_matches(usual, cls.usual_columns, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
-                raise ValueError(f"{usual} is no column: {hint}there are {', '.join(cls.usual_columns)}")
+                raise ValueError(
+                    f"{usual} is no column: {hint}there are {', '.join(cls.usual_columns)}"
+                )
         names = [columns.get(usual, usual) for usual in cls.usual_columns]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
-            both = " and ".join(usual for usual in cls.usual_columns if columns.get(usual, usual) == repeated)
-            raise ValueError(f"{both} would both be read from '{repeated}': give each a column of its own")
+            both = " and ".join(
+                usual for usual in cls.usual_columns if columns.get(usual, usual) == repeated
+            )
+            raise ValueError(
+                f"{both} would both be read from '{repeated}': give each a column of its own"
+            )
         return columns

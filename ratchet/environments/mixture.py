@@ -1,4 +1,5 @@
-"""Several environments as one: each has its share of the prompts, interleaved evenly, and stamps its tag on its tasks."""
+"""Several environments as one: each has its share of the prompts, interleaved evenly, and stamps
+its tag on its tasks."""
 
 from __future__ import annotations
 
@@ -13,20 +14,31 @@ from typing import Any
 from ratchet.config.resolve import construct
 from ratchet.environments.mixture_config import MixtureConfig, tag_of
 from ratchet.errors import DataError
-from ratchet.protocols import Compares, Environment, Judges, Measures, OffersStops, OffersTools, Step, Steps
+from ratchet.protocols import (
+    Compares,
+    Environment,
+    Judges,
+    Measures,
+    OffersStops,
+    OffersTools,
+    Step,
+    Steps,
+)
 from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 
 def mixture(config: MixtureConfig) -> Mixture:
-    """One that offers tools where a part of it does: who plays it must know then how the policy calls them."""
+    """One that offers tools where a part of it does: who plays it must know then how the policy
+    calls them."""
     parts = {tag_of(part): construct(part) for part in config.parts}
     offers = any(isinstance(part, OffersTools) for part in parts.values())
     return (MixtureWithTools if offers else Mixture)(config, parts)
 
 
 class Mixture:
-    """A task is its part's, but for its tag and an id that begins with it. Which part serves position i follows from the
-    weights alone, so that a resumed run goes on where it was, in every part."""
+    """A task is its part's, but for its tag and an id that begins with it. Which part serves
+    position i follows from the weights alone, so that a resumed run goes on where it was, in every
+    part."""
 
     def __init__(self, config: MixtureConfig, parts: Mapping[str, Environment]) -> None:
         self.config = config
@@ -37,7 +49,8 @@ class Mixture:
         self.replayable = all(part.replayable for part in self._parts.values())
 
     def __copy__(self) -> Mixture:
-        """Parts keep in attributes what belongs to one attempt: each copy plays with copies of its own."""
+        """Parts keep in attributes what belongs to one attempt: each copy plays with copies of its
+        own."""
         made = object.__new__(type(self))
         made.__dict__ |= {**self.__dict__, "_own": {}, "_playing": None}
         return made
@@ -56,7 +69,10 @@ class Mixture:
                 upcoming[part] = self._parts[tags[part]].tasks("train", seed=seed, start=index)
             task = next(upcoming[part], None)
             if task is None:
-                raise DataError(f"part '{tags[part]}' of the mixture ended its training tasks: it must pass over its data")
+                raise DataError(
+                    f"part '{tags[part]}' of the mixture ended its training tasks: it must pass "
+                    "over its data"
+                )
             yield self._stamped(tags[part], task)
 
     def _test(self, seed: int) -> Iterator[Task]:
@@ -78,7 +94,10 @@ class Mixture:
 
     def _part(self, task: Task) -> Environment:
         if task.tag not in self._parts:
-            raise DataError(f"task '{task.id}' has the tag '{task.tag}', and the mixture's parts are {', '.join(self._parts)}")
+            raise DataError(
+                f"task '{task.id}' has the tag '{task.tag}', and the mixture's parts are "
+                f"{', '.join(self._parts)}"
+            )
         return self._parts[task.tag]
 
     # --- one attempt
@@ -102,7 +121,8 @@ class Mixture:
         return self._playing.stop_strings if isinstance(self._playing, OffersStops) else ()
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Also how many of the prompts were each part's: filters and curricula may change its share."""
+        """Also how many of the prompts were each part's: filters and curricula may change its
+        share."""
         numbers: dict[str, float] = {}
         for tag, part in self._parts.items():
             own = [group for group in groups if group.task.tag == tag]
@@ -144,9 +164,10 @@ class MixtureWithTools(Mixture):
 def place(position: int, shares: Sequence[Fraction]) -> tuple[int, int]:
     """(which part serves a position, which of that part's tasks it is).
 
-    The first part takes those positions at which its rounded-up share of all grows; the rest are numbered anew and shared out
-    among the others in the same way. So after any number of positions every part has its share to within one task per
-    part before it, and nothing has to be counted from the start.
+    The first part takes those positions at which its rounded-up share of all grows; the rest are
+    numbered anew and shared out among the others in the same way. So after any number of positions
+    every part has its share to within one task per part before it, and nothing has to be counted
+    from the start.
     """
     left = sum(shares, Fraction(0))
     for part, share in enumerate(shares):

@@ -13,12 +13,14 @@ from ratchet.environments.config import EnvironmentConfig
 
 
 class MixtureConfig(EnvironmentConfig):
-    """Several environments in one run, each with its share of the prompts and, by its tag, its own rewards."""
+    """Several environments in one run, each with its share of the prompts and, by its tag, its own
+    rewards."""
 
     builds: ClassVar[str] = "ratchet.environments.mixture:mixture"
 
     parts: Annotated[tuple[SerializeAsAny[Section], ...], Slot("part", many=True)] = Field(
-        min_length=1, description="Environments, each with its weight, and a tag where two are of one kind."
+        min_length=1,
+        description="Environments, each with its weight, and a tag where two are of one kind.",
     )
 
     @model_validator(mode="after")
@@ -26,7 +28,9 @@ class MixtureConfig(EnvironmentConfig):
         tags = [tag_of(part) for part in self.parts]
         repeated = next((tag for tag in tags if tags.count(tag) > 1), None)
         if repeated is not None:
-            raise ValueError(f"two parts have the tag '{repeated}': give one of them another, tag: {repeated}_2")
+            raise ValueError(
+                f"two parts have the tag '{repeated}': give one of them another, tag: {repeated}_2"
+            )
         return self
 
     @property
@@ -35,12 +39,19 @@ class MixtureConfig(EnvironmentConfig):
         own = {tag_of(part): getattr(part, "default_reward", "") for part in self.parts}
         if not any(own.values()):
             return ""
-        return {"kind": "by_tag", "domains": {tag: [{"kind": kind}] if kind else [] for tag, kind in own.items()}}
+        return {
+            "kind": "by_tag",
+            "domains": {tag: [{"kind": kind}] if kind else [] for tag, kind in own.items()},
+        }
 
     @property
     def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What all parts have; nothing is said of those that somebody else wrote."""
-        given = [frozenset(found) for part in self.parts if (found := getattr(part, "gives", None)) is not None]
+        given = [
+            frozenset(found)
+            for part in self.parts
+            if (found := getattr(part, "gives", None)) is not None
+        ]
         return frozenset.intersection(*given) if given else EnvironmentConfig.gives
 
     @property

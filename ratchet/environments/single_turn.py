@@ -1,4 +1,5 @@
-"""Bases for environments of one prompt and one answer. They only serve tasks: judging the answer is a reward's work.
+"""Bases for environments of one prompt and one answer. They only serve tasks: judging the answer is
+a reward's work.
 
 `Procedural` makes tasks from a pure function, `Rows` serves them from data.
 """
@@ -22,14 +23,16 @@ TRIES = 10_000  # fruitless draws in a row after which a procedural environment 
 def held_out(prompt: str) -> bool:
     """Whether a prompt belongs to the test split: one in ten, by a hash of its own text.
 
-    No seed, no position and no size of the data enters, so a prompt never changes sides and the splits can't overlap.
-    BLAKE2 rather than a CRC: the parity of a CRC is a parity of the text's bits, so one in ten by it would be a biased pick.
+    No seed, no position and no size of the data enters, so a prompt never changes sides and the
+    splits can't overlap. BLAKE2 rather than a CRC: the parity of a CRC is a parity of the text's
+    bits, so one in ten by it would be a biased pick.
     """
     return int.from_bytes(blake2b(prompt.encode(), digest_size=8).digest(), "big") % 10 == 0
 
 
 class Problem(NamedTuple):
-    """key: what tells it from others, and says which split it is of, where its prompt alone does not."""
+    """key: what tells it from others, and says which split it is of, where its prompt alone does
+    not."""
 
     prompt: str
     answer: str
@@ -43,7 +46,8 @@ class Problem(NamedTuple):
 
 
 class SingleTurn(ABC):
-    """The episode is: the task's messages, one answer, end. `name` begins the ids of its tasks and is their tag."""
+    """The episode is: the task's messages, one answer, end. `name` begins the ids of its tasks and
+    is their tag."""
 
     name: str
     replayable = True
@@ -67,35 +71,47 @@ class SingleTurn(ABC):
 class Procedural(SingleTurn):
     """Endless tasks from one pure function, `sample`.
 
-    Train task i is a function of (seed, i) alone, so restarting costs nothing; its prompts may repeat. Test tasks are
-    distinct prompts, the same for every seed, so that accuracies compare between runs; they end where the held-out space
-    does (the last few prompts of a small one may be left out, always the same).
+    Train task i is a function of (seed, i) alone, so restarting costs nothing; its prompts may
+    repeat. Test tasks are distinct prompts, the same for every seed, so that accuracies compare
+    between runs; they end where the held-out space does (the last few prompts of a small one may be
+    left out, always the same).
     """
 
     @abstractmethod
     def sample(self, rng: random.Random) -> Problem | None:
-        """One problem drawn with `rng`, the only source of chance; None where this draw gave none (it is tried again)."""
+        """One problem drawn with `rng`, the only source of chance; None where this draw gave none
+        (it is tried again)."""
 
     def messages(self, problem: Problem) -> tuple[Message, ...]:
         return (Message("user", problem.prompt),)
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         """Raises DataError, while iterating, when TRIES draws in a row give no training prompt."""
-        return self._train(seed, start) if split == "train" else itertools.islice(self._test(), start, None)
+        return (
+            self._train(seed, start)
+            if split == "train"
+            else itertools.islice(self._test(), start, None)
+        )
 
     def _train(self, seed: int, start: int) -> Iterator[Task]:
         for index in itertools.count(start):
             rng = random.Random(f"{self.name}/train/{seed}/{index}")
             problem = next((p for p in self._draws(rng) if not held_out(p.identity)), None)
             if problem is None:
-                raise DataError(f"environment '{self.name}' found no training prompt in {TRIES} draws: widen its settings")
+                raise DataError(
+                    f"environment '{self.name}' found no training prompt in {TRIES} draws: widen "
+                    "its settings"
+                )
             yield self._task("train", index, problem)
 
     def _test(self) -> Iterator[Task]:
         rng = random.Random(f"{self.name}/test")
         seen: set[str] = set()
         while True:
-            problem = next((p for p in self._draws(rng) if held_out(p.identity) and p.identity not in seen), None)
+            problem = next(
+                (p for p in self._draws(rng) if held_out(p.identity) and p.identity not in seen),
+                None,
+            )
             if problem is None:
                 return
             yield self._task("test", len(seen), problem)
@@ -107,7 +123,10 @@ class Procedural(SingleTurn):
             if isinstance(problem, Problem):
                 yield problem
             elif problem is not None:
-                raise DataError(f"{type(self).__name__}.sample returned {problem!r:.80}, it must be a Problem or None")
+                raise DataError(
+                    f"{type(self).__name__}.sample returned {problem!r:.80}, it must be a Problem "
+                    "or None"
+                )
 
     def _task(self, split: Split, index: int, problem: Problem) -> Task:
         return Task(
@@ -122,7 +141,8 @@ class Procedural(SingleTurn):
 
 
 class Rows(SingleTurn):
-    """Tasks from data: train without end, in an order shuffled anew for each pass; test once, in the data's order.
+    """Tasks from data: train without end, in an order shuffled anew for each pass; test once, in
+    the data's order.
 
     A task's id names its row, so a row met again in a later pass has the id that it had before.
     """
@@ -141,6 +161,8 @@ class Rows(SingleTurn):
     def _passes(self, rows: Sequence[Task], seed: int, start: int) -> Iterator[Task]:
         first, skip = divmod(start, len(rows))
         for epoch in itertools.count(first):
-            order = random.Random(f"{self.name}/train/{seed}/{epoch}").sample(range(len(rows)), len(rows))
+            order = random.Random(f"{self.name}/train/{seed}/{epoch}").sample(
+                range(len(rows)), len(rows)
+            )
             yield from (rows[i] for i in order[skip:])
             skip = 0

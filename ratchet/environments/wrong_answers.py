@@ -1,4 +1,5 @@
-"""Wrong answers for tasks with exactly one right one: what preferences and labels of the built-in tasks are made of."""
+"""Wrong answers for tasks with exactly one right one: what preferences and labels of the built-in
+tasks are made of."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from ratchet.types import Comparison, Judged, Message, Task
 
 
 def mistaken(answer: str, rng: random.Random) -> str:
-    """The answer with one slip: two neighbours swapped, or one character taken from elsewhere in it (or another digit)."""
+    """The answer with one slip: two neighbours swapped, or one character taken from elsewhere in it
+    (or another digit)."""
     place = rng.randrange(len(answer))
     swapped = answer[:place] + answer[place : place + 2][::-1] + answer[place + 2 :]
     if swapped != answer and rng.random() < 0.5:
@@ -18,7 +20,8 @@ def mistaken(answer: str, rng: random.Random) -> str:
 
 
 class OneRightAnswer:
-    """Mixin for an environment whose `task.answer` is the only text that is right. The slip depends on the task alone."""
+    """Mixin for an environment whose `task.answer` is the only text that is right. The slip depends
+    on the task alone."""
 
     def comparison(self, task: Task) -> Comparison:
         wrong = mistaken(str(task.answer), random.Random(f"mistake/{task.id}"))
@@ -31,7 +34,8 @@ class OneRightAnswer:
         return Judged(pair.chosen, 1.0) if right else Judged(pair.rejected, 0.0)
 
     def steps(self, task: Task) -> list[tuple[str, float]]:
-        """The answer that `judged` gives, a character a step: right as long as nothing before it was wrong."""
+        """The answer that `judged` gives, a character a step: right as long as nothing before it
+        was wrong."""
         text = self.judged(task).messages[0].text
         answer = str(task.answer)
         return [(text[i], float(text[: i + 1] == answer[: i + 1])) for i in range(len(text))]

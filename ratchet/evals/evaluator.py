@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluator:
-    """manager: judges by the yardstick, which by default is the environment's own reward: shaping can't move it. samples:
-    attempts a task beside the greedy one, if there is one. passing: see `Results`."""
+    """manager: judges by the yardstick, which by default is the environment's own reward: shaping
+    can't move it. samples: attempts a task beside the greedy one, if there is one. passing: see
+    `Results`."""
 
     manager: RolloutManager
     tasks: Sequence[Task]
@@ -38,10 +39,15 @@ class Evaluator:
         greedy: list[Group] = []
         sampled: list[Group] = []
         if self.greedy:
-            greedy = await self.manager.groups(jobs, replace(self.sampling, temperature=0.0), attempts=1)
+            greedy = await self.manager.groups(
+                jobs, replace(self.sampling, temperature=0.0), attempts=1
+            )
         if self.samples:
             sampled = await self.manager.groups(jobs, self.sampling, attempts=self.samples)
-        prompts = [self._prompt(task, greedy[i : i + 1], sampled[i : i + 1]) for i, task in enumerate(self.tasks)]
+        prompts = [
+            self._prompt(task, greedy[i : i + 1], sampled[i : i + 1])
+            for i, task in enumerate(self.tasks)
+        ]
         found = Results(tuple(prompts), self.passing)
         _warn(found)
         return found

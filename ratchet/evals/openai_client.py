@@ -1,5 +1,6 @@
-"""Attempts played by a model behind an OpenAI-compatible endpoint: messages out, messages in. Its tokens are nobody's to see,
-so what comes of an attempt can be judged and counted, and not be trained on.
+"""Attempts played by a model behind an OpenAI-compatible endpoint: messages out, messages in. Its
+tokens are nobody's to see, so what comes of an attempt can be judged and counted, and not be
+trained on.
 """
 
 from __future__ import annotations
@@ -19,9 +20,21 @@ from ratchet.experience.rollout.user_code import UserCodeFailed, guarded
 from ratchet.experience.seeds import seed_for
 from ratchet.protocols import Environment, OffersStops, OffersTools
 from ratchet.rewards.llm.http_client import Endpoint, EndpointError
-from ratchet.types import Failed, Message, Outcome, Owner, Sampling, Task, ToolCall, Trajectory, Truncated, Turn
+from ratchet.types import (
+    Failed,
+    Message,
+    Outcome,
+    Owner,
+    Sampling,
+    Task,
+    ToolCall,
+    Trajectory,
+    Truncated,
+    Turn,
+)
 
-NOBODY_IS_SERVED = (401, 403, 404, 405)  # wrong key, wrong address, wrong model: true of every request
+# wrong key, wrong address, wrong model: true of every request
+NOBODY_IS_SERVED = (401, 403, 404, 405)
 UNKNOWN = -1  # the id of a token that only its server knows
 SEEDS = 2**31  # what servers take
 
@@ -32,7 +45,9 @@ class _Play:
     tools: Tools | None = None
     tokens: int = 0  # that the model wrote
     turns: list[Turn] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0})
+    metrics: dict[str, float] = field(
+        default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0}
+    )
 
     def trajectory(self, attempt: int, temperature: float, outcome: Outcome | None) -> Trajectory:
         length = 1 + self.tokens
@@ -55,8 +70,8 @@ class _Play:
 
 @dataclass(frozen=True)
 class EndpointPlayer:
-    """Plays attempts like `Player`. body: further keys of each request; None removes one. timeout_s: of a whole attempt,
-    waiting for its turn included; None: no limit."""
+    """Plays attempts like `Player`. body: further keys of each request; None removes one.
+    timeout_s: of a whole attempt, waiting for its turn included; None: no limit."""
 
     endpoint: Endpoint
     model: str
@@ -65,10 +80,17 @@ class EndpointPlayer:
     timeout_s: float | None = None
 
     async def play(
-        self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
+        self,
+        task: Task,
+        environment: Environment,
+        sampling: Sampling,
+        *,
+        attempt: int,
+        memo: PromptMemo | None = None,
     ) -> list[Trajectory]:
-        """One trajectory, not yet judged. It failed as "endpoint" where no usable answer came, as "environment" or "timeout" as
-        with any other player. Raises EndpointError where the endpoint would refuse every request."""
+        """One trajectory, not yet judged. It failed as "endpoint" where no usable answer came, as
+        "environment" or "timeout" as with any other player. Raises EndpointError where the endpoint
+        would refuse every request."""
         play = _Play(list(task.messages))
         limit = asyncio.timeout(self.timeout_s)
         outcome: Outcome | None
@@ -76,7 +98,9 @@ class EndpointPlayer:
             async with limit:
                 outcome = await self._episode(play, task, environment, sampling)
         except TimeoutError:
-            outcome = Failed("timeout", f"not over after {self.timeout_s:g} s and {len(play.turns)} turns")
+            outcome = Failed(
+                "timeout", f"not over after {self.timeout_s:g} s and {len(play.turns)} turns"
+            )
         except UserCodeFailed as failure:
             outcome = Failed("environment", str(failure))
         except DataError as error:
@@ -87,14 +111,20 @@ class EndpointPlayer:
             outcome = Failed("endpoint", str(error))
         return [play.trajectory(attempt, sampling.temperature, outcome)]
 
-    async def _episode(self, play: _Play, task: Task, environment: Environment, sampling: Sampling) -> Outcome | None:
-        play.messages = list(checked(await guarded(lambda: environment.reset(task)), "reset", environment))
+    async def _episode(
+        self, play: _Play, task: Task, environment: Environment, sampling: Sampling
+    ) -> Outcome | None:
+        play.messages = list(
+            checked(await guarded(lambda: environment.reset(task)), "reset", environment)
+        )
         if isinstance(environment, OffersTools):
             play.tools = await offered_tools(environment, task) or None
             play.metrics["malformed_tool_calls"] = 0.0
         for number in range(self.max_turns):
             stops = environment.stop_strings if isinstance(environment, OffersStops) else ()
-            body = self._request(play, sampling, number, tuple(dict.fromkeys((*sampling.stop, *stops))))
+            body = self._request(
+                play, sampling, number, tuple(dict.fromkeys((*sampling.stop, *stops)))
+            )
             choice = self._choice(play, await self.endpoint.post(body))
             start = play.turns[-1].end if play.turns else 1
             end = 1 + play.tokens
@@ -106,8 +136,12 @@ class EndpointPlayer:
             if choice.get("finish_reason") == "length":
                 play.turns.append(Turn(start, end, cut=True))
                 return Truncated()
-            step = checked_step(await guarded(lambda said=message: environment.step(said)), environment)
-            play.turns.append(Turn(start, end, step.reward, step.state_key, terminated=step.done, cut=False))
+            step = checked_step(
+                await guarded(lambda said=message: environment.step(said)), environment
+            )
+            play.turns.append(
+                Turn(start, end, step.reward, step.state_key, terminated=step.done, cut=False)
+            )
             for name, measured in (step.metrics or {}).items():
                 play.metrics[name] = play.metrics.get(name, 0.0) + float(measured)
             if step.done:
@@ -116,7 +150,9 @@ class EndpointPlayer:
         play.metrics["turn_limit"] = 1.0
         return Truncated()
 
-    def _request(self, play: _Play, sampling: Sampling, number: int, stops: tuple[str, ...]) -> dict[str, Any]:
+    def _request(
+        self, play: _Play, sampling: Sampling, number: int, stops: tuple[str, ...]
+    ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [wire_message(message) for message in play.messages],
@@ -125,7 +161,11 @@ class EndpointPlayer:
             "seed": seed_for(sampling.seed, number) % SEEDS,
         }
         usual = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        body |= {key: getattr(sampling, key) for key, off in usual.items() if getattr(sampling, key) != off}
+        body |= {
+            key: getattr(sampling, key)
+            for key, off in usual.items()
+            if getattr(sampling, key) != off
+        }
         if stops:
             body["stop"] = list(stops)
         if play.tools is not None:
@@ -142,7 +182,9 @@ class EndpointPlayer:
         except (LookupError, TypeError, AttributeError, ValueError):
             choice, known = {}, False
         if not known:
-            raise DataError(f"{self.endpoint.url} answered without a message: {json.dumps(answer)[:300]}")
+            raise DataError(
+                f"{self.endpoint.url} answered without a message: {json.dumps(answer)[:300]}"
+            )
         if choice.get("finish_reason") == "content_filter":
             raise DataError(f"{self.endpoint.url} withheld its answer (content_filter)")
         return choice
@@ -153,10 +195,16 @@ def wire_message(message: Message) -> dict[str, Any]:
     given: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
         given["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+            }
             for call in message.tool_calls
         ]
-    return given if message.tool_call_id is None else {**given, "tool_call_id": message.tool_call_id}
+    return (
+        given if message.tool_call_id is None else {**given, "tool_call_id": message.tool_call_id}
+    )
 
 
 def read_message(given: Mapping[str, Any]) -> tuple[Message, int]:
@@ -164,7 +212,10 @@ def read_message(given: Mapping[str, Any]) -> tuple[Message, int]:
     text, calls, malformed = given.get("content") or "", [], 0
     for call in given.get("tool_calls") or ():
         try:
-            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"] or "{}")
+            name, arguments = (
+                call["function"]["name"],
+                json.loads(call["function"]["arguments"] or "{}"),
+            )
             if not isinstance(arguments, dict):
                 raise ValueError(arguments)
             calls.append(ToolCall(str(call["id"]), str(name), arguments))

@@ -14,8 +14,8 @@ from ratchet.types import Task
 
 @dataclass(frozen=True)
 class PairAccuracy:
-    """pairs: compared. accuracy: share of them in which the chosen answer is likelier; a tie is half right. margin: mean
-    difference of the summed log-probabilities, in nats."""
+    """pairs: compared. accuracy: share of them in which the chosen answer is likelier; a tie is
+    half right. margin: mean difference of the summed log-probabilities, in nats."""
 
     pairs: int
     accuracy: float
@@ -35,7 +35,9 @@ class PairEvaluator:
         self.learner, self.pairs, self.tasks = learner, pairs, tasks
 
     async def run(self) -> PairAccuracy:
-        groups = await self.pairs.make([(f"eval/{task.id}", task) for task in self.tasks], version=0)
+        groups = await self.pairs.make(
+            [(f"eval/{task.id}", task) for task in self.tasks], version=0
+        )
         batch = pack(groups)
         logprobs_T = (await self.learner.score(batch, ["logprobs"]))["logprobs"].double()
         logprobs_S = batch.sequence_sum(logprobs_T)

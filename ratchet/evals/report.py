@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def report(found: Results, title: str) -> str:
-    """The whole, in sections: measures, tags, what failed. All k are in results.json; here 1, 2, 4, ... and n."""
+    """The whole, in sections: measures, tags, what failed. All k are in results.json; here 1, 2, 4,
+    ... and n."""
     measures = _chosen(found)
     parts = [f"# {title}", _about(found), _measures(measures, len(found.prompts), found.samples)]
     if len(found.tags) > 1:
@@ -29,7 +30,8 @@ def report(found: Results, title: str) -> str:
 
 
 def keep(found: Results, directory: Path, title: str) -> bool:
-    """Writes results.json and report.md; False where the disk won't have it, which is only logged: training goes on."""
+    """Writes results.json and report.md; False where the disk won't have it, which is only logged:
+    training goes on."""
     try:
         found.write(directory)
         replace_text(directory / REPORT, report(found, title))
@@ -44,16 +46,24 @@ def comparison(found: Comparison, a: str, b: str) -> str:
     heading = ("", "prompts", "A - B", "95 % interval", "A wins", "B wins", "p", "better")
     lines = [f"# A against B\n\nA: {a}\n\nB: {b}", _table(heading, rows)]
     how = "the exact" if all(one.exact for one in found.measures.values()) else "a sampled"
-    lines.append(f"p: chance of a difference at least as large if A and B were alike, by {how} sign-flip test over prompts;")
+    lines.append(
+        f"p: chance of a difference at least as large if A and B were alike, by {how} sign-flip "
+        "test over prompts;"
+    )
     lines[-1] += f" better is who has more where p is at most {SIGNIFICANT:g}."
     if found.left_out:
-        lines.append(f"{found.left_out} prompts are left out: asked of one alone, or without a reward in one.")
+        lines.append(
+            f"{found.left_out} prompts are left out: asked of one alone, or without a reward in "
+            "one."
+        )
     return "\n\n".join(lines) + "\n"
 
 
 def _chosen(found: Results) -> list[Measure]:
     steps = {f"pass_at_{k}" for k in ladder(found.samples)}
-    return [one for one in found.measures() if not one.name.startswith("pass_at_") or one.name in steps]
+    return [
+        one for one in found.measures() if not one.name.startswith("pass_at_") or one.name in steps
+    ]
 
 
 def _about(found: Results) -> str:
@@ -86,7 +96,9 @@ def _by_tag(found: Results) -> str:
                 *(f"{_number(one.value)} {_range(one.low, one.high)}" for one in _summary(of)),
             )
         )
-    return _table(("tag", "prompts", *(_label(one.name, found.samples) for one in _summary(found))), rows)
+    return _table(
+        ("tag", "prompts", *(_label(one.name, found.samples) for one in _summary(found))), rows
+    )
 
 
 def _summary(found: Results) -> list[Measure]:
@@ -99,15 +111,26 @@ def _failures(found: Results) -> list[str]:
     if not found.failures:
         return [f"All {len(attempts)} attempts have a reward."]
     rows = [(kind, str(count)) for kind, count in sorted(found.failures.items())]
-    said = f"{sum(found.failures.values())} of {len(attempts)} attempts have no reward, and are neither right nor wrong:"
+    said = (
+        f"{sum(found.failures.values())} of {len(attempts)} attempts have no reward, and are "
+        "neither right nor wrong:"
+    )
     shown = [(p, a) for p, a in attempts if a.reward is None][:SHOWN_FAILURES]
-    examples = [f"- {prompt.id}: {_line(attempt.detail or attempt.end)}" for prompt, attempt in shown]
+    examples = [
+        f"- {prompt.id}: {_line(attempt.detail or attempt.end)}" for prompt, attempt in shown
+    ]
     return ["## Without a reward", said, _table(("why", "attempts"), rows), "\n".join(examples)]
 
 
 def _paired_row(name: str, one: Paired) -> tuple[str, ...]:
     reach = f"{one.low:+.3f} to {one.high:+.3f}"
-    numbers = (f"{one.difference:+.3f}", reach, str(one.better), str(one.worse), f"{one.p_value:.2g}")
+    numbers = (
+        f"{one.difference:+.3f}",
+        reach,
+        str(one.better),
+        str(one.worse),
+        f"{one.p_value:.2g}",
+    )
     return (name, str(one.prompts), *numbers, better(one))
 
 
@@ -131,4 +154,6 @@ def _line(text: str) -> str:
 
 def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )

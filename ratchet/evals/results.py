@@ -1,7 +1,9 @@
-"""What an evaluation found: every attempt at every prompt, as it is saved, and what follows from them.
+"""What an evaluation found: every attempt at every prompt, as it is saved, and what follows from
+them.
 
-No prompt is dropped: an attempt without a reward (failed, cancelled, cut off where nobody could judge it) is kept and counted,
-and is neither right nor wrong; a prompt without any other is out of the means, and each of these says of how many it is.
+No prompt is dropped: an attempt without a reward (failed, cancelled, cut off where nobody could
+judge it) is kept and counted, and is neither right nor wrong; a prompt without any other is out of
+the means, and each of these says of how many it is.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ End = Literal["scored", "truncated", "unjudged", "failed", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """end: how it ended. answer: the final answer, where rewards can tell. tokens: that the policy wrote. detail: of a failure,
-    its kind first."""
+    """end: how it ended. answer: the final answer, where rewards can tell. tokens: that the policy
+    wrote. detail: of a failure, its kind first."""
 
     end: End
     reward: float | None
@@ -62,13 +64,17 @@ class Prompt:
 
     def mean(self, attempts: Sequence[Attempt | None]) -> float | None:
         """None without a reward."""
-        rewards = [attempt.reward for attempt in attempts if attempt is not None and attempt.reward is not None]
+        rewards = [
+            attempt.reward
+            for attempt in attempts
+            if attempt is not None and attempt.reward is not None
+        ]
         return fmean(rewards) if rewards else None
 
 
 class Measure(NamedTuple):
-    """A mean over prompts with its confidence interval. error: standard error of what was sampled to estimate it, 0 where it is
-    exact."""
+    """A mean over prompts with its confidence interval. error: standard error of what was sampled
+    to estimate it, 0 where it is exact."""
 
     name: str
     value: float
@@ -92,7 +98,8 @@ def ladder(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Results:
-    """about: what was asked, of whom, and how. passing: the reward from which on an attempt counts as passed."""
+    """about: what was asked, of whom, and how. passing: the reward from which on an attempt counts
+    as passed."""
 
     prompts: tuple[Prompt, ...]
     passing: float = 1.0
@@ -123,8 +130,8 @@ class Results:
         return replace(self, prompts=tuple(prompt for prompt in self.prompts if prompt.tag == tag))
 
     def measures(self, *, every_k: bool = True) -> list[Measure]:
-        """accuracy: of greedy attempts, or, without any, of sampled ones; mean@n; pass@k for all k, or k = 1, 2, 4, ..., n;
-        cons@k for the latter."""
+        """accuracy: of greedy attempts, or, without any, of sampled ones; mean@n; pass@k for all k,
+        or k = 1, 2, 4, ..., n; cons@k for the latter."""
         found = [self.accuracy]
         if self.samples:
             found.append(self._mean("sampled", lambda prompt: prompt.mean(prompt.sampled)))
@@ -135,14 +142,18 @@ class Results:
     @property
     def accuracy(self) -> Measure:
         greedy = any(prompt.greedy for prompt in self.prompts)
-        return self._mean("accuracy", lambda prompt: prompt.mean([prompt.greedy] if greedy else prompt.sampled))
+        return self._mean(
+            "accuracy", lambda prompt: prompt.mean([prompt.greedy] if greedy else prompt.sampled)
+        )
 
     def numbers(self) -> dict[str, float]:
         """For the sinks of a run."""
         first = self.first
         named = {measure.name: measure.value for measure in self.measures(every_k=False)}
         named |= {"accuracy_low": self.accuracy.low, "accuracy_high": self.accuracy.high}
-        named["truncated_share"] = fmean(attempt.end == "truncated" for attempt in first) if first else math.nan
+        named["truncated_share"] = (
+            fmean(attempt.end == "truncated" for attempt in first) if first else math.nan
+        )
         named["failed"] = float(sum(self.failures.values()))
         if len(self.tags) > 1:
             named |= {f"accuracy/{tag}": self.of(tag).accuracy.value for tag in self.tags}
@@ -157,9 +168,15 @@ class Results:
         curves = []
         for prompt in self.prompts:
             rewards = [attempt.reward for attempt in prompt.sampled if attempt.reward is not None]
-            curves.append(pass_at_k(len(rewards), sum(reward >= self.passing for reward in rewards)))
+            curves.append(
+                pass_at_k(len(rewards), sum(reward >= self.passing for reward in rewards))
+            )
         for k in ks:
-            yield _measure(f"pass_at_{k}", [float(curve[k - 1]) for curve in curves if len(curve) >= k], self.seed)
+            yield _measure(
+                f"pass_at_{k}",
+                [float(curve[k - 1]) for curve in curves if len(curve) >= k],
+                self.seed,
+            )
 
     def _consensus(self) -> Iterator[Measure]:
         counted = [_votes(prompt) for prompt in self.prompts if prompt.votes]
@@ -176,7 +193,9 @@ class Results:
     # --- on disk
 
     def as_dict(self) -> dict[str, Any]:
-        by_tag = {tag: _rows(self.of(tag).measures()) for tag in self.tags} if len(self.tags) > 1 else {}
+        by_tag = (
+            {tag: _rows(self.of(tag).measures()) for tag in self.tags} if len(self.tags) > 1 else {}
+        )
         return {
             "format": FORMAT,
             "about": dict(self.about),
@@ -191,7 +210,9 @@ class Results:
     def write(self, directory: Path) -> None:
         """Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
-        replace_text(directory / RESULTS, json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
+        replace_text(
+            directory / RESULTS, json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
+        )
 
     @classmethod
     def read(cls, path: Path) -> Results:
@@ -200,13 +221,18 @@ class Results:
         try:
             given = read_json(path)
             if given["format"] != FORMAT:
-                raise DataError(f"{path} is of format {given['format']}, this version reads {FORMAT}: evaluate again")
+                raise DataError(
+                    f"{path} is of format {given['format']}, this version reads {FORMAT}: evaluate "
+                    "again"
+                )
             prompts = tuple(_prompt(row) for row in given["prompts"])
             return cls(prompts, given["passing"], given["seed"], given["about"])
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise DataError(f"{path} holds no results of `ratchet eval`: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"{path} holds no results of `ratchet eval`: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _measure(name: str, values: Sequence[float], seed: int) -> Measure:
@@ -215,26 +241,36 @@ def _measure(name: str, values: Sequence[float], seed: int) -> Measure:
 
 
 def _votes(prompt: Prompt) -> tuple[list[int], list[float], int]:
-    """(how often each answer was given, what it is worth, how many gave none), of attempts with a reward. Should the same
-    answer have earned differently (another reward was added to its own), it is worth the mean."""
+    """(how often each answer was given, what it is worth, how many gave none), of attempts with a
+    reward. Should the same answer have earned differently (another reward was added to its own), it
+    is worth the mean."""
     earned: dict[str | None, list[float]] = {}
     for attempt in prompt.sampled:
         if attempt.reward is not None:
             earned.setdefault(attempt.answer, []).append(attempt.reward)
     silent = len(earned.pop(None, []))
-    return [len(rewards) for rewards in earned.values()], [fmean(rewards) for rewards in earned.values()], silent
+    return (
+        [len(rewards) for rewards in earned.values()],
+        [fmean(rewards) for rewards in earned.values()],
+        silent,
+    )
 
 
 def _rows(measures: Sequence[Measure]) -> list[dict[str, Any]]:
     return [
-        {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in measure._asdict().items()}
+        {
+            key: None if isinstance(value, float) and math.isnan(value) else value
+            for key, value in measure._asdict().items()
+        }
         for measure in measures
     ]
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:
     greedy = None if row["greedy"] is None else _attempt(row["greedy"])
-    return Prompt(**{**row, "greedy": greedy, "sampled": tuple(_attempt(one) for one in row["sampled"])})
+    return Prompt(
+        **{**row, "greedy": greedy, "sampled": tuple(_attempt(one) for one in row["sampled"])}
+    )
 
 
 def _attempt(row: Mapping[str, Any]) -> Attempt:

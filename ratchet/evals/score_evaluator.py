@@ -20,8 +20,9 @@ from ratchet.types import Task
 
 @dataclass(frozen=True)
 class ScoreLoss:
-    """tasks: judged. loss: the algorithm's own. measured: what its terms measure (accuracy, margin). correlation: Pearson's,
-    of the scores with the rewards that rows were given; None where there are none, or either is the same for all."""
+    """tasks: judged. loss: the algorithm's own. measured: what its terms measure (accuracy,
+    margin). correlation: Pearson's, of the scores with the rewards that rows were given; None where
+    there are none, or either is the same for all."""
 
     tasks: int
     loss: float
@@ -38,13 +39,17 @@ class ScoreEvaluator:
 
     managers: Sequence[RolloutManager] = ()
 
-    def __init__(self, learner: Learner, source: StreamSource, tasks: Sequence[Task], algorithm: Algorithm) -> None:
+    def __init__(
+        self, learner: Learner, source: StreamSource, tasks: Sequence[Task], algorithm: Algorithm
+    ) -> None:
         self.learner, self.source, self.tasks, self.algorithm = learner, source, tasks, algorithm
         self.measures = f"scores of {algorithm.source}"
 
     async def run(self) -> ScoreLoss:
         """Raises DataError for a held-out task without what the algorithm learns from."""
-        groups = await self.source.make([(f"eval/{task.id}", task) for task in self.tasks], version=0)
+        groups = await self.source.make(
+            [(f"eval/{task.id}", task) for task in self.tasks], version=0
+        )
         batch = self.algorithm.weigh(pack(groups), AlgoState())
         terms = self.algorithm.losses["policy"]
         needs = needed(terms)
@@ -57,7 +62,11 @@ class ScoreEvaluator:
             loss += float(value)
             measured |= {name: float(metric) for name, metric in metrics.items()}
         judged_S = batch.train_S & batch.scored_S
-        related = correlation(columns["scores"][judged_S], batch.rewards_S[judged_S]) if "scores" in columns else None
+        related = (
+            correlation(columns["scores"][judged_S], batch.rewards_S[judged_S])
+            if "scores" in columns
+            else None
+        )
         return ScoreLoss(len(groups), loss, measured, related)
 
 

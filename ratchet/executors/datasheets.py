@@ -1,6 +1,8 @@
-"""What accelerators can do by their makers' data sheets, and how a learner is best divided over them.
+"""What accelerators can do by their makers' data sheets, and how a learner is best divided over
+them.
 
-Nothing here has been measured by Ratchet: it says what is possible at most, times a share that trainers usually reach.
+Nothing here has been measured by Ratchet: it says what is possible at most, times a share that
+trainers usually reach.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Accelerator:
-    """memory: bytes. flop_s: of bfloat16 products, dense. bandwidth, link: bytes/s of its memory, and to others in its node."""
+    """memory: bytes. flop_s: of bfloat16 products, dense. bandwidth, link: bytes/s of its memory,
+    and to others in its node."""
 
     memory: float
     flop_s: float
@@ -33,7 +36,8 @@ KNOWN: dict[str, Accelerator] = {
     "L40S": Accelerator(48 * GIB, 362e12, 0.864e12, 64e9),
     "RTX4090": Accelerator(24 * GIB, 165e12, 1.008e12, 64e9),
 }
-UPDATE_SHARE, SCORE_SHARE, DECODE_SHARE = 0.4, 0.5, 0.6  # of the peak that trainers, forwards and decoding usually reach
+# of the peak that trainers, forwards and decoding usually reach
+UPDATE_SHARE, SCORE_SHARE, DECODE_SHARE = 0.4, 0.5, 0.6
 USABLE = 0.92  # of the memory: the rest is the context's and the allocator's
 
 
@@ -53,7 +57,9 @@ class ClusterSpec:
         if kind not in KNOWN:
             near = get_close_matches(kind, KNOWN, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"--cluster {text}: '{found[3]}' is unknown; {hint}known are {', '.join(KNOWN)}")
+            raise ConfigError(
+                f"--cluster {text}: '{found[3]}' is unknown; {hint}known are {', '.join(KNOWN)}"
+            )
         nodes, per_node = int(found[1] or 1), int(found[2])
         if not nodes * per_node:
             raise ConfigError(f"--cluster {text}: there is nothing in it")

@@ -14,8 +14,9 @@ def inherited(**more: str) -> dict[str, str]:
 
 @contextmanager
 def settings(variables: Mapping[str, str]) -> Iterator[None]:
-    """For what is configured by variables while it starts: with these, as far as the user hasn't set them. Afterwards all is as
-    it was, so that what it may have set itself (libraries to be preloaded, say) reaches no other program."""
+    """For what is configured by variables while it starts: with these, as far as the user hasn't
+    set them. Afterwards all is as it was, so that what it may have set itself (libraries to be
+    preloaded, say) reaches no other program."""
     before = dict(os.environ)
     os.environ.update({name: value for name, value in variables.items() if name not in before})
     try:

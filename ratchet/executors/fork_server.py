@@ -1,9 +1,11 @@
-"""A process that has imported what workers need and forks them, so that each starts in milliseconds and shares that memory.
+"""A process that has imported what workers need and forks them, so that each starts in milliseconds
+and shares that memory.
 
-It runs no code of the components itself: a process that has used several threads could not be forked. The driver asks through
-a socket; when that closes, or the driver dies, it kills every worker with all that it started, and removes the folder of the
-run. `multiprocessing` has such a server too, which would run the driver's main script in each worker, and let go of what
-workers have started.
+It runs no code of the components itself: a process that has used several threads could not be
+forked. The driver asks through a socket; when that closes, or the driver dies, it kills every
+worker with all that it started, and removes the folder of the run. `multiprocessing` has such a
+server too, which would run the driver's main script in each worker, and let go of what workers have
+started.
 """
 
 from __future__ import annotations
@@ -128,7 +130,8 @@ class _Nursery:
 def _kill(child: int) -> None:
     """With all that it started, and what they have in shared memory."""
     left = shared_by(child)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group yet: then it has no children either
+    # it has no group yet: then it has no children either
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)

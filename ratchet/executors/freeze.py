@@ -31,13 +31,15 @@ ROUNDS = 5
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on (a container or `taskset` can allow fewer than the machine has)."""
+    """Cores that this process may run on (a container or `taskset` can allow fewer than the machine
+    has)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def workers_for(threads: int) -> int:
-    """In how many parts so many threads best compute a batch of a small model: as many as there are threads, up to a few, each
-    part with its share of the threads; 1 where sharing every operation is clearly faster. Takes some milliseconds."""
+    """In how many parts so many threads best compute a batch of a small model: as many as there are
+    threads, up to a few, each part with its share of the threads; 1 where sharing every operation
+    is clearly faster. Takes some milliseconds."""
     workers = max(n for n in range(1, MOST_WORKERS + 1) if threads % n == 0)
     if workers == 1:
         return 1
@@ -50,7 +52,11 @@ def workers_for(threads: int) -> int:
         with torch.inference_mode():
             y = x
             for _ in range(4):
-                y = y + torch.nn.functional.silu(torch.nn.functional.layer_norm(y, (128,)) @ up) @ down
+                y = (
+                    y
+                    + torch.nn.functional.silu(torch.nn.functional.layer_norm(y, (128,)) @ up)
+                    @ down
+                )
 
     try:
         torch.set_num_threads(threads)
@@ -72,36 +78,44 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 # Parameters of mallopt(3), and what they are set to.
-MALLOC = {-3: 2**30, -1: 2**31 - 1, -2: 64 * 2**20, -8: 1}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX
-HEAP = 2**30 - 2**20  # bytes of it that are asked to be in huge pages: less than M_MMAP_THRESHOLD, or they would lie elsewhere
+# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX
+MALLOC = {-3: 2**30, -1: 2**31 - 1, -2: 64 * 2**20, -8: 1}
+# bytes of it that are asked to be in huge pages: less than M_MMAP_THRESHOLD, or they would lie
+# elsewhere
+HEAP = 2**30 - 2**20
 
 
 def prepare_process(threads: int | Literal["auto"]) -> None:
-    """What training asks of its process: so many threads for an operation, memory that it keeps, a collector that rests.
+    """What training asks of its process: so many threads for an operation, memory that it keeps, a
+    collector that rests.
 
-    Memory counts where an accelerator, or other processes, do the arithmetic too: of a driver's step for 11 million tokens,
-    clearing pages anew took more than half.
+    Memory counts where an accelerator, or other processes, do the arithmetic too: of a driver's
+    step for 11 million tokens, clearing pages anew took more than half.
     """
     import torch
 
     torch.set_num_threads(usable_cores() if threads == "auto" else threads)
     keep_freed_memory()
-    # A step makes some hundred objects an attempt, hardly any in a cycle. By default Python looks for cycles every 700, and
-    # every so often through all that the imports made: a tenth of the time of a small model's steps. A thousand attempts have
-    # some 100,000 at a time: with less, every step would look through all of its own.
+    # A step makes some hundred objects an attempt, hardly any in a cycle. By default Python looks
+    # for cycles every 700, and every so often through all that the imports made: a tenth of the
+    # time of a small model's steps. A thousand attempts have some 100,000 at a time: with less,
+    # every step would look through all of its own.
     if not gc.get_freeze_count():
         gc.freeze()
     gc.set_threshold(200_000, 10, 10)
 
 
 def use_kernels(compiled: bool) -> None:
-    """From now on this process computes models with compiled kernels, or without. Raises ConfigError where it can't."""
+    """From now on this process computes models with compiled kernels, or without. Raises
+    ConfigError where it can't."""
     from ratchet.kernels import cpu
 
     try:
         cpu.use(compiled)
     except OSError as error:
-        raise ConfigError(f"kernels: compiled, but {error}; install gcc, or set kernels: torch") from error
+        raise ConfigError(
+            f"kernels: compiled, but {error}; install gcc, or set kernels: torch"
+        ) from error
 
 
 def compiles() -> bool:
@@ -115,35 +129,46 @@ def compiles() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """glibc gives large tensors back at every free, and the kernel clears each page of the next one anew: from now on what is
-    freed stays with the process, in one heap for all threads. Elsewhere nothing changes."""
+    """glibc gives large tensors back at every free, and the kernel clears each page of the next one
+    anew: from now on what is freed stays with the process, in one heap for all threads. Elsewhere
+    nothing changes."""
     libc = ctypes.CDLL(None)
-    if sys.platform != "linux" or not hasattr(libc, "mallopt"):  # other libraries than glibc have none
+    # other libraries than glibc have none
+    if sys.platform != "linux" or not hasattr(libc, "mallopt"):
         return
     for parameter, value in MALLOC.items():
         libc.mallopt(parameter, value)
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
-    libc.free.argtypes, libc.madvise.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    # Its pages are to be of 2 MiB: the processor then knows where they are, and an update of a small model takes 6 % less time.
-    # Nothing is touched here, and a kernel without huge pages refuses.
+    libc.free.argtypes, libc.madvise.argtypes = (
+        [ctypes.c_void_p],
+        [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int],
+    )
+    # Its pages are to be of 2 MiB: the processor then knows where they are, and an update of a
+    # small model takes 6 % less time. Nothing is touched here, and a kernel without huge pages
+    # refuses.
     block = libc.malloc(HEAP)
     if block:
-        libc.madvise(-(-block // mmap.PAGESIZE) * mmap.PAGESIZE, HEAP - mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+        libc.madvise(
+            -(-block // mmap.PAGESIZE) * mmap.PAGESIZE, HEAP - mmap.PAGESIZE, mmap.MADV_HUGEPAGE
+        )
         libc.free(block)
 
 
 def peak_memory() -> int:
     """Bytes of main memory that this process had at its largest."""
-    status = Path("/proc/self/status")  # Linux's getrusage also counts what the parent had when it started this process
+    # Linux's getrusage also counts what the parent had when it started this process
+    status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     if of_this := [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]:
         return of_this[0] * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def freeze(config: RunConfig) -> RunConfig:
-    """What the recipe leaves to the machine ("auto") becomes a fact of the run, so that a resumed run sees the same. Where
-    torchrun started several processes, these are the cluster."""
+    """What the recipe leaves to the machine ("auto") becomes a fact of the run, so that a resumed
+    run sees the same. Where torchrun started several processes, these are the cluster."""
     import torch
 
     device = config.device
@@ -154,9 +179,15 @@ def freeze(config: RunConfig) -> RunConfig:
     workers = workers_for(threads) if asked and device == "cpu" else 1
 
     def frozen(learner: Section) -> Section:
-        return learner.model_copy(update={"workers": workers}) if getattr(learner, "workers", 1) == "auto" else learner
+        return (
+            learner.model_copy(update={"workers": workers})
+            if getattr(learner, "workers", 1) == "auto"
+            else learner
+        )
 
-    stages = tuple(stage.model_copy(update={"learner": frozen(stage.learner)}) for stage in config.stages)
+    stages = tuple(
+        stage.model_copy(update={"learner": frozen(stage.learner)}) for stage in config.stages
+    )
     kernels = config.kernels
     if kernels == "auto":  # all processes that learn and generate are to compute alike
         kernels = "compiled" if device == "cpu" and config.compiles and compiles() else "torch"
@@ -164,5 +195,11 @@ def freeze(config: RunConfig) -> RunConfig:
     if Launched.here() is not None and isinstance(cluster, LocalClusterConfig):
         shared = {key: getattr(cluster, key) for key in ClusterConfig.model_fields}
         cluster = resolve("cluster", {"kind": "torchrun", **shared})
-    facts = {"device": device, "threads": threads, "kernels": kernels, "stages": stages, "cluster": cluster}
+    facts = {
+        "device": device,
+        "threads": threads,
+        "kernels": kernels,
+        "stages": stages,
+        "cluster": cluster,
+    }
     return config.model_copy(update=facts)

@@ -1,4 +1,5 @@
-"""Groups as processes of this machine, without Ray: a nursery forks them, and each is reached through a pair of sockets."""
+"""Groups as processes of this machine, without Ray: a nursery forks them, and each is reached
+through a pair of sockets."""
 
 from __future__ import annotations
 
@@ -32,14 +33,23 @@ PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "ratch
 END_S = 5.0  # for a process whose connection has closed to be gone
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from ratchet.executors.fork_server import main; main(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])"
+    "from ratchet.executors.fork_server import main; main(int(sys.argv[2]), int(sys.argv[3]), "
+    "*sys.argv[4:])"
 )
 
 
 class LocalExecutor:
-    """Nothing is started before the first group. preload: modules that the processes find imported."""
+    """Nothing is started before the first group. preload: modules that the processes find
+    imported."""
 
-    def __init__(self, config: LocalClusterConfig, *, threads: int, device: str, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(
+        self,
+        config: LocalClusterConfig,
+        *,
+        threads: int,
+        device: str,
+        preload: Sequence[str] = PRELOAD,
+    ) -> None:
         self.config, self.device = config, device
         self.cluster = VirtualCluster(ResourceManager([this_node(threads, device, config.devices)]))
         self.preload = tuple(preload)
@@ -51,11 +61,13 @@ class LocalExecutor:
         return factory(**arguments)
 
     def plan(self, needs: Sequence[Need]) -> None:
-        """Says what the groups will need, all of them, before the first is started. Raises ConfigError with what is missing."""
+        """Says what the groups will need, all of them, before the first is started. Raises
+        ConfigError with what is missing."""
         self.cluster.plan(needs)
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
-        """Starts the processes of a planned role, or of one rank of it. Does not wait for them: the first call does."""
+        """Starts the processes of a planned role, or of one rank of it. Does not wait for them: the
+        first call does."""
         if self._nursery is None:
             self._nursery = Nursery(self.preload)
         bundles = self.cluster.bundles(role)
@@ -64,7 +76,16 @@ class LocalExecutor:
         for number in range(len(bundles)) if rank is None else (rank,):
             bundle = bundles[number]
             device = "cuda:0" if bundle.accelerators else "cpu"
-            place = Place(role, number, len(bundles), bundle.local_rank, HOST, f"{HOST}:{ports}", bundle.threads, device)
+            place = Place(
+                role,
+                number,
+                len(bundles),
+                bundle.local_rank,
+                HOST,
+                f"{HOST}:{ports}",
+                bundle.threads,
+                device,
+            )
             seen = {"CUDA_VISIBLE_DEVICES": bundle.visible} if self.device != "cpu" else {}
             places.append(place)
             members.append(
@@ -88,7 +109,9 @@ class LocalExecutor:
 
 
 class LocalMember(SocketMember):
-    def __init__(self, name: Name, connection: socket.socket, silence_s: float, child: Child, log: Path) -> None:
+    def __init__(
+        self, name: Name, connection: socket.socket, silence_s: float, child: Child, log: Path
+    ) -> None:
         self.child, self._log = child, log
         super().__init__(name, connection, silence_s, self._how_it_ended)
 
@@ -104,7 +127,9 @@ class LocalMember(SocketMember):
             stat = Path(f"/proc/{self.child.pid.result(0)}/stat").read_text()
         except (OSError, TimeoutError):
             return ""
-        return " (it is stopped, by SIGSTOP say)" if stat.rpartition(")")[2].split()[0] in "Tt" else ""
+        return (
+            " (it is stopped, by SIGSTOP say)" if stat.rpartition(")")[2].split()[0] in "Tt" else ""
+        )
 
     def _how_it_ended(self) -> tuple[str, str]:
         try:
@@ -132,7 +157,8 @@ class Nursery:
     """The driver's end. Whatever happens to it, the workers end with it."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        self._temporary = TemporaryFolder("nursery")  # the nursery removes it where it outlives this process
+        # the nursery removes it where it outlives this process
+        self._temporary = TemporaryFolder("nursery")
         self.folder = self._temporary.path
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._started: dict[int, Child] = {}  # by number, until it has a process
@@ -140,7 +166,9 @@ class Nursery:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._keep, args=(preload,), name="nursery", daemon=True)
+        self._thread = threading.Thread(
+            target=self._keep, args=(preload,), name="nursery", daemon=True
+        )
         self._thread.start()
 
     def start(self, name: Name, environment: dict[str, str], silence_s: float) -> LocalMember:
@@ -149,7 +177,9 @@ class Nursery:
         child = self._started[number] = Child(self._tell)
         ours, theirs = socket.socketpair()
         with theirs:
-            message = json.dumps({"start": number, "log": str(log), "environment": environment}).encode()
+            message = json.dumps(
+                {"start": number, "log": str(log), "environment": environment}
+            ).encode()
             with self._lock:
                 socket.send_fds(self._control, [message], [theirs.fileno()])
         return LocalMember(name, ours, silence_s, child, log)
@@ -164,19 +194,28 @@ class Nursery:
         self._temporary.close()
 
     def _tell(self, what: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError), self._lock:  # a nursery that is gone has taken all of them along
+        # a nursery that is gone has taken all of them along
+        with contextlib.suppress(OSError), self._lock:
             self._control.send(json.dumps(what).encode())
 
     def _keep(self, preload: Sequence[str]) -> None:
-        """The thread that starts the nursery lives as long as that: on Linux a process may end with its parent's thread."""
+        """The thread that starts the nursery lives as long as that: on Linux a process may end with
+        its parent's thread."""
         with self._theirs as theirs:
-            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), str(self.folder), ",".join(preload)]
+            arguments = [
+                json.dumps(sys.path),
+                str(theirs.fileno()),
+                str(os.getpid()),
+                str(self.folder),
+                ",".join(preload),
+            ]
             process = self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the driver's is not for whatever an import prints
                 pass_fds=(theirs.fileno(),),
-                # The numerical libraries that it loads must start no threads: they would not be there after a fork.
+                # The numerical libraries that it loads must start no threads: they would not be
+                # there after a fork.
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C is for the driver
             )

@@ -1,8 +1,9 @@
-"""A program apart: as soon as a worker, or the process that started it, is gone, it kills the worker's process group and
-removes what that has in shared memory.
+"""A program apart: as soon as a worker, or the process that started it, is gone, it kills the
+worker's process group and removes what that has in shared memory.
 
-Ray ends its workers when their node or driver dies; what a worker has started itself it ends only where the worker still gets
-to do so. Run as a script, so that it starts in milliseconds: it imports nothing of ratchet but a module that lies beside it.
+Ray ends its workers when their node or driver dies; what a worker has started itself it ends only
+where the worker still gets to do so. Run as a script, so that it starts in milliseconds: it imports
+nothing of ratchet but a module that lies beside it.
 """
 
 import contextlib
@@ -15,10 +16,13 @@ import sys
 
 
 def guard_me() -> None:
-    """Makes this process, which then leads a group, and whatever it starts in that, end with its parent."""
+    """Makes this process, which then leads a group, and whatever it starts in that, end with its
+    parent."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()
-    subprocess.run([sys.executable, "-I", "-S", __file__, str(os.getpid()), str(os.getppid())], check=True)
+    subprocess.run(
+        [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(os.getppid())], check=True
+    )
 
 
 def main(group: int, parent: int) -> None:

@@ -1,7 +1,8 @@
 """What nodes offer, whether that is enough, and which rank gets what.
 
-The same rules for every executor: `ResourceManager` compares what a recipe's roles ask for with the inventory before anything
-starts; `VirtualCluster` lays their ranks out as bundles, neighbours beside each other.
+The same rules for every executor: `ResourceManager` compares what a recipe's roles ask for with the
+inventory before anything starts; `VirtualCluster` lays their ranks out as bundles, neighbours
+beside each other.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ratchet.executors.config import Strategy
 
 @dataclass(frozen=True)
 class Accelerator:
-    """index: on its node. numa: the memory that it is near to. island: accelerators of one have a fast link, as NVLink, from
-    each to each. None: not known."""
+    """index: on its node. numa: the memory that it is near to. island: accelerators of one have a
+    fast link, as NVLink, from each to each. None: not known."""
 
     index: int
     numa: int | None = None
@@ -26,7 +27,11 @@ class Accelerator:
     @property
     def neighbourhood(self) -> tuple[int, int, int]:
         """Sorts neighbours beside each other."""
-        return (-1 if self.island is None else self.island, -1 if self.numa is None else self.numa, self.index)
+        return (
+            -1 if self.island is None else self.island,
+            -1 if self.numa is None else self.numa,
+            self.index,
+        )
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Need:
-    """What one role asks for: `ranks` times so many accelerators, all of a rank on one node, and cores.
+    """What one role asks for: `ranks` times so many accelerators, all of a rank on one node, and
+    cores.
 
-    cpus: of each rank; 0: an equal share of what others leave. beside: the role whose accelerators and cores it shares, by
-    turns; None: its own. strategy: None: the cluster's.
+    cpus: of each rank; 0: an equal share of what others leave. beside: the role whose accelerators
+    and cores it shares, by turns; None: its own. strategy: None: the cluster's.
     """
 
     role: str
@@ -92,7 +98,8 @@ class ResourceManager:
         """The bundles of each role, by rank. Raises ConfigError as `check`."""
         layout = _Layout(self.nodes)
         short: dict[str, int] = {}
-        for need in sorted(needs, key=lambda need: need.beside is not None):  # those that others are beside come first
+        # those that others are beside come first
+        for need in sorted(needs, key=lambda need: need.beside is not None):
             placed = layout.place(need, need.strategy or self.strategy)
             if placed < need.ranks:
                 short[need.role] = placed
@@ -102,11 +109,17 @@ class ResourceManager:
 
     def _lacking(self, needs: Sequence[Need], short: Mapping[str, int]) -> str:
         rows = [("role", "asks for", "ranks that find room")]
-        rows += [(need.role, str(need), f"{short.get(need.role, need.ranks)} of {need.ranks}") for need in needs]
-        offers = ", ".join(f"{n.name} ({len(n.accelerators)} accelerators, {n.cpus:g} cores)" for n in self.nodes)
+        rows += [
+            (need.role, str(need), f"{short.get(need.role, need.ranks)} of {need.ranks}")
+            for need in needs
+        ]
+        offers = ", ".join(
+            f"{n.name} ({len(n.accelerators)} accelerators, {n.cpus:g} cores)" for n in self.nodes
+        )
         return (
             f"the cluster has too little room for what the recipe asks for:\n{aligned(rows)}\n"
-            f"There is: {offers or 'no node'}. Ask for fewer ranks, let roles share (beside), or add nodes"
+            f"There is: {offers or 'no node'}. Ask for fewer ranks, let roles share (beside), or "
+            "add nodes"
         )
 
 
@@ -124,8 +137,8 @@ class VirtualCluster:
         self._needs = tuple(needs)
 
     def settle(self, role: str, bundles: Sequence[Bundle]) -> None:
-        """For a scheduler that decides itself where ranks go: what it gave a role of the plan, in any order. Roles beside it
-        follow."""
+        """For a scheduler that decides itself where ranks go: what it gave a role of the plan, in
+        any order. Roles beside it follow."""
         order = {node.name: position for position, node in enumerate(self.manager.nodes)}
         self._bundles[role] = in_order(bundles, order)
         for need in self._needs:
@@ -153,11 +166,17 @@ class _Layout:
             raise ConfigError(f"two roles are called '{need.role}'")
         self._needs[need.role] = need
         if need.beside is None:
-            found = [bundle for _ in range(need.ranks) if (bundle := self._one_more(need, strategy)) is not None]
+            found = [
+                bundle
+                for _ in range(need.ranks)
+                if (bundle := self._one_more(need, strategy)) is not None
+            ]
         elif need.beside in self._bundles:
             found = beside(need, self._bundles[need.beside])
         else:
-            raise ConfigError(f"role '{need.role}' is to be beside '{need.beside}', which has no place of its own")
+            raise ConfigError(
+                f"role '{need.role}' is to be beside '{need.beside}', which has no place of its own"
+            )
         self._bundles[need.role] = in_order(found, self._order)
         return len(found)
 
@@ -168,31 +187,46 @@ class _Layout:
         if not rooms:
             return None
         if strategy == "spread":
-            return max(rooms, key=lambda room: (-room.ranks[need.role], room.space(need))).take(need)
-        # A node that already has some of them; then the fullest that has room for all; then the emptiest.
-        return max(rooms, key=lambda room: (room.ranks[need.role] > 0, _rating(room.space(need), need.ranks))).take(need)
+            return max(rooms, key=lambda room: (-room.ranks[need.role], room.space(need))).take(
+                need
+            )
+        # A node that already has some of them; then the fullest that has room for all; then the
+        # emptiest.
+        return max(
+            rooms,
+            key=lambda room: (room.ranks[need.role] > 0, _rating(room.space(need), need.ranks)),
+        ).take(need)
 
     def shared_out(self) -> dict[str, tuple[Bundle, ...]]:
         """With the cores that nobody asked for in equal parts to those who left the number open."""
         share = {room.node.name: room.cpus / max(1, room.open_ranks) for room in self._rooms}
         for need in self._needs.values():
-            own = self._bundles[need.role] if need.beside is None else beside(need, self._bundles[need.beside])
+            own = (
+                self._bundles[need.role]
+                if need.beside is None
+                else beside(need, self._bundles[need.beside])
+            )
             shared = need.beside is None and not need.cpus
-            filled = [replace(bundle, cpus=share[bundle.node]) if shared else bundle for bundle in own]
+            filled = [
+                replace(bundle, cpus=share[bundle.node]) if shared else bundle for bundle in own
+            ]
             self._bundles[need.role] = in_order(filled, self._order)
         return self._bundles
 
 
 def beside(need: Need, others: Sequence[Bundle]) -> list[Bundle]:
-    """Bundles of a role that shares the accelerators of another, dealt out anew: two ranks with one each make room for one with
-    two."""
+    """Bundles of a role that shares the accelerators of another, dealt out anew: two ranks with one
+    each make room for one with two."""
     found: list[Bundle] = []
     for node in dict.fromkeys(bundle.node for bundle in others):
         here = [bundle for bundle in others if bundle.node == node]
         devices = [device for bundle in here for device in bundle.accelerators]
         ranks = len(devices) // need.gpus if need.gpus else len(here)
         cpus = need.cpus or sum(bundle.cpus for bundle in here) / max(1, ranks)
-        found += [Bundle(node, tuple(devices[i * need.gpus : (i + 1) * need.gpus]), cpus) for i in range(ranks)]
+        found += [
+            Bundle(node, tuple(devices[i * need.gpus : (i + 1) * need.gpus]), cpus)
+            for i in range(ranks)
+        ]
     return found[: need.ranks]
 
 
@@ -200,7 +234,9 @@ def in_order(bundles: Iterable[Bundle], order: Mapping[str, int]) -> tuple[Bundl
     """By node, and on each of them neighbours in a row. order: of the nodes, by name."""
 
     def key(bundle: Bundle) -> tuple[int, tuple[int, int, int]]:
-        return order[bundle.node], min((a.neighbourhood for a in bundle.accelerators), default=(0, 0, 0))
+        return order[bundle.node], min(
+            (a.neighbourhood for a in bundle.accelerators), default=(0, 0, 0)
+        )
 
     seen: Counter[str] = Counter()
     found: list[Bundle] = []
@@ -225,7 +261,9 @@ class _Room:
     open_ranks: int = 0
 
     def __post_init__(self) -> None:
-        self.free = sorted(self.node.accelerators, key=lambda accelerator: accelerator.neighbourhood)
+        self.free = sorted(
+            self.node.accelerators, key=lambda accelerator: accelerator.neighbourhood
+        )
         self.cpus = self.node.cpus
 
     def fits(self, need: Need) -> bool:
@@ -260,4 +298,7 @@ class _Room:
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Lines of a table, its columns two spaces apart."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,8 +1,9 @@
-"""What driver and workers send each other: values, packed so that large arrays are never copied on the way, and frames.
+"""What driver and workers send each other: values, packed so that large arrays are never copied on
+the way, and frames.
 
-A frame is HEAD (kind, number of the call, count of pieces), the lengths of the pieces, and the pieces: the pickle first, then
-the memory of each array that it refers to (pickle protocol 5, out-of-band). Only processes of one run, which trust each other,
-speak this.
+A frame is HEAD (kind, number of the call, count of pieces), the lengths of the pieces, and the
+pieces: the pickle first, then the memory of each array that it refers to (pickle protocol 5,
+out-of-band). Only processes of one run, which trust each other, speak this.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ SMALL = 2**16  # pieces below this are joined before they are sent
 
 
 class Kind(IntEnum):
-    HELLO = 0  # from a worker, JSON: what it is. The only frame that is read before the versions are known to agree
+    # from a worker, JSON: what it is. The only frame that is read before the versions are known to
+    # agree
+    HELLO = 0
     CALL = 1
     RESULT = 2
     RAISED = 3
@@ -35,7 +38,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A packed value. The buffers are the memory of its arrays: they must not change until it was sent."""
+    """A packed value. The buffers are the memory of its arrays: they must not change until it was
+    sent."""
 
     head: bytes
     buffers: tuple[memoryview, ...] = ()
@@ -47,14 +51,19 @@ def versions() -> dict[str, Any]:
         own = version("ratchet")
     except PackageNotFoundError:  # run from a checkout
         own = "unknown"
-    return {"protocol": PROTOCOL, "ratchet": own, "python": ".".join(map(str, sys.version_info[:2]))}
+    return {
+        "protocol": PROTOCOL,
+        "ratchet": own,
+        "python": ".".join(map(str, sys.version_info[:2])),
+    }
 
 
 # --- values
 
 
 def pack(value: Any) -> Parcel:
-    """Tensors are detached, and arrive on the CPU, each in memory of its own. Raises what pickle does for what can't go."""
+    """Tensors are detached, and arrive on the CPU, each in memory of its own. Raises what pickle
+    does for what can't go."""
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
     _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -69,12 +78,23 @@ def unpack(parcel: Parcel) -> Any:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")  # who has not imported it has no tensors
-        if torch is None or type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_quantized:
+        if (
+            torch is None
+            or type(value) is not torch.Tensor
+            or value.layout is not torch.strided
+            or value.is_quantized
+        ):
             return NotImplemented
-        # Torch's own way would write the whole storage, of which this may be a slice, into one more copy.
+        # Torch's own way would write the whole storage, of which this may be a slice, into one more
+        # copy.
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         name = str(value.dtype).removeprefix("torch.")
-        return _tensor, (pickle.PickleBuffer(flat.numpy()), name, tuple(value.shape), value.requires_grad)
+        return _tensor, (
+            pickle.PickleBuffer(flat.numpy()),
+            name,
+            tuple(value.shape),
+            value.requires_grad,
+        )
 
 
 def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool) -> Any:
@@ -83,13 +103,20 @@ def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool
     kind = getattr(torch, dtype)
     if memoryview(buffer).nbytes == 0:
         return torch.empty(shape, dtype=kind, requires_grad=requires_grad)
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(kind).reshape(shape).requires_grad_(requires_grad)
+    return (
+        torch.frombuffer(buffer, dtype=torch.uint8)
+        .view(kind)
+        .reshape(shape)
+        .requires_grad_(requires_grad)
+    )
 
 
 # --- frames
 
 
-def send(connection: socket.socket, kind: Kind, number: int = 0, parcel: Parcel | None = None) -> None:
+def send(
+    connection: socket.socket, kind: Kind, number: int = 0, parcel: Parcel | None = None
+) -> None:
     """Raises OSError where the other side is gone."""
     pieces: Sequence[bytes | memoryview] = () if parcel is None else (parcel.head, *parcel.buffers)
     lengths = [LENGTH.pack(memoryview(piece).nbytes) for piece in pieces]
@@ -104,12 +131,21 @@ def send(connection: socket.socket, kind: Kind, number: int = 0, parcel: Parcel 
     connection.sendall(joined)
 
 
-def receive(connection: socket.socket, heard: Callable[[], None] = lambda: None) -> tuple[Kind, int, Parcel]:
-    """heard: called whenever something has arrived. Raises EOFError where the other side is gone."""
+def receive(
+    connection: socket.socket, heard: Callable[[], None] = lambda: None
+) -> tuple[Kind, int, Parcel]:
+    """heard: called whenever something has arrived. Raises EOFError where the other side is
+    gone."""
     kind, number, count = HEAD.unpack(_exactly(connection, HEAD.size, heard))
     lengths = _exactly(connection, count * LENGTH.size, heard)
     pieces = [_exactly(connection, length, heard) for (length,) in LENGTH.iter_unpack(lengths)]
-    return Kind(kind), number, Parcel(bytes(pieces[0]) if pieces else b"", tuple(memoryview(piece) for piece in pieces[1:]))
+    return (
+        Kind(kind),
+        number,
+        Parcel(
+            bytes(pieces[0]) if pieces else b"", tuple(memoryview(piece) for piece in pieces[1:])
+        ),
+    )
 
 
 def _exactly(connection: socket.socket, count: int, heard: Callable[[], None]) -> bytearray:

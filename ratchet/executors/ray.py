@@ -1,4 +1,5 @@
-"""Groups as actors of Ray: on several machines, or on this one. Only this and `ray_actor.py` import Ray."""
+"""Groups as actors of Ray: on several machines, or on this one. Only this and `ray_actor.py` import
+Ray."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from typing import Any
 from ratchet.errors import ConfigError, MissingDependency, WorkerError
 from ratchet.executors.config import RayClusterConfig
 from ratchet.executors.devices import this_node
-from ratchet.executors.placement import Accelerator, Bundle, Need, Node, ResourceManager, VirtualCluster
+from ratchet.executors.placement import (
+    Accelerator,
+    Bundle,
+    Need,
+    Node,
+    ResourceManager,
+    VirtualCluster,
+)
 from ratchet.executors.protocol import Kind, Parcel
 from ratchet.executors.signals import spares_programs
 from ratchet.executors.worker import Place
@@ -28,16 +36,32 @@ from ratchet.executors.worker_main import BEAT_S
 from ratchet.observe.stall_report import waiting
 from ratchet.utils.temp_dirs import TemporaryFolder
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before it is imported: nothing is reported to anybody
+# before it is imported: nothing is reported to anybody
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 try:
     import ray
     from ray.exceptions import RayActorError, RayError
-    from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+    from ray.util.placement_group import (
+        PlacementGroup,
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy,
+        PlacementGroupSchedulingStrategy,
+    )
 except ModuleNotFoundError as missing:
     raise MissingDependency("ray", extra="ray", needed_for="cluster.kind: ray") from missing
 
-from ratchet.executors.ray_actor import ACTOR, boxed, devices_here, ended_process, last_lines, opened
+from ratchet.executors.ray_actor import (
+    ACTOR,
+    boxed,
+    devices_here,
+    ended_process,
+    last_lines,
+    opened,
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +74,8 @@ STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "per_node": "STRICT_SPREAD"}
 
 
 class RayExecutor:
-    """Ray is started, or connected to, by `plan`. What was there before the executor is left as it was."""
+    """Ray is started, or connected to, by `plan`. What was there before the executor is left as it
+    was."""
 
     def __init__(self, config: RayClusterConfig, *, threads: int, device: str) -> None:
         self.config, self.threads, self.device = config, threads, device
@@ -66,8 +91,9 @@ class RayExecutor:
         return factory(**arguments)
 
     def plan(self, needs: Sequence[Need]) -> None:
-        """Says what the groups will need, all of them, before the first is started, and takes that room. Raises ConfigError
-        with what is missing, and where the room is there and others have it."""
+        """Says what the groups will need, all of them, before the first is started, and takes that
+        room. Raises ConfigError with what is missing, and where the room is there and others have
+        it."""
         self._inventory().check(needs)
         self._connect()
         self.release()
@@ -79,7 +105,8 @@ class RayExecutor:
                 self._cluster.settle(need.role, self._taken(need))
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
-        """Starts the actors of a planned role, or of one rank of it. Does not wait for them: the first call does."""
+        """Starts the actors of a planned role, or of one rank of it. Does not wait for them: the
+        first call does."""
         assert self._cluster is not None, "a group before the plan"
         bundles = self._cluster.bundles(role)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -89,7 +116,18 @@ class RayExecutor:
             bundle = bundles[number]
             host = hosts[bundle.node]
             device = "cuda:0" if bundle.accelerators else "cpu"
-            places.append(Place(role, number, len(bundles), bundle.local_rank, host, f"{host}:{ports}", bundle.threads, device))
+            places.append(
+                Place(
+                    role,
+                    number,
+                    len(bundles),
+                    bundle.local_rank,
+                    host,
+                    f"{host}:{ports}",
+                    bundle.threads,
+                    device,
+                )
+            )
             name = Name(role, number, len(bundles), host)
             members.append(RayMember(name, bundle, self.config.silence_s, _environment(bundle)))
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
@@ -120,20 +158,31 @@ class RayExecutor:
 
     def _inventory(self) -> ResourceManager:
         if self.config.address is None and not ray.is_initialized():
-            return ResourceManager([self._limited(this_node(self.threads, self.device))], self.config.strategy)
+            return ResourceManager(
+                [self._limited(this_node(self.threads, self.device))], self.config.strategy
+            )
         self._connect()
         nodes = [self._limited(_node(said)) for said in ray.nodes() if said["Alive"]]
         wanted = self.config.nodes
         if len(nodes) < wanted:
-            raise ConfigError(f"cluster.nodes={wanted}, and the Ray cluster has {len(nodes)}: start more, or ask for fewer")
+            raise ConfigError(
+                f"cluster.nodes={wanted}, and the Ray cluster has {len(nodes)}: start more, or ask "
+                "for fewer"
+            )
         nodes.sort(key=lambda node: (-len(node.accelerators), -node.cpus))
         return ResourceManager(nodes[:wanted], self.config.strategy)
 
     def _limited(self, node: Node) -> Node:
         gpus, cpus = self.config.gpus_per_node, self.config.cpus_per_node
-        for what, asked, there in (("gpus", gpus, len(node.accelerators)), ("cpus", cpus, node.cpus)):
+        for what, asked, there in (
+            ("gpus", gpus, len(node.accelerators)),
+            ("cpus", cpus, node.cpus),
+        ):
             if asked is not None and asked > there:
-                raise ConfigError(f"cluster.{what}_per_node={asked:g}, and node {node.name} has {there:g}: ask for fewer")
+                raise ConfigError(
+                    f"cluster.{what}_per_node={asked:g}, and node {node.name} has {there:g}: ask "
+                    "for fewer"
+                )
         return replace(node, cpus=cpus or node.cpus, accelerators=node.accelerators[:gpus])
 
     def _connect(self) -> None:
@@ -156,13 +205,17 @@ class RayExecutor:
                     num_gpus=len(node.accelerators),
                     object_store_memory=self.config.object_store_mib * MIB,
                     include_dashboard=False,
-                    runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
+                    runtime_env={
+                        "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+                    },
                     _temp_dir=self._temporary and str(self._temporary.path),
                     **quiet,
                 )
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             where = (
-                f"the Ray cluster at {self.config.address} can't be reached" if self.config.address else "Ray does not start"
+                f"the Ray cluster at {self.config.address} can't be reached"
+                if self.config.address
+                else "Ray does not start"
             )
             raise ConfigError(f"{where}: {error}") from error
 
@@ -179,21 +232,30 @@ class RayExecutor:
         with waiting("driver", f"room for {need.role}", "Ray", ROOM_S):
             there = room.wait(ROOM_S)
         if not there:
-            free = ", ".join(f"{count:g} {name}" for name, count in sorted(ray.available_resources().items()) if name in asked)
+            free = ", ".join(
+                f"{count:g} {name}"
+                for name, count in sorted(ray.available_resources().items())
+                if name in asked
+            )
             raise ConfigError(
-                f"role '{need.role}' asks for {need}, which the cluster has, and other jobs use: free are {free or 'none'}. "
+                f"role '{need.role}' asks for {need}, which the cluster has, and other jobs use: "
+                f"free are {free or 'none'}. "
                 "Wait for them, or ask for less"
             )
         nodes: Mapping[int, str] = placement_group_table(room)["bundles_to_node_id"]
         devices = self._devices(room, need) if need.gpus else [()] * need.ranks
-        return [Bundle(nodes[i], tuple(map(Accelerator, devices[i])), cpus) for i in range(need.ranks)]
+        return [
+            Bundle(nodes[i], tuple(map(Accelerator, devices[i])), cpus) for i in range(need.ranks)
+        ]
 
     def _devices(self, room: PlacementGroup, need: Need) -> list[Sequence[int]]:
         return ray.get(
             [
                 devices_here.options(
                     num_gpus=need.gpus,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        room, placement_group_bundle_index=index
+                    ),
                 ).remote()
                 for index in range(need.ranks)
             ],
@@ -210,13 +272,15 @@ def _reach(address: str) -> None:
         socket.create_connection((host.rpartition("/")[2], int(port)), REACH_S).close()
     except OSError as error:
         raise ConfigError(
-            f"cluster.address={address}: nothing answers there ({error}): start Ray there (ray start --head), or remove it "
+            f"cluster.address={address}: nothing answers there ({error}): start Ray there (ray "
+            "start --head), or remove it "
             "for a Ray of this machine"
         ) from error
 
 
 def _temporary() -> TemporaryFolder | None:
-    """Make the folder of a new Ray's logs and sockets, which Ray itself never removes; None where paths would be too long."""
+    """Make the folder of a new Ray's logs and sockets, which Ray itself never removes; None where
+    paths would be too long."""
     for place in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"):
         if len(os.fsencode(place)) <= MAX_PARENT and os.access(place, os.W_OK):
             return TemporaryFolder("ray", place)
@@ -230,21 +294,29 @@ def _environment(bundle: Bundle) -> dict[str, str]:
 
 def _node(said: Mapping[str, Any]) -> Node:
     has = said["Resources"]
-    return Node(said["NodeID"], has.get("CPU", 0.0), tuple(map(Accelerator, range(int(has.get("GPU", 0))))))
+    return Node(
+        said["NodeID"], has.get("CPU", 0.0), tuple(map(Accelerator, range(int(has.get("GPU", 0)))))
+    )
 
 
 class RayMember(Member):
-    """Its room is the placement group's: the actor itself asks for nothing but the node. What Ray says is dealt with in a
-    thread of its own: in Ray's, which brings it, most calls of Ray would wait for themselves."""
+    """Its room is the placement group's: the actor itself asks for nothing but the node. What Ray
+    says is dealt with in a thread of its own: in Ray's, which brings it, most calls of Ray would
+    wait for themselves."""
 
-    def __init__(self, name: Name, bundle: Bundle, silence_s: float, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: Name, bundle: Bundle, silence_s: float, environment: Mapping[str, str]
+    ) -> None:
         super().__init__(name, silence_s)
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"{name.role}-{name.rank}", daemon=True).start()
         self._here = NodeAffinitySchedulingStrategy(bundle.node, soft=False)
-        self._actor = ACTOR.options(scheduling_strategy=self._here, runtime_env={"env_vars": dict(environment)}).remote()
+        self._actor = ACTOR.options(
+            scheduling_strategy=self._here, runtime_env={"env_vars": dict(environment)}
+        ).remote()
         self._logs = ""
-        self._asked, self._passed_s = True, 0.0  # whether it is being asked for a sign of life, and the time since the last
+        # whether it is being asked for a sign of life, and the time since the last
+        self._asked, self._passed_s = True, 0.0
         self._on(self._actor.greet.remote(), self._welcome)
 
     def check(self, passed_s: float) -> None:
@@ -269,13 +341,19 @@ class RayMember(Member):
         if not self._logs:
             return ""
         try:
-            return ray.get(last_lines.options(scheduling_strategy=self._here).remote(self._logs), timeout=LOOK_S)
+            return ray.get(
+                last_lines.options(scheduling_strategy=self._here).remote(self._logs),
+                timeout=LOOK_S,
+            )
         except RayError:  # the node is gone too
             return ""
 
     def _send(self, number: int, request: Any) -> None:
         box = boxed(request) if isinstance(request, Parcel) else request
-        self._on(self._actor.answer.remote(box), lambda said: self._take(number, (Kind(said[0]), opened(said[1]))))
+        self._on(
+            self._actor.answer.remote(box),
+            lambda said: self._take(number, (Kind(said[0]), opened(said[1]))),
+        )
 
     def _on(self, reference: Any, then: Callable[[Any], object]) -> None:
         """Then do so with what the actor answers."""
@@ -323,4 +401,9 @@ class RayMember(Member):
 def _reason(error: BaseException) -> str:
     """The part of Ray's message that says how it ended, without its advice."""
     detail = str(error).partition("Worker exit detail: ")[2] or str(error).splitlines()[0]
-    return detail.partition(" Some common causes")[0].partition(" There are some potential")[0].strip().rstrip(".")
+    return (
+        detail.partition(" Some common causes")[0]
+        .partition(" There are some potential")[0]
+        .strip()
+        .rstrip(".")
+    )

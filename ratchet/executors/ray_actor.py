@@ -22,7 +22,8 @@ Box = tuple[bytes, list[Any]]  # a Parcel as Ray carries it without a copy: its 
 
 def boxed(parcel: Parcel) -> Box:
     return parcel.head, [
-        np.frombuffer(buffer, np.uint8) if buffer.nbytes else np.empty(0, np.uint8) for buffer in parcel.buffers
+        np.frombuffer(buffer, np.uint8) if buffer.nbytes else np.empty(0, np.uint8)
+        for buffer in parcel.buffers
     ]
 
 
@@ -60,7 +61,8 @@ OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
     "max_restarts": 0,
     "concurrency_groups": {"life": 1},
-    # Ray's gcs_server keeps a record of each of the latest 100,000 calls, for a dashboard that does not run.
+    # Ray's gcs_server keeps a record of each of the latest 100,000 calls, for a dashboard that does
+    # not run.
     "enable_task_events": False,
 }
 ACTOR: Any = ray.remote(**OPTIONS)(WorkerActor)

@@ -1,5 +1,5 @@
-"""What the processes of a group would leave in shared memory when they are killed: a library takes its segments away, where it
-still gets to do so."""
+"""What the processes of a group would leave in shared memory when they are killed: a library takes
+its segments away, where it still gets to do so."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def shared_by(group: int) -> list[Path]:
-    """Files in shared memory that processes of the group have mapped, and nobody else; and directories that are named for it
-    (`ratchet-<what>-<group>-<any>`). To be asked before they are killed."""
+    """Files in shared memory that processes of the group have mapped, and nobody else; and
+    directories that are named for it (`ratchet-<what>-<group>-<any>`). To be asked before they are
+    killed."""
     if not SHARED_MEMORY.is_dir():
         return []
     own, others = set[str](), set[str]()

@@ -1,7 +1,8 @@
-"""The one owner of a run's signals: its handlers stand until the run ends, whatever libraries do to handlers.
+"""The one owner of a run's signals: its handlers stand until the run ends, whatever libraries do to
+handlers.
 
-Libraries replace handlers when they start, or later: `ray.init` that of SIGTERM, SwanLab that of SIGINT, uvicorn both. A run
-that has lost its handler ends in the middle of a step, without a save.
+Libraries replace handlers when they start, or later: `ray.init` that of SIGTERM, SwanLab that of
+SIGINT, uvicorn both. A run that has lost its handler ends in the middle of a step, without a save.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ _keeper: _Keeper | None = None
 def kept(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
     """Install handlers that no library replaces before the block ends; enter it in the main thread.
 
-    `signal.signal` ignores other handlers for these signals meanwhile, and `hold` puts right what bypasses it.
+    `signal.signal` ignores other handlers for these signals meanwhile, and `hold` puts right what
+    bypasses it.
     """
     global _keeper
     outer, previous = _keeper, {number: signal.getsignal(number) for number in handlers}
@@ -79,22 +81,26 @@ def kept(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
 def hold() -> None:
     """Install the kept handlers anew and let their signals in, in 11 microseconds.
 
-    This undoes what native code did to them by `sigaction` or by a mask. Without kept handlers, or in another thread than the
-    main one, it does nothing.
+    This undoes what native code did to them by `sigaction` or by a mask. Without kept handlers, or
+    in another thread than the main one, it does nothing.
     """
     if _keeper is not None and threading.current_thread() is threading.main_thread():
         _keeper.hold()
 
 
 @contextmanager
-def stops_on_signals(ask: Callable[[signal.Signals], object], *, forwarded: bool = False) -> Iterator[None]:
-    """Call `ask` with the first SIGINT, SIGTERM or SIGHUP that arrives in the block; raise SecondSignal for a second.
+def stops_on_signals(
+    ask: Callable[[signal.Signals], object], *, forwarded: bool = False
+) -> Iterator[None]:
+    """Call `ask` with the first SIGINT, SIGTERM or SIGHUP that arrives in the block; raise
+    SecondSignal for a second.
 
-    SIGHUP never counts as the second: a closed terminal sends several, and service managers send one after SIGTERM. Nor does
-    the first SIGINT or SIGTERM after it. Where SIGHUP was ignored before (`nohup`), it stays ignored.
+    SIGHUP never counts as the second: a closed terminal sends several, and service managers send
+    one after SIGTERM. Nor does the first SIGINT or SIGTERM after it. Where SIGHUP was ignored
+    before (`nohup`), it stays ignored.
 
-    forwarded: no signal counts as the second, because the parent sends on what this process may have got itself, as torchrun
-    does under Slurm. It also kills what does not end.
+    forwarded: no signal counts as the second, because the parent sends on what this process may
+    have got itself, as torchrun does under Slurm. It also kills what does not end.
     """
     asked, deliberate = False, False
 
@@ -117,9 +123,11 @@ def stops_on_signals(ask: Callable[[signal.Signals], object], *, forwarded: bool
 
 @contextmanager
 def spares_programs() -> Iterator[None]:
-    """Let programs that a library starts in the block outlive Ctrl-C and a closed terminal, whose signals go to all of them.
+    """Let programs that a library starts in the block outlive Ctrl-C and a closed terminal, whose
+    signals go to all of them.
 
-    They inherit a mask that blocks SIGINT and SIGHUP; this process gets what was blocked meanwhile at the end.
+    They inherit a mask that blocks SIGINT and SIGHUP; this process gets what was blocked meanwhile
+    at the end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
     try:

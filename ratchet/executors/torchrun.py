@@ -1,7 +1,9 @@
-"""Groups on the processes that torchrun started: that of rank 0 drives, and works too; the others serve it through sockets.
+"""Groups on the processes that torchrun started: that of rank 0 drives, and works too; the others
+serve it through sockets.
 
-Ranks meet at the store of torchrun's own, where rank 0 leaves its address and a secret. Who knows the secret may connect, so a
-run is as private as its store is: a matter of the network, as with everything that torchrun starts.
+Ranks meet at the store of torchrun's own, where rank 0 leaves its address and a secret. Who knows
+the secret may connect, so a run is as private as its store is: a matter of the network, as with
+everything that torchrun starts.
 """
 
 from __future__ import annotations
@@ -49,19 +51,24 @@ class Launched:
     @classmethod
     def here(cls) -> Launched | None:
         """None where this process is none of several that torchrun started."""
-        said = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
+        said = [
+            os.environ.get(name, "")
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        ]
         return cls(*map(int, said[:3])) if all(said) and int(said[1]) > 1 else None
 
 
 class TorchrunExecutor:
-    """Made in the process of rank 0; `close` then is a must, as the others wait for it. `plan` waits for them to come."""
+    """Made in the process of rank 0; `close` then is a must, as the others wait for it. `plan`
+    waits for them to come."""
 
     def __init__(self, config: TorchrunClusterConfig, *, threads: int, device: str) -> None:
         """Raises ConfigError where torchrun did not start this process."""
         launched = Launched.here()
         if launched is None:
             raise ConfigError(
-                "cluster.kind is torchrun, and this process is none of several that torchrun started: start it as "
+                "cluster.kind is torchrun, and this process is none of several that torchrun "
+                "started: start it as "
                 "torchrun --nproc-per-node N -m ratchet train RECIPE, or set cluster.kind=local"
             )
         self.config, self.threads, self.device = config, threads, device
@@ -74,17 +81,21 @@ class TorchrunExecutor:
         return factory(**arguments)
 
     def plan(self, needs: Sequence[Need]) -> None:
-        """Says what the groups will need, all of them. Raises ConfigError where there are not enough processes, and WorkerError
-        where one of them does not come."""
+        """Says what the groups will need, all of them. Raises ConfigError where there are not
+        enough processes, and WorkerError where one of them does not come."""
         wide = next((need for need in needs if need.gpus > 1), None)
         if wide is not None:
             raise ConfigError(
-                f"role '{wide.role}' asks for {wide}: under torchrun a rank has one; use cluster.kind=ray or local"
+                f"role '{wide.role}' asks for {wide}: under torchrun a rank has one; use "
+                "cluster.kind=ray or local"
             )
         here: Counter[str] = Counter(process.host for process in self._hub.processes)
-        nodes = [Node(host, count, tuple(map(Accelerator, range(count)))) for host, count in here.items()]
+        nodes = [
+            Node(host, count, tuple(map(Accelerator, range(count)))) for host, count in here.items()
+        ]
         self._cluster = VirtualCluster(ResourceManager(nodes))
-        self._cluster.plan([replace(need, gpus=1, cpus=0.0) for need in needs])  # an accelerator stands for a process
+        # an accelerator stands for a process
+        self._cluster.plan([replace(need, gpus=1, cpus=0.0) for need in needs])
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
         """On processes that are there already: of a role, or of one rank of it."""
@@ -97,9 +108,25 @@ class TorchrunExecutor:
             bundle = bundles[number]
             process = self._hub.at(bundle.node, bundle.accelerators[0].index)
             device = "cpu" if self.device == "cpu" else f"cuda:{process.local_rank}"
-            threads, where = max(1, self.threads // on_host[process.host]), f"{process.host}:{ports}"
-            places.append(Place(role, number, len(bundles), bundle.local_rank, process.host, where, threads, device))
-            members.append(self._hub.member(process, Name(role, number, len(bundles), process.host)))
+            threads, where = (
+                max(1, self.threads // on_host[process.host]),
+                f"{process.host}:{ports}",
+            )
+            places.append(
+                Place(
+                    role,
+                    number,
+                    len(bundles),
+                    bundle.local_rank,
+                    process.host,
+                    where,
+                    threads,
+                    device,
+                )
+            )
+            members.append(
+                self._hub.member(process, Name(role, number, len(bundles), process.host))
+            )
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
         self._groups.append(group)
         return group
@@ -113,9 +140,11 @@ class TorchrunExecutor:
 
 
 def serve_rank(launched: Launched) -> int:
-    """What the process of another rank than 0 does: it works for rank 0 until that ends it. Returns the exit status.
+    """What the process of another rank than 0 does: it works for rank 0 until that ends it. Returns
+    the exit status.
 
-    SIGTERM, SIGINT and SIGHUP, which torchrun sends to all ranks, are for rank 0, which needs the others to end its step.
+    SIGTERM, SIGINT and SIGHUP, which torchrun sends to all ranks, are for rank 0, which needs the
+    others to end its step.
     """
     # Not SIG_IGN, which programs that it starts would inherit.
     with kept(dict.fromkeys(STOPPING, lambda number, frame: None)):
@@ -129,8 +158,15 @@ def _serve_rank(launched: Launched) -> int:
 
     def connect(purpose: str) -> socket.socket:
         connection = socket.create_connection(address, timeout=START_S)
-        proof = hmac.new(secret.encode(), connection.recv(NONCE_BYTES, socket.MSG_WAITALL), "sha256").hexdigest()
-        who = {"rank": launched.rank, "local_rank": launched.local_rank, "host": own, "purpose": purpose}
+        proof = hmac.new(
+            secret.encode(), connection.recv(NONCE_BYTES, socket.MSG_WAITALL), "sha256"
+        ).hexdigest()
+        who = {
+            "rank": launched.rank,
+            "local_rank": launched.local_rank,
+            "host": own,
+            "purpose": purpose,
+        }
         connection.sendall(proof.encode() + json.dumps(who).encode() + b"\n")
         _keep(connection)
         return connection
@@ -142,7 +178,9 @@ def _serve_rank(launched: Launched) -> int:
         for order in orders:
             if order == "end\n":
                 return 0
-            threading.Thread(target=work, args=(order.strip(),), name=f"group-{order.strip()}", daemon=True).start()
+            threading.Thread(
+                target=work, args=(order.strip(),), name=f"group-{order.strip()}", daemon=True
+            ).start()
     return _end()
 
 
@@ -159,7 +197,11 @@ def _keep(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        for option, value in (
+            (socket.TCP_KEEPIDLE, 30),
+            (socket.TCP_KEEPINTVL, 10),
+            (socket.TCP_KEEPCNT, 3),
+        ):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
@@ -173,11 +215,14 @@ def _own_host() -> str:
 def _store(launched: Launched) -> Any:
     import torch.distributed as dist
 
-    # torchrun's agent serves it; where somebody else set the variables, rank 0 does. Taken out of the environment: with it
-    # init_process_group would look for a server at every address, and groups have addresses of their own.
+    # torchrun's agent serves it; where somebody else set the variables, rank 0 does. Taken out of
+    # the environment: with it init_process_group would look for a server at every address, and
+    # groups have addresses of their own.
     serves = os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", "") != "True" and launched.rank == 0
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, None, serves, timedelta(seconds=START_S), wait_for_workers=False)
+    store = dist.TCPStore(
+        address, port, None, serves, timedelta(seconds=START_S), wait_for_workers=False
+    )
     return dist.PrefixStore(f"ratchet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -206,7 +251,9 @@ class _Hub:
         self._numbers = 0
         self._come: Future[list[_Process]] = Future()
         own = _Process(0, launched.local_rank, host)
-        threading.Thread(target=self._gather, args=(own, launched.world_size), name="torchrun", daemon=True).start()
+        threading.Thread(
+            target=self._gather, args=(own, launched.world_size), name="torchrun", daemon=True
+        ).start()
 
     @property
     def processes(self) -> list[_Process]:
@@ -228,8 +275,16 @@ class _Hub:
     def member(self, process: _Process, name: Name) -> SocketMember:
         if process.control is None:
             ours, theirs = socket.socketpair()
-            threading.Thread(target=serve, args=(theirs,), kwargs={"lost": lambda: None}, name=str(name), daemon=True).start()
-            return SocketMember(name, ours, self._silence_s, lambda: ("its thread in the driver ended", ""))
+            threading.Thread(
+                target=serve,
+                args=(theirs,),
+                kwargs={"lost": lambda: None},
+                name=str(name),
+                daemon=True,
+            ).start()
+            return SocketMember(
+                name, ours, self._silence_s, lambda: ("its thread in the driver ended", "")
+            )
         self._numbers += 1
         process.control.sendall(f"{self._numbers}\n".encode())
         connection = self._accept(str(self._numbers)).control
@@ -264,7 +319,10 @@ class _Hub:
                 if who["purpose"] == purpose:
                     _keep(connection)
                     return _Process(who["rank"], who["local_rank"], who["host"], connection)
-        raise WorkerError(f"a process of torchrun did not connect to rank 0 within {START_S:g} s; look at what it printed")
+        raise WorkerError(
+            f"a process of torchrun did not connect to rank 0 within {START_S:g} s; look at what "
+            "it printed"
+        )
 
 
 def _line(connection: socket.socket) -> bytes:

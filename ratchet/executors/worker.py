@@ -1,4 +1,5 @@
-"""The rank of a group, in the process that it lives in: makes a component there, and runs its methods, one at a time, in order.
+"""The rank of a group, in the process that it lives in: makes a component there, and runs its
+methods, one at a time, in order.
 
 How calls come here is the executor's: by a socket (`ratchet.executors.worker_main`) or by Ray.
 """
@@ -23,11 +24,13 @@ from ratchet.utils.object_store import keep_as
 
 @dataclass(frozen=True)
 class Place:
-    """Where a component lives, and with whom. Every component of a `WorkerGroup` is made with its own as the first argument.
+    """Where a component lives, and with whom. Every component of a `WorkerGroup` is made with its
+    own as the first argument.
 
-    local_rank: among the ranks of its group on this host. host: of this rank, as others reach it. rendezvous: "host:port" for
-    `torch.distributed.init_process_group("tcp://...")` of the group's ranks, free on the host of rank 0. threads: for one
-    operation. device: "cpu", or "cuda:N" among those that the process sees.
+    local_rank: among the ranks of its group on this host. host: of this rank, as others reach it.
+    rendezvous: "host:port" for `torch.distributed.init_process_group("tcp://...")` of the group's
+    ranks, free on the host of rank 0. threads: for one operation. device: "cpu", or "cuda:N" among
+    those that the process sees.
     """
 
     role: str
@@ -54,8 +57,8 @@ class Worker:
         self._reserved: socket.socket | None = None
 
     def answer(self, request: Parcel) -> tuple[Kind, Parcel]:
-        """Runs a request, packed (operation, arguments): RESULT with what it returned, or RAISED with (the packed error or
-        None where it can't be sent, "Type: message", its traceback)."""
+        """Runs a request, packed (operation, arguments): RESULT with what it returned, or RAISED
+        with (the packed error or None where it can't be sent, "Type: message", its traceback)."""
         try:
             operation, arguments = unpack(request)
             return Kind.RESULT, pack(getattr(self, operation)(*arguments))
@@ -66,7 +69,8 @@ class Worker:
         return versions() | {"pid": os.getpid(), "host": socket.gethostname()}
 
     def reserve(self, host: str, ports: tuple[int, int] | None) -> str:
-        """A "host:port" that no other program here gets: bound, and not listened on, until the component does so.
+        """A "host:port" that no other program here gets: bound, and not listened on, until the
+        component does so.
 
         Raises PortBusy where none of `ports` (first, last) is free.
         """
@@ -74,7 +78,8 @@ class Worker:
         return f"{host}:{self._reserved.getsockname()[1]}"
 
     def build(self, place: Place, factory: str, arguments: Mapping[str, Any]) -> None:
-        """Makes the component: `factory` ("module:callable") of the place and the arguments. One made before is closed."""
+        """Makes the component: `factory` ("module:callable") of the place and the arguments. One
+        made before is closed."""
         self.close()
         os.environ["OMP_NUM_THREADS"] = str(place.threads)  # of programs that it starts
         if "torch" in sys.modules:
@@ -108,7 +113,8 @@ def bound(host: str, ports: tuple[int, int] | None) -> socket.socket:
     first, last = ports or (0, 0)
     for port in range(first, last + 1):
         found = socket.socket()
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that it can be bound again to be listened on
+        # so that it can be bound again to be listened on
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind((host, port))
         except OSError:
@@ -116,7 +122,8 @@ def bound(host: str, ports: tuple[int, int] | None) -> socket.socket:
             continue
         return found
     raise PortBusy(
-        f"none of the ports {first} to {last} is free on {socket.gethostname()}: end what listens there, or set cluster.ports"
+        f"none of the ports {first} to {last} is free on {socket.gethostname()}: end what listens "
+        "there, or set cluster.ports"
     )
 
 

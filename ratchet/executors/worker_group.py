@@ -1,8 +1,9 @@
 """The ranks of one role, called together.
 
-Every wait has an owner, a name and a deadline. What a rank raises is raised here as itself, with the rank's name. A rank that
-dies, or is silent, or late, ends the group: its ranks work together, and whoever waits for a dead one in a collective would
-wait for ever. Workers that do not need one another are groups of one.
+Every wait has an owner, a name and a deadline. What a rank raises is raised here as itself, with
+the rank's name. A rank that dies, or is silent, or late, ends the group: its ranks work together,
+and whoever waits for a dead one in a collective would wait for ever. Workers that do not need one
+another are groups of one.
 """
 
 from __future__ import annotations
@@ -34,21 +35,28 @@ TIMEOUT_S = 1800.0
 
 
 class WorkerGroup:
-    """Methods of the components run on all ranks at the same time, and one after another on each, in the same order on all.
+    """Methods of the components run on all ranks at the same time, and one after another on each,
+    in the same order on all.
 
-    Arguments and results are pickled; arrays and tensors travel uncopied, and tensors arrive on the CPU. Arguments must not be
-    changed before a call has ended. A cancelled `await` ends the wait, not the call.
+    Arguments and results are pickled; arrays and tensors travel uncopied, and tensors arrive on the
+    CPU. Arguments must not be changed before a call has ended. A cancelled `await` ends the wait,
+    not the call.
     """
 
-    def __init__(self, places: Sequence[Place], members: Sequence[Member], *, timeout_s: float = TIMEOUT_S) -> None:
-        """places: `rendezvous` is filled in by `build`, from the "first-last" ports there ("": any)."""
+    def __init__(
+        self, places: Sequence[Place], members: Sequence[Member], *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """places: `rendezvous` is filled in by `build`, from the "first-last" ports there ("":
+        any)."""
         self.places, self.members = list(places), list(members)
         self.role, self.size = places[0].role, len(places)
         self.timeout_s, self.owner = timeout_s, "driver"
         self._state = _State(self.members)
         for member in self.members:
             member.gone.add_done_callback(self._state.lost)
-        threading.Thread(target=_watch, args=(weakref.ref(self._state),), name=f"{self.role}-watch", daemon=True).start()
+        threading.Thread(
+            target=_watch, args=(weakref.ref(self._state),), name=f"{self.role}-watch", daemon=True
+        ).start()
 
     @property
     def broken(self) -> WorkerError | None:
@@ -62,8 +70,8 @@ class WorkerGroup:
         return view
 
     async def build(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Makes the component of each rank: `factory` ("module:callable") of its Place and the arguments. Raises PortBusy, and
-        what the factory raises."""
+        """Makes the component of each rank: `factory` ("module:callable") of its Place and the
+        arguments. Raises PortBusy, and what the factory raises."""
         await asyncio.wrap_future(self._reserve())
         await asyncio.wrap_future(self._build(factory, arguments or {}))
 
@@ -74,16 +82,19 @@ class WorkerGroup:
     async def call(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]:
         """The same call of every rank's component. Returns the results by rank.
 
-        Raises what a rank raised (the first of several), with a note that names it; WorkerDied; CallTimeout; WorkerRaised.
+        Raises what a rank raised (the first of several), with a note that names it; WorkerDied;
+        CallTimeout; WorkerRaised.
         """
         return await asyncio.wrap_future(self.submit(method, *arguments, **named))
 
     def call_now(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]:
-        """`call` for whoever can't await. It may be inside of a running event loop, which it then holds up."""
+        """`call` for whoever can't await. It may be inside of a running event loop, which it then
+        holds up."""
         return self.submit(method, *arguments, **named).result()
 
     async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """`call` with positional arguments of its own for each rank. What several are given is packed once."""
+        """`call` with positional arguments of its own for each rank. What several are given is
+        packed once."""
         return await asyncio.wrap_future(self.submit_each(method, arguments_by_rank))
 
     def each_now(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
@@ -93,9 +104,14 @@ class WorkerGroup:
         """Begins a call."""
         return self._ask(method, self._alike(("call", (method, arguments, named))))
 
-    def submit_each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> Future[list[Any]]:
+    def submit_each(
+        self, method: str, arguments_by_rank: Sequence[Sequence[Any]]
+    ) -> Future[list[Any]]:
         if len(arguments_by_rank) != self.size:
-            raise ValueError(f"{self.role} has {self.size} ranks: {len(arguments_by_rank)} tuples of arguments don't fit")
+            raise ValueError(
+                f"{self.role} has {self.size} ranks: {len(arguments_by_rank)} tuples of arguments "
+                "don't fit"
+            )
         times = Counter(map(id, arguments_by_rank))
         packed: dict[int, Any] = {}
         for own in arguments_by_rank:
@@ -105,7 +121,8 @@ class WorkerGroup:
         return self._ask(method, [packed[id(own)] for own in arguments_by_rank])
 
     def close(self) -> None:
-        """Closes the components, and ends the processes: those that take too long by force. Blocks until they are gone."""
+        """Closes the components, and ends the processes: those that take too long by force. Blocks
+        until they are gone."""
         self._state.close()
 
     def _alike(self, request: Any) -> list[Any]:
@@ -122,7 +139,9 @@ class WorkerGroup:
         self.places[:] = [replace(place, rendezvous=answers[0]) for place in self.places]
 
     def _build(self, factory: str, arguments: Mapping[str, Any]) -> Future[list[Any]]:
-        return self._ask("build", [pack(("build", (place, factory, arguments))) for place in self.places])
+        return self._ask(
+            "build", [pack(("build", (place, factory, arguments))) for place in self.places]
+        )
 
     def _ask(
         self,
@@ -153,7 +172,10 @@ class _State:
                 return
             stall_report.begin(gather.wait)
             self._gathers.append(gather)
-            futures = [m.submit(request, gather.wait.name) for m, request in zip(gather.members, requests, strict=True)]
+            futures = [
+                m.submit(request, gather.wait.name)
+                for m, request in zip(gather.members, requests, strict=True)
+            ]
         gather.future.add_done_callback(lambda future: self._over(gather))
         for index, future in enumerate(futures):
             future.add_done_callback(lambda future, index=index: gather.take(index, future))
@@ -163,14 +185,18 @@ class _State:
         if error is not None:
             self.end(error)
 
-    def end(self, error: WorkerError, waiting: _Gather | None = None, told: Exception | None = None) -> None:
+    def end(
+        self, error: WorkerError, waiting: _Gather | None = None, told: Exception | None = None
+    ) -> None:
         """The group can't go on. waiting: is told something else than the others."""
         if self.broken is not None or self.closed:
             return
         self.broken = error
-        if not self._gathers:  # whoever calls next is told; until then this is all that anybody hears of it
+        # whoever calls next is told; until then this is all that anybody hears of it
+        if not self._gathers:
             log.error("%s", error)
-        for gather in list(self._gathers):  # before their members are killed, which is no cause of anything
+        # before their members are killed, which is no cause of anything
+        for gather in list(self._gathers):
             gather.fail(told if gather is waiting and told is not None else error)
         for member in self.members:
             if not member.gone.done():
@@ -225,7 +251,8 @@ class _Gather:
         self.future: Future[list[Any]] = Future()
         self.wait = stall_report.Wait(owner, name, self._whom, timeout_s)
         self._results: dict[int, Any] = {}
-        self._errors: list[tuple[Exception, float]] = []  # in the order in which they came, and when
+        # in the order in which they came, and when
+        self._errors: list[tuple[Exception, float]] = []
         self._pending = dict.fromkeys(range(len(members)))
         self._lock = threading.Lock()
 
@@ -255,19 +282,25 @@ class _Gather:
         return self._errors[0][0] if self._errors else None
 
     def late(self) -> WorkerError | None:
-        """The error of those who have not answered in time. Where a rank has raised, others may wait for it in vain."""
+        """The error of those who have not answered in time. Where a rank has raised, others may
+        wait for it in vain."""
         with self._lock:
             whom, name = self._whom(), self.wait.name
             first = self._errors[0] if self._errors else None
         if not whom or self.future.done():
             return None
         if first is not None and self.wait.seconds > first[1] + GRACE_S:
-            why = f"{whom} did not answer '{name}' within {GRACE_S:g} s after another rank had raised"
+            why = (
+                f"{whom} did not answer '{name}' within {GRACE_S:g} s after another rank had raised"
+            )
             first[0].add_note(f"{why}, so the group was ended")
             return CallTimeout(f"{why} {type(first[0]).__name__}: {first[0]}")
         if self.wait.seconds <= self.wait.timeout_s:
             return None
-        late = f"{whom} did not answer '{name}' within {self.wait.timeout_s:g} s (for {self.wait.owner})"
+        late = (
+            f"{whom} did not answer '{name}' within {self.wait.timeout_s:g} s (for "
+            f"{self.wait.owner})"
+        )
         return CallTimeout(f"{late}\n{stall_report.report()}")
 
     def fail(self, error: BaseException) -> None:
@@ -290,7 +323,9 @@ def _opened(member: Member, kind: Kind, parcel: Parcel) -> tuple[Any, Exception 
     try:
         value = unpack(parcel)
     except Exception as error:  # its module is missing here, say
-        return None, WorkerRaised(f"what {member.name} returned can't be read here: {type(error).__name__}: {error}")
+        return None, WorkerRaised(
+            f"what {member.name} returned can't be read here: {type(error).__name__}: {error}"
+        )
     if kind is Kind.RESULT:
         return value, None
     packed, said, text = value

@@ -1,4 +1,5 @@
-"""One rank of a group as the driver sees it: calls that wait for its answers, its silences, and its end."""
+"""One rank of a group as the driver sees it: calls that wait for its answers, its silences, and its
+end."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Name:
 
 
 class Member(abc.ABC):
-    """gone: done when the process has ended or was given up; with None where it was asked to, else with the error."""
+    """gone: done when the process has ended or was given up; with None where it was asked to, else
+    with the error."""
 
     def __init__(self, name: Name, silence_s: float) -> None:
         self.name = name
@@ -53,7 +55,8 @@ class Member(abc.ABC):
         self._lock = threading.Lock()
 
     def submit(self, request: Any, name: str) -> Future[Answer]:
-        """Its answers come in the order of the requests. The future fails with the WorkerError that ends the process."""
+        """Its answers come in the order of the requests. The future fails with the WorkerError that
+        ends the process."""
         answer: Future[Answer] = Future()
         with self._lock:
             if self._over is not None:
@@ -70,21 +73,30 @@ class Member(abc.ABC):
         return request
 
     def check(self, passed_s: float) -> None:
-        """To be called every so often. Ends a process from which nothing was heard for too long. What passes while the driver
-        itself is stopped counts as little as one such call."""
+        """To be called every so often. Ends a process from which nothing was heard for too long.
+        What passes while the driver itself is stopped counts as little as one such call."""
         if self.gone.done():
             return
         self._silent_s += passed_s
         if self._silent_s > (self._silence_s if self._greeted else START_S):
             why = "" if self._greeted else ": it never started"
-            silent = self.died(f"was silent for {self._silent_s:.0f} s{why}{self.state()}, and was killed")
+            silent = self.died(
+                f"was silent for {self._silent_s:.0f} s{why}{self.state()}, and was killed"
+            )
             silent.add_note(report())
             self.give_up(silent)
 
     def died(self, how: str, signal: str = "") -> WorkerDied:
         doing = next((f" in '{name}'" for name, _ in self._calls.values()), "")
         n = self.name
-        return WorkerDied(f"{n} {how}{doing}", role=n.role, rank=n.rank, host=n.host, signal=signal, tail=self.tail())
+        return WorkerDied(
+            f"{n} {how}{doing}",
+            role=n.role,
+            rank=n.rank,
+            host=n.host,
+            signal=signal,
+            tail=self.tail(),
+        )
 
     def give_up(self, error: WorkerError) -> None:
         """Kills it. Whoever waits for it gets the error. Does not block."""
@@ -120,8 +132,15 @@ class Member(abc.ABC):
         here = versions()
         other = {key: said.get(key) for key in here}
         if other != here:
-            differs = ", ".join(f"{key} {here[key]} here and {other[key]} there" for key in here if here[key] != other[key])
-            raise VersionMismatch(f"{self.name} runs another version than the driver: {differs}; install the same on all hosts")
+            differs = ", ".join(
+                f"{key} {here[key]} here and {other[key]} there"
+                for key in here
+                if here[key] != other[key]
+            )
+            raise VersionMismatch(
+                f"{self.name} runs another version than the driver: {differs}; install the same on "
+                "all hosts"
+            )
         self._greeted, self.pid, self.said_host = True, said["pid"], said["host"]
 
     def _take(self, number: int, answer: Answer) -> None:
@@ -132,7 +151,8 @@ class Member(abc.ABC):
             future.set_result(answer)
 
     def _end(self, error: WorkerError | None) -> None:
-        """Those who wait for it hear of it before those who would end its group, and so learn the cause."""
+        """Those who wait for it hear of it before those who would end its group, and so learn the
+        cause."""
         with self._lock:
             if self._over is not None:
                 return
@@ -144,14 +164,21 @@ class Member(abc.ABC):
 
 
 class SocketMember(Member):
-    """Behind a socket (`ratchet.executors.worker_main` at its other end). how: waits a little for the process to be gone, and
-    says
-    how it ended, in words, and the signal's name."""
+    """Behind a socket (`ratchet.executors.worker_main` at its other end). how: waits a little for
+    the process to be gone, and says how it ended, in words, and the signal's name."""
 
-    def __init__(self, name: Name, connection: socket.socket, silence_s: float, how: Callable[[], tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        name: Name,
+        connection: socket.socket,
+        silence_s: float,
+        how: Callable[[], tuple[str, str]],
+    ) -> None:
         super().__init__(name, silence_s)
         self._connection, self._how = connection, how
-        self._requests: queue.SimpleQueue[tuple[Kind, int, Parcel | None] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Kind, int, Parcel | None] | None] = (
+            queue.SimpleQueue()
+        )
         for job in (self._read, self._write):
             threading.Thread(target=job, name=f"{name.role}-{name.rank}", daemon=True).start()
 
@@ -185,14 +212,17 @@ class SocketMember(Member):
                     self._greet(json.loads(parcel.head))
                 elif not self._greeted:
                     raise VersionMismatch(
-                        f"{self.name} speaks another protocol than the driver: install the same version there"
+                        f"{self.name} speaks another protocol than the driver: install the same "
+                        "version there"
                     )
                 elif kind is not Kind.BEAT:
                     self._take(number, (kind, parcel))
         except EOFError:
             if not self.gone.done():
                 how, signal = self._how()
-                self._end(None if self.closing and not signal else self.died(f"died ({how})", signal))
+                self._end(
+                    None if self.closing and not signal else self.died(f"died ({how})", signal)
+                )
                 if not self.closing:
                     self.kill()
         except WorkerError as error:

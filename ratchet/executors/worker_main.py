@@ -1,4 +1,5 @@
-"""A worker behind a socket: reads calls, runs them, answers, and shows that it lives. It ends with the driver."""
+"""A worker behind a socket: reads calls, runs them, answers, and shows that it lives. It ends with
+the driver."""
 
 from __future__ import annotations
 
@@ -20,12 +21,16 @@ from ratchet.executors.shm_cleanup import remove, shared_by
 from ratchet.executors.worker import Worker
 
 BEAT_S = 1.0  # between signs of life
-LOG_BYTES, KEPT_BYTES = 4 * 2**20, 2**16  # a log file that grew beyond the first is cut to its last part
+# a log file that grew beyond the first is cut to its last part
+LOG_BYTES, KEPT_BYTES = 4 * 2**20, 2**16
 PR_SET_PDEATHSIG = 1
 
 
-def serve(connection: socket.socket, log: Path | None = None, *, lost: Callable[[], object]) -> None:
-    """Returns when the driver says so. lost: called in another thread when the driver is gone, whatever happens here."""
+def serve(
+    connection: socket.socket, log: Path | None = None, *, lost: Callable[[], object]
+) -> None:
+    """Returns when the driver says so. lost: called in another thread when the driver is gone,
+    whatever happens here."""
     worker, calls = Worker(), queue.SimpleQueue[tuple[int, Parcel] | None]()
     closed, sending = threading.Event(), threading.Lock()
 
@@ -88,8 +93,8 @@ def _bound(log: Path) -> None:
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """The kernel signals this process when the thread that started it ends. On other systems than Linux the end of the
-    connection has to do."""
+    """The kernel signals this process when the thread that started it ends. On other systems than
+    Linux the end of the connection has to do."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
     if os.getppid() != parent:
@@ -97,7 +102,8 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 def end_group() -> NoReturn:
-    """Of this process, with all that it started and left in its group, and what they have in shared memory."""
+    """Of this process, with all that it started and left in its group, and what they have in shared
+    memory."""
     remove(shared_by(os.getpgrp()))
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("it is dead")
@@ -111,7 +117,9 @@ def log_to(path: Path) -> None:
     os.close(file)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
 
 
 def tail_of(path: Path, lines: int = 20) -> str:

@@ -15,14 +15,18 @@ METHODS = ("step", "global_post_process_and_metrics")
 
 
 class MessageLogConfig(EnvironmentConfig):
-    """An environment written to `ratchet.experience.nemo_rl.EnvironmentInterface` (docs/rollouts.md)."""
+    """An environment written to `ratchet.experience.nemo_rl.EnvironmentInterface`
+    (docs/rollouts.md)."""
 
     builds: ClassVar[str] = "ratchet.experience.nemo_rl.training:MessageLogEnvironment"
     gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
     interface: str = Field(description="Path of its class: my_pkg.my_mod:MyEnv.")
     arguments: dict[str, Any] = Field({}, description="What the class is made with, by name.")
-    data: str = Field(description='Path of a function of the split, "train" or "test", that gives its samples as DatumSpecs.')
+    data: str = Field(
+        description='Path of a function of the split, "train" or "test", that gives its samples as '
+        "DatumSpecs."
+    )
 
     @field_validator("interface", "data")
     @classmethod
@@ -40,7 +44,10 @@ class MessageLogConfig(EnvironmentConfig):
         made = imported(self.interface)
         missing = next((name for name in METHODS if not hasattr(made, name)), None)
         if missing is not None:
-            raise ValueError(f"interface '{self.interface}' has no method {missing}: derive it from EnvironmentInterface")
+            raise ValueError(
+                f"interface '{self.interface}' has no method {missing}: derive it from "
+                "EnvironmentInterface"
+            )
         try:
             inspect.signature(made).bind(**self.arguments)
         except TypeError as error:

@@ -1,4 +1,5 @@
-"""Seeds by name: every draw is a pure function of what it is for, so resuming and replaying need no generator state."""
+"""Seeds by name: every draw is a pure function of what it is for, so resuming and replaying need no
+generator state."""
 
 from __future__ import annotations
 

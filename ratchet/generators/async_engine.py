@@ -1,6 +1,8 @@
-"""The asynchronous front of the generators of this process: callers wait, a single task makes the steps.
+"""The asynchronous front of the generators of this process: callers wait, a single task makes the
+steps.
 
-A step runs in the event loop's own thread, so that between two steps nothing runs: pausing and committing need no locks.
+A step runs in the event loop's own thread, so that between two steps nothing runs: pausing and
+committing need no locks.
 """
 
 from __future__ import annotations
@@ -27,17 +29,19 @@ from ratchet.types import Completion, Placed, Sampling
 class Front:
     """Implements `Generator` on a `Core`.
 
-    A commit while requests run: the tokens that they have stay, with their version; the next ones are drawn from the new
-    weights, over keys and values that are computed anew, unless `keep_kv`. Kept ones save a forward over all running
-    requests, and make what follows a mixture of two policies that no learner can score exactly.
+    A commit while requests run: the tokens that they have stay, with their version; the next ones
+    are drawn from the new weights, over keys and values that are computed anew, unless `keep_kv`.
+    Kept ones save a forward over all running requests, and make what follows a mixture of two
+    policies that no learner can score exactly.
 
-    weights, parameters, quantised: see `Staging`. tokenizer: needed for requests with stop strings only. policy: the model that
-    the core reads, where it can have an adapter. adapters: says which others requests may name. reads_media: whether the model
-    does.
+    weights, parameters, quantised: see `Staging`. tokenizer: needed for requests with stop strings
+    only. policy: the model that the core reads, where it can have an adapter. adapters: says which
+    others requests may name. reads_media: whether the model does.
     """
 
     shares_weights = True  # the learner's optimizer changes the very tensors that the core reads
-    precision: str | None = None  # that weights are brought to here, whatever is sent; None: as they come
+    # that weights are brought to here, whatever is sent; None: as they come
+    precision: str | None = None
 
     def __init__(
         self,
@@ -56,7 +60,9 @@ class Front:
         quantised: Callable[[], Iterable[Quantised]] = tuple,
     ) -> None:
         self.core, self.keep_kv, self.policy = core, keep_kv, policy
-        self.entrance = Entrance(vocab_size, max_context, tokenizer, records_routes, adapters, reads_media)
+        self.entrance = Entrance(
+            vocab_size, max_context, tokenizer, records_routes, adapters, reads_media
+        )
         self._staging = Staging(weights, parameters, quantised)
         self._paused = False
         self._pump: asyncio.Task[None] | None = None
@@ -87,11 +93,15 @@ class Front:
     # --- generating
 
     async def generate(
-        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        sampling: Sampling,
+        media: Sequence[Placed] = (),
     ) -> Completion:
-        """Raises DataError for a prompt that is empty, too long, has an unknown token or media that don't lie in it,
-        ConfigError for an impossible sampling or media that the model can't read, RequestFailed where this request alone can't
-        be computed, and whatever broke the step of all."""
+        """Raises DataError for a prompt that is empty, too long, has an unknown token or media that
+        don't lie in it, ConfigError for an impossible sampling or media that the model can't read,
+        RequestFailed where this request alone can't be computed, and whatever broke the step of
+        all."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         deliver, fail = _once(future, future.set_result), _once(future, future.set_exception)
         request = self.entrance.admit(tokens, sampling, deliver, fail, media)
@@ -105,7 +115,9 @@ class Front:
             self.core.cancel(request)
             raise
 
-    def generate_all(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[Completion]:
+    def generate_all(
+        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+    ) -> list[Completion]:
         """One completion per prompt, without an event loop. Raises as `generate` does."""
         assert not self._paused, "a paused generator can't be waited for"
         results: dict[int, Completion] = {}
@@ -139,7 +151,8 @@ class Front:
             self._pump.add_done_callback(_retrieve)
 
     async def _run(self) -> None:
-        await asyncio.sleep(0)  # callers of the same moment enter together: equal prompts are then computed once
+        # callers of the same moment enter together: equal prompts are then computed once
+        await asyncio.sleep(0)
         while self.core.busy and not self._paused:
             self._step()
             await asyncio.sleep(0)
@@ -176,14 +189,21 @@ class Front:
         self._staging.prepare(manifest)
 
     def _attach(self, adapter: Adapter) -> None:
-        """The model gets one, which changes nothing before its weights have come. Raises ModelError where it has another."""
+        """The model gets one, which changes nothing before its weights have come. Raises ModelError
+        where it has another."""
         policy = self.policy
         if policy is None:
-            raise ModelError(f"{type(self).__name__} was sent an adapter, and can't run one: set generator.kind=engine")
+            raise ModelError(
+                f"{type(self).__name__} was sent an adapter, and can't run one: set "
+                "generator.kind=engine"
+            )
         if policy.adapter is None:
             policy.attach(adapter)
         elif policy.adapter != adapter:
-            raise ModelError("the generator has another adapter: begin a new run, from the model with that one merged")
+            raise ModelError(
+                "the generator has another adapter: begin a new run, from the model with that one "
+                "merged"
+            )
         self._staging.carry(adapter, policy.adapter_weights)
 
     async def receive(self, shards: Iterator[Shard]) -> None:
@@ -206,7 +226,9 @@ class Front:
             yield Shard(name, tuple(view.shape), (0,) * view.dim(), view)
 
 
-def _once(future: asyncio.Future[Completion], settle: Callable[[Any], None]) -> Callable[[Any], None]:
+def _once(
+    future: asyncio.Future[Completion], settle: Callable[[Any], None]
+) -> Callable[[Any], None]:
     """A caller that was cancelled has a future that is done already."""
 
     def call(result: Any) -> None:

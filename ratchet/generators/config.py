@@ -17,50 +17,73 @@ class EngineConfig(Section):
     placeable: ClassVar[bool] = False  # it has no weights of its own to take away
 
     kind: Literal["engine"] = "engine"
-    max_running: int = Field(1024, ge=1, description="Requests that are generated at the same time; the others wait.")
+    max_running: int = Field(
+        1024, ge=1, description="Requests that are generated at the same time; the others wait."
+    )
     max_context: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Tokens of prompt and completion together; null: as many as the model has positions."
+        None,
+        description="Tokens of prompt and completion together; null: as many as the model has "
+        "positions.",
     )
     kv_cache_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
-        "auto", description="Bound on the KV cache, in GiB; auto: half of the free device memory, or a quarter of the main one."
+        "auto",
+        description="Bound on the KV cache, in GiB; auto: half of the free device memory, or a "
+        "quarter of the main one.",
     )
-    prefill_tokens: int = Field(2048, ge=1, description="Prompt tokens of one forward; a longer prompt goes alone.")
+    prefill_tokens: int = Field(
+        2048, ge=1, description="Prompt tokens of one forward; a longer prompt goes alone."
+    )
     row_multiple: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
-        description="Token rows of a forward, and of each expert, are padded to a multiple of this, so that a request's result "
+        description="Token rows of a forward, and of each expert, are padded to a multiple of "
+        "this, so that a request's result "
         "doesn't depend on its neighbours; auto: measured when the engine starts.",
     )
     keep_kv: bool = Field(
-        False, description="Running requests keep the old weights' keys and values at a commit, instead of computing them anew."
+        False,
+        description="Running requests keep the old weights' keys and values at a commit, instead "
+        "of computing them anew.",
     )
     quantise: Literal["float8", "nf4"] | None = Field(
         None,
-        description="What its layers' matrices are quantised to when they come; for one with weights of its own (`workers`).",
+        description="What its layers' matrices are quantised to when they come; for one with "
+        "weights of its own (`workers`).",
     )
 
 
 class HFConfig(Section):
-    """Any causal language model of transformers, in this process: slower than the engine, for models that it can't run."""
+    """Any causal language model of transformers, in this process: slower than the engine, for
+    models that it can't run."""
 
     builds: ClassVar[str] = "ratchet.generators.hf:HFGenerator"
     placeable: ClassVar[bool] = False  # it has no weights of its own to take away
 
     kind: Literal["hf"] = "hf"
-    max_running: int = Field(64, ge=1, description="Requests of one padded batch; the next batch starts when it has ended.")
+    max_running: int = Field(
+        64,
+        ge=1,
+        description="Requests of one padded batch; the next batch starts when it has ended.",
+    )
     max_context: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Tokens of prompt and completion together; null: as many as the model has positions."
+        None,
+        description="Tokens of prompt and completion together; null: as many as the model has "
+        "positions.",
     )
     keep_kv: bool = Field(
-        False, description="Running requests keep the old weights' keys and values at a commit, instead of computing them anew."
+        False,
+        description="Running requests keep the old weights' keys and values at a commit, instead "
+        "of computing them anew.",
     )
 
 
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention kernels for the CPU
+# of vLLM's attention kernels for the CPU
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BLOCK = 32  # tokens; their blocks are multiples of it
 
 
 class VLLMConfig(Section):
-    """vLLM, on weights of its own: every push of the learner's goes to its workers, and is checked there before it counts."""
+    """vLLM, on weights of its own: every push of the learner's goes to its workers, and is checked
+    there before it counts."""
 
     builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGeneration"
     filters: ClassVar[bool] = False  # vLLM doesn't say which mass they kept
@@ -70,52 +93,89 @@ class VLLMConfig(Section):
     kind: Literal["vllm"] = "vllm"
     engine: Literal["async", "sync"] = Field(
         "async",
-        description="async: vLLM's engine in processes of its own, which generate while this one does other work; sync: in "
+        description="async: vLLM's engine in processes of its own, which generate while this one "
+        "does other work; sync: in "
         "this process, step by step.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Of vLLM's weights and cache; auto: float32 on a CPU, else bfloat16. The learner's stay as they are.",
+        description="Of vLLM's weights and cache; auto: float32 on a CPU, else bfloat16. The "
+        "learner's stay as they are.",
     )
-    max_running: int = Field(256, ge=1, description="Requests that are generated at the same time; the others wait.")
+    max_running: int = Field(
+        256, ge=1, description="Requests that are generated at the same time; the others wait."
+    )
     max_context: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Tokens of prompt and completion together; null: as many as the model has positions."
+        None,
+        description="Tokens of prompt and completion together; null: as many as the model has "
+        "positions.",
     )
     kv_cache_gib: float = Field(4.0, gt=0, description="KV cache of each worker, in GiB.")
     block_size: int = Field(
-        32, ge=16, multiple_of=16, description="Tokens of a block of the KV cache; prompts share whole ones."
+        32,
+        ge=16,
+        multiple_of=16,
+        description="Tokens of a block of the KV cache; prompts share whole ones.",
     )
     tensor_parallel: int = Field(1, ge=1, description="Workers that share every layer.")
-    pipeline_parallel: int = Field(1, ge=1, description="Workers, or groups of them, that each have a share of the layers.")
-    data_parallel: int = Field(1, ge=1, description="Whole copies of the model, which share the requests.")
+    pipeline_parallel: int = Field(
+        1, ge=1, description="Workers, or groups of them, that each have a share of the layers."
+    )
+    data_parallel: int = Field(
+        1, ge=1, description="Whole copies of the model, which share the requests."
+    )
     enforce_eager: bool = Field(
-        False, description="Neither compiles nor captures graphs: starts sooner, generates slower on an accelerator."
+        False,
+        description="Neither compiles nor captures graphs: starts sooner, generates slower on an "
+        "accelerator.",
     )
     keep_kv: bool = Field(
-        False, description="Running requests keep the old weights' keys and values at a commit, instead of computing them anew."
+        False,
+        description="Running requests keep the old weights' keys and values at a commit, instead "
+        "of computing them anew.",
     )
-    lora_rank: int = Field(0, ge=0, le=512, description="Largest rank of an adapter that it can be sent (`lora`); 0: none.")
+    lora_rank: int = Field(
+        0,
+        ge=0,
+        le=512,
+        description="Largest rank of an adapter that it can be sent (`lora`); 0: none.",
+    )
     lora_others: int = Field(
-        0, ge=0, description="Adapters that it can serve beside the policy's own, to requests that name them (`add_adapter`)."
+        0,
+        ge=0,
+        description="Adapters that it can serve beside the policy's own, to requests that name "
+        "them (`add_adapter`).",
     )
     quantise: Literal["float8"] | None = Field(
-        None, description="What vLLM brings the matrices of layers to when they come, on an accelerator that multiplies it."
+        None,
+        description="What vLLM brings the matrices of layers to when they come, on an accelerator "
+        "that multiplies it.",
     )
     handover_dir: str | None = Field(
         None,
-        description="Where weights lie on their way to vLLM's workers: a directory that all of them see; null: shared memory, "
+        description="Where weights lie on their way to vLLM's workers: a directory that all of "
+        "them see; null: shared memory, "
         "or the temporary directory where there is too little.",
     )
 
     @model_validator(mode="after")
     def _alone(self) -> VLLMConfig:
-        wanted = [name for name in ("tensor_parallel", "pipeline_parallel", "data_parallel") if getattr(self, name) > 1]
+        wanted = [
+            name
+            for name in ("tensor_parallel", "pipeline_parallel", "data_parallel")
+            if getattr(self, name) > 1
+        ]
         if self.engine == "sync" and wanted:
             raise ValueError(f"{wanted[0]} needs processes of its own: set engine to async")
         if self.lora_others and not self.lora_rank:
-            raise ValueError("lora_others: vLLM has to know the largest rank of an adapter: set lora_rank too")
+            raise ValueError(
+                "lora_others: vLLM has to know the largest rank of an adapter: set lora_rank too"
+            )
         if self.lora_rank and self.data_parallel > 1:
-            raise ValueError("lora_rank: vLLM brings an adapter to one copy of the model alone: set data_parallel to 1")
+            raise ValueError(
+                "lora_rank: vLLM brings an adapter to one copy of the model alone: set "
+                "data_parallel to 1"
+            )
         return self
 
     @property
@@ -133,20 +193,38 @@ class VLLMConfig(Section):
             "VLLM_NO_USAGE_STATS": "1",
         }
 
-    def misfit(self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool) -> str | None:
-        """Why vLLM, set up like this, can't run a model of that shape; None when nothing speaks against it."""
+    def misfit(
+        self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool
+    ) -> str | None:
+        """Why vLLM, set up like this, can't run a model of that shape; None when nothing speaks
+        against it."""
         ways = self.tensor_parallel
         if on_cpu and self.quantise is not None:
-            return f"quantise={self.quantise}: vLLM multiplies in 8 bits on accelerators alone: remove it"
+            return (
+                f"quantise={self.quantise}: vLLM multiplies in 8 bits on accelerators alone: "
+                "remove it"
+            )
         if n_heads % ways or (n_kv_heads % ways and ways % n_kv_heads):
-            return f"tensor_parallel={ways} doesn't divide the model's {n_heads} attention and {n_kv_heads} KV heads: lower it"
+            return (
+                f"tensor_parallel={ways} doesn't divide the model's {n_heads} attention and "
+                f"{n_kv_heads} KV heads: lower it"
+            )
         if n_layers < self.pipeline_parallel:
-            return f"pipeline_parallel={self.pipeline_parallel} is more than the model's {n_layers} layers: lower it"
+            return (
+                f"pipeline_parallel={self.pipeline_parallel} is more than the model's "
+                f"{n_layers} layers: lower it"
+            )
         if on_cpu and self.pipeline_parallel > 1:
-            return "vLLM's pipelines stop at the first request on a CPU: set tensor_parallel or data_parallel instead"
+            return (
+                "vLLM's pipelines stop at the first request on a CPU: set tensor_parallel or "
+                "data_parallel instead"
+            )
         if on_cpu and head_dim not in CPU_HEAD_SIZES:
             sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-            return f"vLLM on a CPU has no attention for head_dim={head_dim}, only {sizes}: choose a model with one of these"
+            return (
+                f"vLLM on a CPU has no attention for head_dim={head_dim}, only {sizes}: choose "
+                "a model with one of these"
+            )
         if on_cpu and self.block_size % CPU_BLOCK:
             return f"block_size={self.block_size} must be a multiple of {CPU_BLOCK} on a CPU"
         return None

@@ -17,15 +17,17 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def broken_weight(weights: Weights) -> str | None:
-    """Return the name of the first weight that holds a NaN or an infinity; None where all are finite.
-    It reads every weight once, as a decoding step does."""
+    """Return the name of the first weight that holds a NaN or an infinity; None where all are
+    finite. It reads every weight once, as a decoding step does."""
     for name, weight in weights:
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             return name
     return None
 
 
-def blame(broken: Mapping[Request, int], *, all_rows: bool, weights: Weights, version: int) -> dict[Request, Exception]:
+def blame(
+    broken: Mapping[Request, int], *, all_rows: bool, weights: Weights, version: int
+) -> dict[Request, Exception]:
     """Return what each request fails with.
 
     Args:
@@ -42,8 +44,13 @@ def blame(broken: Mapping[Request, int], *, all_rows: bool, weights: Weights, ve
             cause = f"an update has broken the weights, '{name}' the first of them"
             fix = "Lower the learning rate, or go back to the last checkpoint."
         else:
-            cause, fix = f"the weight '{name}' of the model's files isn't either", "Download or export the model again."
-        raise ModelError(f"the model's logits aren't finite (weights version {version}): {cause}. {fix}")
+            cause, fix = (
+                f"the weight '{name}' of the model's files isn't either",
+                "Download or export the model again.",
+            )
+        raise ModelError(
+            f"the model's logits aren't finite (weights version {version}): {cause}. {fix}"
+        )
     return {request: _failed(request, index, name, version) for request, index in broken.items()}
 
 
@@ -54,9 +61,11 @@ def first_broken(logprobs: NDArray[np.float32]) -> int | None:
 
 
 def uncomputable(request: Request, error: Exception) -> RequestFailed:
-    """Return the error of a request whose own computation raised `error`, while others succeeded."""
+    """Return the error of a request whose own computation raised `error`, while others
+    succeeded."""
     failed = RequestFailed(
-        f"a request with a prompt of {len(request.prompt)} tokens can't be computed ({type(error).__name__}: {error}), and "
+        f"a request with a prompt of {len(request.prompt)} tokens can't be computed "
+        f"({type(error).__name__}: {error}), and "
         "others can. Leave this prompt out."
     )
     failed.__cause__ = error
@@ -64,9 +73,18 @@ def uncomputable(request: Request, error: Exception) -> RequestFailed:
 
 
 def _failed(request: Request, index: int, weight: str | None, version: int) -> RequestFailed:
-    where = f"from its new token {index} on (prompt of {len(request.prompt)} tokens, weights version {version})"
+    where = (
+        f"from its new token {index} on (prompt of {len(request.prompt)} tokens, weights "
+        f"version {version})"
+    )
     if weight is None:
-        cause, fix = "the model's weights are finite, but overflow on this request", "Leave this prompt out"
+        cause, fix = (
+            "the model's weights are finite, but overflow on this request",
+            "Leave this prompt out",
+        )
     else:
-        cause, fix = f"it reads the weight '{weight}', which isn't either", "Give the model finite weights"
+        cause, fix = (
+            f"it reads the weight '{weight}', which isn't either",
+            "Give the model finite weights",
+        )
     return RequestFailed(f"the logits of a request aren't finite {where}: {cause}. {fix}.")

@@ -1,8 +1,10 @@
-"""Any causal language model of transformers as a generator: one padded batch after the other, with transformers' own cache. A
-model that reads images, audio or videos is given those of the prompts where it is given the prompts.
+"""Any causal language model of transformers as a generator: one padded batch after the other, with
+transformers' own cache. A model that reads images, audio or videos is given those of the prompts
+where it is given the prompts.
 
-Slower than the engine (padding, no continuous batching, no shared prompts), for the models that the engine can't run. Seeds
-mean the same in both: with equal weights they give equal tokens, but for logits that differ in their last bits.
+Slower than the engine (padding, no continuous batching, no shared prompts), for the models that the
+engine can't run. Seeds mean the same in both: with equal weights they give equal tokens, but for
+logits that differ in their last bits.
 
 N = rows of the batch, L = tokens of the longest row, V = vocabulary.
 """
@@ -36,8 +38,9 @@ if TYPE_CHECKING:
 
 
 class HFGenerator(Front):
-    """model: an instance of `AutoModelForCausalLM`, or a policy around one; its parameters are read at every step. Prompts may
-    have media where it is a policy that reads them (`ratchet.models.transformers.multimodal_policy`).
+    """model: an instance of `AutoModelForCausalLM`, or a policy around one; its parameters are read
+    at every step. Prompts may have media where it is a policy that reads them
+    (`ratchet.models.transformers.multimodal_policy`).
 
     Raises ModelError for the built-in decoder.
     """
@@ -45,20 +48,34 @@ class HFGenerator(Front):
     core: PaddedBatches
 
     def __init__(
-        self, config: HFConfig, model: PreTrainedModel | PolicyModel | nn.Module, tokenizer: TextDecoder | None = None
+        self,
+        config: HFConfig,
+        model: PreTrainedModel | PolicyModel | nn.Module,
+        tokenizer: TextDecoder | None = None,
     ) -> None:
         if isinstance(model, Decoder | DecoderPolicy):
-            raise ModelError("the built-in decoder isn't a transformers model: set generator.kind to engine")
+            raise ModelError(
+                "the built-in decoder isn't a transformers model: set generator.kind to engine"
+            )
         causal: Any = _unwrapped(model) if isinstance(model, PolicyModel) else model
         text = causal.config.get_text_config()
         positions = getattr(text, "max_position_embeddings", None) or config.max_context
         if positions is None:
-            raise ModelError(f"{type(causal).__name__} doesn't name its longest context: set generator.max_context")
+            raise ModelError(
+                f"{type(causal).__name__} doesn't name its longest context: set "
+                "generator.max_context"
+            )
         vocab_size = causal.get_output_embeddings().weight.shape[0]
-        weights = model.canonical_weights if isinstance(model, PolicyModel) else partial(_named_weights, causal)
+        weights = (
+            model.canonical_weights
+            if isinstance(model, PolicyModel)
+            else partial(_named_weights, causal)
+        )
         vision: Any = model if isinstance(model, PolicyModel) and model.reads_media else None
         super().__init__(
-            PaddedBatches(causal, max_running=config.max_running, vocab_size=vocab_size, vision=vision),
+            PaddedBatches(
+                causal, max_running=config.max_running, vocab_size=vocab_size, vision=vision
+            ),
             weights,
             causal.parameters,
             tokenizer,
@@ -106,24 +123,36 @@ class _Row:
 
     def deliver(self, stop: StopReason) -> None:
         new = np.array(self.tokens[len(self.request.prompt) :], dtype=np.int64)
-        logprobs, log_kept = (np.array(column, dtype=np.float32) for column in (self.logprobs, self.log_kept))
+        logprobs, log_kept = (
+            np.array(column, dtype=np.float32) for column in (self.logprobs, self.log_kept)
+        )
         self.request.deliver(self.request.complete(new, logprobs, log_kept, stop))
 
 
 class PaddedBatches:
-    """Implements `Core`: requests that wait together form a batch, padded on the left; rows that end leave it.
+    """Implements `Core`: requests that wait together form a batch, padded on the left; rows that
+    end leave it.
 
     vision: the policy around a model that reads media; None: it reads text alone.
     """
 
-    def __init__(self, model: Any, *, max_running: int, vocab_size: int, vision: VisionPolicy | None = None) -> None:
-        self.model, self.max_running, self.vocab_size, self.vision = model, max_running, vocab_size, vision
+    def __init__(
+        self, model: Any, *, max_running: int, vocab_size: int, vision: VisionPolicy | None = None
+    ) -> None:
+        self.model, self.max_running, self.vocab_size, self.vision = (
+            model,
+            max_running,
+            vocab_size,
+            vision,
+        )
         self.waiting: deque[Request] = deque()
         self.rows: list[_Row] = []
         self.version = 0
-        self._cache: Any = None  # transformers' keys and values of all rows; None: to be computed anew
+        # transformers' keys and values of all rows; None: to be computed anew
+        self._cache: Any = None
         self._mask_NL = torch.zeros(0, 0, dtype=torch.int64)
-        self._next_N = torch.zeros(0, dtype=torch.int64)  # the position of what is fed next, in all axes of an M-RoPE the same
+        # the position of what is fed next, in all axes of an M-RoPE the same
+        self._next_N = torch.zeros(0, dtype=torch.int64)
 
     @property
     def busy(self) -> bool:
@@ -157,15 +186,17 @@ class PaddedBatches:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Raises ModelError when the weights are broken, and no request can be served. A request that can't be computed fails
-        alone."""
+        """Raises ModelError when the weights are broken, and no request can be served. A request
+        that can't be computed fails alone."""
         if not self.rows:
             count = min(len(self.waiting), self.max_running)
             self.rows = [_Row(self.waiting.popleft()) for _ in range(count)]
             for row in self.rows:
                 row.request.marks.append((0, self.version))
         training = self.model.training
-        self.model.eval()  # in training mode transformers drops out, and caches nothing when it checkpoints activations
+        # in training mode transformers drops out, and caches nothing when it checkpoints
+        # activations
+        self.model.eval()
         try:
             logits_NV = self._computed()
         finally:
@@ -182,9 +213,18 @@ class PaddedBatches:
         log_kept_N = torch.zeros_like(drawn.logprobs_N)
         if settings.filters is not None and drawn.log_kept_F is not None:
             log_kept_N[settings.filters.rows_F] = drawn.log_kept_F.to(log_kept_N.dtype)
-        columns = zip(drawn.tokens_N.tolist(), drawn.logprobs_N.tolist(), log_kept_N.tolist(), strict=True)
-        reasons = [errors.get(row.request) or row.add(*column) for row, column in zip(self.rows, columns, strict=True)]
-        ended = [(row, reason) for row, reason in zip(self.rows, reasons, strict=True) if reason is not None]
+        columns = zip(
+            drawn.tokens_N.tolist(), drawn.logprobs_N.tolist(), log_kept_N.tolist(), strict=True
+        )
+        reasons = [
+            errors.get(row.request) or row.add(*column)
+            for row, column in zip(self.rows, columns, strict=True)
+        ]
+        ended = [
+            (row, reason)
+            for row, reason in zip(self.rows, reasons, strict=True)
+            if reason is not None
+        ]
         self._keep([i for i, reason in enumerate(reasons) if reason is None])
         for row, reason in ended:
             if isinstance(reason, Exception):
@@ -194,13 +234,19 @@ class PaddedBatches:
 
     def _blamed(self, finite_N: Tensor) -> dict[Request, Exception]:
         """Errors of the rows whose logits aren't finite. Raises ModelError as `blame` does."""
-        broken = {self.rows[i].request: len(self.rows[i].logprobs) for i in (~finite_N).nonzero()[:, 0].tolist()}
+        broken = {
+            self.rows[i].request: len(self.rows[i].logprobs)
+            for i in (~finite_N).nonzero()[:, 0].tolist()
+        }
         weights = self.model.named_parameters()
-        return blame(broken, all_rows=len(broken) == len(self.rows), weights=weights, version=self.version)
+        return blame(
+            broken, all_rows=len(broken) == len(self.rows), weights=weights, version=self.version
+        )
 
     def _computed(self) -> Tensor:
-        """As `_forward`. Where a batch that begins can't be computed, its rows are tried one by one, and those that raise alone
-        fail: with a RequestFailed where the model has computed others."""
+        """As `_forward`. Where a batch that begins can't be computed, its rows are tried one by
+        one, and those that raise alone fail: with a RequestFailed where the model has computed
+        others."""
         try:
             return self._forward()
         except Exception:  # of any kind: what breaks one request must not cost the others
@@ -232,15 +278,20 @@ class PaddedBatches:
         self.rows = [self.rows[i] for i in kept]
 
     def _forward(self) -> Tensor:
-        """Logits of each row's next token [N, V], float32 or better; feeds what the cache doesn't have yet."""
+        """Logits of each row's next token [N, V], float32 or better; feeds what the cache doesn't
+        have yet."""
         if self._cache is not None:
             feed = torch.tensor([row.tokens[-1:] for row in self.rows], device=self.model.device)
-            self._mask_NL = torch.cat([self._mask_NL, self._mask_NL.new_ones(len(self.rows), 1)], dim=1)
+            self._mask_NL = torch.cat(
+                [self._mask_NL, self._mask_NL.new_ones(len(self.rows), 1)], dim=1
+            )
             out = self._run(feed, self._next_N[:, None])
             self._next_N = self._next_N + 1
         elif self.vision is not None:
             media = [row.request.media for row in self.rows]
-            out, self._mask_NL, self._next_N = self.vision.prefill([row.tokens for row in self.rows], media)
+            out, self._mask_NL, self._next_N = self.vision.prefill(
+                [row.tokens for row in self.rows], media
+            )
         else:
             out = self._prefill()
         self._cache = out.past_key_values
@@ -250,9 +301,13 @@ class PaddedBatches:
     def _prefill(self) -> Any:
         device, lengths = self.model.device, [len(row.tokens) for row in self.rows]
         longest = max(lengths)
-        feed = torch.tensor([[0] * (longest - len(row.tokens)) + row.tokens for row in self.rows], device=device)
+        feed = torch.tensor(
+            [[0] * (longest - len(row.tokens)) + row.tokens for row in self.rows], device=device
+        )
         self._next_N = torch.tensor(lengths, device=device)
-        self._mask_NL = (torch.arange(longest, device=device) >= longest - self._next_N[:, None]).long()
+        self._mask_NL = (
+            torch.arange(longest, device=device) >= longest - self._next_N[:, None]
+        ).long()
         return self._run(feed, (self._mask_NL.cumsum(-1) - 1).clamp_(min=0))
 
     def _run(self, feed: Tensor, positions: Tensor) -> Any:

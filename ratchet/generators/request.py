@@ -17,14 +17,15 @@ PromptKey = tuple[bytes, tuple[tuple[int, str], ...]]
 
 
 def prompt_key(tokens: NDArray[np.int64], media: Sequence[Placed]) -> PromptKey:
-    """Equal for equal prompts: the tokens that stand for an image are the same whatever it shows."""
+    """Equal for equal prompts: the tokens that stand for an image are the same whatever it
+    shows."""
     return tokens.tobytes(), tuple((start, medium.key) for start, medium in media)
 
 
 @dataclass(eq=False)
 class Request:
-    """prompt: int64, at least one token. limit: tokens at which the whole sequence ends, more than the prompt has. media: those
-    of the prompt, in order.
+    """prompt: int64, at least one token. limit: tokens at which the whole sequence ends, more than
+    the prompt has. media: those of the prompt, in order.
 
     `deliver` and `fail`: exactly one of them is called, once, unless the request is cancelled.
     """
@@ -36,8 +37,10 @@ class Request:
     fail: Callable[[BaseException], None]
     watch: StopStrings | None = None
     media: tuple[Placed, ...] = ()
-    key: tuple[str | None, PromptKey] = field(init=False)  # equal for equal prompts that the same adapter serves
-    marks: list[tuple[int, int]] = field(default_factory=list)  # (new tokens so far, version of the next ones)
+    # equal for equal prompts that the same adapter serves
+    key: tuple[str | None, PromptKey] = field(init=False)
+    # (new tokens so far, version of the next ones)
+    marks: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.key = self.sampling.adapter, prompt_key(self.prompt, self.media)
@@ -71,8 +74,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Entrance:
-    """What every prompt is held to. tokenizer: needed for requests with stop strings only. records_routes: see
-    `Sampling.routes`. adapters: the names that `Sampling.adapter` may have. reads_media: whether the model does."""
+    """What every prompt is held to. tokenizer: needed for requests with stop strings only.
+    records_routes: see `Sampling.routes`. adapters: the names that `Sampling.adapter` may have.
+    reads_media: whether the model does."""
 
     vocab_size: int
     max_context: int
@@ -89,26 +93,48 @@ class Entrance:
         fail: Callable[[BaseException], None],
         media: Sequence[Placed] = (),
     ) -> Request:
-        """Raises DataError for a prompt that is empty, too long, has an unknown token or media that don't lie in it,
-        ConfigError for an impossible sampling, or media that the model can't read."""
+        """Raises DataError for a prompt that is empty, too long, has an unknown token or media that
+        don't lie in it, ConfigError for an impossible sampling, or media that the model can't
+        read."""
         prompt = _token_array(tokens)
         if len(prompt) > self.max_context:
-            raise DataError(f"a prompt of {len(prompt)} tokens doesn't fit a context of {self.max_context}: shorten or drop it")
+            raise DataError(
+                f"a prompt of {len(prompt)} tokens doesn't fit a context of {self.max_context}: "
+                "shorten or drop it"
+            )
         if prompt.view(np.uint64).max() >= self.vocab_size:  # a negative id is a huge one
             wrong = next(token for token in prompt.tolist() if not 0 <= token < self.vocab_size)
-            raise DataError(f"token {wrong} isn't in the model's vocabulary of {self.vocab_size}: is this its tokenizer?")
+            raise DataError(
+                f"token {wrong} isn't in the model's vocabulary of {self.vocab_size}: is this its "
+                "tokenizer?"
+            )
         self._check_media(prompt, media)
         if sampling.routes and not self.records_routes:
-            raise ConfigError("sampling asks for routes, and this generator records none: only the engine does, of experts")
+            raise ConfigError(
+                "sampling asks for routes, and this generator records none: only the engine does, "
+                "of experts"
+            )
         if sampling.adapter is not None and sampling.adapter not in (known := self.adapters()):
-            served = f"it serves {', '.join(known)}" if known else "it serves the policy's own alone: set generator.kind=engine"
+            served = (
+                f"it serves {', '.join(known)}"
+                if known
+                else "it serves the policy's own alone: set generator.kind=engine"
+            )
             raise ConfigError(f"the generator has no adapter '{sampling.adapter}': {served}")
         if sampling.stop and self.tokenizer is None:
-            raise ConfigError("sampling.stop has strings, but the generator has no tokenizer: give it one, or use stop_ids")
-        watch = StopStrings(sampling.stop, self.tokenizer) if sampling.stop and self.tokenizer is not None else None
+            raise ConfigError(
+                "sampling.stop has strings, but the generator has no tokenizer: give it one, or "
+                "use stop_ids"
+            )
+        watch = (
+            StopStrings(sampling.stop, self.tokenizer)
+            if sampling.stop and self.tokenizer is not None
+            else None
+        )
         if sampling.drawn >= len(prompt):
             raise DataError(
-                f"sampling.drawn={sampling.drawn} of a prompt of {len(prompt)} tokens leaves none before it. "
+                f"sampling.drawn={sampling.drawn} of a prompt of {len(prompt)} tokens leaves none "
+                "before it. "
                 "Set sampling.drawn=0."
             )
         if watch is not None:
@@ -120,37 +146,49 @@ class Entrance:
     def _check_media(self, prompt: NDArray[np.int64], media: Sequence[Placed]) -> None:
         if media and not self.reads_media:
             raise ConfigError(
-                f"the prompt has {len(media)} media (the first is of kind {media[0].medium.kind}), and this generator reads "
+                f"the prompt has {len(media)} media (the first is of kind {media[0].medium.kind}), "
+                "and this generator reads "
                 "text alone: set generator.kind to hf or vllm, with a model that reads them"
             )
         end = 0
         for start, medium in media:
             if start < end or start + medium.span > len(prompt):
                 raise DataError(
-                    f"a medium ({medium.kind}) is at tokens {start} to {start + medium.span} of a prompt of {len(prompt)}, "
-                    "outside or over the one before: give media in order, with the tokens that they were rendered with"
+                    f"a medium ({medium.kind}) is at tokens {start} to {start + medium.span} of a "
+                    f"prompt of {len(prompt)}, "
+                    "outside or over the one before: give media in order, with the tokens that "
+                    "they were rendered with"
                 )
             end = start + medium.span
 
 
 def _token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a copy of a prompt. Raise DataError where it is no sequence of whole numbers, or is empty."""
+    """Return a copy of a prompt. Raise DataError where it is no sequence of whole numbers, or is
+    empty."""
     try:
         array = np.asarray(tokens)
         if array.dtype.kind not in "iu" and len(array):
             raise TypeError(f"their type is {array.dtype}")
         prompt = np.array(array, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"a prompt is no sequence of token ids ({error}). Give whole numbers, as a tokenizer does.") from None
+        raise DataError(
+            f"a prompt is no sequence of token ids ({error}). Give whole numbers, as a tokenizer "
+            "does."
+        ) from None
     if prompt.ndim != 1:
-        raise DataError(f"a prompt has the shape {list(prompt.shape)}. Give one sequence of token ids.")
+        raise DataError(
+            f"a prompt has the shape {list(prompt.shape)}. Give one sequence of token ids."
+        )
     if not len(prompt):
-        raise DataError("an empty prompt: the first token needs something before it, at least a BOS token")
+        raise DataError(
+            "an empty prompt: the first token needs something before it, at least a BOS token"
+        )
     return prompt
 
 
 class Core(Protocol):
-    """What the asynchronous front drives: it owns the requests from `add` until it delivers, cancels or gives them back."""
+    """What the asynchronous front drives: it owns the requests from `add` until it delivers,
+    cancels or gives them back."""
 
     @property
     def version(self) -> int: ...
@@ -158,7 +196,8 @@ class Core(Protocol):
     def busy(self) -> bool: ...
     def add(self, request: Request) -> None: ...
     def cancel(self, request: Request) -> None:
-        """Forgets it, wherever it is; one that has already been delivered is none of its business."""
+        """Forgets it, wherever it is; one that has already been delivered is none of its
+        business."""
         ...
 
     def abort(self) -> None: ...
@@ -167,9 +206,11 @@ class Core(Protocol):
         ...
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
-        """The weights have changed: stamps the tokens drawn from now on. keep_kv: old keys and values stay in use."""
+        """The weights have changed: stamps the tokens drawn from now on. keep_kv: old keys and
+        values stay in use."""
         ...
 
     def reset(self) -> list[Request]:
-        """Gives back every request undelivered, and drops all state: after an error, nothing is trusted."""
+        """Gives back every request undelivered, and drops all state: after an error, nothing is
+        trusted."""
         ...

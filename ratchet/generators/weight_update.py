@@ -1,7 +1,8 @@
 """Weights on their way into a generator of this process: nothing changes before the commit.
 
-Where what is received lasts, and lies as a parameter does, the commit makes the parameter refer to it: nothing is copied, and
-the generators of a host share one copy of the weights. Memory that is used so is never written from here.
+Where what is received lasts, and lies as a parameter does, the commit makes the parameter refer to
+it: nothing is copied, and the generators of a host share one copy of the weights. Memory that is
+used so is never written from here.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ class Piece:
 
 
 class Staging:
-    """weights: gives (canonical name, tensor that shares the parameter's memory) of every weight. parameters: all of them; they
-    may be moved to other memory. quantised: the matrices that rest so. They are opened for a push that has others for them, and
-    take the memory of plain ones until they are shut again.
+    """weights: gives (canonical name, tensor that shares the parameter's memory) of every weight.
+    parameters: all of them; they may be moved to other memory. quantised: the matrices that rest
+    so. They are opened for a push that has others for them, and take the memory of plain ones until
+    they are shut again.
 
-    A learner that shares its tensors with the generator has nothing to send: such shards are recognised and skipped.
+    A learner that shares its tensors with the generator has nothing to send: such shards are
+    recognised and skipped.
     """
 
     def __init__(
@@ -55,7 +58,8 @@ class Staging:
         self._weights, self._parameters, self._quantised = weights, parameters, quantised
         self.adapter: Adapter | None = None
         self._low_rank: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
-        self._open: Mapping[str, Tensor] | None = None  # during a push: of all that it may have others for
+        # during a push: of all that it may have others for
+        self._open: Mapping[str, Tensor] | None = None
         self._base_rests = False  # in this push
         self.pieces: list[Piece] = []
         self.stable = False  # what is received stays as it is until the commit
@@ -70,7 +74,8 @@ class Staging:
 
     @property
     def views(self) -> Mapping[str, Tensor]:
-        """Of every weight; between pushes made anew, as nothing that a learner replaces is to be held here."""
+        """Of every weight; between pushes made anew, as nothing that a learner replaces is to be
+        held here."""
         return self._open if self._open is not None else dict(self.shown())
 
     def _viewed(self) -> Mapping[str, Tensor]:
@@ -86,15 +91,19 @@ class Staging:
         return bool(self._borrowed)
 
     def prepare(self, manifest: Mapping[str, Any]) -> None:
-        """manifest: "weights", {name: {"shape", "dtype"}} of all that will be sent (absent: whatever comes is all); "stable":
-        whether what is received may be copied as late as the commit; "lasting": whether it may be used instead of a copy.
+        """manifest: "weights", {name: {"shape", "dtype"}} of all that will be sent (absent:
+        whatever comes is all); "stable": whether what is received may be copied as late as the
+        commit; "lasting": whether it may be used instead of a copy.
 
-        A learner that ties the head to the embedding does not send it. Raises ModelError for a model of other weights.
+        A learner that ties the head to the embedding does not send it. Raises ModelError for a
+        model of other weights.
         """
         self.clear()
         weights = manifest.get("weights")
         moving = dict(self._low_rank())  # an adapter's base comes once
-        self._base_rests = weights is not None and self.adapter is not None and weights.keys() <= moving.keys()
+        self._base_rests = (
+            weights is not None and self.adapter is not None and weights.keys() <= moving.keys()
+        )
         for matrix in () if self._base_rests else self._quantised():
             matrix.open()
         self._open = self._viewed()
@@ -107,14 +116,21 @@ class Staging:
         self.head_is_embedding = HEAD in self.views and HEAD not in weights
         missing = [name for name in self.views if name not in weights and name != HEAD]
         if missing or (self.head_is_embedding and EMBEDDING not in weights):
-            raise ModelError(f"weight '{(*missing, HEAD)[0]}' of the generator's model is none of those that the learner sends")
+            raise ModelError(
+                f"weight '{(*missing, HEAD)[0]}' of the generator's model is none of those that "
+                "the learner sends"
+            )
 
     def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
         view = self.views.get(name)
         if view is None:
-            raise ModelError(f"weight '{name}' was sent to a generator whose model has none of that name")
+            raise ModelError(
+                f"weight '{name}' was sent to a generator whose model has none of that name"
+            )
         if tuple(view.shape) != shape:
-            raise ModelError(f"weight '{name}' was sent with shape {shape}, the model has {tuple(view.shape)}")
+            raise ModelError(
+                f"weight '{name}' was sent with shape {shape}, the model has {tuple(view.shape)}"
+            )
         return view
 
     def receive(self, shards: Iterator[Shard]) -> None:
@@ -128,7 +144,9 @@ class Staging:
         view = self._view(name, tuple(shard.shape))
         piece = Piece(name, tuple(shard.offsets), shard.tensor.detach())
         if piece.place(view).data_ptr() != piece.tensor.data_ptr():
-            own = piece.tensor if self.stable else piece.tensor.to(view.device, view.dtype, copy=True)
+            own = (
+                piece.tensor if self.stable else piece.tensor.to(view.device, view.dtype, copy=True)
+            )
             self.pieces.append(Piece(name, piece.offsets, own))
 
     def apply(self) -> None:
@@ -141,8 +159,8 @@ class Staging:
         self.clear()
 
     def _borrow(self) -> list[tuple[Tensor, Tensor]]:
-        """Lets parameters refer to what was received, where they can. Gives (place, piece) of all else, to be copied: that must
-        not change memory which others use too."""
+        """Lets parameters refer to what was received, where they can. Gives (place, piece) of all
+        else, to be copied: that must not change memory which others use too."""
         parameters = list(self._parameters())
         if not parameters or not (self._borrowed or self.lasting):
             return self._placed(self.pieces)
@@ -150,7 +168,9 @@ class Staging:
         starts = sorted(tensor.data_ptr() for tensor in (*parameters, *opened))
         own: dict[int, list[Piece]] = {}  # by the address of the parameter, or of what is opened
         for piece in self.pieces:
-            own.setdefault(starts[bisect_right(starts, self.views[piece.name].data_ptr()) - 1], []).append(piece)
+            own.setdefault(
+                starts[bisect_right(starts, self.views[piece.name].data_ptr()) - 1], []
+            ).append(piece)
         left = [piece for tensor in opened for piece in own.get(tensor.data_ptr(), [])]
         before, self._borrowed = {id(parameter) for parameter in self._borrowed}, []
         for parameter in parameters:
@@ -177,7 +197,8 @@ class Staging:
 
 
 def _laid_alike(parameter: Tensor, pieces: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """The parameter's new values where they lie, if the pieces (place, what) lie there as their places do in it; else None."""
+    """The parameter's new values where they lie, if the pieces (place, what) lie there as their
+    places do in it; else None."""
     pieces = sorted(pieces, key=lambda pair: pair[0].data_ptr())
     at = parameter.data_ptr()
     if not pieces or parameter.is_cuda or not parameter.is_contiguous():
@@ -185,9 +206,19 @@ def _laid_alike(parameter: Tensor, pieces: list[tuple[Tensor, Tensor]]) -> Tenso
     first = pieces[0][1]
     memory = first.untyped_storage().data_ptr()
     for place, what in pieces:
-        alike = what.dtype == parameter.dtype and place.is_contiguous() and what.is_contiguous() and not what.is_cuda
+        alike = (
+            what.dtype == parameter.dtype
+            and place.is_contiguous()
+            and what.is_contiguous()
+            and not what.is_cuda
+        )
         there = what.data_ptr() - first.data_ptr() == at - parameter.data_ptr()
-        if not (alike and there and place.data_ptr() == at and what.untyped_storage().data_ptr() == memory):
+        if not (
+            alike
+            and there
+            and place.data_ptr() == at
+            and what.untyped_storage().data_ptr() == memory
+        ):
             return None
         at += place.nbytes
     if at != parameter.data_ptr() + parameter.nbytes:

@@ -1,12 +1,14 @@
-"""The decoder's operations in float32 on a CPU, each one call: single passes over memory, and products by the quicker library.
+"""The decoder's operations in float32 on a CPU, each one call: single passes over memory, and
+products by the quicker library.
 
-PyTorch's own take several passes, and the interpreter some ten microseconds for each, which is what a decoding step of a small
-model consists of. Who calls these has asked `fits`; the same in PyTorch's operations, for every other dtype and device, stands
-beside each call (`ratchet.models.ops`; `attention`, `scheduler` of `ratchet.generators.engine`). Gradients are written out, of
-first order.
+PyTorch's own take several passes, and the interpreter some ten microseconds for each, which is what
+a decoding step of a small model consists of. Who calls these has asked `fits`; the same in
+PyTorch's operations, for every other dtype and device, stands beside each call
+(`ratchet.models.ops`; `attention`, `scheduler` of `ratchet.generators.engine`). Gradients are
+written out, of first order.
 
-T = tokens, N = requests, H = query heads, K = key/value heads, L = capacity of a slot in tokens, C = D / 2, D = head_dim,
-d = inputs, o = outputs, F = size of the gated layer.
+T = tokens, N = requests, H = query heads, K = key/value heads, L = capacity of a slot in tokens, C
+= D / 2, D = head_dim, d = inputs, o = outputs, F = size of the gated layer.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from torch.autograd.profiler import record_function
 from ratchet.kernels.build import library, processor
 
 PARTS, WIDEST_HEAD = 8, 512  # as in kernels.c and rows.h
-WIDE = 2**17  # elements of a matrix from which oneDNN's products are quicker than MKL's, where MKL isn't at home
+# elements of a matrix from which oneDNN's products are quicker than MKL's, where MKL isn't at home
+WIDE = 2**17
 
 P, N, X = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
@@ -45,14 +48,16 @@ _onednn = False
 
 
 def use(wanted: bool) -> None:
-    """From now on this process computes with these, or without. Raises OSError where they can't be compiled."""
+    """From now on this process computes with these, or without. Raises OSError where they can't be
+    compiled."""
     global _library, _onednn
     found: Any = library() if wanted else None
     if found is not None:
         for name, types in SIGNATURES.items():
             function = getattr(found, name)
             function.argtypes, function.restype = types, N if name == "step_scratch" else None
-    # MKL keeps its best kernels for Intel's processors. By vendor, not by a probe: a run must come to the same bits again.
+    # MKL keeps its best kernels for Intel's processors. By vendor, not by a probe: a run must come
+    # to the same bits again.
     _onednn = wanted and torch.backends.mkldnn.is_available() and b"AuthenticAMD" in processor()
     _library = found
 
@@ -65,14 +70,15 @@ def fits(*tensors: Tensor) -> bool:
     """Whether these functions are for such tensors, here and now."""
     if _library is None or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return False
-    for t in tensors:  # noqa: SIM110 -- a generator takes as long as a small operation
+    for t in tensors:  # a generator takes as long as a small operation
         if t.dtype is not torch.float32 or not t.is_cpu or type(t) not in PLAIN:
             return False
     return True
 
 
 def laid(x: Tensor, *shape: int) -> bool:
-    """Whether it is as the C takes for granted that it is: who is not would be read behind its end."""
+    """Whether it is as the C takes for granted that it is: who is not would be read behind its
+    end."""
     return x.shape == shape and x.is_contiguous()
 
 
@@ -89,7 +95,9 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
 def _normed(x: Tensor, weight_d: Tensor, eps: float, r_T: Tensor | None) -> Tensor:
     """r_T: is filled with the factors on x."""
     out, d = torch.empty_like(x), x.shape[-1]
-    _library.norm(x.data_ptr(), weight_d.data_ptr(), out.data_ptr(), _address(r_T), x.numel() // d, d, eps)
+    _library.norm(
+        x.data_ptr(), weight_d.data_ptr(), out.data_ptr(), _address(r_T), x.numel() // d, d, eps
+    )
     return out
 
 
@@ -104,7 +112,11 @@ class _RMSNorm(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_d, r_T = ctx.saved_tensors
-        grad_x, grad_weight, parts = torch.empty_like(x), torch.empty_like(weight_d), x.new_empty(PARTS, len(weight_d))
+        grad_x, grad_weight, parts = (
+            torch.empty_like(x),
+            torch.empty_like(weight_d),
+            x.new_empty(PARTS, len(weight_d)),
+        )
         tensors = grads[0].contiguous(), x, weight_d, r_T, grad_x, grad_weight, parts
         _library.norm_backward(*map(_address, tensors), len(r_T), len(weight_d))
         return grad_x, grad_weight, None
@@ -116,7 +128,9 @@ Heads = tuple[Tensor, Tensor, Tensor]
 Norms = tuple[Tensor | None, Tensor | None]
 
 
-def heads(qkv: Tensor, norms: Norms, cos_T1D: Tensor, sin_T1C: Tensor, sizes: tuple[int, int], eps: float) -> Heads:
+def heads(
+    qkv: Tensor, norms: Norms, cos_T1D: Tensor, sin_T1C: Tensor, sizes: tuple[int, int], eps: float
+) -> Heads:
     """As `ops.heads`."""
     if torch.is_grad_enabled():
         return _Heads.apply(qkv, *norms, cos_T1D, sin_T1C, sizes, eps)
@@ -125,18 +139,33 @@ def heads(qkv: Tensor, norms: Norms, cos_T1D: Tensor, sin_T1C: Tensor, sizes: tu
 
 
 def _turned(
-    qkv: Tensor, norms: Norms, cos: Tensor, sin: Tensor, sizes: tuple[int, int], eps: float, r: Tensor | None
+    qkv: Tensor,
+    norms: Norms,
+    cos: Tensor,
+    sin: Tensor,
+    sizes: tuple[int, int],
+    eps: float,
+    r: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     (n_tokens, _, size), (n_heads, n_kv_heads) = qkv.shape, sizes
     q, k = qkv.new_empty(n_tokens, n_heads, size), qkv.new_empty(n_tokens, n_kv_heads, size)
-    _library.heads(*map(_address, (qkv, *norms, cos, sin, q, k, r)), n_tokens, n_heads, n_kv_heads, size, eps)
+    _library.heads(
+        *map(_address, (qkv, *norms, cos, sin, q, k, r)), n_tokens, n_heads, n_kv_heads, size, eps
+    )
     return q, k
 
 
 class _Heads(Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, sizes: Any, eps: float
+        ctx: Any,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        sizes: Any,
+        eps: float,
     ) -> Heads:
         qkv = qkv.contiguous()
         r = None if q_norm is None else qkv.new_empty(len(qkv), sum(sizes))
@@ -150,11 +179,20 @@ class _Heads(Function):
         qkv, q_norm, k_norm, cos, sin, r = ctx.saved_tensors
         q, k, v = map(_rows, grads)
         grad, size = q.new_empty(ctx.shape), q.shape[2]
-        grad_norms, parts = (None, None) if q_norm is None else (q.new_empty(2, size), q.new_empty(PARTS, 2, size))
+        grad_norms, parts = (
+            (None, None) if q_norm is None else (q.new_empty(2, size), q.new_empty(PARTS, 2, size))
+        )
         strided = (x for grad_out in (q, k, v) for x in (grad_out.data_ptr(), grad_out.stride(0)))
         rest = map(_address, (qkv, q_norm, k_norm, cos, sin, r, grad, grad_norms, parts))
         _library.heads_backward(*strided, *rest, len(q), q.shape[1], k.shape[1], size)
-        return grad, *((None, None) if grad_norms is None else grad_norms.unbind()), None, None, None, None
+        return (
+            grad,
+            *((None, None) if grad_norms is None else grad_norms.unbind()),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 # --- silu(gate) * up
@@ -184,27 +222,35 @@ class _SwiGLU(Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         grad, out = grads[0].contiguous(), torch.empty_like(gate_up)
-        _library.gated_backward(*map(_address, (grad, gate_up, out)), grad.numel() // grad.shape[-1], grad.shape[-1])
+        _library.gated_backward(
+            *map(_address, (grad, gate_up, out)), grad.numel() // grad.shape[-1], grad.shape[-1]
+        )
         return out
 
 
 # --- attention of a decoding step
 
 
-def decode(keys: Tensor, values: Tensor, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, positions_N: Tensor) -> Tensor:
-    """Stores a key and a value of each of the first N slots at its position (int64), and lets its queries attend to all up to
-    there: [N, H, D], of any row the same bits whatever the others are. keys, values: [N or more, K, L, D]. Without gradient."""
+def decode(
+    keys: Tensor, values: Tensor, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, positions_N: Tensor
+) -> Tensor:
+    """Stores a key and a value of each of the first N slots at its position (int64), and lets its
+    queries attend to all up to there: [N, H, D], of any row the same bits whatever the others are.
+    keys, values: [N or more, K, L, D]. Without gradient."""
     q, k, v = map(_rows, (q_NHD, k_NKD, v_NKD))
     out, capacity, size = q.new_empty(q.shape), keys.shape[2], q.shape[2]
     strided = (x for each in (q, k, v) for x in (each.data_ptr(), each.stride(0)))
     sizes = len(q), q.shape[1], k.shape[1], capacity, size, size**-0.5
-    _library.decode(keys.data_ptr(), values.data_ptr(), *strided, positions_N.data_ptr(), out.data_ptr(), *sizes)
+    _library.decode(
+        keys.data_ptr(), values.data_ptr(), *strided, positions_N.data_ptr(), out.data_ptr(), *sizes
+    )
     return out
 
 
 # --- a decoding step as a whole
 
-STEP = "ratchet::step, FLOP of its products: "  # and how many: what a profile is told of it, as it sees no call of C
+# and how many: what a profile is told of it, as it sees no call of C
+STEP = "ratchet::step, FLOP of its products: "
 
 
 def step(
@@ -216,11 +262,11 @@ def step(
     sizes: Sequence[int],
     eps: float,
 ) -> None:
-    """Takes embeddings x through all layers, in place, up to the normalised hidden states; a key and a value of each join the
-    cache. A row's bits depend on no other's. Without gradient.
+    """Takes embeddings x through all layers, in place, up to the normalised hidden states; a key
+    and a value of each join the cache. A row's bits depend on no other's. Without gradient.
 
-    layers: tensors as `Layer` of decoding.c has them, laid out row by row. tables: cosines [N, 1, D] and sines [N, 1, C].
-    places: positions and slots, int64 [N] both. sizes: d, H, K, L, D and F.
+    layers: tensors as `Layer` of decoding.c has them, laid out row by row. tables: cosines [N, 1,
+    D] and sines [N, 1, C]. places: positions and slots, int64 [N] both. sizes: d, H, K, L, D and F.
     """
     d, n_heads, n_kv_heads, _, size, gated = sizes
     count, (cos, sin), (positions_N, slots_N) = len(x_Nd), tables, places
@@ -234,7 +280,9 @@ def step(
     tensors = map(_address, (x_Nd, norm_d, cos, sin, positions_N, slots_N, scratch))
     flop = 2 * count * len(layers) * d * (2 * (n_heads + n_kv_heads) * size + 3 * gated)
     with record_function(f"{STEP}{flop}") if torch.autograd._profiler_enabled() else nullcontext():
-        _library.step((P * len(addresses))(*addresses), len(layers), *tensors, threads, count, *sizes, eps)
+        _library.step(
+            (P * len(addresses))(*addresses), len(layers), *tensors, threads, count, *sizes, eps
+        )
 
 
 # --- products
@@ -247,7 +295,11 @@ def prefers_onednn(x_Td: Tensor, weight_od: Tensor) -> bool:
 
 def product(x_Td: Tensor, weight_od: Tensor) -> Tensor:
     """x W^T by oneDNN: [T, o]."""
-    return _Product.apply(x_Td, weight_od) if torch.is_grad_enabled() else _onednn_product(x_Td, weight_od)
+    return (
+        _Product.apply(x_Td, weight_od)
+        if torch.is_grad_enabled()
+        else _onednn_product(x_Td, weight_od)
+    )
 
 
 def _onednn_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -265,7 +317,9 @@ class _Product(Function):
         """For the weights MKL is as quick."""
         x, weight = ctx.saved_tensors
         for_x, for_weight = ctx.needs_input_grad
-        return _onednn_product(grads[0], weight.t()) if for_x else None, grads[0].t() @ x if for_weight else None
+        return _onednn_product(grads[0], weight.t()) if for_x else None, grads[
+            0
+        ].t() @ x if for_weight else None
 
 
 def _address(x: Tensor | None) -> int | None:

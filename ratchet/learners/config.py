@@ -13,35 +13,45 @@ class LocalConfig(Section):
     """The learner of one process, on one device."""
 
     builds: ClassVar[str] = "ratchet.learners.local:LocalLearner"
-    compiles: ClassVar[bool] = True  # computes with the kernels of the run; ranks with PyTorch's operations alone
+    # computes with the kernels of the run; ranks with PyTorch's operations alone
+    compiles: ClassVar[bool] = True
 
     kind: Literal["local"] = "local"
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Tokens of one forward and backward; more memory, not another result. A longer sequence goes alone.",
+        description="Tokens of one forward and backward; more memory, not another result. A longer "
+        "sequence goes alone.",
     )
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Micro-batches that are computed at once, on a CPU, each by its share of `threads`; auto: a few, where "
+        description="Micro-batches that are computed at once, on a CPU, each by its share of "
+        "`threads`; auto: a few, where "
         "it is quicker, measured when the run starts.",
     )
     activation_checkpointing: bool = Field(
-        default=False, description="Recompute activations in the backward: about a third more time for much less memory."
+        default=False,
+        description="Recompute activations in the backward: about a third more time for much less "
+        "memory.",
     )
     logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Logits that exist at a time, in MiB; the rest is recomputed. auto: 16 on a CPU, 256 on an accelerator.",
+        description="Logits that exist at a time, in MiB; the rest is recomputed. auto: 16 on a "
+        "CPU, 256 on an accelerator.",
     )
-    max_bad_steps: int = Field(default=3, ge=1, description="Non-finite optimizer steps in a row after which training stops.")
+    max_bad_steps: int = Field(
+        default=3,
+        ge=1,
+        description="Non-finite optimizer steps in a row after which training stops.",
+    )
 
 
 class SpreadConfig(Section):
     """A learner that is spread over several processes, each with a device of its own.
 
-    provider: see `ratchet.learners.distributed.model_providers`. divides: checks whether a model can be divided so: (section,
-    model). rows: keys
-    of the ranks that divide these, repetitions first. own_adamw: it brings its optimizer. placeable: whether it can leave its
-    accelerator to others. adapts_pipelines: whether it has `lora` with `pipeline_parallel` too.
+    provider: see `ratchet.learners.distributed.model_providers`. divides: checks whether a model
+    can be divided so: (section, model). rows: keys of the ranks that divide these, repetitions
+    first. own_adamw: it brings its optimizer. placeable: whether it can leave its accelerator to
+    others. adapts_pipelines: whether it has `lora` with `pipeline_parallel` too.
     """
 
     provider: ClassVar[str]
@@ -51,25 +61,42 @@ class SpreadConfig(Section):
     placeable: ClassVar[bool] = True
     adapts_pipelines: ClassVar[bool] = False
 
-    tensor_parallel: int = Field(1, ge=1, description="Ranks that share out heads, MLPs and vocabulary.")
-    sequence_parallel: bool = Field(False, description="Those ranks share out the tokens too, between the products.")
-    context_parallel: int = Field(1, ge=1, description="Ranks that share out the tokens of each sequence.")
+    tensor_parallel: int = Field(
+        1, ge=1, description="Ranks that share out heads, MLPs and vocabulary."
+    )
+    sequence_parallel: bool = Field(
+        False, description="Those ranks share out the tokens too, between the products."
+    )
+    context_parallel: int = Field(
+        1, ge=1, description="Ranks that share out the tokens of each sequence."
+    )
     pipeline_parallel: int = Field(1, ge=1, description="Ranks that share out the layers.")
-    pipeline_chunks: int = Field(1, ge=1, description="Runs of layers on each of those: several are interleaved.")
-    expert_parallel: int = Field(1, ge=1, description="Ranks that share out the experts of each layer, among the data ranks.")
+    pipeline_chunks: int = Field(
+        1, ge=1, description="Runs of layers on each of those: several are interleaved."
+    )
+    expert_parallel: int = Field(
+        1, ge=1, description="Ranks that share out the experts of each layer, among the data ranks."
+    )
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Tokens of one forward and backward; more memory, not another result. A longer sequence goes alone.",
+        description="Tokens of one forward and backward; more memory, not another result. A longer "
+        "sequence goes alone.",
     )
     logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Logits that exist at a time, in MiB; the rest is recomputed. auto: 16 on a CPU, 256 on an accelerator.",
+        description="Logits that exist at a time, in MiB; the rest is recomputed. auto: 16 on a "
+        "CPU, 256 on an accelerator.",
     )
-    max_bad_steps: int = Field(default=3, ge=1, description="Non-finite optimizer steps in a row after which training stops.")
+    max_bad_steps: int = Field(
+        default=3,
+        ge=1,
+        description="Non-finite optimizer steps in a row after which training stops.",
+    )
 
 
 class DTensorConfig(SpreadConfig):
-    """In torch's own terms: FSDP2 around parts of Ratchet's decoder, or around any model of transformers."""
+    """In torch's own terms: FSDP2 around parts of Ratchet's decoder, or around any model of
+    transformers."""
 
     builds: ClassVar[str] = "ratchet.learners.distributed.fsdp:DTensorLearner"
     provider: ClassVar[str] = "ratchet.learners.distributed.fsdp_models:DTensorModels"
@@ -77,12 +104,20 @@ class DTensorConfig(SpreadConfig):
     rows: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard")
 
     kind: Literal["dtensor"] = "dtensor"
-    dp_shard: int = Field(1, ge=1, description="Ranks over which rows and weights are divided (FSDP).")
-    dp_replicate: int = Field(1, ge=1, description="Repetitions of all that, which share out the rows too (HSDP).")
-    activation_checkpointing: bool = Field(
-        default=False, description="Recompute activations in the backward: about a third more time for much less memory."
+    dp_shard: int = Field(
+        1, ge=1, description="Ranks over which rows and weights are divided (FSDP)."
     )
-    cpu_offload: bool = Field(False, description="Weights and optimizer rest in main memory between uses.")
+    dp_replicate: int = Field(
+        1, ge=1, description="Repetitions of all that, which share out the rows too (HSDP)."
+    )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Recompute activations in the backward: about a third more time for much less "
+        "memory.",
+    )
+    cpu_offload: bool = Field(
+        False, description="Weights and optimizer rest in main memory between uses."
+    )
 
 
 class MegatronConfig(SpreadConfig):
@@ -99,21 +134,30 @@ class MegatronConfig(SpreadConfig):
     kind: Literal["megatron"] = "megatron"
     data_parallel: int = Field(1, ge=1, description="Ranks over which rows are divided.")
     distributed_optimizer: bool = Field(
-        default=True, description="Those ranks share out what the optimizer keeps, each for some of the weights (ZeRO-1)."
+        default=True,
+        description="Those ranks share out what the optimizer keeps, each for some of the weights "
+        "(ZeRO-1).",
     )
-    overlap_gradients: bool = Field(False, description="Gradients are summed over ranks while the backward still runs.")
+    overlap_gradients: bool = Field(
+        False, description="Gradients are summed over ranks while the backward still runs."
+    )
     weights: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="What weights rest and compute in; with bfloat16 the optimizer keeps them in float32 too, and gradients "
+        description="What weights rest and compute in; with bfloat16 the optimizer keeps them in "
+        "float32 too, and gradients "
         "are summed in it.",
     )
     fp8: Literal["e4m3", "hybrid"] | None = Field(
         default=None,
-        description="8-bit format in which Transformer Engine multiplies; hybrid: gradients have e5m2's range. null: none.",
+        description="8-bit format in which Transformer Engine multiplies; hybrid: gradients have "
+        "e5m2's range. null: none.",
     )
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = Field(
-        default="tensorwise", description="What shares a scale in fp8: see Transformer Engine's recipes."
+        default="tensorwise",
+        description="What shares a scale in fp8: see Transformer Engine's recipes.",
     )
     recompute: Literal["none", "attention", "full"] = Field(
-        default="none", description="What the backward computes again to save memory: nothing, attention, or whole layers."
+        default="none",
+        description="What the backward computes again to save memory: nothing, attention, or whole "
+        "layers.",
     )

@@ -51,7 +51,8 @@ class Run:
 
     @cached_property
     def text(self) -> str:
-        """The text of the tokens behind the previous ones; bytes that are no UTF-8 become U+FFFD."""
+        """The text of the tokens behind the previous ones; bytes that are no UTF-8 become
+        U+FFFD."""
         return Window(self.tokenizer, self.before, list(self.tokens)).text()
 
     @cached_property
@@ -87,7 +88,11 @@ class Run:
     def is_literal(self, characters: slice, tokens: range) -> bool:
         """True if each U+FFFD in the characters is that character, not bytes that are no UTF-8."""
         text = self.text[characters]
-        return REPLACED not in text or self.is_canonical or self._writes(text, [self.tokens[i] for i in tokens], "text")
+        return (
+            REPLACED not in text
+            or self.is_canonical
+            or self._writes(text, [self.tokens[i] for i in tokens], "text")
+        )
 
     def _writes(self, text: str, tokens: Sequence[int], after: Literal["start", "text"]) -> bool:
         try:
@@ -102,10 +107,14 @@ def common_spans(student: Run, teacher: Run) -> Iterator[Span]:
     teacher: how its tokenizer writes the student's text, which needn't decode to that text.
     """
     mine, theirs = student.text, teacher.text
-    places = [(p, q) for p, q in same_places(mine, theirs) if p in student.cuts and q in teacher.cuts]
+    places = [
+        (p, q) for p, q in same_places(mine, theirs) if p in student.cuts and q in teacher.cuts
+    ]
     for (p, q), (p_end, q_end) in pairwise(places):
         tokens = range(student.cuts[p], student.cuts[p_end])
-        if canonical(mine[p:p_end]) == canonical(theirs[q:q_end]) and student.is_literal(slice(p, p_end), tokens):
+        if canonical(mine[p:p_end]) == canonical(theirs[q:q_end]) and student.is_literal(
+            slice(p, p_end), tokens
+        ):
             yield tokens, range(teacher.cuts[q], teacher.cuts[q_end])
 
 
@@ -119,8 +128,9 @@ def canonical(text: str) -> str:
 def same_places(mine: str, theirs: str) -> list[tuple[int, int]]:
     """Return ascending pairs of positions at which the one text has got as far as the other.
 
-    The texts are walked from the beginning, past differences that normalising makes (`_difference`),
-    up to the first that nothing explains; and from the end as far as they are equivalent.
+    The texts are walked from the beginning, past differences that normalising makes
+    (`_difference`), up to the first that nothing explains; and from the end as far as they are
+    equivalent.
     """
     if mine == theirs:
         return [(i, i) for i in range(len(mine) + 1)]
@@ -138,7 +148,11 @@ def same_places(mine: str, theirs: str) -> list[tuple[int, int]]:
         forwards.append((my_ends[i], their_ends[j]))
     back_i, back_j = len(mine_C), len(theirs_C)
     backwards = [(len(mine), len(theirs))]
-    while back_i > i and back_j > j and canonical(mine_C[back_i - 1]) == canonical(theirs_C[back_j - 1]):
+    while (
+        back_i > i
+        and back_j > j
+        and canonical(mine_C[back_i - 1]) == canonical(theirs_C[back_j - 1])
+    ):
         back_i, back_j = back_i - 1, back_j - 1
         backwards.append((my_ends[back_i], their_ends[back_j]))
     return [*forwards, *(place for place in reversed(backwards) if place != forwards[-1])]
@@ -146,7 +160,11 @@ def same_places(mine: str, theirs: str) -> list[tuple[int, int]]:
 
 def _ends(text: str) -> list[int]:
     """Return 0, and where each cluster ends: characters that canonical composition may join."""
-    return [0, *(i for i in range(1, len(text)) if not _joins(text[i])), *([len(text)] if text else [])]
+    return [
+        0,
+        *(i for i in range(1, len(text)) if not _joins(text[i])),
+        *([len(text)] if text else []),
+    ]
 
 
 def _joins(character: str) -> bool:
@@ -157,8 +175,8 @@ def _joins(character: str) -> bool:
 def _difference(mine_C: Sequence[str], theirs_C: Sequence[str]) -> tuple[int, int] | None:
     """Return how many clusters at the beginning of each are spellings of the same.
 
-    Spellings differ by case, by accents, by a compatible form ("fi" for the ligature), or by a space
-    that one side lacks. None: the clusters are no such spellings.
+    Spellings differ by case, by accents, by a compatible form ("fi" for the ligature), or by a
+    space that one side lacks. None: the clusters are no such spellings.
     """
     my_fold, their_fold = _folded(mine_C[0]), _folded(theirs_C[0])
     if not my_fold or not their_fold:
@@ -177,7 +195,9 @@ def _difference(mine_C: Sequence[str], theirs_C: Sequence[str]) -> tuple[int, in
 def _folded(text: str) -> str:
     """Return the compatible form of a text without case, accents, spaces and control characters."""
     plain = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
-    return "".join(character for character in plain if unicodedata.category(character)[0] not in "MZC")
+    return "".join(
+        character for character in plain if unicodedata.category(character)[0] not in "MZC"
+    )
 
 
 # --- where tokens end in a text
@@ -203,7 +223,9 @@ class Window:
 
     def text(self, count: int | None = None) -> str:
         """Return the text of the first `count` tokens; None: of all."""
-        return self.tokenizer.decode([*self.before, *self.tokens[:count]])[len(self.tokenizer.decode(self.before)) :]
+        return self.tokenizer.decode([*self.before, *self.tokens[:count]])[
+            len(self.tokenizer.decode(self.before)) :
+        ]
 
     def pass_over(self, count: int, piece: str) -> None:
         """Move the place behind the first `count` tokens, whose text is `piece`."""

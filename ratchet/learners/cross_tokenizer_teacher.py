@@ -1,6 +1,8 @@
-"""A teacher with another tokenizer: asked about the same text in its own tokens, answering in the student's.
+"""A teacher with another tokenizer: asked about the same text in its own tokens, answering in the
+student's.
 
-T = the student's tokens laid end to end. `ratchet.learners.cross_tokenizer_spans` says what a span is.
+T = the student's tokens laid end to end. `ratchet.learners.cross_tokenizer_spans` says what a span
+is.
 """
 
 from __future__ import annotations
@@ -35,18 +37,23 @@ class Translation:
 class AlignedTeacher(Teacher):
     """Scores like a learner, for a frozen role.
 
-    "logprobs" [T]: a span's log-probability under the teacher, spread evenly over the student's tokens of the span, so that
-    sums over spans are right. "spans" [T] int64: numbers the spans of the batch, -1 outside. What lies beyond the teacher's
-    `max_positions`, counted in its own tokens, has no span.
+    "logprobs" [T]: a span's log-probability under the teacher, spread evenly over the student's
+    tokens of the span, so that sums over spans are right. "spans" [T] int64: numbers the spans of
+    the batch, -1 outside. What lies beyond the teacher's `max_positions`, counted in its own
+    tokens, has no span.
     """
 
     reads_rows: ClassVar[bool] = False
 
-    def __init__(self, inner: Learner, student: Tokenizer, teacher: Tokenizer, *, max_positions: int) -> None:
+    def __init__(
+        self, inner: Learner, student: Tokenizer, teacher: Tokenizer, *, max_positions: int
+    ) -> None:
         super().__init__(inner, max_positions=max_positions, vocab_size=teacher.vocab_size)
         self.student, self.teacher = student, teacher
 
-    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+    async def score(
+        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+    ) -> Mapping[str, Tensor]:
         self.check_media(batch)
         translations = [self.translate(tokens, asked) for tokens, asked in _rows(batch)]
         theirs = await self._ask(batch, translations)
@@ -74,14 +81,18 @@ class AlignedTeacher(Teacher):
         return (await self.inner.score(packed, ["logprobs"]))["logprobs"]
 
     def translate(self, tokens: Sequence[int], asked: Sequence[bool]) -> Translation:
-        """Return the row in the teacher's tokens: its text is cut at control tokens and where the writer changes.
+        """Return the row in the teacher's tokens: its text is cut at control tokens and where the
+        writer changes.
 
-        What the student wrote and the teacher has no tokens for is left out, without a span. Raises DataError for a prompt of
-        that kind.
+        What the student wrote and the teacher has no tokens for is left out, without a span. Raises
+        DataError for a prompt of that kind.
         """
         made = Translation()
         controls = set(self.student.special_ids.values()) | set(self.student.eos_ids)
-        kinds = [(i if token in controls else -1, on) for i, (token, on) in enumerate(zip(tokens, asked, strict=True))]
+        kinds = [
+            (i if token in controls else -1, on)
+            for i, (token, on) in enumerate(zip(tokens, asked, strict=True))
+        ]
         after: After = "start"
         previous: tuple[Sequence[int], Sequence[int]] = (
             (),
@@ -106,9 +117,12 @@ class AlignedTeacher(Teacher):
         return self._readable(made)
 
     def _readable(self, made: Translation) -> Translation:
-        """Without what lies beyond the teacher's context, and without spans that begin with the row: nothing predicts those."""
+        """Without what lies beyond the teacher's context, and without spans that begin with the
+        row: nothing predicts those."""
         end = self.max_positions
-        spans = [(mine, theirs) for mine, theirs in made.spans if theirs.start > 0 and theirs.stop <= end]
+        spans = [
+            (mine, theirs) for mine, theirs in made.spans if theirs.start > 0 and theirs.stop <= end
+        ]
         return Translation(made.tokens[:end], made.asked[:end], spans)
 
     def _text(self, text: str, after: After, written: bool) -> list[int]:
@@ -120,7 +134,8 @@ class AlignedTeacher(Teacher):
             raise
 
     def _control(self, token: int) -> list[int]:
-        """The teacher's token of the same name, or of the same part (end, beginning); else its name as text."""
+        """The teacher's token of the same name, or of the same part (end, beginning); else its name
+        as text."""
         name = next((text for text, i in self.student.special_ids.items() if i == token), "")
         same = self.teacher.special_ids.get(name)
         if same is not None:

@@ -1,4 +1,5 @@
-"""Where the tensors of a learner are: on the device that computes with them, or, while others need that, in main memory."""
+"""Where the tensors of a learner are: on the device that computes with them, or, while others need
+that, in main memory."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from ratchet.learners.optim.adamw import AdamW
 
 
 class Residence:
-    """Moves weights, buffers and what the optimizer keeps; gradients exist in updates only. Parameters stay the same objects.
-    What is saved, loaded or sent meanwhile is read and written where it is."""
+    """Moves weights, buffers and what the optimizer keeps; gradients exist in updates only.
+    Parameters stay the same objects. What is saved, loaded or sent meanwhile is read and written
+    where it is."""
 
     def __init__(self, modules: Sequence[nn.Module | None], optimizer: AdamW | None) -> None:
         self.modules = [module for module in modules if module is not None]

@@ -1,4 +1,5 @@
-"""What is put around a learner: everything goes to that one, but for what a subclass does itself."""
+"""What is put around a learner: everything goes to that one, but for what a subclass does
+itself."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ class Around:
     def __init__(self, inner: Learner) -> None:
         self.inner = inner
 
-    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+    async def score(
+        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+    ) -> Mapping[str, Tensor]:
         return await self.inner.score(batch, wanted, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
@@ -42,5 +45,7 @@ class Around:
         await self._placeable().offload()
 
     def _placeable(self) -> Placeable:
-        assert isinstance(self.inner, Placeable), f"{type(self.inner).__name__} can't leave its device"
+        assert isinstance(self.inner, Placeable), (
+            f"{type(self.inner).__name__} can't leave its device"
+        )
         return self.inner

@@ -1,4 +1,5 @@
-"""Shape of the built-in decoder, read from and written to a Hugging Face `config.json`. Free of torch."""
+"""Shape of the built-in decoder, read from and written to a Hugging Face `config.json`. Free of
+torch."""
 
 from __future__ import annotations
 
@@ -16,8 +17,15 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {  # what each rope_type needs beside
     "yarn": ("factor", ORIGINAL),
 }
 SILU = ("silu", "swish")
-EXPERT_KEYS = ("num_experts", "num_local_experts")  # Qwen's older name; Mixtral's, since transformers 5 everybody's
-REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+# Qwen's older name; Mixtral's, since transformers 5 everybody's
+EXPERT_KEYS = ("num_experts", "num_local_experts")
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+)
 
 
 @dataclass(frozen=True)
@@ -55,17 +63,42 @@ class Family:
 
 
 MIXTRAL = Sparse(
-    8, 2, "intermediate_size", renormalise=True, dense_layers=False, block="block_sparse_moe", gate_up=("w1", "w3"), down="w2"
+    8,
+    2,
+    "intermediate_size",
+    renormalise=True,
+    dense_layers=False,
+    block="block_sparse_moe",
+    gate_up=("w1", "w3"),
+    down="w2",
 )
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("LlamaForCausalLM", qkv_bias=None, mlp_bias=True, max_positions=2048, kv_heads=None, bos_id=1, eos_id=2),
+    "llama": Family(
+        "LlamaForCausalLM",
+        qkv_bias=None,
+        mlp_bias=True,
+        max_positions=2048,
+        kv_heads=None,
+        bos_id=1,
+        eos_id=2,
+    ),
     "mistral": Family(
-        "MistralForCausalLM", max_positions=131072, kv_heads=8, gated_window=False, sliding_window=4096, bos_id=1, eos_id=2
+        "MistralForCausalLM",
+        max_positions=131072,
+        kv_heads=8,
+        gated_window=False,
+        sliding_window=4096,
+        bos_id=1,
+        eos_id=2,
     ),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, qkv_bias=None, head_dim=128),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", qk_norm=True, qkv_bias=None, kv_heads=4, sparse=Sparse(128, 8, "moe_intermediate_size")
+        "Qwen3MoeForCausalLM",
+        qk_norm=True,
+        qkv_bias=None,
+        kv_heads=4,
+        sparse=Sparse(128, 8, "moe_intermediate_size"),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -83,10 +116,11 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE decoders: they differ in these fields only.
+    """Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE decoders: they differ in these fields
+    only.
 
-    n_experts: of each layer but the `dense_layers`; 0 in families without. renormalise: the weights of a token's experts add up
-    to 1.
+    n_experts: of each layer but the `dense_layers`; 0 in families without. renormalise: the weights
+    of a token's experts add up to 1.
     """
 
     vocab_size: int
@@ -105,7 +139,9 @@ class DecoderConfig:
     tied: bool = True
     norm_eps: float = 1e-6
     init_std: float = 0.02
-    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope: Mapping[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
+    )
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     n_experts: int = 0
@@ -117,22 +153,39 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         self._check_sizes()
         if self.n_heads % self.n_kv_heads:
-            raise ModelError(f"{self.n_heads} attention heads can't share {self.n_kv_heads} KV heads evenly")
+            raise ModelError(
+                f"{self.n_heads} attention heads can't share {self.n_kv_heads} KV heads evenly"
+            )
         if self.head_dim % 2:
             raise ModelError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
         keys = ROPE_KEYS.get(str(self.rope.get("rope_type", "")))
         if keys is None or any(self.rope.get(key) is None for key in ("rope_theta", *keys)):
-            known = "; ".join(f"{kind}: {', '.join(('rope_theta', *keys))}" for kind, keys in ROPE_KEYS.items())
-            raise ModelError(f"rope={brief(dict(self.rope))} lacks a rope_type or a key of it; they are {known}")
-        if wrong := next((key for key in ("rope_theta", *keys) if not is_number(self.rope[key]) or self.rope[key] <= 0), None):
-            raise ModelError(f"rope has {wrong}={brief(self.rope[wrong])}, must be a number above 0")
+            known = "; ".join(
+                f"{kind}: {', '.join(('rope_theta', *keys))}" for kind, keys in ROPE_KEYS.items()
+            )
+            raise ModelError(
+                f"rope={brief(dict(self.rope))} lacks a rope_type or a key of it; they are {known}"
+            )
+        if wrong := next(
+            (
+                key
+                for key in ("rope_theta", *keys)
+                if not is_number(self.rope[key]) or self.rope[key] <= 0
+            ),
+            None,
+        ):
+            raise ModelError(
+                f"rope has {wrong}={brief(self.rope[wrong])}, must be a number above 0"
+            )
         self._check_experts()
 
     def _check_sizes(self) -> None:
         for name, (least, most) in SIZES.items():
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
-                raise ModelError(f"{name}={brief(value)} must be a whole number from {least} to {most}")
+                raise ModelError(
+                    f"{name}={brief(value)} must be a whole number from {least} to {most}"
+                )
         for name in ("norm_eps", "init_std"):
             value = getattr(self, name)
             if not is_number(value) or value < 0:
@@ -141,9 +194,16 @@ class DecoderConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ModelError(f"{name}={brief(getattr(self, name))} must be true or false")
         if not isinstance(self.rope, Mapping):
-            raise ModelError(f"rope={brief(self.rope)} must be a section with rope_type and rope_theta")
-        if not isinstance(self.family, str) or not (self.bos_id is None or type(self.bos_id) is int):
-            raise ModelError(f"family={brief(self.family)} must be a name, and bos_id={brief(self.bos_id)} a number or null")
+            raise ModelError(
+                f"rope={brief(self.rope)} must be a section with rope_type and rope_theta"
+            )
+        if not isinstance(self.family, str) or not (
+            self.bos_id is None or type(self.bos_id) is int
+        ):
+            raise ModelError(
+                f"family={brief(self.family)} must be a name, and bos_id={brief(self.bos_id)} a "
+                "number or null"
+            )
         for name in ("eos_ids", "dense_layers"):
             value = getattr(self, name)
             if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
@@ -153,12 +213,18 @@ class DecoderConfig:
         sparse = [name for name, family in FAMILIES.items() if family.sparse]
         if bool(self.n_experts) != (self.family in sparse):
             raise ModelError(
-                f"n_experts={self.n_experts} with family '{self.family}': {', '.join(sparse)} have experts, no others"
+                f"n_experts={self.n_experts} with family '{self.family}': {', '.join(sparse)} have "
+                "experts, no others"
             )
         if self.n_experts and not 0 < self.experts_per_token <= self.n_experts:
-            raise ModelError(f"experts_per_token={self.experts_per_token} must be 1 to n_experts={self.n_experts}")
+            raise ModelError(
+                f"experts_per_token={self.experts_per_token} must be 1 to "
+                f"n_experts={self.n_experts}"
+            )
         if self.n_experts and self.expert_intermediate_size < 1:
-            raise ModelError(f"expert_intermediate_size={self.expert_intermediate_size} must be at least 1")
+            raise ModelError(
+                f"expert_intermediate_size={self.expert_intermediate_size} must be at least 1"
+            )
 
     def is_sparse(self, layer: int) -> bool:
         return self.n_experts > 0 and layer not in self.dense_layers
@@ -168,13 +234,19 @@ class DecoderConfig:
         return tuple(layer for layer in range(self.n_layers) if self.is_sparse(layer))
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
-        """From the content of `config.json`, and of `generation_config.json`, whose end-of-sequence ids come first.
+    def from_hf(
+        cls, hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+    ) -> DecoderConfig:
+        """From the content of `config.json`, and of `generation_config.json`, whose end-of-sequence
+        ids come first.
 
         Raises ModelError where `unsupported_reason` has one.
         """
         if reason := unsupported_reason(hf):
-            raise ModelError(f"the built-in decoder can't represent this model: {reason}; load it with backend 'transformers'")
+            raise ModelError(
+                f"the built-in decoder can't represent this model: {reason}; load it with backend "
+                "'transformers'"
+            )
         family, n_heads = FAMILIES[hf["model_type"]], int(hf["num_attention_heads"])
         attention_bias = bool(hf.get("attention_bias", False))
         return cls(
@@ -196,12 +268,14 @@ class DecoderConfig:
             init_std=float(hf.get("initializer_range", 0.02)),
             rope=_rope(hf, family),
             bos_id=None if (bos := hf.get("bos_token_id", family.bos_id)) is None else int(bos),
-            eos_ids=_ids((generation or {}).get("eos_token_id")) or _ids(hf.get("eos_token_id", family.eos_id)),
+            eos_ids=_ids((generation or {}).get("eos_token_id"))
+            or _ids(hf.get("eos_token_id", family.eos_id)),
             **_experts(hf, family),
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a `config.json` that transformers >= 5 reads (`rope_theta` is repeated outside for older readers).
+        """The content of a `config.json` that transformers >= 5 reads (`rope_theta` is repeated
+        outside for older readers).
 
         Raises ModelError where no `model_type` has this combination of biases and norms.
         """
@@ -253,7 +327,12 @@ class DecoderConfig:
         qkv_bias = self.out_bias if family.qkv_bias is None else family.qkv_bias
         out_bias = self.out_bias and family.qkv_bias is None
         mlp_bias = self.mlp_bias and family.mlp_bias
-        fitting = {"qk_norm": family.qk_norm, "qkv_bias": qkv_bias, "out_bias": out_bias, "mlp_bias": mlp_bias}
+        fitting = {
+            "qk_norm": family.qk_norm,
+            "qkv_bias": qkv_bias,
+            "out_bias": out_bias,
+            "mlp_bias": mlp_bias,
+        }
         sparse = family.sparse
         if sparse and sparse.renormalise is not None:
             fitting["renormalise"] = sparse.renormalise
@@ -261,20 +340,26 @@ class DecoderConfig:
             fitting |= {"dense_layers": (), "expert_intermediate_size": self.intermediate_size}
         for name, value in fitting.items():
             if getattr(self, name) != value:
-                raise ModelError(f"no '{self.family}' config.json can say {name}={getattr(self, name)}, only {name}={value}")
+                raise ModelError(
+                    f"no '{self.family}' config.json can say {name}={getattr(self, name)}, only "
+                    f"{name}={value}"
+                )
 
 
 def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
     """Why the built-in decoder can't run the model of a `config.json`; None when it can.
 
-    Raises ModelError where it holds something else than a number, a list or an object where one belongs.
+    Raises ModelError where it holds something else than a number, a list or an object where one
+    belongs.
     """
     model_type = str(hf.get("model_type"))
     if model_type not in FAMILIES:
         return f"model_type '{model_type:.80}' is not one of {', '.join(FAMILIES)}"
     check_types(hf)
     sparse = FAMILIES[model_type].sparse
-    if missing := [key for key in (*REQUIRED, *([sparse.size_key] if sparse else [])) if hf.get(key) is None]:
+    if missing := [
+        key for key in (*REQUIRED, *([sparse.size_key] if sparse else [])) if hf.get(key) is None
+    ]:
         return f"its config.json says nothing about {', '.join(missing)}"
     if hf.get("hidden_act", "silu") not in SILU:
         return f"hidden_act '{hf['hidden_act']}' is not silu"
@@ -295,7 +380,11 @@ def _sliding_reason(hf: Mapping[str, Any], family: Family) -> str | None:
         window = hf.get("sliding_window", family.sliding_window)
         if window is not None and window < hf.get("max_position_embeddings", family.max_positions):
             return f"sliding_window={window} is shorter than its context"
-    elif hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None and not hf.get("layer_types"):
+    elif (
+        hf.get("use_sliding_window")
+        and hf.get("sliding_window", 4096) is not None
+        and not hf.get("layer_types")
+    ):
         first = 0 if family.sparse else hf.get("max_window_layers", 28)
         if first < hf["num_hidden_layers"]:
             return f"use_sliding_window limits the attention of layers {first} and up"
@@ -306,7 +395,10 @@ def _experts_reason(hf: Mapping[str, Any], sparse: Sparse) -> str | None:
     stated = {hf[key] for key in EXPERT_KEYS if hf.get(key) is not None}
     if len(stated) > 1:
         return f"{' and '.join(EXPERT_KEYS)} disagree"
-    experts, chosen = stated.pop() if stated else sparse.n_experts, hf.get("num_experts_per_tok", sparse.experts_per_token)
+    experts, chosen = (
+        stated.pop() if stated else sparse.n_experts,
+        hf.get("num_experts_per_tok", sparse.experts_per_token),
+    )
     if not 0 < chosen <= experts:
         return f"num_experts_per_tok={chosen} of {experts} experts can't be chosen"
     if sparse.dense_layers and hf.get("decoder_sparse_step", 1) < 1:
@@ -325,8 +417,12 @@ def _experts(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "n_experts": int(next(stated, sparse.n_experts)),
         "experts_per_token": int(hf.get("num_experts_per_tok", sparse.experts_per_token)),
         "expert_intermediate_size": int(hf[sparse.size_key]),
-        "renormalise": bool(hf.get("norm_topk_prob", False)) if sparse.renormalise is None else sparse.renormalise,
-        "dense_layers": tuple(n for n in range(int(hf["num_hidden_layers"])) if n in dense or (n + 1) % step),
+        "renormalise": bool(hf.get("norm_topk_prob", False))
+        if sparse.renormalise is None
+        else sparse.renormalise,
+        "dense_layers": tuple(
+            n for n in range(int(hf["num_hidden_layers"])) if n in dense or (n + 1) % step
+        ),
     }
 
 
@@ -345,12 +441,17 @@ def _rope_reason(hf: Mapping[str, Any]) -> str | None:
 
 
 def _rope(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """`rope_parameters` as transformers 5 writes them, from these or from the older `rope_theta` + `rope_scaling`."""
+    """`rope_parameters` as transformers 5 writes them, from these or from the older `rope_theta` +
+    `rope_scaling`."""
     rope = {key: value for key, value in stated_rope(hf).items() if key != "type"}
     rope["rope_type"] = stated_rope(hf).get("rope_type", stated_rope(hf).get("type", "default"))
     rope["rope_theta"] = float(rope.get("rope_theta") or hf.get("rope_theta") or family.rope_theta)
     if ORIGINAL in ROPE_KEYS[rope["rope_type"]]:
-        rope[ORIGINAL] = int(hf.get(ORIGINAL) or rope.get(ORIGINAL) or hf.get("max_position_embeddings", family.max_positions))
+        rope[ORIGINAL] = int(
+            hf.get(ORIGINAL)
+            or rope.get(ORIGINAL)
+            or hf.get("max_position_embeddings", family.max_positions)
+        )
     return rope
 
 

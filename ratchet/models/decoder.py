@@ -1,7 +1,9 @@
-"""The one decoder that learner and embedded engine share, over flat token axes: no batch dimension, no padding.
+"""The one decoder that learner and embedded engine share, over flat token axes: no batch dimension,
+no padding.
 
-How tokens attend to each other is the caller's: the learner passes attention over packed sequences, the engine attention
-over its KV cache. Both therefore run the same weights through the same arithmetic.
+How tokens attend to each other is the caller's: the learner passes attention over packed sequences,
+the engine attention over its KV cache. Both therefore run the same weights through the same
+arithmetic.
 
 T = tokens, d = hidden size, H = query heads, K = key/value heads, D = head_dim, C = D / 2.
 """
@@ -26,14 +28,15 @@ from ratchet.models.parallel.sharding import UNDIVIDED, WHOLE, Part, Seams
 
 
 class Attend(Protocol):
-    """(layer index, queries [T, H, D], keys [T, K, D], values [T, K, D]) -> [T, H, D]; queries and keys are rotated."""
+    """(layer index, queries [T, H, D], keys [T, K, D], values [T, K, D]) -> [T, H, D]; queries and
+    keys are rotated."""
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor: ...
 
 
 class Linear(nn.Linear):
-    """adapter: adds to the product, see `ratchet.models.lora.layers`. quantised: the matrix, where it rests in fewer bits;
-    there is no `weight` then."""
+    """adapter: adds to the product, see `ratchet.models.lora.layers`. quantised: the matrix, where
+    it rests in fewer bits; there is no `weight` then."""
 
     adapter: LowRank | None
     quantised: Quantised | None
@@ -44,7 +47,11 @@ class Linear(nn.Linear):
         self.register_module("quantised", None)
 
     def forward(self, input: Tensor) -> Tensor:
-        out = linear(input, self.weight, self.bias) if self.quantised is None else self.quantised(input, self.bias)
+        out = (
+            linear(input, self.weight, self.bias)
+            if self.quantised is None
+            else self.quantised(input, self.bias)
+        )
         return out if self.adapter is None else self.adapter(input, out)
 
     def quantise(self, form: Form) -> None:
@@ -58,8 +65,8 @@ class Linear(nn.Linear):
             self.quantised = None
 
     def reset_parameters(self) -> None:
-        """Nothing: weights are loaded, or drawn by `Decoder.init_weights`. What torch draws here would be thrown away, after
-        seconds per billion parameters."""
+        """Nothing: weights are loaded, or drawn by `Decoder.init_weights`. What torch draws here
+        would be thrown away, after seconds per billion parameters."""
 
 
 class Embedding(nn.Embedding):
@@ -78,21 +85,33 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; q, k and v come from one fused matrix (rows: all q heads, all k heads, all v heads)."""
+    """Grouped-query attention; q, k and v come from one fused matrix (rows: all q heads, all k
+    heads, all v heads)."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         heads = config.n_heads + 2 * config.n_kv_heads
         self.qkv_proj = Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
-        self.o_proj = Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.out_bias)
+        self.o_proj = Linear(
+            config.n_heads * config.head_dim, config.hidden_size, bias=config.out_bias
+        )
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x_Td: Tensor, cos_T1D: Tensor, sin_T1C: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_Td: Tensor,
+        cos_T1D: Tensor,
+        sin_T1C: Tensor,
+        attend: Attend,
+        read: Tensor | None = None,
+    ) -> Tensor:
         c = self.config
         qkv = self.qkv_proj(x_Td).view(len(x_Td), -1, c.head_dim)
-        q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        q_norm, k_norm = (
+            None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)
+        )
         qkv = heads(qkv, (q_norm, k_norm), cos_T1D, sin_T1C, (c.n_heads, c.n_kv_heads), c.norm_eps)
         out = attend(self.layer, *qkv).flatten(1)
         return self.o_proj(out if read is None else some_rows(out, read))
@@ -103,11 +122,14 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.gate_up_proj = Linear(
+            config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias
+        )
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_Td: Tensor, row_multiple: int = 1, route: Route | None = None) -> Tensor:
-        """row_multiple: the caller has padded all rows to it, and here they stay together. route: there are no experts."""
+        """row_multiple: the caller has padded all rows to it, and here they stay together. route:
+        there are no experts."""
         return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
 
 
@@ -118,7 +140,11 @@ class Block(nn.Module):
         self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         sparse = config.is_sparse(layer)
-        self.mlp = SparseMLP(config, config.sparse_layers.index(layer), held) if sparse else GatedMLP(config)
+        self.mlp = (
+            SparseMLP(config, config.sparse_layers.index(layer), held)
+            if sparse
+            else GatedMLP(config)
+        )
         self.seams: Seams = UNDIVIDED
 
     def forward(
@@ -131,11 +157,16 @@ class Block(nn.Module):
         route: Route | None = None,
         read: Tensor | None = None,
     ) -> Tensor:
-        """read: int64, the rows that come out; None: all. Of others it computes what these attend to."""
+        """read: int64, the rows that come out; None: all. Of others it computes what these attend
+        to."""
         enter, leave = self.seams.enter, self.seams.leave
-        attended = leave(self.self_attn(enter(self.input_layernorm(x_Td)), cos_T1D, sin_T1C, attend, read))
+        attended = leave(
+            self.self_attn(enter(self.input_layernorm(x_Td)), cos_T1D, sin_T1C, attend, read)
+        )
         x_Td = (x_Td if read is None else some_rows(x_Td, read)) + attended
-        return x_Td + leave(self.mlp(enter(self.post_attention_layernorm(x_Td)), row_multiple, route))
+        return x_Td + leave(
+            self.mlp(enter(self.post_attention_layernorm(x_Td)), row_multiple, route)
+        )
 
 
 class Decoder(nn.Module):
@@ -154,7 +185,9 @@ class Decoder(nn.Module):
         experts = len(part.experts.range(config.n_experts))
         self.layers = nn.ModuleDict({str(layer): Block(own, layer, experts) for layer in here})
         self.norm = RMSNorm(config.hidden_size, config.norm_eps) if part.last else None
-        self.lm_head = Linear(config.hidden_size, rows, bias=False) if part.last and not config.tied else None
+        self.lm_head = (
+            Linear(config.hidden_size, rows, bias=False) if part.last and not config.tied else None
+        )
         self.rotary = RotaryTable(config)
         self.checkpointing = False
         self.seams: Seams = UNDIVIDED
@@ -162,13 +195,21 @@ class Decoder(nn.Module):
     @property
     def inner_maps(self) -> Iterator[tuple[str, Linear]]:
         """By path, those of the layers."""
-        return ((path, m) for path, m in self.named_modules() if isinstance(m, Linear) and m is not self.lm_head)
+        return (
+            (path, m)
+            for path, m in self.named_modules()
+            if isinstance(m, Linear) and m is not self.lm_head
+        )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter | Quantised]]:
-        """As `named_parameters`, with the matrices that rest quantised under the names that they would have."""
+        """As `named_parameters`, with the matrices that rest quantised under the names that they
+        would have."""
         for path, module in self.named_modules():
             quantised = getattr(module, "quantised", None)
-            own = [*([("weight", quantised)] if quantised is not None else []), *module.named_parameters(recurse=False)]
+            own = [
+                *([("weight", quantised)] if quantised is not None else []),
+                *module.named_parameters(recurse=False),
+            ]
             yield from ((f"{path}.{name}" if path else name, weight) for name, weight in own)
 
     @property
@@ -200,25 +241,38 @@ class Decoder(nn.Module):
         route: Route | None = None,
         read: Tensor | None = None,
     ) -> Tensor:
-        """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next* token. Of a part of the
-        layers: what they make of x_Td, which comes from the part before; None in the first.
+        """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next*
+        token. Of a part of the layers: what they make of x_Td, which comes from the part before;
+        None in the first.
 
-        row_multiple: who pads T to a multiple for the sake of stable products names it here, for products with fewer rows.
-        route: is asked which experts compute each token; None: those that the routers choose. read: int64, no two alike, which
-        tokens' states come out, in this order; None: all.
+        row_multiple: who pads T to a multiple for the sake of stable products names it here, for
+        products with fewer rows. route: is asked which experts compute each token; None: those that
+        the routers choose. read: int64, no two alike, which tokens' states come out, in this order;
+        None: all.
         """
         self.seams.begin(len(tokens_T))
         x_Td = self.embed(tokens_T) if x_Td is None else x_Td
         cos_T1D, sin_T1C = self.rotary(positions_T, x_Td.dtype)
         last = len(self.layers) - 1
         for i, block in enumerate(self.layers.values()):
-            inputs = (x_Td, cos_T1D, sin_T1C, attend, row_multiple, route, read if i == last else None)
+            inputs = (
+                x_Td,
+                cos_T1D,
+                sin_T1C,
+                attend,
+                row_multiple,
+                route,
+                read if i == last else None,
+            )
             again = self.checkpointing and torch.is_grad_enabled()
-            x_Td = cast(Tensor, checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs))
+            x_Td = cast(
+                Tensor, checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
+            )
         return x_Td if self.norm is None else self.seams.finish(self.norm(x_Td))
 
     def init_weights(self, seed: int) -> Decoder:
-        """Matrices normal(0, init_std), biases 0, norms 1; the same bits on every device for one seed."""
+        """Matrices normal(0, init_std), biases 0, norms 1; the same bits on every device for one
+        seed."""
         with torch.no_grad():
             for parameter, (_, values) in zip(self.parameters(), self.draws(seed), strict=True):
                 parameter.copy_(values)

@@ -1,6 +1,8 @@
-"""What a decoder costs by its shape alone: parameters, arithmetic, and bytes a token. Free of torch.
+"""What a decoder costs by its shape alone: parameters, arithmetic, and bytes a token. Free of
+torch.
 
-d = hidden size, H = query heads, K = key/value heads, D = head_dim, F = size of the gated layer, V = vocabulary.
+d = hidden size, H = query heads, K = key/value heads, D = head_dim, F = size of the gated layer, V
+= vocabulary.
 """
 
 from __future__ import annotations
@@ -13,21 +15,23 @@ from ratchet.models.config import DecoderConfig
 
 @dataclass(frozen=True)
 class Work:
-    """What a token takes of any model. multiplied: entries of the matrices that it is multiplied with, the head's too.
-    attended: head dimensions of all layers' queries, each of which enters a score and a sum for each token attended to."""
+    """What a token takes of any model. multiplied: entries of the matrices that it is multiplied
+    with, the head's too. attended: head dimensions of all layers' queries, each of which enters a
+    score and a sum for each token attended to."""
 
     multiplied: int
     attended: int
 
     def forward_flop(self, tokens: float, context: float) -> float:
-        """Of that many tokens, each attending to `context` others on average: two per multiplied entry, and four per head
-        dimension of each pair (arXiv:2204.02311, appendix B)."""
+        """Of that many tokens, each attending to `context` others on average: two per multiplied
+        entry, and four per head dimension of each pair (arXiv:2204.02311, appendix B)."""
         return tokens * (2 * self.multiplied + 4 * self.attended * context)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """shape: of the whole model. compiled: whether it is computed by `ratchet.kernels.cpu`, whose backward keeps less."""
+    """shape: of the whole model. compiled: whether it is computed by `ratchet.kernels.cpu`, whose
+    backward keeps less."""
 
     shape: DecoderConfig
     compiled: bool = False
@@ -49,13 +53,17 @@ class Cost:
 
     @property
     def multiplied(self) -> int:
-        """Entries of the matrices that one token is multiplied with: of its experts only, and without the embedding, which is
-        looked up."""
+        """Entries of the matrices that one token is multiplied with: of its experts only, and
+        without the embedding, which is looked up."""
         s = self.shape
         total = s.vocab_size * s.hidden_size
         for layer in range(s.n_layers):
             total += self._attention
-            total += s.experts_per_token * self._expert + s.n_experts * s.hidden_size if s.is_sparse(layer) else self._dense
+            total += (
+                s.experts_per_token * self._expert + s.n_experts * s.hidden_size
+                if s.is_sparse(layer)
+                else self._dense
+            )
         return total
 
     @property
@@ -71,9 +79,10 @@ class Cost:
         return 2 * self.shape.n_layers * self.shape.n_kv_heads * self.shape.head_dim * size
 
     def activation_bytes(self, size: int, *, checkpointing: bool = False) -> int:
-        """What the backward of a token needs, in all layers and at the end: inputs of products, what norms and the gate keep,
-        queries, keys, values, and what attention gave, which the product after it keeps in a copy. With checkpointing a layer
-        keeps its input, and one layer at a time all."""
+        """What the backward of a token needs, in all layers and at the end: inputs of products,
+        what norms and the gate keep, queries, keys, values, and what attention gave, which the
+        product after it keeps in a copy. With checkpointing a layer keeps its input, and one layer
+        at a time all."""
         s = self.shape
         last = 2 * s.hidden_size
         if checkpointing:
@@ -96,7 +105,10 @@ class Cost:
             "up_proj": s.intermediate_size,
         }
         sides = {name: s.hidden_size + size for name, size in outputs.items()}
-        sides |= {"o_proj": queries + s.hidden_size, "down_proj": s.intermediate_size + s.hidden_size}
+        sides |= {
+            "o_proj": queries + s.hidden_size,
+            "down_proj": s.intermediate_size + s.hidden_size,
+        }
         return s.n_layers * rank * sum(sides[name] for name in targets)
 
     def _kept(self, sparse: bool) -> int:
@@ -107,7 +119,9 @@ class Cost:
         if self.compiled:  # the product only for what norms it, and values in a copy
             attention = (1 + s.qk_norm) * product + 2 * queries
         if sparse:  # each choice has its own copy of the input
-            mlp = s.experts_per_token * (s.hidden_size + 3 * s.expert_intermediate_size + s.hidden_size)
+            mlp = s.experts_per_token * (
+                s.hidden_size + 3 * s.expert_intermediate_size + s.hidden_size
+            )
         else:
             mlp = 3 * s.intermediate_size
         return 4 * s.hidden_size + attention + mlp

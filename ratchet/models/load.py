@@ -1,4 +1,5 @@
-"""From a name to a policy: a local directory first, else a model on the Hugging Face Hub, or random weights."""
+"""From a name to a policy: a local directory first, else a model on the Hugging Face Hub, or random
+weights."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
 Backend = Literal["auto", "ratchet", "transformers"]
 Towers = Literal["frozen", "trained"]
-OF_MEDIA = ("vision_config", "audio_config")  # what the configuration of a model that reads media holds
+# what the configuration of a model that reads media holds
+OF_MEDIA = ("vision_config", "audio_config")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no .bin: unpickling one runs code
+# no .bin: unpickling one runs code
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def load_policy(
@@ -38,18 +41,23 @@ def load_policy(
 ) -> PolicyModel:
     """The policy of a Hugging Face directory or Hub id.
 
-    backend: "ratchet" is the built-in decoder, "transformers" any causal language model of that library; "auto" takes ours
-    where it can represent the model. revision: branch, tag or commit on the Hub. towers: whether the encoders of
-    images, audio and videos train, in a model that has some.
-    Raises ModelError where nothing of that name exists, or the backend can't read it.
+    backend: "ratchet" is the built-in decoder, "transformers" any causal language model of that
+    library; "auto" takes ours where it can represent the model. revision: branch, tag or commit on
+    the Hub. towers: whether the encoders of images, audio and videos train, in a model that has
+    some. Raises ModelError where nothing of that name exists, or the backend can't read it.
     """
     directory = find_model(name, revision=revision, with_code=trust_remote_code)
     reason = unsupported_reason(read_json(directory / "config.json"))
     if backend == "ratchet" or (backend == "auto" and reason is None):
         if towers != "frozen":
-            raise ModelError(f"'{name}' reads text alone, and model.towers={towers} is of encoders of media: remove it")
+            raise ModelError(
+                f"'{name}' reads text alone, and model.towers={towers} is of encoders of media: "
+                "remove it"
+            )
         return DecoderPolicy(load_decoder(directory, dtype=dtype, device=device))
-    return of_transformers(directory, dtype=dtype, device=device, trust_remote_code=trust_remote_code, towers=towers)
+    return of_transformers(
+        directory, dtype=dtype, device=device, trust_remote_code=trust_remote_code, towers=towers
+    )
 
 
 def of_transformers(
@@ -61,13 +69,20 @@ def of_transformers(
     towers: Towers = "frozen",
 ) -> TransformersPolicy:
     """What transformers runs of a Hugging Face directory. Raises ModelError."""
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
     if reads_media(directory):
         from ratchet.models.transformers.multimodal_policy import VisionPolicy
 
         return VisionPolicy.load(directory, **options, towers=towers)
     if towers != "frozen":
-        raise ModelError(f"{directory} reads text alone, and model.towers={towers} is of encoders of media: remove it")
+        raise ModelError(
+            f"{directory} reads text alone, and model.towers={towers} is of encoders of media: "
+            "remove it"
+        )
     from ratchet.models.transformers.policy import TransformersPolicy
 
     return TransformersPolicy.load(directory, **options)
@@ -80,15 +95,19 @@ def reads_media(directory: Path) -> bool:
 
 
 def init_policy(
-    config: DecoderConfig, seed: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    config: DecoderConfig,
+    seed: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> DecoderPolicy:
     """Random weights: the same bits on every device for one seed."""
     return DecoderPolicy(empty_decoder(config, dtype=dtype, device=device).init_weights(seed))
 
 
 def find_model(name: str | Path, *, revision: str | None = None, with_code: bool = False) -> Path:
-    """The local directory of a model, downloaded if it is a Hub id, or a copy of what an address (s3://bucket/model) names. A
-    name that looks like a path is never downloaded."""
+    """The local directory of a model, downloaded if it is a Hub id, or a copy of what an address
+    (s3://bucket/model) names. A name that looks like a path is never downloaded."""
     if is_address(name):
         return _fetch(str(name), revision, with_code)
     path = Path(name).expanduser()
@@ -96,15 +115,27 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
         return path
     text = str(name)
     if path.exists():
-        raise ModelError(f"'{text}' is a file; a model is a directory with config.json and safetensors")
-    if isinstance(name, Path) or text.startswith((".", "/", "~")) or not HUB_ID.fullmatch(text) or _begins_here(path):
-        existing = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
-        raise ModelError(f"there is no model directory '{text}': '{existing}' is as far as that path exists")
+        raise ModelError(
+            f"'{text}' is a file; a model is a directory with config.json and safetensors"
+        )
+    if (
+        isinstance(name, Path)
+        or text.startswith((".", "/", "~"))
+        or not HUB_ID.fullmatch(text)
+        or _begins_here(path)
+    ):
+        existing = next(
+            (parent for parent in path.absolute().parents if parent.is_dir()), Path("/")
+        )
+        raise ModelError(
+            f"there is no model directory '{text}': '{existing}' is as far as that path exists"
+        )
     return _download(text, revision, with_code)
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """config.json, the tokenizer, the head of a reward model: what belongs to a model beside its weights."""
+    """config.json, the tokenizer, the head of a reward model: what belongs to a model beside its
+    weights."""
     patterns = [pattern for pattern in (*HUB_FILES, "*.py") if pattern != "*.safetensors"]
     found = {path for pattern in (*patterns, HEAD_FILE) for path in source.glob(pattern)}
     for path in sorted(found):
@@ -125,13 +156,17 @@ def _fetch(address: str, revision: str | None, with_code: bool) -> Path:
     if why := unfit(address):
         raise ModelError(f"{address} can't hold a model: {why}")
     if revision is not None:
-        raise ModelError(f"revision '{revision}' is of a model on the hub, and {address} has none: remove it")
+        raise ModelError(
+            f"revision '{revision}' is of a model on the hub, and {address} has none: remove it"
+        )
     try:
         directory = fetch_directory(address, _patterns(with_code), deep=False)
     except OSError as error:
         raise ModelError(f"the model can't be fetched: {error}") from error
     if not (directory / "config.json").is_file():
-        raise ModelError(f"{address} holds no model (no config.json): name a directory in Hugging Face's form")
+        raise ModelError(
+            f"{address} holds no model (no config.json): name a directory in Hugging Face's form"
+        )
     return directory
 
 
@@ -146,6 +181,7 @@ def _download(name: str, revision: str | None, with_code: bool) -> Path:
         reason = str(error).strip().splitlines()[0]
         at = f" at revision '{revision}'" if revision else ""
         raise ModelError(
-            f"'{name}' is neither a directory here nor a model that the Hugging Face Hub gave{at} ({reason}); "
+            f"'{name}' is neither a directory here nor a model that the Hugging Face Hub gave{at} "
+            f"({reason}); "
             "check the name, the network, and for a gated model the token (`hf auth login`)"
         ) from None

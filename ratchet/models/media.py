@@ -1,5 +1,5 @@
-"""Media as encoders of transformers' models take them: joined inputs, outputs that several sequences share, and images to probe
-a model with."""
+"""Media as encoders of transformers' models take them: joined inputs, outputs that several
+sequences share, and images to probe a model with."""
 
 from __future__ import annotations
 
@@ -33,12 +33,19 @@ class Seen:
         uses = [self.keys.index(medium.key) for medium in media]
         if uses == list(range(len(self.keys))):
             return self.output
-        return type(self.output)(**{name: self._picked(value, uses) for name, value in self.output.items()})
+        return type(self.output)(
+            **{name: self._picked(value, uses) for name, value in self.output.items()}
+        )
 
     def _picked(self, value: Any, uses: Sequence[int]) -> Any:
-        """A part of the output has an entry for each medium, or for each layer such a part; what else there is stays."""
+        """A part of the output has an entry for each medium, or for each layer such a part; what
+        else there is stays."""
         if isinstance(value, Tensor):
-            return value[torch.as_tensor(uses, device=value.device)] if len(value) == len(self.keys) else value
+            return (
+                value[torch.as_tensor(uses, device=value.device)]
+                if len(value) == len(self.keys)
+                else value
+            )
         if not isinstance(value, list | tuple):
             return value
         if len(value) == len(self.keys) and all(isinstance(part, Tensor) for part in value):
@@ -47,20 +54,26 @@ class Seen:
 
 
 def joined(media: Sequence[Medium]) -> dict[str, Tensor]:
-    """Their inputs, along the first dimension, on the CPU. Raises ModelError where they don't fit together."""
+    """Their inputs, along the first dimension, on the CPU. Raises ModelError where they don't fit
+    together."""
     names = dict.fromkeys(name for medium in media for name in medium.inputs)
     try:
         return {
-            name: torch.from_numpy(np.concatenate([medium.inputs[name] for medium in media if name in medium.inputs]))
+            name: torch.from_numpy(
+                np.concatenate([medium.inputs[name] for medium in media if name in medium.inputs])
+            )
             for name in names
         }
     except ValueError as error:
-        raise ModelError(f"media of one kind have inputs of different shapes, which can't be joined: {error}") from None
+        raise ModelError(
+            f"media of one kind have inputs of different shapes, which can't be joined: {error}"
+        ) from None
 
 
 @torch.no_grad()
 def probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
-    """Two images as the processor in a model's directory prepares them; none where it reads none."""
+    """Two images as the processor in a model's directory prepares them; none where it reads
+    none."""
     encode = getattr(model.base_model, "get_image_features", None)
     if encode is None or getattr(model.config, "image_token_id", None) is None:
         return []
@@ -68,7 +81,11 @@ def probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
         process = AutoImageProcessor.from_pretrained(directory, local_files_only=True)
     media: list[Medium] = []
     for number, (height, width) in enumerate(PROBE_SIDES):
-        pixels = np.arange(height * width * 3, dtype=np.int64).reshape(height, width, 3) * (number + 7) % 251
+        pixels = (
+            np.arange(height * width * 3, dtype=np.int64).reshape(height, width, 3)
+            * (number + 7)
+            % 251
+        )
         found = process([pixels.astype(np.uint8)], return_tensors="np")
         inputs = {name: np.asarray(value) for name, value in found.items()}
         medium = Medium(f"probe {number}", "image", 0, inputs, b"")

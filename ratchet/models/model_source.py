@@ -15,12 +15,14 @@ from ratchet.models.policy import PolicyModel
 from ratchet.models.weights.hf_weights import WeightFiles, empty_decoder, read_config, read_json
 from ratchet.models.weights.weight_layout import pieces, shards
 
-Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]  # (name, offsets, sizes) -> the block, on the CPU
+# (name, offsets, sizes) -> the block, on the CPU
+Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """shape, seed: random weights. path: a Hugging Face directory or Hub id, with the options of `load_policy`."""
+    """shape, seed: random weights. path: a Hugging Face directory or Hub id, with the options of
+    `load_policy`."""
 
     shape: DecoderConfig | None = None
     seed: int = 0
@@ -38,7 +40,9 @@ class Origin:
         """The shape, where it is our decoder that runs it; None where it is transformers."""
         if self.shape is not None:
             return self.shape
-        if self.backend == "transformers" or unsupported_reason(read_json(self.directory() / "config.json")):
+        if self.backend == "transformers" or unsupported_reason(
+            read_json(self.directory() / "config.json")
+        ):
             return None
         return read_config(self.directory())
 
@@ -65,8 +69,8 @@ class Origin:
 
 
 class _Drawn:
-    """Random weights, the same bits as `Decoder.init_weights` draws. They are drawn one after the other: who asks for all
-    blocks of one before those of the next holds a single one at a time."""
+    """Random weights, the same bits as `Decoder.init_weights` draws. They are drawn one after the
+    other: who asks for all blocks of one before those of the next holds a single one at a time."""
 
     def __init__(self, shape: DecoderConfig, seed: int) -> None:
         self.decoder = empty_decoder(shape, dtype=torch.float32, device="meta")
@@ -86,5 +90,9 @@ class _Drawn:
                 self._restart()
                 continue
             self.drawn = {drawn[0]: drawn[1]}
-        whole = next(block.tensor for block in shards(self.layout[owner], self.drawn[owner]) if block.name == name)
+        whole = next(
+            block.tensor
+            for block in shards(self.layout[owner], self.drawn[owner])
+            if block.name == name
+        )
         return whole[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]

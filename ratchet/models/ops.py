@@ -1,11 +1,12 @@
-"""The operations of the decoder: by `ratchet.kernels.cpu` where that is in use and fits, else by PyTorch.
+"""The operations of the decoder: by `ratchet.kernels.cpu` where that is in use and fits, else by
+PyTorch.
 
-The elementwise ones have their backward written out. Autograd's own of the same formulas reads and writes memory two to three
-times as often. On a CPU, where models of 0.1 to 10 M parameters spend about as long in these as in matrix products, that is a
-third of an optimizer step.
+The elementwise ones have their backward written out. Autograd's own of the same formulas reads and
+writes memory two to three times as often. On a CPU, where models of 0.1 to 10 M parameters spend
+about as long in these as in matrix products, that is a third of an optimizer step.
 
-T = tokens, H = heads (of queries, where K are those of keys and values), D = head_dim, C = D / 2, F = size of the gated layer,
-d = inputs, o = outputs.
+T = tokens, H = heads (of queries, where K are those of keys and values), D = head_dim, C = D / 2, F
+= size of the gated layer, d = inputs, o = outputs.
 """
 
 from __future__ import annotations
@@ -30,29 +31,38 @@ def linear(x: Tensor, weight_od: Tensor, bias_o: Tensor | None = None) -> Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)`, the mean over the last dimension (arXiv:1910.07467, eq. 4), in the dtype of x; the
-    mean in float32 or better. weight: of the last dimension, or of the last two (heads that differ)."""
+    """`weight * x / sqrt(mean(x^2) + eps)`, the mean over the last dimension (arXiv:1910.07467, eq.
+    4), in the dtype of x; the mean in float32 or better. weight: of the last dimension, or of the
+    last two (heads that differ)."""
     if cpu.fits(x, weight) and cpu.laid(weight, x.shape[-1]):
         return cpu.rms_norm(x, weight, eps)
     if x.is_cuda:  # one kernel there, forward and backward
         if weight.dim() == 1:
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
         return F.rms_norm(x, x.shape[-1:], None, eps) * weight.to(x.dtype)
-    if not torch.is_grad_enabled():  # the same bits, without autograd's overhead: a decoding step is small
+    # the same bits, without autograd's overhead: a decoding step is small
+    if not torch.is_grad_enabled():
         return _normalise(x, eps)[0].mul_(weight.to(x.dtype))
     return _RMSNorm.apply(x, weight, eps)
 
 
 def heads(
-    qkv: Tensor, norms: cpu.Norms, cos_T1D: Tensor, sin_T1C: Tensor, sizes: tuple[int, int], eps: float
+    qkv: Tensor,
+    norms: cpu.Norms,
+    cos_T1D: Tensor,
+    sin_T1C: Tensor,
+    sizes: tuple[int, int],
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [T, H, D], keys and values [T, K, D] of the fused product [T, H + 2 K, D]; the first two normalised where there
-    are weights [D] for them (both or none), and turned by their positions. sizes: (H, K)."""
+    """Queries [T, H, D], keys and values [T, K, D] of the fused product [T, H + 2 K, D]; the first
+    two normalised where there are weights [D] for them (both or none), and turned by their
+    positions. sizes: (H, K)."""
     q_weight, k_weight = norms
     if _compiled_heads(qkv, norms, cos_T1D, sin_T1C):
         return cpu.heads(qkv, norms, cos_T1D, sin_T1C, sizes, eps)
     qk, v_TKD = qkv.split([sum(sizes), sizes[1]], dim=1)
-    if q_weight is not None and k_weight is not None:  # both at once: a small model pays by the operation
+    # both at once: a small model pays by the operation
+    if q_weight is not None and k_weight is not None:
         weights = q_weight.expand(sizes[0], -1), k_weight.expand(sizes[1], -1)
         qk = rms_norm(qk, torch.cat(weights), eps)
     q_THD, k_TKD = rotate(qk, cos_T1D, sin_T1C).split(sizes, dim=1)
@@ -63,15 +73,21 @@ def _compiled_heads(qkv: Tensor, norms: cpu.Norms, cos: Tensor, sin: Tensor) -> 
     (rows, _, size), (q, k) = qkv.shape, norms
     if size > cpu.WIDEST_HEAD or not cpu.fits(qkv, cos, sin):
         return False
-    if q is not None and k is not None and not (cpu.fits(q, k) and cpu.laid(q, size) and cpu.laid(k, size)):
+    if (
+        q is not None
+        and k is not None
+        and not (cpu.fits(q, k) and cpu.laid(q, size) and cpu.laid(k, size))
+    ):
         return False
     return cpu.laid(cos, rows, 1, size) and cpu.laid(sin, rows, 1, size // 2)
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv:2104.09864, eq. 34) of the pairs (i, i + D/2), the layout of Hugging Face weights.
+    """Rotary position embedding (arXiv:2104.09864, eq. 34) of the pairs (i, i + D/2), the layout of
+    Hugging Face weights.
 
-    The tables come without gradient; C = D/2, as both of a pair turn by one angle, and `cos` holds it twice.
+    The tables come without gradient; C = D/2, as both of a pair turn by one angle, and `cos` holds
+    it twice.
     """
     if not torch.is_grad_enabled():
         return _turn(x_THD, cos_T1D, sin_T1C, 1)
@@ -79,7 +95,8 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
 
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:
-    """`silu(gate) * up` of a [T, 2F] tensor whose halves they are (arXiv:2002.05202, eq. 6): [T, F]."""
+    """`silu(gate) * up` of a [T, 2F] tensor whose halves they are (arXiv:2002.05202, eq. 6): [T,
+    F]."""
     if cpu.fits(gate_up_TF) and not gate_up_TF.shape[-1] % 2:
         return cpu.swiglu(gate_up_TF)
     if not torch.is_grad_enabled():
@@ -113,9 +130,15 @@ class _RMSNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With r = (mean(x^2) + eps)^-1/2, n = x r and y = w n: dw = sum(g n), dx = r (g w - n mean(g w n))."""
+        """With r = (mean(x^2) + eps)^-1/2, n = x r and y = w n: dw = sum(g n), dx = r (g w - n
+        mean(g w n))."""
         n, r, weight = ctx.saved_tensors
-        grad, n, scale, size = grads[0].to(r.dtype), n.to(r.dtype), weight.to(r.dtype), weight.shape[-1]
+        grad, n, scale, size = (
+            grads[0].to(r.dtype),
+            n.to(r.dtype),
+            weight.to(r.dtype),
+            weight.shape[-1],
+        )
         product = grad * n
         grad_weight = product.reshape(-1, *weight.shape).sum(0)
         weighed = (product @ scale) if scale.dim() == 1 else (product * scale).sum(-1)
@@ -127,7 +150,8 @@ class _RMSNorm(Function):
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x * r in the dtype of x, r in float32 or better) with r = (mean(x^2) + eps)^-1/2."""
     wide, size = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1]
-    # sqrt(n) / hypot(|x|, sqrt(n eps)) is r in few operations; vector_norm sums squares without writing them out.
+    # sqrt(n) / hypot(|x|, sqrt(n eps)) is r in few operations; vector_norm sums squares without
+    # writing them out.
     r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     torch.div(_constant(size, r.dtype), r.hypot_(_constant(size * eps, r.dtype)), out=r)
     return (wide * r).to(x.dtype), r
@@ -135,7 +159,8 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @cache
 def _constant(square: float, dtype: torch.dtype) -> Tensor:
-    """The root, as a tensor: Python numbers are converted in each operation, which takes as long as a small operation."""
+    """The root, as a tensor: Python numbers are converted in each operation, which takes as long as
+    a small operation."""
     with torch.inference_mode(False):
         return torch.tensor(square, dtype=dtype, device="cpu").sqrt_()
 

@@ -32,8 +32,8 @@ UNLIMITED = 2**31 - 1  # positions of a model whose configuration names no limit
 
 
 class PolicyModel(nn.Module, ABC):
-    """divided: by the plan of an architecture; None: it is whole, or a decoder that knows its own part. adapter: what trains in
-    place of the model's own weights; None: they do."""
+    """divided: by the plan of an architecture; None: it is whole, or a decoder that knows its own
+    part. adapter: what trains in place of the model's own weights; None: they do."""
 
     divided: Divided | None = None
     adapter: Adapter | None = None
@@ -59,8 +59,9 @@ class PolicyModel(nn.Module, ABC):
 
     @abstractmethod
     def matrices(self) -> Mapping[str, Sequence[int]]:
-        """What layers multiply hidden states by, by the name of the parameter here: the rows of each matrix that lies in it,
-        one below the other. Embeddings and the language head are none."""
+        """What layers multiply hidden states by, by the name of the parameter here: the rows of
+        each matrix that lies in it, one below the other. Embeddings and the language head are
+        none."""
 
     @property
     def work(self) -> Work | None:
@@ -69,7 +70,8 @@ class PolicyModel(nn.Module, ABC):
 
     @property
     def head_matrix(self) -> Tensor | None:
-        """[V, d], where a product with it is all that `logits` does, of whatever dtype; None where there is more to it."""
+        """[V, d], where a product with it is all that `logits` does, of whatever dtype; None where
+        there is more to it."""
         return None
 
     @property
@@ -84,7 +86,8 @@ class PolicyModel(nn.Module, ABC):
 
     @property
     def reads_media(self) -> bool:
-        """Whether `hidden` takes the media of sequences (`ratchet.models.transformers.multimodal_policy`)."""
+        """Whether `hidden` takes the media of sequences
+        (`ratchet.models.transformers.multimodal_policy`)."""
         return False
 
     @property
@@ -113,9 +116,9 @@ class PolicyModel(nn.Module, ABC):
     ) -> Tensor:
         """Final hidden states [T, d], each a function of its own sequence alone.
 
-        lengths: tokens of each sequence, each at least 1; they sum to T. positions_T restarts at 0 in each. routing: of the T
-        tokens, for a model that `routes`. read_T: bool, whose states are read; None: all. What others get is any finite number,
-        and a model need not compute it.
+        lengths: tokens of each sequence, each at least 1; they sum to T. positions_T restarts at 0
+        in each. routing: of the T tokens, for a model that `routes`. read_T: bool, whose states are
+        read; None: all. What others get is any finite number, and a model need not compute it.
         """
 
     def forward(self, *given: Any, **options: Any) -> Tensor:
@@ -124,22 +127,26 @@ class PolicyModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden_nd: Tensor) -> Tensor:
-        """The model's logits of the next token, [n, V], in float32 (float64 for float64 models) even under autocast: a
-        bfloat16 head is off by about 1e-2 nats a token, as much as a whole policy step."""
+        """The model's logits of the next token, [n, V], in float32 (float64 for float64 models)
+        even under autocast: a bfloat16 head is off by about 1e-2 nats a token, as much as a whole
+        policy step."""
 
     @abstractmethod
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, detached tensor that shares the parameter's memory), each weight once; of an adapter nothing."""
+        """(Hugging Face name, detached tensor that shares the parameter's memory), each weight
+        once; of an adapter nothing."""
 
     # --- an adapter
 
     @abstractmethod
     def check_adapter(self, lora: LoRAConfig) -> tuple[str, ...]:
-        """The names of the maps that it would be given to. Raises ConfigError where the model has none of that name."""
+        """The names of the maps that it would be given to. Raises ConfigError where the model has
+        none of that name."""
 
     @abstractmethod
     def attach(self, adapter: Adapter) -> None:
-        """From now on the model computes with it, and nothing else of it trains. At first it changes no output."""
+        """From now on the model computes with it, and nothing else of it trains. At first it
+        changes no output."""
 
     @abstractmethod
     def merge(self) -> None:
@@ -155,11 +162,19 @@ class PolicyModel(nn.Module, ABC):
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """What an update changes, by name: the adapter where there is one, else all."""
-        return [(name, p) for name, p in self.named_parameters() if self.adapter is None or of_adapter(name)]
+        return [
+            (name, p)
+            for name, p in self.named_parameters()
+            if self.adapter is None or of_adapter(name)
+        ]
 
     def resting(self) -> frozenset[str]:
         """Canonical weights that no update changes."""
-        return frozenset() if self.adapter is None else frozenset(name for name, _ in self.canonical_weights())
+        return (
+            frozenset()
+            if self.adapter is None
+            else frozenset(name for name, _ in self.canonical_weights())
+        )
 
     def merged_weights(self) -> Mapping[str, Savable]:
         """The canonical weights as they are with the adapter in them."""
@@ -170,8 +185,8 @@ class PolicyModel(nn.Module, ABC):
 
     @abstractmethod
     def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
-        """Writes a Hugging Face directory, every file whole or not at all. weights: all of them by canonical name, where they
-        are not the model's own."""
+        """Writes a Hugging Face directory, every file whole or not at all. weights: all of them by
+        canonical name, where they are not the model's own."""
 
 
 class DecoderPolicy(PolicyModel):
@@ -207,7 +222,11 @@ class DecoderPolicy(PolicyModel):
         return self.shape.eos_ids
 
     def matrices(self) -> Mapping[str, Sequence[int]]:
-        layers = {name: found for name, found in pieces(self.decoder).items() if name.startswith("layers.")}
+        layers = {
+            name: found
+            for name, found in pieces(self.decoder).items()
+            if name.startswith("layers.")
+        }
         return {
             f"decoder.{name}": [len(piece.rows) for piece in found]
             for name, found in layers.items()
@@ -247,10 +266,18 @@ class DecoderPolicy(PolicyModel):
             feed = self.feed(tokens_T, positions_T, lengths, routing)
         else:
             feed = reading_feed(tokens_T, positions_T, lengths, read_T, shares=self.shares_prefixes)
-        hidden = self.decoder(feed.tokens_U, feed.positions_U, feed.attend, route=feed.routing, read=feed.read_U)
+        hidden = self.decoder(
+            feed.tokens_U, feed.positions_U, feed.attend, route=feed.routing, read=feed.read_U
+        )
         return feed.unfold(hidden)
 
-    def feed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Feed:
+    def feed(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+    ) -> Feed:
         if routing is not None:
             routing.check(self.shape)
         return feed_of(tokens_T, positions_T, lengths, routing, shares=self.shares_prefixes)

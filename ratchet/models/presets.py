@@ -11,7 +11,9 @@ from ratchet.errors import ModelError
 from ratchet.models.config import DecoderConfig
 
 
-def _shape(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, intermediate: int) -> dict[str, Any]:
+def _shape(
+    hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, intermediate: int
+) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "n_layers": layers,
@@ -36,7 +38,8 @@ QWEN3 = {"max_positions": 40960, "rope": {"rope_type": "default", "rope_theta": 
 # All Qwen3 or Qwen3-MoE shaped (QK norm, no biases) and tied; parameters without the embedding.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": _shape(64, 2, 2, 2, 32, 192),  # 0.1 M
-    "tiny-moe": _shape(64, 2, 2, 2, 32, 192) | _experts(4, 2, 96),  # 0.2 M, of which a token uses 0.1 M
+    # 0.2 M, of which a token uses 0.1 M
+    "tiny-moe": _shape(64, 2, 2, 2, 32, 192) | _experts(4, 2, 96),
     "small": _shape(128, 4, 4, 2, 32, 384),  # 0.8 M
     "medium": _shape(384, 6, 6, 3, 64, 1024),  # 10 M
     "large": _shape(768, 8, 12, 6, 64, 2048),  # 52 M
@@ -46,10 +49,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset(name: str, vocab_size: int, **overrides: Any) -> DecoderConfig:
-    """The decoder of that name over a vocabulary (the tokenizer gives its size); any field of DecoderConfig can be
-    overridden. Raises ModelError for an unknown name or field, with the nearest known one."""
+    """The decoder of that name over a vocabulary (the tokenizer gives its size); any field of
+    DecoderConfig can be overridden. Raises ModelError for an unknown name or field, with the
+    nearest known one."""
     if name not in PRESETS:
-        raise ModelError(f"no preset is called '{name}'{_nearest(name, PRESETS)}; there are {', '.join(PRESETS)}")
+        raise ModelError(
+            f"no preset is called '{name}'{_nearest(name, PRESETS)}; there are {', '.join(PRESETS)}"
+        )
     known = {field.name for field in fields(DecoderConfig)}
     for key in overrides:
         if key not in known:

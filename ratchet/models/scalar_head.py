@@ -19,9 +19,11 @@ FILE = "score.safetensors"
 
 
 class ScalarHead(nn.Module):
-    """One linear map without bias, named as in Hugging Face's `*ForSequenceClassification` with one label.
+    """One linear map without bias, named as in Hugging Face's `*ForSequenceClassification` with one
+    label.
 
-    It starts at zero: a critic's first values, and a reward model's first scores, then carry no noise.
+    It starts at zero: a critic's first values, and a reward model's first scores, then carry no
+    noise.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -44,18 +46,26 @@ def save_head(head: ScalarHead, directory: Path) -> None:
     """Writes `score.safetensors` beside the model, float32."""
     directory.mkdir(parents=True, exist_ok=True)
     with atomic_path(directory / FILE) as temporary:
-        save_file({SCORE: head.weight.detach().to("cpu", torch.float32, copy=True)}, temporary, metadata={"format": "pt"})
+        save_file(
+            {SCORE: head.weight.detach().to("cpu", torch.float32, copy=True)},
+            temporary,
+            metadata={"format": "pt"},
+        )
 
 
 def load_head(directory: Path, hidden_size: int) -> ScalarHead | None:
-    """The head of a directory that `save_head` wrote, or of a Hugging Face `*ForSequenceClassification`; None where it has
-    none. Raises ModelError where the head has more than one label, or belongs to a model of another width."""
+    """The head of a directory that `save_head` wrote, or of a Hugging Face
+    `*ForSequenceClassification`; None where it has none. Raises ModelError where the head has more
+    than one label, or belongs to a model of another width."""
     found = _find(directory)
     if found is None:
         return None
     ((_, weight),) = found.read([SCORE])
     if tuple(weight.shape) != (1, hidden_size):
-        raise ModelError(f"{directory}: {SCORE} has shape {tuple(weight.shape)}, a scalar head here has (1, {hidden_size})")
+        raise ModelError(
+            f"{directory}: {SCORE} has shape {tuple(weight.shape)}, a scalar head here has (1, "
+            f"{hidden_size})"
+        )
     head = ScalarHead(hidden_size)
     with torch.no_grad():
         head.weight.copy_(weight)

@@ -17,7 +17,9 @@ class WandbConfig(Section):
     kind: Literal["wandb"] = "wandb"
     project: str = Field("ratchet", description="Where the run appears.")
     entity: str | None = Field(None, description="Team or user; null: the one that is logged in.")
-    mode: Literal["online", "offline"] = Field("online", description="offline: kept in the run's wandb/, for `wandb sync`.")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: kept in the run's wandb/, for `wandb sync`."
+    )
 
 
 class MlflowConfig(Section):
@@ -27,7 +29,9 @@ class MlflowConfig(Section):
 
     kind: Literal["mlflow"] = "mlflow"
     experiment: str = Field("ratchet", description="Where the run appears.")
-    tracking_uri: str | None = Field(None, description="A server's address, or a store's; null: the run's mlflow.db (SQLite).")
+    tracking_uri: str | None = Field(
+        None, description="A server's address, or a store's; null: the run's mlflow.db (SQLite)."
+    )
 
 
 class SwanlabConfig(Section):
@@ -37,8 +41,12 @@ class SwanlabConfig(Section):
 
     kind: Literal["swanlab"] = "swanlab"
     project: str = Field("ratchet", description="Where the run appears.")
-    workspace: str | None = Field(None, description="Organisation or user; null: the one that is logged in.")
-    mode: Literal["online", "offline"] = Field("online", description="offline: kept in the run's swanlog/, for `swanlab sync`.")
+    workspace: str | None = Field(
+        None, description="Organisation or user; null: the one that is logged in."
+    )
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: kept in the run's swanlog/, for `swanlab sync`."
+    )
 
 
 class TrackioConfig(Section):
@@ -48,15 +56,22 @@ class TrackioConfig(Section):
 
     kind: Literal["trackio"] = "trackio"
     project: str = Field("ratchet", description="Where the run appears.")
-    space: str | None = Field(None, description="Hugging Face Space that shows it; null: this machine's `trackio show`.")
+    space: str | None = Field(
+        None, description="Hugging Face Space that shows it; null: this machine's `trackio show`."
+    )
 
 
 class PrometheusConfig(Section):
-    """Prometheus: the latest step's numbers, `ratchet_metric{run="...", name="rollout/reward"}`, and `ratchet_step`."""
+    """Prometheus: the latest step's numbers, `ratchet_metric{run="...", name="rollout/reward"}`,
+    and `ratchet_step`."""
 
     builds: ClassVar[str] = "ratchet.observe.trackers:PrometheusSink"
 
     kind: Literal["prometheus"] = "prometheus"
-    port: int | None = Field(9464, ge=1, lt=65536, description="Of this machine, where it is scraped; null: none.")
+    port: int | None = Field(
+        9464, ge=1, lt=65536, description="Of this machine, where it is scraped; null: none."
+    )
     address: str = Field("127.0.0.1", description="That listens; 0.0.0.0: all of this machine's.")
-    textfile: str | None = Field(None, description="A .prom file for the node exporter's textfile collector; null: none.")
+    textfile: str | None = Field(
+        None, description="A .prom file for the node exporter's textfile collector; null: none."
+    )

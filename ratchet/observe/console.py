@@ -15,7 +15,8 @@ from ratchet.utils.terminal_text import make_console
 def lasting_console() -> Console:
     """Return a console on standard output that goes on, silently, when nothing reads it any more.
 
-    A terminal that was closed answers a write with EIO, a pipe with EPIPE; neither is a reason to lose a step.
+    A terminal that was closed answers a write with EIO, a pipe with EPIPE; neither is a reason to
+    lose a step.
     """
     return make_console(cast("IO[str]", _Lasting(sys.stdout)))
 
@@ -43,7 +44,8 @@ class _Lasting:
             self._give_up()
 
     def _give_up(self) -> None:
-        """What the stream still buffers goes there too, or the interpreter would fail at its end."""
+        """What the stream still buffers goes there too, or the interpreter would fail at its
+        end."""
         nothing = os.open(os.devnull, os.O_WRONLY)
         with suppress(OSError, ValueError):
             os.dup2(nothing, self._stream.fileno())

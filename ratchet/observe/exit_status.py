@@ -13,4 +13,7 @@ def ended_how(status: int) -> tuple[str, str]:
         name = signal.Signals(-status).name
     except ValueError:  # a real-time signal has no name
         name = f"signal {-status}"
-    return f"{name}, by somebody, or by the kernel for want of memory" if name == "SIGKILL" else name, name
+    return (
+        f"{name}, by somebody, or by the kernel for want of memory" if name == "SIGKILL" else name,
+        name,
+    )

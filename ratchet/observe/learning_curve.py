@@ -1,4 +1,5 @@
-"""`curve.svg`: reward and held-out accuracy over the steps of a run. Plain SVG, in the reader's light or dark theme."""
+"""`curve.svg`: reward and held-out accuracy over the steps of a run. Plain SVG, in the reader's
+light or dark theme."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """series: metric -> its label. dots: few points, each drawn. span: what the vertical axis shows at least."""
+    """series: metric -> its label. dots: few points, each drawn. span: what the vertical axis shows
+    at least."""
 
     title: str
     series: Mapping[str, str]
@@ -45,13 +47,19 @@ class Panel:
 
 PANELS = (
     Panel("Reward of the training rollouts", {"rollout/reward": "mean"}),
-    Panel("Held-out accuracy", {"eval/accuracy": "greedy", "eval/sampled": "sampled"}, dots=True, span=(0.0, 1.0)),
+    Panel(
+        "Held-out accuracy",
+        {"eval/accuracy": "greedy", "eval/sampled": "sampled"},
+        dots=True,
+        span=(0.0, 1.0),
+    ),
     Panel("Held-out loss", {"eval/loss": "loss"}, dots=True),
 )
 
 
 def write_curve(metrics_path: Path, svg_path: Path) -> bool:
-    """Draws a run's `metrics.jsonl`; False, and no file, where it holds nothing to draw. Raises OSError."""
+    """Draws a run's `metrics.jsonl`; False, and no file, where it holds nothing to draw. Raises
+    OSError."""
     svg = curve_svg(read_jsonl(metrics_path))
     if svg:
         replace_text(svg_path, svg)
@@ -81,7 +89,9 @@ def curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
 def _lines(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
     """The points of each series that has any, by label."""
     lines = {
-        label: [Point(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+        label: [
+            Point(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)
+        ]
         for name, label in panel.series.items()
     }
     return {label: thin(points) for label, points in lines.items() if points}
@@ -91,10 +101,14 @@ def thin(points: Sequence[Point]) -> list[Point]:
     """At most MAX_POINTS, each the mean of a bucket of neighbours."""
     size = math.ceil(len(points) / MAX_POINTS)
     buckets = [points[start : start + size] for start in range(0, len(points), size)]
-    return [Point(sum(p.step for p in b) / len(b), sum(p.value / len(b) for p in b)) for b in buckets]
+    return [
+        Point(sum(p.step for p in b) / len(b), sum(p.value / len(b) for p in b)) for b in buckets
+    ]
 
 
-def _draw(panel: Panel, lines: Mapping[str, Sequence[Point]], across: tuple[float, float]) -> Iterator[str]:
+def _draw(
+    panel: Panel, lines: Mapping[str, Sequence[Point]], across: tuple[float, float]
+) -> Iterator[str]:
     values = [*(point.value for line in lines.values() for point in line), *(panel.span or ())]
     low, high = min(values), max(values)
     bottom = HEIGHT - BOTTOM
@@ -107,13 +121,25 @@ def _draw(panel: Panel, lines: Mapping[str, Sequence[Point]], across: tuple[floa
         x = _scale(step, across, LEFT, WIDTH - RIGHT)
         yield f'<text x="{x:.1f}" y="{HEIGHT - 12}" text-anchor="{anchor}">step {step:.0f}</text>'
     for index, (label, line) in enumerate(lines.items()):
-        places = [(_scale(p.step, across, LEFT, WIDTH - RIGHT), _scale(p.value, (low, high), bottom, TOP)) for p in line]
-        yield f'<polyline class="line s{index}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
+        places = [
+            (_scale(p.step, across, LEFT, WIDTH - RIGHT), _scale(p.value, (low, high), bottom, TOP))
+            for p in line
+        ]
+        yield (
+            f'<polyline class="line s{index}" '
+            f'points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
+        )
         if panel.dots or len(places) == 1:
-            yield from (f'<circle class="dot s{index}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places)
-        # Labels at the right edge, one under the other, so that lines which end together don't cover each other's.
+            yield from (
+                f'<circle class="dot s{index}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places
+            )
+        # Labels at the right edge, one under the other, so that lines which end together don't
+        # cover each other's.
         y = TOP + 4 + 18 * index
-        yield f'<text class="label s{index}" x="{WIDTH - RIGHT + 8}" y="{y}">{escape(label)} {line[-1].value:.3g}</text>'
+        yield (
+            f'<text class="label s{index}" x="{WIDTH - RIGHT + 8}" y="{y}">{escape(label)} '
+            f"{line[-1].value:.3g}</text>"
+        )
 
 
 def _scale(value: float, source: tuple[float, float], start: float, end: float) -> float:

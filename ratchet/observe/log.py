@@ -17,24 +17,30 @@ from rich.text import Text
 from ratchet.observe.write_files import open_plain
 from ratchet.utils.terminal_text import visible
 
-# Model text, environment errors and tracebacks end up in the log: what steers a terminal must not reach one through it.
+# Model text, environment errors and tracebacks end up in the log: what steers a terminal must not
+# reach one through it.
 
 
 class UtcFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z WARNING ratchet.runs.checkpoints: message`. Further lines of a record are indented, so that
-    what starts at the left margin is always a record; control characters are escaped."""
+    """`2026-01-31T12:00:00.123Z WARNING ratchet.runs.checkpoints: message`. Further lines of a
+    record are indented, so that what starts at the left margin is always a record; control
+    characters are escaped."""
 
     converter = time.gmtime
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
+        super().__init__(
+            "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s",
+            datefmt="%Y-%m-%dT%H:%M:%S",
+        )
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record)).replace("\n", "\n    ")
 
 
 class LogFile(logging.FileHandler):
-    """The handler of `run.log`: a disk that fails costs records, with one warning, and never the run."""
+    """The handler of `run.log`: a disk that fails costs records, with one warning, and never the
+    run."""
 
     def __init__(self, path: Path, console: Console | None) -> None:
         """Open the file. Raises OSError, also for a link, a pipe or a device in its place."""
@@ -52,7 +58,9 @@ class LogFile(logging.FileHandler):
         elif self.is_whole:
             self.is_whole = False
             if self.console is not None:
-                text = f"warning: {self.baseFilename} can't be written, so it lacks records: {error}"
+                text = (
+                    f"warning: {self.baseFilename} can't be written, so it lacks records: {error}"
+                )
                 self.console.print(Text(visible(text), style="yellow"), soft_wrap=True)
 
     def close(self) -> None:
@@ -70,12 +78,17 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = visible(f"{record.levelname.lower()}: {record.getMessage()}")
         line = line.encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
-        self.console.print(Text(line, style="yellow" if record.levelno < logging.ERROR else "red"), soft_wrap=True)
+        self.console.print(
+            Text(line, style="yellow" if record.levelno < logging.ERROR else "red"), soft_wrap=True
+        )
 
 
 @contextmanager
-def log_to(path: Path, *, console: Console | None = None, level: int = logging.INFO) -> Iterator[None]:
-    """Inside the block, the loggers under `ratchet` append to `path`; warnings are shown on `console`. Raises OSError."""
+def log_to(
+    path: Path, *, console: Console | None = None, level: int = logging.INFO
+) -> Iterator[None]:
+    """Inside the block, the loggers under `ratchet` append to `path`; warnings are shown on
+    `console`. Raises OSError."""
     to_file = LogFile(path, console)
     to_file.setFormatter(UtcFormatter())
     handlers: list[logging.Handler] = [to_file]

@@ -1,4 +1,5 @@
-"""How fast matrix products are on this machine, with a run's own threads: what its phases are held against."""
+"""How fast matrix products are on this machine, with a run's own threads: what its phases are held
+against."""
 
 from __future__ import annotations
 
@@ -33,11 +34,21 @@ class Gemm:
         return cls(side, side, side)
 
 
-def gemm_rate(gemm: Gemm, *, device: torch.device, dtype: torch.dtype, round_s: float = ROUND_S) -> float:
-    """FLOP/s of this product by the threads that PyTorch has, the best of a few rounds, each of round_s to twice that. Draws no
-    random number."""
-    a = torch.linspace(-1, 1, gemm.rows * gemm.inner, device=device).view(gemm.rows, gemm.inner).to(dtype)
-    b = torch.linspace(-1, 1, gemm.inner * gemm.columns, device=device).view(gemm.inner, gemm.columns).to(dtype)
+def gemm_rate(
+    gemm: Gemm, *, device: torch.device, dtype: torch.dtype, round_s: float = ROUND_S
+) -> float:
+    """FLOP/s of this product by the threads that PyTorch has, the best of a few rounds, each of
+    round_s to twice that. Draws no random number."""
+    a = (
+        torch.linspace(-1, 1, gemm.rows * gemm.inner, device=device)
+        .view(gemm.rows, gemm.inner)
+        .to(dtype)
+    )
+    b = (
+        torch.linspace(-1, 1, gemm.inner * gemm.columns, device=device)
+        .view(gemm.inner, gemm.columns)
+        .to(dtype)
+    )
     repeats = 1
 
     def seconds() -> float:

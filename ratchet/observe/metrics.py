@@ -29,17 +29,21 @@ class Origin(NamedTuple):
 class StepMetrics(dict[str, float | None]):
     """The numbers of a step by name; beside them the histograms, for whoever can show such."""
 
-    def __init__(self, numbers: Mapping[str, float | None], histograms: Mapping[str, Histogram]) -> None:
+    def __init__(
+        self, numbers: Mapping[str, float | None], histograms: Mapping[str, Histogram]
+    ) -> None:
         super().__init__(numbers)
         self.histograms = dict(histograms)
 
 
 class MetricsManager:
-    """Names are `prefix/key`, or `stage/prefix/key` where a stage is given; phases appear as `time/<phase>_s` (wall seconds).
-    Where samples belong to a domain or an environment, `prefix/<label>/<of>/key`, as `rollout/tag/maths/reward`.
+    """Names are `prefix/key`, or `stage/prefix/key` where a stage is given; phases appear as
+    `time/<phase>_s` (wall seconds). Where samples belong to a domain or an environment,
+    `prefix/<label>/<of>/key`, as `rollout/tag/maths/reward`.
 
-    A metric declares once how its samples merge (`declare`, or the first `add`). A result that is not finite becomes None (null
-    in JSON, which knows no NaN) beside a note `<name>/nan`, `<name>/inf` or `<name>/-inf` of value 1.
+    A metric declares once how its samples merge (`declare`, or the first `add`). A result that is
+    not finite becomes None (null in JSON, which knows no NaN) beside a note `<name>/nan`,
+    `<name>/inf` or `<name>/-inf` of value 1.
     """
 
     def __init__(self, stage: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,11 +54,15 @@ class MetricsManager:
         self._partials: dict[str, Partial] = {}
 
     def declare(self, prefix: str, reducers: Mapping[str, Reducer]) -> None:
-        """How the metrics of these keys merge, whatever they belong to. Raises ValueError for one that merges otherwise."""
+        """How the metrics of these keys merge, whatever they belong to. Raises ValueError for one
+        that merges otherwise."""
         for key, reducer in reducers.items():
             known = self._declared.setdefault((prefix, key), reducer)
             if known != reducer:
-                raise ValueError(f"metric '{prefix}/{key}' is declared as {known} and as {reducer}: rename one of them")
+                raise ValueError(
+                    f"metric '{prefix}/{key}' is declared as {known} and as {reducer}: rename one "
+                    "of them"
+                )
 
     def add(
         self,
@@ -65,10 +73,12 @@ class MetricsManager:
         weight: float = 1.0,
         of: Mapping[str, str] | None = None,
     ) -> None:
-        """Adds numbers (or whatever `float` takes: numpy scalars, 0-dim tensors), or several samples of each, to the step in
-        progress. merge: None: as declared, else the mean. of: what they belong to, by label.
+        """Adds numbers (or whatever `float` takes: numpy scalars, 0-dim tensors), or several
+        samples of each, to the step in progress. merge: None: as declared, else the mean. of: what
+        they belong to, by label.
 
-        Raises ValueError when a name is already reported from elsewhere or by another rule, TypeError for what is no number.
+        Raises ValueError when a name is already reported from elsewhere or by another rule,
+        TypeError for what is no number.
         """
         labels = "".join(f"{label}/{value}/" for label, value in (of or {}).items())
         for key, values in numbers.items():
@@ -77,20 +87,24 @@ class MetricsManager:
             origin = Origin(f"{prefix}/{labels}".rstrip("/"), key, merge or declared or "mean")
             self._claim(name, origin)
             if declared is not None and declared != origin.reducer:
-                raise ValueError(f"metric '{name}' is declared as {declared} and reported as {_describe(origin)}")
+                raise ValueError(
+                    f"metric '{name}' is declared as {declared} and reported as {_describe(origin)}"
+                )
             if samples := _samples(name, values):
                 if name not in self._partials:
                     self._partials[name] = partial(origin.reducer)
                 self._partials[name].add(samples, weight)
 
     def partials(self) -> dict[str, tuple[Origin, Partial]]:
-        """What is known of the step in progress, for `merge` of another manager; the step starts empty again here."""
+        """What is known of the step in progress, for `merge` of another manager; the step starts
+        empty again here."""
         found = {name: (self._origins[name], known) for name, known in self._partials.items()}
         self._partials = {}
         return found
 
     def merge(self, partials: Mapping[str, tuple[Origin, Partial]]) -> None:
-        """Adds what another rank, or another micro-batch, knows of the same step. Raises ValueError as `add` does."""
+        """Adds what another rank, or another micro-batch, knows of the same step. Raises ValueError
+        as `add` does."""
         for name, (origin, known) in partials.items():
             self._claim(name, origin)
             self._partials.setdefault(name, partial(origin.reducer)).merge(known)
@@ -126,7 +140,8 @@ class MetricsManager:
         known = self._origins.setdefault(name, origin)
         if known != origin:
             raise ValueError(
-                f"metric '{name}' is reported as {_describe(known)} and as {_describe(origin)}: rename one of them"
+                f"metric '{name}' is reported as {_describe(known)} and as {_describe(origin)}: "
+                "rename one of them"
             )
 
 

@@ -1,4 +1,5 @@
-"""How far a stage has come: a live line on a terminal, one plain line every few steps elsewhere (a file, CI), or nothing."""
+"""How far a stage has come: a live line on a terminal, one plain line every few steps elsewhere (a
+file, CI), or nothing."""
 
 from __future__ import annotations
 
@@ -18,16 +19,22 @@ from ratchet.utils.terminal_text import make_console
 Mode = Literal["auto", "live", "plain", "off"]
 Observer = Callable[[int, Mapping[str, float | None]], None]
 
-HEADLINES = ("rollout/reward", "policy/loss")  # the first that a step reports stands for how well it goes
-# What tells whether the policy runs away or narrows, in the order in which the first that is there is shown.
-ASIDE = {"KL": ("policy/kl/kl", "batch/kl/kl", "policy/policy_gradient/old_kl"), "entropy": ("policy/entropy/entropy",)}
+# the first that a step reports stands for how well it goes
+HEADLINES = ("rollout/reward", "policy/loss")
+# What tells whether the policy runs away or narrows, in the order in which the first that is there
+# is shown.
+ASIDE = {
+    "KL": ("policy/kl/kl", "batch/kl/kl", "policy/policy_gradient/old_kl"),
+    "entropy": ("policy/entropy/entropy",),
+}
 SPEED = "time/tokens_per_s"
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 24  # steps that the sparkline shows
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One block a value, from the lowest to the highest of those given; all equal: the middle one."""
+    """One block a value, from the lowest to the highest of those given; all equal: the middle
+    one."""
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -50,7 +57,8 @@ def duration(seconds: float) -> str:
 
 @dataclass
 class Track:
-    """What the line says. Steps are counted over the whole run; this stage does those after `first_step`, up to `last_step`."""
+    """What the line says. Steps are counted over the whole run; this stage does those after
+    `first_step`, up to `last_step`."""
 
     stage: str
     first_step: int
@@ -69,7 +77,10 @@ class Track:
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self.step = step
         self.tokens_per_s = metrics.get(SPEED)
-        there = {label: [v for name in names if (v := metrics.get(name)) is not None] for label, names in ASIDE.items()}
+        there = {
+            label: [v for name in names if (v := metrics.get(name)) is not None]
+            for label, names in ASIDE.items()
+        }
         self.aside = {label: values[0] for label, values in there.items() if values}
         name = next((name for name in HEADLINES if name in metrics), "")
         value = metrics.get(name)
@@ -83,7 +94,9 @@ class Track:
     def eta_s(self) -> float | None:
         """At the mean pace so far, evaluation and saving included; None before the first step."""
         done = self.step - self.first_step
-        return (self.clock() - self._started) / done * (self.last_step - self.step) if done else None
+        return (
+            (self.clock() - self._started) / done * (self.last_step - self.step) if done else None
+        )
 
     def headline_text(self, *, blocks: bool) -> str:
         if not self.recent:
@@ -96,7 +109,11 @@ class Track:
 
     def pace_text(self) -> str:
         speed = f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else ""
-        eta = f"ETA {duration(self.eta_s)}" if self.eta_s is not None and self.step < self.last_step else ""
+        eta = (
+            f"ETA {duration(self.eta_s)}"
+            if self.eta_s is not None and self.step < self.last_step
+            else ""
+        )
         return "  ".join(filter(None, (speed, eta)))
 
 
@@ -115,19 +132,25 @@ class PlainView:
             return
         parts = (f"{track.stage} {track.step}/{track.last_step}", track.headline_text(blocks=False))
         parts += (track.aside_text(), track.pace_text())
-        self.console.print("  ".join(filter(None, parts)), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(
+            "  ".join(filter(None, parts)), markup=False, highlight=False, soft_wrap=True
+        )
 
 
 class LiveView:
     def __init__(self, progress: Progress, track: Track) -> None:
         self.progress = progress
         self.blocks = (progress.console.encoding or "").lower().startswith("utf")
-        self.task = progress.add_task(track.stage, total=track.last_step, completed=track.step, headline="", aside="", pace="")
+        self.task = progress.add_task(
+            track.stage, total=track.last_step, completed=track.step, headline="", aside="", pace=""
+        )
 
     def show(self, track: Track) -> None:
         headline = track.headline_text(blocks=self.blocks)
         aside, pace = track.aside_text(), track.pace_text()
-        self.progress.update(self.task, completed=track.step, headline=headline, aside=aside, pace=pace, refresh=True)
+        self.progress.update(
+            self.task, completed=track.step, headline=headline, aside=aside, pace=pace, refresh=True
+        )
 
 
 @contextmanager
@@ -143,15 +166,23 @@ def show_progress(
 ) -> Iterator[Observer]:
     """Gives an observer of steps that draws them. `auto`: live on a terminal, else plain.
 
-    first_step: steps done before (of earlier stages, or before a resume). every: steps between two plain lines.
+    first_step: steps done before (of earlier stages, or before a resume). every: steps between two
+    plain lines.
     """
     console = console or make_console()
     track = Track(stage, first_step, last_step, clock)
     if mode == "off":
         yield track.observe
     elif mode == "live" or (mode == "auto" and console.is_terminal):
-        columns = [TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
-        columns += [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("headline", "aside", "pace")]
+        columns = [
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+        ]
+        columns += [
+            TextColumn(f"{{task.fields[{name}]}}", markup=False)
+            for name in ("headline", "aside", "pace")
+        ]
         with Progress(*columns, console=console, auto_refresh=False) as progress:
             yield _observer(track, LiveView(progress, track))
     else:

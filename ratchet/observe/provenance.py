@@ -1,4 +1,5 @@
-"""`provenance.json`: by what code and of which data a run was made, each time that it began or went on with others."""
+"""`provenance.json`: by what code and of which data a run was made, each time that it began or went
+on with others."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ PACKAGE = Path(__file__).resolve().parents[1]  # Ratchet's sources
 
 
 def note_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -> None:
-    """Adds what holds from `after_step` on, unless it is what held before. data: file -> fingerprint. A run that begins anew
-    (after step 0) forgets what was there. Raises OSError."""
+    """Adds what holds from `after_step` on, unless it is what held before. data: file ->
+    fingerprint. A run that begins anew (after step 0) forgets what was there. Raises OSError."""
     held = _read(path) if after_step else []
     now = {"code": code_version(), "data": dict(data)}
     if not held or any(held[-1].get(name) != value for name, value in now.items()):
@@ -27,8 +28,8 @@ def note_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -> 
 
 
 def code_version() -> dict[str, str | None]:
-    """Versions of the packages that results depend on, `sources`: a SHA-256 over Ratchet's own, and `commit`: of the git tree
-    that they lie in, None where they lie in none."""
+    """Versions of the packages that results depend on, `sources`: a SHA-256 over Ratchet's own, and
+    `commit`: of the git tree that they lie in, None where they lie in none."""
     digest = hashlib.sha256()
     for source in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{source.relative_to(PACKAGE).as_posix()}\n".encode())
@@ -37,17 +38,24 @@ def code_version() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """The last that changed the package: somebody finds the code by it, and `sources` says whether it was changed since. None
-    without git, and where the package only lies inside somebody's tree, as in a virtual environment."""
+    """The last that changed the package: somebody finds the code by it, and `sources` says whether
+    it was changed since. None without git, and where the package only lies inside somebody's tree,
+    as in a virtual environment."""
     git = shutil.which("git")
     if git is None:
         return None
     command = [git, "log", "-1", "--format=%H", "--", "."]
-    return subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, check=False).stdout.strip() or None
+    return (
+        subprocess.run(
+            command, cwd=PACKAGE, capture_output=True, text=True, check=False
+        ).stdout.strip()
+        or None
+    )
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
         return read_json(path)
-    except (OSError, ValueError):  # of an earlier Ratchet, or changed by hand: what holds now is noted all the same
+    # of an earlier Ratchet, or changed by hand: what holds now is noted all the same
+    except (OSError, ValueError):
         return []

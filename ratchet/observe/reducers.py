@@ -1,8 +1,10 @@
-"""How samples of one metric become one number, or one histogram, however they are split over ranks and micro-batches.
+"""How samples of one metric become one number, or one histogram, however they are split over ranks
+and micro-batches.
 
-A reducer says how; a `Partial` is what it knows of some of the samples. Merging the partials of any split gives, to the last
-bit, what one partial of all samples gives: sums are kept exactly and rounded once, percentiles keep their samples, histograms
-have fixed bins. (Only `last` depends on an order: the merged one's sample is the later.)
+A reducer says how; a `Partial` is what it knows of some of the samples. Merging the partials of any
+split gives, to the last bit, what one partial of all samples gives: sums are kept exactly and
+rounded once, percentiles keep their samples, histograms have fixed bins. (Only `last` depends on an
+order: the merged one's sample is the later.)
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ Merge = Literal["mean", "sum", "last", "min", "max", "rate"]
 
 @dataclass(frozen=True, slots=True)
 class Percentile:
-    """The value below which so many per cent of the samples lie, exact: between two of them by linear interpolation. Weights
-    only say whether a sample counts (0: not)."""
+    """The value below which so many per cent of the samples lie, exact: between two of them by
+    linear interpolation. Weights only say whether a sample counts (0: not)."""
 
     percent: float
 
@@ -32,8 +34,8 @@ class Percentile:
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """A histogram: of k + 1 increasing edges, k bins [low, high), the last with its upper edge; what lies outside is counted by
-    the nearest. Weights only say whether a sample counts."""
+    """A histogram: of k + 1 increasing edges, k bins [low, high), the last with its upper edge;
+    what lies outside is counted by the nearest. Weights only say whether a sample counts."""
 
     edges: tuple[float, ...]
 
@@ -47,7 +49,8 @@ Reducer = Merge | Percentile | Bins
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """counts: of each bin between two edges. Of the samples themselves: lowest, highest, total, squares (sum of them)."""
+    """counts: of each bin between two edges. Of the samples themselves: lowest, highest, total,
+    squares (sum of them)."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -83,14 +86,17 @@ def partial(reducer: Reducer) -> Partial:
 
 @dataclass(slots=True)
 class ExactSum:
-    """The sum of all that was added, without rounding: parts that together are it. What is not finite is summed apart."""
+    """The sum of all that was added, without rounding: parts that together are it. What is not
+    finite is summed apart."""
 
     parts: list[float] = field(default_factory=list)
     infinite: float = 0.0
 
     def add(self, values: Sequence[float]) -> None:
         if not all(map(math.isfinite, values)):
-            self.infinite = sum((value for value in values if not math.isfinite(value)), self.infinite)
+            self.infinite = sum(
+                (value for value in values if not math.isfinite(value)), self.infinite
+            )
             values = [value for value in values if math.isfinite(value)]
         self.parts = _compact([*self.parts, *values])
 
@@ -103,7 +109,8 @@ class ExactSum:
 
 
 def _compact(values: list[float]) -> list[float]:
-    """Few numbers with exactly the same sum: the rounded sum, then that of what is left, and so on until nothing is."""
+    """Few numbers with exactly the same sum: the rounded sum, then that of what is left, and so on
+    until nothing is."""
     if len(values) < 2:
         return values
     rest, parts = values, list[float]()
@@ -144,7 +151,8 @@ class _Sum:
 
 @dataclass(slots=True)
 class _Mean:
-    """Weighted; a sample of weight 0 has no part in it, even where it is not finite. NaN where all weights are 0."""
+    """Weighted; a sample of weight 0 has no part in it, even where it is not finite. NaN where all
+    weights are 0."""
 
     total: ExactSum = field(default_factory=ExactSum)
     weights: ExactSum = field(default_factory=ExactSum)
@@ -206,7 +214,9 @@ class _Extreme:
     def _see(self, value: float) -> None:
         known = value if self.value is None else self.value
         # min and max would hide what is no number, depending on the order
-        self.value = math.nan if math.isnan(known) or math.isnan(value) else self.choose(known, value)
+        self.value = (
+            math.nan if math.isnan(known) or math.isnan(value) else self.choose(known, value)
+        )
 
     def result(self) -> float:
         return math.nan if self.value is None else self.value

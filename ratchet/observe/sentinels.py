@@ -1,7 +1,8 @@
-"""Sentinels: rules over the history of metrics, which warn while a run goes on or pause it, and keep the evidence.
+"""Sentinels: rules over the history of metrics, which warn while a run goes on or pause it, and
+keep the evidence.
 
-A rule is a pure function of a value and of those before it. What a sentinel remembers is in the checkpoint, so that a resumed
-run says what the uninterrupted one would have said.
+A rule is a pure function of a value and of those before it. What a sentinel remembers is in the
+checkpoint, so that a resumed run says what the uninterrupted one would have said.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Metrics = Mapping[str, float | None]
 
 EXHIBITS = 8  # attempts in a file of evidence
 NGRAM = 8  # tokens: shorter ones come again in any text
-NORMAL = 1.4826  # standard deviations of a normal distribution are so many medians of absolute deviations
+# standard deviations of a normal distribution are so many medians of absolute deviations
+NORMAL = 1.4826
 
 
 # --- rules
@@ -38,8 +40,8 @@ NORMAL = 1.4826  # standard deviations of a normal distribution are so many medi
 
 @dataclass(frozen=True)
 class Memory:
-    """Finite values of a metric: the first `window` ones, and the latest of those that came after. streak: how many of the last
-    values the rule held for."""
+    """Finite values of a metric: the first `window` ones, and the latest of those that came after.
+    streak: how many of the last values the rule held for."""
 
     first: tuple[float, ...] = ()
     recent: tuple[float, ...] = ()
@@ -50,7 +52,8 @@ class Memory:
 
 
 def holds(sentinel: SentinelConfig, memory: Memory, value: float | None) -> bool:
-    """Whether the rule holds for a value, None for one that is not finite, after those that are remembered."""
+    """Whether the rule holds for a value, None for one that is not finite, after those that are
+    remembered."""
     if value is None:
         return sentinel.rule in ("nonfinite", "above", "spike", "grows", "rises")
     return _RULES[sentinel.rule](value, memory, sentinel.threshold, sentinel.window)
@@ -120,8 +123,8 @@ _SAYS = {
 
 
 def value_of(sentinel: SentinelConfig, metrics: Metrics) -> tuple[str, float | None] | None:
-    """The metric that is watched, and its value: of several the greatest, or one that is not finite. None where a step says
-    nothing of it."""
+    """The metric that is watched, and its value: of several the greatest, or one that is not
+    finite. None where a step says nothing of it."""
     found = {name: value for name, value in metrics.items() if fnmatchcase(name, sentinel.metric)}
     if not found:
         return (sentinel.metric, 0.0) if sentinel.rule == "reported" else None
@@ -141,17 +144,23 @@ class Exhibit(NamedTuple):
 
 
 def repetition(row: Trajectory) -> float | None:
-    """Share of the n-grams of 8 tokens of what the policy wrote that were there before; None where it wrote fewer tokens."""
+    """Share of the n-grams of 8 tokens of what the policy wrote that were there before; None where
+    it wrote fewer tokens."""
     tokens = row.tokens[row.owner == POLICY]
     return _repeated(tokens.tobytes(), tokens.itemsize)
 
 
 def _repeated(written: bytes, size: int) -> float | None:
-    """size: of a token. As bytes n-grams are compared whole: a hundred times as fast as rows of numbers."""
+    """size: of a token. As bytes n-grams are compared whole: a hundred times as fast as rows of
+    numbers."""
     count = len(written) // size - NGRAM + 1
     if count < 1:
         return None
-    return 1.0 - len({written[start : start + NGRAM * size] for start in range(0, count * size, size)}) / count
+    return (
+        1.0
+        - len({written[start : start + NGRAM * size] for start in range(0, count * size, size)})
+        / count
+    )
 
 
 def _surprise(row: Trajectory) -> float:
@@ -175,7 +184,11 @@ def exhibits(sentinel: SentinelConfig, groups: Sequence[Group]) -> Iterator[Exhi
     weigh = next(weigh for pattern, weigh in _CHOSEN_BY if fnmatchcase(sentinel.metric, pattern))
     sign = -1.0 if sentinel.rule in ("below", "shrinks") else 1.0
     for group in groups:
-        yield from (Exhibit(sign * weigh(row), group, row) for row in group.trajectories if row.use == "train")
+        yield from (
+            Exhibit(sign * weigh(row), group, row)
+            for row in group.trajectories
+            if row.use == "train"
+        )
 
 
 def _shown(exhibit: Exhibit) -> dict[str, Any]:
@@ -201,13 +214,16 @@ def _shown(exhibit: Exhibit) -> dict[str, Any]:
 def watched(config: SentinelsConfig) -> dict[str, SentinelConfig]:
     """Those that are on, by name."""
     built_in = {name: getattr(config, name) for name in type(config).model_fields}
-    named = {name: value for name, value in built_in.items() if isinstance(value, SentinelConfig)} | config.own
+    named = {
+        name: value for name, value in built_in.items() if isinstance(value, SentinelConfig)
+    } | config.own
     return {name: sentinel for name, sentinel in named.items() if sentinel.action != "off"}
 
 
 @dataclass
 class Sentinels:
-    """Those of a stage. directory: where files of evidence go, `step-N-NAME.json`; None: nowhere."""
+    """Those of a stage. directory: where files of evidence go, `step-N-NAME.json`; None:
+    nowhere."""
 
     config: SentinelsConfig
     directory: Path | None = None
@@ -220,8 +236,8 @@ class Sentinels:
         groups: Sequence[Group] = (),
         shown: Mapping[str, Sequence[Exhibit]] | None = None,
     ) -> bool:
-        """Looks at the metrics of a step, and says whether the run is to pause. shown: evidence that others have, by the metric
-        that it is of; else it is chosen from the step's groups."""
+        """Looks at the metrics of a step, and says whether the run is to pause. shown: evidence
+        that others have, by the metric that it is of; else it is chosen from the step's groups."""
         pauses = False
         for name, sentinel in watched(self.config).items():
             found = value_of(sentinel, metrics)
@@ -245,18 +261,29 @@ class Sentinels:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.memories = {
-            name: Memory(tuple(kept["first"]), tuple(kept["recent"]), kept["streak"]) for name, kept in state.items()
+            name: Memory(tuple(kept["first"]), tuple(kept["recent"]), kept["streak"])
+            for name, kept in state.items()
         }
 
     def _alarm(
-        self, step: int, name: str, metric: str, value: float | None, metrics: Metrics, chosen: Sequence[Exhibit]
+        self,
+        step: int,
+        name: str,
+        metric: str,
+        value: float | None,
+        metrics: Metrics,
+        chosen: Sequence[Exhibit],
     ) -> None:
         sentinel = watched(self.config)[name]
         says = _SAYS[sentinel.rule].format(threshold=sentinel.threshold, window=sentinel.window)
         lasts = f" for {sentinel.patience} steps" if sentinel.patience > 1 else ""
-        about = type(self.config).model_fields[name].description if name not in self.config.own else ""
+        about = (
+            type(self.config).model_fields[name].description if name not in self.config.own else ""
+        )
         number = "not finite" if value is None else f"{value:.4g}"
-        message = f"step {step}: sentinel {name}: {metric} = {number} {says}{lasts}: {about}".rstrip(": ")
+        message = (
+            f"step {step}: sentinel {name}: {metric} = {number} {says}{lasts}: {about}".rstrip(": ")
+        )
         worst = sorted(chosen, key=lambda exhibit: -exhibit.weight)[:EXHIBITS]
         evidence = {
             "sentinel": name,
@@ -265,7 +292,9 @@ class Sentinels:
             **dict(sentinel),
             "history": [*self.memories[name].latest(2 * sentinel.window)],
             # Seconds differ from run to run, and a resumed one leaves the same files.
-            "metrics": {key: number for key, number in metrics.items() if not key.startswith(OF_THE_MACHINE)},
+            "metrics": {
+                key: number for key, number in metrics.items() if not key.startswith(OF_THE_MACHINE)
+            },
             "attempts": [_shown(exhibit) for exhibit in worst],
         }
         where = self._keep(f"step-{step:08d}-{name}.json", evidence)
@@ -287,8 +316,12 @@ def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
     """`repetition`: mean over attempts that are long enough; {} where none is."""
     if not rows:
         return {}
-    tokens = np.concatenate([row.tokens for row in rows])  # all at once: numpy takes longer to begin than over one row
-    written, size = tokens[np.concatenate([row.owner for row in rows]) == POLICY].tobytes(), tokens.itemsize
+    # all at once: numpy takes longer to begin than over one row
+    tokens = np.concatenate([row.tokens for row in rows])
+    written, size = (
+        tokens[np.concatenate([row.owner for row in rows]) == POLICY].tobytes(),
+        tokens.itemsize,
+    )
     ends = [size * end for end in accumulate([row.completion_length for row in rows], initial=0)]
     shares = [_repeated(written[start:end], size) for start, end in pairwise(ends)]
     known = [share for share in shares if share is not None]

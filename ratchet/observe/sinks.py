@@ -1,4 +1,5 @@
-"""Where the metrics of each step go. A sink must never cost a run: one that fails is dropped with one warning."""
+"""Where the metrics of each step go. A sink must never cost a run: one that fails is dropped with
+one warning."""
 
 from __future__ import annotations
 
@@ -29,15 +30,17 @@ def histograms_of(metrics: Metrics) -> Mapping[str, Histogram]:
 
 
 class Sink(Protocol):
-    """Takes each step's metrics, None standing for a number that was not finite. A sink that can't write raises OSError
-    (an adapter of an outside service turns that service's own errors into it), RuntimeError or ValueError."""
+    """Takes each step's metrics, None standing for a number that was not finite. A sink that can't
+    write raises OSError (an adapter of an outside service turns that service's own errors into it),
+    RuntimeError or ValueError."""
 
     def write(self, step: int, metrics: Metrics) -> None: ...
     def close(self) -> None: ...
 
 
 class Sinks:
-    """Several sinks as one: each is dropped, with one warning, the first time it fails; training goes on."""
+    """Several sinks as one: each is dropped, with one warning, the first time it fails; training
+    goes on."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
@@ -47,7 +50,12 @@ class Sinks:
             try:
                 sink.write(step, metrics)
             except SINK_ERRORS as error:
-                logger.warning("%s failed at step %d and is off from here on: %r", type(sink).__name__, step, error)
+                logger.warning(
+                    "%s failed at step %d and is off from here on: %r",
+                    type(sink).__name__,
+                    step,
+                    error,
+                )
                 self._sinks.remove(sink)
 
     def close(self) -> None:
@@ -60,11 +68,13 @@ class Sinks:
 
 
 class JsonlSink:
-    """`metrics.jsonl`: one line of strict JSON a step, `{"step": n, name: number or null, ...}`, in order.
+    """`metrics.jsonl`: one line of strict JSON a step, `{"step": n, name: number or null, ...}`, in
+    order.
 
-    keep_through: the step that the run resumes after. Lines of later steps, and one torn by a crash, are removed, so that
-    there is exactly one line a step. The default removes all. A line reaches the operating system whole or not at all:
-    it survives the process, though not a power cut.
+    keep_through: the step that the run resumes after. Lines of later steps, and one torn by a
+    crash, are removed, so that there is exactly one line a step. The default removes all. A line
+    reaches the operating system whole or not at all: it survives the process, though not a power
+    cut.
     """
 
     def __init__(self, path: Path, *, keep_through: int = -1) -> None:
@@ -74,13 +84,15 @@ class JsonlSink:
         self._file = AppendFile(path)
         if missing := sorted(set(range(1, keep_through + 1)) - {row["step"] for row in kept}):
             logger.warning(
-                "%s has no lines for %d of the %d steps before this one (%s): it was changed, or could not be "
+                "%s has no lines for %d of the %d steps before this one (%s): it was changed, or "
+                "could not be "
                 "written. Training is not affected, charts have gaps",
                 *(path, len(missing), keep_through, _ranges(missing)),
             )
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Raises ValueError for a step that is not after the last one, or a number that is not finite; OSError."""
+        """Raises ValueError for a step that is not after the last one, or a number that is not
+        finite; OSError."""
         if step <= self._last:
             raise ValueError(f"step {step} after step {self._last}: a step has exactly one line")
         line = _line({"step": step, **metrics}).encode()
@@ -94,7 +106,8 @@ class JsonlSink:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl` in increasing order of steps, [] where there is none; damaged lines are left out."""
+    """The rows of a `metrics.jsonl` in increasing order of steps, [] where there is none; damaged
+    lines are left out."""
     if not path.is_file():  # a pipe would be waited for
         return []
     rows: list[dict[str, Any]] = []
@@ -103,7 +116,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             row = parse_json(line, parse_constant=_refuse)
         except ValueError:  # torn by a crash, or not UTF-8
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and (not rows or row["step"] > rows[-1]["step"]):
+        if (
+            isinstance(row, dict)
+            and isinstance(row.get("step"), int)
+            and (not rows or row["step"] > rows[-1]["step"])
+        ):
             rows.append(row)
     return rows
 
@@ -111,7 +128,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def _ranges(steps: Sequence[int]) -> str:
     """Return increasing numbers as `3-5, 9`, at most four ranges."""
     starts = [step for at, step in enumerate(steps) if not at or steps[at - 1] != step - 1]
-    ends = [step for at, step in enumerate(steps) if at == len(steps) - 1 or steps[at + 1] != step + 1]
+    ends = [
+        step for at, step in enumerate(steps) if at == len(steps) - 1 or steps[at + 1] != step + 1
+    ]
     ranges = [f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True)]
     return ", ".join(ranges[:4]) + (", ..." if len(ranges) > 4 else "")
 
@@ -125,10 +144,12 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 class TensorBoardSink:
-    """Scalars (float32 there) and histograms as TensorBoard event files, written at once by TensorBoard's own record writer.
+    """Scalars (float32 there) and histograms as TensorBoard event files, written at once by
+    TensorBoard's own record writer.
 
-    Its `EventFileWriter` is not used: it imports TensorFlow where that is installed, and writes from a thread.
-    keep_through: the step that the run resumes after; what earlier files hold of later steps is purged on display.
+    Its `EventFileWriter` is not used: it imports TensorFlow where that is installed, and writes
+    from a thread. keep_through: the step that the run resumes after; what earlier files hold of
+    later steps is purged on display.
     """
 
     def __init__(self, directory: Path, *, keep_through: int = -1) -> None:
@@ -137,18 +158,32 @@ class TensorBoardSink:
 
         events: Any = event_pb2  # generated at import: a type checker sees empty modules
         summaries: Any = summary_pb2
-        self._event, self._summary, self._histogram = events.Event, summaries.Summary, summaries.HistogramProto
+        self._event, self._summary, self._histogram = (
+            events.Event,
+            summaries.Summary,
+            summaries.HistogramProto,
+        )
         directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a directory in the order of their names: a counter orders them whatever the clock does.
+        # TensorBoard reads the files of a directory in the order of their names: a counter orders
+        # them whatever the clock does.
         count = sum(1 for _ in directory.glob("events.out.tfevents.*"))
         name = f"events.out.tfevents.{count:010d}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter((directory / name).open("xb"))
         self._write(file_version="brain.Event:2")
-        self._write(step=keep_through + 1, session_log=events.SessionLog(status=events.SessionLog.START))
+        self._write(
+            step=keep_through + 1, session_log=events.SessionLog(status=events.SessionLog.START)
+        )
 
     def write(self, step: int, metrics: Metrics) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if value is not None]
-        values += [self._summary.Value(tag=name, histo=self._histo(found)) for name, found in histograms_of(metrics).items()]
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in metrics.items()
+            if value is not None
+        ]
+        values += [
+            self._summary.Value(tag=name, histo=self._histo(found))
+            for name, found in histograms_of(metrics).items()
+        ]
         self._write(step=step, summary=self._summary(value=values))
 
     def close(self) -> None:

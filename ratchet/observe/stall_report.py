@@ -1,8 +1,9 @@
-"""Who waits for whom, and since when: every wait for another process, an environment or a reward is in one table while it
-lasts, and so is the last that was heard of each.
+"""Who waits for whom, and since when: every wait for another process, an environment or a reward is
+in one table while it lasts, and so is the last that was heard of each.
 
-`kill -USR1 <driver>` writes the table to standard error and into the log; `ratchet status RUN` prints it (`answer_status`).
-Where nothing gets on any more, `stalls_told` logs it, and an error about a deadline has it in its text.
+`kill -USR1 <driver>` writes the table to standard error and into the log; `ratchet status RUN`
+prints it (`answer_status`). Where nothing gets on any more, `stalls_told` logs it, and an error
+about a deadline has it in its text.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ log = logging.getLogger(__name__)
 
 GENERATE = "generate"  # what a generator is waited for to do: while it is, somebody works
 RUN = "the run"  # whose events are its phases
-MOST = 256  # parties whose last event is kept; those of which nothing was heard for longest are forgotten
+# parties whose last event is kept; those of which nothing was heard for longest are forgotten
+MOST = 256
 
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """A context: the wait lasts inside of it. owner: who waits. name: for what. whom: for whom still, in words. timeout_s:
-    after which somebody ends it."""
+    """A context: the wait lasts inside of it. owner: who waits. name: for what. whom: for whom
+    still, in words. timeout_s: after which somebody ends it."""
 
     owner: str
     name: str
@@ -63,7 +65,8 @@ class Event(NamedTuple):
     at: float  # of time.monotonic
 
 
-# In order of their beginnings, all True. To enter, to leave and to copy it is one step each: threads need no lock for that.
+# In order of their beginnings, all True. To enter, to leave and to copy it is one step each:
+# threads need no lock for that.
 _waits: dict[Wait, bool] = {}
 _events: dict[str, Event] = {}  # the latest last
 _lock = threading.RLock()  # a signal may come while this thread holds it
@@ -114,7 +117,9 @@ def table() -> str:
     for (owner, whom, name), same in alike.items():
         who = owner if len(same) == 1 else f"{owner} ({len(same)})"
         most = same[0].timeout_s
-        rows.append((who, whom, name, f"{same[0].seconds:.1f} s", "" if math.isinf(most) else f"{most:g} s"))
+        rows.append(
+            (who, whom, name, f"{same[0].seconds:.1f} s", "" if math.isinf(most) else f"{most:g} s")
+        )
     return _aligned(rows)
 
 
@@ -129,11 +134,15 @@ def report() -> str:
 
 def _aligned(rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 class Stalls:
-    """Finds that the run has not begun another phase for `after_s`; and again where that has doubled."""
+    """Finds that the run has not begun another phase for `after_s`; and again where that has
+    doubled."""
 
     def __init__(self, after_s: float) -> None:
         self.after_s = self._next = after_s
@@ -190,8 +199,9 @@ def shown_on_signal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def answer_status(address: str) -> Iterator[None]:
-    """A process of the same user that connects to the Unix socket at `address` is sent the table, inside the block: even while
-    the main thread waits without listening to signals. Raises OSError where no socket can be made there."""
+    """A process of the same user that connects to the Unix socket at `address` is sent the table,
+    inside the block: even while the main thread waits without listening to signals. Raises OSError
+    where no socket can be made there."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -216,10 +226,13 @@ def _answer(listener: socket.socket) -> None:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Of the process at the other end. On Linux an address may be no file, which only its owner could open."""
+    """Of the process at the other end. On Linux an address may be no file, which only its owner
+    could open."""
     if sys.platform != "linux":
         return os.getuid()
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     return user
 
 

@@ -19,7 +19,8 @@ from ratchet.observe.write_files import replace_text
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Of what the result depends on, without importing any of it; None for a package that is not installed."""
+    """Of what the result depends on, without importing any of it; None for a package that is not
+    installed."""
 
     def of(package: str) -> str | None:
         try:
@@ -27,13 +28,16 @@ def installed_versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             return None
 
-    return {name: of(name) for name in ("ratchet", "torch", "transformers")} | {"python": platform.python_version()}
+    return {name: of(name) for name in ("ratchet", "torch", "transformers")} | {
+        "python": platform.python_version()
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """seconds: of training alone, without evaluation and saving. Accuracies: held-out, 0 to 1, None where nothing was
-    evaluated. trained_tokens had a loss, generated_tokens were sampled (0 in a supervised stage)."""
+    """seconds: of training alone, without evaluation and saving. Accuracies: held-out, 0 to 1, None
+    where nothing was evaluated. trained_tokens had a loss, generated_tokens were sampled (0 in a
+    supervised stage)."""
 
     name: str
     algorithm: str
@@ -47,7 +51,10 @@ class StageSummary:
     @property
     def tokens_per_s(self) -> dict[str, float | None]:
         counts = {"trained": self.trained_tokens, "generated": self.generated_tokens}
-        return {kind: count / self.seconds if self.seconds > 0 else None for kind, count in counts.items()}
+        return {
+            kind: count / self.seconds if self.seconds > 0 else None
+            for kind, count in counts.items()
+        }
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -91,11 +98,26 @@ class RunSummary:
 
     def table(self) -> Table:
         table = Table(title="Held-out accuracy")
-        for heading in ("stage", "algorithm", "steps", "before", "after", "change", "training", "tokens/s"):
-            table.add_column(heading, justify="left" if heading in ("stage", "algorithm") else "right")
+        for heading in (
+            "stage",
+            "algorithm",
+            "steps",
+            "before",
+            "after",
+            "change",
+            "training",
+            "tokens/s",
+        ):
+            table.add_column(
+                heading, justify="left" if heading in ("stage", "algorithm") else "right"
+            )
         for stage in self.stages:
             before, after = _finite(stage.accuracy_before), _finite(stage.accuracy_after)
-            change = f"{100 * (after - before):+.1f}" if before is not None and after is not None else "-"
+            change = (
+                f"{100 * (after - before):+.1f}"
+                if before is not None and after is not None
+                else "-"
+            )
             speed = stage.tokens_per_s["generated" if stage.generated_tokens else "trained"]
             # Text, because a stage's name could hold what rich reads as markup.
             table.add_row(

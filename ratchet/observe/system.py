@@ -1,6 +1,8 @@
-"""What a run takes of its machine: processors, memory, disk, and accelerators where NVIDIA's library is there.
+"""What a run takes of its machine: processors, memory, disk, and accelerators where NVIDIA's
+library is there.
 
-Of this machine alone: processes of a run on others are not seen. Linux says all of it (/proc); elsewhere there is less.
+Of this machine alone: processes of a run on others are not seen. Linux says all of it (/proc);
+elsewhere there is less.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GIB = 2**30
-KIN_S = 10.0  # how often processes of the run are looked for; those that are known are read in each step
+# how often processes of the run are looked for; those that are known are read in each step
+KIN_S = 10.0
 PROC = Path("/proc")
 
 
@@ -27,11 +30,16 @@ class Use(NamedTuple):
 
 
 class SystemMeter:
-    """Numbers since the last `measure`. directory: on the disk that is watched. nvml: NVIDIA's library; None: no accelerator is
-    watched. clock: seconds."""
+    """Numbers since the last `measure`. directory: on the disk that is watched. nvml: NVIDIA's
+    library; None: no accelerator is watched. clock: seconds."""
 
     def __init__(
-        self, directory: Path, *, nvml: Any = None, proc: Path = PROC, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Path,
+        *,
+        nvml: Any = None,
+        proc: Path = PROC,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory, self.proc, self._clock = directory, proc, clock
         self._gpus = Accelerators(nvml) if nvml is not None else None
@@ -42,8 +50,11 @@ class SystemMeter:
 
     def measure(self) -> dict[str, float]:
         now, uses = self._clock(), self._uses()
-        # A process that has ended takes its seconds with it, and one that is new brings those before it was known.
-        spent = sum(use.cpu_s - self._worked[pid] for pid, use in uses.items() if pid in self._worked)
+        # A process that has ended takes its seconds with it, and one that is new brings those
+        # before it was known.
+        spent = sum(
+            use.cpu_s - self._worked[pid] for pid, use in uses.items() if pid in self._worked
+        )
         found = {"cpu_cores": spent / (now - self._at)} if now > self._at else {}
         self._worked, self._at = {pid: use.cpu_s for pid, use in uses.items()}, now
         if resident := sum(use.resident for use in uses.values()):
@@ -62,7 +73,11 @@ class SystemMeter:
             self._looked, self._kin = self._clock(), self._descendants()
         ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
         stats = {pid: self._stat(pid) for pid in self._kin}
-        return {pid: Use((int(s[11]) + int(s[12])) / ticks, int(s[21]) * page) for pid, s in stats.items() if s}
+        return {
+            pid: Use((int(s[11]) + int(s[12])) / ticks, int(s[21]) * page)
+            for pid, s in stats.items()
+            if s
+        }
 
     def _descendants(self) -> set[int]:
         children: dict[int, list[int]] = {}
@@ -78,7 +93,8 @@ class SystemMeter:
         return found
 
     def _stat(self, pid: int) -> list[str]:
-        """The fields after the name, which may hold blanks: state, parent, ..., 11: user time, 12: system time, 21: pages."""
+        """The fields after the name, which may hold blanks: state, parent, ..., 11: user time, 12:
+        system time, 21: pages."""
         try:
             return (self.proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
         except (OSError, UnicodeDecodeError):  # it has ended
@@ -87,7 +103,10 @@ class SystemMeter:
     def _host(self) -> dict[str, float]:
         try:
             lines = (self.proc / "meminfo").read_text().splitlines()
-            sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+            sizes = {
+                name: int(rest.split()[0]) * 1024
+                for name, _, rest in (line.partition(":") for line in lines)
+            }
             total, free = sizes["MemTotal"], sizes["MemAvailable"]
         except (OSError, KeyError, ValueError, IndexError):
             return {}
@@ -101,7 +120,9 @@ class Accelerators:
         """Raises what NVML raises where there is no driver."""
         self._nvml = nvml
         nvml.nvmlInit()
-        self._handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        self._handles = [
+            nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
+        ]
 
     def measure(self) -> dict[str, float]:
         found: dict[str, float] = {}

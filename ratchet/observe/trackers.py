@@ -1,7 +1,8 @@
 """Experiment trackers of others, as sinks. Each imports its package when it is made.
 
-A number that was not finite is left out, as none of them keeps it apart from one that is missing. A resumed run goes on in the
-same run of the tracker; steps that a crash took back are written again, with the same numbers.
+A number that was not finite is left out, as none of them keeps it apart from one that is missing. A
+resumed run goes on in the same run of the tracker; steps that a crash took back are written again,
+with the same numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ import numpy as np
 from ratchet.config.base import Section
 from ratchet.config.resolve import construct
 from ratchet.errors import ConfigError
-from ratchet.observe.config import MlflowConfig, PrometheusConfig, SwanlabConfig, TrackioConfig, WandbConfig
+from ratchet.observe.config import (
+    MlflowConfig,
+    PrometheusConfig,
+    SwanlabConfig,
+    TrackioConfig,
+    WandbConfig,
+)
 from ratchet.observe.sinks import Metrics, Sink, histograms_of
 from ratchet.observe.write_files import replace_text
 
@@ -32,7 +39,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker is told of a run. id: unlike that of any other run, and the same when it is resumed."""
+    """What a tracker is told of a run. id: unlike that of any other run, and the same when it is
+    resumed."""
 
     name: str
     id: str
@@ -46,12 +54,16 @@ def package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ConfigError(f"logging.sinks asks for {name}, which is not installed: pip install 'ratchet[trackers]'") from error
+        raise ConfigError(
+            f"logging.sinks asks for {name}, which is not installed: pip install "
+            "'ratchet[trackers]'"
+        ) from error
 
 
 @contextmanager
 def as_os_error(name: str) -> Iterator[None]:
-    """A service's own errors have no common class; whatever it raises must not cost the run, so all become a sink's."""
+    """A service's own errors have no common class; whatever it raises must not cost the run, so all
+    become a sink's."""
     try:
         yield
     except Exception as error:
@@ -76,10 +88,13 @@ def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class RunSink:
-    """A tracker whose run has `log(metrics, step=)` and `finish()`, as most have since W&B had them. histogram: its class for
-    such, made of `np_histogram=(counts, edges)`; None: it knows none."""
+    """A tracker whose run has `log(metrics, step=)` and `finish()`, as most have since W&B had
+    them. histogram: its class for such, made of `np_histogram=(counts, edges)`; None: it knows
+    none."""
 
-    def __init__(self, name: str, begin: Callable[[], Any], histogram: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, name: str, begin: Callable[[], Any], histogram: Callable[..., Any] | None = None
+    ) -> None:
         self._name, self._histogram = name, histogram
         with as_os_error(name):
             self._run = begin()
@@ -89,7 +104,9 @@ class RunSink:
             values: dict[str, Any] = finite(metrics)
             if self._histogram is not None:
                 for name, found in histograms_of(metrics).items():
-                    values[name] = self._histogram(np_histogram=(np.array(found.counts), np.array(found.edges)))
+                    values[name] = self._histogram(
+                        np_histogram=(np.array(found.counts), np.array(found.edges))
+                    )
             self._run.log(values, step=step)
 
     def close(self) -> None:
@@ -120,7 +137,8 @@ class WandbSink(RunSink):
 
 
 class SwanlabSink(RunSink):
-    """Offline, a resumed run is a log of its own beside the first: SwanLab resumes only what its server knows."""
+    """Offline, a resumed run is a log of its own beside the first: SwanLab resumes only what its
+    server knows."""
 
     def __init__(self, config: SwanlabConfig, run: Tracked) -> None:
         swanlab = package("swanlab")
@@ -169,13 +187,19 @@ class MlflowSink:
         with as_os_error("mlflow"):
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             found = self._client.get_experiment_by_name(config.experiment)
-            experiment = found.experiment_id if found else self._client.create_experiment(config.experiment)
-            earlier = self._client.search_runs([experiment], f"tags.`{self.TAG}` = '{run.id}'", max_results=1)
+            experiment = (
+                found.experiment_id if found else self._client.create_experiment(config.experiment)
+            )
+            earlier = self._client.search_runs(
+                [experiment], f"tags.`{self.TAG}` = '{run.id}'", max_results=1
+            )
             if earlier:
                 self._id = earlier[0].info.run_id
                 self._client.update_run(self._id, status="RUNNING")
             else:
-                made = self._client.create_run(experiment, run_name=run.name, tags={self.TAG: run.id})
+                made = self._client.create_run(
+                    experiment, run_name=run.name, tags={self.TAG: run.id}
+                )
                 self._id = made.info.run_id
                 self._tell(run.settings)
 
@@ -188,7 +212,10 @@ class MlflowSink:
     def write(self, step: int, metrics: Metrics) -> None:
         now = int(time.time() * 1000)
         with as_os_error("mlflow"):
-            entries = [self._metric(_allowed(name), value, now, step) for name, value in finite(metrics).items()]
+            entries = [
+                self._metric(_allowed(name), value, now, step)
+                for name, value in finite(metrics).items()
+            ]
             for begin in range(0, len(entries), 1000):
                 self._client.log_batch(self._id, metrics=entries[begin : begin + 1000])
 
@@ -205,7 +232,9 @@ class PrometheusSink:
     def __init__(self, config: PrometheusConfig, run: Tracked) -> None:
         self._prometheus = package("prometheus_client")
         self._registry = self._prometheus.CollectorRegistry()
-        self._step = self._prometheus.Gauge("ratchet_step", "Steps done", ["run"], registry=self._registry).labels(run.name)
+        self._step = self._prometheus.Gauge(
+            "ratchet_step", "Steps done", ["run"], registry=self._registry
+        ).labels(run.name)
         self._metric = self._prometheus.Gauge(
             "ratchet_metric", "The latest step's number", ["run", "name"], registry=self._registry
         )
@@ -247,14 +276,18 @@ def run_id(directory: Path) -> str:
 
 
 def track(sections: Sequence[Section], run: Tracked) -> list[Sink]:
-    """A sink for each section. One that can't begin is left out with a warning where the run is resumed, as no service may
-    keep a run from going on; in a new run it raises ConfigError, while somebody is there to mend it."""
+    """A sink for each section. One that can't begin is left out with a warning where the run is
+    resumed, as no service may keep a run from going on; in a new run it raises ConfigError, while
+    somebody is there to mend it."""
     sinks: list[Sink] = []
     for section in sections:
         try:
             sinks.append(construct(section, run))
         except OSError as error:
             if not run.resumed:
-                raise ConfigError(f"logging.sinks: {error}; remove it, or set its mode to offline where it has one") from error
+                raise ConfigError(
+                    f"logging.sinks: {error}; remove it, or set its mode to offline where it has "
+                    "one"
+                ) from error
             log.warning("a sink can't begin, and gets nothing of this run: %s", error)
     return sinks

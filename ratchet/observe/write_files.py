@@ -25,7 +25,8 @@ def sync(path: Path) -> None:
 def open_plain(path: Path, flags: int, *, directory: int | None = None) -> int:
     """Open a plain file, and nothing else that has its name, and return the descriptor.
 
-    A link could lead the writer to a file elsewhere, and a pipe or a device could make it wait for ever.
+    A link could lead the writer to a file elsewhere, and a pipe or a device could make it wait for
+    ever.
 
     Args:
         path: The file.
@@ -49,9 +50,11 @@ def open_plain(path: Path, flags: int, *, directory: int | None = None) -> int:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces the file's content as a whole. Raises OSError, and then leaves the old content and no other file.
+    """Replaces the file's content as a whole. Raises OSError, and then leaves the old content and
+    no other file.
 
-    Who is killed on the way leaves a draft, which the next one to write the file overwrites: a file has one writer at a time.
+    Who is killed on the way leaves a draft, which the next one to write the file overwrites: a file
+    has one writer at a time.
     """
     draft = path.with_name(f".{path.name}.partial")
     try:
@@ -68,10 +71,11 @@ def replace_text(path: Path, text: str) -> None:
 class AppendFile:
     """A file that a run only appends to, such as `metrics.jsonl` and `ledger.jsonl`.
 
-    Another program may delete, replace or shorten the file while the run has it open: an editor that
-    saves it does. `append` notices, warns once for each such change, and goes on at the end of the file
-    that is there now, or in a new one. It overwrites nothing, and never follows the path into another
-    directory that has taken the name, nor a link. What is no plain file there is an error.
+    Another program may delete, replace or shorten the file while the run has it open: an editor
+    that saves it does. `append` notices, warns once for each such change, and goes on at the end of
+    the file that is there now, or in a new one. It overwrites nothing, and never follows the path
+    into another directory that has taken the name, nor a link. What is no plain file there is an
+    error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,15 +128,26 @@ class AppendFile:
             present = os.stat(self.path.name, dir_fd=self._directory, follow_symlinks=False)
         except FileNotFoundError:
             present = None
-        if present is not None and os.path.samestat(present, opened) and opened.st_size == self.size:
+        if (
+            present is not None
+            and os.path.samestat(present, opened)
+            and opened.st_size == self.size
+        ):
             return
-        change = "deleted" if present is None else f"changed from {self.size} to {present.st_size} bytes"
+        change = (
+            "deleted" if present is None else f"changed from {self.size} to {present.st_size} bytes"
+        )
         outdated = self._descriptor
         try:
             self._open()
-        except FileNotFoundError:  # the whole directory is gone, which its `RunDirectory.verify` reports
+        # the whole directory is gone, which its `RunDirectory.verify` reports
+        except FileNotFoundError:
             return
         os.close(outdated)
-        log.warning("%s was %s by another program: lines may be missing, and new ones are appended", self.path, change)
+        log.warning(
+            "%s was %s by another program: lines may be missing, and new ones are appended",
+            self.path,
+            change,
+        )
         if self.size and os.pread(self._descriptor, 1, self.size - 1) != b"\n":
             self.size += os.write(self._descriptor, b"\n")  # the next line stays whole

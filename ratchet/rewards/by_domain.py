@@ -15,10 +15,14 @@ ANY = "*"
 
 
 class ByTag:
-    """Hands a group to the rewards of its task's tag. Parts are logged as "tag/name", so that each domain has its own curve."""
+    """Hands a group to the rewards of its task's tag. Parts are logged as "tag/name", so that each
+    domain has its own curve."""
 
     def __init__(self, config: ByTagConfig) -> None:
-        self._domains = {tag: composed(sections) if sections else OwnSteps() for tag, sections in config.domains.items()}
+        self._domains = {
+            tag: composed(sections) if sections else OwnSteps()
+            for tag, sections in config.domains.items()
+        }
 
     @property
     def together(self) -> bool:
@@ -32,8 +36,15 @@ class ByTag:
         reward = self._domains.get(task.tag, self._domains.get(ANY))
         if reward is None:
             known = ", ".join(sorted(self._domains))
-            reason = Failed("reward", f"by_tag: task '{task.id}' has the tag '{task.tag}', and there are rewards for {known}")
-            return [t.outcome if isinstance(t.outcome, Failed | Cancelled) else reason for t in trajectories]
+            reason = Failed(
+                "reward",
+                f"by_tag: task '{task.id}' has the tag '{task.tag}', and there are rewards for "
+                f"{known}",
+            )
+            return [
+                t.outcome if isinstance(t.outcome, Failed | Cancelled) else reason
+                for t in trajectories
+            ]
         return [_under(task.tag, outcome) for outcome in await reward.score(trajectories, task)]
 
 
@@ -53,7 +64,11 @@ def _nothing_more(trajectory: Trajectory, task: Task) -> Outcome:
         return Truncated(0.0)
     if any(turn.reward is not None for turn in trajectory.turns):
         return Scored(0.0)
-    return Failed("reward", f"by_tag: domain '{task.tag}' has no rewards, and its environment gave none at task '{task.id}'")
+    return Failed(
+        "reward",
+        f"by_tag: domain '{task.tag}' has no rewards, and its environment gave none at task "
+        f"'{task.id}'",
+    )
 
 
 def _under(tag: str, outcome: Outcome) -> Outcome:

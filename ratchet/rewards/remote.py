@@ -15,23 +15,35 @@ from ratchet.types import Cancelled, Failed, Message, Outcome, Scored, Task, Tra
 
 
 class Remote:
-    """Sends {"rows": [{"prompt", "response", "answer", "messages", "meta", "tag", "truncated"}]} and reads
-    {"results": [{"reward": number, "parts": {name: number}} or {"error": text}]}, in order."""
+    """Sends {"rows": [{"prompt", "response", "answer", "messages", "meta", "tag", "truncated"}]}
+    and reads {"results": [{"reward": number, "parts": {name: number}} or {"error": text}]}, in
+    order."""
 
     def __init__(self, config: RemoteConfig) -> None:
         self._endpoint = Endpoint(config.url, config)
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
-        """Failed("reward") for an attempt that the endpoint could not judge, for all where it gave nothing usable."""
+        """Failed("reward") for an attempt that the endpoint could not judge, for all where it gave
+        nothing usable."""
         outcomes: list[Outcome] = [_ended(trajectory) for trajectory in trajectories]
-        rows = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failed | Cancelled)]
+        rows = [
+            i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failed | Cancelled)
+        ]
         if not rows:
             return outcomes
         try:
-            answer = await self._endpoint.post({"rows": [_row(trajectories[i], task) for i in rows]})
-            judged = [_outcome(result, trajectories[i]) for i, result in zip(rows, _results(answer, len(rows)), strict=True)]
-        except Exception:  # the episode boundary: the endpoint is anyone's, and so is what stands in meta
-            judged = [Failed("reward", f"remote, task '{task.id}':\n{traceback.format_exc()}")] * len(rows)
+            answer = await self._endpoint.post(
+                {"rows": [_row(trajectories[i], task) for i in rows]}
+            )
+            judged = [
+                _outcome(result, trajectories[i])
+                for i, result in zip(rows, _results(answer, len(rows)), strict=True)
+            ]
+        # the episode boundary: the endpoint is anyone's, and so is what stands in meta
+        except Exception:
+            judged = [
+                Failed("reward", f"remote, task '{task.id}':\n{traceback.format_exc()}")
+            ] * len(rows)
         for i, outcome in zip(rows, judged, strict=True):
             outcomes[i] = outcome
         return outcomes
@@ -48,7 +60,9 @@ def _ended(trajectory: Trajectory) -> Outcome:
 
 def _row(trajectory: Trajectory, task: Task) -> dict[str, Any]:
     return {
-        "prompt": task.messages[-1].text if len(task.messages) == 1 else [_plain(message) for message in task.messages],
+        "prompt": task.messages[-1].text
+        if len(task.messages) == 1
+        else [_plain(message) for message in task.messages],
         "response": answer_text(trajectory),
         "answer": task.answer,
         "messages": [_plain(message) for message in trajectory.messages],
@@ -61,14 +75,19 @@ def _row(trajectory: Trajectory, task: Task) -> dict[str, Any]:
 def _plain(message: Message) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
-        plain["tool_calls"] = [{"id": c.id, "name": c.name, "arguments": dict(c.arguments)} for c in message.tool_calls]
+        plain["tool_calls"] = [
+            {"id": c.id, "name": c.name, "arguments": dict(c.arguments)} for c in message.tool_calls
+        ]
     return plain
 
 
 def _results(answer: Any, count: int) -> list[Any]:
     results = answer.get("results") if isinstance(answer, Mapping) else None
     if not isinstance(results, list) or len(results) != count:
-        raise DataError(f'the endpoint must answer {{"results": [...]}} with {count} of them, not {answer!r:.200}')
+        raise DataError(
+            f'the endpoint must answer {{"results": [...]}} with {count} of them, not '
+            f"{answer!r:.200}"
+        )
     return results
 
 
@@ -77,8 +96,13 @@ def _outcome(result: Any, trajectory: Trajectory) -> Outcome:
         return Failed("reward", f"remote: {str(result['error'])[:2000]}")
     reward: Any = result.get("reward") if isinstance(result, Mapping) else None
     parts: Any = result.get("parts") or {"remote": reward} if isinstance(result, Mapping) else None
-    if not isinstance(parts, Mapping) or not all(_finite(value) for value in (reward, *parts.values())):
-        return Failed("reward", f"remote: a result must hold a finite reward, and finite parts, not {result!r:.200}")
+    if not isinstance(parts, Mapping) or not all(
+        _finite(value) for value in (reward, *parts.values())
+    ):
+        return Failed(
+            "reward",
+            f"remote: a result must hold a finite reward, and finite parts, not {result!r:.200}",
+        )
     kind = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
     return kind(float(reward), {str(name): float(value) for name, value in parts.items()})
 

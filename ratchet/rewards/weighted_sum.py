@@ -15,14 +15,18 @@ from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, 
 
 
 class WeightedSum:
-    """`sum(weights[name] * reward[name])`. The parts logged are the unweighted rewards by name, and their own named parts
-    as "name/part". An attempt that one of them fails is failed: a sum that lacks a summand would be another reward.
+    """`sum(weights[name] * reward[name])`. The parts logged are the unweighted rewards by name, and
+    their own named parts as "name/part". An attempt that one of them fails is failed: a sum that
+    lacks a summand would be another reward.
     """
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
         """Raises ConfigError where the two do not name the same rewards."""
         if not rewards or set(rewards) != set(weights):
-            raise ConfigError(f"rewards {sorted(rewards)} and weights {sorted(weights)} must name the same, at least one")
+            raise ConfigError(
+                f"rewards {sorted(rewards)} and weights {sorted(weights)} must name the same, at "
+                "least one"
+            )
         self.rewards, self.weights = dict(rewards), dict(weights)
 
     @property
@@ -31,7 +35,9 @@ class WeightedSum:
 
     def voter(self, task: Task) -> Votes | None:
         """The first that can tell answers apart."""
-        return next((found for reward in self.rewards.values() if (found := voter(reward, task))), None)
+        return next(
+            (found for reward in self.rewards.values() if (found := voter(reward, task))), None
+        )
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         asked = [reward.score(trajectories, task) for reward in self.rewards.values()]
@@ -49,7 +55,8 @@ class WeightedSum:
             if isinstance(outcome, Cancelled | Unjudged):
                 return outcome
             cut = cut or isinstance(outcome, Truncated)
-            if outcome.reward is None:  # nobody could judge a part of this unfinished attempt, so nobody can the whole
+            # nobody could judge a part of this unfinished attempt, so nobody can the whole
+            if outcome.reward is None:
                 total = None
                 continue
             if not math.isfinite(outcome.reward):
@@ -63,11 +70,17 @@ class WeightedSum:
 
 
 def composed(sections: Sequence[Section]) -> WeightedSum:
-    """The sum of the rewards that sections of a recipe describe, each under its kind's name (a path's last word) and times
-    its `weight`. Raises ConfigError where two share a name, or none is given."""
+    """The sum of the rewards that sections of a recipe describe, each under its kind's name (a
+    path's last word) and times its `weight`. Raises ConfigError where two share a name, or none is
+    given."""
     names = [str(getattr(section, "kind", "")).rpartition(":")[2] for section in sections]
     if len(set(names)) < len(names):
-        raise ConfigError(f"rewards {', '.join(names)} repeat a kind: their parts would share a name; give it once")
+        raise ConfigError(
+            f"rewards {', '.join(names)} repeat a kind: their parts would share a name; give it "
+            "once"
+        )
     named = dict(zip(names, sections, strict=True))
     made = {name: as_reward(construct(section), name) for name, section in named.items()}
-    return WeightedSum(made, {name: getattr(section, "weight", 1.0) for name, section in named.items()})
+    return WeightedSum(
+        made, {name: getattr(section, "weight", 1.0) for name, section in named.items()}
+    )

@@ -1,10 +1,13 @@
-"""Checkpoints that are either whole or not there, whatever kills the process, and that are checked before they are used.
+"""Checkpoints that are either whole or not there, whatever kills the process, and that are checked
+before they are used.
 
-A save writes into `.tmp-<step>-<id>`, lists every file with its size and SHA-256 in `manifest.json`, flushes files and
-directories, renames to `step-<step>`, and only then prunes older ones (renamed to `.del-*` first, so that a half-deleted
-one is never taken for a checkpoint). Loading walks from the newest to the oldest and takes the first that verifies.
+A save writes into `.tmp-<step>-<id>`, lists every file with its size and SHA-256 in
+`manifest.json`, flushes files and directories, renames to `step-<step>`, and only then prunes older
+ones (renamed to `.del-*` first, so that a half-deleted one is never taken for a checkpoint).
+Loading walks from the newest to the oldest and takes the first that verifies.
 
-Only the holder of the run directory's lock may save; reading changes nothing, so others may read meanwhile.
+Only the holder of the run directory's lock may save; reading changes nothing, so others may read
+meanwhile.
 """
 
 from __future__ import annotations
@@ -34,11 +37,14 @@ STEP = re.compile(r"step-(\d{8,})")
 class CheckpointStore:
     """The checkpoints under `root`. Nothing is touched before the first save.
 
-    These stay: the newest `keep`, the `keep_best` whose `meta["score"]` is highest (a number; without one it is none of them),
-    and those whose step is a multiple of `keep_every` (0: none). held: steps that stay for now, as somebody reads them.
+    These stay: the newest `keep`, the `keep_best` whose `meta["score"]` is highest (a number;
+    without one it is none of them), and those whose step is a multiple of `keep_every` (0: none).
+    held: steps that stay for now, as somebody reads them.
     """
 
-    def __init__(self, root: Path, keep: int = 2, *, keep_best: int = 0, keep_every: int = 0) -> None:
+    def __init__(
+        self, root: Path, keep: int = 2, *, keep_best: int = 0, keep_every: int = 0
+    ) -> None:
         assert keep >= 1, keep
         self.root = root
         self.keep, self.keep_best, self.keep_every = keep, keep_best, keep_every
@@ -47,10 +53,11 @@ class CheckpointStore:
         self._present: list[int] = []  # steps that had a checkpoint after the last `tidy`
 
     def save(self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
-        """Makes the checkpoint of `step` from the files that `write` puts into the directory it is given.
+        """Makes the checkpoint of `step` from the files that `write` puts into the directory it is
+        given.
 
-        meta: JSON values (no tuples, no integer keys). Raises CheckpointError when it can't be written (disk full, ...) or
-        was saved before; the earlier checkpoints are then as they were.
+        meta: JSON values (no tuples, no integer keys). Raises CheckpointError when it can't be
+        written (disk full, ...) or was saved before; the earlier checkpoints are then as they were.
         """
         assert survives_json(dict(meta)), f"{meta} would come back from JSON as something else"
         final = self.root / f"step-{step:08d}"
@@ -58,7 +65,11 @@ class CheckpointStore:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             if lost := sorted(set(self._present).difference(self.steps())):
-                logger.warning("checkpoints of steps %s were deleted from %s by another program", lost, self.root)
+                logger.warning(
+                    "checkpoints of steps %s were deleted from %s by another program",
+                    lost,
+                    self.root,
+                )
             self._sweep()
             self._set_rejected_aside(final)
             draft.mkdir()
@@ -73,16 +84,20 @@ class CheckpointStore:
             failpoints.point("checkpoint.after_rename")
             sync(self.root)
             failpoints.point("checkpoint.published")
-        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
-            raise CheckpointError(f"the checkpoint of step {step} can't be written to {self.root}: {error}") from error
+        # safetensors reports a full disk as its own error
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} can't be written to {self.root}: {error}"
+            ) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)  # gone already once it has its final name
         self.tidy()  # the new checkpoint is safe, whatever becomes of the old ones
         return final
 
     def tidy(self) -> None:
-        """Removes what a process that was killed while it saved left behind: drafts, what was half deleted, and what it had not
-        yet pruned. For the holder of the lock, after `latest`, whose rejections stay. A disk that fails is only logged."""
+        """Removes what a process that was killed while it saved left behind: drafts, what was half
+        deleted, and what it had not yet pruned. For the holder of the lock, after `latest`, whose
+        rejections stay. A disk that fails is only logged."""
         try:
             self._sweep()
             self._prune()
@@ -91,9 +106,11 @@ class CheckpointStore:
             logger.warning("an old checkpoint in %s can't be deleted: %s", self.root, error)
 
     def latest(self) -> Checkpoint | None:
-        """The newest one that verifies; None where there is none at all. What doesn't verify is logged, and left alone.
+        """The newest one that verifies; None where there is none at all. What doesn't verify is
+        logged, and left alone.
 
-        Raises CheckpointError when there are checkpoints and all are damaged: a run never silently starts again at 0.
+        Raises CheckpointError when there are checkpoints and all are damaged: a run never silently
+        starts again at 0.
         """
         self._rejected = set()
         for step, path in self._newest_first():
@@ -105,7 +122,8 @@ class CheckpointStore:
         damaged = sorted(path.name for path in (*self._rejected, *self.root.glob("rejected-*")))
         if damaged:
             raise CheckpointError(
-                f"all checkpoints in {self.root} are damaged ({', '.join(damaged)}; the log has each reason): "
+                f"all checkpoints in {self.root} are damaged ({', '.join(damaged)}; the log has "
+                "each reason): "
                 "restore one from a backup, or start anew with another --run-dir"
             )
         return None
@@ -114,13 +132,19 @@ class CheckpointStore:
         """The checkpoint of `step`. Raises CheckpointError where it is absent or damaged."""
         found = dict(self._newest_first())
         if step not in found:
-            raise CheckpointError(f"no checkpoint of step {step} in {self.root}: it has {sorted(found) or 'none'}")
+            raise CheckpointError(
+                f"no checkpoint of step {step} in {self.root}: it has {sorted(found) or 'none'}"
+            )
         return verify(found[step], step)
 
     def best(self, *, first: int = 0) -> Checkpoint | None:
-        """That with the highest score among those of step `first` and later; of equal ones the newest; None where none has a
-        score. Raises CheckpointError where it is damaged."""
-        whole = [verify(path, step, contents=False) for step, path in self._newest_first() if step >= first]
+        """That with the highest score among those of step `first` and later; of equal ones the
+        newest; None where none has a score. Raises CheckpointError where it is damaged."""
+        whole = [
+            verify(path, step, contents=False)
+            for step, path in self._newest_first()
+            if step >= first
+        ]
         found = best_first(whole)
         return self.load(found[0].step) if found else None
 
@@ -140,7 +164,8 @@ class CheckpointStore:
             shutil.rmtree(path)
 
     def _set_rejected_aside(self, final: Path) -> None:
-        """Renames what didn't verify, so that it is neither pruned nor in the way of a new checkpoint of its step."""
+        """Renames what didn't verify, so that it is neither pruned nor in the way of a new
+        checkpoint of its step."""
         if final.is_symlink() or final.exists():
             try:
                 verify(final, _step_of(final))
@@ -179,7 +204,11 @@ class CheckpointStore:
         """Steps of those that stay; of equal scores the newer one's. whole: the newest first."""
         best = best_first(whole)[: self.keep_best]
         kept = {checkpoint.step for checkpoint in (*whole[: self.keep], *best)}
-        return kept | {checkpoint.step for checkpoint in whole if self.keep_every and checkpoint.step % self.keep_every == 0}
+        return kept | {
+            checkpoint.step
+            for checkpoint in whole
+            if self.keep_every and checkpoint.step % self.keep_every == 0
+        }
 
 
 def best_first(whole: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -194,7 +223,8 @@ def _step_of(path: Path) -> int:
 
 
 def _sync_tree(directory: Path) -> None:
-    """Files first, then directories from the innermost out: a rename may reach the disk before what it names otherwise."""
+    """Files first, then directories from the innermost out: a rename may reach the disk before what
+    it names otherwise."""
     paths = sorted(directory.rglob("*"), key=lambda path: (path.is_dir(), -len(path.parts)))
     for path in (*paths, directory):
         sync(path)

@@ -1,8 +1,9 @@
 """A run at an address: what is whole there, and fetching it.
 
-Its files have the names that they have in a run directory. `mirror.json` lists size and SHA-256 of all but the checkpoints,
-whose manifests do so. A file may be longer than it is listed (a log that has grown since): what is listed is its beginning.
-While a file is being replaced there are two lines for it, and one of them holds; null is that of a file that was not there.
+Its files have the names that they have in a run directory. `mirror.json` lists size and SHA-256 of
+all but the checkpoints, whose manifests do so. A file may be longer than it is listed (a log that
+has grown since): what is listed is its beginning. While a file is being replaced there are two
+lines for it, and one of them holds; null is that of a file that was not there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ INDEX = "mirror.json"
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
 HIDDEN = ".run_id"  # the only hidden file that belongs to a run: by it trackers know it again
-# Without these a run can't go on as if nothing had been; all else is told where it is damaged, and left out.
+# Without these a run can't go on as if nothing had been; all else is told where it is damaged, and
+# left out.
 ESSENTIAL = {"config.yaml", "metrics.jsonl", "ledger.jsonl", "base"}
 
 
@@ -65,8 +67,13 @@ class Index:
     files: Mapping[str, Lines]
 
     def content(self) -> bytes:
-        files = {name: [one and [one.size, one.sha256] for one in lines] for name, lines in self.files.items()}
-        return seal({"format": FORMAT, "run": self.run, "writer": self.writer, "files": files}).encode()
+        files = {
+            name: [one and [one.size, one.sha256] for one in lines]
+            for name, lines in self.files.items()
+        }
+        return seal(
+            {"format": FORMAT, "run": self.run, "writer": self.writer, "files": files}
+        ).encode()
 
     @classmethod
     def of(cls, address: str, content: bytes) -> Index:
@@ -74,9 +81,12 @@ class Index:
         try:
             body = unseal(address, INDEX, content)
             if body["format"] != FORMAT:
-                raise CheckpointError(f"{address}/{INDEX} has format {body['format']!r}; this version reads {FORMAT}")
+                raise CheckpointError(
+                    f"{address}/{INDEX} has format {body['format']!r}; this version reads {FORMAT}"
+                )
             files = {
-                name: tuple(None if one is None else _facts(*one) for one in lines) for name, lines in body["files"].items()
+                name: tuple(None if one is None else _facts(*one) for one in lines)
+                for name, lines in body["files"].items()
             }
             index = cls(body["run"], body["writer"], files)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -85,12 +95,15 @@ class Index:
             if not any(lines):
                 raise CheckpointError(f"{address}/{INDEX} is malformed (no line for '{name}')")
             if not belongs(name):
-                raise CheckpointError(f"{address}/{INDEX} lists '{name}', which is no file of a run's directory")
+                raise CheckpointError(
+                    f"{address}/{INDEX} lists '{name}', which is no file of a run's directory"
+                )
         return index
 
 
 def belongs(name: str) -> bool:
-    """Whether a file of this name, relative to the run directory, is mirrored with it, apart from checkpoints."""
+    """Whether a file of this name, relative to the run directory, is mirrored with it, apart from
+    checkpoints."""
     parts = PurePosixPath(name).parts
     hidden = any(part.startswith(".") for part in parts) and name != HIDDEN
     return stays_inside(name) and not hidden and parts[0] not in (CHECKPOINTS, INDEX)
@@ -114,13 +127,14 @@ def name_of(step: int) -> str:
 
 
 class MirroredRun:
-    """Its methods raise OSError where the store fails, CheckpointError where what it has is damaged; the constructor
-    MissingDependency and DataError."""
+    """Its methods raise OSError where the store fails, CheckpointError where what it has is
+    damaged; the constructor MissingDependency and DataError."""
 
     def __init__(self, address: str) -> None:
         self.store = Store(address)
         self.address = self.store.address
-        self.damaged: set[int] = set()  # steps of checkpoints that came otherwise than their manifest says
+        # steps of checkpoints that came otherwise than their manifest says
+        self.damaged: set[int] = set()
         self._read: dict[int, tuple[Entry, bytes]] = {}
 
     def index(self) -> Index | None:
@@ -131,7 +145,8 @@ class MirroredRun:
             return None
 
     def checkpoints(self) -> tuple[dict[int, Stored], dict[int, list[str]]]:
-        """(those that are whole by the sizes of their files, the newest first; the names of all files there, by step)."""
+        """(those that are whole by the sizes of their files, the newest first; the names of all
+        files there, by step)."""
         entries: dict[int, dict[str, Entry]] = {}
         for name, entry in self.store.entries(CHECKPOINTS).items():
             parts = PurePosixPath(name).parts
@@ -152,7 +167,10 @@ class MirroredRun:
         if MANIFEST not in entries:
             raise CheckpointError(f"{where} has no {MANIFEST}: it was not uploaded to its end")
         if (seen := self._read.get(step)) is None or seen[0] != entries[MANIFEST]:
-            seen = entries[MANIFEST], self.store.read(f"{name_of(step)}/{MANIFEST}", MAX_MANIFEST_BYTES)
+            seen = (
+                entries[MANIFEST],
+                self.store.read(f"{name_of(step)}/{MANIFEST}", MAX_MANIFEST_BYTES),
+            )
             self._read[step] = seen
         try:
             body = read_body(where, seen[1], step)
@@ -160,15 +178,18 @@ class MirroredRun:
                 check_format(where, name)
                 if name not in entries or entries[name].size != facts["size"]:
                     size = entries[name].size if name in entries else "no"
-                    raise CheckpointError(f"{where}/{name} has {size} bytes instead of {facts['size']}")
+                    raise CheckpointError(
+                        f"{where}/{name} has {size} bytes instead of {facts['size']}"
+                    )
             dict(body["meta"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{where}: the manifest is malformed ({error!r})") from error
         return Stored(step, seen[1], body)
 
     def fetch_checkpoint(self, stored: Stored, root: Path) -> Path:
-        """Into a directory of checkpoints, where it is as a whole or not at all. One of its step that is there already, and
-        verifies with the same manifest, is left as it is; any other is set aside."""
+        """Into a directory of checkpoints, where it is as a whole or not at all. One of its step
+        that is there already, and verifies with the same manifest, is left as it is; any other is
+        set aside."""
         final = root / PurePosixPath(name_of(stored.step)).name
         if final.exists():
             try:
@@ -187,16 +208,20 @@ class MirroredRun:
             verify(draft, stored.step)
         except CheckpointError as error:
             self.damaged.add(stored.step)
-            raise CheckpointError(f"{self.address}/{name_of(stored.step)}, as it was fetched: {error}") from error
+            raise CheckpointError(
+                f"{self.address}/{name_of(stored.step)}, as it was fetched: {error}"
+            ) from error
         for path in (*draft.rglob("*"), draft):
             sync(path)
         draft.rename(final)
         sync(root)
         return final
 
-    def fetch_files(self, index: Index, directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Replaces those of a directory, as far as they are others. Raises CheckpointError where one is damaged without which
-        the run can't be what it was; another is told and left out."""
+    def fetch_files(
+        self, index: Index, directory: Path, wanted: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        """Replaces those of a directory, as far as they are others. Raises CheckpointError where
+        one is damaged without which the run can't be what it was; another is told and left out."""
         for name, lines in index.files.items():
             path = directory / name
             if not wanted(name) or agrees(path, lines):
@@ -207,8 +232,14 @@ class MirroredRun:
                 size = draft.stat().st_size
                 if not agrees(draft, lines):
                     listed = max(one.size for one in lines if one)
-                    what = f"{size} bytes instead of {listed}" if size < listed else "another checksum than is listed"
-                    raise CheckpointError(f"{self.address}/{name} is damaged, with {what}: restore it from a backup")
+                    what = (
+                        f"{size} bytes instead of {listed}"
+                        if size < listed
+                        else "another checksum than is listed"
+                    )
+                    raise CheckpointError(
+                        f"{self.address}/{name} is damaged, with {what}: restore it from a backup"
+                    )
                 draft.replace(path)
             except (CheckpointError, FileNotFoundError) as error:
                 if isinstance(error, FileNotFoundError) and None in lines:
@@ -247,7 +278,8 @@ def hash_beginning(path: Path, size: int) -> str:
 
 
 def newest(directory: RunDirectory) -> int | None:
-    """The step of its newest whole checkpoint; 0: a run that has none yet; None: no run, or all are damaged."""
+    """The step of its newest whole checkpoint; 0: a run that has none yet; None: no run, or all are
+    damaged."""
     if not directory.used:
         return None
     try:

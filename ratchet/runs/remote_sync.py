@@ -1,9 +1,11 @@
-"""Keeps a run that trains in a directory of this machine at an address too, as far as the store there lets it.
+"""Keeps a run that trains in a directory of this machine at an address too, as far as the store
+there lets it.
 
-The directory is the run; nothing that a store does can change that. After each save the address gets what is new: first
-`mirror.json` with old and new lines of the files that change, then these, then the checkpoint, its manifest last, then
-`mirror.json` with the new lines alone. So whatever interrupts it, what is there is whole by some line. What failed is tried
-again after the next save, and at the end.
+The directory is the run; nothing that a store does can change that. After each save the address
+gets what is new: first `mirror.json` with old and new lines of the files that change, then these,
+then the checkpoint, its manifest last, then `mirror.json` with the new lines alone. So whatever
+interrupts it, what is there is whole by some line. What failed is tried again after the next save,
+and at the end.
 """
 
 from __future__ import annotations
@@ -58,9 +60,11 @@ def work_copy(address: str) -> Path:
 
 
 class Mirror:
-    """Of the run in `directory`, whose lock its holder has. store: its checkpoints, by whose rules those at the address stay.
+    """Of the run in `directory`, whose lock its holder has. store: its checkpoints, by whose rules
+    those at the address stay.
 
-    notes: what its user should know, such as which of two copies was taken. Raises DataError and MissingDependency."""
+    notes: what its user should know, such as which of two copies was taken. Raises DataError and
+    MissingDependency."""
 
     def __init__(self, address: str, directory: RunDirectory, store: CheckpointStore) -> None:
         self.there, self.directory, self.store = MirroredRun(address), directory, store
@@ -78,36 +82,53 @@ class Mirror:
     # --- before the run
 
     def expect_nothing(self) -> None:
-        """For a run that begins. Raises RunDirectoryError where something is there already, or it can't be read."""
+        """For a run that begins. Raises RunDirectoryError where something is there already, or it
+        can't be read."""
         try:
             names = self.there.store.entries()
         except OSError as error:
             raise RunDirectoryError(f"--run-dir {self.address} can't be read: {error}") from error
         if INDEX in names:
             raise RunDirectoryError(
-                f"{self.address} holds a run: continue it with --resume {self.address}, or choose another --run-dir"
+                f"{self.address} holds a run: continue it with --resume {self.address}, or choose "
+                "another --run-dir"
             )
         if names:
-            raise RunDirectoryError(f"{self.address} holds other files: choose a --run-dir where nothing is")
+            raise RunDirectoryError(
+                f"{self.address} holds other files: choose a --run-dir where nothing is"
+            )
 
     def take_up(self) -> None:
-        """For a run that goes on: the directory gets what the address has of it, unless it has more itself. Raises
-        RunDirectoryError where there is no such run, CheckpointError where all that is there is damaged."""
+        """For a run that goes on: the directory gets what the address has of it, unless it has more
+        itself. Raises RunDirectoryError where there is no such run, CheckpointError where all that
+        is there is damaged."""
         try:
             self._take_up()
         except OSError as error:
-            alone = f"; to go on without it: --resume {self.directory.path}" if self.directory.used else ""
-            raise RunDirectoryError(f"--resume {self.address} can't be fetched: {error}{alone}") from error
+            alone = (
+                f"; to go on without it: --resume {self.directory.path}"
+                if self.directory.used
+                else ""
+            )
+            raise RunDirectoryError(
+                f"--resume {self.address} can't be fetched: {error}{alone}"
+            ) from error
 
     def _take_up(self) -> None:
         index, mine = self.there.index(), newest(self.directory)
         if index is None and mine is None:
-            raise RunDirectoryError(f"{self.address} holds no run (no {INDEX}): give the address that a run was begun with")
+            raise RunDirectoryError(
+                f"{self.address} holds no run (no {INDEX}): give the address that a run was begun "
+                "with"
+            )
         known = self._identity()
         path = self.directory.path
         if index is None:
             self._run = known or self._run
-            self.notes.append(f"{self.address} holds nothing of this run: its local copy in {path} goes on, after step {mine}")
+            self.notes.append(
+                f"{self.address} holds nothing of this run: its local copy in {path} goes on, "
+                f"after step {mine}"
+            )
             return
         if self.directory.used and known != index.run:
             raise RunDirectoryError(
@@ -119,16 +140,22 @@ class Mirror:
         theirs = max(whole, default=0)
         if mine is not None and mine >= theirs:
             which = f"newer than {self.address}" if mine > theirs else f"as new as {self.address}"
-            self.notes.append(f"the local copy in {path} goes on: with step {mine} it is {which} (step {theirs})")
+            self.notes.append(
+                f"the local copy in {path} goes on: with step {mine} it is {which} (step {theirs})"
+            )
             return
         self._note_identity()
         self.there.fetch_files(index, path)
         self._fetch_checkpoints(whole, any_listed=bool(listed))
         local = "" if mine is None else f", which was older (step {mine})"
-        self.notes.append(f"{self.address} goes on, after step {newest(self.directory)}: it was fetched into {path}{local}")
+        self.notes.append(
+            f"{self.address} goes on, after step {newest(self.directory)}: it was fetched into "
+            f"{path}{local}"
+        )
 
     def _fetch_checkpoints(self, whole: Mapping[int, Stored], *, any_listed: bool) -> None:
-        """The best ones, which the end of a stage may want, and then the newest that comes as its manifest says."""
+        """The best ones, which the end of a stage may want, and then the newest that comes as its
+        manifest says."""
         stages = self.directory.read_config()["stages"]
         keep_best = max(stage["checkpoint"]["keep_best"] for stage in stages)
         best = best_first([stored.checkpoint for stored in whole.values()])[:keep_best]
@@ -136,7 +163,8 @@ class Mirror:
             self._fetched(whole[step])
         if not any(self._fetched(stored) for stored in whole.values()) and any_listed:
             raise CheckpointError(
-                f"all checkpoints at {self.address} are damaged or were not uploaded to their end (each reason is above): "
+                f"all checkpoints at {self.address} are damaged or were not uploaded to their end "
+                "(each reason is above): "
                 "restore one from a backup, or start anew with another --run-dir"
             )
 
@@ -149,14 +177,21 @@ class Mirror:
         return True
 
     def begin(self) -> None:
-        """The address is this process's from now on, and has what the directory has. Raises RunDirectoryError where it can't be
-        written: before anything is trained that is better known."""
+        """The address is this process's from now on, and has what the directory has. Raises
+        RunDirectoryError where it can't be written: before anything is trained that is better
+        known."""
         self._note_identity()
         try:
             self._push(self.note())
         except OSError as error:
-            alone = f" (or go on without it: --resume {self.directory.path})" if self.store.steps() else ""
-            raise RunDirectoryError(f"{self.address} can't be written: {error}; choose another --run-dir{alone}") from error
+            alone = (
+                f" (or go on without it: --resume {self.directory.path})"
+                if self.store.steps()
+                else ""
+            )
+            raise RunDirectoryError(
+                f"{self.address} can't be written: {error}; choose another --run-dir{alone}"
+            ) from error
 
     def _identity(self) -> str | None:
         try:
@@ -165,7 +200,9 @@ class Mirror:
             return None
 
     def _note_identity(self) -> None:
-        replace_text(self.directory.path / IDENTITY, json.dumps({"run": self._run, "address": self.address}))
+        replace_text(
+            self.directory.path / IDENTITY, json.dumps({"run": self._run, "address": self.address})
+        )
 
     # --- during the run
 
@@ -173,7 +210,9 @@ class Mirror:
         """The files that are mirrored, but for checkpoints, as they are now."""
         root, found = self.directory.path, {}
         for where, below, files in os.walk(root):
-            below[:] = [name for name in below if belongs((Path(where) / name).relative_to(root).as_posix())]
+            below[:] = [
+                name for name in below if belongs((Path(where) / name).relative_to(root).as_posix())
+            ]
             for path in (Path(where) / name for name in files):
                 with suppress(FileNotFoundError):  # trackers come and go with files of theirs
                     status, name = path.lstat(), path.relative_to(root).as_posix()
@@ -182,8 +221,8 @@ class Mirror:
         return found
 
     def push(self, noted: Mapping[str, Noted], *, beside: bool) -> None:
-        """After a save. beside: in a thread; where the one before is still at it, this one is left out, and the next makes up
-        for it. A store that fails is only logged."""
+        """After a save. beside: in a thread; where the one before is still at it, this one is left
+        out, and the next makes up for it. A store that fails is only logged."""
         self._settled = True
         if not beside:
             self._work.settle()
@@ -198,17 +237,21 @@ class Mirror:
         self._work.begin(lambda: self._attempt(noted))
 
     def finish(self) -> bool:
-        """At the end, however it ended. Returns whether all of the run is there, and says so where it is not."""
+        """At the end, however it ended. Returns whether all of the run is there, and says so where
+        it is not."""
         self._work.settle()
         if self._settled:
             self.store.tidy()  # what was held until it was read
         self._attempt(self.note())
         if self.behind is None:
             return True
-        named = ", ".join(self._left[:MAX_NAMED]) + (" and more" if len(self._left) > MAX_NAMED else "")
+        named = ", ".join(self._left[:MAX_NAMED]) + (
+            " and more" if len(self._left) > MAX_NAMED else ""
+        )
         path = self.directory.path
         log.error(
-            "%s is not what the run is: %s. Not there: %s. All of it lies in %s; `ratchet train --resume %s` tries again",
+            "%s is not what the run is: %s. Not there: %s. All of it lies in %s; `ratchet train "
+            "--resume %s` tries again",
             *(self.address, self.behind, named or "what was written last", path, self.address),
         )
         return False
@@ -219,7 +262,11 @@ class Mirror:
             self.behind = None
         except OSError as error:
             self.behind = str(error)
-            log.warning("%s did not take what was saved, which is tried again after the next save: %s", self.address, error)
+            log.warning(
+                "%s did not take what was saved, which is tried again after the next save: %s",
+                self.address,
+                error,
+            )
         finally:
             self.store.held = frozenset()
 
@@ -231,7 +278,10 @@ class Mirror:
         self._check_writer()
         gone = [name for name in self._files if name not in noted]
         if changed or gone or not self._wrote:
-            self._write_index(self._files | {name: (*self._files.get(name, (None,)), new[name]) for name in changed})
+            self._write_index(
+                self._files
+                | {name: (*self._files.get(name, (None,)), new[name]) for name in changed}
+            )
             for name in changed:
                 failpoints.point("mirror.file")
                 self.there.store.put(self.directory.path / name, name)
@@ -239,17 +289,25 @@ class Mirror:
         self._put_checkpoints(here)
         if changed or gone:
             self._write_index(
-                {name: (new[name],) if name in new else self._files[name] for name in noted if name in self._files}
+                {
+                    name: (new[name],) if name in new else self._files[name]
+                    for name in noted
+                    if name in self._files
+                }
             )
         for name in gone:
             self.there.store.remove(name)
         self._left = []
 
     def _facts_of(self, name: str, noted: Noted) -> Facts | None:
-        """None where it has become shorter since, or is gone: the next save sees what became of it."""
+        """None where it has become shorter since, or is gone: the next save sees what became of
+        it."""
         if name not in self._facts or self._facts[name][0] != noted:
             try:
-                self._facts[name] = noted, Facts(noted.size, hash_beginning(self.directory.path / name, noted.size))
+                self._facts[name] = (
+                    noted,
+                    Facts(noted.size, hash_beginning(self.directory.path / name, noted.size)),
+                )
             except OSError as error:
                 log.info("%s changed since it was noted: %s", name, error)
                 return None
@@ -267,7 +325,9 @@ class Mirror:
         if index is None:
             self._files = {}  # somebody has removed or broken it: all of it is written again
         elif index.writer != self._writer:
-            raise OSError("another process goes on with this run there; this one stops writing to it")
+            raise OSError(
+                "another process goes on with this run there; this one stops writing to it"
+            )
 
     def _write_index(self, files: Mapping[str, Lines]) -> None:
         self.there.store.write(INDEX, Index(self._run, self._writer, files).content())
@@ -277,13 +337,21 @@ class Mirror:
         """Those that should stay and are not there; then those go that should not."""
         whole, listed = self.there.checkpoints()
         known = {step: stored.checkpoint for step, stored in whole.items()} | dict(here)
-        kept = self.store.kept([known[step] for step in sorted(known, reverse=True)]) if self._settled else set(known)
+        kept = (
+            self.store.kept([known[step] for step in sorted(known, reverse=True)])
+            if self._settled
+            else set(known)
+        )
         for step in sorted(kept & here.keys(), reverse=True):
-            if step not in whole or whole[step].manifest != (here[step].path / MANIFEST).read_bytes():
+            if (
+                step not in whole
+                or whole[step].manifest != (here[step].path / MANIFEST).read_bytes()
+            ):
                 self._put_checkpoint(here[step], listed.get(step, []))
             self._left.remove(name_of(step))
         for step in listed.keys() - kept:
-            if step in whole or MANIFEST not in listed[step]:  # not what is damaged: somebody may want to look at it
+            # not what is damaged: somebody may want to look at it
+            if step in whole or MANIFEST not in listed[step]:
                 self._remove(step, listed[step])
 
     def _put_checkpoint(self, checkpoint: Checkpoint, listed: list[str]) -> None:
@@ -291,7 +359,9 @@ class Mirror:
         files = sorted(path for path in checkpoint.path.rglob("*") if path.is_file())
         for path in sorted(files, key=lambda path: path == checkpoint.path / MANIFEST):
             failpoints.point("mirror.checkpoint_file")
-            self.there.store.put(path, f"{name_of(checkpoint.step)}/{path.relative_to(checkpoint.path).as_posix()}")
+            self.there.store.put(
+                path, f"{name_of(checkpoint.step)}/{path.relative_to(checkpoint.path).as_posix()}"
+            )
         self.there.damaged.discard(checkpoint.step)
 
     def _remove(self, step: int, listed: list[str]) -> None:

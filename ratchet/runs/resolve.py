@@ -1,4 +1,5 @@
-"""What commands are pointed at: a place on this machine, or an address, of which they read a copy in the cache."""
+"""What commands are pointed at: a place on this machine, or an address, of which they read a copy
+in the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from ratchet.utils.object_store import Store, alone, cached, fetch_directory, is
 CHECKPOINT = re.compile(r"(.+)/checkpoints/step-(\d{8,})")
 WEIGHTS = ("model", "model-ema", "adapter", "base")  # what a run has beside its record
 
-Choose = Callable[[dict[int, Stored]], Sequence[Stored]]  # of the checkpoints there, the newest first
+# of the checkpoints there, the newest first
+Choose = Callable[[dict[int, Stored]], Sequence[Stored]]
 
 
 def check_address(address: str) -> None:
@@ -37,40 +39,55 @@ def directory_of(place: str | Path) -> Path:
 
 
 def open_run(place: str | Path) -> tuple[RunDirectory, CheckpointStore, Mirror | None]:
-    """To train there: its directory on this machine, its checkpoints, and what mirrors them where it has an address. Raises
-    ConfigError, DataError, MissingDependency."""
+    """To train there: its directory on this machine, its checkpoints, and what mirrors them where
+    it has an address. Raises ConfigError, DataError, MissingDependency."""
     directory = RunDirectory(directory_of(place))
     store = CheckpointStore(directory.checkpoints)
-    mirror = Mirror(place, directory, store) if isinstance(place, str) and is_address(place) else None
+    mirror = (
+        Mirror(place, directory, store) if isinstance(place, str) and is_address(place) else None
+    )
     return directory, store, mirror
 
 
 def here(place: str) -> Path:
-    """Raises ConfigError for an address: a command that changes a run, or asks its process, needs the run itself."""
+    """Raises ConfigError for an address: a command that changes a run, or asks its process, needs
+    the run itself."""
     if is_address(place):
-        raise ConfigError(f"{place} is an address, and this is done where the run trains: give its directory there")
+        raise ConfigError(
+            f"{place} is an address, and this is done where the run trains: give its directory "
+            "there"
+        )
     return Path(place)
 
 
 def record_of(place: str | Path, names: Sequence[str] = ()) -> Path:
-    """What a run has written down: all but weights, or the files of these names. Raises RunDirectoryError, CheckpointError."""
+    """What a run has written down: all but weights, or the files of these names. Raises
+    RunDirectoryError, CheckpointError."""
     if not isinstance(place, str) or not is_address(place):
         return Path(place)
     return _copy(place, lambda name: name in names if names else _first(name) not in WEIGHTS)
 
 
 def runs_at(address: str) -> list[tuple[str, int]]:
-    """The run at an address, or those directly below it, each with the bytes of its checkpoints. Raises RunDirectoryError where
-    there is none."""
+    """The run at an address, or those directly below it, each with the bytes of its checkpoints.
+    Raises RunDirectoryError where there is none."""
     check_address(address)
     with _said(address):
         entries = Store(address).entries()
-    found = [""] if INDEX in entries else [name.removesuffix(INDEX) for name in entries if _is_index_of_a_run(name)]
+    found = (
+        [""]
+        if INDEX in entries
+        else [name.removesuffix(INDEX) for name in entries if _is_index_of_a_run(name)]
+    )
     if not found:
-        raise RunDirectoryError(f"{address} holds no runs ({INDEX}): name one, or the address that they are below")
+        raise RunDirectoryError(
+            f"{address} holds no runs ({INDEX}): name one, or the address that they are below"
+        )
 
     def size(below: str) -> int:
-        return sum(entry.size for name, entry in entries.items() if name.startswith(f"{below}checkpoints/"))
+        return sum(
+            entry.size for name, entry in entries.items() if name.startswith(f"{below}checkpoints/")
+        )
 
     return [(f"{address.rstrip('/')}/{below}".rstrip("/"), size(below)) for below in found]
 
@@ -92,8 +109,9 @@ def replayable(place: str, steps: Sequence[int]) -> Path:
 
 
 def model_of(place: str, step: int | None = None) -> Path:
-    """What the weights of a run, of a checkpoint in it, or of a model directory need. step: of the run's checkpoint; None: its
-    trained model. Raises RunDirectoryError, CheckpointError, ModelError."""
+    """What the weights of a run, of a checkpoint in it, or of a model directory need. step: of the
+    run's checkpoint; None: its trained model. Raises RunDirectoryError, CheckpointError,
+    ModelError."""
     if not is_address(place):
         return Path(place)
     check_address(place)
@@ -102,14 +120,19 @@ def model_of(place: str, step: int | None = None) -> Path:
         step = int(named[2])
         return model_of(named[1], step) / name_of(step)
     if step is not None:
-        return _copy(place, lambda name: _first(name) in ("config.yaml", "base"), lambda whole: [_of_step(place, step, whole)])
+        return _copy(
+            place,
+            lambda name: _first(name) in ("config.yaml", "base"),
+            lambda whole: [_of_step(place, step, whole)],
+        )
     with _said(place):
         index = MirroredRun(place).index()
     if index is None:
         return find_model(place)
     if "model/config.json" not in index.files:
         raise RunDirectoryError(
-            f"{place} has no finished model yet: go on with `ratchet train --resume {place}`, or name a step of a checkpoint"
+            f"{place} has no finished model yet: go on with `ratchet train --resume {place}`, or "
+            "name a step of a checkpoint"
         )
     return _copy(place, lambda name: _first(name) in ("config.yaml", "model", "adapter"))
 
@@ -127,18 +150,23 @@ def _first(name: str) -> str:
 
 def _of_step(address: str, step: int, whole: dict[int, Stored]) -> Stored:
     if step not in whole:
-        raise CheckpointError(f"no whole checkpoint of step {step} at {address}: it has {sorted(whole) or 'none'}")
+        raise CheckpointError(
+            f"no whole checkpoint of step {step} at {address}: it has {sorted(whole) or 'none'}"
+        )
     return whole[step]
 
 
 def _copy(address: str, wanted: Callable[[str], bool], choose: Choose = lambda whole: ()) -> Path:
-    """Of the run at an address; what is there already and has the checksum that is listed is not fetched again."""
+    """Of the run at an address; what is there already and has the checksum that is listed is not
+    fetched again."""
     check_address(address)
     there, directory = MirroredRun(address), cached("copies", address)
     with _said(address), alone(directory):
         index = there.index()
         if index is None:
-            raise RunDirectoryError(f"{address} holds no run (no {INDEX}): give the address that a run was begun with")
+            raise RunDirectoryError(
+                f"{address} holds no run (no {INDEX}): give the address that a run was begun with"
+            )
         whole, _ = there.checkpoints()
         chosen = choose(whole)
         _clear(directory, index, set(whole))

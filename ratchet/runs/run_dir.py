@@ -1,4 +1,5 @@
-"""The directory that a run lives in: where its files lie, who may write there, and which recipe it belongs to."""
+"""The directory that a run lives in: where its files lie, who may write there, and which recipe it
+belongs to."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ MAX_NAMED = 8  # differing keys that a message lists
 
 
 class RunDirectory:
-    """The layout alone: making one touches nothing, so that it serves readers too. A run writes inside `locked()`."""
+    """The layout alone: making one touches nothing, so that it serves readers too. A run writes
+    inside `locked()`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,9 +58,10 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Creates the directory, and holds it for this process alone inside the block.
 
-        The lock is the operating system's, on a file that says who holds it: it ends with the process however that ends,
-        so what a killed run left is simply taken over. Raises RunDirectoryError when the directory can't be created or
-        written, or when another run is in it.
+        The lock is the operating system's, on a file that says who holds it: it ends with the
+        process however that ends, so what a killed run left is simply taken over. Raises
+        RunDirectoryError when the directory can't be created or written, or when another run is in
+        it.
         """
         self._lock_fd = self._open_lock()
         try:
@@ -69,7 +72,8 @@ class RunDirectory:
                 try:
                     yield
                 finally:
-                    os.ftruncate(self._lock_fd, 0)  # not unlinked: another run may have just opened it
+                    # not unlinked: another run may have just opened it
+                    os.ftruncate(self._lock_fd, 0)
             finally:
                 os.close(self._directory_fd)
         finally:
@@ -77,22 +81,25 @@ class RunDirectory:
             self._directory_fd = self._lock_fd = -1
 
     def verify(self, config: Mapping[str, Any]) -> None:
-        """Check that the path is still the directory that `locked` took, and restore a lost lock or recipe.
+        """Check that the path is still the directory that `locked` took, and restore a lost lock or
+        recipe.
 
-        A run calls it after every step and before every save, so that it never writes into a directory
-        that was deleted, moved away or taken by another run.
+        A run calls it after every step and before every save, so that it never writes into a
+        directory that was deleted, moved away or taken by another run.
 
         Args:
             config: The resolved recipe as plain values, written again if `config.yaml` was deleted.
 
         Raises:
-            RunDirectoryError: The path is gone or is another directory, another process locked it, or a
-            lost file can't be restored.
+            RunDirectoryError: The path is gone or is another directory, another process locked it,
+            or a lost file can't be restored.
         """
         if not _is_same_file(self.path, self._directory_fd):
             raise RunDirectoryError(
-                f"{self.path} was deleted, moved or replaced while this run was in it, so the run stops "
-                "and writes nothing there. Put the directory back and use --resume, or choose another --run-dir"
+                f"{self.path} was deleted, moved or replaced while this run was in it, so the run "
+                "stops "
+                "and writes nothing there. Put the directory back and use --resume, or choose "
+                "another --run-dir"
             )
         if not _is_same_file(self._lock, self._lock_fd):
             lock_fd = self._open_lock()
@@ -109,7 +116,8 @@ class RunDirectory:
             log.warning("%s was deleted under its run and is written again", self.config)
 
     def settle(self, config: Mapping[str, Any]) -> None:
-        """Writes the resolved recipe (plain JSON-like values) into a new directory; in a used one, it must be the same.
+        """Writes the resolved recipe (plain JSON-like values) into a new directory; in a used one,
+        it must be the same.
 
         Raises RunDirectoryError naming the keys that differ.
         """
@@ -123,8 +131,8 @@ class RunDirectory:
             )
 
     def expect(self, recipe: Mapping[str, Any]) -> None:
-        """That what is here is of this recipe, as it was written: a run, or a plan of one. Raises RunDirectoryError naming the
-        keys that differ."""
+        """That what is here is of this recipe, as it was written: a run, or a plan of one. Raises
+        RunDirectoryError naming the keys that differ."""
         try:
             planned = read_json(self.plan)["recipe"] if self.plan.exists() else recipe
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -133,7 +141,8 @@ class RunDirectory:
         for what, there in (("run", begun), ("plan", planned)):
             if changed := _changed(there, recipe):
                 raise RunDirectoryError(
-                    f"{self.path} has the {what} of another recipe; different: {changed}. Choose another --run-dir, or "
+                    f"{self.path} has the {what} of another recipe; different: {changed}. Choose "
+                    "another --run-dir, or "
                     + (f"plan {self.config}" if what == "run" else f"remove {self.plan}")
                 )
 
@@ -162,7 +171,9 @@ class RunDirectory:
         try:
             return read_file(self.config)[0].plain()
         except ConfigError as error:
-            raise RunDirectoryError(f"{self.path} holds no readable config.yaml, so it is no run directory: {error}") from error
+            raise RunDirectoryError(
+                f"{self.path} holds no readable config.yaml, so it is no run directory: {error}"
+            ) from error
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
         try:
@@ -180,11 +191,17 @@ class RunDirectory:
             ) from error
         if not os.access(self.path, os.W_OK | os.X_OK):
             os.close(descriptor)
-            raise RunDirectoryError(f"the run directory {self.path} is read-only; choose another --run-dir")
+            raise RunDirectoryError(
+                f"the run directory {self.path} is read-only; choose another --run-dir"
+            )
         return descriptor
 
     def _take_lock(self, descriptor: int) -> None:
-        me = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+        me = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
@@ -192,10 +209,13 @@ class RunDirectory:
         except BlockingIOError as error:
             holder = _describe_holder(os.pread(descriptor, 4096, 0))
             raise RunDirectoryError(
-                f"{self.path} is in use by {holder}: wait for it, end it, or choose another --run-dir"
+                f"{self.path} is in use by {holder}: wait for it, end it, or choose another "
+                "--run-dir"
             ) from error
         except OSError as error:
-            raise RunDirectoryError(f"{self.path} can't be locked: {error}; choose another --run-dir") from error
+            raise RunDirectoryError(
+                f"{self.path} can't be locked: {error}; choose another --run-dir"
+            ) from error
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
@@ -230,8 +250,16 @@ def differences(before: Any, now: Any, where: str = "") -> list[str]:
     elif _is_list(before) and _is_list(now) and len(before) == len(now):
         pairs = [(index, *items) for index, items in enumerate(zip(before, now, strict=True))]
     else:
-        return [] if before == now and type(before) is type(now) else [f"{where}: {before!r} -> {now!r}"]
-    return [line for key, a, b in pairs for line in differences(a, b, f"{where}.{key}" if where else str(key))]
+        return (
+            []
+            if before == now and type(before) is type(now)
+            else [f"{where}: {before!r} -> {now!r}"]
+        )
+    return [
+        line
+        for key, a, b in pairs
+        for line in differences(a, b, f"{where}.{key}" if where else str(key))
+    ]
 
 
 def _is_list(value: Any) -> bool:

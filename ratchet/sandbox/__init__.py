@@ -4,9 +4,9 @@
         result = await sandbox.run("print(int(input()) * 2)", stdin=b"21", limits=Limits(wall_s=2))
     passed(result, expected=b"42")          # judged out here: what is expected never enters the sandbox
 
-`base` holds the protocols and their values, `local` the pool of this machine, `docker` containers, `remote` a service,
-`inside` what runs in the sandboxed processes (standard library only, never imported by the trainer), `judge` the
-comparison. Threat model: docs/sandbox.md.
+`base` holds the protocols and their values, `local` the pool of this machine, `docker` containers,
+`remote` a service, `inside` what runs in the sandboxed processes (standard library only, never
+imported by the trainer), `judge` the comparison. Threat model: docs/sandbox.md.
 """
 
 from __future__ import annotations

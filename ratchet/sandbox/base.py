@@ -22,8 +22,8 @@ FIXED_ENVIRONMENT: Mapping[str, str] = {
 
 
 class SandboxError(RatchetError):
-    """The sandbox can't do its work: too weak for what was declared, refused by the machine, or broken. Never a verdict on
-    the program: an attempt that ends with this is failed, not wrong."""
+    """The sandbox can't do its work: too weak for what was declared, refused by the machine, or
+    broken. Never a verdict on the program: an attempt that ends with this is failed, not wrong."""
 
 
 class TooLarge(SandboxError):
@@ -31,13 +31,15 @@ class TooLarge(SandboxError):
 
 
 class Isolation(IntEnum):
-    """How much stands between a program and the machine, weakest first. Limits, seccomp and a dropped uid belong to all."""
+    """How much stands between a program and the machine, weakest first. Limits, seccomp and a
+    dropped uid belong to all."""
 
-    # System calls are filtered: no network, processes or writing. Files of this user can be read, and, unless it is root,
-    # the environment variables of its processes.
+    # System calls are filtered: no network, processes or writing. Files of this user can be read,
+    # and, unless it is root, the environment variables of its processes.
     SECCOMP = 1
     LANDLOCK = 2  # and only the Python library can be read; nothing can be written
-    NAMESPACES = 3  # and own processes, network, IPC and root directory, with a private scratch directory
+    # and own processes, network, IPC and root directory, with a private scratch directory
+    NAMESPACES = 3
     KERNEL = 4  # and a kernel of its own: a virtual machine, or gVisor
 
 
@@ -54,8 +56,10 @@ class Strength:
         if self.isolation < at_least:
             why = f" ({'; '.join(self.refused)})" if self.refused else ""
             raise SandboxError(
-                f"{where} isolates programs by {self.isolation.name.lower()} only, weaker than the declared "
-                f"{at_least.name.lower()}{why}: run where more is allowed, or declare the weaker level with "
+                f"{where} isolates programs by {self.isolation.name.lower()} only, weaker than the "
+                "declared "
+                f"{at_least.name.lower()}{why}: run where more is allowed, or declare the weaker "
+                "level with "
                 f"at_least=Isolation.{self.isolation.name}"
             )
 
@@ -67,15 +71,17 @@ class Reason(StrEnum):
     SIGNAL = "signal"  # killed by a signal that no limit sent, such as a segmentation fault
     WALL = "wall"
     CPU = "cpu"
-    MEMORY = "memory"  # of all its processes together; one alone gets MemoryError, as from any full machine
+    # of all its processes together; one alone gets MemoryError, as from any full machine
+    MEMORY = "memory"
     OUTPUT = "output"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """wall_s: from start to end. cpu_s: of one process, rounded up to whole seconds. memory_mib: address space of a
-    process, and resident memory of all together. disk_mib: the scratch directory, and any file. output_kib: of stdout, and
-    of stderr. processes: 1 allows threads only; more allows fork and exec. threads: of a program that may not fork."""
+    """wall_s: from start to end. cpu_s: of one process, rounded up to whole seconds. memory_mib:
+    address space of a process, and resident memory of all together. disk_mib: the scratch
+    directory, and any file. output_kib: of stdout, and of stderr. processes: 1 allows threads only;
+    more allows fork and exec. threads: of a program that may not fork."""
 
     wall_s: float = 5.0
     cpu_s: float = 4.0
@@ -98,8 +104,9 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Result:
-    """What a program did, as seen from outside. exit and signal exclude each other; both are None when a limit stopped it.
-    stdout and stderr are cut at the output limit. seconds: wall time of the program alone, without queueing."""
+    """What a program did, as seen from outside. exit and signal exclude each other; both are None
+    when a limit stopped it. stdout and stderr are cut at the output limit. seconds: wall time of
+    the program alone, without queueing."""
 
     exit: int | None
     signal: int | None
@@ -114,13 +121,15 @@ class Result:
 
 
 class Session(Protocol):
-    """A shell and a working directory, kept over several commands: the directory it is in, exported variables and files
-    stay. For one caller at a time."""
+    """A shell and a working directory, kept over several commands: the directory it is in, exported
+    variables and files stay. For one caller at a time."""
 
     async def run(self, command: str, timeout_s: float) -> Result:
-        """Gives the command to the shell, with empty input. One that takes too long is ended with all that was started.
+        """Gives the command to the shell, with empty input. One that takes too long is ended with
+        all that was started.
 
-        Raises SandboxError when the sandbox failed, whatever the command did; the session may then be lost.
+        Raises SandboxError when the sandbox failed, whatever the command did; the session may then
+        be lost.
         """
         ...
 
@@ -130,8 +139,8 @@ class Session(Protocol):
         ...
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
-        """The regular files at or below `path`, by path from the working directory; none where there is nothing.
-        Raises TooLarge."""
+        """The regular files at or below `path`, by path from the working directory; none where
+        there is nothing. Raises TooLarge."""
         ...
 
     async def close(self) -> None:
@@ -140,16 +149,20 @@ class Session(Protocol):
 
 
 class Sandbox(Protocol):
-    """Runs programs. Concurrent calls are welcome: an implementation queues what it has no room for."""
+    """Runs programs. Concurrent calls are welcome: an implementation queues what it has no room
+    for."""
 
     @property
     def strength(self) -> Strength: ...
     @property
     def same_python(self) -> bool:
-        """Whether programs run under this very interpreter, so that compiled code can be given to them."""
+        """Whether programs run under this very interpreter, so that compiled code can be given to
+        them."""
         ...
 
-    async def run(self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS) -> Result:
+    async def run(
+        self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
+    ) -> Result:
         """Runs Python source (a string) or a command (its words) to its end.
 
         Raises SandboxError when the sandbox failed, whatever the program did.
@@ -157,8 +170,8 @@ class Sandbox(Protocol):
         ...
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
-        """A session in a fresh copy of `image`; "": the sandbox's own. Its commands have the limits in common, but for
-        wall_s. Raises SandboxError where there is no such image."""
+        """A session in a fresh copy of `image`; "": the sandbox's own. Its commands have the limits
+        in common, but for wall_s. Raises SandboxError where there is no such image."""
         ...
 
     def close(self) -> None:
@@ -167,7 +180,8 @@ class Sandbox(Protocol):
 
 
 def inside(path: str) -> str:
-    """The path from the working directory, tidied. Raises SandboxError for one that leads out of it."""
+    """The path from the working directory, tidied. Raises SandboxError for one that leads out of
+    it."""
     tidy = posixpath.normpath(path)
     if path.startswith("/") or tidy == ".." or tidy.startswith("../") or "\0" in path:
         raise SandboxError(f"{path!r} is no path inside the working directory")
@@ -176,5 +190,6 @@ def inside(path: str) -> str:
 
 def end_threads(threads: ThreadPoolExecutor) -> None:
     """Lets what runs come to its end, and nothing else begin."""
-    with contextlib.suppress(RuntimeError):  # whoever forgets a sandbox may have it collected in one of its own threads
+    # whoever forgets a sandbox may have it collected in one of its own threads
+    with contextlib.suppress(RuntimeError):
         threads.shutdown(wait=True, cancel_futures=True)

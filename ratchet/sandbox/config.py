@@ -1,4 +1,5 @@
-"""Which sandbox runs a program: sections chosen by `kind:`. How many at once, and how isolated at least, says its user."""
+"""Which sandbox runs a program: sections chosen by `kind:`. How many at once, and how isolated at
+least, says its user."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ class LocalSandboxConfig(Section):
 
     builds: ClassVar[str] = "ratchet.sandbox.local:configured"
 
-    readable: tuple[str, ...] = Field(default=(), description="Directories that programs can read and import from.")
+    readable: tuple[str, ...] = Field(
+        default=(), description="Directories that programs can read and import from."
+    )
 
 
 def local_sandbox() -> Section:
@@ -31,17 +34,36 @@ class DockerSandboxConfig(Section):
 
     builds: ClassVar[str] = "ratchet.sandbox.docker:DockerSandbox"
 
-    image: str = Field("python:3.11-slim", min_length=1, description="What programs run in unless their task names another.")
-    address: str = Field("unix:///var/run/docker.sock", description="Of the engine: unix://, http:// (loopback) or https://.")
-    certificates: Path | None = Field(None, description="Directory with ca.pem, cert.pem and key.pem, for https://.")
-    pull: bool = Field(False, description="Fetch an image that the engine lacks, from its registry.")
-    runtime: str | None = Field(None, description="Of the engine, such as runsc (gVisor) or kata; null: its default.")
-    user: str = Field("65534:65534", min_length=1, description="Whose rights programs have: name, uid or uid:gid.")
+    image: str = Field(
+        "python:3.11-slim",
+        min_length=1,
+        description="What programs run in unless their task names another.",
+    )
+    address: str = Field(
+        "unix:///var/run/docker.sock",
+        description="Of the engine: unix://, http:// (loopback) or https://.",
+    )
+    certificates: Path | None = Field(
+        None, description="Directory with ca.pem, cert.pem and key.pem, for https://."
+    )
+    pull: bool = Field(
+        False, description="Fetch an image that the engine lacks, from its registry."
+    )
+    runtime: str | None = Field(
+        None, description="Of the engine, such as runsc (gVisor) or kata; null: its default."
+    )
+    user: str = Field(
+        "65534:65534", min_length=1, description="Whose rights programs have: name, uid or uid:gid."
+    )
     cpus: float = Field(1.0, gt=0, description="Processors that a container can use.")
     read_only: bool = Field(
-        True, description="Only /tmp can be written, up to the disk limit; else the whole image, without one."
+        True,
+        description="Only /tmp can be written, up to the disk limit; else the whole image, without "
+        "one.",
     )
-    workdir: str = Field("/tmp", pattern="^/", description="Where sessions begin; with read_only below /tmp.")
+    workdir: str = Field(
+        "/tmp", pattern="^/", description="Where sessions begin; with read_only below /tmp."
+    )
     shell: str = Field("sh", min_length=1, description="Of sessions; it must be in the image.")
     python: str = Field("python3", min_length=1, description="The interpreter in the image.")
     timeout_s: float = Field(60.0, gt=0, description="For any answer of the engine.")
@@ -52,19 +74,28 @@ class DockerSandboxConfig(Section):
         scheme, _, rest = address.partition("://")
         if scheme not in ("unix", "http", "https") or not rest:
             raise ValueError(
-                f"{address!r} is no address of an engine: write unix:///path, http://127.0.0.1:port or https://host:port"
+                f"{address!r} is no address of an engine: write unix:///path, "
+                "http://127.0.0.1:port or https://host:port"
             )
         host = rest.split("/")[0].rpartition(":")[0] or rest
         if scheme == "http" and host not in LOOPBACK:
-            raise ValueError(f"{address!r}: whoever reaches an engine without TLS is root there; use https:// or a tunnel")
+            raise ValueError(
+                f"{address!r}: whoever reaches an engine without TLS is root there; use https:// "
+                "or a tunnel"
+            )
         return address
 
     @model_validator(mode="after")
     def _fits(self) -> DockerSandboxConfig:
         if self.certificates is not None and not self.address.startswith("https://"):
-            raise ValueError("certificates are read with an https:// address alone: set that, or remove them")
+            raise ValueError(
+                "certificates are read with an https:// address alone: set that, or remove them"
+            )
         if self.read_only and self.workdir != "/tmp" and not self.workdir.startswith("/tmp/"):
-            raise ValueError(f"workdir={self.workdir} can't be written with read_only: set read_only: false, or use /tmp")
+            raise ValueError(
+                f"workdir={self.workdir} can't be written with read_only: set read_only: false, or "
+                "use /tmp"
+            )
         return self
 
 
@@ -75,9 +106,18 @@ class RemoteSandboxConfig(Section):
 
     address: str = Field(pattern="^https?://", description="Of the service, before /run_code.")
     offers: Literal["seccomp", "landlock", "namespaces", "kernel"] = Field(
-        description="How it isolates programs, as its operator says: the service doesn't tell, and is tried out."
+        description="How it isolates programs, as its operator says: the service doesn't tell, and "
+        "is tried out."
     )
-    token_file: Path | None = Field(None, description="File whose text is sent as the bearer token.")
+    token_file: Path | None = Field(
+        None, description="File whose text is sent as the bearer token."
+    )
     retries: int = Field(3, ge=0, description="After errors of the service or on the way to it.")
-    retry_wait_s: float = Field(0.5, ge=0, description="Before the first retry; doubled before each other.")
-    timeout_s: float = Field(30.0, gt=0, description="For an answer, beyond the program's own time: its place in the queue.")
+    retry_wait_s: float = Field(
+        0.5, ge=0, description="Before the first retry; doubled before each other."
+    )
+    timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="For an answer, beyond the program's own time: its place in the queue.",
+    )

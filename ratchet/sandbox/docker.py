@@ -1,8 +1,8 @@
 """Programs and sessions in containers, one container each, by the Docker Engine API.
 
-A container lives as long as the connection that feeds its first process: the engine ends and removes it when this process
-dies, however it dies. Labels name the owner, so that the next sandbox on this machine removes what a dead one created in
-vain.
+A container lives as long as the connection that feeds its first process: the engine ends and
+removes it when this process dies, however it dies. Labels name the owner, so that the next sandbox
+on this machine removes what a dead one created in vain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from ratchet.sandbox.docker_api import Engine, Missing, Stream, Unwell
 from ratchet.sandbox.reaper import OWNER, reap, this_process
 
 T = TypeVar("T")
-OWN_KERNEL = ("runsc", "kata")  # beginnings of the names of runtimes that bring a kernel: gVisor, Kata Containers
+# beginnings of the names of runtimes that bring a kernel: gVisor, Kata Containers
+OWN_KERNEL = ("runsc", "kata")
 TRIES = 2
 GRACE_S = 5.0  # for the end of what was killed, and for the engine to notice
 SPARE_PROCESSES = 8  # the first process, shells, and the one that ends the others
@@ -48,22 +49,31 @@ BROKEN_PIPE = 128 + 13
 PAGE = 4096  # what a file in memory takes at least
 SCRATCH = "/tmp"
 STATE = f"{SCRATCH}/{shell.STATE_FILE}"
-# The first process: restarts what holds it open when a program kills that, ends when the connection does, and reaps.
+# The first process: restarts what holds it open when a program kills that, ends when the connection
+# does, and reaps.
 KEEPER = "exec 3<&0; while :; do cat <&3 >/dev/null & wait $!; [ $? -le 128 ] && exit; done"
-RUN = '"$@" <"$0.in"; _code=$?; printf %s "$0"; printf %s "$0" >&2; exit $_code'  # $0: what both outputs end with
+# $0: what both outputs end with
+RUN = '"$@" <"$0.in"; _code=$?; printf %s "$0"; printf %s "$0" >&2; exit $_code'
 KILL = "kill -KILL -1"  # all but the first process, and itself
 
 
 class DockerSandbox:
-    """Refuses to be weaker than `at_least`: an engine without its system call filter isolates less than any level.
+    """Refuses to be weaker than `at_least`: an engine without its system call filter isolates less
+    than any level.
 
-    slots: programs that run at once. Threads and event loops may share one. Raises SandboxError at once where no engine
-    answers, or one that is too weak.
+    slots: programs that run at once. Threads and event loops may share one. Raises SandboxError at
+    once where no engine answers, or one that is too weak.
     """
 
     same_python = False
 
-    def __init__(self, config: DockerSandboxConfig, *, slots: int = 2, at_least: Isolation = Isolation.NAMESPACES) -> None:
+    def __init__(
+        self,
+        config: DockerSandboxConfig,
+        *,
+        slots: int = 2,
+        at_least: Isolation = Isolation.NAMESPACES,
+    ) -> None:
         self.config = config
         self._engine = Engine(config.address, config.certificates, config.timeout_s)
         self.strength = _strength(self._engine.json("GET", "/info"), config)
@@ -82,16 +92,23 @@ class DockerSandbox:
     def isolation(self) -> Isolation:
         return self.strength.isolation
 
-    async def run(self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS) -> Result:
-        """See `Sandbox.run`. A fresh container for each program. An exit code above 128 is reported as that signal, as a
-        shell does; one process more than `Limits.processes` is not prevented, all together are."""
+    async def run(
+        self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
+    ) -> Result:
+        """See `Sandbox.run`. A fresh container for each program. An exit code above 128 is reported
+        as that signal, as a shell does; one process more than `Limits.processes` is not prevented,
+        all together are."""
         ticket = _Ticket(self)
         with waiting("programs", "run", f"docker sandbox {self.config.address}", limits.wall_s):
-            return await self._call(lambda: self._run(ticket, program, stdin, limits), ticket.cancel)
+            return await self._call(
+                lambda: self._run(ticket, program, stdin, limits), ticket.cancel
+            )
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
         """See `Sandbox.open`."""
-        container = await self._call(lambda: self._retried(lambda: self.start(image or self.config.image, limits)))
+        container = await self._call(
+            lambda: self._retried(lambda: self.start(image or self.config.image, limits))
+        )
         return DockerSession(self, container, limits)
 
     def close(self) -> None:
@@ -121,21 +138,31 @@ class DockerSandbox:
                     raise
         raise AssertionError("unreachable")
 
-    def _run(self, ticket: _Ticket, program: str | Sequence[str], stdin: bytes, limits: Limits) -> Result:
+    def _run(
+        self, ticket: _Ticket, program: str | Sequence[str], stdin: bytes, limits: Limits
+    ) -> Result:
         return self._retried(lambda: self._run_once(ticket, program, stdin, limits))
 
-    def _run_once(self, ticket: _Ticket, program: str | Sequence[str], stdin: bytes, limits: Limits) -> Result:
+    def _run_once(
+        self, ticket: _Ticket, program: str | Sequence[str], stdin: bytes, limits: Limits
+    ) -> Result:
         ticket.check()
         container = ticket.container = self.start(self.config.image, limits)
         try:
             ticket.check()
             end = secrets.token_hex(16)
             files = {f"{end}.in": stdin}
-            words = list(program) if not isinstance(program, str) else [self.config.python, "-B", f"{SCRATCH}/main.py"]
+            words = (
+                list(program)
+                if not isinstance(program, str)
+                else [self.config.python, "-B", f"{SCRATCH}/main.py"]
+            )
             if isinstance(program, str):
                 files["main.py"] = program.encode("utf-8", "surrogatepass")
             self._engine.put(container, SCRATCH, files)
-            return self.execute(container, ["sh", "-c", RUN, end, *words], SCRATCH, limits, limits.wall_s, end)
+            return self.execute(
+                container, ["sh", "-c", RUN, end, *words], SCRATCH, limits, limits.wall_s, end
+            )
         except Missing as error:
             raise Unwell(f"the container went away: {error}") from error
         finally:
@@ -153,12 +180,15 @@ class DockerSandbox:
         except Missing:
             if not self.config.pull:
                 raise SandboxError(
-                    f"the engine at {engine.address} has no image '{image}': docker pull {image}, or set pull: true"
+                    f"the engine at {engine.address} has no image '{image}': docker pull {image}, "
+                    "or set pull: true"
                 ) from None
             engine.pull(image)
             container = engine.json("POST", "/containers/create", body)["Id"]
         try:
-            self._live[container] = engine.attach(f"/containers/{container}/attach", stream=1, stdin=1)
+            self._live[container] = engine.attach(
+                f"/containers/{container}/attach", stream=1, stdin=1
+            )
             engine.json("POST", f"/containers/{container}/start")
         except SandboxError:
             self.stop(container)
@@ -171,10 +201,25 @@ class DockerSandbox:
         with contextlib.suppress(Unwell):  # it ends with its connection, whoever hears of it
             self._engine.remove(container)
 
-    def execute(self, container: str, words: Sequence[str], folder: str, limits: Limits, timeout_s: float, end: str) -> Result:
-        """One command in a running container. `end`: what both of its outputs end with when they are complete."""
+    def execute(
+        self,
+        container: str,
+        words: Sequence[str],
+        folder: str,
+        limits: Limits,
+        timeout_s: float,
+        end: str,
+    ) -> Result:
+        """One command in a running container. `end`: what both of its outputs end with when they
+        are complete."""
         engine = self._engine
-        body = {"AttachStdout": True, "AttachStderr": True, "Cmd": list(words), "WorkingDir": folder, "User": self.config.user}
+        body = {
+            "AttachStdout": True,
+            "AttachStderr": True,
+            "Cmd": list(words),
+            "WorkingDir": folder,
+            "User": self.config.user,
+        }
         name = engine.json("POST", f"/containers/{container}/exec", body)["Id"]
         began = time.monotonic()
         stream = engine.attach(f"/exec/{name}/start", {"Detach": False, "Tty": False})
@@ -188,13 +233,21 @@ class DockerSandbox:
         finally:
             stream.close()
         code = self._exit_code(name)
-        if not heard.complete and (code <= 128 or code == BROKEN_PIPE):  # by another signal, a program may end its shell
-            raise Unwell("the engine's stream was cut: the program ended by itself, and its outputs have no end")
+        # by another signal, a program may end its shell
+        if not heard.complete and (code <= 128 or code == BROKEN_PIPE):
+            raise Unwell(
+                "the engine's stream was cut: the program ended by itself, and its outputs have no "
+                "end"
+            )
         if code <= 128:
             return Result(code, None, *heard.outputs(), seconds, Reason.EXIT)
-        out_of_memory = code == 137 and engine.json("GET", f"/containers/{container}/json")["State"].get("OOMKilled")
+        out_of_memory = code == 137 and engine.json("GET", f"/containers/{container}/json")[
+            "State"
+        ].get("OOMKilled")
         reason = Reason.MEMORY if out_of_memory else Reason.CPU if code == 152 else Reason.SIGNAL
-        return Result(None, code - 128 if reason is Reason.SIGNAL else None, *heard.outputs(), seconds, reason)
+        return Result(
+            None, code - 128 if reason is Reason.SIGNAL else None, *heard.outputs(), seconds, reason
+        )
 
     def _exit_code(self, name: str) -> int:
         deadline = time.monotonic() + GRACE_S
@@ -227,19 +280,22 @@ class DockerSandbox:
 
 
 class DockerSession:
-    """A container that stays. After a command that took too long, files and the shell's state are as they were left, and
-    processes in the background are gone."""
+    """A container that stays. After a command that took too long, files and the shell's state are
+    as they were left, and processes in the background are gone."""
 
     def __init__(self, sandbox: DockerSandbox, container: str, limits: Limits) -> None:
         self._sandbox, self.container, self._limits = sandbox, container, limits
-        self._folder, self._held = sandbox.config.workdir, 0  # bytes that were put there, in whole pages
+        # bytes that were put there, in whole pages
+        self._folder, self._held = sandbox.config.workdir, 0
         self._end = weakref.finalize(self, sandbox.stop, container)
 
     async def run(self, command: str, timeout_s: float) -> Result:
         end = secrets.token_hex(16)
         words = shell.words(self._sandbox.config.shell, command, STATE, end)
         folder, limits = self._folder, self._limits
-        return await self._call(lambda: self._sandbox.execute(self.container, words, folder, limits, timeout_s, end))
+        return await self._call(
+            lambda: self._sandbox.execute(self.container, words, folder, limits, timeout_s, end)
+        )
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         named = {inside(name): bytes(data) for name, data in files.items()}
@@ -250,7 +306,8 @@ class DockerSession:
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
         wanted = inside(path)
-        # "/." gives what a directory holds; a file has no such thing, so it is asked for by its name.
+        # "/." gives what a directory holds; a file has no such thing, so it is asked for by its
+        # name.
         whole = f"{self._folder}/." if wanted == "." else f"{self._folder}/{wanted}"
         most = max(64 << 20, self._limits.disk_mib << 20)
         found = await self._call(lambda: self._sandbox.get(self.container, whole, most))
@@ -276,7 +333,8 @@ class Heard:
         self._most, self._end = most, end.encode()
 
     def listen(self, stream: Stream, deadline: float) -> Reason | None:
-        """Until both are complete, or the stream ends; Reason.WALL or OUTPUT where a limit was met."""
+        """Until both are complete, or the stream ends; Reason.WALL or OUTPUT where a limit was
+        met."""
         try:
             for kind, data in stream.frames(deadline):
                 text = self.texts[2 if kind == 2 else 1]
@@ -294,7 +352,9 @@ class Heard:
         return all(text.endswith(self._end) for text in self.texts.values())
 
     def outputs(self) -> tuple[bytes, bytes]:
-        first, second = (bytes(text).removesuffix(self._end)[: self._most] for text in self.texts.values())
+        first, second = (
+            bytes(text).removesuffix(self._end)[: self._most] for text in self.texts.values()
+        )
         return first, second
 
 
@@ -311,16 +371,29 @@ class _Ticket:
 
     def cancel(self) -> None:
         self._cancelled = True
-        if container := self.container:  # from a thread: whoever cancels has no time to wait for the engine
+        # from a thread: whoever cancels has no time to wait for the engine
+        if container := self.container:
             threading.Thread(target=self._sandbox.stop, args=(container,), daemon=True).start()
 
 
-def _container(image: str, config: DockerSandboxConfig, limits: Limits, owner: str) -> dict[str, Any]:
+def _container(
+    image: str, config: DockerSandboxConfig, limits: Limits, owner: str
+) -> dict[str, Any]:
     memory, cpu_s = limits.memory_mib << 20, math.ceil(limits.cpu_s)
-    # A volume, not a tmpfs of the container: the engine puts files into those alone where the root can't be written.
-    scratch = {"type": "tmpfs", "device": "tmpfs", "o": f"size={limits.disk_mib}m,mode=1777,nosuid,nodev"}
-    volume = {"Type": "volume", "Target": SCRATCH, "VolumeOptions": {"DriverConfig": {"Name": "local", "Options": scratch}}}
-    ulimits = [("nofile", 256, 256), ("core", 0, 0), ("cpu", cpu_s, cpu_s + 1)]  # SIGXCPU, and a second later SIGKILL
+    # A volume, not a tmpfs of the container: the engine puts files into those alone where the root
+    # can't be written.
+    scratch = {
+        "type": "tmpfs",
+        "device": "tmpfs",
+        "o": f"size={limits.disk_mib}m,mode=1777,nosuid,nodev",
+    }
+    volume = {
+        "Type": "volume",
+        "Target": SCRATCH,
+        "VolumeOptions": {"DriverConfig": {"Name": "local", "Options": scratch}},
+    }
+    # SIGXCPU, and a second later SIGKILL
+    ulimits = [("nofile", 256, 256), ("core", 0, 0), ("cpu", cpu_s, cpu_s + 1)]
     return {
         "Image": image,
         "Entrypoint": ["sh", "-c", KEEPER],
@@ -355,16 +428,33 @@ def _container(image: str, config: DockerSandboxConfig, limits: Limits, owner: s
 def _strength(info: Mapping[str, Any], config: DockerSandboxConfig) -> Strength:
     options = [str(option) for option in info.get("SecurityOptions") or ()]
     if info.get("OSType", "linux") != "linux":
-        raise SandboxError(f"the engine at {config.address} runs containers of {info['OSType']}: linux is needed")
+        raise SandboxError(
+            f"the engine at {config.address} runs containers of {info['OSType']}: linux is needed"
+        )
     known = info.get("Runtimes") or {}
     if config.runtime and config.runtime not in known and "." not in config.runtime:
-        raise SandboxError(f"the engine at {config.address} has no runtime '{config.runtime}', only {', '.join(known)}")
+        raise SandboxError(
+            f"the engine at {config.address} has no runtime '{config.runtime}', only "
+            f"{', '.join(known)}"
+        )
     runtime = config.runtime or str(info.get("DefaultRuntime", ""))
-    filtered = any(option.startswith("name=seccomp") and "unconfined" not in option for option in options)
+    filtered = any(
+        option.startswith("name=seccomp") and "unconfined" not in option for option in options
+    )
     own_kernel = runtime.removeprefix("io.containerd.").startswith(OWN_KERNEL)
     if not filtered and not own_kernel:
-        raise SandboxError(f"the engine at {config.address} filters no system calls (seccomp): no isolation level holds there")
-    by = ["container", "no capabilities", "no-new-privileges", "no network", "cgroups", f"runtime {runtime or 'default'}"]
+        raise SandboxError(
+            f"the engine at {config.address} filters no system calls (seccomp): no isolation level "
+            "holds there"
+        )
+    by = [
+        "container",
+        "no capabilities",
+        "no-new-privileges",
+        "no network",
+        "cgroups",
+        f"runtime {runtime or 'default'}",
+    ]
     by += [option.split(",")[0].removeprefix("name=") for option in options]
     refused = () if own_kernel else (f"runtime {runtime or 'default'} shares the machine's kernel",)
     return Strength(Isolation.KERNEL if own_kernel else Isolation.NAMESPACES, refused, tuple(by))

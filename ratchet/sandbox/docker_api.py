@@ -1,6 +1,7 @@
 """The Docker Engine API, as far as sandboxes need it. Blocking; `docker.py` gives it threads.
 
-Source: https://docs.docker.com/reference/api/engine/ (1.41 and later). What comes out of a container is read as hostile.
+Source: https://docs.docker.com/reference/api/engine/ (1.41 and later). What comes out of a
+container is read as hostile.
 """
 
 from __future__ import annotations
@@ -39,19 +40,23 @@ class Missing(SandboxError):
 
 
 class Stream:
-    """The connection of an attached exec or container: frames of both outputs, each read with a deadline."""
+    """The connection of an attached exec or container: frames of both outputs, each read with a
+    deadline."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response, self._network = response, response.extensions["network_stream"]
         self._held = b""
 
     def frames(self, deadline: float) -> Iterator[tuple[int, bytes]]:
-        """(1 or 2, data) until the engine closes the connection. Raises TimeoutError at the deadline (of time.monotonic),
-        Unwell where the connection breaks, or ends within a frame."""
+        """(1 or 2, data) until the engine closes the connection. Raises TimeoutError at the
+        deadline (of time.monotonic), Unwell where the connection breaks, or ends within a frame."""
         while head := self._exactly(HEADER.size, deadline):
             kind, size = HEADER.unpack(head)
             if kind not in (0, 1, 2):
-                raise Unwell(f"the engine's stream is no multiplexed one: it begins a frame with {head[:4]!r}")
+                raise Unwell(
+                    "the engine's stream is no multiplexed one: it begins a frame with "
+                    f"{head[:4]!r}"
+                )
             while size:
                 data = self._some(min(size, CHUNK), deadline)
                 if not data:
@@ -96,20 +101,29 @@ class Engine:
         try:
             import httpx
         except ImportError:
-            raise MissingDependency("httpx", extra="envs", needed_for="the docker sandbox") from None
+            raise MissingDependency(
+                "httpx", extra="envs", needed_for="the docker sandbox"
+            ) from None
         scheme, _, rest = address.partition("://")
         limits = httpx.Limits(max_connections=None)
         verify = _tls(certificates) if certificates else True
-        transport = httpx.HTTPTransport(uds=f"/{rest.lstrip('/')}" if scheme == "unix" else None, verify=verify, limits=limits)
+        transport = httpx.HTTPTransport(
+            uds=f"/{rest.lstrip('/')}" if scheme == "unix" else None, verify=verify, limits=limits
+        )
         base = "http://docker" if scheme == "unix" else address
         self.address = address
-        self._client = httpx.Client(transport=transport, base_url=base, timeout=timeout_s, trust_env=False)
+        self._client = httpx.Client(
+            transport=transport, base_url=base, timeout=timeout_s, trust_env=False
+        )
         self._version = ""
         offered = str(self.json("GET", "/version").get("ApiVersion", "0.0"))
         number = tuple(int(part) for part in offered.split(".")[:2] if part.isdecimal())
         if number < OLDEST:
             self.close()
-            raise SandboxError(f"the engine at {address} speaks API {offered}: 1.41 (Docker 20.10) or later is needed")
+            raise SandboxError(
+                f"the engine at {address} speaks API {offered}: 1.41 (Docker 20.10) or later is "
+                "needed"
+            )
         self._version = "/v{}.{}".format(*min(number, NEWEST))
 
     def json(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
@@ -118,14 +132,18 @@ class Engine:
         try:
             return json.loads(data) if data.strip() else {}
         except ValueError:
-            raise Unwell(f"the engine answered {method} {path} with {data[:80]!r}, which is no JSON") from None
+            raise Unwell(
+                f"the engine answered {method} {path} with {data[:80]!r}, which is no JSON"
+            ) from None
 
     def attach(self, path: str, body: Any = None, **query: Any) -> Stream:
         """Raises like `json`. The stream must be closed."""
         import httpx
 
         headers = {"Connection": "Upgrade", "Upgrade": "tcp"}
-        request = self._client.build_request("POST", self._version + path, params=query, json=body, headers=headers)
+        request = self._client.build_request(
+            "POST", self._version + path, params=query, json=body, headers=headers
+        )
         try:
             response = self._client.send(request, stream=True)
         except httpx.TransportError as error:
@@ -133,7 +151,10 @@ class Engine:
         if response.status_code != 101:
             with _closing(response):
                 self._check(response, "POST", path)
-            raise Unwell(f"the engine answered POST {path} with {response.status_code}, it must upgrade the connection")
+            raise Unwell(
+                f"the engine answered POST {path} with {response.status_code}, it must upgrade the "
+                "connection"
+            )
         return Stream(response)
 
     def put(self, container: str, folder: str, files: Mapping[str, bytes]) -> None:
@@ -148,14 +169,19 @@ class Engine:
                 else:
                     entry.size = len(data)
                 archive.addfile(entry, io.BytesIO(data or b""))
-        path, query = f"/containers/{container}/archive", {"path": folder, "noOverwriteDirNonDir": "true"}
+        path, query = (
+            f"/containers/{container}/archive",
+            {"path": folder, "noOverwriteDirNonDir": "true"},
+        )
         headers = {"Content-Type": "application/x-tar"}
-        with self._answer("PUT", path, query, content=packed.getvalue(), headers=headers) as response:
+        with self._answer(
+            "PUT", path, query, content=packed.getvalue(), headers=headers
+        ) as response:
             _bounded(response, MAX_ANSWER)
 
     def get(self, container: str, path: str, most: int) -> dict[str, bytes]:
-        """The regular files at or below `path`, by path from its parent; links and devices are left out. Raises Missing,
-        TooLarge where they hold more than `most` bytes."""
+        """The regular files at or below `path`, by path from its parent; links and devices are left
+        out. Raises Missing, TooLarge where they hold more than `most` bytes."""
         with self._answer("GET", f"/containers/{container}/archive", {"path": path}) as response:
             data = _bounded(response, most)
         found = {}
@@ -163,7 +189,11 @@ class Engine:
             with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
                 for entry in archive:
                     name = posixpath.normpath(entry.name)
-                    if entry.isreg() and not name.startswith(("/", "..")) and (file := archive.extractfile(entry)):
+                    if (
+                        entry.isreg()
+                        and not name.startswith(("/", ".."))
+                        and (file := archive.extractfile(entry))
+                    ):
                         found[name] = file.read()
         except tarfile.TarError as error:
             raise Unwell(f"the engine's archive of {path} can't be read: {error}") from error
@@ -171,11 +201,15 @@ class Engine:
 
     def pull(self, image: str) -> None:
         """Raises SandboxError with what the registry said."""
-        name, _, tag = image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
+        name, _, tag = (
+            image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
+        )
         with self._answer("POST", "/images/create", {"fromImage": name, "tag": tag}) as response:
             for line in _bounded(response, MAX_ANSWER).splitlines():
                 if b'"error"' in line:
-                    raise SandboxError(f"image '{image}' could not be fetched: {json.loads(line).get('error')}")
+                    raise SandboxError(
+                        f"image '{image}' could not be fetched: {json.loads(line).get('error')}"
+                    )
 
     def remove(self, container: str) -> None:
         """Ends it too. One that is gone, or on its way, is fine."""
@@ -191,11 +225,15 @@ class Engine:
         self._client.close()
 
     @contextmanager
-    def _answer(self, method: str, path: str, query: Mapping[str, Any], **more: Any) -> Iterator[httpx.Response]:
+    def _answer(
+        self, method: str, path: str, query: Mapping[str, Any], **more: Any
+    ) -> Iterator[httpx.Response]:
         import httpx
 
         try:
-            with self._client.stream(method, self._version + path, params=query, **more) as response:
+            with self._client.stream(
+                method, self._version + path, params=query, **more
+            ) as response:
                 self._check(response, method, path)
                 yield response
         except httpx.TransportError as error:
@@ -209,13 +247,23 @@ class Engine:
             why = json.loads(text)["message"]
         except (ValueError, KeyError, TypeError):
             why = text[:200].decode("utf-8", "replace")
-        message = f"the engine at {self.address} answered {method} {path} with {response.status_code}: {why}"
+        message = (
+            f"the engine at {self.address} answered {method} {path} with "
+            f"{response.status_code}: {why}"
+        )
         if response.status_code == 404:
             raise Missing(message)
-        raise Unwell(message) if response.status_code == 409 or response.is_server_error else SandboxError(message)
+        raise (
+            Unwell(message)
+            if response.status_code == 409 or response.is_server_error
+            else SandboxError(message)
+        )
 
     def _unreachable(self, error: Exception) -> Unwell:
-        return Unwell(f"no Docker engine answers at {self.address} ({error!r}): is it running, and is this its address?")
+        return Unwell(
+            f"no Docker engine answers at {self.address} ({error!r}): is it running, and is this "
+            "its address?"
+        )
 
 
 def _bounded(response: httpx.Response, most: int) -> bytes:

@@ -1,7 +1,9 @@
-"""One place in the pool: a fork server in a process of its own, and the talk with it. Blocking; `local.py` gives it a thread.
+"""One place in the pool: a fork server in a process of its own, and the talk with it. Blocking;
+`local.py` gives it a thread.
 
-Programs and inputs travel as sealed memory files, output comes through pipes, and only a request of numbers and the way that
-the process ended cross the control socket. All of it is read here as hostile: bounded, and never evaluated.
+Programs and inputs travel as sealed memory files, output comes through pipes, and only a request of
+numbers and the way that the process ended cross the control socket. All of it is read here as
+hostile: bounded, and never evaluated.
 """
 
 from __future__ import annotations
@@ -21,15 +23,25 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from ratchet.sandbox.base import FIXED_ENVIRONMENT, Isolation, Limits, Reason, Result, SandboxError, Strength
+from ratchet.sandbox.base import (
+    FIXED_ENVIRONMENT,
+    Isolation,
+    Limits,
+    Reason,
+    Result,
+    SandboxError,
+    Strength,
+)
 
 START_TIMEOUT_S = 30.0
 GRACE_S = 5.0  # beyond the wall limit, before the fork server itself is taken for broken
 CHUNK = 1 << 16
-# The kernel's limit counts whole ticks, and the report is exact: on a busy virtual machine it says less, by a third at times.
+# The kernel's limit counts whole ticks, and the report is exact: on a busy virtual machine it says
+# less, by a third at times.
 KILLED_FOR_CPU = 0.5
-# Without address randomisation, `hash(None)` and what else hangs on addresses is the same in every slot; the switch takes
-# effect at the next exec. Where a container refuses it (EPERM), addresses stay random.
+# Without address randomisation, `hash(None)` and what else hangs on addresses is the same in every
+# slot; the switch takes effect at the next exec. Where a container refuses it (EPERM), addresses
+# stay random.
 BOOT = """
 import ctypes, json, os, sys
 NO_RANDOMIZE = 0x40000
@@ -44,7 +56,8 @@ del sys.path[0]
 main(int(sys.argv[2]), json.loads(sys.argv[3]))
 """
 HERE = str(Path(__file__).resolve().parent)
-# The whole environment of programs and commands. PATH is named, because bash's own default ends in the current directory.
+# The whole environment of programs and commands. PATH is named, because bash's own default ends in
+# the current directory.
 ENVIRONMENT = {
     **FIXED_ENVIRONMENT,
     "LC_ALL": "C.UTF-8",
@@ -65,7 +78,8 @@ class Slot:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._errors = -1
-        self._lock = threading.Lock()  # against `stop` from another thread while the channel is replaced
+        # against `stop` from another thread while the channel is replaced
+        self._lock = threading.Lock()
 
     def start(self) -> Strength:
         """Raises SandboxError where the machine grants nothing."""
@@ -109,8 +123,15 @@ class Slot:
             raise SandboxError(f"no sandbox on this machine: {why}")
         return Strength(Isolation(answer["level"]), tuple(answer["refused"]), tuple(answer["by"]))
 
-    def run(self, program: str | Sequence[str], stdin: bytes, limits: Limits, unwanted: Callable[[], bool]) -> Result:
-        """`unwanted` is asked once the request is out, for a `stop` that came before there was anything to stop.
+    def run(
+        self,
+        program: str | Sequence[str],
+        stdin: bytes,
+        limits: Limits,
+        unwanted: Callable[[], bool],
+    ) -> Result:
+        """`unwanted` is asked once the request is out, for a `stop` that came before there was
+        anything to stop.
 
         Raises Broken when another try may help, SandboxError when not.
         """
@@ -118,7 +139,11 @@ class Slot:
             self.close()
             self.start()
         command = not isinstance(program, str)
-        text = json.dumps(list(program)).encode() if command else program.encode("utf-8", "surrogatepass")
+        text = (
+            json.dumps(list(program)).encode()
+            if command
+            else program.encode("utf-8", "surrogatepass")
+        )
         files = [sealed(text), sealed(stdin)]
         outputs: list[int] = []
         try:
@@ -149,13 +174,15 @@ class Slot:
     def _ask(self, limits: Limits, command: bool, files: list[int]) -> None:
         assert self._channel is not None
         request: dict[str, Any] = {
-            name: getattr(limits, name) for name in ("wall_s", "memory_mib", "disk_mib", "processes", "threads")
+            name: getattr(limits, name)
+            for name in ("wall_s", "memory_mib", "disk_mib", "processes", "threads")
         }
         request |= {"cpu_s": max(1, -int(-limits.cpu_s // 1)), "command": command}
         socket.send_fds(self._channel, [json.dumps(request).encode()], files)
 
     def _follow(self, watched: Watch, limits: Limits) -> dict[str, Any]:
-        """Reads both outputs until the fork server reports the end; what the pipes then hold is all there will be."""
+        """Reads both outputs until the fork server reports the end; what the pipes then hold is all
+        there will be."""
         channel = self._channel
         assert channel is not None
         poll = select.poll()
@@ -191,7 +218,11 @@ class Slot:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.2)
-        return os.pread(self._errors, 4000, 0).decode("utf-8", "replace").strip() if self._errors >= 0 else ""
+        return (
+            os.pread(self._errors, 4000, 0).decode("utf-8", "replace").strip()
+            if self._errors >= 0
+            else ""
+        )
 
     def close(self) -> None:
         """The fork server ends when its channel closes, and its programs with it."""
@@ -238,9 +269,14 @@ class Watch:
         return bool(data)
 
     def drain(self) -> None:
-        """Never waits for the end of file: where programs can't be counted, one might hold the pipe for ever."""
+        """Never waits for the end of file: where programs can't be counted, one might hold the pipe
+        for ever."""
         for file in list(self.open):
-            while (before := len(self.open[file])) is not None and self.read(file) and len(self.open[file]) > before:
+            while (
+                (before := len(self.open[file])) is not None
+                and self.read(file)
+                and len(self.open[file]) > before
+            ):
                 pass
 
 
@@ -251,7 +287,9 @@ def judge_end(report: dict[str, Any], watched: Watch, limits: Limits) -> Result:
     if watched.over:
         reason = Reason.OUTPUT
     elif stopped == "cancel":
-        raise SandboxError("the program was stopped before its end: cancelled, or the sandbox closed")
+        raise SandboxError(
+            "the program was stopped before its end: cancelled, or the sandbox closed"
+        )
     elif stopped:
         reason = Reason(stopped)
     elif number == SIGKILL and report["cpu"] >= max(1.0, limits.cpu_s) * KILLED_FOR_CPU:
@@ -260,7 +298,14 @@ def judge_end(report: dict[str, Any], watched: Watch, limits: Limits) -> Result:
         reason = Reason.SIGNAL if number else Reason.EXIT
     if reason not in (Reason.EXIT, Reason.SIGNAL):
         exit_code = number = None
-    return Result(exit_code, number, bytes(watched.texts[0]), bytes(watched.texts[1]), report["seconds"], reason)
+    return Result(
+        exit_code,
+        number,
+        bytes(watched.texts[0]),
+        bytes(watched.texts[1]),
+        report["seconds"],
+        reason,
+    )
 
 
 def sealed(data: bytes) -> int:
@@ -270,7 +315,8 @@ def sealed(data: bytes) -> int:
     while view:
         view = view[os.write(file, view) :]
     os.lseek(file, 0, os.SEEK_SET)
-    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE  # Linux alone has them
+    # Linux alone has them
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
     return file
 

@@ -14,7 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from ratchet.observe.stall_report import waiting
-from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Result, SandboxError, Session, Strength, end_threads
+from ratchet.sandbox.base import (
+    DEFAULT_LIMITS,
+    Isolation,
+    Limits,
+    Result,
+    SandboxError,
+    Session,
+    Strength,
+    end_threads,
+)
 from ratchet.sandbox.config import LocalSandboxConfig
 from ratchet.sandbox.fork_server_client import Broken, Slot
 from ratchet.sandbox.workspace import Workspace
@@ -23,11 +32,13 @@ TRIES = 2  # the second with a new fork server
 
 
 class LocalSandbox:
-    """Takes the strongest isolation that the machine offers and refuses to be weaker than `at_least`.
+    """Takes the strongest isolation that the machine offers and refuses to be weaker than
+    `at_least`.
 
-    slots: programs that run at once. readable: directories beside the standard library that programs can read and import
-    from. at_most: for trying out what a weaker machine would do. Threads and event loops may share one.
-    Raises SandboxError at once where the machine is too weak.
+    slots: programs that run at once. readable: directories beside the standard library that
+    programs can read and import from. at_most: for trying out what a weaker machine would do.
+    Threads and event loops may share one. Raises SandboxError at once where the machine is too
+    weak.
     """
 
     same_python = True
@@ -43,9 +54,14 @@ class LocalSandbox:
         if slots < 1:
             raise SandboxError(f"slots must be 1 or more, not {slots}")
         if sys.platform != "linux":
-            raise SandboxError(f"untrusted programs run on Linux only, not on {sys.platform}: use a remote sandbox")
+            raise SandboxError(
+                f"untrusted programs run on Linux only, not on {sys.platform}: use a remote sandbox"
+            )
         self._owner = os.getpid()
-        self._slots = [Slot(at_most=at_most, readable=[os.path.realpath(path) for path in readable]) for _ in range(slots)]
+        self._slots = [
+            Slot(at_most=at_most, readable=[os.path.realpath(path) for path in readable])
+            for _ in range(slots)
+        ]
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self._slots:
             self._free.put(slot)
@@ -63,10 +79,14 @@ class LocalSandbox:
     def isolation(self) -> Isolation:
         return self.strength.isolation
 
-    async def run(self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS) -> Result:
+    async def run(
+        self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
+    ) -> Result:
         """See `Sandbox.run`. When the caller is cancelled, the program is stopped."""
         if os.getpid() != self._owner:
-            raise SandboxError("this sandbox was made before a fork: make another in the new process")
+            raise SandboxError(
+                "this sandbox was made before a fork: make another in the new process"
+            )
         if not self._end.alive:
             raise SandboxError("this sandbox is closed")
         ticket = _Ticket(self._closing)
@@ -79,9 +99,13 @@ class LocalSandbox:
             raise
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
-        """See `Sandbox.open`. Needs namespaces; the files of the session are kept here, and travel with each command."""
+        """See `Sandbox.open`. Needs namespaces; the files of the session are kept here, and travel
+        with each command."""
         if image:
-            raise SandboxError(f"the local sandbox has no images, such as {image!r}: use the docker sandbox, or leave it out")
+            raise SandboxError(
+                f"the local sandbox has no images, such as {image!r}: use the docker sandbox, or "
+                "leave it out"
+            )
         self.strength.require(Isolation.NAMESPACES, "sessions run commands, and this machine")
         return Workspace(self, limits)
 
@@ -92,7 +116,10 @@ class LocalSandbox:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
@@ -118,8 +145,15 @@ class _Ticket:
             slot.stop()
 
 
-# The threads hold no reference to the sandbox: one that is forgotten must be closed by whoever forgot it, not by them.
-def _run(free: queue.SimpleQueue[Slot], ticket: _Ticket, program: str | Sequence[str], stdin: bytes, limits: Limits) -> Result:
+# The threads hold no reference to the sandbox: one that is forgotten must be closed by whoever
+# forgot it, not by them.
+def _run(
+    free: queue.SimpleQueue[Slot],
+    ticket: _Ticket,
+    program: str | Sequence[str],
+    stdin: bytes,
+    limits: Limits,
+) -> Result:
     slot = free.get()
     try:
         ticket.slot = slot

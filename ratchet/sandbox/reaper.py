@@ -13,9 +13,16 @@ OWNER = "ratchet.owner"
 
 
 def reap(engine: Engine) -> list[str]:
-    """Removes the containers that a run of this machine created and that has died since; their ids."""
-    listed = engine.json("GET", "/containers/json", all="true", filters=json.dumps({"label": [OWNER]}))
-    dead = [item["Id"] for item in listed if not _may_live(str((item.get("Labels") or {}).get(OWNER, "")))]
+    """Removes the containers that a run of this machine created and that has died since; their
+    ids."""
+    listed = engine.json(
+        "GET", "/containers/json", all="true", filters=json.dumps({"label": [OWNER]})
+    )
+    dead = [
+        item["Id"]
+        for item in listed
+        if not _may_live(str((item.get("Labels") or {}).get(OWNER, "")))
+    ]
     for container in dead:
         with contextlib.suppress(Unwell):
             engine.remove(container)
@@ -36,9 +43,12 @@ def _may_live(owner: str) -> bool:
 
 
 def _boot() -> str:
-    """Empty where the machine doesn't tell; the namespace of process ids is part of it, as two have the same ids."""
+    """Empty where the machine doesn't tell; the namespace of process ids is part of it, as two have
+    the same ids."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid").strip("pid:[]")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+            "/proc/self/ns/pid"
+        ).strip("pid:[]")
     except OSError:
         return ""
 

@@ -1,7 +1,8 @@
 """Programs on a service that speaks SandboxFusion's API.
 
-Source: github.com/bytedance/SandboxFusion, sandbox/server/sandbox_api.py: POST /run_code takes RunCodeRequest and answers
-RunCodeResponse, whose `status` is Success, Failed, or SandboxError where the service itself failed.
+Source: github.com/bytedance/SandboxFusion, sandbox/server/sandbox_api.py: POST /run_code takes
+RunCodeRequest and answers RunCodeResponse, whose `status` is Success, Failed, or SandboxError where
+the service itself failed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,22 @@ from typing import Any
 
 from ratchet.errors import MissingDependency
 from ratchet.observe.stall_report import waiting
-from ratchet.sandbox.base import DEFAULT_LIMITS, Isolation, Limits, Reason, Result, SandboxError, Session, Strength, end_threads
+from ratchet.sandbox.base import (
+    DEFAULT_LIMITS,
+    Isolation,
+    Limits,
+    Reason,
+    Result,
+    SandboxError,
+    Session,
+    Strength,
+    end_threads,
+)
 from ratchet.sandbox.config import RemoteSandboxConfig
 from ratchet.sandbox.workspace import Workspace
 
-SERVICE_OUTPUT = 1 << 20  # what the service keeps of an output, in bytes; it doesn't say that it cut one
+# what the service keeps of an output, in bytes; it doesn't say that it cut one
+SERVICE_OUTPUT = 1 << 20
 MAX_ANSWER = 8 << 20
 NOT_TEXT = "[DecodeError]"  # what the service gives in place of an output that isn't UTF-8
 LEAVE = "open('/tmp/{name}', 'w').close()"
@@ -35,23 +47,35 @@ class Away(SandboxError):
 
 
 class RemoteSandbox:
-    """The service doesn't tell how it isolates programs: its operator does (`offers`), and two programs try whether one can
-    leave a file for the other. Memory is limited by the service, `Limits.output_kib` here and, at 1 MiB, there;
-    `cpu_s`, `disk_mib`, `processes` and `threads` are the service's own.
+    """The service doesn't tell how it isolates programs: its operator does (`offers`), and two
+    programs try whether one can leave a file for the other. Memory is limited by the service,
+    `Limits.output_kib` here and, at 1 MiB, there; `cpu_s`, `disk_mib`, `processes` and `threads`
+    are the service's own.
 
-    slots: requests at once. Raises SandboxError at once where the service does not answer, or is too weak.
+    slots: requests at once. Raises SandboxError at once where the service does not answer, or is
+    too weak.
     """
 
     same_python = False
 
-    def __init__(self, config: RemoteSandboxConfig, *, slots: int = 2, at_least: Isolation = Isolation.NAMESPACES) -> None:
+    def __init__(
+        self,
+        config: RemoteSandboxConfig,
+        *,
+        slots: int = 2,
+        at_least: Isolation = Isolation.NAMESPACES,
+    ) -> None:
         try:
             import httpx
         except ImportError:
-            raise MissingDependency("httpx", extra="envs", needed_for="the remote sandbox") from None
+            raise MissingDependency(
+                "httpx", extra="envs", needed_for="the remote sandbox"
+            ) from None
         self.config = config
         offered = Isolation[config.offers.upper()]
-        self.strength = Strength(offered, (f"offers is {config.offers}",), (f"declared of {config.address}",))
+        self.strength = Strength(
+            offered, (f"offers is {config.offers}",), (f"declared of {config.address}",)
+        )
         self.strength.require(at_least, f"the service at {config.address}")
         headers = {"Authorization": f"Bearer {_token(config)}"} if config.token_file else {}
         self._client = httpx.Client(headers=headers, trust_env=False)
@@ -68,8 +92,11 @@ class RemoteSandbox:
     def isolation(self) -> Isolation:
         return self.strength.isolation
 
-    async def run(self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS) -> Result:
-        """See `Sandbox.run`. Text only, both ways. When the caller is cancelled, the service goes on until its limit."""
+    async def run(
+        self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
+    ) -> Result:
+        """See `Sandbox.run`. Text only, both ways. When the caller is cancelled, the service goes
+        on until its limit."""
         if not self._end.alive:
             raise SandboxError("this sandbox is closed")
         work = functools.partial(self._run, program, stdin, limits)
@@ -77,9 +104,13 @@ class RemoteSandbox:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
-        """See `Sandbox.open`. The files of the session are kept here, and travel with each command."""
+        """See `Sandbox.open`. The files of the session are kept here, and travel with each
+        command."""
         if image:
-            raise SandboxError(f"the service at {self.config.address} has no images, such as {image!r}: use the docker sandbox")
+            raise SandboxError(
+                f"the service at {self.config.address} has no images, such as {image!r}: use the "
+                "docker sandbox"
+            )
         return Workspace(self, limits)
 
     def close(self) -> None:
@@ -96,10 +127,13 @@ class RemoteSandbox:
         self._run(LEAVE.format(name=name), b"", DEFAULT_LIMITS)
         found = self._run(LOOK.format(name=name), b"", DEFAULT_LIMITS)
         if not found.ok:
-            raise SandboxError(f"the service at {self.config.address} can't run Python: {found.stderr[-200:]!r}")
+            raise SandboxError(
+                f"the service at {self.config.address} can't run Python: {found.stderr[-200:]!r}"
+            )
         if self.isolation > Isolation.SECCOMP and b"True" in found.stdout:
             raise SandboxError(
-                f"the service at {self.config.address} lets a program leave files for the next one, weaker than the declared "
+                f"the service at {self.config.address} lets a program leave files for the next "
+                "one, weaker than the declared "
                 f"{self.config.offers}: have it isolate programs, or declare offers: seccomp"
             )
 
@@ -115,7 +149,9 @@ class RemoteSandbox:
             }
             content = json.dumps(body).encode()
         except UnicodeDecodeError:
-            raise SandboxError("a remote sandbox takes text as input, and this is not UTF-8") from None
+            raise SandboxError(
+                "a remote sandbox takes text as input, and this is not UTF-8"
+            ) from None
         for attempt in range(self.config.retries + 1):
             try:
                 return _result(self._ask(content, limits.wall_s), limits)
@@ -133,7 +169,11 @@ class RemoteSandbox:
         headers = {"Content-Type": "application/json"}
         try:
             with self._client.stream(
-                "POST", url, content=content, headers=headers, timeout=wall_s + self.config.timeout_s
+                "POST",
+                url,
+                content=content,
+                headers=headers,
+                timeout=wall_s + self.config.timeout_s,
             ) as response:
                 data = bytearray()
                 for chunk in response.iter_bytes():
@@ -146,7 +186,8 @@ class RemoteSandbox:
             raise Away(f"{url} answered {response.status_code}: {bytes(data[:200])!r}")
         if not response.is_success:
             raise SandboxError(
-                f"{url} answered {response.status_code}: {bytes(data[:200])!r}: does it speak SandboxFusion's API?"
+                f"{url} answered {response.status_code}: {bytes(data[:200])!r}: does it speak "
+                "SandboxFusion's API?"
             )
         try:
             answer = json.loads(data)
@@ -163,8 +204,14 @@ class RemoteSandbox:
 def _result(answer: dict[str, Any], limits: Limits) -> Result:
     """Raises Away for an answer that contradicts itself."""
     ran = answer.get("run_result") or {}
-    status, code, seconds = ran.get("status"), ran.get("return_code"), float(ran.get("execution_time") or 0.0)
-    outputs = [str(ran.get(name) or "").encode("utf-8", "surrogatepass") for name in ("stdout", "stderr")]
+    status, code, seconds = (
+        ran.get("status"),
+        ran.get("return_code"),
+        float(ran.get("execution_time") or 0.0),
+    )
+    outputs = [
+        str(ran.get(name) or "").encode("utf-8", "surrogatepass") for name in ("stdout", "stderr")
+    ]
     most = min(limits.output_kib << 10, SERVICE_OUTPUT - 1)
     over = any(len(text) > most for text in outputs)
     first, second = (text[:most] for text in outputs)
@@ -177,7 +224,14 @@ def _result(answer: dict[str, Any], limits: Limits) -> Result:
     if first.startswith(NOT_TEXT.encode()):  # what it printed is lost, so it can be right no more
         return Result(code or 1, None, first, second, seconds, Reason.EXIT)
     number = -code if code < 0 else code - 128 if code > 128 else None
-    return Result(None if number else code, number, first, second, seconds, Reason.SIGNAL if number else Reason.EXIT)
+    return Result(
+        None if number else code,
+        number,
+        first,
+        second,
+        seconds,
+        Reason.SIGNAL if number else Reason.EXIT,
+    )
 
 
 def _token(config: RemoteSandboxConfig) -> str:

@@ -1,4 +1,5 @@
-"""Sessions over a sandbox that forgets: the files of the working directory are kept here, and travel with each command."""
+"""Sessions over a sandbox that forgets: the files of the working directory are kept here, and
+travel with each command."""
 
 from __future__ import annotations
 
@@ -14,21 +15,24 @@ from ratchet.sandbox import shell
 from ratchet.sandbox.base import Limits, Reason, Result, Sandbox, SandboxError, TooLarge, inside
 
 MARGIN_S = 10.0  # for the carrier's own work, beyond the command's time
-SHELL_PROCESSES = 32  # beyond those of the limits: the carrier, its threads, and what pipelines are made of
+# beyond those of the limits: the carrier, its threads, and what pipelines are made of
+SHELL_PROCESSES = 32
 CARRIED_KIB = 512  # of files, as a remote service keeps 1 MiB of an answer; 4/3 of them in base64
 
 
 class Workspace:
-    """Kept between commands: regular files with their modes, directories, the one it is in and exported variables. Not kept:
-    links, and processes in the background."""
+    """Kept between commands: regular files with their modes, directories, the one it is in and
+    exported variables. Not kept: links, and processes in the background."""
 
     def __init__(self, sandbox: Sandbox, limits: Limits) -> None:
         self._sandbox, self._limits = sandbox, limits
-        self._files: dict[str, tuple[int, bytes | None]] = {}  # by path: mode, data; None for a directory
+        # by path: mode, data; None for a directory
+        self._files: dict[str, tuple[int, bytes | None]] = {}
         self._closed = False
 
     async def run(self, command: str, timeout_s: float) -> Result:
-        """See `Session.run`. A command that leaves more files than can travel ends with Reason.OUTPUT, and is undone."""
+        """See `Session.run`. A command that leaves more files than can travel ends with
+        Reason.OUTPUT, and is undone."""
         self._check()
         most_kib = min(self._limits.output_kib, CARRIED_KIB // 8)
         request = {
@@ -46,41 +50,81 @@ class Workspace:
             output_kib=2 * CARRIED_KIB,
             processes=self._limits.processes + SHELL_PROCESSES,
         )
-        source = resources("ratchet.sandbox").joinpath("inside/session_command.py").read_text(encoding="utf-8")
-        carried = await self._sandbox.run(f"{source}\n\nmain()\n", json.dumps(request).encode("ascii"), limits)
-        if not carried.ok:  # ended with the command by a limit that both have in common, or by the command itself
-            return replace(carried, stdout=b"", stderr=b"the command ended its session's process; its files are undone\n")
+        source = (
+            resources("ratchet.sandbox")
+            .joinpath("inside/session_command.py")
+            .read_text(encoding="utf-8")
+        )
+        carried = await self._sandbox.run(
+            f"{source}\n\nmain()\n", json.dumps(request).encode("ascii"), limits
+        )
+        # ended with the command by a limit that both have in common, or by the command itself
+        if not carried.ok:
+            return replace(
+                carried,
+                stdout=b"",
+                stderr=b"the command ended its session's process; its files are undone\n",
+            )
         return self._read(carried)
 
     def _read(self, carried: Result) -> Result:
-        """What the carrier said is as hostile as the command: it is bounded by the limits, and only ever taken for data."""
+        """What the carrier said is as hostile as the command: it is bounded by the limits, and only
+        ever taken for data."""
         try:
             said: dict[str, Any] = json.loads(carried.stdout)
-            stdout, stderr = (base64.b64decode(said[name], validate=True) for name in ("stdout", "stderr"))
+            stdout, stderr = (
+                base64.b64decode(said[name], validate=True) for name in ("stdout", "stderr")
+            )
             code, reason = int(said["code"]), Reason(said["reason"])
             if said["files"] is not None:
                 kept = said["files"].items()
-                self._files = {inside(name): (int(mode) & 0o777, _decoded(data)) for name, (mode, data) in kept}
+                self._files = {
+                    inside(name): (int(mode) & 0o777, _decoded(data)) for name, (mode, data) in kept
+                }
         except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
             if carried.ok and carried.stdout:
-                return replace(carried, exit=1, stdout=b"", stderr=b"the command wrote into its session's own report\n")
-            raise SandboxError(f"a session's command came back without a report: {error}") from error
+                return replace(
+                    carried,
+                    exit=1,
+                    stdout=b"",
+                    stderr=b"the command wrote into its session's own report\n",
+                )
+            raise SandboxError(
+                f"a session's command came back without a report: {error}"
+            ) from error
         ended = reason in (Reason.EXIT, Reason.SIGNAL)
         signal = -code if ended and code < 0 else None
-        return Result(code if ended and code >= 0 else None, signal, stdout, stderr, float(said["seconds"]), reason)
+        return Result(
+            code if ended and code >= 0 else None,
+            signal,
+            stdout,
+            stderr,
+            float(said["seconds"]),
+            reason,
+        )
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         self._check()
         more = self._files | {inside(name): (0o755, bytes(data)) for name, data in files.items()}
         if sum(len(data or b"") for _, data in more.values()) > CARRIED_KIB << 10:
-            raise TooLarge(f"the session's files take more than {CARRIED_KIB} KiB: use the docker sandbox")
+            raise TooLarge(
+                f"the session's files take more than {CARRIED_KIB} KiB: use the docker sandbox"
+            )
         self._files = more
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
         self._check()
         wanted = inside(path)
-        found = {name: data for name, (_, data) in self._files.items() if data is not None and name != shell.STATE_FILE}
-        return {name: data for name, data in found.items() if wanted in (".", name) or name.startswith(wanted + "/")}
+        found = {
+            name: data
+            for name, (_, data) in self._files.items()
+            if data is not None and name != shell.STATE_FILE
+        }
+        return {
+            name: data
+            for name, data in found.items()
+            if wanted in (".", name) or name.startswith(wanted + "/")
+        }
 
     async def close(self) -> None:
         self._files, self._closed = {}, True

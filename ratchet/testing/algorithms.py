@@ -1,7 +1,8 @@
 """What every Algorithm must do, as one call: `check_algorithm(algorithm)`.
 
-The kit's batches are ragged and synthetic, its models tiny, everything in float64. Losses are differentiated with respect to
-what the models say of each token, not to parameters: there, errors of different rows could cancel. T = tokens, S = sequences.
+The kit's batches are ragged and synthetic, its models tiny, everything in float64. Losses are
+differentiated with respect to what the models say of each token, not to parameters: there, errors
+of different rows could cancel. T = tokens, S = sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from ratchet.learners.compute.microbatching import weighing_rows
 from ratchet.protocols import OF_SEQUENCES
 from ratchet.testing.harness import require
 from ratchet.testing.synthetic import Draw
-from ratchet.testing.synthetic_update import Found, Update, differentiated, gathered, measured, same, tokens_of, values_of
+from ratchet.testing.synthetic_update import (
+    Found,
+    Update,
+    differentiated,
+    gathered,
+    measured,
+    same,
+    tokens_of,
+    values_of,
+)
 
 SEEDS = (0, 1, 2)
 # For exemptions that only long answers show, as that of a length penalty: tried until one does.
@@ -37,7 +47,8 @@ class Broken(AssertionError):
 
 @dataclass(frozen=True)
 class Finding:
-    """verdict: "holds", "exempt" and "n/a" (with the reason as note), "fails" (with what is wrong)."""
+    """verdict: "holds", "exempt" and "n/a" (with the reason as note), "fails" (with what is
+    wrong)."""
 
     name: str
     verdict: str
@@ -45,9 +56,13 @@ class Finding:
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """Raises AssertionError with every broken invariance, every claimed property that does not hold, and every exemption from
-    one that does (see `ratchet.algorithms.properties`)."""
-    broken = [f"{finding.name}: {finding.note}" for finding in examine(algorithm) if finding.verdict == "fails"]
+    """Raises AssertionError with every broken invariance, every claimed property that does not
+    hold, and every exemption from one that does (see `ratchet.algorithms.properties`)."""
+    broken = [
+        f"{finding.name}: {finding.note}"
+        for finding in examine(algorithm)
+        if finding.verdict == "fails"
+    ]
     require(not broken, f"algorithm '{algorithm.name}': " + "; ".join(broken))
 
 
@@ -55,7 +70,10 @@ def examine(algorithm: Algorithm) -> list[Finding]:
     """Every invariance and every property, in a fixed order."""
     _check_names(algorithm)
     cases = [Case(algorithm, Draw(seed)) for seed in SEEDS]
-    findings = [_tried(name, lambda check=check: [check(case) for case in cases]) for name, check in INVARIANCES.items()]
+    findings = [
+        _tried(name, lambda check=check: [check(case) for case in cases])
+        for name, check in INVARIANCES.items()
+    ]
     findings.append(_tried("learns", lambda: _learns(cases)))
     return [*findings, *(_property(algorithm, name) for name in PROPERTIES)]
 
@@ -65,7 +83,9 @@ def _check_names(algorithm: Algorithm) -> None:
         near = get_close_matches(name, PROPERTIES, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
         require(
-            name in PROPERTIES, f"algorithm '{algorithm.name}' is exempt from '{name}': {hint}there are {', '.join(PROPERTIES)}"
+            name in PROPERTIES,
+            f"algorithm '{algorithm.name}' is exempt from '{name}': {hint}there are "
+            f"{', '.join(PROPERTIES)}",
         )
 
 
@@ -94,7 +114,9 @@ class Case:
         """The whole batch as one update; and the mini-batches, where there are several."""
         yield self.whole
         if self.algorithm.minibatches > 1:
-            for mini in itertools.islice(self.algorithm.split(self.whole.batch), self.algorithm.minibatches):
+            for mini in itertools.islice(
+                self.algorithm.split(self.whole.batch), self.algorithm.minibatches
+            ):
                 yield self.whole.mini(mini)
 
     def found(self) -> Iterator[tuple[Update, str, Found]]:
@@ -115,14 +137,17 @@ class Case:
 
 
 def _micro_batches(case: Case) -> None:
-    """Weighed once, cut anywhere, in any order: the parts sum to the whole; rows without weight may stay away."""
+    """Weighed once, cut anywhere, in any order: the parts sum to the whole; rows without weight may
+    stay away."""
     rng = np.random.default_rng(case.draw.seed)
     for update, role, whole in case.found():
         units = case.units(update.batch)
         for parts in range(2, 5):
             order = rng.permutation(len(units))
             cuts = sorted({0, len(units), *rng.integers(0, len(units) + 1, parts - 1).tolist()})
-            pieces = [[row for u in order[a:b] for row in units[u]] for a, b in itertools.pairwise(cuts)]
+            pieces = [
+                [row for u in order[a:b] for row in units[u]] for a, b in itertools.pairwise(cuts)
+            ]
             same(_total(update, role, pieces), whole, "cut into micro-batches")
         active = weighing_rows(update.batch, update.terms(role))
         same(differentiated(update, role, active), whole, "without the rows that weigh nothing")
@@ -135,20 +160,23 @@ def _packing(case: Case) -> None:
 
 
 def _shards(case: Case) -> None:
-    """Ranks of a data-parallel learner, more of them than there are units: sums over ranks are those of one machine."""
+    """Ranks of a data-parallel learner, more of them than there are units: sums over ranks are
+    those of one machine."""
     for update, role, whole in case.found():
         units = case.units(update.batch)
         ranks = [[row for unit in units[rank::3] for row in unit] for rank in range(3)]
         try:
             found = _total(update, role, [*ranks, []])
         except (RuntimeError, IndexError, ValueError) as error:
-            raise AssertionError(f"a rank without rows can't compute the loss ({type(error).__name__}: {error})") from error
+            raise AssertionError(
+                f"a rank without rows can't compute the loss ({type(error).__name__}: {error})"
+            ) from error
         same(found, whole, "sharded over ranks, one of them without rows")
 
 
 def _order(case: Case) -> None:
-    """Groups in any order, and rows within a group, but for pairs, whose first row is the chosen one, and for the rows of one
-    attempt, which follow each other."""
+    """Groups in any order, and rows within a group, but for pairs, whose first row is the chosen
+    one, and for the rows of one attempt, which follow each other."""
     rng = np.random.default_rng(case.draw.seed)
     algorithm = case.algorithm
     groups = case.draw.groups(algorithm)
@@ -156,7 +184,12 @@ def _order(case: Case) -> None:
     shuffled = [groups[i] for i in rng.permutation(len(groups))]
     if algorithm.source != "pairs":
         shuffled = [
-            replace(group, trajectories=tuple(row for i in rng.permutation(len(group.attempts)) for row in group.attempts[i]))
+            replace(
+                group,
+                trajectories=tuple(
+                    row for i in rng.permutation(len(group.attempts)) for row in group.attempts[i]
+                ),
+            )
             for group in shuffled
         ]
     moved = [id(row) for group in shuffled for row in group.trajectories if row.counts]
@@ -165,7 +198,9 @@ def _order(case: Case) -> None:
     for role in algorithm.losses:
         found = differentiated(other, role, range(len(rows)))
         expected = differentiated(update, role, range(len(rows)))
-        same(gathered(found, other.batch, places), expected, "with groups and rows in another order")
+        same(
+            gathered(found, other.batch, places), expected, "with groups and rows in another order"
+        )
 
 
 def _total(update: Update, role: str, pieces: Sequence[Sequence[int]]) -> Found:
@@ -176,7 +211,10 @@ def _learns(cases: Sequence[Case]) -> None:
     """Or the invariances would hold of nothing."""
     for role in cases[0].algorithm.losses:
         found = (differentiated(c.whole, role, range(c.whole.batch.n_sequences)) for c in cases)
-        require(any(slope.any() for one in found for slope in one.slopes.values()), f"no batch gives role {role} a gradient")
+        require(
+            any(slope.any() for one in found for slope in one.slopes.values()),
+            f"no batch gives role {role} a gradient",
+        )
 
 
 INVARIANCES: dict[str, Callable[[Case], None]] = {
@@ -204,20 +242,30 @@ def _property(algorithm: Algorithm, name: str) -> Finding:
 
 def _check_inapplicable(algorithm: Algorithm, reason: str) -> None:
     batch = Case(algorithm, Draw(SEEDS[0])).whole.batch
-    require(not batch.has("advantages"), f"is exempt ({reason}), but the algorithm does make a column 'advantages'")
+    require(
+        not batch.has("advantages"),
+        f"is exempt ({reason}), but the algorithm does make a column 'advantages'",
+    )
 
 
-def _check_exemption(algorithm: Algorithm, check: Callable[[Algorithm, Sequence[Draw]], None], reason: str) -> None:
+def _check_exemption(
+    algorithm: Algorithm, check: Callable[[Algorithm, Sequence[Draw]], None], reason: str
+) -> None:
     for longest in LONGEST:
         try:
             check(algorithm, [Draw(seed, longest=longest) for seed in SEEDS])
         except Broken:
             return
-    require(False, f"is exempt ({reason}), but it holds on every batch of the kit: remove the exemption")
+    require(
+        False, f"is exempt ({reason}), but it holds on every batch of the kit: remove the exemption"
+    )
 
 
 def _advantages(batch: Batch) -> Tensor:
-    require(batch.has("advantages"), 'is claimed, but there are no advantages: exempt it, with a reason "no advantages: ..."')
+    require(
+        batch.has("advantages"),
+        'is claimed, but there are no advantages: exempt it, with a reason "no advantages: ..."',
+    )
     return batch.need("advantages")
 
 
@@ -236,14 +284,22 @@ def _isolated(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
 def _check_isolated(term: Term, update: Update, other: Update, role: str, row: int) -> None:
     x, slopes = values_of(term, update, role, row)
     moved_x, moved_slopes = values_of(term, other, role, row)
-    _hold(_close(x, moved_x), f"term '{term.name}' gives a row another value when other rows' tokens change")
+    _hold(
+        _close(x, moved_x),
+        f"term '{term.name}' gives a row another value when other rows' tokens change",
+    )
     places = {"tokens": tokens_of(update.batch, [row]), "rows": torch.tensor([row])}
     for name, slope in slopes.items():
         own = places["rows" if name in OF_SEQUENCES else "tokens"]
         leaks = slope.index_fill(0, own, 0.0).any()
-        _hold(not leaks, f"term '{term.name}' gives a row's value a slope by the {name} of other rows")
+        _hold(
+            not leaks, f"term '{term.name}' gives a row's value a slope by the {name} of other rows"
+        )
         same_slope = _close(slope[own], moved_slopes[name][own])
-        _hold(same_slope, f"term '{term.name}' gives a row another slope when other rows' tokens change")
+        _hold(
+            same_slope,
+            f"term '{term.name}' gives a row another slope when other rows' tokens change",
+        )
 
 
 def _on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
@@ -261,12 +317,19 @@ def _on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
             if any(slope.any() for slope in gained.values()):
                 moved = True
                 _check_policy_gradient(term, update, gained)
-    require(moved, 'is claimed, but no term moves with the advantages: exempt it, with a reason "no policy gradient: ..."')
+    require(
+        moved,
+        'is claimed, but no term moves with the advantages: exempt it, with a reason "no policy '
+        'gradient: ..."',
+    )
 
 
 def _check_policy_gradient(term: Term, update: Update, gained: dict[str, Tensor]) -> None:
     batch = update.batch
-    weight_T, advantages_T = term.weighting(batch), torch.where(batch.trainable_T, batch.need("advantages"), 0.0)
+    weight_T, advantages_T = (
+        term.weighting(batch),
+        torch.where(batch.trainable_T, batch.need("advantages"), 0.0),
+    )
     if term.level != "token":
         count_S = batch.sequence_sum(batch.trainable_T.double()).clamp(min=1)
         advantages_T = (batch.sequence_sum(advantages_T) / count_S)[batch.sequence_T]
@@ -276,10 +339,14 @@ def _check_policy_gradient(term: Term, update: Update, gained: dict[str, Tensor]
         off = float((slope - wanted).abs().max())
         _hold(
             _close(slope, wanted),
-            f"on policy, the gradient of term '{term.name}' by {name} is not -weight * A but off by up to {off:.2g}",
+            f"on policy, the gradient of term '{term.name}' by {name} is not -weight * A but off "
+            f"by up to {off:.2g}",
         )
     ratio = measured(term, update, "policy").get("ratio")
-    _hold(ratio is None or _close(ratio, torch.ones_like(ratio)), f"on policy, term '{term.name}' has ratios other than 1")
+    _hold(
+        ratio is None or _close(ratio, torch.ones_like(ratio)),
+        f"on policy, term '{term.name}' has ratios other than 1",
+    )
 
 
 def _equal_rewards(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
@@ -287,7 +354,10 @@ def _equal_rewards(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
         groups = replace(draw, equal=True).groups(algorithm)
         advantages_T = _advantages(Update.of(algorithm, groups).batch)
         largest = float(advantages_T.abs().max())
-        _hold(not advantages_T.any(), f"rewards are equal in every group, and advantages reach {largest:.2g}")
+        _hold(
+            not advantages_T.any(),
+            f"rewards are equal in every group, and advantages reach {largest:.2g}",
+        )
 
 
 def _lone_attempt(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
@@ -299,11 +369,15 @@ def _lone_attempt(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
                 differentiated(update, role, range(update.batch.n_sequences))
         except RatchetError as error:
             _hold(
-                any(group.id in str(error) for group in groups), f"lone attempts are refused without the group's name: {error}"
+                any(group.id in str(error) for group in groups),
+                f"lone attempts are refused without the group's name: {error}",
             )
             continue
         advantages_T = _advantages(update.batch)
-        _hold(not advantages_T.any(), f"lone attempts have advantages of up to {float(advantages_T.abs().max()):.2g}")
+        _hold(
+            not advantages_T.any(),
+            f"lone attempts have advantages of up to {float(advantages_T.abs().max()):.2g}",
+        )
 
 
 def _hold(rule: bool | Tensor, broken: str) -> None:

@@ -28,7 +28,9 @@ def make_trajectory(
         tokens=np.asarray([*prompt, *completion], dtype=np.int64),
         owner=owner,
         trainable=owner == Owner.POLICY,
-        rollout_logprobs=np.asarray([0.0] * n + ([-1.0] * m if logprobs is None else list(logprobs)), dtype=np.float32),
+        rollout_logprobs=np.asarray(
+            [0.0] * n + ([-1.0] * m if logprobs is None else list(logprobs)), dtype=np.float32
+        ),
         versions=np.asarray([-1] * n + [version] * m, dtype=np.int32),
         attempt=attempt,
         use=use,

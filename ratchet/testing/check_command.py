@@ -1,4 +1,5 @@
-"""The kits for what a path names, `my_pkg.my_mod:Thing`: an algorithm, an environment or a reward. Findings as a table."""
+"""The kits for what a path names, `my_pkg.my_mod:Thing`: an algorithm, an environment or a reward.
+Findings as a table."""
 
 from __future__ import annotations
 
@@ -69,7 +70,11 @@ def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, boo
     ready = not callable(target)  # an instance, complete as it stands
     made = target if ready else construct(section_from_words(slot, path, overrides))
     points: Mapping[str, Callable[[Calls], None]]
-    points = environment_points(made) if slot == "environment" else reward_points(as_reward(made), SAMPLE)
+    points = (
+        environment_points(made)
+        if slot == "environment"
+        else reward_points(as_reward(made), SAMPLE)
+    )
     width = max(len(name) for name in points)
     lines, broken = [f"{path}: {'an environment' if slot == 'environment' else 'a reward'}", ""], ""
     for name, check in points.items():
@@ -79,23 +84,33 @@ def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, boo
         try:
             supervised(check, DEADLINE_S)
         except Exception as error:  # anybody's code: what it raises is the finding
-            broken = f"{error}" if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            broken = (
+                f"{error}"
+                if isinstance(error, AssertionError)
+                else f"{type(error).__name__}: {error}"
+            )
         head = f"  {name:<{width}}  {'fails' if broken else 'holds'}"
-        lines += textwrap.wrap(f"{head}  {broken}".rstrip(), WIDTH, subsequent_indent=" " * (width + 11))
+        lines += textwrap.wrap(
+            f"{head}  {broken}".rstrip(), WIDTH, subsequent_indent=" " * (width + 11)
+        )
     return "\n".join(lines), not broken
 
 
 def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
-    """The algorithm itself, or what the section, the class or the function makes, with `overrides` ("group_size=4") as its
-    keys. Raises ConfigError where there is none."""
+    """The algorithm itself, or what the section, the class or the function makes, with `overrides`
+    ("group_size=4") as its keys. Raises ConfigError where there is none."""
     target = imported(path)
     if isinstance(target, Algorithm):
         if overrides:
-            raise ConfigError(f"'{path}' is an Algorithm, complete as it stands: override keys of a section or a function")
+            raise ConfigError(
+                f"'{path}' is an Algorithm, complete as it stands: override keys of a section or a "
+                "function"
+            )
         return target
     if not callable(target):
         raise ConfigError(
-            f"'{path}' is {_article(target)}: name an Algorithm, a section, or a function that makes an Algorithm"
+            f"'{path}' is {_article(target)}: name an Algorithm, a section, or a function that "
+            "makes an Algorithm"
         )
     made = construct(section_from_words("algorithm", path, overrides))
     if not isinstance(made, Algorithm):
@@ -109,7 +124,9 @@ def table(algorithm: Algorithm, findings: Sequence[Finding]) -> str:
     lines = [f"{algorithm.name}: {algorithm.source}, micro-batches by {algorithm.unit}", ""]
     for finding in findings:
         head = f"  {finding.name:<{width}}  {finding.verdict:<6}"
-        lines += textwrap.wrap(f"{head}  {finding.note}".rstrip(), WIDTH, subsequent_indent=" " * (len(head) + 2))
+        lines += textwrap.wrap(
+            f"{head}  {finding.note}".rstrip(), WIDTH, subsequent_indent=" " * (len(head) + 2)
+        )
     return "\n".join(lines)
 
 

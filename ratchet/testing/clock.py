@@ -1,4 +1,5 @@
-"""A clock that jumps: under it code that waits takes no time, and takes the same course every time."""
+"""A clock that jumps: under it code that waits takes no time, and takes the same course every
+time."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ T = TypeVar("T")
 
 
 class _Jumping(selectors.SelectSelector):
-    """now: seconds. Where nothing is there to be done but to wait for a timer, it is that timer's time."""
+    """now: seconds. Where nothing is there to be done but to wait for a timer, it is that timer's
+    time."""
 
     def __init__(self) -> None:
         super().__init__()

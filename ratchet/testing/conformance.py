@@ -1,4 +1,5 @@
-"""What every implementation of a protocol must satisfy, as functions that raise AssertionError with the broken promise.
+"""What every implementation of a protocol must satisfy, as functions that raise AssertionError with
+the broken promise.
 
 They take ready instances, so that an outsider's backend is checked as ours are.
 """
@@ -20,25 +21,45 @@ from ratchet.types import Group, Sampling, StopReason
 
 
 async def check_learner(
-    make: Callable[[], Learner], batch: Batch, terms: Sequence[LossTerm], directory: Path, *, rtol: float = 1e-4
+    make: Callable[[], Learner],
+    batch: Batch,
+    terms: Sequence[LossTerm],
+    directory: Path,
+    *,
+    rtol: float = 1e-4,
 ) -> None:
-    """`batch` is weighed for `terms`. Scores are aligned and deterministic, an update changes the weights, a batch whose
-    weights are all 0 changes nothing, and save + load continues bit-equally."""
+    """`batch` is weighed for `terms`. Scores are aligned and deterministic, an update changes the
+    weights, a batch whose weights are all 0 changes nothing, and save + load continues
+    bit-equally."""
     learner = make()
     scored = (await learner.score(batch, ["logprobs"]))["logprobs"]
-    assert scored.shape == (batch.n_tokens,), f"logprobs have shape {tuple(scored.shape)} for {batch.n_tokens} tokens"
+    assert scored.shape == (batch.n_tokens,), (
+        f"logprobs have shape {tuple(scored.shape)} for {batch.n_tokens} tokens"
+    )
     assert not scored[~batch.trainable_T].any(), "logprobs must be 0 where a token does not train"
     assert (scored[batch.trainable_T] <= 0).all(), "a logprob is above 0"
     again = (await learner.score(batch, ["logprobs"]))["logprobs"]
     assert torch.equal(scored, again), "scoring the same batch twice differs"
-    halves = [batch.take(rows) for rows in (range(0, batch.n_sequences, 2), range(1, batch.n_sequences, 2))]
-    for rows, half in zip((range(0, batch.n_sequences, 2), range(1, batch.n_sequences, 2)), halves, strict=True):
+    halves = [
+        batch.take(rows)
+        for rows in (range(0, batch.n_sequences, 2), range(1, batch.n_sequences, 2))
+    ]
+    for rows, half in zip(
+        (range(0, batch.n_sequences, 2), range(1, batch.n_sequences, 2)), halves, strict=True
+    ):
         alone = (await learner.score(half, ["logprobs"]))["logprobs"]
         kept = torch.cat([scored[batch.sequence_T == row] for row in rows])
-        assert torch.allclose(alone, kept, rtol=rtol, atol=1e-5), "a sequence's logprobs depend on its neighbours"
+        assert torch.allclose(alone, kept, rtol=rtol, atol=1e-5), (
+            "a sequence's logprobs depend on its neighbours"
+        )
 
     before = _weights(learner)
-    empty = replace(batch, weights={k: w._replace(values=torch.zeros_like(w.values)) for k, w in batch.weights.items()})
+    empty = replace(
+        batch,
+        weights={
+            k: w._replace(values=torch.zeros_like(w.values)) for k, w in batch.weights.items()
+        },
+    )
     await learner.update(empty, terms)
     assert _same(before, _weights(learner)), "an update whose weights are all 0 changed the model"
     await learner.update(batch, terms)
@@ -50,7 +71,9 @@ async def check_learner(
     assert _same(_weights(learner), _weights(restored)), "load(save()) gives other weights"
     await learner.update(batch, terms)
     await restored.update(batch, terms)
-    assert _same(_weights(learner), _weights(restored)), "the step after load(save()) differs: state is missing"
+    assert _same(_weights(learner), _weights(restored)), (
+        "the step after load(save()) differs: state is missing"
+    )
 
 
 def _weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -62,17 +85,24 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 async def check_generator(generator: Generator, prompts: Sequence[Sequence[int]]) -> None:
-    """Columns are aligned, seeds decide, limits and stop ids hold, versions follow commits, an empty prompt is refused."""
+    """Columns are aligned, seeds decide, limits and stop ids hold, versions follow commits, an
+    empty prompt is refused."""
     sampling = Sampling(max_new_tokens=6, seed=1)
     for prompt in prompts:
         first = await generator.generate(prompt, sampling)
-        lengths = {len(c) for c in (first.tokens, first.logprobs, first.log_kept_mass, first.versions)}
+        lengths = {
+            len(c) for c in (first.tokens, first.logprobs, first.log_kept_mass, first.versions)
+        }
         assert len(lengths) == 1, "the completion's columns differ in length"
         assert len(first.tokens) <= 6, "max_new_tokens was passed"
-        assert (first.versions == generator.version).all(), "tokens don't carry the version in force"
+        assert (first.versions == generator.version).all(), (
+            "tokens don't carry the version in force"
+        )
         second = await generator.generate(prompt, sampling)
         assert np.array_equal(first.tokens, second.tokens), "equal requests gave different tokens"
-        assert np.allclose(first.logprobs, second.logprobs, atol=1e-6), "equal requests gave different logprobs"
+        assert np.allclose(first.logprobs, second.logprobs, atol=1e-6), (
+            "equal requests gave different logprobs"
+        )
     first = await generator.generate(prompts[0], sampling)
     stop = int(first.tokens[0])
     stopped = await generator.generate(prompts[0], replace(sampling, stop_ids=(stop,)))
@@ -93,7 +123,8 @@ async def check_generator(generator: Generator, prompts: Sequence[Sequence[int]]
 
 
 async def check_source(source: Source) -> None:
-    """Ids never repeat, acknowledged groups are gone, what was drawn and not acknowledged comes again after a restore."""
+    """Ids never repeat, acknowledged groups are gone, what was drawn and not acknowledged comes
+    again after a restore."""
     first = await source.draw(3, 0)
     assert len(first) == 3, "draw(3) must give three groups"
     source.ack([group.id for group in first], 0)
@@ -108,13 +139,17 @@ async def check_source(source: Source) -> None:
     assert _same_tokens(again, second), "a restored draw gives other tokens"
     await source.restore(unfinished)
     pending = await source.draw(3, 1)
-    assert {g.id for g in pending} == {g.id for g in second}, "groups drawn but not acknowledged were lost"
+    assert {g.id for g in pending} == {g.id for g in second}, (
+        "groups drawn but not acknowledged were lost"
+    )
     first_id, middle_id, last_id = (group.id for group in pending)
     source.ack([middle_id], 1)  # out of order
     source.nack([last_id], "lost")
     await source.restore(json.loads(json.dumps(await source.snapshot())))
     left = await source.draw(2, 1)
-    assert {g.id for g in left} == {first_id, last_id}, "an acknowledged group came again, or a refused one was lost"
+    assert {g.id for g in left} == {first_id, last_id}, (
+        "an acknowledged group came again, or a refused one was lost"
+    )
 
 
 def _same_tokens(a: Sequence[Group], b: Sequence[Group]) -> bool:

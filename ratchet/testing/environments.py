@@ -1,4 +1,5 @@
-"""What every Environment must do, as one call: `check_environment(Maze(config))` in a test, for built-in and own ones alike."""
+"""What every Environment must do, as one call: `check_environment(Maze(config))` in a test, for
+built-in and own ones alike."""
 
 from __future__ import annotations
 
@@ -38,28 +39,41 @@ def check_environment(
     max_turns: int = 100,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Raises AssertionError with the broken rule. Looks at the first `n` tasks of each split, and plays a few of them.
+    """Raises AssertionError with the broken rule. Looks at the first `n` tasks of each split, and
+    plays a few of them.
 
-    `environment` may be the path of one, `my_pkg.my_mod:Maze`. With `reward`, a demonstration must earn `full_reward`. An
-    environment must end an episode by itself within `max_turns` empty answers, or at the end of its demonstration; each call
-    must give way within `deadline_s`.
+    `environment` may be the path of one, `my_pkg.my_mod:Maze`. With `reward`, a demonstration must
+    earn `full_reward`. An environment must end an episode by itself within `max_turns` empty
+    answers, or at the end of its demonstration; each call must give way within `deadline_s`.
     """
     made: Environment = (
-        construct(section_from_words("environment", environment)) if isinstance(environment, str) else environment
+        construct(section_from_words("environment", environment))
+        if isinstance(environment, str)
+        else environment
     )
-    for check in environment_points(made, reward=reward, full_reward=full_reward, n=n, max_turns=max_turns).values():
+    for check in environment_points(
+        made, reward=reward, full_reward=full_reward, n=n, max_turns=max_turns
+    ).values():
         supervised(check, deadline_s)
 
 
 def environment_points(
-    environment: Environment, *, reward: Reward | None = None, full_reward: float = 1.0, n: int = 200, max_turns: int = 100
+    environment: Environment,
+    *,
+    reward: Reward | None = None,
+    full_reward: float = 1.0,
+    n: int = 200,
+    max_turns: int = 100,
 ) -> Mapping[str, Callable[[Calls], None]]:
     """The checks by name, in order: each raises AssertionError, and stands on those before it."""
     tasks: list[Task] = []
     script: list[Said] = []
 
     def serves(calls: Calls) -> None:
-        require(isinstance(environment, Environment), f"{type(environment).__name__} lacks methods of the Environment protocol")
+        require(
+            isinstance(environment, Environment),
+            f"{type(environment).__name__} lacks methods of the Environment protocol",
+        )
         require(isinstance(environment.replayable, bool), "`replayable` must be a bool")
         with calls.of("tasks"):
             train, test = (_check_order(environment, split, n) for split in ("train", "test"))
@@ -95,7 +109,9 @@ def environment_points(
     }
 
 
-def _take(environment: Environment, split: Split, n: int, *, seed: int = SEEDS[0], start: int = 0) -> list[Task]:
+def _take(
+    environment: Environment, split: Split, n: int, *, seed: int = SEEDS[0], start: int = 0
+) -> list[Task]:
     return list(islice(environment.tasks(split, seed=seed, start=start), n))
 
 
@@ -104,20 +120,31 @@ def _check_order(environment: Environment, split: Split, n: int) -> list[Task]:
     require(bool(tasks), f"the {split} split has no task")
     for start in sorted({0, 1, len(tasks) // 2, len(tasks) - 1}):
         again = _take(environment, split, len(tasks) - start, start=start)
-        require(again == tasks[start:], f"{split} tasks from start={start} are not the same as when read from 0")
+        require(
+            again == tasks[start:],
+            f"{split} tasks from start={start} are not the same as when read from 0",
+        )
     for task in tasks:
         require(bool(task.messages), f"task '{task.id}' has no messages")
         _check_messages(task.messages, f"task '{task.id}'")
     by_id = {task.id: task for task in tasks}
-    require(all(by_id[task.id] == task for task in tasks), f"two different {split} tasks share an id")
+    require(
+        all(by_id[task.id] == task for task in tasks), f"two different {split} tasks share an id"
+    )
     require(split == "train" or len(by_id) == len(tasks), "a test task comes twice")
     return tasks
 
 
 def _check_seeds(environment: Environment, train: list[Task], test: list[Task]) -> None:
     other = _take(environment, "train", len(train), seed=SEEDS[1])
-    require(len(train) == 1 or other != train, "train tasks are the same, in the same order, for two seeds")
-    require(_take(environment, "test", len(test), seed=SEEDS[1]) == test, "test tasks depend on the training seed")
+    require(
+        len(train) == 1 or other != train,
+        "train tasks are the same, in the same order, for two seeds",
+    )
+    require(
+        _take(environment, "test", len(test), seed=SEEDS[1]) == test,
+        "test tasks depend on the training seed",
+    )
 
 
 def _check_splits(train: list[Task], test: list[Task]) -> None:
@@ -132,11 +159,20 @@ def _check_travels(task: Task) -> None:
     try:
         again = unpacked(json.loads(json.dumps(packed(task))))
     except DataError as error:
-        raise BrokenRule(f"task '{task.id}' can't be serialised ({error}): keep plain data in its answer and meta") from error
-    require(again == task, f"task '{task.id}' is another once it was serialised: keep plain data in its answer and meta")
+        raise BrokenRule(
+            f"task '{task.id}' can't be serialised ({error}): keep plain data in its answer and "
+            "meta"
+        ) from error
+    require(
+        again == task,
+        f"task '{task.id}' is another once it was serialised: keep plain data in its answer and "
+        "meta",
+    )
 
 
-async def _check_episode(calls: Calls, environment: Environment, task: Task, max_turns: int) -> None:
+async def _check_episode(
+    calls: Calls, environment: Environment, task: Task, max_turns: int
+) -> None:
     reset = partial(calls, f"reset('{task.id}')", lambda: environment.reset(task))
     first = tuple(await reset())
     require(bool(first), f"reset('{task.id}') gives no message to answer")
@@ -170,7 +206,9 @@ async def _check_demonstration(
     if reward is not None:
         (outcome,) = await reward.score([conversation(messages)], task)
         earned = getattr(outcome, "reward", None)
-        require(earned == full_reward, f"demonstration('{task.id}') earns {outcome}, not {full_reward}")
+        require(
+            earned == full_reward, f"demonstration('{task.id}') earns {outcome}, not {full_reward}"
+        )
 
 
 async def _step(calls: Calls, environment: Environment, task: Task, message: Message) -> Step:
@@ -178,7 +216,10 @@ async def _step(calls: Calls, environment: Environment, task: Task, message: Mes
     step = await calls(where, lambda: environment.step(message))
     require(isinstance(step, Step), f"{where} gives {type(step).__name__}, not Step")
     require(isinstance(step.done, bool), f"{where}: `done` must be a bool")
-    require(step.reward is None or math.isfinite(step.reward), f"{where}: reward {step.reward} is not finite")
+    require(
+        step.reward is None or math.isfinite(step.reward),
+        f"{where}: reward {step.reward} is not finite",
+    )
     measured = (step.metrics or {}).values()
     require(
         all(isinstance(x, int | float) and math.isfinite(x) for x in measured),
@@ -191,4 +232,7 @@ async def _step(calls: Calls, environment: Environment, task: Task, message: Mes
 
 
 def _check_messages(messages: Sequence[Message], where: str) -> None:
-    require(all(isinstance(message, Message) for message in messages), f"{where} must give Message objects only")
+    require(
+        all(isinstance(message, Message) for message in messages),
+        f"{where} must give Message objects only",
+    )

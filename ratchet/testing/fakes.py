@@ -1,4 +1,5 @@
-"""Stand-ins that behave like the real thing as far as a protocol promises, and are scripted by the test."""
+"""Stand-ins that behave like the real thing as far as a protocol promises, and are scripted by the
+test."""
 
 from __future__ import annotations
 
@@ -14,7 +15,19 @@ from torch import Tensor
 from ratchet.batch import Batch
 from ratchet.errors import DataError
 from ratchet.protocols import Exported, LossTerm, Outputs, Shard, Step
-from ratchet.types import Completion, Group, Message, Outcome, Placed, Sampling, Scored, Split, StopReason, Task, Trajectory
+from ratchet.types import (
+    Completion,
+    Group,
+    Message,
+    Outcome,
+    Placed,
+    Sampling,
+    Scored,
+    Split,
+    StopReason,
+    Task,
+    Trajectory,
+)
 
 
 class TextAlone:
@@ -28,7 +41,8 @@ class TextAlone:
 
 
 class FakeGenerator:
-    """`script(prompt tokens, sampling) -> completion tokens`; they stop by the last one being in `stop_ids`, or by length."""
+    """`script(prompt tokens, sampling) -> completion tokens`; they stop by the last one being in
+    `stop_ids`, or by length."""
 
     def __init__(self, script: Callable[[Any, Sampling], Sequence[int]]) -> None:
         self.script = script
@@ -41,7 +55,10 @@ class FakeGenerator:
         return self._version
 
     async def generate(
-        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        sampling: Sampling,
+        media: Sequence[Placed] = (),
     ) -> Completion:
         if not len(tokens):
             raise DataError("an empty prompt: nothing precedes the first token")
@@ -73,7 +90,8 @@ class FakeGenerator:
 
 
 class FakeLearner:
-    """A softmax over one logit per token id, shared by all positions: gradients can be worked by hand. float64."""
+    """A softmax over one logit per token id, shared by all positions: gradients can be worked by
+    hand. float64."""
 
     def __init__(self, vocab_size: int, *, lr: float = 1.0) -> None:
         self.logits = torch.zeros(vocab_size, dtype=torch.float64, requires_grad=True)
@@ -85,14 +103,21 @@ class FakeLearner:
         logprobs_T = torch.where(batch.trainable_T, logprobs_V[batch.tokens_T], 0.0)
         entropy_T = torch.where(batch.trainable_T, -(logprobs_V.exp() * logprobs_V).sum(), 0.0)
         old_T = batch.need("old_logprobs") if batch.has("old_logprobs") else logprobs_T.detach()
-        return Outputs(batch.sequence_sum, logprobs=logprobs_T, old_logprobs=old_T, entropy=entropy_T)
+        return Outputs(
+            batch.sequence_sum, logprobs=logprobs_T, old_logprobs=old_T, entropy=entropy_T
+        )
 
-    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+    async def score(
+        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+    ) -> Mapping[str, Tensor]:
         with torch.no_grad():
             return {name: self._outputs(batch).need(name) for name in wanted}
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        loss = sum((term(self._outputs(mini), mini)[0] for term in terms), torch.zeros((), dtype=torch.float64))
+        loss = sum(
+            (term(self._outputs(mini), mini)[0] for term in terms),
+            torch.zeros((), dtype=torch.float64),
+        )
         (gradient,) = torch.autograd.grad(loss, self.logits)
         with torch.no_grad():
             self.logits -= self.lr * gradient
@@ -111,11 +136,14 @@ class FakeLearner:
 
     def load(self, directory: Path) -> None:
         with torch.no_grad():
-            self.logits.copy_(torch.from_numpy(np.load(directory / "logits.npy", allow_pickle=False)))
+            self.logits.copy_(
+                torch.from_numpy(np.load(directory / "logits.npy", allow_pickle=False))
+            )
 
 
 class FakeEnvironment:
-    """Echo: task i asks for a digit and is solved by saying it. `script(task, message) -> Step` replaces its answer."""
+    """Echo: task i asks for a digit and is solved by saying it. `script(task, message) -> Step`
+    replaces its answer."""
 
     replayable = True
 
@@ -128,7 +156,13 @@ class FakeEnvironment:
         index = start
         while split == "train" or index < count:
             digit = str(offset + (index + (seed if split == "train" else 0)) % count)
-            yield Task(f"echo/{split}/{index}", (Message("user", digit),), answer=digit, environment="echo", tag="echo")
+            yield Task(
+                f"echo/{split}/{index}",
+                (Message("user", digit),),
+                answer=digit,
+                environment="echo",
+                tag="echo",
+            )
             index += 1
 
     def demonstration(self, task: Task) -> Sequence[Message]:

@@ -1,4 +1,5 @@
-"""Faults put under an environment, and what it must not make of them: a reward, a lock-up, a leak, another's attempt."""
+"""Faults put under an environment, and what it must not make of them: a reward, a lock-up, a leak,
+another's attempt."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from dataclasses import dataclass
 
 from ratchet.errors import DataError
 from ratchet.protocols import Environment, Step
-from ratchet.testing.harness import BrokenRule, Calls, broken_services, children, held, kill, require
+from ratchet.testing.harness import (
+    BrokenRule,
+    Calls,
+    broken_services,
+    children,
+    held,
+    kill,
+    require,
+)
 from ratchet.types import Message, Task
 
 CLOSED = 4  # instances, beyond the first, that must leave nothing behind
@@ -18,7 +27,8 @@ CLOSED = 4  # instances, beyond the first, that must leave nothing behind
 
 @dataclass(frozen=True)
 class Said:
-    """What the policy says in an episode of `task`: its demonstration, or nothing, again and again."""
+    """What the policy says in an episode of `task`: its demonstration, or nothing, again and
+    again."""
 
     task: Task
     answers: tuple[Message, ...]
@@ -40,7 +50,9 @@ async def trace(calls: Calls, environment: Environment, said: Said) -> Trace:
     first = tuple(await calls(f"reset('{name}')", lambda: environment.reset(said.task)))
     steps: list[Step] = []
     for answer in said.answers:
-        steps.append(await calls(f"step in '{name}'", lambda answer=answer: environment.step(answer)))
+        steps.append(
+            await calls(f"step in '{name}'", lambda answer=answer: environment.step(answer))
+        )
         if steps[-1].done:
             break
     return first, steps
@@ -56,7 +68,8 @@ async def played(calls: Calls, environment: Environment, said: Said) -> Trace:
 
 
 def check_replay(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
-    """An episode is a function of its task and of what is said: whoever plays it, after what, and beside whom."""
+    """An episode is a function of its task and of what is said: whoever plays it, after what, and
+    beside whom."""
     if not environment.replayable:
         return
 
@@ -65,9 +78,16 @@ def check_replay(calls: Calls, environment: Environment, script: Sequence[Said])
         again = [await trace(calls, environment, said) for said in script]
         beside = await asyncio.gather(*(played(calls, environment, said) for said in script))
         for said, one, two in zip(script, alone, again, strict=True):
-            require(two == one, f"'{said.task.id}' played again, after others, differs: `reset` must reset all of it")
+            require(
+                two == one,
+                f"'{said.task.id}' played again, after others, differs: `reset` must reset all of "
+                "it",
+            )
         for said, one, three in zip(script, alone, beside, strict=True):
-            require(three == one, f"'{said.task.id}' played beside others differs: copies share what is an attempt's")
+            require(
+                three == one,
+                f"'{said.task.id}' played beside others differs: copies share what is an attempt's",
+            )
         await calls("close", environment.close)
 
     before = copy.deepcopy([said.task for said in script])
@@ -77,7 +97,8 @@ def check_replay(calls: Calls, environment: Environment, script: Sequence[Said])
 
 
 def check_faults(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
-    """Where services and processes are out of reach, or die, an attempt fails by an exception, or ends as it would have."""
+    """Where services and processes are out of reach, or die, an attempt fails by an exception, or
+    ends as it would have."""
     if not environment.replayable:
         return
 
@@ -96,13 +117,19 @@ def check_faults(calls: Calls, environment: Environment, script: Sequence[Said])
             with suppress(Exception):
                 await calls("close", instance.close)
         after = (await played(calls, environment, said))[1]
-        require(after == clean, f"'{said.task.id}' is another episode after a fault has passed: start anew what had died")
+        require(
+            after == clean,
+            f"'{said.task.id}' is another episode after a fault has passed: start anew what had "
+            "died",
+        )
 
     for said in script:
         asyncio.run(play(said))
 
 
-async def _under(calls: Calls, environment: Environment, said: Said, fault: str, mine: set[int]) -> list[Step]:
+async def _under(
+    calls: Calls, environment: Environment, said: Said, fault: str, mine: set[int]
+) -> list[Step]:
     if fault == "out of reach":
         with broken_services():
             return (await trace(calls, environment, said))[1]
@@ -111,7 +138,9 @@ async def _under(calls: Calls, environment: Environment, said: Said, fault: str,
     steps: list[Step] = []
     for answer in said.answers:
         kill(children() - mine)
-        steps.append(await calls(f"step in '{name}'", lambda answer=answer: environment.step(answer)))
+        steps.append(
+            await calls(f"step in '{name}'", lambda answer=answer: environment.step(answer))
+        )
         if steps[-1].done:
             break
     return steps
@@ -122,8 +151,10 @@ def _compare(said: Said, found: Sequence[Step], clean: Sequence[Step], fault: st
         same = (step.reward, step.done) == (right.reward, right.done)
         require(
             same,
-            f"'{said.task.id}': with services and processes {fault}, step {number} gives reward {step.reward} and "
-            f"done={step.done}, else {right.reward} and {right.done}: an infrastructure fault is no reward; let it raise",
+            f"'{said.task.id}': with services and processes {fault}, step {number} gives reward "
+            f"{step.reward} and "
+            f"done={step.done}, else {right.reward} and {right.done}: an infrastructure fault is "
+            "no reward; let it raise",
         )
 
 
@@ -154,12 +185,21 @@ def check_release(calls: Calls, environment: Environment, script: Sequence[Said]
         instance = copy.copy(environment)
         await trace(calls, instance, script[0])
         await calls("close", instance.close)
-        await calls("close, once more,", instance.close)  # an attempt that fails while closing is closed again
+        # an attempt that fails while closing is closed again
+        await calls("close, once more,", instance.close)
 
     asyncio.run(play())
     before = held()
     for _ in range(CLOSED):
         asyncio.run(play())
-    left = {name: count - before[name] for name, count in held().items() if count - before[name] >= CLOSED}
+    left = {
+        name: count - before[name]
+        for name, count in held().items()
+        if count - before[name] >= CLOSED
+    }
     listed = ", ".join(f"{count} {name}" for name, count in left.items())
-    require(not left, f"{CLOSED} instances left {listed} behind: `close` must release what `reset` and `step` open")
+    require(
+        not left,
+        f"{CLOSED} instances left {listed} behind: `close` must release what `reset` and `step` "
+        "open",
+    )

@@ -1,4 +1,5 @@
-"""What the kits for anybody's code stand on: calls with a deadline, services that break, and what a process still holds."""
+"""What the kits for anybody's code stand on: calls with a deadline, services that break, and what a
+process still holds."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ T = TypeVar("T")
 
 PROC = Path("/proc")  # absent outside of Linux, where nothing is counted and nothing is killed
 LOOKS_S = 0.02
-HELPER = b"resource_tracker"  # the standard library's own process, which outlives whoever asked for it
+# the standard library's own process, which outlives whoever asked for it
+HELPER = b"resource_tracker"
 
 
 class BrokenRule(AssertionError):
@@ -61,11 +63,14 @@ class Calls:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise BrokenRule(f"{where} gave nothing within {self.deadline_s:g} s: bound what it waits for") from error
+            raise BrokenRule(
+                f"{where} gave nothing within {self.deadline_s:g} s: bound what it waits for"
+            ) from error
 
 
 def supervised(check: Callable[[Calls], T], deadline_s: float) -> T:
-    """`check(calls)` in a thread that is given up where a call neither ends nor gives way: it is then left behind.
+    """`check(calls)` in a thread that is given up where a call neither ends nor gives way: it is
+    then left behind.
 
     Raises BrokenRule there, and whatever `check` raises."""
     calls, found = Calls(deadline_s), Future[T]()
@@ -85,8 +90,10 @@ def supervised(check: Callable[[Calls], T], deadline_s: float) -> T:
         running = calls.running
         if running is not None and time.monotonic() - running[1] > 2 * deadline_s:
             raise BrokenRule(
-                f"{running[0]} does not give way {2 * deadline_s:g} s after it began: it blocks the event loop, or goes on "
-                "after it was cancelled; await what waits, or put it in a process that can be killed"
+                f"{running[0]} does not give way {2 * deadline_s:g} s after it began: it blocks "
+                "the event loop, or goes on "
+                "after it was cancelled; await what waits, or put it in a process that can be "
+                "killed"
             )
 
 
@@ -116,7 +123,10 @@ def children() -> set[int]:
     for status in PROC.glob("[0-9]*/stat"):
         with suppress(OSError):
             name, _, rest = status.read_text(encoding="utf-8", errors="replace").rpartition(")")
-            if int(rest.split()[1]) == os.getpid() and HELPER not in (status.parent / "cmdline").read_bytes():
+            if (
+                int(rest.split()[1]) == os.getpid()
+                and HELPER not in (status.parent / "cmdline").read_bytes()
+            ):
                 found.add(int(name.split(" ", 1)[0]))
     return found
 

@@ -1,7 +1,9 @@
-"""Kills a training at every place that has a name and at random times, lets it go on, and compares it with one left alone.
+"""Kills a training at every place that has a name and at random times, lets it go on, and compares
+it with one left alone.
 
-Embedded runs on a CPU are bit-equal whatever happened to them. So the check is: whatever kills the process, wherever, the
-resumed run ends with the same files and the same bits as the run that nothing disturbed.
+Embedded runs on a CPU are bit-equal whatever happened to them. So the check is: whatever kills the
+process, wherever, the resumed run ends with the same files and the same bits as the run that
+nothing disturbed.
 """
 
 from __future__ import annotations
@@ -28,17 +30,31 @@ from ratchet.utils import failpoints
 
 KILLED = -9
 # What may differ: it says when, how fast, by which process and after which accidents.
-APART = ("run.log", "trace.json", "summary.json", "metrics.jsonl", "curve.svg", "tensorboard", "checkpoints", ".lock")
+APART = (
+    "run.log",
+    "trace.json",
+    "summary.json",
+    "metrics.jsonl",
+    "curve.svg",
+    "tensorboard",
+    "checkpoints",
+    ".lock",
+)
 # Of a run, what takes long to import.
-MODULES = ("ratchet.testing.kill_and_resume", "ratchet.training.from_config", "tensorboard.compat.proto.event_pb2")
+MODULES = (
+    "ratchet.testing.kill_and_resume",
+    "ratchet.training.from_config",
+    "tensorboard.compat.proto.event_pb2",
+)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Where a training is killed: its first process by the first of `kills`, the one that goes on by the second, ...
+    """Where a training is killed: its first process by the first of `kills`, the one that goes on
+    by the second, ...
 
-    A kill is a failpoint as `ratchet.utils.failpoints.arm` reads it ("checkpoint.begin:2:kill"), or so many seconds after the
-    start.
+    A kill is a failpoint as `ratchet.utils.failpoints.arm` reads it ("checkpoint.begin:2:kill"), or
+    so many seconds after the start.
     """
 
     kills: tuple[str | float, ...]
@@ -52,8 +68,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """different: what is not as in the run that nobody broke, in words. missed: the last kill never came, as the run was over
-    before. starts: processes that it took to the end."""
+    """different: what is not as in the run that nobody broke, in words. missed: the last kill never
+    came, as the run was over before. starts: processes that it took to the end."""
 
     trial: Trial
     different: tuple[str, ...]
@@ -63,7 +79,8 @@ class Verdict:
 
 @dataclass
 class Chaos:
-    """A recipe under test. folder: where runs go; the undisturbed one stays as "whole", and of the others those that differ."""
+    """A recipe under test. folder: where runs go; the undisturbed one stays as "whole", and of the
+    others those that differ."""
 
     recipe: Path
     folder: Path
@@ -77,7 +94,8 @@ class Chaos:
         return self.folder / "whole"
 
     def record(self, *, resume_after: str) -> None:
-        """Plays the run once undisturbed, and once with a kill at `resume_after` and a resumption, and notes all failpoints."""
+        """Plays the run once undisturbed, and once with a kill at `resume_after` and a resumption,
+        and notes all failpoints."""
         began = time.monotonic()
         assert self.start(self.whole, "") == 0, self._said()
         self.seconds = time.monotonic() - began
@@ -89,8 +107,8 @@ class Chaos:
         self._remove(resumed)
 
     def at_points(self, most: int, *, resume_after: str) -> list[Trial]:
-        """A trial for passages of every point, at most so many of each, the first and the last among them: in the first
-        process, and for points that only a resumed one passes, in that."""
+        """A trial for passages of every point, at most so many of each, the first and the last
+        among them: in the first process, and for points that only a resumed one passes, in that."""
         trials = [Trial((spec,)) for spec in _specs(self.passed, most)]
         own = [name for name in self.passed_resuming if name not in set(self.passed)]
         return trials + [Trial((resume_after, spec)) for spec in _specs(own, most)]
@@ -98,7 +116,10 @@ class Chaos:
     def at_random(self, n: int, *, seed: int) -> list[Trial]:
         """Each is killed once to three times, any time within what an undisturbed run takes."""
         rng = random.Random(seed)
-        return [Trial(tuple(rng.uniform(0, self.seconds) for _ in range(rng.randint(1, 3)))) for _ in range(n)]
+        return [
+            Trial(tuple(rng.uniform(0, self.seconds) for _ in range(rng.randint(1, 3))))
+            for _ in range(n)
+        ]
 
     def verdicts(self, trials: Iterable[Trial]) -> Iterator[Verdict]:
         return map(self.play, trials)
@@ -110,7 +131,9 @@ class Chaos:
             status = self.start(run, kill)
             if status != KILLED:
                 break
-        different = differences(self.whole, run) if status == 0 else [f"status {status}: {self._said()}"]
+        different = (
+            differences(self.whole, run) if status == 0 else [f"status {status}: {self._said()}"]
+        )
         if different:
             run.rename(self.folder / f"different-{sum(1 for _ in self.folder.glob('different-*'))}")
         else:
@@ -118,10 +141,15 @@ class Chaos:
         return Verdict(trial, tuple(different), starts <= len(trial.kills), starts)
 
     def start(self, run: Path, kill: str | float) -> int:
-        """Begins the run, or goes on with it. Returns the status, or minus the signal that ended it."""
+        """Begins the run, or goes on with it. Returns the status, or minus the signal that ended
+        it."""
         spec, after = (kill, None) if isinstance(kill, str) else ("", kill)
         return self.forks.call(
-            "ratchet.testing.kill_and_resume:train_here", str(self.recipe), str(run), spec, kill_after_s=after
+            "ratchet.testing.kill_and_resume:train_here",
+            str(self.recipe),
+            str(run),
+            spec,
+            kill_after_s=after,
         )
 
     def _said(self) -> str:
@@ -134,7 +162,8 @@ class Chaos:
 
 @contextmanager
 def chaos(recipe: Path, folder: Path, *, resume_after: str) -> Iterator[Chaos]:
-    """Recorded and ready for trials. resume_after: where the run is killed whose resumption is recorded."""
+    """Recorded and ready for trials. resume_after: where the run is killed whose resumption is
+    recorded."""
     with Forks(MODULES, log=folder / "output.log") as forks:
         made = Chaos(recipe, folder, forks)
         made.record(resume_after=resume_after)
@@ -142,7 +171,8 @@ def chaos(recipe: Path, folder: Path, *, resume_after: str) -> Iterator[Chaos]:
 
 
 def train_here(recipe: str, run: str, spec: str) -> int:
-    """What each process of a trial does. Without a fault it leaves a list of the failpoints that it passed beside the run."""
+    """What each process of a trial does. Without a fault it leaves a list of the failpoints that it
+    passed beside the run."""
     path = Path(run)
     failpoints.arm(spec)
     if spec:
@@ -168,7 +198,9 @@ def _read_list(run: Path) -> list[str]:
 
 
 def _specs(passed: Sequence[str], most: int) -> list[str]:
-    return [f"{name}:{n}:kill" for name, count in Counter(passed).items() for n in spread(count, most)]
+    return [
+        f"{name}:{n}:kill" for name, count in Counter(passed).items() for n in spread(count, most)
+    ]
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -181,37 +213,59 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def differences(a: Path, b: Path) -> list[str]:
-    """What two finished runs of a recipe don't have in common: files, weights and learner state by bit, metrics and summary but
-    for times, what the checkpoints say of the data."""
+    """What two finished runs of a recipe don't have in common: files, weights and learner state by
+    bit, metrics and summary but for times, what the checkpoints say of the data."""
     found = [f"only one has {name}" for name in sorted(_files(a) ^ _files(b))]
-    found += [f"{name} differs" for name in sorted(_files(a) & _files(b)) if (a / name).read_bytes() != (b / name).read_bytes()]
+    found += [
+        f"{name} differs"
+        for name in sorted(_files(a) & _files(b))
+        if (a / name).read_bytes() != (b / name).read_bytes()
+    ]
     found += [f"metrics of step {row[0]} differ" for row in _unequal(_metrics(a), _metrics(b))]
     found += [f"the summary differs: {row}" for row in _unequal(_summary(a), _summary(b))]
-    return found + [f"the last checkpoint differs: {row}" for row in _unequal(_last_position(a), _last_position(b))]
+    return found + [
+        f"the last checkpoint differs: {row}"
+        for row in _unequal(_last_position(a), _last_position(b))
+    ]
 
 
 def _files(run: Path) -> set[str]:
-    """Those that are compared as they are: all but what lies in APART, and the files of checkpoints but for the manifests."""
+    """Those that are compared as they are: all but what lies in APART, and the files of checkpoints
+    but for the manifests."""
     names = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     return {
-        name for name in names if name.split("/")[0] not in APART or ("checkpoints/" in name and not name.endswith(MANIFEST))
+        name
+        for name in names
+        if name.split("/")[0] not in APART
+        or ("checkpoints/" in name and not name.endswith(MANIFEST))
     }
 
 
 def _metrics(run: Path) -> list[Any]:
     rows = read_jsonl(run / "metrics.jsonl")
-    return [(row["step"], {name: value for name, value in row.items() if not name.startswith(OF_THE_MACHINE)}) for row in rows]
+    return [
+        (
+            row["step"],
+            {name: value for name, value in row.items() if not name.startswith(OF_THE_MACHINE)},
+        )
+        for row in rows
+    ]
 
 
 def _summary(run: Path) -> list[Any]:
     stages = json.loads((run / "summary.json").read_text(encoding="utf-8"))["stages"]
-    return [{name: value for name, value in stage.items() if name not in ("seconds", "tokens_per_s")} for stage in stages]
+    return [
+        {name: value for name, value in stage.items() if name not in ("seconds", "tokens_per_s")}
+        for stage in stages
+    ]
 
 
 def _last_position(run: Path) -> list[Any]:
     checkpoint = CheckpointStore(run / "checkpoints").latest()
     assert checkpoint is not None, f"{run} has no checkpoint"
-    progress = {name: value for name, value in checkpoint.meta["progress"].items() if name != "seconds"}
+    progress = {
+        name: value for name, value in checkpoint.meta["progress"].items() if name != "seconds"
+    }
     return [checkpoint.step, checkpoint.meta["state"], checkpoint.meta["sentinels"], progress]
 
 

@@ -12,18 +12,28 @@ from ratchet.config.from_words import section_from_words
 from ratchet.config.resolve import construct
 from ratchet.protocols import Reward
 from ratchet.rewards.base import as_reward
-from ratchet.testing.harness import BrokenRule, Calls, broken_services, children, kill, require, supervised
+from ratchet.testing.harness import (
+    BrokenRule,
+    Calls,
+    broken_services,
+    children,
+    kill,
+    require,
+    supervised,
+)
 from ratchet.types import Failed, Message, Outcome, Scored, Task, Trajectory, Truncated
 
 DEADLINE_S = 30.0
-PATIENCE_S = 2.0  # what a reward may try while services are out of reach; then its deadline has passed
+# what a reward may try while services are out of reach; then its deadline has passed
+PATIENCE_S = 2.0
 RECOVERS = 3  # calls in which what had died must be there again
 SAMPLE = Task("check/0", (Message("user", "37+48="),), answer="85")
 TEXTS = ("85", "86")
 
 
 def conversation(messages: Sequence[Message], outcome: Outcome | None = None) -> Trajectory:
-    """A trajectory as a reward sees it: a conversation, the judged message last. It holds no tokens."""
+    """A trajectory as a reward sees it: a conversation, the judged message last. It holds no
+    tokens."""
     return replace(Trajectory.supervised([], [], messages=tuple(messages)), outcome=outcome)
 
 
@@ -40,12 +50,18 @@ def check_reward(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Raises AssertionError with the broken rule. `good` must earn more than `bad` as an answer to `task`.
+    """Raises AssertionError with the broken rule. `good` must earn more than `bad` as an answer to
+    `task`.
 
-    `reward` may be the path of one, `my_pkg.my_mod:thing`. Without answers of yours it is held to the rest with made-up ones,
-    and without a task of yours to the question "37+48=". Each call must give way within `deadline_s`.
+    `reward` may be the path of one, `my_pkg.my_mod:thing`. Without answers of yours it is held to
+    the rest with made-up ones, and without a task of yours to the question "37+48=". Each call must
+    give way within `deadline_s`.
     """
-    made: Any = as_reward(construct(section_from_words("rewards", reward))) if isinstance(reward, str) else reward
+    made: Any = (
+        as_reward(construct(section_from_words("rewards", reward)))
+        if isinstance(reward, str)
+        else reward
+    )
     for check in reward_points(made, task or SAMPLE, good, bad).values():
         supervised(check, deadline_s)
 
@@ -55,13 +71,23 @@ def reward_points(
 ) -> Mapping[str, Callable[[Calls], None]]:
     """The checks by name, in order: each raises AssertionError, and stands on those before it."""
     texts = (TEXTS[0] if good is None else good, TEXTS[1] if bad is None else bad)
-    judging = _Judging(reward, task, answered(task, texts[0]), answered(task, texts[1]), None not in (good, bad), children())
+    judging = _Judging(
+        reward,
+        task,
+        answered(task, texts[0]),
+        answered(task, texts[1]),
+        None not in (good, bad),
+        children(),
+    )
 
     def run(check: Callable[[_Judging, Calls], Any]) -> Callable[[Calls], None]:
         return lambda calls: asyncio.run(check(judging, calls))
 
     def is_one(calls: Calls) -> None:
-        require(isinstance(reward, Reward), f"{type(reward).__name__} lacks the method `score` of the Reward protocol")
+        require(
+            isinstance(reward, Reward),
+            f"{type(reward).__name__} lacks the method `score` of the Reward protocol",
+        )
 
     return {
         "protocol": is_one,
@@ -74,7 +100,8 @@ def reward_points(
 
 @dataclass(frozen=True)
 class _Judging:
-    """ranked: whether `one` must earn more than `two`. before: processes that are none of the reward's."""
+    """ranked: whether `one` must earn more than `two`. before: processes that are none of the
+    reward's."""
 
     reward: Reward
     task: Task
@@ -89,7 +116,8 @@ class _Judging:
         require(twin == high, f"the same answer earns {high} and {twin} in one group")
         swapped = await self.rewards(calls, [self.two, self.one, self.one])
         require(
-            swapped == [low, high, high], "outcomes are not in the trajectories' order, or judging the same group again differs"
+            swapped == [low, high, high],
+            "outcomes are not in the trajectories' order, or judging the same group again differs",
         )
         require(list(await self.score(calls, [])) == [], "an empty group must give no outcomes")
         await self.rewards(calls, [answered(self.task, "")])
@@ -101,10 +129,14 @@ class _Judging:
 
     async def cut(self, calls: Calls) -> None:
         (cut,) = await self.score(calls, [replace(self.one, outcome=Truncated(None))])
-        require(isinstance(cut, Truncated), f"a truncated trajectory must stay Truncated, not become {type(cut).__name__}")
+        require(
+            isinstance(cut, Truncated),
+            f"a truncated trajectory must stay Truncated, not become {type(cut).__name__}",
+        )
 
     async def faults(self, calls: Calls) -> None:
-        """Where services and processes are out of reach, or have died, an attempt is Failed, or earns what it does else."""
+        """Where services and processes are out of reach, or have died, an attempt is Failed, or
+        earns what it does else."""
         group = [self.one, self.two, self.one]
         clean = await self.score(calls, group)
         with broken_services():
@@ -118,7 +150,8 @@ class _Judging:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await self.under(calls, group)
-        except TimeoutError:  # as a run's own deadline: it tries again and again, which is no reward
+        # as a run's own deadline: it tries again and again, which is no reward
+        except TimeoutError:
             return [Failed("timeout", f"nothing within {PATIENCE_S:g} s")] * len(group)
 
     async def under(self, calls: Calls, group: Sequence[Trajectory]) -> Sequence[Outcome]:
@@ -129,35 +162,53 @@ class _Judging:
         except Exception as error:  # it may: the attempts have failed, and have no reward
             return [Failed("reward", str(error))] * len(group)
 
-    async def recovers(self, calls: Calls, group: Sequence[Trajectory], clean: Sequence[Outcome]) -> None:
+    async def recovers(
+        self, calls: Calls, group: Sequence[Trajectory], clean: Sequence[Outcome]
+    ) -> None:
         found = clean
         for _ in range(RECOVERS):
             found = await self.under(calls, group)
             if list(found) == list(clean):
                 return
-        require(False, f"{RECOVERS} calls after a fault has passed it still gives {found[0]}, not {clean[0]}")
+        require(
+            False,
+            f"{RECOVERS} calls after a fault has passed it still gives {found[0]}, not {clean[0]}",
+        )
 
     def unmoved(self, clean: Sequence[Outcome], found: Sequence[Outcome], fault: str) -> None:
         for right, outcome in zip(clean, found, strict=True):
             require(
                 isinstance(outcome, Failed) or outcome == right,
-                f"with services and processes {fault} it gives {outcome}, else {right}: an infrastructure fault is no reward; "
+                f"with services and processes {fault} it gives {outcome}, else {right}: an "
+                "infrastructure fault is no reward; "
                 "let it raise, or give Failed",
             )
 
     async def score(self, calls: Calls, trajectories: Sequence[Trajectory]) -> Sequence[Outcome]:
         outcomes = await calls("score", lambda: self.reward.score(trajectories, self.task))
-        require(isinstance(outcomes, Sequence), f"score gave {outcomes!r:.80}, it must be a sequence of outcomes")
-        require(len(outcomes) == len(trajectories), f"{len(outcomes)} outcomes for {len(trajectories)} trajectories")
+        require(
+            isinstance(outcomes, Sequence),
+            f"score gave {outcomes!r:.80}, it must be a sequence of outcomes",
+        )
+        require(
+            len(outcomes) == len(trajectories),
+            f"{len(outcomes)} outcomes for {len(trajectories)} trajectories",
+        )
         return outcomes
 
     async def rewards(self, calls: Calls, trajectories: Sequence[Trajectory]) -> list[float]:
         found: list[float] = []
         for outcome in await self.score(calls, trajectories):
-            hint = "; give a task that it can judge, and answers" if isinstance(outcome, Failed) and self.task is SAMPLE else ""
+            hint = (
+                "; give a task that it can judge, and answers"
+                if isinstance(outcome, Failed) and self.task is SAMPLE
+                else ""
+            )
             if not isinstance(outcome, Scored):
                 raise BrokenRule(f"a finished trajectory must be Scored, not {outcome}{hint}")
-            finite = math.isfinite(outcome.reward) and all(math.isfinite(part) for part in outcome.parts.values())
+            finite = math.isfinite(outcome.reward) and all(
+                math.isfinite(part) for part in outcome.parts.values()
+            )
             require(finite, f"{outcome} is not finite")
             found.append(outcome.reward)
         return found

@@ -1,4 +1,5 @@
-"""A generator and a learner that take time instead of an accelerator: what schedules them is the real thing."""
+"""A generator and a learner that take time instead of an accelerator: what schedules them is the
+real thing."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from ratchet.types import Completion, Group, Placed, Sampling, StopReason, Task
 
 
 class SlowGenerator(FakeGenerator):
-    """A request takes seconds drawn from its seed, log-normal, and gives one token, which ends it where one can; none where it
-    is aborted before."""
+    """A request takes seconds drawn from its seed, log-normal, and gives one token, which ends it
+    where one can; none where it is aborted before."""
 
     class Config(Section):
         mean_s: float = Field(0.4, gt=0, description="Mean seconds of a request.")
@@ -34,13 +35,21 @@ class SlowGenerator(FakeGenerator):
 
     def __init__(self, config: Any, *_: Any) -> None:
         super().__init__(lambda tokens, sampling: sampling.stop_ids[:1] or [0])
-        self.config, self._slots, self._aborted = config, asyncio.Semaphore(config.slots), asyncio.Event()
+        self.config, self._slots, self._aborted = (
+            config,
+            asyncio.Semaphore(config.slots),
+            asyncio.Event(),
+        )
 
-    async def generate(self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()) -> Completion:
+    async def generate(
+        self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
         aborted = self._aborted
         async with self._slots:
             with suppress(TimeoutError):
-                async with asyncio.timeout(seconds_of(sampling.seed, self.config.mean_s, self.config.sigma)):
+                async with asyncio.timeout(
+                    seconds_of(sampling.seed, self.config.mean_s, self.config.sigma)
+                ):
                     await aborted.wait()
         done = await super().generate(tokens, sampling, media)
         return _without_tokens(done) if aborted.is_set() else done
@@ -51,7 +60,10 @@ class SlowGenerator(FakeGenerator):
 
 
 def _without_tokens(done: Completion) -> Completion:
-    none = {name: getattr(done, name)[:0] for name in ("tokens", "logprobs", "log_kept_mass", "versions")}
+    none = {
+        name: getattr(done, name)[:0]
+        for name in ("tokens", "logprobs", "log_kept_mass", "versions")
+    }
     return replace(done, stop=StopReason.ABORTED, **none)
 
 
@@ -72,17 +84,24 @@ class SlowLearner(Around):
 
 
 def undisturbed(
-    scheduler: GenerateScheduler, *, attempts: int, slots: int, update_s: float, seconds: Callable[[int, int], float]
+    scheduler: GenerateScheduler,
+    *,
+    attempts: int,
+    slots: int,
+    update_s: float,
+    seconds: Callable[[int, int], float],
 ) -> list[float]:
-    """When each step ends, in seconds, of a run in which nothing takes time but requests and updates: what the bound on
-    staleness alone leaves. Any free slot serves any request, and a group begins only when one is free, with the latest weights.
+    """When each step ends, in seconds, of a run in which nothing takes time but requests and
+    updates: what the bound on staleness alone leaves. Any free slot serves any request, and a group
+    begins only when one is free, with the latest weights.
 
     attempts: of a group. seconds: of a request, by the numbers of its group and attempt.
     """
     clock, free, training = 0.0, slots, False
     ends, left = list[float](), dict[Issue, int]()
     waiting, ordinals = deque[tuple[Issue, int]](), itertools.count()
-    coming: list[tuple[float, int, Issue | None]] = []  # (when, in which order, whose request ends; None: the update)
+    # (when, in which order, whose request ends; None: the update)
+    coming: list[tuple[float, int, Issue | None]] = []
     while len(ends) < scheduler.last_step:
         step = len(ends)
         # While a step trains, its groups' places are not yet those of the next one.

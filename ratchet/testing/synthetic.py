@@ -1,4 +1,5 @@
-"""Batches and models for the kit of algorithms: small, ragged, awkward on purpose, and exact (float64).
+"""Batches and models for the kit of algorithms: small, ragged, awkward on purpose, and exact
+(float64).
 
 T = tokens laid end to end, V = vocabulary, d = hidden size.
 """
@@ -17,7 +18,13 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.batch import Batch
-from ratchet.learners.compute.token_outputs import Head, Wanted, sequence_scores, state_values, token_columns
+from ratchet.learners.compute.token_outputs import (
+    Head,
+    Wanted,
+    sequence_scores,
+    state_values,
+    token_columns,
+)
 from ratchet.models.layers.expert_routing import Seen, Watch
 from ratchet.types import (
     Cancelled,
@@ -35,13 +42,15 @@ from ratchet.types import (
 )
 
 VOCAB, HIDDEN = 11, 5
-REWARDS = (0.0, 1.0, -1.0, 0.1, 0.3, 0.7, 2.5)  # they collide often, and most are no binary fractions
+# they collide often, and most are no binary fractions
+REWARDS = (0.0, 1.0, -1.0, 0.1, 0.3, 0.7, 2.5)
 PREDICTIONS = frozenset({"logprobs", "entropy", "topk_logprobs", "topk_ids"})
 
 
 class TinyRole:
-    """A softmax over the vocabulary from a token and the one before it, with a scalar head. It scores as a learner does, and
-    gives the columns that terms read. What it says of a row depends on that row alone."""
+    """A softmax over the vocabulary from a token and the one before it, with a scalar head. It
+    scores as a learner does, and gives the columns that terms read. What it says of a row depends
+    on that row alone."""
 
     def __init__(self, name: str, *, drift: float = 0.0) -> None:
         """Equal names make equal models. drift: how far it has moved from there."""
@@ -51,9 +60,15 @@ class TinyRole:
             start, moved = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
             return start + drift * moved
 
-        self.embedding_Vd, self.head_Vd, self.scalar_d = normal(VOCAB, HIDDEN), normal(VOCAB, HIDDEN) / 2, normal(HIDDEN)
+        self.embedding_Vd, self.head_Vd, self.scalar_d = (
+            normal(VOCAB, HIDDEN),
+            normal(VOCAB, HIDDEN) / 2,
+            normal(HIDDEN),
+        )
 
-    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+    async def score(
+        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+    ) -> Mapping[str, Tensor]:
         found = self._columns(batch, batch.predicted_T, wanted, Wanted.among(wanted, top_k=top_k))
         if "spans" in wanted:
             pairs_T = batch.starts_S[batch.sequence_T] + batch.positions_T // 2
@@ -63,10 +78,14 @@ class TinyRole:
     def outputs(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
         """What `Outputs` holds for an update, without the old logprobs."""
         named = {"logprobs"} | set(needs) if "old_logprobs" in needs else set(needs)
-        found = self._columns(batch, batch.predicted_T, named, Wanted.among(needs, given_ids=batch.has("teacher_ids")))
+        found = self._columns(
+            batch, batch.predicted_T, named, Wanted.among(needs, given_ids=batch.has("teacher_ids"))
+        )
         return {name: column for name, column in found.items() if name in named}
 
-    def _columns(self, batch: Batch, mask_T: Tensor, names: Collection[str], wanted: Wanted) -> dict[str, Tensor]:
+    def _columns(
+        self, batch: Batch, mask_T: Tensor, names: Collection[str], wanted: Wanted
+    ) -> dict[str, Tensor]:
         before_Td = self.embedding_Vd[batch.tokens_T.roll(1)] * (batch.positions_T > 0)[:, None]
         hidden_Td = torch.tanh(self.embedding_Vd[batch.tokens_T] + before_Td / 2)
         columns: dict[str, Tensor] = {}
@@ -74,7 +93,10 @@ class TinyRole:
             head = Head(self._logits, len(self.head_Vd), chunk_rows=1 << 30)
             columns |= token_columns(head, hidden_Td, batch, mask_T, wanted)
         scalars_T = hidden_Td @ self.scalar_d
-        columns |= {"values": state_values(scalars_T, mask_T), "scores": sequence_scores(scalars_T, batch)}
+        columns |= {
+            "values": state_values(scalars_T, mask_T),
+            "scores": sequence_scores(scalars_T, batch),
+        }
         if "routers" in names:  # of a layer that has an expert for each token of the vocabulary
             logits_TV = self._logits(hidden_Td)
             chosen_T2 = logits_TV.topk(2).indices
@@ -88,7 +110,8 @@ class TinyRole:
 
 
 def part_names(algorithm: Algorithm) -> tuple[str, ...]:
-    """Names for the parts of rewards: those that options called `weights` name, else two of the kit's own."""
+    """Names for the parts of rewards: those that options called `weights` name, else two of the
+    kit's own."""
 
     def named(value: Any) -> set[str]:
         if isinstance(value, functools.partial):
@@ -104,8 +127,9 @@ def part_names(algorithm: Algorithm) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Draw:
-    """How groups are drawn. equal: rewards are equal within each group, part by part. attempts: of each group; None: as many as
-    the algorithm asks for. longest: tokens of the longest answer of each group, instead of a few."""
+    """How groups are drawn. equal: rewards are equal within each group, part by part. attempts: of
+    each group; None: as many as the algorithm asks for. longest: tokens of the longest answer of
+    each group, instead of a few."""
 
     seed: int
     equal: bool = False
@@ -114,8 +138,13 @@ class Draw:
 
     def groups(self, algorithm: Algorithm) -> list[Group]:
         rng = np.random.default_rng(self.seed)
-        make = {"rollouts": _attempts, "pairs": _pair, "labelled": _labelled, "steps": _steps}.get(algorithm.source, _row)
-        tags = sorted({item.tag for item in algorithm.passes if item.tag is not None}) or ["", "other"]
+        make = {"rollouts": _attempts, "pairs": _pair, "labelled": _labelled, "steps": _steps}.get(
+            algorithm.source, _row
+        )
+        tags = sorted({item.tag for item in algorithm.passes if item.tag is not None}) or [
+            "",
+            "other",
+        ]
         groups = []
         for index in range(3 if self.longest else 5):
             name = f"draw-{self.seed}-group-{index}"
@@ -125,8 +154,11 @@ class Draw:
         return groups
 
 
-def _attempts(rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int) -> list[Trajectory]:
-    """The second group earned the same throughout; the third failed throughout, but for small groups and draws of its own."""
+def _attempts(
+    rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
+) -> list[Trajectory]:
+    """The second group earned the same throughout; the third failed throughout, but for small
+    groups and draws of its own."""
     count = draw.attempts or algorithm.group_size
     names = part_names(algorithm)
     plain = draw.equal or draw.attempts is not None
@@ -136,7 +168,10 @@ def _attempts(rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index:
         reward = same if draw.equal or index == 1 else _rewards(rng, names)
         outcome = Failed("kit") if index == 2 and not plain else _ending(rng, reward, plain=plain)
         forks = 2 if rng.random() < 0.15 else 1
-        rows += [_trajectory(rng, outcome, attempt=attempt, longest=draw.longest * (attempt == 0)) for _ in range(forks)]
+        rows += [
+            _trajectory(rng, outcome, attempt=attempt, longest=draw.longest * (attempt == 0))
+            for _ in range(forks)
+        ]
     if algorithm.greedy_baseline:
         outcome = Failed("kit") if index == 3 and not plain else Scored(*_rewards(rng, names))
         rows.append(_trajectory(rng, outcome, attempt=count, use="baseline", temperature=0.0))
@@ -147,7 +182,9 @@ def _rewards(rng: np.random.Generator, names: Sequence[str]) -> tuple[float, dic
     return float(rng.choice(REWARDS)), {name: float(rng.choice(REWARDS)) for name in names}
 
 
-def _ending(rng: np.random.Generator, reward: tuple[float, dict[str, float]], *, plain: bool) -> Outcome:
+def _ending(
+    rng: np.random.Generator, reward: tuple[float, dict[str, float]], *, plain: bool
+) -> Outcome:
     """plain: every attempt has a reward."""
     chance = rng.random()
     if chance < 0.65:
@@ -167,15 +204,17 @@ def _trajectory(
     longest: int = 0,
     turn_rewards: bool = True,
 ) -> Trajectory:
-    """A prompt, then up to three turns with the environment's answers between them; some have no token, some tokens of the
-    policy don't train. Few states, so that attempts meet in them."""
+    """A prompt, then up to three turns with the environment's answers between them; some have no
+    token, some tokens of the policy don't train. Few states, so that attempts meet in them."""
     owner = [Owner.PROMPT] * int(rng.integers(1, 4))
     turns: list[Turn] = []
     for _ in range(1 if longest else int(rng.integers(0, 4))):
         start = len(owner)
         owner += [Owner.POLICY] * (longest or int(rng.integers(0, 5)))
         reward = float(rng.choice(REWARDS)) if turn_rewards and rng.random() < 0.3 else None
-        turns.append(Turn(start, len(owner), reward, state_key=str(rng.choice(["", "here", "there"]))))
+        turns.append(
+            Turn(start, len(owner), reward, state_key=str(rng.choice(["", "here", "there"])))
+        )
         owner += [Owner.ENVIRONMENT] * int(rng.integers(0, 3))
     wrote = np.asarray([who == Owner.POLICY for who in owner])
     return Trajectory(
@@ -193,30 +232,52 @@ def _trajectory(
     )
 
 
-def _given(rng: np.random.Generator, algorithm: Algorithm, outcome: Outcome | None = None, **more: Any) -> Trajectory:
+def _given(
+    rng: np.random.Generator, algorithm: Algorithm, outcome: Outcome | None = None, **more: Any
+) -> Trajectory:
     """Given text: what trains stands for the policy's, nobody sampled it, and it has no turns."""
     row = _trajectory(rng, outcome, temperature=algorithm.temperature, **more)
-    text = Trajectory.supervised(row.tokens.tolist(), row.trainable.tolist(), temperature=row.temperature, outcome=outcome)
+    text = Trajectory.supervised(
+        row.tokens.tolist(), row.trainable.tolist(), temperature=row.temperature, outcome=outcome
+    )
     return replace(text, attempt=row.attempt, use=row.use)
 
 
-def _pair(rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int) -> list[Trajectory]:
+def _pair(
+    rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
+) -> list[Trajectory]:
     better, worse = sorted(rng.choice(REWARDS, 2).tolist(), reverse=True)
     rewards = [better, better if draw.equal else worse][: draw.attempts]
-    return [_given(rng, algorithm, Scored(reward), attempt=attempt) for attempt, reward in enumerate(rewards)]
+    return [
+        _given(rng, algorithm, Scored(reward), attempt=attempt)
+        for attempt, reward in enumerate(rewards)
+    ]
 
 
-def _labelled(rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int) -> list[Trajectory]:
+def _labelled(
+    rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
+) -> list[Trajectory]:
     rows = [_given(rng, algorithm, Scored(float(rng.choice(REWARDS))))]
-    return [*rows, _given(rng, algorithm, attempt=1, use="reference")] if algorithm.reference_rows else rows
+    return (
+        [*rows, _given(rng, algorithm, attempt=1, use="reference")]
+        if algorithm.reference_rows
+        else rows
+    )
 
 
-def _row(rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int) -> list[Trajectory]:
+def _row(
+    rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
+) -> list[Trajectory]:
     return [_given(rng, algorithm)]
 
 
-def _steps(rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int) -> list[Trajectory]:
+def _steps(
+    rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
+) -> list[Trajectory]:
     """Turns are labelled steps; some have no label."""
     row = _trajectory(rng, None, temperature=algorithm.temperature, turn_rewards=False)
-    turns = [replace(turn, reward=None if i == 2 else float(rng.choice([0.0, 1.0, 0.4]))) for i, turn in enumerate(row.turns)]
+    turns = [
+        replace(turn, reward=None if i == 2 else float(rng.choice([0.0, 1.0, 0.4])))
+        for i, turn in enumerate(row.turns)
+    ]
     return [replace(row, turns=tuple(turns))]

@@ -1,4 +1,5 @@
-"""One update of an algorithm on a synthetic batch: its losses, and their slopes by what the models say of each token.
+"""One update of an algorithm on a synthetic batch: its losses, and their slopes by what the models
+say of each token.
 
 T = tokens, S = sequences.
 """
@@ -35,11 +36,14 @@ class Update:
     models: Mapping[str, TinyRole]
 
     @classmethod
-    def of(cls, algorithm: Algorithm, groups: Sequence[Group], *, on_policy: bool = False) -> Update:
+    def of(
+        cls, algorithm: Algorithm, groups: Sequence[Group], *, on_policy: bool = False
+    ) -> Update:
         """Packed, scored, estimated and weighed.
 
-        on_policy: as the first update of a stage: no model has moved, those without a path are copies of the policy, and the
-        sampler agreed with the learner. Otherwise every model has moved since the passes, and the sampler was another.
+        on_policy: as the first update of a stage: no model has moved, those without a path are
+        copies of the policy, and the sampler agreed with the learner. Otherwise every model has
+        moved since the passes, and the sampler was another.
         """
         roles = {"policy": TinyRole("policy")}
         for name, role in algorithm.roles.items():
@@ -47,8 +51,12 @@ class Update:
         batch = pack(groups)
         if algorithm.source == "rollouts":
             batch = _sampled(batch, roles["policy"], exact=on_policy)
-        batch = algorithm.advantage(_ran(fill(batch, algorithm, cast(Mapping[str, Learner], roles))), AlgoState())
-        models = roles if on_policy else {name: TinyRole(name, drift=0.1) for name in algorithm.losses}
+        batch = algorithm.advantage(
+            _ran(fill(batch, algorithm, cast(Mapping[str, Learner], roles))), AlgoState()
+        )
+        models = (
+            roles if on_policy else {name: TinyRole(name, drift=0.1) for name in algorithm.losses}
+        )
         return cls(algorithm, algorithm.weigh(batch, AlgoState()), models)
 
     def mini(self, batch: Batch) -> Update:
@@ -61,7 +69,10 @@ class Update:
     @cached_property
     def columns(self) -> Mapping[str, Mapping[str, Tensor]]:
         """What each role's terms read of its model."""
-        return {role: self.models[role].outputs(self.batch, needed(terms)) for role, terms in self.algorithm.losses.items()}
+        return {
+            role: self.models[role].outputs(self.batch, needed(terms))
+            for role, terms in self.algorithm.losses.items()
+        }
 
     def with_columns(self, **columns: Tensor) -> Update:
         """With other token columns, and the same weights."""
@@ -74,7 +85,11 @@ class Update:
 
         def moved(column: Tensor, there: Tensor) -> Tensor:
             place = there.reshape(-1, *[1] * (column.dim() - 1))
-            return torch.where(place, 0.7 * column - 0.3, column) if column.is_floating_point() else column
+            return (
+                torch.where(place, 0.7 * column - 0.3, column)
+                if column.is_floating_point()
+                else column
+            )
 
         batch = replace(
             batch,
@@ -83,19 +98,34 @@ class Update:
             log_kept_mass_T=moved(batch.log_kept_mass_T, there_T),
         )
         asked = self.algorithm.columns
-        tokens = {name: moved(column, there_T) for name, column in batch.token_columns.items() if name in asked}
-        rows = {name: moved(column, there_S) for name, column in batch.sequence_columns.items() if name in asked}
+        tokens = {
+            name: moved(column, there_T)
+            for name, column in batch.token_columns.items()
+            if name in asked
+        }
+        rows = {
+            name: moved(column, there_S)
+            for name, column in batch.sequence_columns.items()
+            if name in asked
+        }
         return replace(self, batch=batch.fill_tokens(**tokens).fill_sequences(**rows))
 
 
 def _sampled(batch: Batch, sampler: TinyRole, *, exact: bool) -> Batch:
-    """With logprobs of the sampler: the policy's own, or with an error that depends on the token and its place alone."""
+    """With logprobs of the sampler: the policy's own, or with an error that depends on the token
+    and its place alone."""
     logprobs_T = _ran(sampler.score(batch, ["logprobs"]))["logprobs"]
     if exact:
-        return replace(batch, rollout_logprobs_T=logprobs_T, log_kept_mass_T=torch.zeros_like(logprobs_T))
-    chance_T = (torch.sin(12.9898 * batch.tokens_T + 78.233 * batch.positions_T).double() * 43758.5453) % 1
+        return replace(
+            batch, rollout_logprobs_T=logprobs_T, log_kept_mass_T=torch.zeros_like(logprobs_T)
+        )
+    chance_T = (
+        torch.sin(12.9898 * batch.tokens_T + 78.233 * batch.positions_T).double() * 43758.5453
+    ) % 1
     error_T = 0.2 * (chance_T - 0.5) + 1.5 * (chance_T > 0.93) - 1.5 * (chance_T < 0.07)
-    return replace(batch, rollout_logprobs_T=torch.where(batch.predicted_T, logprobs_T + error_T, 0.0).float())
+    return replace(
+        batch, rollout_logprobs_T=torch.where(batch.predicted_T, logprobs_T + error_T, 0.0).float()
+    )
 
 
 def _ran(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -112,7 +142,8 @@ def _ran(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True)
 class Found:
-    """Of some rows of an update: the loss, its slopes by output (columns of the whole batch, 0 for other rows), the metrics."""
+    """Of some rows of an update: the loss, its slopes by output (columns of the whole batch, 0 for
+    other rows), the metrics."""
 
     loss: float
     slopes: Mapping[str, Tensor]
@@ -120,7 +151,11 @@ class Found:
 
     @classmethod
     def zero(cls, update: Update, role: str) -> Found:
-        return cls(0.0, {name: torch.zeros_like(column) for name, column in update.columns[role].items()}, {})
+        return cls(
+            0.0,
+            {name: torch.zeros_like(column) for name, column in update.columns[role].items()},
+            {},
+        )
 
     def __add__(self, other: Found) -> Found:
         names = {**self.metrics, **other.metrics}
@@ -131,17 +166,26 @@ class Found:
         )
 
 
-def differentiated(update: Update, role: str, rows: Sequence[int], terms: Sequence[Term] | None = None) -> Found:
+def differentiated(
+    update: Update, role: str, rows: Sequence[int], terms: Sequence[Term] | None = None
+) -> Found:
     """The loss of some rows as a learner sums it: of all terms of the role, or of some."""
     batch = update.batch.take(rows)
-    places = {"tokens": tokens_of(update.batch, rows), "rows": torch.tensor(list(rows), dtype=torch.int64)}
+    places = {
+        "tokens": tokens_of(update.batch, rows),
+        "rows": torch.tensor(list(rows), dtype=torch.int64),
+    }
     leaves = _leaves(update, role, places)
     loss, metrics = torch.zeros((), dtype=torch.float64), dict[str, float]()
     for term in update.terms(role) if terms is None else terms:
         value, measured = term(_outputs(batch, leaves, term), batch)
         loss = loss + value
-        metrics |= {f"{term.name}/{name}": float(metric.detach()) for name, metric in measured.items()}
-        require(bool(value.isfinite()), f"the loss of term '{term.name}' is {float(value.detach())}")
+        metrics |= {
+            f"{term.name}/{name}": float(metric.detach()) for name, metric in measured.items()
+        }
+        require(
+            bool(value.isfinite()), f"the loss of term '{term.name}' is {float(value.detach())}"
+        )
     slopes = {}
     for name, slope in _gradients(loss, leaves).items():
         require(bool(slope.isfinite().all()), f"the gradient by {name} is not finite")
@@ -151,7 +195,8 @@ def differentiated(update: Update, role: str, rows: Sequence[int], terms: Sequen
 
 
 def values_of(term: Term, update: Update, role: str, row: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """(a row's own values of a term before their weights, the slopes of their sum by the outputs of all rows)."""
+    """(a row's own values of a term before their weights, the slopes of their sum by the outputs of
+    all rows)."""
     batch = update.batch
     places = {"tokens": torch.arange(batch.n_tokens), "rows": torch.arange(batch.n_sequences)}
     leaves = _leaves(update, role, places)
@@ -185,12 +230,17 @@ def tokens_of(batch: Batch, rows: Sequence[int]) -> Tensor:
 def gathered(found: Found, batch: Batch, rows: Sequence[int]) -> Found:
     """With the slopes of a batch's rows in another order."""
     places = {"tokens": tokens_of(batch, rows), "rows": torch.tensor(list(rows), dtype=torch.int64)}
-    return replace(found, slopes={name: slope[_place(name, places)] for name, slope in found.slopes.items()})
+    return replace(
+        found, slopes={name: slope[_place(name, places)] for name, slope in found.slopes.items()}
+    )
 
 
 def same(found: Found, expected: Found, how: str) -> None:
     """Raises AssertionError where they differ by more than rounding."""
-    require(_near(found.loss, expected.loss), f"{how}, the loss is {found.loss:.12g} and not {expected.loss:.12g}")
+    require(
+        _near(found.loss, expected.loss),
+        f"{how}, the loss is {found.loss:.12g} and not {expected.loss:.12g}",
+    )
     for name, slope in expected.slopes.items():
         limit = RELATIVE * float(slope.abs().max()) + ABSOLUTE if slope.numel() else 0.0
         off = float((found.slopes[name] - slope).abs().max()) if slope.numel() else 0.0
@@ -209,14 +259,20 @@ def _place(name: str, places: Mapping[str, Tensor]) -> Tensor:
 
 
 def _leaves(update: Update, role: str, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: column[_place(name, places)].clone().requires_grad_() for name, column in update.columns[role].items()}
+    return {
+        name: column[_place(name, places)].clone().requires_grad_()
+        for name, column in update.columns[role].items()
+    }
 
 
 def _outputs(batch: Batch, leaves: Mapping[str, Tensor], term: Term) -> Outputs:
-    """What the term declares in `needs`, and nothing else: what other terms ask for may be missing tomorrow."""
+    """What the term declares in `needs`, and nothing else: what other terms ask for may be missing
+    tomorrow."""
     given = {name: leaf for name, leaf in leaves.items() if name in term.needs}
     if "old_logprobs" in term.needs:
-        own = batch.need("old_logprobs").double() if batch.has("old_logprobs") else leaves["logprobs"]
+        own = (
+            batch.need("old_logprobs").double() if batch.has("old_logprobs") else leaves["logprobs"]
+        )
         given["old_logprobs"] = own.detach()
     return Outputs(sequence_sum=batch.sequence_sum, **given)
 

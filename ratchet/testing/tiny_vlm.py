@@ -1,7 +1,9 @@
-"""A small vision-language model with random weights, and all that lies beside one on disk: nothing is downloaded.
+"""A small vision-language model with random weights, and all that lies beside one on disk: nothing
+is downloaded.
 
-Two families of transformers, Qwen2.5-VL and Qwen3-VL, with their own image processor, placeholders and form of chat template
-(less its default system message), and a tokenizer of one token a character.
+Two families of transformers, Qwen2.5-VL and Qwen3-VL, with their own image processor, placeholders
+and form of chat template (less its default system message), and a tokenizer of one token a
+character.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.config import PRINTABLE
 
 Family = Literal["qwen2_5_vl", "qwen3_vl"]
-CONTROLS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+CONTROLS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 
 TEMPLATE = """\
@@ -42,9 +51,9 @@ TEMPLATE = """\
 
 @dataclass(frozen=True)
 class TinyVLM:
-    """Sizes. An image of 32 x 32 pixels is (32 / (2 * patch))^2 tokens, as two by two patches become one; larger images than
-    `max_tokens` are scaled down. std: of the weights. window: side of the windows that Qwen2.5's vision layers but the last
-    attend in, in tokens."""
+    """Sizes. An image of 32 x 32 pixels is (32 / (2 * patch))^2 tokens, as two by two patches
+    become one; larger images than `max_tokens` are scaled down. std: of the weights. window: side
+    of the windows that Qwen2.5's vision layers but the last attend in, in tokens."""
 
     family: Family = "qwen2_5_vl"
     alphabet: str = PRINTABLE
@@ -69,7 +78,8 @@ class TinyVLM:
 
 
 def write_tiny_vlm(directory: Path, sizes: TinyVLM | None = None) -> Path:
-    """A Hugging Face directory: weights in float32, tokenizer, image processor, chat template. Returns `directory`."""
+    """A Hugging Face directory: weights in float32, tokenizer, image processor, chat template.
+    Returns `directory`."""
     import torch
     from transformers import AutoModelForImageTextToText, GenerationConfig
 
@@ -78,8 +88,12 @@ def write_tiny_vlm(directory: Path, sizes: TinyVLM | None = None) -> Path:
     tokenizer = vlm_tokenizer(sizes.alphabet)
     with torch.random.fork_rng([]):
         torch.manual_seed(sizes.seed)
-        model = AutoModelForImageTextToText.from_config(_config(sizes, tokenizer), dtype=torch.float32)
-    model.generation_config = GenerationConfig(eos_token_id=list(tokenizer.eos_ids), pad_token_id=tokenizer.pad_id)
+        model = AutoModelForImageTextToText.from_config(
+            _config(sizes, tokenizer), dtype=torch.float32
+        )
+    model.generation_config = GenerationConfig(
+        eos_token_id=list(tokenizer.eos_ids), pad_token_id=tokenizer.pad_id
+    )
     model.save_pretrained(directory)
     tokenizer.save(directory)
     _write_processor(directory, sizes)
@@ -87,8 +101,8 @@ def write_tiny_vlm(directory: Path, sizes: TinyVLM | None = None) -> Path:
 
 
 def vlm_tokenizer(alphabet: str = PRINTABLE) -> Tokenizer:
-    """One token a character, and the control tokens of the Qwen family. `alphabet` needs a newline, and the letters of the
-    roles' names."""
+    """One token a character, and the control tokens of the Qwen family. `alphabet` needs a newline,
+    and the letters of the roles' names."""
     return character_tokenizer(alphabet, controls=CONTROLS, eos="<|im_end|>", template=TEMPLATE)
 
 
@@ -98,7 +112,11 @@ def _config(sizes: TinyVLM, tokenizer: Tokenizer) -> Any:
     head_dim = sizes.hidden // sizes.heads
     time = head_dim // 8
     side = (head_dim // 2 - time) // 2
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [head_dim // 2 - 2 * side, side, side]}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [head_dim // 2 - 2 * side, side, side],
+    }
     text: dict[str, Any] = {
         "vocab_size": tokenizer.vocab_size,
         "hidden_size": sizes.hidden,
@@ -125,12 +143,21 @@ def _config(sizes: TinyVLM, tokenizer: Tokenizer) -> Any:
         "initializer_range": sizes.std,
     }
     if sizes.family == "qwen2_5_vl":
-        vision |= {"window_size": 2 * sizes.patch * sizes.window, "fullatt_block_indexes": [sizes.vision_layers - 1]}
+        vision |= {
+            "window_size": 2 * sizes.patch * sizes.window,
+            "fullatt_block_indexes": [sizes.vision_layers - 1],
+        }
     else:
         rope["mrope_interleaved"] = True
         text["head_dim"] = head_dim
-        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": list(range(min(sizes.layers, 1)))}
-    ids = {name: tokenizer.token_id(f"<|{name}|>") for name in ("vision_start", "vision_end", "image_pad", "video_pad")}
+        vision |= {
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": list(range(min(sizes.layers, 1))),
+        }
+    ids = {
+        name: tokenizer.token_id(f"<|{name}|>")
+        for name in ("vision_start", "vision_end", "image_pad", "video_pad")
+    }
     return AutoConfig.for_model(
         sizes.family,
         text_config={**text, "rope_parameters": rope},
@@ -153,7 +180,10 @@ def _write_processor(directory: Path, sizes: TinyVLM) -> None:
         "image_std": [0.5, 0.5, 0.5],
         "resample": 3,
         "rescale_factor": 1 / 255,
-        "size": {"shortest_edge": sizes.pixels_per_token, "longest_edge": sizes.max_tokens * sizes.pixels_per_token},
+        "size": {
+            "shortest_edge": sizes.pixels_per_token,
+            "longest_edge": sizes.max_tokens * sizes.pixels_per_token,
+        },
         "patch_size": sizes.patch,
         "temporal_patch_size": 2,
         "merge_size": 2,
@@ -164,10 +194,15 @@ def _write_processor(directory: Path, sizes: TinyVLM) -> None:
         ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
         ("video_preprocessor_config.json", {"video_processor_type": video}),
     ):
-        (directory / name).write_text(json.dumps({**common, **kind}, indent=2) + "\n", encoding="utf-8")
+        (directory / name).write_text(
+            json.dumps({**common, **kind}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
-SHAPES = TinyVLM(alphabet=string.ascii_letters + string.digits + " ?.,\n", vision_hidden=64, std=0.12)  # of recipes/shapes.yaml
+# of recipes/shapes.yaml
+SHAPES = TinyVLM(
+    alphabet=string.ascii_letters + string.digits + " ?.,\n", vision_hidden=64, std=0.12
+)
 
 if __name__ == "__main__":  # python -m ratchet.testing.tiny_vlm DIRECTORY
     write_tiny_vlm(Path(sys.argv[1]), SHAPES)

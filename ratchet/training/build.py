@@ -1,4 +1,5 @@
-"""The composition root: from configuration, or from parts given in Python, to a `Run`. Nothing else knows all the layers."""
+"""The composition root: from configuration, or from parts given in Python, to a `Run`. Nothing else
+knows all the layers."""
 
 from __future__ import annotations
 
@@ -52,9 +53,16 @@ from ratchet.weight_sync.factory import Between
 
 
 def make_run(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, *, ledger: Ledger | None = None, **around: Any
+    policy: Policy,
+    arena: Arena,
+    algorithm: Algorithm,
+    plan: Plan,
+    *,
+    ledger: Ledger | None = None,
+    **around: Any,
 ) -> Run:
-    """The run of one stage in this process. ledger: of its groups. `around`: further fields of `Run` (observers, ...)."""
+    """The run of one stage in this process. ledger: of its groups. `around`: further fields of
+    `Run` (observers, ...)."""
     first = policy.generator.version if plan.first_step is None else plan.first_step
     plan = replace(plan, sampling=policy.ends(plan.sampling))
     check_routers(policy.model, policy.generator, algorithm, plan.learner)
@@ -70,7 +78,13 @@ def make_run(
         adapter=plan.adapter,
     )
     trainer = policy.ranks or roles["policy"]
-    between = Between(trainer, policy.generator, directory=plan.directory, one_host=policy.one_host, adapter=plan.adapter)
+    between = Between(
+        trainer,
+        policy.generator,
+        directory=plan.directory,
+        one_host=policy.one_host,
+        adapter=plan.adapter,
+    )
     metrics = MetricsManager()
     link = link_of(plan.link or resolve("link", {}), between, metrics)
     readable = longest_row(policy.model, roles)
@@ -81,7 +95,9 @@ def make_run(
     needed = algorithm.reads_reward
     manager: PlaysGroups
     if plan.played is None:
-        manager = make_manager(playing, arena, arena.reward, plan.rollouts, max_context=readable, needs_reward=needed)
+        manager = make_manager(
+            playing, arena, arena.reward, plan.rollouts, max_context=readable, needs_reward=needed
+        )
     else:
         assert isinstance(policy.generator, Router), "the configuration lets no other play groups"
         manager = Elsewhere(policy.generator, (plan.played, readable, needed))
@@ -97,16 +113,26 @@ def make_run(
         name=plan.name,
         algorithm=algorithm,
         roles=roles,
-        batcher=Batcher(drawn, groups_per_step=plan.batch_size, max_failed_share=plan.rollouts.max_failed_share),
+        batcher=Batcher(
+            drawn, groups_per_step=plan.batch_size, max_failed_share=plan.rollouts.max_failed_share
+        ),
         link=link,
         metrics=metrics,
-        parity=ParityGate(Ends.of(roles["policy"], policy.generator, link, policy.tokenizer), plan.parity),
+        parity=ParityGate(
+            Ends.of(roles["policy"], policy.generator, link, policy.tokenizer), plan.parity
+        ),
         probes=probes,
         first_step=first,
         last_step=first + plan.steps,
-        managers=(manager, *(evaluator.managers if evaluator else ()), *(probes.managers if probes else ())),
+        managers=(
+            manager,
+            *(evaluator.managers if evaluator else ()),
+            *(probes.managers if probes else ()),
+        ),
         evaluator=evaluator,
-        environment_numbers=arena.environment.measure if isinstance(arena.environment, Measures) else None,
+        environment_numbers=arena.environment.measure
+        if isinstance(arena.environment, Measures)
+        else None,
         evaluate_every=plan.evaluation.every,
         patience=Patience.of(plan.evaluation),
         trainable=_trainable(policy.model, plan.adapter),
@@ -115,12 +141,21 @@ def make_run(
 
 
 def _scheduled(
-    rollouts: Rollouts, playing: Policy, arena: Arena, plan: Plan, judges: Callable[[Group], bool], *, last_step: int
+    rollouts: Rollouts,
+    playing: Policy,
+    arena: Arena,
+    plan: Plan,
+    judges: Callable[[Group], bool],
+    *,
+    last_step: int,
 ) -> Source:
-    """playing: the policy whose generator attempts ask. It must rest while the learner changes tensors that both read."""
+    """playing: the policy whose generator attempts ask. It must rest while the learner changes
+    tensors that both read."""
     settings, source = plan.rollouts, rollouts
     if isinstance(playing.generator, Cuttable):
-        source = TailBatching(rollouts, playing.generator, more=settings.tail_batching, last_step=last_step)
+        source = TailBatching(
+            rollouts, playing.generator, more=settings.tail_batching, last_step=last_step
+        )
     if isinstance(playing.generator, Interruptible):
         source = Prefetch(
             rollouts,
@@ -132,7 +167,12 @@ def _scheduled(
             tries=settings.max_replaced,
         )
     if settings.replay is not None:
-        source = Replay(source, settings.replay, ledger=rollouts.ledger, seed=seed_for(plan.seed, plan.name, "replay"))
+        source = Replay(
+            source,
+            settings.replay,
+            ledger=rollouts.ledger,
+            seed=seed_for(plan.seed, plan.name, "replay"),
+        )
     return source
 
 
@@ -140,16 +180,24 @@ def _around_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
     """With what attempts ask in place of its generator."""
     if settings.prefetches:
         return replace(policy, generator=Interruptible(policy.generator))
-    return replace(policy, generator=Cuttable(policy.generator)) if settings.tail_batching else policy
+    return (
+        replace(policy, generator=Cuttable(policy.generator)) if settings.tail_batching else policy
+    )
 
 
 def _scheduler(settings: RolloutsConfig, per_step: int, last_step: int) -> GenerateScheduler:
     adaptive, concurrency, bound = settings.adaptive, None, settings.max_staleness
     if adaptive is not None:
         most = at_once(per_step, bound)
-        concurrency = Concurrency(per_step=per_step, most=most, staleness=adaptive.staleness, mismatch=adaptive.mismatch)
+        concurrency = Concurrency(
+            per_step=per_step, most=most, staleness=adaptive.staleness, mismatch=adaptive.mismatch
+        )
     return GenerateScheduler(
-        per_step=per_step, max_staleness=bound, last_step=last_step, order=settings.order, concurrency=concurrency
+        per_step=per_step,
+        max_staleness=bound,
+        last_step=last_step,
+        order=settings.order,
+        concurrency=concurrency,
     )
 
 
@@ -159,7 +207,10 @@ def _trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, float]:
         return {}
     weights = dict(model.canonical_weights())
     trains = size_of(weights, model.check_adapter(adapter.lora), adapter.lora.rank)
-    return {"trainable_parameters": trains, "trainable_share": trains / (trains + sum(w.numel() for w in weights.values()))}
+    return {
+        "trainable_parameters": trains,
+        "trainable_share": trains / (trains + sum(w.numel() for w in weights.values())),
+    }
 
 
 def make_manager(
@@ -175,7 +226,13 @@ def make_manager(
 
     Raises ConfigError where the environment offers tools that nobody knows how the policy calls.
     """
-    player = player_of(policy.generator, policy.renderer, arena.agent, rollouts, max_context or policy.model.max_positions)
+    player = player_of(
+        policy.generator,
+        policy.renderer,
+        arena.agent,
+        rollouts,
+        max_context or policy.model.max_positions,
+    )
     return manager_of(player, policy.renderer, arena, reward, rollouts, needs_reward=needs_reward)
 
 
@@ -202,7 +259,11 @@ def manager_of(
 
 
 def player_of(
-    generator: Generator, renderer: Renderer, agent: Agent | None, rollouts: RolloutsConfig, max_context: int
+    generator: Generator,
+    renderer: Renderer,
+    agent: Agent | None,
+    rollouts: RolloutsConfig,
+    max_context: int,
 ) -> Plays:
     limits: dict[str, Any] = {
         "max_context": max_context,
@@ -214,35 +275,51 @@ def player_of(
     try:
         from ratchet.experience.openai_proxy.player import AgentPlayer  # it needs a web server
     except ModuleNotFoundError as missing:
-        raise MissingDependency(str(missing.name), extra="proxy", needed_for="a stage with an agent") from missing
+        raise MissingDependency(
+            str(missing.name), extra="proxy", needed_for="a stage with an agent"
+        ) from missing
     return AgentPlayer(agent, generator, renderer, **limits)
 
 
 def _probes(policy: Policy, arena: Arena, plan: Plan) -> Probes | None:
     if arena.second is None and arena.canaries is None:
         return None
-    probes = Probes(plan.sentinels.every, plan.sentinels.sample, arena.second, sampling=plan.sampling)
+    probes = Probes(
+        plan.sentinels.every, plan.sentinels.sample, arena.second, sampling=plan.sampling
+    )
     if arena.canaries is not None:
         own = Arena(arena.canaries, reward=arena.reward)
         probes.manager = make_manager(policy, own, arena.reward, plan.rollouts)
-        probes.canaries = tuple(itertools.islice(arena.canaries.tasks("test", seed=plan.seed), probes.sample))
+        probes.canaries = tuple(
+            itertools.islice(arena.canaries.tasks("test", seed=plan.seed), probes.sample)
+        )
     return probes
 
 
 def held_out(arena: Arena, plan: Plan) -> list[Task]:
     count = plan.evaluation.tasks
-    return list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), count)) if count else []
+    return (
+        list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), count))
+        if count
+        else []
+    )
 
 
 def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None:
-    """Makes the policy answer. None where the plan asks for no evaluation, or the environment holds no task out."""
+    """Makes the policy answer. None where the plan asks for no evaluation, or the environment holds
+    no task out."""
     settings = plan.evaluation
     tasks = held_out(arena, plan)
     if not tasks:
         return None
     manager = make_manager(policy, arena, arena.yardstick or arena.reward, plan.rollouts)
     return Evaluator(
-        manager, tasks, evaluation_sampling(plan), samples=settings.samples, greedy=settings.greedy, passing=settings.passing
+        manager,
+        tasks,
+        evaluation_sampling(plan),
+        samples=settings.samples,
+        greedy=settings.greedy,
+        passing=settings.passing,
     )
 
 
@@ -251,7 +328,9 @@ def evaluation_sampling(plan: Plan) -> Sampling:
     settings = plan.evaluation
     return replace(
         plan.sampling,
-        temperature=plan.sampling.temperature if settings.temperature is None else settings.temperature,
+        temperature=plan.sampling.temperature
+        if settings.temperature is None
+        else settings.temperature,
         max_new_tokens=settings.max_new_tokens or plan.sampling.max_new_tokens,
         seed=seed_for(plan.seed, "evaluation"),
     )
@@ -260,7 +339,8 @@ def evaluation_sampling(plan: Plan) -> Sampling:
 def make_pair_evaluator(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
 ) -> PairEvaluator | None:
-    """For answers that nobody judges: two given ones are compared. Raises ConfigError where the environment has no pairs."""
+    """For answers that nobody judges: two given ones are compared. Raises ConfigError where the
+    environment has no pairs."""
     tasks = held_out(arena, plan)
     if not tasks:
         return None
@@ -269,7 +349,8 @@ def make_pair_evaluator(
         pairs.pair(tasks[0])
     except DataError as error:
         raise ConfigError(
-            f"evaluation compares held-out answers, and there are none to compare: {error}; set evaluation.tasks=0"
+            f"evaluation compares held-out answers, and there are none to compare: {error}; set "
+            "evaluation.tasks=0"
         ) from error
     return PairEvaluator(learner, pairs, tasks)
 
@@ -277,11 +358,14 @@ def make_pair_evaluator(
 def make_score_evaluator(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
 ) -> ScoreEvaluator | None:
-    """For a model that is trained to score: its loss on held-out rows of the kind that it learns from."""
+    """For a model that is trained to score: its loss on held-out rows of the kind that it learns
+    from."""
     tasks = held_out(arena, plan)
     if not tasks:
         return None
-    source = SOURCES[algorithm.source](policy, arena, algorithm, plan, make_manager(policy, arena, None, plan.rollouts))
+    source = SOURCES[algorithm.source](
+        policy, arena, algorithm, plan, make_manager(policy, arena, None, plan.rollouts)
+    )
     return ScoreEvaluator(learner, source, tasks, algorithm)
 
 
@@ -297,7 +381,8 @@ def _evaluator(
 
 
 def _stream(arena: Arena, plan: Plan) -> TaskStream:
-    """The order is the stage's own; which examples a limit leaves is the run's, the same in every stage."""
+    """The order is the stage's own; which examples a limit leaves is the run's, the same in every
+    stage."""
     order = seed_for(plan.seed, plan.name, "tasks")
     limits: dict[str, Any] = {"seed": order, "examples": plan.examples, "pool_seed": plan.seed}
     if plan.curriculum is None:
@@ -306,26 +391,47 @@ def _stream(arena: Arena, plan: Plan) -> TaskStream:
 
 
 def _writer(policy: Policy, algorithm: Algorithm) -> Writer:
-    return Writer(policy.renderer, max_context=policy.model.max_positions, temperature=algorithm.temperature)
+    return Writer(
+        policy.renderer, max_context=policy.model.max_positions, temperature=algorithm.temperature
+    )
 
 
-def _rows(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
+def _rows(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+) -> StreamSource:
     return Rows(_stream(arena, plan), plan.name, _writer(policy, algorithm), train=algorithm.turns)
 
 
-def _pairs(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups | None = None) -> Pairs:
+def _pairs(
+    policy: Policy,
+    arena: Arena,
+    algorithm: Algorithm,
+    plan: Plan,
+    manager: PlaysGroups | None = None,
+) -> Pairs:
     return Pairs(_stream(arena, plan), plan.name, _writer(policy, algorithm))
 
 
-def _labelled(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
-    return Labelled(_stream(arena, plan), plan.name, _writer(policy, algorithm), reference_rows=algorithm.reference_rows)
+def _labelled(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+) -> StreamSource:
+    return Labelled(
+        _stream(arena, plan),
+        plan.name,
+        _writer(policy, algorithm),
+        reference_rows=algorithm.reference_rows,
+    )
 
 
-def _steps(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
+def _steps(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+) -> StreamSource:
     return Stepped(_stream(arena, plan), plan.name, _writer(policy, algorithm))
 
 
-def _rollouts(policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups) -> StreamSource:
+def _rollouts(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+) -> StreamSource:
     return Rollouts(
         _stream(arena, plan),
         plan.name,

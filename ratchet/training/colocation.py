@@ -1,8 +1,8 @@
-"""Learner and generator on the same accelerator, by turns: whoever is asked to work has it, and what the other holds there goes
-to main memory meanwhile. Nobody who asks them need know.
+"""Learner and generator on the same accelerator, by turns: whoever is asked to work has it, and
+what the other holds there goes to main memory meanwhile. Nobody who asks them need know.
 
-A push is the generator's turn: the learner's weights are read from main memory, where they are by then. So the accelerator
-never holds both.
+A push is the generator's turn: the learner's weights are read from main memory, where they are by
+then. So the accelerator never holds both.
 """
 
 from __future__ import annotations
@@ -17,23 +17,36 @@ from torch import Tensor
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError
 from ratchet.learners.wrapper import Around
-from ratchet.protocols import Audits, Generator, Learner, Link, LossTerm, Placeable, Shard, ShowsWeights
+from ratchet.protocols import (
+    Audits,
+    Generator,
+    Learner,
+    Link,
+    LossTerm,
+    Placeable,
+    Shard,
+    ShowsWeights,
+)
 from ratchet.types import Completion, Placed, Sampling
 
 LEARNERS, GENERATOR = "learners", "generator"
 
 
 class Turns:
-    """sides: who has the accelerator at the same time, by name. Raises ConfigError for one that can't leave it."""
+    """sides: who has the accelerator at the same time, by name. Raises ConfigError for one that
+    can't leave it."""
 
     def __init__(self, sides: Mapping[str, Sequence[object]]) -> None:
         self._sides: dict[str, list[Placeable]] = {}
         for side, members in sides.items():
             self._sides[side] = [member for member in members if isinstance(member, Placeable)]
             if len(self._sides[side]) < len(members):
-                stays = next(type(member).__name__ for member in members if not isinstance(member, Placeable))
+                stays = next(
+                    type(member).__name__ for member in members if not isinstance(member, Placeable)
+                )
                 raise ConfigError(
-                    f"cluster.colocated=true lets learner and generator use the accelerator by turns, and {stays} can't leave "
+                    "cluster.colocated=true lets learner and generator use the accelerator by "
+                    f"turns, and {stays} can't leave "
                     "it: set it to false, or generator.kind=vllm"
                 )
         self._has: str | None = None
@@ -66,13 +79,16 @@ class Turns:
 
 
 class TurnLearner(Around):
-    """Implements `Learner`. Weights are read, saved and loaded wherever they are: for that nobody waits."""
+    """Implements `Learner`. Weights are read, saved and loaded wherever they are: for that nobody
+    waits."""
 
     def __init__(self, inner: Learner, turns: Turns) -> None:
         super().__init__(inner)
         self.turns = turns
 
-    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+    async def score(
+        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+    ) -> Mapping[str, Tensor]:
         async with self.turns.of(LEARNERS):
             return await super().score(batch, wanted, top_k=top_k)
 
@@ -95,7 +111,9 @@ class TurnGenerator:
     def tokenizer(self) -> Any:
         return getattr(self.inner, "tokenizer", None)
 
-    async def generate(self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()) -> Completion:
+    async def generate(
+        self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
         async with self.turns.of(GENERATOR):
             return await self.inner.generate(tokens, sampling, media)
 
@@ -146,8 +164,11 @@ class TurnLink:
             pass
 
 
-def take_turns(learners: Mapping[str, Learner], generator: Generator, link: Link) -> tuple[dict[str, Learner], Generator, Link]:
-    """The same, each waiting for its turn. Raises ConfigError where one can't leave the accelerator."""
+def take_turns(
+    learners: Mapping[str, Learner], generator: Generator, link: Link
+) -> tuple[dict[str, Learner], Generator, Link]:
+    """The same, each waiting for its turn. Raises ConfigError where one can't leave the
+    accelerator."""
     turns = Turns({LEARNERS: list(learners.values()), GENERATOR: [generator]})
     return (
         {name: TurnLearner(learner, turns) for name, learner in learners.items()},

@@ -38,7 +38,8 @@ from ratchet.training.stage import Arena, Plan, Played, Policy
 from ratchet.types import Sampling
 from ratchet.utils.object_store import is_address
 
-LEARNER, DRIVER = "learner", "driver"  # names of the group that trains, and of this process where it does
+# names of the group that trains, and of this process where it does
+LEARNER, DRIVER = "learner", "driver"
 
 
 def build_executor(config: RunConfig) -> Executor:
@@ -48,15 +49,17 @@ def build_executor(config: RunConfig) -> Executor:
 
 
 def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Policy:
-    """The policy with the processes that all stages share: those that train, the model divided among them, and those that
-    generate; where the recipe asks for neither, the policy as it is.
+    """The policy with the processes that all stages share: those that train, the model divided
+    among them, and those that generate; where the recipe asks for neither, the policy as it is.
 
-    Raises ConfigError where the cluster has no room for all of them, ModelError where the model can't be divided so.
+    Raises ConfigError where the cluster has no room for all of them, ModelError where the model
+    can't be divided so.
     """
     learner, generator = config.stages[0].learner, config.stages[0].generator
     on_cpu = config.device == "cpu"
     trainers = _trainer_needs(config, policy.model)
-    # A driver that trains on an accelerator of this machine has that to itself, but for a generator that takes turns with it.
+    # A driver that trains on an accelerator of this machine has that to itself, but for a generator
+    # that takes turns with it.
     drives = not trainers and not on_cpu and _kind(config.cluster) == "local"
     learners = trainers or ([Need(DRIVER, 1, gpus=1)] if drives else [])
     beside = learners[0].role if _colocated(config) and learners and not on_cpu else None
@@ -70,7 +73,8 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     if trainers:
         ranks = executor.group(LEARNER)
         ranks.build_now(
-            "ratchet.learners.distributed.worker:LearnerRank", {"learner": learner.model_dump(mode="json"), "origin": origin}
+            "ratchet.learners.distributed.worker:LearnerRank",
+            {"learner": learner.model_dump(mode="json"), "origin": origin},
         )
         policy = replace(policy, ranks=ranks)
     if isinstance(generator, WorkersConfig):
@@ -90,12 +94,19 @@ def _check_torchrun(config: RunConfig) -> None:
         return
     if not isinstance(stage.learner, SpreadConfig):
         raise ConfigError(
-            "generator.kind=workers under torchrun needs learner.kind=dtensor or megatron: who drives there works too"
+            "generator.kind=workers under torchrun needs learner.kind=dtensor or megatron: who "
+            "drives there works too"
         )
     if _kind(stage.generator.of) == "vllm":
-        raise ConfigError("vLLM starts processes of its own, which torchrun's are not: set cluster.kind=local or ray")
+        raise ConfigError(
+            "vLLM starts processes of its own, which torchrun's are not: set cluster.kind=local or "
+            "ray"
+        )
     if stage.generator.recovery == "restart":
-        raise ConfigError("torchrun starts no process a second time: set generator.recovery=none, or cluster.kind=local or ray")
+        raise ConfigError(
+            "torchrun starts no process a second time: set generator.recovery=none, or "
+            "cluster.kind=local or ray"
+        )
 
 
 def _kind(section: Section) -> str:
@@ -126,10 +137,12 @@ def _origin(config: RunConfig, model: PolicyModel) -> Origin:
 
 
 def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
-    """Refuses now what a stage, be it the last, would refuse when it starts: teachers that don't fit, no routers."""
+    """Refuses now what a stage, be it the last, would refuse when it starts: teachers that don't
+    fit, no routers."""
     for index in range(first, len(config.stages)):
         stage = config.stages[index]
-        longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0  # behind a prompt, however short
+        # behind a prompt, however short
+        longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0
         algorithm = construct(stage.algorithm)
         check_roles(policy.model, policy.tokenizer, algorithm, longest=longest)
         shown = bool(getattr(stage.environment, "needs_media", False))
@@ -137,25 +150,32 @@ def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
         check_routers(policy.model, policy.generator, algorithm, stage.learner)
         if stage.played_by_workers and policy.renderer.processor is not None:
             raise ConfigError(
-                "the model reads media, whose processor workers that play don't have: set generator.plays=requests"
+                "the model reads media, whose processor workers that play don't have: set "
+                "generator.plays=requests"
             )
         if stage.lora is not None:
             require_peft()
             policy.model.check_adapter(stage.lora)
-            if isinstance(stage.learner, DTensorConfig) and not isinstance(policy.model, DecoderPolicy):
+            if isinstance(stage.learner, DTensorConfig) and not isinstance(
+                policy.model, DecoderPolicy
+            ):
                 raise ConfigError(
-                    "lora with learner.kind=dtensor is of Ratchet's own decoder, and transformers runs this model: set "
+                    "lora with learner.kind=dtensor is of Ratchet's own decoder, and transformers "
+                    "runs this model: set "
                     "learner.kind=local, or remove lora"
                 )
 
 
 def build_policy(config: RunConfig) -> Policy:
-    """The model as the recipe describes it: read from a directory or the hub, or a preset with random weights. In float32:
-    bfloat16 weights would swallow small updates. From now on this process computes models with the kernels of the recipe."""
+    """The model as the recipe describes it: read from a directory or the hub, or a preset with
+    random weights. In float32: bfloat16 weights would swallow small updates. From now on this
+    process computes models with the kernels of the recipe."""
     use_kernels(config.kernels == "compiled")  # auto: never frozen, a run of before there were any
     source, device = config.model, torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={config.device}, but torch finds no CUDA accelerator here: set device=cpu")
+        raise ConfigError(
+            f"device={config.device}, but torch finds no CUDA accelerator here: set device=cpu"
+        )
     tokenizer = construct(config.tokenizer, source.path)
     if source.path is not None:
         _check_same_tokens(config, tokenizer)
@@ -168,7 +188,9 @@ def build_policy(config: RunConfig) -> Policy:
             towers=source.towers,
         )
     else:
-        assert source.preset is not None, "the configuration lets neither path nor preset through without the other"
+        assert source.preset is not None, (
+            "the configuration lets neither path nor preset through without the other"
+        )
         shape = preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
         model = init_policy(shape, seed=config.seed, device=device)
     format_of_tools = getattr(config.tokenizer, "tool_format", "auto")
@@ -186,20 +208,26 @@ def build_policy(config: RunConfig) -> Policy:
 def processor_of(config: RunConfig) -> Processor | None:
     """Of the model's directory; None where it has none."""
     source = config.model
-    directory = find_model(str(source.path), revision=source.revision, with_code=source.trust_remote_code)
+    directory = find_model(
+        str(source.path), revision=source.revision, with_code=source.trust_remote_code
+    )
     return load_processor(directory, media=config.media, trust_remote_code=source.trust_remote_code)
 
 
 def _check_same_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """A tokenizer of the recipe's own must be the one that the model was trained with, where its directory holds that."""
-    chosen = not isinstance(config.tokenizer, AutoTokenizerConfig) or config.tokenizer.path is not None
+    """A tokenizer of the recipe's own must be the one that the model was trained with, where its
+    directory holds that."""
+    chosen = (
+        not isinstance(config.tokenizer, AutoTokenizerConfig) or config.tokenizer.path is not None
+    )
     path = str(config.model.path)
     directory = find_model(path) if chosen and is_address(path) else Path(path)
     if not chosen or not (directory / "tokenizer.json").is_file():
         return
     if load_tokenizer(directory).fingerprint != tokenizer.fingerprint:
         raise ConfigError(
-            f"tokenizer differs from the one in {directory}, whose tokens the model knows: remove it from the recipe"
+            f"tokenizer differs from the one in {directory}, whose tokens the model knows: remove "
+            "it from the recipe"
         )
 
 
@@ -216,7 +244,9 @@ def build_arena(stage: StageConfig) -> Arena:
         agent=None if stage.agent is None else construct(stage.agent),
         second=build_reward(stage.sentinels.second_opinion),
         canaries=None if stage.sentinels.canaries is None else construct(stage.sentinels.canaries),
-        evaluation=None if stage.evaluation.environment is None else arena_of(stage.evaluation.environment),
+        evaluation=None
+        if stage.evaluation.environment is None
+        else arena_of(stage.evaluation.environment),
     )
 
 
@@ -230,11 +260,23 @@ def build_reward(sections: Sequence[Section]) -> Reward | None:
     return composed(sections) if sections else None
 
 
-def build_run(config: RunConfig, index: int, policy: Policy, *, directory: Path = Path("runs"), **around: Any) -> Run:
-    """The run of stage `index`, whose step numbers follow those of the stages before it. directory: of the run."""
+def build_run(
+    config: RunConfig, index: int, policy: Policy, *, directory: Path = Path("runs"), **around: Any
+) -> Run:
+    """The run of stage `index`, whose step numbers follow those of the stages before it. directory:
+    of the run."""
     stage = config.stages[index]
-    plan = replace(plan_of(config, index), directory=directory, adapter=adapter_of(config, index, directory))
-    return make_run(policy, build_arena(stage), construct(stage.algorithm), plan, save_every=stage.checkpoint.every, **around)
+    plan = replace(
+        plan_of(config, index), directory=directory, adapter=adapter_of(config, index, directory)
+    )
+    return make_run(
+        policy,
+        build_arena(stage),
+        construct(stage.algorithm),
+        plan,
+        save_every=stage.checkpoint.every,
+        **around,
+    )
 
 
 def plan_of(config: RunConfig, index: int) -> Plan:
@@ -284,17 +326,21 @@ def adapter_of(config: RunConfig, index: int, directory: Path) -> Adapter | None
 
 
 def base_directory(config: RunConfig, index: int, directory: Path) -> Path | None:
-    """Where the run keeps the model to which a stage's adapter belongs; None where that is the recipe's own, as it is."""
+    """Where the run keeps the model to which a stage's adapter belongs; None where that is the
+    recipe's own, as it is."""
     as_it_is = index == 0 and config.model.path is not None
     return None if as_it_is else directory / "base" / config.stages[index].name
 
 
 def begins_with(config: RunConfig, index: int, directory: Path) -> RunConfig:
-    """The recipe for who goes on in the middle of stage `index`, with the model that everything begins with: where the stage
-    trains an adapter, whose checkpoints hold that alone, it is the base that the stage began with. directory: of the run."""
+    """The recipe for who goes on in the middle of stage `index`, with the model that everything
+    begins with: where the stage trains an adapter, whose checkpoints hold that alone, it is the
+    base that the stage began with. directory: of the run."""
     if index == len(config.stages) or config.stages[index].lora is None:
         return config
     base = base_directory(config, index, directory)
     if base is None:
         return config
-    return config.model_copy(update={"model": ModelConfig(path=str(base), backend=config.model.backend)})
+    return config.model_copy(
+        update={"model": ModelConfig(path=str(base), backend=config.model.backend)}
+    )

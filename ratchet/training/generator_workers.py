@@ -1,4 +1,5 @@
-"""Generators in processes of their own: how they start, what each holds, and how weights reach those that come later."""
+"""Generators in processes of their own: how they start, what each holds, and how weights reach
+those that come later."""
 
 from __future__ import annotations
 
@@ -38,16 +39,22 @@ class Seat(Protocol):
 
 def make_rank(seat: Seat, **given: Any) -> GeneratorRank:
     """What a worker's process holds. given: to `make_generator`."""
-    from ratchet.weight_sync.endpoints import Intake  # the driver needs it where it has the generator itself
+    # the driver needs it where it has the generator itself
+    from ratchet.weight_sync.endpoints import Intake
 
     return GeneratorRank(make_generator(seat, **given), Intake)
 
 
 def make_generator(
-    seat: Seat, *, section: Mapping[str, Any], origin: Origin, tokenizer: Tokenizer, compiled: bool = False
+    seat: Seat,
+    *,
+    section: Mapping[str, Any],
+    origin: Origin,
+    tokenizer: Tokenizer,
+    compiled: bool = False,
 ) -> Generator:
-    """The generator of this process. section: the values of its own. Its first weights are those of the origin. compiled:
-    whether it computes with compiled kernels, as the driver does."""
+    """The generator of this process. section: the values of its own. Its first weights are those of
+    the origin. compiled: whether it computes with compiled kernels, as the driver does."""
     prepare_process(seat.threads)
     use_kernels(compiled)
     config = resolve("generating", section)
@@ -60,13 +67,18 @@ def make_generator(
 
 
 def generator_needs(section: Section, *, on_cpu: bool, beside: str | None = None) -> list[Need]:
-    """What the cluster is asked for; nothing where the generator lives in this process. beside: whose accelerators they use."""
+    """What the cluster is asked for; nothing where the generator lives in this process. beside:
+    whose accelerators they use."""
     if not isinstance(section, WorkersConfig):
         return []
-    return [Need(GENERATOR, section.workers, beside=beside, gpus=0 if on_cpu else section.accelerators)]
+    return [
+        Need(GENERATOR, section.workers, beside=beside, gpus=0 if on_cpu else section.accelerators)
+    ]
 
 
-def start_generators(router: Router, section: WorkersConfig, executor: Executor, origin: Origin, tokenizer: Tokenizer) -> None:
+def start_generators(
+    router: Router, section: WorkersConfig, executor: Executor, origin: Origin, tokenizer: Tokenizer
+) -> None:
     """On what the executor has planned. Raises what the generator raises where it can't start."""
     arguments = {
         "section": section.of.model_dump(mode="json"),
@@ -88,7 +100,8 @@ def start_generators(router: Router, section: WorkersConfig, executor: Executor,
 
 
 def link_of(section: Section, between: Between, metrics: MetricsManager) -> Link:
-    """From the learner to the generator, in whatever processes they live. metrics: where restarts are counted."""
+    """From the learner to the generator, in whatever processes they live. metrics: where restarts
+    are counted."""
     router = between.generator
     if not isinstance(router, Router):
         return make_link(section, between)
@@ -96,7 +109,9 @@ def link_of(section: Section, between: Between, metrics: MetricsManager) -> Link
     between = replace(between, receivers=to, receivers_count=to.size)
 
     async def catch_up(receivers: Receivers) -> None:
-        link = make_link(section, replace(between, receivers=receivers, receivers_count=receivers.size))
+        link = make_link(
+            section, replace(between, receivers=receivers, receivers_count=receivers.size)
+        )
         try:
             await link.push(router.version)
         finally:
@@ -108,8 +123,9 @@ def link_of(section: Section, between: Between, metrics: MetricsManager) -> Link
 
 
 class SteadyLink:
-    """Implements `Link` and `Audits`: a link to workers, some of which may be lost meanwhile. A push then begins again, with
-    those that take their places, or the run ends with what became of them."""
+    """Implements `Link` and `Audits`: a link to workers, some of which may be lost meanwhile. A
+    push then begins again, with those that take their places, or the run ends with what became of
+    them."""
 
     def __init__(self, link: Link, router: Router) -> None:
         self.link, self.router = link, router

@@ -1,4 +1,5 @@
-"""The only training loop. Every algorithm, embedded or distributed, synchronous or not, runs through it."""
+"""The only training loop. Every algorithm, embedded or distributed, synchronous or not, runs
+through it."""
 
 from __future__ import annotations
 

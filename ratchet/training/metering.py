@@ -1,5 +1,5 @@
-"""What `ratchet train` measures of each step's work: FLOP against what the machine could do, time in which nobody worked, what
-the processes take of the machine, and the trace."""
+"""What `ratchet train` measures of each step's work: FLOP against what the machine could do, time
+in which nobody worked, what the processes take of the machine, and the trace."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ class Meter:
         trace: Trace | None = None,
         activity: Activity = ACTIVITY,
     ) -> None:
-        self.spent, self.peak, self.system, self.trace, self.activity = spent, peak, system, trace, activity
+        self.spent, self.peak, self.system, self.trace, self.activity = (
+            spent,
+            peak,
+            system,
+            trace,
+            activity,
+        )
         self._flop = self._busy_s = 0.0
 
     def begin(self, step: int) -> None:
@@ -56,7 +62,11 @@ class Meter:
         # The clocks of the step and of the work are read one after the other.
         found = {"samples_per_s": len(rows) / seconds, "idle_share": min(max(idle, 0.0), 1.0)}
         if self.spent.works:
-            found |= {"tflop": flop / 1e12, "tflop_per_s": flop / seconds / 1e12, "mfu": flop / seconds / self.peak}
+            found |= {
+                "tflop": flop / 1e12,
+                "tflop_per_s": flop / seconds / 1e12,
+                "mfu": flop / seconds / self.peak,
+            }
         return {"time": found, "system": {} if self.system is None else self.system.measure()}
 
     def end(self) -> None:
@@ -66,7 +76,12 @@ class Meter:
 
 @contextmanager
 def metering(
-    run: Run, policy: Policy, config: RunConfig, index: int, directory: RunDirectory, trace: Trace | None
+    run: Run,
+    policy: Policy,
+    config: RunConfig,
+    index: int,
+    directory: RunDirectory,
+    trace: Trace | None,
 ) -> Iterator[None]:
     """Inside the block the steps of the stage `index` are measured."""
     roles = run.roles
@@ -81,20 +96,30 @@ def metering(
 
 
 def _works(policy: Policy, run: Run) -> dict[str, Work]:
-    """Of the policy, and of copies of it; of models from elsewhere nothing is known here but what they answer."""
+    """Of the policy, and of copies of it; of models from elsewhere nothing is known here but what
+    they answer."""
     work = policy.model.work
-    own = [name for name in run.roles if name not in run.algorithm.roles or run.algorithm.roles[name].path is None]
+    own = [
+        name
+        for name in run.roles
+        if name not in run.algorithm.roles or run.algorithm.roles[name].path is None
+    ]
     return {} if work is None else dict.fromkeys(own, work)
 
 
 def peak_of(policy: Policy, config: RunConfig, index: int) -> float:
-    """FLOP/s of all that learn and generate together: of an accelerator by its maker's data sheet where that is known, else the
-    rate of a matrix product, measured in under 0.2 s."""
+    """FLOP/s of all that learn and generate together: of an accelerator by its maker's data sheet
+    where that is known, else the rate of a matrix product, measured in under 0.2 s."""
     first = next(policy.model.parameters())
     learners = 1 if policy.ranks is None else policy.ranks.size
     section = config.stages[index].generator
-    generators = section.workers if isinstance(section, WorkersConfig) else 0  # others share the learner's accelerator
-    count = max(learners, generators) if getattr(config.cluster, "colocated", False) else learners + generators
+    # others share the learner's accelerator
+    generators = section.workers if isinstance(section, WorkersConfig) else 0
+    count = (
+        max(learners, generators)
+        if getattr(config.cluster, "colocated", False)
+        else learners + generators
+    )
     if first.device.type != "cuda":
         gemm = Gemm(SIDE, SIDE, SIDE)
         return count * gemm_rate(gemm, device=first.device, dtype=torch.float32, round_s=ROUND_S)
@@ -102,4 +127,6 @@ def peak_of(policy: Policy, config: RunConfig, index: int) -> float:
     known = [kind for kind in KNOWN if kind.partition("-")[0] in name]
     if known:
         return count * KNOWN[known[-1]].flop_s
-    return count * gemm_rate(Gemm.square("cuda"), device=first.device, dtype=torch.bfloat16, round_s=ROUND_S)
+    return count * gemm_rate(
+        Gemm.square("cuda"), device=first.device, dtype=torch.bfloat16, round_s=ROUND_S
+    )

@@ -20,13 +20,16 @@ from ratchet.training.stage import Policy
 
 
 def profiled_stage(config: RunConfig, first: int) -> int:
-    """The first of the stages that are left which samples rollouts; where none does, the first of them."""
+    """The first of the stages that are left which samples rollouts; where none does, the first of
+    them."""
     left = range(first, len(config.stages))
     return next((index for index in left if config.stages[index].source == "rollouts"), first)
 
 
 @contextmanager
-def profiling(run: Run, policy: Policy, config: RunConfig, steps: int, directory: Path, console: Console) -> Iterator[None]:
+def profiling(
+    run: Run, policy: Policy, config: RunConfig, steps: int, directory: Path, console: Console
+) -> Iterator[None]:
     """Inside the block the run profiles so many steps after a few, or those that it has left."""
 
     def show(text: str) -> None:
@@ -40,7 +43,9 @@ def profiling(run: Run, policy: Policy, config: RunConfig, steps: int, directory
     roles = run.roles
     run.roles = counting = {name: Counting(learner) for name, learner in roles.items()}
     subject = _subject(run, policy, config, counting)
-    run.profiler = Profiler(subject, steps, first_step=run.first_step, left=left, directory=directory, show=show)
+    run.profiler = Profiler(
+        subject, steps, first_step=run.first_step, left=left, directory=directory, show=show
+    )
     try:
         yield
         run.profiler.finish()
@@ -65,7 +70,8 @@ def _subject(run: Run, policy: Policy, config: RunConfig, roles: Mapping[str, Co
     return Subject(
         stage=run.name,
         device=first.device,
-        dtype=torch.bfloat16 if first.device.type == "cuda" else first.dtype,  # of the learner's autocast
+        # of the learner's autocast
+        dtype=torch.bfloat16 if first.device.type == "cuda" else first.dtype,
         threads=int(config.threads),
         vocab_size=model.vocab_size,
         widest=(widest[1], widest[0]),
@@ -81,7 +87,9 @@ class Counting(Around):
         super().__init__(inner)
         self.tokens = 0
 
-    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Any]:
+    async def score(
+        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+    ) -> Mapping[str, Any]:
         self.tokens += batch.n_tokens
         return await super().score(batch, wanted, top_k=top_k)
 

@@ -1,4 +1,5 @@
-"""Workers that generate and play: each has an environment, rewards and a generator in one process."""
+"""Workers that generate and play: each has an environment, rewards and a generator in one
+process."""
 
 from __future__ import annotations
 
@@ -29,17 +30,26 @@ class GroupRank(GeneratorRank):
         self.manager: RolloutManager | None = None
 
     async def begin(self, stage: Played, max_context: int, needs_reward: bool) -> None:
-        """What is played from now on. max_context, needs_reward: see `ratchet.training.build.make_manager`."""
+        """What is played from now on. max_context, needs_reward: see
+        `ratchet.training.build.make_manager`."""
         await self.leave()
         renderer = Renderer(self.tokenizer, stage.template, tool_format=stage.tool_format)
         rewards = [resolve("rewards", section) for section in stage.rewards]
-        arena = Arena(construct(resolve("environment", stage.environment)), reward=build_reward(rewards))
+        arena = Arena(
+            construct(resolve("environment", stage.environment)), reward=build_reward(rewards)
+        )
         player = player_of(self.generator, renderer, None, stage.rollouts, max_context)
-        self.manager = manager_of(player, renderer, arena, arena.reward, stage.rollouts, needs_reward=needs_reward)
+        self.manager = manager_of(
+            player, renderer, arena, arena.reward, stage.rollouts, needs_reward=needs_reward
+        )
 
-    async def play(self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, attempts: int, greedy: bool) -> Shipped:
+    async def play(
+        self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, attempts: int, greedy: bool
+    ) -> Shipped:
         assert self.manager is not None, "a stage begins first"
-        return Shipped.of(await self.manager.groups(jobs, sampling, attempts=attempts, greedy=greedy))
+        return Shipped.of(
+            await self.manager.groups(jobs, sampling, attempts=attempts, greedy=greedy)
+        )
 
     async def leave(self) -> None:
         """The stage is over."""

@@ -1,4 +1,5 @@
-"""A run of one stage: what `ratchet.training.loop.train` reads, and what happens around each of its steps."""
+"""A run of one stage: what `ratchet.training.loop.train` reads, and what happens around each of its
+steps."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from ratchet.executors.signals import hold
 from ratchet.experience.checks.logprob_parity import ParityGate
 from ratchet.experience.checks.reward_hacking import Findings, Probes
 from ratchet.experience.rollout.manager import PlaysGroups
-from ratchet.experience.rollout.metrics import SPREADS, measure_groups, measure_staleness, spread_attempts
+from ratchet.experience.rollout.metrics import (
+    SPREADS,
+    measure_groups,
+    measure_staleness,
+    spread_attempts,
+)
 from ratchet.experience.sources.batcher import Batcher
 from ratchet.observe.metrics import MetricsManager
 from ratchet.observe.sentinels import Sentinels
@@ -44,7 +50,8 @@ Observer = Callable[[int, Mapping[str, float | None]], None]
 
 
 class Records(Protocol):
-    """Who writes steps down (`ratchet.observe.records.writer.Recorder`), or compares them with what was."""
+    """Who writes steps down (`ratchet.observe.records.writer.Recorder`), or compares them with what
+    was."""
 
     def add(
         self,
@@ -70,12 +77,15 @@ class StepMeter(Protocol):
 
 
 OUT_OF_TIME = 75  # EX_TEMPFAIL of sysexits.h: try again, and it goes on
-TRIED = 3  # steps that a run with limit_s has at least: one warms up, and of one nobody knows whether it was as others are
+# steps that a run with limit_s has at least: one warms up, and of one nobody knows whether it was
+# as others are
+TRIED = 3
 PAUSED = 77  # EX_NOPERM: somebody is to look first, and then it goes on
 
 
 class StopRequest:
-    """Set by a signal handler, by a sentinel, or as time runs out; the loop ends after the step in progress, which is saved.
+    """Set by a signal handler, by a sentinel, or as time runs out; the loop ends after the step in
+    progress, which is saved.
 
     status: what the process is to end with; None: nobody asks it to.
     """
@@ -101,11 +111,13 @@ class Progress:
 
 @dataclass
 class Run:
-    """first_step, last_step: the range [first, last) that is left, in step numbers of the whole run. observers: called with
-    every step's metrics. trainable: what of the policy trains, told with the first step. save: writes a checkpoint that says
-    so many steps are done. verify_directory: raises RunDirectoryError if the run may no longer write to its directory; called
-    after every step, before anything of it is written. deadline: of the monotonic clock; a step that would not end before it
-    is not begun. limit_s: seconds of training, after which the stage ends as if it had no step left, but for its first few."""
+    """first_step, last_step: the range [first, last) that is left, in step numbers of the whole
+    run. observers: called with every step's metrics. trainable: what of the policy trains, told
+    with the first step. save: writes a checkpoint that says so many steps are done.
+    verify_directory: raises RunDirectoryError if the run may no longer write to its directory;
+    called after every step, before anything of it is written. deadline: of the monotonic clock; a
+    step that would not end before it is not begun. limit_s: seconds of training, after which the
+    stage ends as if it had no step left, but for its first few."""
 
     name: str
     algorithm: Algorithm
@@ -149,7 +161,8 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         for step in range(self.first_step, self.last_step):
-            hold()  # before the request is read: a signal is not to be lost to a handler of a library
+            # before the request is read: a signal is not to be lost to a handler of a library
+            hold()
             if self.stop.status is not None or self.progress.ended:
                 return
             self._updates = []
@@ -175,7 +188,8 @@ class Run:
             yield
 
     async def compare(self, step: int, batch: Batch) -> None:
-        """Holds the sampler to the learner, while both have the weights that the batch was drawn with."""
+        """Holds the sampler to the learner, while both have the weights that the batch was drawn
+        with."""
         if self.parity is not None and self.parity.due(step - self.origin):
             self.metrics.add("parity", await self.parity.check(batch, version=step))
 
@@ -188,10 +202,14 @@ class Run:
     def measured(self) -> dict[str, float]:
         """Means over the optimizer steps of this batch."""
         names = dict.fromkeys(name for update in self._updates for name in update)
-        return {name: fmean(update[name] for update in self._updates if name in update) for name in names}
+        return {
+            name: fmean(update[name] for update in self._updates if name in update)
+            for name in names
+        }
 
     async def sync(self, version: int) -> None:
-        """Gives the generator the learner's weights: now where steps sample from them, else before an evaluation asks it."""
+        """Gives the generator the learner's weights: now where steps sample from them, else before
+        an evaluation asks it."""
         self._unsent = version
         if self.algorithm.source == "rollouts":
             await self._send()
@@ -211,13 +229,23 @@ class Run:
         self.batcher.ack(groups, step)
         if self.recorder is not None:
             trained = {name: self.roles[name] for name in self.algorithm.losses}
-            self.recorder.add(step + 1, self.name, groups, batch, self.algorithm.token_weights, trained)
-        seconds, processor_s = time.monotonic() - self._step_started, time.process_time() - self._processor_started
-        numbers = measure_groups(groups) | measure_staleness(groups, step) | self.batcher.measure(groups)
+            self.recorder.add(
+                step + 1, self.name, groups, batch, self.algorithm.token_weights, trained
+            )
+        seconds, processor_s = (
+            time.monotonic() - self._step_started,
+            time.process_time() - self._processor_started,
+        )
+        numbers = (
+            measure_groups(groups) | measure_staleness(groups, step) | self.batcher.measure(groups)
+        )
         self.batcher.adapt(groups, step, self.measured)
         if self.environment_numbers is not None:
             new = [group for group in groups if not group.uses]
-            numbers |= {f"environment/{name}": value for name, value in self.environment_numbers(new).items()}
+            numbers |= {
+                f"environment/{name}": value
+                for name, value in self.environment_numbers(new).items()
+            }
         self.progress.seconds += seconds
         self.progress.trained_tokens += numbers["trained_tokens"]
         self.progress.generated_tokens += numbers.get("generated_tokens", 0.0)
@@ -228,13 +256,16 @@ class Run:
         if step == self.origin:
             self.metrics.add("policy", self.trainable)
         made = numbers.get("generated_tokens", numbers["trained_tokens"])
-        self.metrics.add("time", {"step_s": seconds, "processor_s": processor_s, "tokens_per_s": made / seconds})
+        self.metrics.add(
+            "time", {"step_s": seconds, "processor_s": processor_s, "tokens_per_s": made / seconds}
+        )
         if self.meter is not None:
             for prefix, found in self.meter.measure(groups, seconds).items():
                 self.metrics.add(prefix, found)
         self.done = done = step + 1
         self._watch_time()
-        # To be stopped means: save now. Only the last step's evaluation is kept, as no later step could make up for it.
+        # To be stopped means: save now. Only the last step's evaluation is kept, as no later step
+        # could make up for it.
         due = self._due(done, self.evaluate_every) and self.stop.status is None
         if self._last or due:
             failpoints.point("step.evaluate")
@@ -266,10 +297,13 @@ class Run:
         patience, progress = self.patience, self.progress
         if patience is None:
             return
-        progress.best, progress.fruitless = patience.after(metrics, progress.best, progress.fruitless)
+        progress.best, progress.fruitless = patience.after(
+            metrics, progress.best, progress.fruitless
+        )
         if progress.fruitless >= patience.evaluations and self.done < self.last_step:
             log.info(
-                "stage %s ends after step %d of %d: %s was no better in %d evaluations in a row (evaluation.patience)",
+                "stage %s ends after step %d of %d: %s was no better in %d evaluations in a row "
+                "(evaluation.patience)",
                 *(self.name, self.done, self.last_step, patience.metric, progress.fruitless),
             )
             progress.ended = True
@@ -280,7 +314,11 @@ class Run:
         if self.deadline is not None and self.stop.status is None and now + another > self.deadline:
             log.warning("no time for another step (checkpoint.limit_s): saving")
             self.stop.status = OUT_OF_TIME
-        if self.limit_s is not None and self.progress.seconds >= self.limit_s and self.done >= self.origin + TRIED:
+        if (
+            self.limit_s is not None
+            and self.progress.seconds >= self.limit_s
+            and self.done >= self.origin + TRIED
+        ):
             self.progress.ended = True
 
     async def _probe(self, done: int, groups: Sequence[Group]) -> Findings:
@@ -293,13 +331,16 @@ class Run:
         return findings
 
     async def evaluate(self) -> dict[str, float]:
-        """What the weights reach on held-out tasks as they are now; {} for a run without an evaluator."""
+        """What the weights reach on held-out tasks as they are now; {} for a run without an
+        evaluator."""
         await self._send()
         if self.evaluator is None:
             return {}
         found = await self.evaluator.run()
         if self.evaluations is not None and isinstance(found, Results):
-            keep(found, self.evaluations / f"step-{self.done:08d}", f"{self.name}, step {self.done}")
+            keep(
+                found, self.evaluations / f"step-{self.done:08d}", f"{self.name}, step {self.done}"
+            )
         numbers = found.numbers()
         self.metrics.add("eval", numbers)
         self.progress.accuracy = numbers.get("accuracy")
@@ -314,7 +355,10 @@ class Run:
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
-        with ACTIVITY.span(STEPS, name), nullcontext() if self.profiler is None else self.profiler.phase(name):
+        with (
+            ACTIVITY.span(STEPS, name),
+            nullcontext() if self.profiler is None else self.profiler.phase(name),
+        ):
             yield
 
     @property

@@ -1,4 +1,5 @@
-"""`ratchet train`: all stages of a recipe in one run directory, interrupted and resumed as often as need be."""
+"""`ratchet train`: all stages of a recipe in one run directory, interrupted and resumed as often as
+need be."""
 
 from __future__ import annotations
 
@@ -75,49 +76,65 @@ def start_run(
     profile: int | None = None,
     try_s: float | None = None,
 ) -> int:
-    """Trains by a recipe in a fresh directory. run_dir: of this machine, or an address, which the run is mirrored to. Returns
-    the exit status: 0, 128 + the signal that stopped it, NOT_MIRRORED, or what `ratchet.training.run` names. profile: how many
-    steps;
-    None: none. try_s: seconds of training after which each stage ends."""
+    """Trains by a recipe in a fresh directory. run_dir: of this machine, or an address, which the
+    run is mirrored to. Returns the exit status: 0, 128 + the signal that stopped it, NOT_MIRRORED,
+    or what `ratchet.training.run` names. profile: how many steps; None: none. try_s: seconds of
+    training after which each stage ends."""
     written = load_config(recipe, overrides)
     config = freeze(written)
     launched = Launched.here()
     if launched is not None and launched.rank:
         return serve_rank(launched)
-    directory, store, mirror = open_run(run_dir or config.run_dir or _numbered(Path("runs") / config.name))
+    directory, store, mirror = open_run(
+        run_dir or config.run_dir or _numbered(Path("runs") / config.name)
+    )
     path, place = directory.path, directory.path if mirror is None else mirror.address
     if mirror is not None:
         mirror.expect_nothing()
     if directory.used:
-        raise RunDirectoryError(f"{path} holds a run: continue it with --resume {place}, or choose another --run-dir")
+        raise RunDirectoryError(
+            f"{path} holds a run: continue it with --resume {place}, or choose another --run-dir"
+        )
     known = (".", directory.plan.name)
     if path.is_dir() and any(not entry.name.startswith(known) for entry in path.iterdir()):
-        raise RunDirectoryError(f"{path} holds other files: choose a --run-dir that is empty or does not exist")
+        raise RunDirectoryError(
+            f"{path} holds other files: choose a --run-dir that is empty or does not exist"
+        )
     directory.expect(plain(written))
     with directory.locked():
         if mirror is not None:
-            mirror.begin()  # before anything is written here: a store that can't be written needs another command
+            # before anything is written here: a store that can't be written needs another command
+            mirror.begin()
         directory.settle(plain(config))
         if mirror is not None:
             mirror.begin()
         return _run(Session(config, directory, store, command, profile, try_s=try_s, mirror=mirror))
 
 
-def resume_run(place: str | Path, *, command: str, profile: int | None = None, changed_data: bool = False) -> int:
-    """Continues the run in a directory, or at an address, from its newest whole checkpoint. A finished run only writes its
-    results again. changed_data: also where files of its data are not what they were."""
+def resume_run(
+    place: str | Path, *, command: str, profile: int | None = None, changed_data: bool = False
+) -> int:
+    """Continues the run in a directory, or at an address, from its newest whole checkpoint. A
+    finished run only writes its results again. changed_data: also where files of its data are not
+    what they were."""
     launched = Launched.here()
     if launched is not None and launched.rank:
         return serve_rank(launched)
     directory, store, mirror = open_run(place)
     if mirror is None and not directory.used:
-        raise RunDirectoryError(f"{place} holds no run (no config.yaml): give the directory that `ratchet train` named")
+        raise RunDirectoryError(
+            f"{place} holds no run (no config.yaml): give the directory that `ratchet train` named"
+        )
     with directory.locked():
         if mirror is not None:
             mirror.take_up()
             mirror.begin()
         config = load_config(directory.config)
-        return _run(Session(config, directory, store, command, profile, changed_data=changed_data, mirror=mirror))
+        return _run(
+            Session(
+                config, directory, store, command, profile, changed_data=changed_data, mirror=mirror
+            )
+        )
 
 
 def _run(session: Session) -> int:
@@ -131,7 +148,9 @@ def _run(session: Session) -> int:
         is_here = isinstance(name, str | bytes) and Path(os.fsdecode(name)).is_relative_to(place)
         if not is_here and (name is not None or error.errno not in DISK_ERRORS):
             raise
-        raise RunDirectoryError(f"{place} can't be used: {error}. Mend that, then go on with --resume") from error
+        raise RunDirectoryError(
+            f"{place} can't be used: {error}. Mend that, then go on with --resume"
+        ) from error
 
 
 def _numbered(path: Path) -> Path:
@@ -160,7 +179,8 @@ class _StopAfterStep(StopRequest):
 
 
 class Session:
-    """One process's share of a run: it picks up where the checkpoints end, and goes on to the last stage or to a signal."""
+    """One process's share of a run: it picks up where the checkpoints end, and goes on to the last
+    stage or to a signal."""
 
     def __init__(
         self,
@@ -174,7 +194,12 @@ class Session:
         try_s: float | None = None,
         mirror: Mirror | None = None,
     ) -> None:
-        self.config, self.directory, self.command, self.profile = config, directory, command, profile
+        self.config, self.directory, self.command, self.profile = (
+            config,
+            directory,
+            command,
+            profile,
+        )
         self.store, self.mirror = store, mirror
         self._plain = plain(config)
         self.changed_data, self.try_s = changed_data, try_s
@@ -203,7 +228,8 @@ class Session:
             try:
                 status = await self._trained(stop)
             except BaseException as error:
-                log.info("the run ends here", exc_info=True)  # a closed terminal would take the reason with it
+                # a closed terminal would take the reason with it
+                log.info("the run ends here", exc_info=True)
                 if self.mirror is not None and not isinstance(error, SecondSignal):
                     self.mirror.finish()
                 raise
@@ -222,9 +248,15 @@ class Session:
             self.ledger.cut(0)
         kept = 0 if checkpoint is None else checkpoint.step
         self.sinks = self._open_sinks(-1 if checkpoint is None else kept)
-        elsewhere = self.config.device != "cpu" or any(isinstance(stage.learner, SpreadConfig) for stage in self.config.stages)
+        elsewhere = self.config.device != "cpu" or any(
+            isinstance(stage.learner, SpreadConfig) for stage in self.config.stages
+        )
         self.recorder = Recorder(
-            self.config.record, self.directory.steps, seed=self.config.seed, keep_through=kept, beside=elsewhere
+            self.config.record,
+            self.directory.steps,
+            seed=self.config.seed,
+            keep_through=kept,
+            beside=elsewhere,
         )
         try:
             async with AsyncExitStack() as ends:
@@ -237,7 +269,8 @@ class Session:
             self.ledger.close()
 
     async def _policy(self, ends: AsyncExitStack, checkpoint: Checkpoint | None) -> Policy:
-        """With the processes that train it and generate. ends: closes what is opened here, whatever happens to the rest."""
+        """With the processes that train it and generate. ends: closes what is opened here, whatever
+        happens to the rest."""
         config = self.config
         if checkpoint is not None:
             config = begins_with(config, len(self.summaries), self.directory.path)
@@ -248,8 +281,11 @@ class Session:
         check_stages(config, policy, first=len(self.summaries))
         return start_processes(config, executor, policy)
 
-    async def _stages(self, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None) -> int:
-        # What is loaded by now stays: the collector would walk all of it again and again, for a third of a small step.
+    async def _stages(
+        self, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None
+    ) -> int:
+        # What is loaded by now stays: the collector would walk all of it again and again, for a
+        # third of a small step.
         gc.collect()
         gc.freeze()
         trained: Learner | None = None
@@ -257,8 +293,16 @@ class Session:
         for index in range(len(self.summaries), len(self.config.stages)):
             trained = await self._stage(index, policy, stop, checkpoint)
             if stop.status is not None:
-                why = "Paused by a sentinel (run.log says why)" if stop.status == PAUSED else "Stopped"
-                saved = why if self.store.steps() else "Stopped before the first step, so it begins anew"
+                why = (
+                    "Paused by a sentinel (run.log says why)"
+                    if stop.status == PAUSED
+                    else "Stopped"
+                )
+                saved = (
+                    why
+                    if self.store.steps()
+                    else "Stopped before the first step, so it begins anew"
+                )
                 again = f"{saved}. Continue with: ratchet train --resume {self.place}"
                 self.console.print(again, markup=False, highlight=False, soft_wrap=True)
                 return stop.status
@@ -278,28 +322,52 @@ class Session:
             sinks.append(TensorBoardSink(self.directory.tensorboard, keep_through=keep_through))
         if self.config.logging.sinks:
             path = self.directory.path
-            tracked = Tracked(self.config.name, run_id(path), path, plain(self.config), resumed=keep_through >= 0)
+            tracked = Tracked(
+                self.config.name, run_id(path), path, plain(self.config), resumed=keep_through >= 0
+            )
             with spares_programs():
                 sinks += track(self.config.logging.sinks, tracked)
         return Sinks(sinks)
 
-    async def _stage(self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None) -> Learner:
+    async def _stage(
+        self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None
+    ) -> Learner:
         """The learner of the policy, which knows all that belongs to the model."""
         stage = self.config.stages[index]
         policies = stage.checkpoint
-        self.store.keep, self.store.keep_best, self.store.keep_every = policies.keep, policies.keep_best, policies.keep_every
-        run = build_run(self.config, index, policy, directory=self.directory.path, ledger=self.ledger, stop=stop)
+        self.store.keep, self.store.keep_best, self.store.keep_every = (
+            policies.keep,
+            policies.keep_best,
+            policies.keep_every,
+        )
+        run = build_run(
+            self.config, index, policy, directory=self.directory.path, ledger=self.ledger, stop=stop
+        )
         for caution in cautions(stage):
             log.warning("stage %s: %s", run.name, caution)
         if run.trainable:
             trains, share = run.trainable["trainable_parameters"], run.trainable["trainable_share"]
-            log.info("stage %s trains %s parameters of an adapter, %.2f %% of all", run.name, f"{trains:,}", 100 * share)
+            log.info(
+                "stage %s trains %s parameters of an adapter, %.2f %% of all",
+                run.name,
+                f"{trains:,}",
+                100 * share,
+            )
         before, self.measures = self.measures, run.evaluator and run.evaluator.measures
         run.deadline = None if policies.limit_s is None else self.began + policies.limit_s
         run.limit_s = self.try_s
         run.sentinels = Sentinels(stage.sentinels, self.directory.sentinels)
         data, recipe = files_of(stage.environment), self._plain
-        saver = Saver(self.store, run, policies, self.summaries, self.command, data=data, recipe=recipe, mirror=self.mirror)
+        saver = Saver(
+            self.store,
+            run,
+            policies,
+            self.summaries,
+            self.command,
+            data=data,
+            recipe=recipe,
+            mirror=self.mirror,
+        )
         run.verify_directory = self._verify_directory
         run.evaluations = self.directory.evals / stage.name
         run.save, run.recorder = saver.save, self.recorder
@@ -312,9 +380,20 @@ class Session:
             await self._measure_start(index, run, alike=before == self.measures)
         self._note_provenance(run.first_step, saver.data)
         mode = self.config.logging.progress
-        progress = show_progress(run.name, first_step=run.first_step, last_step=run.last_step, mode=mode, console=self.console)
+        progress = show_progress(
+            run.name,
+            first_step=run.first_step,
+            last_step=run.last_step,
+            mode=mode,
+            console=self.console,
+        )
         measured = metering(run, policy, self.config, index, self.directory, self.trace)
-        with progress as show, measured, self._profiling(index, run, policy), stalls_told(self.config.logging.stall_s):
+        with (
+            progress as show,
+            measured,
+            self._profiling(index, run, policy),
+            stalls_told(self.config.logging.stall_s),
+        ):
             run.observers = (self.sinks.write, show, saver.observe)
             async with AsyncExitStack() as ends:
                 ends.push_async_callback(run.close)
@@ -330,8 +409,10 @@ class Session:
         steps, silent = run.done - run.origin, run.progress.silent_steps
         if silent > steps / 2:
             log.warning(
-                "stage %s: in %d of %d steps all advantages were 0 (no attempt beat another), which teaches nothing: "
-                "train longer before it, raise sampling.temperature, or make tasks of mixed difficulty",
+                "stage %s: in %d of %d steps all advantages were 0 (no attempt beat another), "
+                "which teaches nothing: "
+                "train longer before it, raise sampling.temperature, or make tasks of mixed "
+                "difficulty",
                 run.name,
                 silent,
                 steps,
@@ -347,7 +428,11 @@ class Session:
         try:
             note_provenance(self.directory.provenance, after_step=after_step, data=data)
         except OSError as error:
-            log.warning("%s can't be written, so nothing says what this run was made of: %s", self.directory.provenance, error)
+            log.warning(
+                "%s can't be written, so nothing says what this run was made of: %s",
+                self.directory.provenance,
+                error,
+            )
 
     def _keep_base(self, index: int, run: Run, policy: Policy) -> None:
         """The model that the stage's adapter belongs to, where only this run has it."""
@@ -359,11 +444,18 @@ class Session:
     def _profiling(self, index: int, run: Run, policy: Policy) -> AbstractContextManager[None]:
         if self.profile is None or index != self._profiled:
             return nullcontext()
-        return profiling(run, policy, self.config, self.profile, self.directory.profile, self.console)
+        return profiling(
+            run, policy, self.config, self.profile, self.directory.profile, self.console
+        )
 
     async def _measure_start(self, index: int, run: Run, *, alike: bool) -> None:
-        """Accuracy before the stage: what the stage before it reached, if that was measured in the same way."""
-        if index and alike and _measured_alike(self.config.stages[index - 1], self.config.stages[index]):
+        """Accuracy before the stage: what the stage before it reached, if that was measured in the
+        same way."""
+        if (
+            index
+            and alike
+            and _measured_alike(self.config.stages[index - 1], self.config.stages[index])
+        ):
             run.progress.accuracy_before = self.summaries[-1].accuracy_after
             return
         numbers = await run.evaluate()
@@ -385,12 +477,21 @@ class Session:
         failpoints.point("finish.tokenizer")
         peak_mib = peak_memory() / 2**20
         summary = RunSummary(
-            tuple(self.summaries), self.command, config.seed, int(config.threads), config.device, peak_mib=peak_mib
+            tuple(self.summaries),
+            self.command,
+            config.seed,
+            int(config.threads),
+            config.device,
+            peak_mib=peak_mib,
         )
         summary.write(self.directory.summary)
         failpoints.point("finish.summary")
         self.console.print(summary.table())
-        rows: list[tuple[str, str | Path]] = [("run", self.place), *models, ("summary", self.directory.summary)]
+        rows: list[tuple[str, str | Path]] = [
+            ("run", self.place),
+            *models,
+            ("summary", self.directory.summary),
+        ]
         if config.stages[-1].lora is not None:
             rows.insert(-1, ("adapter", self.directory.path / ADAPTER))
             trained.export(self.directory.path / ADAPTER, part="adapter")

@@ -31,7 +31,8 @@ from ratchet.types import Sampling
 
 @dataclass(frozen=True)
 class Policy:
-    """A model and everything that speaks its tokens: what a run trains, and what an evaluation or a chat asks."""
+    """A model and everything that speaks its tokens: what a run trains, and what an evaluation or a
+    chat asks."""
 
     model: PolicyModel
     tokenizer: Tokenizer
@@ -51,12 +52,13 @@ class Policy:
         generator: Section | None = None,
         ranks: Workers | None = None,
     ) -> Policy:
-        """processor: of a model that reads media. generator: its section; None: the engine, which reads the model's own
-        tensors. ranks: processes that train, whose weights the model here is sent; None: the model here is trained. Raises
-        ModelError for a misfit."""
+        """processor: of a model that reads media. generator: its section; None: the engine, which
+        reads the model's own tensors. ranks: processes that train, whose weights the model here is
+        sent; None: the model here is trained. Raises ModelError for a misfit."""
         if tokenizer.vocab_size > model.vocab_size:
             raise ModelError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size}: "
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "
+                f"{model.vocab_size}: "
                 "they don't belong together; give the model's own tokenizer"
             )
         renderer = Renderer(tokenizer, template, processor=processor, tool_format=tool_format)
@@ -75,7 +77,9 @@ class Policy:
 
     def ends(self, sampling: Sampling) -> Sampling:
         """With the ids that end this policy's turn among the stop ids."""
-        return replace(sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *self.renderer.stop_ids))))
+        return replace(
+            sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *self.renderer.stop_ids)))
+        )
 
     async def close(self) -> None:
         """Ends what the generator may have started."""
@@ -85,10 +89,10 @@ class Policy:
 
 @dataclass(frozen=True)
 class Arena:
-    """An environment with what judges it: `reward` for training (None: its own steps give it), `yardstick` for evaluation
-    (None: the same). `agent` plays it; None: the policy itself, in the turns that the environment makes. `second`: a judge that
-    trains nothing; `canaries`: tasks that are not to be rewarded (`ratchet.experience.checks.reward_hacking`). `evaluation`:
-    where it is
+    """An environment with what judges it: `reward` for training (None: its own steps give it),
+    `yardstick` for evaluation (None: the same). `agent` plays it; None: the policy itself, in the
+    turns that the environment makes. `second`: a judge that trains nothing; `canaries`: tasks that
+    are not to be rewarded (`ratchet.experience.checks.reward_hacking`). `evaluation`: where it is
     evaluated; None: here, on the tasks that are held out."""
 
     environment: Environment
@@ -102,7 +106,11 @@ class Arena:
     @property
     def judges(self) -> bool:
         """Whether anything here can say what an answer is worth."""
-        return self.reward is not None or self.yardstick is not None or getattr(self.environment, "judges", True)
+        return (
+            self.reward is not None
+            or self.yardstick is not None
+            or getattr(self.environment, "judges", True)
+        )
 
     def copies(self) -> Callable[[], Environment]:
         """Makes instances for single attempts; they share their data (see `Environment.tasks`)."""
@@ -111,8 +119,8 @@ class Arena:
 
 @dataclass(frozen=True)
 class Played:
-    """What workers need to play a stage's groups themselves: the values of its environment's section and of its rewards', its
-    rollouts, and how messages become tokens (see `Policy.of`)."""
+    """What workers need to play a stage's groups themselves: the values of its environment's
+    section and of its rewards', its rollouts, and how messages become tokens (see `Policy.of`)."""
 
     environment: Mapping[str, Any]
     rewards: Sequence[Mapping[str, Any]]
@@ -125,11 +133,13 @@ class Played:
 class Plan:
     """What a stage does, in numbers.
 
-    batch_size: groups (prompts or rows) a step. examples: distinct training tasks, None for no limit. curriculum: which of them
-    come when. first_step: where its step numbers begin; None goes on from the version that the generator has. algorithm: the
-    section of the stage's algorithm, for learners in other processes. link: its section; None: what fits. directory: where
-    links may leave files. colocated: learner and generator use the accelerator by turns. adapter: what the policy trains in
-    place of its weights. played: given to the generator's workers, which play its groups; None: this process plays them.
+    batch_size: groups (prompts or rows) a step. examples: distinct training tasks, None for no
+    limit. curriculum: which of them come when. first_step: where its step numbers begin; None goes
+    on from the version that the generator has. algorithm: the section of the stage's algorithm, for
+    learners in other processes. link: its section; None: what fits. directory: where links may
+    leave files. colocated: learner and generator use the accelerator by turns. adapter: what the
+    policy trains in place of its weights. played: given to the generator's workers, which play its
+    groups; None: this process plays them.
     """
 
     name: str

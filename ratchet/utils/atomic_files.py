@@ -14,7 +14,8 @@ from ratchet.utils import failpoints
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; it takes the place of `path` when the block ends without an error."""
+    """A temporary path beside `path` to write to; it takes the place of `path` when the block ends
+    without an error."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
         yield temporary

@@ -1,7 +1,7 @@
 """Secrets that a recipe names by an environment variable, and never holds itself.
 
-The library reads no environment: the command line does, and offers it here; a program of your own calls
-`offer(os.environ)` once.
+The library reads no environment: the command line does, and offers it here; a program of your own
+calls `offer(os.environ)` once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _offered: Mapping[str, str] = {}
 
 
 def offer(environment: Mapping[str, str]) -> None:
-    """Makes its variables available to whatever a recipe lets name one, instead of any offered before."""
+    """Makes its variables available to whatever a recipe lets name one, instead of any offered
+    before."""
     global _offered
     _offered = environment
 
@@ -29,7 +30,8 @@ def credential(variable: str) -> str:
     value = _offered.get(variable, "")
     if not value:
         raise ConfigError(
-            f"the environment variable {variable} is not set: export it before the run (from a program of your own, also "
+            f"the environment variable {variable} is not set: export it before the run (from a "
+            "program of your own, also "
             "call ratchet.utils.credentials.offer(os.environ))"
         )
     return value

@@ -1,8 +1,10 @@
-"""Named failpoints, so that tests can break a run at every place that matters, and not only at those that last long.
+"""Named failpoints, so that tests can break a run at every place that matters, and not only at
+those that last long.
 
-`point("checkpoint.after_write")` does nothing until `arm` names it. A spec such as `checkpoint.after_write:3:kill` breaks the
-third passage; `record` lists the points that some code passes, so that a test can enumerate all of its crash points. The
-bottom layer: imports nothing of Ratchet, and never reads the environment (the command line does, and calls `arm`).
+`point("checkpoint.after_write")` does nothing until `arm` names it. A spec such as
+`checkpoint.after_write:3:kill` breaks the third passage; `record` lists the points that some code
+passes, so that a test can enumerate all of its crash points. The bottom layer: imports nothing of
+Ratchet, and never reads the environment (the command line does, and calls `arm`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ class InjectedFault(RuntimeError):
 
 
 def _kill(name: str) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)  # as abrupt as the machine's own: nothing is flushed, no handler runs
+    # as abrupt as the machine's own: nothing is flushed, no handler runs
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _interrupt(name: str) -> None:
@@ -62,11 +65,13 @@ def point(name: str) -> None:
 
 
 def arm(spec: str) -> None:
-    """Arms the failpoints of `spec`, instead of any armed before: `name[:n]:action`, several separated by commas.
+    """Arms the failpoints of `spec`, instead of any armed before: `name[:n]:action`, several
+    separated by commas.
 
-    n: at which passage, from 1 (the default). action: kill (SIGKILL), interrupt (SIGINT), terminate (SIGTERM), hang_up
-    (SIGHUP), raise (InjectedFault) or enospc (OSError). Points are not registered anywhere, so a name that no code passes
-    has no effect. Raises ValueError for a malformed spec.
+    n: at which passage, from 1 (the default). action: kill (SIGKILL), interrupt (SIGINT), terminate
+    (SIGTERM), hang_up (SIGHUP), raise (InjectedFault) or enospc (OSError). Points are not
+    registered anywhere, so a name that no code passes has no effect. Raises ValueError for a
+    malformed spec.
     """
     global _listener
     plan: dict[tuple[str, int], Callable[[str], None]] = {}
@@ -106,6 +111,7 @@ def _parse(item: str) -> tuple[str, int, str]:
     passage = passage or "1"
     if not name or action not in ACTIONS or not passage.isdecimal() or int(passage) < 1:
         raise ValueError(
-            f"failpoint '{item}': write NAME:ACTION or NAME:N:ACTION, N from 1, ACTION one of {', '.join(ACTIONS)}"
+            f"failpoint '{item}': write NAME:ACTION or NAME:N:ACTION, N from 1, ACTION one of "
+            f"{', '.join(ACTIONS)}"
         )
     return name, int(passage), action

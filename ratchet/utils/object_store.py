@@ -1,7 +1,9 @@
-"""Files behind an address: s3://bucket/run, gs://, hf://, file://, memory:// and all else that fsspec knows.
+"""Files behind an address: s3://bucket/run, gs://, hf://, file://, memory:// and all else that
+fsspec knows.
 
-A store's client may raise anything; here it becomes an OSError that names the file. What failed is asked for again a few
-times; what is not there, or not allowed, is not. What is fetched goes into the cache of this machine.
+A store's client may raise anything; here it becomes an OSError that names the file. What failed is
+asked for again a few times; what is not there, or not allowed, is not. What is fetched goes into
+the cache of this machine.
 """
 
 from __future__ import annotations
@@ -25,8 +27,16 @@ from ratchet.utils.safe_read import read_json
 
 log = logging.getLogger(__name__)
 
-# What fsspec needs beside itself, by the beginning of an address, of the extra `stores`. They have buckets and no directories.
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+# What fsspec needs beside itself, by the beginning of an address, of the extra `stores`. They have
+# buckets and no directories.
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "az": "adlfs",
+}
 ATTEMPTS = 3
 PAUSE_S = 1.0  # before the second attempt; doubled before each further one
 FETCHED = ".fetched.json"  # what a copy of a directory was made of
@@ -49,35 +59,46 @@ def keep_as(environment: Mapping[str, str]) -> None:
 
 
 def cached(kind: str, address: str) -> Path:
-    """Where this machine keeps what belongs to an address: a directory of its own, with the address's last name."""
+    """Where this machine keeps what belongs to an address: a directory of its own, with the
+    address's last name."""
     address = address.rstrip("/")
     digest = hashlib.sha256(address.encode()).hexdigest()[:16]
     return kept(kind) / digest / (PurePosixPath(address).name or "root")
 
 
 def kept(kind: str) -> Path:
-    """Where this machine keeps what it can get, or make, again. Raises OSError for a user without a home."""
+    """Where this machine keeps what it can get, or make, again. Raises OSError for a user without a
+    home."""
     try:
         return (_cache or Path.home() / ".cache" / "ratchet") / kind
     except RuntimeError as error:
-        raise OSError("this user has no home directory: set RATCHET_CACHE to a directory") from error
+        raise OSError(
+            "this user has no home directory: set RATCHET_CACHE to a directory"
+        ) from error
 
 
 def unfit(address: str) -> str | None:
-    """Why a model or a run can't be at an address, as far as that alone tells; None where it may."""
+    """Why a model or a run can't be at an address, as far as that alone tells; None where it
+    may."""
     scheme, _, rest = address.partition("://")
     if "::" in address:
         return "it chains several stores: name the one that holds the files"
     if scheme in ("http", "https"):
-        return "a web server lists no directory: name a store, or a copy of the files on this machine"
+        return (
+            "a web server lists no directory: name a store, or a copy of the files on this machine"
+        )
     if not rest.strip("/"):
         return f"it names no place: write {scheme}://bucket/name"
     if any(sign in rest for sign in "*?[]#\\") or ".." in rest.split("/"):
         return "it is a pattern or leads upwards: write a plain address"
-    from fsspec import available_protocols, registry  # the second has those that somebody has brought
+    # the second has those that somebody has brought
+    from fsspec import available_protocols, registry
 
     if scheme not in {*available_protocols(), *registry}:
-        return f"nothing reads {scheme}://: use s3://, gs://, az://, hf://, file:// or another that fsspec knows"
+        return (
+            f"nothing reads {scheme}://: use s3://, gs://, az://, hf://, file:// or another "
+            "that fsspec knows"
+        )
     return None
 
 
@@ -91,12 +112,17 @@ def filesystem(address: str) -> tuple[Any, str]:
         return url_to_fs(address)
     except ImportError as error:
         package = PACKAGES.get(scheme, "fsspec")
-        raise MissingDependency(package, extra="stores", needed_for=f"reading {scheme}://") from error
+        raise MissingDependency(
+            package, extra="stores", needed_for=f"reading {scheme}://"
+        ) from error
     except ValueError as error:
         known = ", ".join(sorted(fsspec.available_protocols()))
         raise DataError(f"{address}: nothing reads {scheme}://; there are {known}") from error
-    except Exception as error:  # a store's client raises errors of its own: without credentials, say
-        raise DataError(f"{address}: its store can't be used: {type(error).__name__}: {error}") from error
+    # a store's client raises errors of its own: without credentials, say
+    except Exception as error:
+        raise DataError(
+            f"{address}: its store can't be used: {type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -108,8 +134,8 @@ class Entry:
 
 
 class Store:
-    """The files below an address, by their names from there on. Its methods raise OSError; FileNotFoundError for what is not
-    there. A name that would lead outside is never used."""
+    """The files below an address, by their names from there on. Its methods raise OSError;
+    FileNotFoundError for what is not there. A name that would lead outside is never used."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -126,7 +152,11 @@ class Store:
                 found = self._system.find(self._at(below) if below else self._root, detail=True)
             except FileNotFoundError:
                 return {}
-            return {self._name(path): _entry(info) for path, info in found.items() if info["type"] == "file"}
+            return {
+                self._name(path): _entry(info)
+                for path, info in found.items()
+                if info["type"] == "file"
+            }
 
         return self._tried(f"listing {below}", find)
 
@@ -147,14 +177,18 @@ class Store:
 
     def put(self, source: Path, name: str) -> None:
         """The file is there as a whole when this returns."""
-        self._placed(name, source.stat().st_size, lambda path: self._system.put_file(str(source), path))
+        self._placed(
+            name, source.stat().st_size, lambda path: self._system.put_file(str(source), path)
+        )
 
     def get(self, name: str, target: Path) -> None:
         """Takes its name when it is here as a whole."""
         draft = target.with_name(f".{target.name}.partial")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._tried(f"fetching {name}", lambda: self._system.get_file(self._at(name), str(draft)))
+            self._tried(
+                f"fetching {name}", lambda: self._system.get_file(self._at(name), str(draft))
+            )
             draft.replace(target)
         finally:
             draft.unlink(missing_ok=True)
@@ -169,7 +203,8 @@ class Store:
         self._tried(f"removing {name}", remove)
 
     def _placed(self, name: str, size: int, send: Callable[[str], object]) -> None:
-        """Where a file system writes in place, under another name first: a half-written file must not replace a whole one."""
+        """Where a file system writes in place, under another name first: a half-written file must
+        not replace a whole one."""
         path = self._at(name)
         draft = f"{path}.partial" if getattr(self._system, "local_file", False) else path
 
@@ -200,7 +235,8 @@ class Store:
                 return do()
             except (FileNotFoundError, PermissionError) as error:
                 raise type(error)(f"{self.address}: {what}: {error}") from error
-            except Exception as error:  # a store's client raises errors of its own, and none may cost a run
+            # a store's client raises errors of its own, and none may cost a run
+            except Exception as error:
                 reason = f"{self.address}: {what}: {type(error).__name__}: {error}"
                 if attempt == ATTEMPTS - 1:
                     raise OSError(reason) from error
@@ -218,7 +254,13 @@ def _entry(info: Mapping[str, Any]) -> Entry:
 def stays_inside(name: str) -> bool:
     """Whether a relative POSIX name can't leave the directory that it is in."""
     path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
+    return (
+        bool(path.parts)
+        and not path.is_absolute()
+        and ".." not in path.parts
+        and "\\" not in name
+        and "\0" not in name
+    )
 
 
 @contextmanager
@@ -234,23 +276,33 @@ def alone(directory: Path) -> Iterator[None]:
 
 
 def fetch_directory(address: str, patterns: Sequence[str] = ("*",), *, deep: bool = True) -> Path:
-    """A copy of a directory on this machine, to be read: what has not changed since it was fetched is not fetched again.
+    """A copy of a directory on this machine, to be read: what has not changed since it was fetched
+    is not fetched again.
 
-    patterns: of the names of files that are wanted. deep: also those in directories below. Raises OSError; DataError and
-    MissingDependency for an address that can't be read here.
+    patterns: of the names of files that are wanted. deep: also those in directories below. Raises
+    OSError; DataError and MissingDependency for an address that can't be read here.
     """
     store, target = Store(address), cached("directories", address)
     with alone(target):
         fetched, listed = _fetched_before(target), store.entries()
         for name, entry in sorted(listed.items()):
-            if not any(fnmatch(name, pattern) for pattern in patterns) or not (deep or "/" not in name):
+            if not any(fnmatch(name, pattern) for pattern in patterns) or not (
+                deep or "/" not in name
+            ):
                 continue
             path, facts = target / name, [entry.size, entry.version]
-            if fetched.get(name) != facts or not path.is_file() or path.stat().st_size != entry.size:
+            if (
+                fetched.get(name) != facts
+                or not path.is_file()
+                or path.stat().st_size != entry.size
+            ):
                 store.get(name, path)
                 if (size := path.stat().st_size) != entry.size:
                     path.unlink()
-                    raise OSError(f"{address}/{name} came with {size} bytes instead of {entry.size}: try again")
+                    raise OSError(
+                        f"{address}/{name} came with {size} bytes instead of {entry.size}: try "
+                        "again"
+                    )
                 fetched[name] = facts
         for name in fetched.keys() - listed.keys():
             (target / name).unlink(missing_ok=True)
@@ -268,10 +320,12 @@ def _fetched_before(target: Path) -> dict[str, Any]:
 
 
 def put_directory(source: Path, address: str, *, last: str) -> None:
-    """All files of a directory; `last`, without which nobody takes the rest for what it is to be, comes last. Raises OSError,
-    DataError, MissingDependency."""
+    """All files of a directory; `last`, without which nobody takes the rest for what it is to be,
+    comes last. Raises OSError, DataError, MissingDependency."""
     store = Store(address)
-    names = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file())
+    names = sorted(
+        path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()
+    )
     for name in sorted(names, key=lambda name: name == last):
         store.put(source / name, name)
 

@@ -1,7 +1,8 @@
-"""Files and JSON that come from elsewhere, read within bounds: a recipe, a row or a model directory may be anything.
+"""Files and JSON that come from elsewhere, read within bounds: a recipe, a row or a model directory
+may be anything.
 
-Everything here raises OSError or ValueError, which each reader turns into an error of its own that names the file.
-Free of everything but the standard library.
+Everything here raises OSError or ValueError, which each reader turns into an error of its own that
+names the file. Free of everything but the standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, BinaryIO, NoReturn
 
 MAX_JSON_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MiB
 MAX_TEXT_BYTES = 4 << 20  # a chat template; the longest published one has 20 KiB
-MAX_DEPTH = 100  # of objects and arrays: code that walks a value recursively breaks on a few hundred
+# of objects and arrays: code that walks a value recursively breaks on a few hundred
+MAX_DEPTH = 100
 KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
@@ -27,7 +29,8 @@ KINDS = (
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a plain file for reading, links followed. A pipe or a device, which may never end, is refused without reading it.
+    """Open a plain file for reading, links followed. A pipe or a device, which may never end, is
+    refused without reading it.
 
     Raises OSError, whose `strerror` says what the path is where it is no plain file.
     """
@@ -35,7 +38,8 @@ def open_file(path: str | Path) -> BinaryIO:
         _require_plain(path, os.stat(path).st_mode)
     except ValueError as error:  # a null character, say
         raise OSError(errno.EINVAL, f"it is no name of a file ({error})", str(path)) from None
-    # Without O_NONBLOCK the opening of a pipe that takes the file's place in between would wait for a writer.
+    # Without O_NONBLOCK the opening of a pipe that takes the file's place in between would wait for
+    # a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _require_plain(path, os.fstat(descriptor).st_mode)
@@ -67,18 +71,22 @@ def read_bytes(path: str | Path, limit: int = MAX_JSON_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, limit: int = MAX_TEXT_BYTES) -> str:
-    """Read a whole plain file of UTF-8. Raises OSError, and ValueError naming the first byte that is none."""
+    """Read a whole plain file of UTF-8. Raises OSError, and ValueError naming the first byte that
+    is none."""
     return decode(read_bytes(path, limit)).replace("\r\n", "\n")
 
 
 def decode(content: bytes) -> str:
-    """Decode UTF-8, with or without a byte order mark. Raises ValueError naming line and offset of the first wrong byte."""
+    """Decode UTF-8, with or without a byte order mark. Raises ValueError naming line and offset of
+    the first wrong byte."""
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         byte = error.object[error.start]
-        raise ValueError(f"is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}, in line {line}") from None
+        raise ValueError(
+            f"is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}, in line {line}"
+        ) from None
 
 
 def size_text(size: int) -> str:
@@ -103,8 +111,8 @@ def parse_json(
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
     parse_constant: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Parse JSON. Raises ValueError (as JSONDecodeError where it is malformed), also for more than MAX_DEPTH levels and for a
-    whole number with more digits than Python reads (4,300)."""
+    """Parse JSON. Raises ValueError (as JSONDecodeError where it is malformed), also for more than
+    MAX_DEPTH levels and for a whole number with more digits than Python reads (4,300)."""
     if isinstance(text, bytes):
         text = decode(text)
     try:
@@ -122,11 +130,14 @@ def _refuse_depth() -> NoReturn:
 
 
 def is_deeper(value: object, depth: int) -> bool:
-    """Return True if dicts and lists lie within each other more than `depth` deep. Walks level by level, without recursion."""
+    """Return True if dicts and lists lie within each other more than `depth` deep. Walks level by
+    level, without recursion."""
     level: list[Any] = [value]
     for _ in range(depth + 1):
         level = [item for item in level if isinstance(item, dict | list)]
         if not level:
             return False
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+        level = [
+            inner for item in level for inner in (item.values() if isinstance(item, dict) else item)
+        ]
     return True

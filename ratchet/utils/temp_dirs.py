@@ -1,7 +1,9 @@
-"""Temporary folders that outlive no killed process for long: the next one removes what a dead owner has left.
+"""Temporary folders that outlive no killed process for long: the next one removes what a dead owner
+has left.
 
-A folder holds a file that its owner has locked. The kernel lets go of the lock when the owner ends, however it ends, and no
-process number can be mistaken for another's. A folder without that file is not one of these, and is never touched.
+A folder holds a file that its owner has locked. The kernel lets go of the lock when the owner ends,
+however it ends, and no process number can be mistaken for another's. A folder without that file is
+not one of these, and is never touched.
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ _swept: set[Path] = set()  # parents, once for each process
 
 
 class TemporaryFolder:
-    """A folder `PARENT/ratchet-WHAT-RANDOM` of this process, removed by `close` or at the end of a `with` block.
+    """A folder `PARENT/ratchet-WHAT-RANDOM` of this process, removed by `close` or at the end of a
+    `with` block.
 
-    Where the process is killed, a later one that makes a folder in the same parent, or trains, removes it.
+    Where the process is killed, a later one that makes a folder in the same parent, or trains,
+    removes it.
 
     path: of the folder.
     """
 
     def __init__(self, what: str, parent: str | Path | None = None) -> None:
-        """Make the folder in `parent` (default: the folder for temporary files). Raises OSError where that can't be written."""
+        """Make the folder in `parent` (default: the folder for temporary files). Raises OSError
+        where that can't be written."""
         place = Path(parent or tempfile.gettempdir())
         _sweep_once(place)
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{what}-", dir=place))
@@ -57,7 +62,8 @@ def _remove(folder: Path, lock: int | None, owner: int) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """Return the descriptor that holds the lock, which programs that are started do not inherit; None where locks fail."""
+    """Return the descriptor that holds the lock, which programs that are started do not inherit;
+    None where locks fail."""
     draft = folder / f"{OWNER}-"
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -70,8 +76,11 @@ def _lock(folder: Path) -> int | None:
 
 
 def sweep() -> list[Path]:
-    """Remove this user's folders of dead processes, among temporary files and in shared memory. Returns which those were."""
-    return [path for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY) for path in _sweep(parent)]
+    """Remove this user's folders of dead processes, among temporary files and in shared memory.
+    Returns which those were."""
+    return [
+        path for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY) for path in _sweep(parent)
+    ]
 
 
 def _sweep_once(parent: Path) -> None:
@@ -91,7 +100,8 @@ def _removed_if_left(folder: Path) -> bool:
             return False
         descriptor = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+            # BlockingIOError: its owner lives
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
             return True
         finally:

@@ -1,4 +1,5 @@
-"""Text of others as a terminal may show it: data, a model's answer, a file's name or a key of a recipe may hold anything."""
+"""Text of others as a terminal may show it: data, a model's answer, a file's name or a key of a
+recipe may hold anything."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ if TYPE_CHECKING:
 
 
 def visible(text: str) -> str:
-    """Return `text` with each character that could command a terminal, or turn what follows around, as its code.
+    """Return `text` with each character that could command a terminal, or turn what follows around,
+    as its code.
 
-    Line ends and tabs stay. Replaced are the other control characters (C0, DEL, C1), line and paragraph separators, marks of
-    direction (Unicode TR9), invisible joiners at which texts look alike, and halves of surrogate pairs.
+    Line ends and tabs stay. Replaced are the other control characters (C0, DEL, C1), line and
+    paragraph separators, marks of direction (Unicode TR9), invisible joiners at which texts look
+    alike, and halves of surrogate pairs.
     """
     return text if text.isascii() and text.isprintable() else text.translate(_CODES)
 
@@ -24,12 +27,17 @@ def shortened(text: str, limit: int) -> str:
 
 
 def first_line(text: str, limit: int = 400) -> str:
-    """Return the first line with something in it, cut to `limit`: what a library's error says of a file."""
-    return shortened(next((line.strip() for line in text.splitlines() if line.strip()), "no reason is given"), limit)
+    """Return the first line with something in it, cut to `limit`: what a library's error says of a
+    file."""
+    return shortened(
+        next((line.strip() for line in text.splitlines() if line.strip()), "no reason is given"),
+        limit,
+    )
 
 
 def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Console:
-    """Make a console of rich that escapes whatever is printed on it, in tables too; styles and rich's own controls pass.
+    """Make a console of rich that escapes whatever is printed on it, in tables too; styles and
+    rich's own controls pass.
 
     file: Where it prints; None: standard output.
     """
@@ -45,7 +53,9 @@ def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Con
                 yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
     class Escape(RenderHook):
-        def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        def process_renderables(
+            self, renderables: list[ConsoleRenderable]
+        ) -> list[ConsoleRenderable]:
             return [Escaped(each) for each in renderables]
 
     console = Console(file=file, soft_wrap=soft_wrap)
@@ -67,7 +77,8 @@ def _is_hidden(point: int) -> bool:
         (point < 32 and point not in (9, 10))
         or 0x7F <= point <= 0x9F
         or point in (0x061C, 0x2028, 0x2029, 0xFEFF)
-        or point in (0x200B, 0x200E, 0x200F)  # not the joiners between, which Persian and emoji need
+        # not the joiners between, which Persian and emoji need
+        or point in (0x200B, 0x200E, 0x200F)
         or 0x202A <= point <= 0x202E
         or 0x2060 <= point <= 0x206F
         or 0xD800 <= point <= 0xDFFF
@@ -77,7 +88,13 @@ def _is_hidden(point: int) -> bool:
 
 
 def _code(point: int) -> str:
-    return f"\\x{point:02x}" if point < 256 else f"\\u{point:04x}" if point < 65536 else f"\\U{point:08x}"
+    return (
+        f"\\x{point:02x}"
+        if point < 256
+        else f"\\u{point:04x}"
+        if point < 65536
+        else f"\\U{point:08x}"
+    )
 
 
 _CODES = _Codes()

@@ -1,7 +1,8 @@
 """Threads that work on parts of a batch at the same time, each on operations of its own.
 
-Small operations gain little from many threads that share each of them: they wait for one another after every one. Where a batch
-has parts, whoever computes a part never waits. PyTorch lets go of the interpreter inside of its operations.
+Small operations gain little from many threads that share each of them: they wait for one another
+after every one. Where a batch has parts, whoever computes a part never waits. PyTorch lets go of
+the interpreter inside of its operations.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ class Crew:
         self._others = ThreadPoolExecutor(size - 1, thread_name_prefix="crew") if size > 1 else None
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Their results, in order. Raises what the first of those raised that failed, after all have ended.
+        """Their results, in order. Raises what the first of those raised that failed, after all
+        have ended.
 
-        Meanwhile each has its share of the threads that PyTorch gives an operation. Modes of PyTorch that belong to a thread
-        (no_grad, inference_mode, autocast) are for a job to enter.
+        Meanwhile each has its share of the threads that PyTorch gives an operation. Modes of
+        PyTorch that belong to a thread (no_grad, inference_mode, autocast) are for a job to enter.
         """
         if self._others is None or len(jobs) < 2:
             return [job() for job in jobs]
@@ -44,7 +46,8 @@ class Crew:
         return [first, *(future.result() for future in futures)]
 
     def each(self, work: Callable[[P], T], pieces: Sequence[P], sizes: Sequence[int]) -> list[T]:
-        """What comes of each piece, in order; nobody gets much more than another. Raises as `run` does."""
+        """What comes of each piece, in order; nobody gets much more than another. Raises as `run`
+        does."""
         hands = [taken for taken in dealt(sizes, self.size) if taken]
         done = self.run([partial(_done, work, [pieces[i] for i in taken]) for taken in hands])
         found = dict(zip(chain(*hands), chain(*done), strict=True))
@@ -63,7 +66,8 @@ def _limited(threads: int, job: Callable[[], T]) -> T:
 
 
 def dealt(sizes: Sequence[int], hands: int) -> list[list[int]]:
-    """Which of the pieces each of so many hands takes, in ascending order: the largest first, to whoever has least."""
+    """Which of the pieces each of so many hands takes, in ascending order: the largest first, to
+    whoever has least."""
     loads = [0] * hands
     taken: list[list[int]] = [[] for _ in range(hands)]
     for piece in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

@@ -1,8 +1,8 @@
-"""Limits of one connection and of all together. A connection that keeps the server waiting has a deadline, and is the first
-to go when there are too many.
+"""Limits of one connection and of all together. A connection that keeps the server waiting has a
+deadline, and is the first to go when there are too many.
 
-The HTTP itself is uvicorn's (its protocol on h11), which has no deadline for a request's head or for a client that does not
-read, and does not bound how many connections are open.
+The HTTP itself is uvicorn's (its protocol on h11), which has no deadline for a request's head or
+for a client that does not read, and does not bound how many connections are open.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Limits:
 class Connections:
     """The connections of one server, and which of them keep it waiting.
 
-    A connection waits for its client while its next request is not there whole. With `most` connections, a new one takes the
-    place of the one that has waited longest; where all others have their requests answered, the new one waits in the kernel's
-    queue instead.
+    A connection waits for its client while its next request is not there whole. With `most`
+    connections, a new one takes the place of the one that has waited longest; where all others have
+    their requests answered, the new one waits in the kernel's queue instead.
     """
 
     def __init__(self, most: int) -> None:
@@ -100,7 +100,9 @@ class Connections:
 class GuardedProtocol(H11Protocol):
     """One connection: uvicorn's, within `limits`."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, connections: Connections, limits: Limits) -> None:
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, connections: Connections, limits: Limits
+    ) -> None:
         super().__init__(config, state, {}, asyncio.get_running_loop())
         self.logger: Any = Quiet(self.logger, {})
         self._connections, self._limits = connections, limits
@@ -128,7 +130,8 @@ class GuardedProtocol(H11Protocol):
             self._cancel_deadline()
             self._connections.answer(self)
         elif self.cycle is not cycle:
-            # The application refuses a body that is late, with an answer. This deadline is for one that does not read it.
+            # The application refuses a body that is late, with an answer. This deadline is for one
+            # that does not read it.
             self._wait(2 * self._limits.body_s)
 
     def on_response_complete(self) -> None:
@@ -151,7 +154,9 @@ class GuardedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._write_deadline is None:
-            self._write_deadline = self.loop.call_later(self._limits.write_s, self.drop, "its client does not read")
+            self._write_deadline = self.loop.call_later(
+                self._limits.write_s, self.drop, "its client does not read"
+            )
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -192,7 +197,8 @@ class GuardedProtocol(H11Protocol):
 
 
 class Quiet(logging.LoggerAdapter[logging.Logger]):
-    """uvicorn's log, in which what a client does is worth a line of debugging at most. Only exceptions are errors."""
+    """uvicorn's log, in which what a client does is worth a line of debugging at most. Only
+    exceptions are errors."""
 
     @property
     def level(self) -> int:
@@ -202,5 +208,7 @@ class Quiet(logging.LoggerAdapter[logging.Logger]):
         error = kwargs.get("exc_info")
         super().log(level if error is not None else min(level, logging.DEBUG), msg, *args, **kwargs)
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
         return msg, kwargs

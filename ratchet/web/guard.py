@@ -1,4 +1,5 @@
-"""What stands before an application: names that a request may give, answers for what breaks, and bodies within limits."""
+"""What stands before an application: names that a request may give, answers for what breaks, and
+bodies within limits."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ log = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PAGES = ("http://", "https://")  # schemes of an Origin
 HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::[0-9]*)?", re.ASCII)
-PIECE = 2**18  # bytes of an answer that are handed on at once, so that each has a deadline of its own
+# bytes of an answer that are handed on at once, so that each has a deadline of its own
+PIECE = 2**18
 
 Message = MutableMapping[str, Any]
 # (status, what is wrong, code) -> (content type, body)
@@ -31,15 +33,17 @@ def plain(status: int, message: str, code: str) -> tuple[str, bytes]:
 class Guard:
     """ASGI middleware.
 
-    app: the application.
-    names: hosts that a request may name in its Host and Origin; None: any. A server without a key has to check, or a page of
-    another site could ask it through the user's browser (DNS rebinding, or a simple POST).
-    form: turns an error into an answer.
+    app: the application. names: hosts that a request may name in its Host and Origin; None: any. A
+    server without a key has to check, or a page of another site could ask it through the user's
+    browser (DNS rebinding, or a simple POST). form: turns an error into an answer.
 
-    An exception of the application is logged once, under an id that the client gets in an answer with status 500.
+    An exception of the application is logged once, under an id that the client gets in an answer
+    with status 500.
     """
 
-    def __init__(self, app: Any, *, names: Collection[str] | None = None, form: Form = plain) -> None:
+    def __init__(
+        self, app: Any, *, names: Collection[str] | None = None, form: Form = plain
+    ) -> None:
         self.app, self.names, self.form = app, names, form
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
@@ -54,7 +58,10 @@ class Guard:
         async def refuse(status: int, message: str, code: str) -> None:
             if not has_begun:
                 kind, body = self.form(status, message, code)
-                headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+                headers = [
+                    (b"content-type", kind.encode()),
+                    (b"content-length", str(len(body)).encode()),
+                ]
                 await send({"type": "http.response.start", "status": status, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
 
@@ -69,24 +76,37 @@ class Guard:
         except Exception:
             name = secrets.token_hex(4)
             log.exception("request %s, %s %s, broke", name, scope["method"], scope["path"])
-            await refuse(500, f"this is a fault of the server; its log has the reason under {name}", "internal_error")
+            await refuse(
+                500,
+                f"this is a fault of the server; its log has the reason under {name}",
+                "internal_error",
+            )
 
 
 def stranger(headers: Iterable[tuple[bytes, bytes]], names: Collection[str]) -> str:
-    """Return why the Host or the Origin of a request is refused; "" where they are among `names`."""
+    """Return why the Host or the Origin of a request is refused; "" where they are among
+    `names`."""
     values = [(name, value.decode("latin-1")) for name, value in headers]
     hosts = [value for name, value in values if name == b"host"]
     for host in hosts or [""]:
         if _host(host) not in names:
-            return f"the request names the host '{host:.80}', and this server answers to {', '.join(names)} alone"
+            return (
+                f"the request names the host '{host:.80}', and this server answers to "
+                f"{', '.join(names)} alone"
+            )
     for origin in (value for name, value in values if name == b"origin"):
         if not origin.startswith(PAGES) or _host(origin.partition("//")[2]) not in names:
-            return f"the request comes from a page of '{origin:.80}', and without a key only local pages are answered"
+            return (
+                f"the request comes from a page of '{origin:.80}', and without a key only "
+                "local "
+                "pages are answered"
+            )
     return ""
 
 
 def _host(address: str) -> str:
-    """Return the host of "host:port" in lower case, without brackets; "" where the text is anything else."""
+    """Return the host of "host:port" in lower case, without brackets; "" where the text is anything
+    else."""
     match = HOST.fullmatch(address)
     return (match[1] or match[2]).lower() if match else ""
 
@@ -98,7 +118,11 @@ def _pieces(message: Message) -> Iterable[Message]:
     starts = range(0, len(body), PIECE)
     last = starts[-1]
     return (
-        {**message, "body": body[start : start + PIECE], "more_body": start != last or message.get("more_body", False)}
+        {
+            **message,
+            "body": body[start : start + PIECE],
+            "more_body": start != last or message.get("more_body", False),
+        }
         for start in starts
     )
 
@@ -112,7 +136,8 @@ class BodyRefused(Exception):
 
 
 class Bodies:
-    """Reads bodies of requests: each within its size and time, all together within the memory that `limits` name."""
+    """Reads bodies of requests: each within its size and time, all together within the memory that
+    `limits` name."""
 
     def __init__(self, limits: Limits = Limits()) -> None:
         self.limits, self.held = limits, 0
@@ -126,12 +151,20 @@ class Bodies:
                     size += len(part)
                     self.held += len(part)
                     if size > limits.body_bytes:
-                        raise BodyRefused(413, f"the body has more than {limits.body_bytes} bytes", "body_too_large")
+                        raise BodyRefused(
+                            413,
+                            f"the body has more than {limits.body_bytes} bytes",
+                            "body_too_large",
+                        )
                     if self.held > limits.bodies_bytes:
-                        raise BodyRefused(503, "the server reads too many large bodies: ask again later", "busy")
+                        raise BodyRefused(
+                            503, "the server reads too many large bodies: ask again later", "busy"
+                        )
                     parts.append(part)
         except TimeoutError:
-            raise BodyRefused(408, f"the body was not here after {limits.body_s:g} s", "body_too_slow") from None
+            raise BodyRefused(
+                408, f"the body was not here after {limits.body_s:g} s", "body_too_slow"
+            ) from None
         finally:
             self.held -= size
         return b"".join(parts)

@@ -1,4 +1,5 @@
-"""A server of an ASGI application on a socket that is bound already, in the event loop of its caller or in a thread."""
+"""A server of an ASGI application on a socket that is bound already, in the event loop of its
+caller or in a thread."""
 
 from __future__ import annotations
 
@@ -26,17 +27,26 @@ LEAST = 8  # connections, however few descriptors there are
 
 
 class Server:
-    """Serves until `stop`. It accepts one connection after another, and only while it has room: asyncio's own accepting goes
-    on at full speed where the process has no descriptor left.
+    """Serves until `stop`. It accepts one connection after another, and only while it has room:
+    asyncio's own accepting goes on at full speed where the process has no descriptor left.
 
     access_log: one line for each request, as uvicorn writes it.
     """
 
-    def __init__(self, app: Any, listener: socket.socket, *, limits: Limits = Limits(), access_log: bool = False) -> None:
+    def __init__(
+        self,
+        app: Any,
+        listener: socket.socket,
+        *,
+        limits: Limits = Limits(),
+        access_log: bool = False,
+    ) -> None:
         self.limits, self.accepted, self.refused = limits, 0, 0
         self._listener, self._state, self._stopping = listener, ServerState(), asyncio.Event()
         self._connections = Connections(min(limits.connections, descriptors() // 2))
-        logs: dict[str, Any] = {"log_level": "info"} if access_log else {"log_config": None, "access_log": False}
+        logs: dict[str, Any] = (
+            {"log_level": "info"} if access_log else {"log_config": None, "access_log": False}
+        )
         self._config = uvicorn.Config(
             app,
             http="h11",
@@ -53,7 +63,8 @@ class Server:
         return self._listener.getsockname()[:2]
 
     def stop(self) -> None:
-        """End `run`, after answers that are on their way. Call it in the event loop that runs the server."""
+        """End `run`, after answers that are on their way. Call it in the event loop that runs the
+        server."""
         self._stopping.set()
 
     async def run(self) -> None:
@@ -61,11 +72,15 @@ class Server:
         self._config.load()
         self._listener.setblocking(False)
         self._listener.listen(BACKLOG)
-        accepting, stopping = asyncio.ensure_future(self._accept()), asyncio.ensure_future(self._stopping.wait())
+        accepting, stopping = (
+            asyncio.ensure_future(self._accept()),
+            asyncio.ensure_future(self._stopping.wait()),
+        )
         try:
             await asyncio.wait({accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # A fault of accepting itself goes on to the caller; a server that is deaf would be worse.
+            # A fault of accepting itself goes on to the caller; a server that is deaf would be
+            # worse.
             results = await _cancel(accepting, stopping)
             self._listener.close()
             await self._close()

@@ -1,12 +1,15 @@
-"""Checksums at the speed of memory: XXH3 (128 bits) of what lies in main memory; of what lies on an accelerator, sums that it
-adds up itself. Each says which it is, so that another end compares by the same, wherever its own bytes are.
+"""Checksums at the speed of memory: XXH3 (128 bits) of what lies in main memory; of what lies on an
+accelerator, sums that it adds up itself. Each says which it is, so that another end compares by the
+same, wherever its own bytes are.
 
-Sums: the bytes are laid out as rows of 1,024 words of 64 bits. The words of each row are added up, and those of each column
-(modulo 2^64, without a carry that could be lost), and what comes out, less than a thousandth of the data, is hashed by XXH3
-together with the bytes behind the last row and the length. They always find: changes within one word, or in any number of words
-of one row, or of one column; two words that were exchanged; bytes that are missing or too many.
+Sums: the bytes are laid out as rows of 1,024 words of 64 bits. The words of each row are added up,
+and those of each column (modulo 2^64, without a carry that could be lost), and what comes out, less
+than a thousandth of the data, is hashed by XXH3 together with the bytes behind the last row and the
+length. They always find: changes within one word, or in any number of words of one row, or of one
+column; two words that were exchanged; bytes that are missing or too many.
 
-Both find what chance does but for one case in 2^64 or fewer. Neither is a signature: somebody could deceive it on purpose.
+Both find what chance does but for one case in 2^64 or fewer. Neither is a signature: somebody could
+deceive it on purpose.
 """
 
 from __future__ import annotations
@@ -39,15 +42,16 @@ def agrees(tensor: Tensor, wanted: str) -> bool:
 
 
 def claim(tensor: Tensor, wanted: str) -> Callable[[], bool]:
-    """What says whether they have: one call that lets go of the interpreter, so that threads with claims don't wait for one
-    another."""
+    """What says whether they have: one call that lets go of the interpreter, so that threads with
+    claims don't wait for one another."""
     kind = wanted.partition(":")[0]
     parts = _parts(as_bytes(tensor), kind)
     return lambda: f"{kind}:{_digest(parts)}" == wanted
 
 
 def copy_summed(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> str:
-    """Copies a tensor of any layout to bytes [n] that lie one after the other, as `dtype`. Returns the checksum of the copy.
+    """Copies a tensor of any layout to bytes [n] that lie one after the other, as `dtype`. Returns
+    the checksum of the copy.
 
     On a CPU chunk by chunk, so that the checksum finds in the cache what copying has left there.
     """
@@ -57,7 +61,8 @@ def copy_summed(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> str:
         return checksum(target_n)
     digest = xxhash.xxh3_128()
     if source.dtype == dtype and source.device == target.device and source.is_contiguous():
-        # By numpy, whose slices cost less: a tenth of a copy's time is otherwise spent between its chunks.
+        # By numpy, whose slices cost less: a tenth of a copy's time is otherwise spent between its
+        # chunks.
         what_n, to_n = as_bytes(source).numpy(), target_n.numpy()
         for start in range(0, len(to_n), CHUNK):
             chunk_n = to_n[start : start + CHUNK]

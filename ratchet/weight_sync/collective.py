@@ -1,10 +1,12 @@
-"""Collectives between ranks and receivers: each rank broadcasts its own blocks, in buckets, to all receivers.
+"""Collectives between ranks and receivers: each rank broadcasts its own blocks, in buckets, to all
+receivers.
 
-Every rank has a process group of its own with the receivers, beside the default one: no rank gathers or gets what is another's,
-and one that dies breaks one group. They meet at a store of the driver's, at the first push and again after one that failed.
+Every rank has a process group of its own with the receivers, beside the default one: no rank
+gathers or gets what is another's, and one that dies breaks one group. They meet at a store of the
+driver's, at the first push and again after one that failed.
 
-Peak extra memory: one bucket and the largest block at a rank (the latter only where it is converted or not contiguous); model
-bytes (as sent) at a receiver, which checks all before it takes any.
+Peak extra memory: one bucket and the largest block at a rank (the latter only where it is converted
+or not contiguous); model bytes (as sent) at a receiver, which checks all before it takes any.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from ratchet.weight_sync.checksums import as_bytes, checksum
 from ratchet.weight_sync.transaction import PushLink, Waiting
 from ratchet.weight_sync.weight_blocks import Block, Open, Outgoing, Part, aligned
 
-JOIN_S = 15.0  # for all to come to a group: whoever waits for one that has died hears of it no sooner
+# for all to come to a group: whoever waits for one that has died hears of it no sooner
+JOIN_S = 15.0
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how groups come together. key: other for each attempt. sizes: bytes that each rank sends."""
+    """Where and how groups come together. key: other for each attempt. sizes: bytes that each rank
+    sends."""
 
     session: str
     key: str
@@ -51,7 +55,9 @@ class Meeting:
         return -(-self.sizes[rank] // self.bucket_bytes)
 
     def bucket(self, rank: int, number: int) -> slice:
-        return slice(number * self.bucket_bytes, min((number + 1) * self.bucket_bytes, self.sizes[rank]))
+        return slice(
+            number * self.bucket_bytes, min((number + 1) * self.bucket_bytes, self.sizes[rank])
+        )
 
     def group(self, rank: int, place: int) -> Any:
         """Of a rank of the learner (at place 0) with all receivers. Waits until all are there."""
@@ -65,12 +71,14 @@ class Meeting:
         return group
 
 
-_GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}  # of this process: (session, end) -> (key, groups)
+# of this process: (session, end) -> (key, groups)
+_GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}
 
 
 class CollectiveLink(PushLink):
-    """receivers_count: how many `receivers` there are. host: of the driver, as all others reach it. backend: gloo moves what is
-    in main memory, nccl (where weights and receivers are on accelerators) what is there."""
+    """receivers_count: how many `receivers` there are. host: of the driver, as all others reach it.
+    backend: gloo moves what is in main memory, nccl (where weights and receivers are on
+    accelerators) what is there."""
 
     writer = "ratchet.weight_sync.collective:write"
     receiver = "ratchet.weight_sync.collective:read"
@@ -89,7 +97,12 @@ class CollectiveLink(PushLink):
     ) -> None:
         super().__init__(senders, receivers, **options)
         assert not self.changes_only, "the buckets of a collective are laid out in advance"
-        self.receivers_count, self.host, self.backend, self.bucket_mib = receivers_count, host, backend, bucket_mib
+        self.receivers_count, self.host, self.backend, self.bucket_mib = (
+            receivers_count,
+            host,
+            backend,
+            bucket_mib,
+        )
         self._store: dist.TCPStore | None = None
         self._attempt = 0
 
@@ -112,12 +125,15 @@ class CollectiveLink(PushLink):
     async def _transfer(
         self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
     ) -> tuple[list[list[Part]], Waiting | None]:
-        """Both ends at once. Whoever fails plays its part to the end, so that the other does not wait for it."""
+        """Both ends at once. Whoever fails plays its part to the end, so that the other does not
+        wait for it."""
         options = self._options(blocks)
         sending = asyncio.ensure_future(self._sent(options, since))
         receiving = asyncio.ensure_future(self.receivers.call("receive", self.receiver, options))
         try:
-            done, others = await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_EXCEPTION)
+            done, others = await asyncio.wait(
+                {sending, receiving}, return_when=asyncio.FIRST_EXCEPTION
+            )
             first = next((error for task in done if (error := task.exception())), None)
             if others:
                 self._store = None  # whoever still waits there, for one that is gone, is told so
@@ -148,7 +164,10 @@ def write(outgoing: Iterator[Outgoing], rank: int, *, meeting: Meeting) -> list[
             parts.append(item.at(stream.sent, checksum(numbers)))
             stream.send(as_bytes(numbers))
         if stream.sent != meeting.sizes[rank]:
-            raise LinkError(f"rank {rank} sent {stream.sent} bytes, not the {meeting.sizes[rank]} that it said", rank=rank)
+            raise LinkError(
+                f"rank {rank} sent {stream.sent} bytes, not the {meeting.sizes[rank]} that it said",
+                rank=rank,
+            )
     except BaseException:
         _GROUPS.pop((meeting.session, f"rank {rank}"), None)
         stream.end()
@@ -167,7 +186,10 @@ class _Stream:
     def send(self, bytes_n: Tensor) -> None:
         total, step = self.meeting.sizes[self.rank], self.meeting.bucket_bytes
         if self.sent + len(bytes_n) > total:
-            raise LinkError(f"rank {self.rank} has more to send than the {total} bytes that it said", rank=self.rank)
+            raise LinkError(
+                f"rank {self.rank} has more to send than the {total} bytes that it said",
+                rank=self.rank,
+            )
         taken = 0
         while taken < len(bytes_n):
             place = self.sent % step
@@ -175,7 +197,8 @@ class _Stream:
             self._bucket[place : place + count] = bytes_n[taken : taken + count]
             taken += count
             self._advance(count)
-        self._advance(aligned(self.sent) - self.sent)  # no bucket ends between: its size is a multiple
+        # no bucket ends between: its size is a multiple
+        self._advance(aligned(self.sent) - self.sent)
 
     def _advance(self, count: int) -> None:
         if not count:
@@ -187,25 +210,36 @@ class _Stream:
                 self.group.broadcast(self._bucket[: last.stop - last.start], 0).wait()
             except RuntimeError as error:
                 self.lost = True
-                raise LinkError(f"rank {self.rank} lost the receivers: {error}", rank=self.rank) from error
+                raise LinkError(
+                    f"rank {self.rank} lost the receivers: {error}", rank=self.rank
+                ) from error
 
     def end(self) -> None:
-        """Nobody has to wait for what will not come: the rest is sent as it lies, and the push refused."""
+        """Nobody has to wait for what will not come: the rest is sent as it lies, and the push
+        refused."""
         with contextlib.suppress(LinkError):
             while not self.lost and self.sent < self.meeting.sizes[self.rank]:
                 step = self.meeting.bucket_bytes
-                self._advance(min(step - self.sent % step, self.meeting.sizes[self.rank] - self.sent))
+                self._advance(
+                    min(step - self.sent % step, self.meeting.sizes[self.rank] - self.sent)
+                )
 
 
 def read(blocks: Sequence[Sequence[Block]], receiver: int, *, meeting: Meeting) -> Open:
     end, ranks = f"receiver {receiver}", range(len(meeting.sizes))
     groups = _joined(meeting, end, lambda: [meeting.group(rank, 1 + receiver) for rank in ranks])
-    regions = [torch.empty(size, dtype=torch.uint8, device=meeting.device) for size in meeting.sizes]
+    regions = [
+        torch.empty(size, dtype=torch.uint8, device=meeting.device) for size in meeting.sizes
+    ]
     lost: dict[int, RuntimeError] = {}
     for number in range(max(meeting.buckets(rank) for rank in ranks)):
-        # In the same order on all receivers, and from all ranks at the same time; to the end, so that no rank waits for us.
+        # In the same order on all receivers, and from all ranks at the same time; to the end, so
+        # that no rank waits for us.
         sending = [rank for rank in ranks if number < meeting.buckets(rank) and rank not in lost]
-        works = [groups[rank].broadcast(regions[rank][meeting.bucket(rank, number)], 0) for rank in sending]
+        works = [
+            groups[rank].broadcast(regions[rank][meeting.bucket(rank, number)], 0)
+            for rank in sending
+        ]
         for rank, work in zip(sending, works, strict=True):
             try:
                 work.wait()

@@ -9,7 +9,10 @@ from pydantic import Field
 from ratchet.config.base import Section
 
 Sent = Literal["float32", "bfloat16", "float16"] | None
-SENT = "Floating-point weights are sent in it, converted by the learner; null: as the learner has them."
+SENT = (
+    "Floating-point weights are sent in it, converted by the learner; null: as the learner has "
+    "them."
+)
 
 
 class PushSection(Section):
@@ -19,12 +22,14 @@ class PushSection(Section):
     timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds for one push; then the generator goes on with the weights that it has, and the run stops.",
+        description="Seconds for one push; then the generator goes on with the weights that it "
+        "has, and the run stops.",
     )
 
 
 class AutoLinkConfig(PushSection):
-    """The same tensors where learner and generator share them, else shared memory on one host, else collectives."""
+    """The same tensors where learner and generator share them, else shared memory on one host, else
+    collectives."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:auto"
 
@@ -32,7 +37,8 @@ class AutoLinkConfig(PushSection):
 
 
 class SharedLinkConfig(Section):
-    """Learner and generator have the same tensors, in one process: a push only names the version."""
+    """Learner and generator have the same tensors, in one process: a push only names the
+    version."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:shared"
 
@@ -40,7 +46,8 @@ class SharedLinkConfig(Section):
 
 
 class SharedMemoryLinkConfig(PushSection):
-    """Memory that the processes of one host share: each rank writes its blocks once, receivers read them where they lie."""
+    """Memory that the processes of one host share: each rank writes its blocks once, receivers read
+    them where they lie."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:shared_memory"
 
@@ -61,12 +68,17 @@ class CollectiveLinkConfig(PushSection):
     builds: ClassVar[str] = "ratchet.weight_sync.factory:collective"
 
     kind: Literal["collective"] = "collective"
-    backend: Literal["gloo", "nccl"] = Field(default="gloo", description="nccl: where all weights are on accelerators.")
+    backend: Literal["gloo", "nccl"] = Field(
+        default="gloo", description="nccl: where all weights are on accelerators."
+    )
     host: str | None = Field(
         default=None,
-        description="The driver's address, as the others reach it; null: 127.0.0.1 on one host, else its name.",
+        description="The driver's address, as the others reach it; null: 127.0.0.1 on one host, "
+        "else its name.",
     )
-    bucket_mib: int = Field(default=16, ge=1, description="Weights that a rank broadcasts at a time, in MiB.")
+    bucket_mib: int = Field(
+        default=16, ge=1, description="Weights that a rank broadcasts at a time, in MiB."
+    )
 
 
 class FilesLinkConfig(PushSection):
@@ -75,7 +87,9 @@ class FilesLinkConfig(PushSection):
     builds: ClassVar[str] = "ratchet.weight_sync.factory:files"
 
     kind: Literal["files"] = "files"
-    directory: str | None = Field(default=None, description="Of this run alone; null: links/ in the run's directory.")
+    directory: str | None = Field(
+        default=None, description="Of this run alone; null: links/ in the run's directory."
+    )
 
 
 class DeltaLinkConfig(PushSection):
@@ -84,6 +98,10 @@ class DeltaLinkConfig(PushSection):
     builds: ClassVar[str] = "ratchet.weight_sync.factory:delta"
 
     kind: Literal["delta"] = "delta"
-    through: Literal["files", "shared_memory"] = Field(default="files", description="What carries the changes.")
-    directory: str | None = Field(default=None, description="Of the files; null: links/ in the run's directory.")
+    through: Literal["files", "shared_memory"] = Field(
+        default="files", description="What carries the changes."
+    )
+    directory: str | None = Field(
+        default=None, description="Of the files; null: links/ in the run's directory."
+    )
     dtype: Sent = Field(default="bfloat16", description=SENT)

@@ -1,8 +1,10 @@
 """CUDA IPC: as shared memory, between processes that use the same accelerator.
 
-Each rank copies its blocks to a buffer on its device and lends that to the receivers, which map it and check it there.
+Each rank copies its blocks to a buffer on its device and lends that to the receivers, which map it
+and check it there.
 
-Peak extra memory: model bytes (as sent) on the accelerator, each rank's share on its own, which receivers map without a copy.
+Peak extra memory: model bytes (as sent) on the accelerator, each rank's share on its own, which
+receivers map without a copy.
 
 Not yet run anywhere: nothing here tests it without an accelerator.
 """
@@ -47,15 +49,23 @@ class CudaIpcLink(PushLink):
     ) -> tuple[list[list[Part]], Waiting | None]:
         sizes = [sum(aligned(block.n_bytes) for block in own) for own in blocks]
         parts = await self._sent({"session": self.session, "sizes": sizes}, since)
-        loans = await self.senders.call("send", "ratchet.weight_sync.cuda_ipc:lend", {"session": self.session})
+        loans = await self.senders.call(
+            "send", "ratchet.weight_sync.cuda_ipc:lend", {"session": self.session}
+        )
         return parts, (self.receiver, {"session": self.session, "loans": loans})
 
 
-def write(outgoing: Iterator[Outgoing], rank: int, *, session: str, sizes: Sequence[int]) -> list[Part]:
+def write(
+    outgoing: Iterator[Outgoing], rank: int, *, session: str, sizes: Sequence[int]
+) -> list[Part]:
     buffer_n = _buffer(session, rank, sizes[rank])
     place, parts = 0, []
     for item in outgoing:
-        parts.append(item.at(place, copy_summed(buffer_n[place : place + item.n_bytes], item.tensor, item.dtype)))
+        parts.append(
+            item.at(
+                place, copy_summed(buffer_n[place : place + item.n_bytes], item.tensor, item.dtype)
+            )
+        )
         place += aligned(item.n_bytes)
     torch.cuda.synchronize()  # receivers have streams of their own
     return parts
@@ -65,7 +75,9 @@ def lend(weights: Iterator[Shard], rank: int, world: int, *, session: str) -> Lo
     return _LENT[session, rank][1]
 
 
-def read(blocks: Sequence[Sequence[Block]], receiver: int, *, session: str, loans: Sequence[Loan]) -> Open:
+def read(
+    blocks: Sequence[Sequence[Block]], receiver: int, *, session: str, loans: Sequence[Loan]
+) -> Open:
     regions = []
     for rank, loan in enumerate(loans):
         known, bytes_n = _MAPPED.get((session, rank), ("", None))
@@ -84,7 +96,10 @@ def forget(session: str) -> None:
 
 def _buffer(session: str, rank: int, size: int) -> Tensor:
     if not torch.cuda.is_available():
-        raise LinkError("link.kind=cuda_ipc needs CUDA, and torch finds none here: set link.kind=shared_memory", rank=rank)
+        raise LinkError(
+            "link.kind=cuda_ipc needs CUDA, and torch finds none here: set link.kind=shared_memory",
+            rank=rank,
+        )
     if (session, rank) not in _LENT or len(_LENT[session, rank][0]) != size:
         from torch.multiprocessing.reductions import reduce_tensor
 

@@ -1,5 +1,5 @@
-"""The two ends of a link: an outlet beside each rank of the learner, an intake beside each generator. A link calls both by
-`Ranks`, wherever they live."""
+"""The two ends of a link: an outlet beside each rank of the learner, an intake beside each
+generator. A link calls both by `Ranks`, wherever they live."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 
 class OneRank:
-    """Implements `Ranks` for one component in this process. What is not asynchronous runs in a thread: the event loop, and what
-    generates in it, goes on meanwhile."""
+    """Implements `Ranks` for one component in this process. What is not asynchronous runs in a
+    thread: the event loop, and what generates in it, goes on meanwhile."""
 
     def __init__(self, component: Any) -> None:
         self.component = component
@@ -51,7 +51,8 @@ class Outlet:
 
 
 class Intake:
-    """The receiving end. A push is prepare, receive, verify, commit; or rollback at any point before the commit.
+    """The receiving end. A push is prepare, receive, verify, commit; or rollback at any point
+    before the commit.
 
     rank: among the receivers of the link.
     """
@@ -62,7 +63,8 @@ class Intake:
         self._open: Open | None = None
         self._received: dict[str, Received] = {}  # by session
         self._pending: Received | None = None
-        # Always the same: torch starts helpers for each new thread, which takes as long as checking 100 MiB.
+        # Always the same: torch starts helpers for each new thread, which takes as long as checking
+        # 100 MiB.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
         self._crew = Crew(torch.get_num_threads())
 
@@ -73,17 +75,31 @@ class Intake:
         lasting: bool = False,
         adapter: Adapter | None = None,
     ) -> None:
-        """blocks: by rank of the learner. lasting: what comes stays as it is after the commit, until the next one. adapter: to
-        which some or all of them belong. The generator may refuse: names, shapes."""
+        """blocks: by rank of the learner. lasting: what comes stays as it is after the commit,
+        until the next one. adapter: to which some or all of them belong. The generator may refuse:
+        names, shapes."""
         self._blocks, self._open, self._pending = blocks, None, None
-        weights = {block.name: {"shape": block.shape, "dtype": block.dtype} for own in blocks for block in own}
-        # What this end hands over stays as it is until the commit: the generator needs no copy of it.
-        manifest = {"version": version, "weights": weights, "stable": True, "lasting": lasting, "adapter": adapter}
+        weights = {
+            block.name: {"shape": block.shape, "dtype": block.dtype}
+            for own in blocks
+            for block in own
+        }
+        # What this end hands over stays as it is until the commit: the generator needs no copy of
+        # it.
+        manifest = {
+            "version": version,
+            "weights": weights,
+            "stable": True,
+            "lasting": lasting,
+            "adapter": adapter,
+        }
         await self.generator.prepare(manifest)
 
     async def receive(self, receiver: str, options: Mapping[str, Any]) -> None:
         """receiver: "module:function" of the transport, called with (blocks, rank, **options)."""
-        self._open = await self._aside(partial(imported(receiver), self._blocks, self.rank, **options))
+        self._open = await self._aside(
+            partial(imported(receiver), self._blocks, self.rank, **options)
+        )
 
     async def verify(
         self,
@@ -92,8 +108,9 @@ class Intake:
         since: Mapping[str, Any] | None,
         waiting: tuple[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """parts: what each rank says that it sent. since: they may be changes. waiting: the receiver and the options by which
-        they are received, where that has not been done. Hands the weights to the generator.
+        """parts: what each rank says that it sent. since: they may be changes. waiting: the
+        receiver and the options by which they are received, where that has not been done. Hands the
+        weights to the generator.
 
         Raises LinkError for the first part that is not what was sent, DeltaRefused.
         """
@@ -106,16 +123,23 @@ class Intake:
         """What generates in the event loop goes on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _verified(self, parts: Sequence[Sequence[Part]], version: int, since: Mapping[str, Any] | None) -> list[Shard]:
+    def _verified(
+        self, parts: Sequence[Sequence[Part]], version: int, since: Mapping[str, Any] | None
+    ) -> list[Shard]:
         assert self._open is not None, "nothing was received"
-        found = [(rank, part, self._open(rank, part)) for rank, own in enumerate(parts) for part in own]
+        found = [
+            (rank, part, self._open(rank, part)) for rank, own in enumerate(parts) for part in own
+        ]
         claims = [claim(numbers, part.checksum) for _, part, numbers in found]
-        whole = self._crew.each(lambda holds: holds(), claims, [part.n_bytes for _, part, _ in found])
+        whole = self._crew.each(
+            lambda holds: holds(), claims, [part.n_bytes for _, part, _ in found]
+        )
         for (rank, part, _), right in zip(found, whole, strict=True):
             if not right:
                 block = self._blocks[rank][part.block]
                 raise LinkError(
-                    f"weight '{block.name}' did not arrive as rank {rank} sent it: its checksum isn't {part.checksum}",
+                    f"weight '{block.name}' did not arrive as rank {rank} sent it: its checksum "
+                    f"isn't {part.checksum}",
                     tensor=block.name,
                     rank=rank,
                 )
@@ -124,7 +148,11 @@ class Intake:
         self._pending = self._received.setdefault(since["session"], Received())
         opened = {(rank, part): numbers for rank, part, numbers in found}
         taken = self._pending.take(
-            self._blocks, parts, lambda rank, part: opened[rank, part], base=since["base"], version=version
+            self._blocks,
+            parts,
+            lambda rank, part: opened[rank, part],
+            base=since["base"],
+            version=version,
         )
         return [block.shard(numbers) for _, block, numbers in taken]
 
@@ -141,7 +169,8 @@ class Intake:
         await self.generator.rollback()
 
     def base(self, session: str) -> int | None:
-        """The version to which this end can apply changes: the one that the generator has, if it came by this link."""
+        """The version to which this end can apply changes: the one that the generator has, if it
+        came by this link."""
         version = self._received[session].version if session in self._received else None
         return version if version == self.generator.version else None
 
@@ -151,8 +180,8 @@ class Intake:
             imported(function)(session)
 
     def differing(self, sums: Sequence[Sequence[tuple[Block, str]]]) -> list[str] | None:
-        """sums: of each rank, what it has. The weights of which the generator has something else; None where it doesn't show
-        them."""
+        """sums: of each rank, what it has. The weights of which the generator has something else;
+        None where it doesn't show them."""
         shown: dict[str, Tensor] = {}
         if isinstance(self.generator, ShowsWeights):
             shown = {shard.name: shard.tensor for shard in self.generator.weights()}
@@ -162,6 +191,8 @@ class Intake:
         for own in sums:
             for block, wanted in own:
                 view = shown.get(block.name)
-                if view is None or not agrees(block.cut(view).to(torch_dtype(block.dtype)).contiguous(), wanted):
+                if view is None or not agrees(
+                    block.cut(view).to(torch_dtype(block.dtype)).contiguous(), wanted
+                ):
                     found[block.name] = None
         return list(found)

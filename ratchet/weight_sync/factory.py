@@ -1,6 +1,8 @@
-"""From a section to a link. The ends are given as what they are: in this process, or ranks of other processes.
+"""From a section to a link. The ends are given as what they are: in this process, or ranks of other
+processes.
 
-What carries weights is imported where it is made: a run imports the transport that it has, and none where weights are shared.
+What carries weights is imported where it is made: a run imports the transport that it has, and none
+where weights are shared.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Between:
-    """Who is linked. learner: one in this process, or ranks with an `Outlet`'s method each. generator: the one that the driver
-    calls. receivers: ranks with an `Intake` each, where it is not the driver that hands the generator its weights. run,
-    directory: of the run. one_host: whether all of them are on the driver's. adapter: what the learner trains in place of its
+    """Who is linked. learner: one in this process, or ranks with an `Outlet`'s method each.
+    generator: the one that the driver calls. receivers: ranks with an `Intake` each, where it is
+    not the driver that hands the generator its weights. run, directory: of the run. one_host:
+    whether all of them are on the driver's. adapter: what the learner trains in place of its
     weights."""
 
     learner: Learner | Ranks
@@ -80,14 +83,20 @@ def auto(config: AutoLinkConfig, between: Between) -> Link:
     if between.shares_weights:
         return SharedLink(between.generator)
     if between.one_host:
-        return shared_memory(SharedMemoryLinkConfig(dtype=config.dtype, timeout_s=config.timeout_s), between)
+        return shared_memory(
+            SharedMemoryLinkConfig(dtype=config.dtype, timeout_s=config.timeout_s), between
+        )
     return collective(CollectiveLinkConfig(dtype=config.dtype, timeout_s=config.timeout_s), between)
 
 
 def shared(config: SharedLinkConfig, between: Between) -> SharedLink:
-    """Raises ConfigError where the generator has weights of its own, which would stay as they are for ever."""
+    """Raises ConfigError where the generator has weights of its own, which would stay as they are
+    for ever."""
     if not between.shares_weights:
-        raise ConfigError("link.kind=shared is for a generator that reads the learner's own tensors: set it to auto")
+        raise ConfigError(
+            "link.kind=shared is for a generator that reads the learner's own tensors: set it to "
+            "auto"
+        )
     return SharedLink(between.generator)
 
 
@@ -138,7 +147,9 @@ def delta(config: DeltaLinkConfig, between: Between) -> FilesLink | SharedMemory
     if config.through == "shared_memory":
         from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
-        return SharedMemoryLink(*ends, run=between.run, changes_only=True, **_options(config, between))
+        return SharedMemoryLink(
+            *ends, run=between.run, changes_only=True, **_options(config, between)
+        )
     from ratchet.weight_sync.files import FilesLink
 
     where = _directory(config.directory, between)

@@ -1,10 +1,13 @@
-"""Files in a directory that all ends reach: each rank's blocks as safetensors, a directory a version.
+"""Files in a directory that all ends reach: each rank's blocks as safetensors, a directory a
+version.
 
-A directory has its name once it is complete; the one before goes after the commit, what a broken push left at the next one.
+A directory has its name once it is complete; the one before goes after the commit, what a broken
+push left at the next one.
 
-Peak extra memory: each rank's share of the model bytes at the ranks, while the blocks are converted and written; at a receiver
-the pages of the files that it has mapped, at most model bytes, which the system may take back; and model bytes of disk, twice
-for a moment (where the directory lies in memory, /dev/shm, of that).
+Peak extra memory: each rank's share of the model bytes at the ranks, while the blocks are converted
+and written; at a receiver the pages of the files that it has mapped, at most model bytes, which the
+system may take back; and model bytes of disk, twice for a moment (where the directory lies in
+memory, /dev/shm, of that).
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ class FilesLink(PushLink):
     writer = "ratchet.weight_sync.files:write"
     receiver = "ratchet.weight_sync.files:read"
 
-    def __init__(self, senders: Ranks, receivers: Ranks, *, directory: Path, **options: Any) -> None:
+    def __init__(
+        self, senders: Ranks, receivers: Ranks, *, directory: Path, **options: Any
+    ) -> None:
         super().__init__(senders, receivers, **options)
         self.directory = directory.absolute()
 
@@ -58,7 +63,9 @@ class FilesLink(PushLink):
         self._keep(None)
 
     def _newest(self) -> Path | None:
-        return max(self.directory.glob("push-*"), key=lambda path: path.stat().st_mtime_ns, default=None)
+        return max(
+            self.directory.glob("push-*"), key=lambda path: path.stat().st_mtime_ns, default=None
+        )
 
     def _keep(self, kept: Path | None) -> None:
         for path in (*self.directory.glob("push-*"), *self.directory.glob(".draft-*")):
@@ -80,7 +87,8 @@ def write(outgoing: Iterator[Outgoing], rank: int, *, directory: str) -> list[Pa
         os.replace(path.with_suffix(".tmp"), path)
     except (OSError, SafetensorError) as error:
         raise LinkError(
-            f"rank {rank} can't write {path}: {error}; is there room, and do all ranks share it?", rank=rank
+            f"rank {rank} can't write {path}: {error}; is there room, and do all ranks share it?",
+            rank=rank,
         ) from error
     return parts
 
@@ -97,7 +105,9 @@ def read(blocks: Sequence[Sequence[Block]], receiver: int, *, directory: str) ->
         except (OSError, SafetensorError) as error:
             name = blocks[rank][part.block].name
             raise LinkError(
-                f"weight '{name}' of rank {rank} can't be read from {path}: {error}", tensor=name, rank=rank
+                f"weight '{name}' of rank {rank} can't be read from {path}: {error}",
+                tensor=name,
+                rank=rank,
             ) from error
 
     return numbers

@@ -1,4 +1,5 @@
-"""The embedded link: learner and engine hold the very same tensors, so a push only names their version."""
+"""The embedded link: learner and engine hold the very same tensors, so a push only names their
+version."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class SharedLink:
 
     async def push(self, version: int) -> None:
         await self.generator.commit(version)
-        await self.generator.resume()  # it may rest since the step got its groups, as the weights were to change
+        # it may rest since the step got its groups, as the weights were to change
+        await self.generator.resume()
 
     async def audit(self) -> Sequence[str] | None:
         return []  # no weight can differ from itself

@@ -1,4 +1,5 @@
-"""What a rank of a learner does for a link: functions of (its weights, its rank, how many there are), named by the link."""
+"""What a rank of a learner does for a link: functions of (its weights, its rank, how many there
+are), named by the link."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from ratchet.weight_sync.checksums import checksum
 from ratchet.weight_sync.weight_blocks import Block, Part, block_of, sends, torch_dtype
 
 
-def describe(weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None, moving: bool) -> list[Block]:
+def describe(
+    weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None, moving: bool
+) -> list[Block]:
     """What the rank has, as it would be sent. moving: without what rests."""
     return [block_of(shard, dtype) for shard in _sent(weights, moving)]
 
@@ -32,19 +35,23 @@ def send(
     since: Mapping[str, Any] | None = None,
     moving: bool,
 ) -> list[Part]:
-    """writer: the transport's function, called with what goes out, the rank and the options. since: send changes only. moving:
-    see `describe`."""
+    """writer: the transport's function, called with what goes out, the rank and the options. since:
+    send changes only. moving: see `describe`."""
     weights = _sent(weights, moving)
     outgoing = sends(weights, dtype) if since is None else delta.changes(weights, dtype, **since)
     return imported(writer)(outgoing, rank, **options)
 
 
-def sums(weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None) -> list[tuple[Block, str]]:
+def sums(
+    weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None
+) -> list[tuple[Block, str]]:
     """The blocks with their checksums, as they would be sent."""
     found = []
     for shard in weights:
         block = block_of(shard, dtype)
-        found.append((block, checksum(shard.tensor.detach().to(torch_dtype(block.dtype)).contiguous())))
+        found.append(
+            (block, checksum(shard.tensor.detach().to(torch_dtype(block.dtype)).contiguous()))
+        )
     return found
 
 

@@ -1,14 +1,17 @@
-"""Shared memory on one host: each rank writes its own blocks to their places, receivers read them where they lie.
+"""Shared memory on one host: each rank writes its own blocks to their places, receivers read them
+where they lie.
 
-A segment has no name in any directory: it is a file of the driver's that exists in memory only, and the others open it by the
-driver's process id. So there is nothing to clean up: the kernel frees it when the last process that maps it has ended, however
-it ended. It is made once and mapped by each process once: the first push pays for its pages, later ones only copy.
+A segment has no name in any directory: it is a file of the driver's that exists in memory only, and
+the others open it by the driver's process id. So there is nothing to clean up: the kernel frees it
+when the last process that maps it has ended, however it ended. It is made once and mapped by each
+process once: the first push pays for its pages, later ones only copy.
 
-The blocks of a weight lie together as in the weight itself, so that a generator may go on to use what it received where it lies
-(`Adopts`), and copies nothing. A second segment then takes the next push: what serves is never written.
+The blocks of a weight lie together as in the weight itself, so that a generator may go on to use
+what it received where it lies (`Adopts`), and copies nothing. A second segment then takes the next
+push: what serves is never written.
 
-Peak extra memory: model bytes (as sent) for a segment, which all processes share; where generators use it in place, a second
-one, and no weights of their own.
+Peak extra memory: model bytes (as sent) for a segment, which all processes share; where generators
+use it in place, a second one, and no weights of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ _MAPPED: dict[str, dict[str, Tensor]] = {}  # of this process: session -> token 
 
 
 class Segment:
-    """The driver's hold on it. size: in bytes. run: seen in lists of processes' maps, for whoever looks there."""
+    """The driver's hold on it. size: in bytes. run: seen in lists of processes' maps, for whoever
+    looks there."""
 
     def __init__(self, size: int, run: str) -> None:
         """Raises LinkError where the system has no such memory."""
@@ -62,9 +66,11 @@ class SharedMemoryLink(PushLink):
 
     def __init__(self, senders: Ranks, receivers: Ranks, *, run: str = "", **options: Any) -> None:
         super().__init__(senders, receivers, **options)
-        self.lasting = not self.changes_only  # changes are applied where the receiver keeps whole blocks
+        # changes are applied where the receiver keeps whole blocks
+        self.lasting = not self.changes_only
         self.run = run
-        self._laid: tuple[Sequence[Sequence[Block]], Places, int] | None = None  # of the blocks that the ranks have
+        # of the blocks that the ranks have
+        self._laid: tuple[Sequence[Sequence[Block]], Places, int] | None = None
         self._free: Segment | None = None  # for the next push
         self._serving: Segment | None = None  # what receivers use in place
 
@@ -82,17 +88,25 @@ class SharedMemoryLink(PushLink):
         if self._free is None or self._free.size != size:
             _close(self._free)
             self._free = Segment(size, self.run)
-        where = {"session": self.session, "path": self._free.path, "token": self._free.token, "size": size}
+        where = {
+            "session": self.session,
+            "path": self._free.path,
+            "token": self._free.token,
+            "size": size,
+        }
         return await self._sent({"places": places, **where}, since), (self.receiver, where)
 
     async def _commit(self, version: int) -> bool:
-        written, self._free = self._free, None  # where this fails, some receiver may use it already: nobody writes it again
+        # where this fails, some receiver may use it already: nobody writes it again
+        written, self._free = self._free, None
         try:
             adopted = await super()._commit(version)
         except BaseException:
             _close(written)
             raise
-        self._free, self._serving = (self._serving, written) if adopted else (written, self._serving)
+        self._free, self._serving = (
+            (self._serving, written) if adopted else (written, self._serving)
+        )
         return adopted
 
     async def close(self) -> None:
@@ -108,9 +122,11 @@ def _close(segment: Segment | None) -> None:
 
 
 def laid(by_rank: Sequence[Sequence[Block]], *, slack: int = 0) -> tuple[Places, int]:
-    """Where blocks lie, and the bytes of all: weight after weight, each with its blocks in their order.
+    """Where blocks lie, and the bytes of all: weight after weight, each with its blocks in their
+    order.
 
-    slack: bytes that each block may take beyond its own; a change is two parts, together smaller than the block.
+    slack: bytes that each block may take beyond its own; a change is two parts, together smaller
+    than the block.
     """
     found: dict[str, list[tuple[Block, int, int]]] = {}
     for rank, blocks in enumerate(by_rank):
@@ -134,8 +150,15 @@ def write(outgoing: Iterator[Outgoing], rank: int, *, places: Places, **segment:
         start, end = places[rank][item.block]
         place = written.get(item.block, start)
         if place + item.n_bytes > end:
-            raise LinkError(f"rank {rank} has more to send than it said: {place + item.n_bytes - start} bytes", rank=rank)
-        parts.append(item.at(place, copy_summed(bytes_n[place : place + item.n_bytes], item.tensor, item.dtype)))
+            raise LinkError(
+                f"rank {rank} has more to send than it said: {place + item.n_bytes - start} bytes",
+                rank=rank,
+            )
+        parts.append(
+            item.at(
+                place, copy_summed(bytes_n[place : place + item.n_bytes], item.tensor, item.dtype)
+            )
+        )
         written[item.block] = place + aligned(item.n_bytes)
     return parts
 
@@ -169,6 +192,7 @@ def _map(path: str, token: str, size: int) -> Tensor:
     except (OSError, ValueError) as error:
         reason = str(error)
     raise LinkError(
-        f"the shared memory {path} can't be opened here ({reason}): learner, generator and driver must be on one host, and may "
+        f"the shared memory {path} can't be opened here ({reason}): learner, generator and driver "
+        "must be on one host, and may "
         "look at each other's processes; elsewhere set link.kind=collective or files"
     )

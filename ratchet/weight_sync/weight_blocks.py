@@ -1,4 +1,5 @@
-"""What moves: blocks of weights, and the parts in which a rank sends them. Plain values, that any call can carry."""
+"""What moves: blocks of weights, and the parts in which a rank sends them. Plain values, that any
+call can carry."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ from ratchet.protocols import Shard
 ALIGNMENT = 64  # bytes: of a cache line, and enough for every dtype
 
 
-class Block(NamedTuple):  # as is Part: hundreds of them travel with a push, and tuples are packed soonest
-    """A rank's block of one weight. shape: of the whole weight. dtype: torch's name of what is sent."""
+# as is Part: hundreds of them travel with a push, and tuples are packed soonest
+class Block(NamedTuple):
+    """A rank's block of one weight. shape: of the whole weight. dtype: torch's name of what is
+    sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,8 +51,9 @@ class Block(NamedTuple):  # as is Part: hundreds of them travel with a push, and
 class Outgoing:
     """What a rank is about to send of its block number `block`.
 
-    kind: "whole", the block; or two parts, "at", the positions in the flattened block that changed, and "to", what is
-    there now. dtype: what the tensor is converted to on its way. result: of a change, the checksum of the whole block after it.
+    kind: "whole", the block; or two parts, "at", the positions in the flattened block that changed,
+    and "to", what is there now. dtype: what the tensor is converted to on its way. result: of a
+    change, the checksum of the whole block after it.
     """
 
     block: int
@@ -63,7 +67,15 @@ class Outgoing:
         return self.tensor.numel() * self.dtype.itemsize
 
     def at(self, place: int, checksum: str) -> Part:
-        return Part(self.block, self.kind, dtype_name(self.dtype), self.tensor.numel(), place, checksum, self.result)
+        return Part(
+            self.block,
+            self.kind,
+            dtype_name(self.dtype),
+            self.tensor.numel(),
+            place,
+            checksum,
+            self.result,
+        )
 
 
 class Part(NamedTuple):
@@ -102,7 +114,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def sent_dtype(tensor: Tensor, wanted: str | None) -> torch.dtype:
     """What is not floating point is never converted."""
-    return torch_dtype(wanted) if wanted is not None and tensor.is_floating_point() else tensor.dtype
+    return (
+        torch_dtype(wanted) if wanted is not None and tensor.is_floating_point() else tensor.dtype
+    )
 
 
 def aligned(n_bytes: int) -> int:
@@ -111,7 +125,9 @@ def aligned(n_bytes: int) -> int:
 
 def block_of(shard: Shard, dtype: str | None) -> Block:
     name = dtype_name(sent_dtype(shard.tensor, dtype))
-    return Block(shard.name, tuple(shard.shape), tuple(shard.offsets), tuple(shard.tensor.shape), name)
+    return Block(
+        shard.name, tuple(shard.shape), tuple(shard.offsets), tuple(shard.tensor.shape), name
+    )
 
 
 def check_cover(by_rank: Sequence[Sequence[Block]]) -> None:
@@ -125,17 +141,23 @@ def check_cover(by_rank: Sequence[Sequence[Block]]) -> None:
         for rank, block in own:
             if (block.shape, block.dtype) != (first.shape, first.dtype):
                 raise LinkError(
-                    f"weight '{name}' is {block.dtype} {block.shape} on rank {rank}, and {first.dtype} {first.shape} on rank "
+                    f"weight '{name}' is {block.dtype} {block.shape} on rank {rank}, and "
+                    f"{first.dtype} {first.shape} on rank "
                     f"{own[0][0]}: the ranks run different models",
                     tensor=name,
                     rank=rank,
                 )
         for (_, a), (rank, b) in itertools.combinations(own, 2):
             if _overlap(a, b):
-                raise LinkError(f"two ranks send the same numbers of weight '{name}'", tensor=name, rank=rank)
+                raise LinkError(
+                    f"two ranks send the same numbers of weight '{name}'", tensor=name, rank=rank
+                )
         missing = math.prod(first.shape) - sum(block.numel for _, block in own)
         if missing:
-            raise LinkError(f"no rank sends {missing} of the numbers of weight '{name}' {first.shape}", tensor=name)
+            raise LinkError(
+                f"no rank sends {missing} of the numbers of weight '{name}' {first.shape}",
+                tensor=name,
+            )
 
 
 def _overlap(a: Block, b: Block) -> bool:

@@ -21,9 +21,18 @@ from ratchet.errors import DataError
 
 
 def attempts(group: str, *rewards: float | None, use: str = "train") -> list[Row]:
-    """One row a reward, of two prompt tokens and two trained ones; None: there was nothing to judge."""
+    """One row a reward, of two prompt tokens and two trained ones; None: there was nothing to
+    judge."""
     return [
-        Row(group, i, [1, 2, 3, 4], [False, False, True, True], "unjudged" if r is None else "scored", r, use)
+        Row(
+            group,
+            i,
+            [1, 2, 3, 4],
+            [False, False, True, True],
+            "unjudged" if r is None else "scored",
+            r,
+            use,
+        )
         for i, r in enumerate(rewards)
     ]
 
@@ -46,18 +55,25 @@ def test_equals_the_oracle(rows: list[Row], scale: str, epsilon: float):
 
 
 def test_two_of_four_right():
-    # mean 1/2, sample variance 4 * 1/4 / 3 = 1/3, so (1 - 1/2) / sqrt(1/3) = sqrt(3) / 2 = 0.8660254
+    # mean 1/2, sample variance 4 * 1/4 / 3 = 1/3, so (1 - 1/2) / sqrt(1/3) = sqrt(3) / 2 =
+    # 0.8660254
     a = math.sqrt(3) / 2
-    assert advantages(attempts("g", 1, 0, 0, 1), epsilon=0.0) == pytest.approx([a, -a, -a, a], abs=1e-15)
+    assert advantages(attempts("g", 1, 0, 0, 1), epsilon=0.0) == pytest.approx(
+        [a, -a, -a, a], abs=1e-15
+    )
 
 
 def test_one_of_four_right():
     # mean 1/4, sample variance (9/16 + 3/16) / 3 = 1/4
-    assert advantages(attempts("g", 1, 0, 0, 0), epsilon=0.0) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-15)
+    assert advantages(attempts("g", 1, 0, 0, 0), epsilon=0.0) == pytest.approx(
+        [1.5, -0.5, -0.5, -0.5], abs=1e-15
+    )
 
 
 def test_the_default_is_std_with_a_millionth_added():
-    assert advantages(attempts("g", 1, 0, 0, 0)) == pytest.approx([0.75 / 0.500001] + [-0.25 / 0.500001] * 3, abs=1e-12)
+    assert advantages(attempts("g", 1, 0, 0, 0)) == pytest.approx(
+        [0.75 / 0.500001] + [-0.25 / 0.500001] * 3, abs=1e-12
+    )
 
 
 def test_without_std_only_the_mean_goes():
@@ -67,7 +83,8 @@ def test_without_std_only_the_mean_goes():
 @pytest.mark.parametrize("scale", ["std", "none"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, 1e17, -0.7])
 def test_equal_rewards_give_exactly_zero(reward: float, scale: str):
-    for n in (2, 3, 7, 10):  # 0.1 + 0.1 + 0.1 is not 0.3: the mean of equal rewards may be another number
+    # 0.1 + 0.1 + 0.1 is not 0.3: the mean of equal rewards may be another number
+    for n in (2, 3, 7, 10):
         assert advantages(attempts("g", *[reward] * n), scale=scale) == [0.0] * n
 
 
@@ -86,7 +103,10 @@ def test_unjudged_attempts_do_not_move_the_statistics():
 
 @pytest.mark.parametrize("ending", ["failed", "cancelled", "truncated"])
 def test_failures_do_not_move_the_statistics(ending: str):
-    rows = [replace(row, ending=ending) if row.reward is None else row for row in attempts("g", None, 1, 0, 0, None, 0)]
+    rows = [
+        replace(row, ending=ending) if row.reward is None else row
+        for row in attempts("g", None, 1, 0, 0, None, 0)
+    ]
     assert advantages(rows, epsilon=0.0) == pytest.approx([1.5, -0.5, -0.5, -0.5])
 
 
@@ -103,14 +123,18 @@ def test_ragged_groups_do_not_mix():
 
 
 def test_groups_of_equal_prompts_stay_apart():
-    rows = attempts("draw 1", 1, 1) + attempts("draw 2", 0, 0)  # `groups` gives every group the same task
+    # `groups` gives every group the same task
+    rows = attempts("draw 1", 1, 1) + attempts("draw 2", 0, 0)
     assert advantages(rows) == [0.0] * 4
 
 
 def test_a_forked_attempt_counts_once():
-    # Attempt 0 left three rows with its reward of 1; counted by row the mean would be 3/6, by attempt it is 1/4.
+    # Attempt 0 left three rows with its reward of 1; counted by row the mean would be 3/6, by
+    # attempt it is 1/4.
     first, *others = attempts("g", 1, 0, 0, 0)
-    assert advantages([first, first, first, *others], epsilon=0.0) == pytest.approx([1.5] * 3 + [-0.5] * 3)
+    assert advantages([first, first, first, *others], epsilon=0.0) == pytest.approx(
+        [1.5] * 3 + [-0.5] * 3
+    )
 
 
 def test_an_attempt_with_two_rewards_is_refused():
@@ -129,9 +153,12 @@ def test_a_baseline_row_is_not_a_sample_of_the_group():
 
 def test_tokens_that_do_not_train_get_zero():
     rows = [
-        replace(row, tokens=[1, 2, 3, 4, 5], trained=[False, True, False, False, True]) for row in attempts("g", 1, 0, 0, 0)
+        replace(row, tokens=[1, 2, 3, 4, 5], trained=[False, True, False, False, True])
+        for row in attempts("g", 1, 0, 0, 0)
     ]
-    assert estimate(rows, epsilon=0.0).need("advantages").tolist()[:5] == pytest.approx([0, 1.5, 0, 0, 1.5])
+    assert estimate(rows, epsilon=0.0).need("advantages").tolist()[:5] == pytest.approx(
+        [0, 1.5, 0, 0, 1.5]
+    )
 
 
 def test_rewards_of_another_group_change_nothing():
@@ -156,7 +183,11 @@ def test_order_of_groups_and_of_attempts_does_not_matter(rows: list[Row], scale:
 def test_advantages_sum_to_zero_over_the_attempts_of_a_group(rows: list[Row], scale: str):
     found = advantages(rows, scale=scale)
     rows = kept(rows, rows)
-    spoken = {row.group for row in rows} - {row.group for row in rows if row.learns_from_reward and not any(row.mask)}
+    spoken = {row.group for row in rows} - {
+        row.group for row in rows if row.learns_from_reward and not any(row.mask)
+    }
     for group in [name for name in in_order(rows) if name in spoken]:
-        by_attempt = {row.attempt: a for row, a in zip(rows, found, strict=True) if row.group == group}
+        by_attempt = {
+            row.attempt: a for row, a in zip(rows, found, strict=True) if row.group == group
+        }
         assert sum(by_attempt.values()) == pytest.approx(0, abs=1e-9)

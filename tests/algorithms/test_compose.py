@@ -1,4 +1,5 @@
-"""Mixtures of estimators, and what may follow any of them, against `oracles.advantages`, and by hand."""
+"""Mixtures of estimators, and what may follow any of them, against `oracles.advantages`, and by
+hand."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ COLUMNS = ("token_rewards", "values", "bootstrap_values", "teacher_logprobs", "o
 
 def attempts(*rewards: float | None) -> list[Row]:
     return [
-        Row("g", i, [1, 2, 3], [False, True, True], "unjudged" if r is None else "scored", r) for i, r in enumerate(rewards)
+        Row("g", i, [1, 2, 3], [False, True, True], "unjudged" if r is None else "scored", r)
+        for i, r in enumerate(rewards)
     ]
 
 
@@ -39,7 +41,11 @@ def given_advantages(rows: list[Row], advantages: list[float]) -> Batch:
 @settings(max_examples=50)
 @given(episodes(), st.sampled_from([1.0, 0.0, 0.3]), st.sampled_from([1.0, -0.5]))
 def test_a_mixture_equals_the_oracle(rows: list[Row], first: float, second: float):
-    parts = ((partial(group_relative, epsilon=1e-3), first), (on_policy_distillation, second), (partial(gae, lam=0.9), 0.5))
+    parts = (
+        (partial(group_relative, epsilon=1e-3), first),
+        (on_policy_distillation, second),
+        (partial(gae, lam=0.9), 0.5),
+    )
     batch = mixture(filled(rows, *COLUMNS), AlgoState(), parts=parts)
     relative = oracle.on_tokens(rows, oracle.group_relative(rows, scale="std", epsilon=1e-3))
     critic, _ = temporal.gae(rows, gamma=1.0, lam=0.9, value_lam=None, length_alpha=None)
@@ -69,7 +75,14 @@ def test_clipping_equals_the_oracle(rows: list[Row], limit: float):
 
 def test_clipping_by_hand():
     batch = given_advantages(attempts(1, 0), [0, 5, 1, 0, -2, -0.5])
-    assert clip_advantages(batch, AlgoState(), limit=1.5).need("advantages").tolist() == [0, 1.5, 1, 0, -1.5, -0.5]
+    assert clip_advantages(batch, AlgoState(), limit=1.5).need("advantages").tolist() == [
+        0,
+        1.5,
+        1,
+        0,
+        -1.5,
+        -0.5,
+    ]
 
 
 @settings(max_examples=60)
@@ -78,14 +91,17 @@ def test_whitening_equals_the_oracle(rows: list[Row]):
     raw = temporal.on_policy_distillation(rows)
     steps = [raw[i][t] for i, row in enumerate(rows) for t in row.steps]
     assume(len(steps) < 2 or max(steps) - min(steps) > 1e-3)
-    found = whiten(on_policy_distillation(filled(rows, *COLUMNS), AlgoState()), AlgoState()).need("advantages")
+    found = whiten(on_policy_distillation(filled(rows, *COLUMNS), AlgoState()), AlgoState()).need(
+        "advantages"
+    )
     assert found.dtype == torch.float64
     expected = oracle.whiten(rows, raw, epsilon=1e-8)
     torch.testing.assert_close(found, column(kept(rows, expected)), rtol=1e-10, atol=1e-10)
 
 
 def test_whitening_by_hand():
-    # mean 2, squares 9 + 1 + 1 + 9 = 20, over 4 (not 3): std sqrt(5); what does not train is not looked at
+    # mean 2, squares 9 + 1 + 1 + 9 = 20, over 4 (not 3): std sqrt(5); what does not train is not
+    # looked at
     batch = given_advantages(attempts(1, 0), [99, 5, 3, 99, 1, -1])
     a = 5**-0.5
     found = whiten(batch, AlgoState(), epsilon=0.0).need("advantages").tolist()
@@ -94,7 +110,9 @@ def test_whitening_by_hand():
 
 def test_whitening_counts_rows_that_nobody_judged():
     # They train, with an advantage of 0: 1 1 0 0 has mean and std 1/2.
-    batch = whiten(given_advantages(attempts(1.0, None), [0, 1, 1, 0, 0, 0]), AlgoState(), epsilon=0.0)
+    batch = whiten(
+        given_advantages(attempts(1.0, None), [0, 1, 1, 0, 0, 0]), AlgoState(), epsilon=0.0
+    )
     assert batch.need("advantages").tolist() == [0, 1, 1, 0, -1, -1]
 
 
@@ -110,9 +128,16 @@ def test_whitening_of_nothing():
     assert whiten(given_advantages(failed, []), AlgoState()).need("advantages").tolist() == []
 
 
-@pytest.mark.parametrize(("rewards", "share"), [((1.0, 0.0), 0.0), ((1.0, 1.0), 1.0), ((0.1, 0.1, None), 1.0), ((None,), 1.0)])
-def test_a_pipeline_measures_how_many_tokens_it_gives_nothing_to_learn(rewards: tuple[float | None, ...], share: float):
-    batch = pipeline(filled(attempts(*rewards)), AlgoState(), transforms=[partial(group_relative, scale="none")])
+@pytest.mark.parametrize(
+    ("rewards", "share"),
+    [((1.0, 0.0), 0.0), ((1.0, 1.0), 1.0), ((0.1, 0.1, None), 1.0), ((None,), 1.0)],
+)
+def test_a_pipeline_measures_how_many_tokens_it_gives_nothing_to_learn(
+    rewards: tuple[float | None, ...], share: float
+):
+    batch = pipeline(
+        filled(attempts(*rewards)), AlgoState(), transforms=[partial(group_relative, scale="none")]
+    )
     assert batch.metrics == {"advantage/zero_share": share}
 
 
@@ -126,7 +151,12 @@ def test_a_pipeline_without_a_token_to_train_teaches_nothing():
 def test_a_pipeline_is_one_after_the_other():
     rows = attempts(3.0, 0.0)
     rows[1] = replace(rows[1], ending="truncated")
-    transforms = (partial(scale_rewards, factor=2.0), rloo, drop_truncated, partial(clip_advantages, limit=5.0))
+    transforms = (
+        partial(scale_rewards, factor=2.0),
+        rloo,
+        drop_truncated,
+        partial(clip_advantages, limit=5.0),
+    )
     batch = pipeline(filled(rows), AlgoState(), transforms=transforms)
     assert batch.need("advantages").tolist() == [0, 5, 5, 0, -5, -5]
     assert batch.train_S.tolist() == [True, False]

@@ -1,4 +1,5 @@
-"""Divergences from a teacher: value and gradient against `oracles.distillation`, by enumeration and by hand.
+"""Divergences from a teacher: value and gradient against `oracles.distillation`, by enumeration and
+by hand.
 
 T = all tokens laid end to end, K = teacher's tokens with a column, V = vocabulary.
 """
@@ -55,7 +56,8 @@ def one_token() -> Batch:
 
 def filled(batch: Batch, ids: list[list[int]], teacher: list[list[float]]) -> Batch:
     return batch.fill_tokens(
-        teacher_ids=torch.tensor(ids, dtype=torch.int64), teacher_topk_logprobs=torch.tensor(teacher, dtype=torch.float64)
+        teacher_ids=torch.tensor(ids, dtype=torch.int64),
+        teacher_topk_logprobs=torch.tensor(teacher, dtype=torch.float64),
     )
 
 
@@ -71,10 +73,13 @@ def columns(all_V: Tensor, ids: list[int]) -> Tensor:
 
 
 def at_one_token(teacher: Tensor, student: Tensor, ids: list[int], **options) -> Tensor:
-    """x of one token, from both logprobs, a bucket's last. Where no token trains, learners leave zeros."""
+    """x of one token, from both logprobs, a bucket's last. Where no token trains, learners leave
+    zeros."""
     batch = filled(one_token(), [[0] * len(ids), ids], [[0.0] * len(teacher), teacher.tolist()])
     topk_TK = torch.stack([torch.zeros_like(student), student])
-    x_T, metrics = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK), batch, **options)
+    x_T, metrics = divergence(
+        Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK), batch, **options
+    )
     assert x_T.shape == (2,)
     check_metrics({name: metric[1:] for name, metric in metrics.items()}, x_T[1:])
     return x_T[1]
@@ -87,10 +92,14 @@ def by_logprobs(teacher: list[float], student: list[float], **options) -> tuple[
     return x.item(), gradient(x, leaf).tolist()
 
 
-def by_logits(log_p: list[float], z: list[float], ids: list[int], **options) -> tuple[float, list[float]]:
+def by_logits(
+    log_p: list[float], z: list[float], ids: list[int], **options
+) -> tuple[float, list[float]]:
     logits = torch.tensor(z, dtype=torch.float64, requires_grad=True)
     known = torch.tensor(log_p, dtype=torch.float64)
-    x = at_one_token(columns(known, ids), columns(torch.log_softmax(logits, 0), ids), ids, **options)
+    x = at_one_token(
+        columns(known, ids), columns(torch.log_softmax(logits, 0), ids), ids, **options
+    )
     return x.item(), gradient(x, logits).tolist()
 
 
@@ -99,7 +108,9 @@ def by_logits(log_p: list[float], z: list[float], ids: list[int], **options) -> 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @given(z_teacher=LOGITS, z=LOGITS, k=KS, mix=MIXES)
-def test_value_and_gradient_equal_the_oracle(objective: Objective, z_teacher: list[float], z: list[float], k: int, mix: float):
+def test_value_and_gradient_equal_the_oracle(
+    objective: Objective, z_teacher: list[float], z: list[float], k: int, mix: float
+):
     """By the logprobs of the K tokens, through the bucket too: what they gain it loses."""
     log_p, log_q = categorical.log_softmax(z_teacher), categorical.log_softmax(z)
     ids = top(log_p, k)
@@ -134,7 +145,9 @@ def test_a_term_on_ragged_batches_equals_the_oracle(objective: Objective, case, 
         teacher.append([log_p[v] if trains else 0.0 for v in ids[-1]])
         student.append([log_q[v] if trains else 0.0 for v in ids[-1]])
         value, slope = (
-            distillation.divergence(objective, teacher[-1], student[-1], mix=mix, bucket=True) if trains else (0.0, [0.0] * k)
+            distillation.divergence(objective, teacher[-1], student[-1], mix=mix, bucket=True)
+            if trains
+            else (0.0, [0.0] * k)
         )
         x.append(value)
         slopes.append(slope)
@@ -142,17 +155,26 @@ def test_a_term_on_ragged_batches_equals_the_oracle(objective: Objective, case, 
     ragged = [x[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(rows))]
     weights = [w for row in weights_of(oracle.token_mean, rows) for w in row]
 
-    term = Term("distill", partial(divergence, objective=objective, mix=mix), token_mean, needs=frozenset({"topk_logprobs"}))
+    term = Term(
+        "distill",
+        partial(divergence, objective=objective, mix=mix),
+        token_mean,
+        needs=frozenset({"topk_logprobs"}),
+    )
     batch = filled(
         Algorithm("test", {"policy": (term,)}, "rollouts").weigh(pack(groups(rows)), AlgoState()),
         ids,
         with_rest(torch.tensor(teacher, dtype=torch.float64)).tolist(),
     )
     topk_TK = torch.tensor(student, dtype=torch.float64, requires_grad=True)
-    loss, metrics = term(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=with_rest(topk_TK)), batch)
+    loss, metrics = term(
+        Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=with_rest(topk_TK)), batch
+    )
     assert loss.item() == near(oracle.token_mean(rows, ragged))
     expected = [[w * s for s in slope] for w, slope in zip(weights, slopes, strict=True)]
-    torch.testing.assert_close(gradient(loss, topk_TK), torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        gradient(loss, topk_TK), torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10
+    )
     assert all(not metric.requires_grad and metric.isfinite() for metric in metrics.values())
 
 
@@ -170,17 +192,25 @@ L23 = math.log(2 / 3)
         ("forward", 0.5, LN2 / 4, [-3 / 8, -1 / 8]),
         # -ln(2) / 4 + 0 + ln(2) / 2; q_k (log(q_k / p_k) - ln 2)
         ("reverse", 0.5, LN2 / 4, [-LN2 / 2, -LN2 / 4]),
-        # m = (3/8, 1/4; 3/8). (ln(4/3) / 2 + ln(2/3) / 4) / 2 from either side; q_k / 2 (log(q_k / m_k) - ln(4/3))
+        # m = (3/8, 1/4; 3/8). (ln(4/3) / 2 + ln(2/3) / 4) / 2 from either side; q_k / 2 (log(q_k /
+        # m_k) - ln(4/3))
         ("js", 0.5, L43 / 2 + L23 / 4, [(L23 - L43) / 8, -L43 / 8]),
         # the same m; q_k / 2 (-p_k / m_k + 2/3)
         ("skewed_forward", 0.5, L43 / 2 + L23 / 4, [(-4 / 3 + 2 / 3) / 8, (-1 + 2 / 3) / 8]),
         # the same m; q_k (log(q_k / m_k) - q_k / (2 m_k) - ln(4/3) + (1/2) (4/3))
-        ("skewed_reverse", 0.5, L23 / 4 + L43 / 2, [(L23 - 1 / 3 - L43 + 2 / 3) / 4, (-1 / 2 - L43 + 2 / 3) / 4]),
+        (
+            "skewed_reverse",
+            0.5,
+            L23 / 4 + L43 / 2,
+            [(L23 - 1 / 3 - L43 + 2 / 3) / 4, (-1 / 2 - L43 + 2 / 3) / 4],
+        ),
         # a quarter of forward, three of reverse
         ("mixed", 0.25, LN2 / 4, [(-3 / 8 - 3 * LN2 / 2) / 4, (-1 / 8 - 3 * LN2 / 4) / 4]),
     ],
 )
-def test_two_tokens_and_a_bucket_by_hand(objective: Objective, mix: float, x: float, slopes: list[float]):
+def test_two_tokens_and_a_bucket_by_hand(
+    objective: Objective, mix: float, x: float, slopes: list[float]
+):
     found, slope_K = by_logprobs(TEACHER, STUDENT, objective=objective, mix=mix)
     assert found == near(x)
     assert slope_K == near(slopes)
@@ -191,7 +221,9 @@ def test_two_tokens_and_a_bucket_by_hand(objective: Objective, mix: float, x: fl
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @given(z_teacher=LOGITS, z=LOGITS, mix=MIXES)
-def test_over_the_whole_vocabulary_it_is_the_divergence_itself(objective: Objective, z_teacher, z, mix: float):
+def test_over_the_whole_vocabulary_it_is_the_divergence_itself(
+    objective: Objective, z_teacher, z, mix: float
+):
     log_p, log_q = categorical.log_softmax(z_teacher), categorical.log_softmax(z)
     x, slopes = distillation.by_logits(objective, log_p, log_q, mix=mix)
     found, slope_V = by_logits(log_p, z, top(log_p, V), objective=objective, mix=mix)
@@ -200,20 +232,33 @@ def test_over_the_whole_vocabulary_it_is_the_divergence_itself(objective: Object
 
 
 @given(z_teacher=LOGITS, z=LOGITS)
-def test_over_the_whole_vocabulary_the_two_kls_have_their_known_gradients(z_teacher: list[float], z: list[float]):
+def test_over_the_whole_vocabulary_the_two_kls_have_their_known_gradients(
+    z_teacher: list[float], z: list[float]
+):
     log_p, log_q = categorical.log_softmax(z_teacher), categorical.log_softmax(z)
     x, slope_V = by_logits(log_p, z, list(range(V)), objective="forward")
-    assert (x, slope_V) == (near(categorical.kl(log_p, log_q)), near(categorical.forward_kl_gradient(log_q, log_p)))
+    assert (x, slope_V) == (
+        near(categorical.kl(log_p, log_q)),
+        near(categorical.forward_kl_gradient(log_q, log_p)),
+    )
     x, slope_V = by_logits(log_p, z, list(range(V)), objective="reverse")
-    assert (x, slope_V) == (near(categorical.kl(log_q, log_p)), near(categorical.reverse_kl_gradient(log_q, log_p)))
+    assert (x, slope_V) == (
+        near(categorical.kl(log_q, log_p)),
+        near(categorical.reverse_kl_gradient(log_q, log_p)),
+    )
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @given(z_teacher=LOGITS, z=LOGITS, mix=MIXES)
-def test_more_tokens_never_show_less_and_all_show_everything(objective: Objective, z_teacher, z, mix: float):
-    """A bucket hides differences within it: splitting it can only raise a divergence (data processing inequality)."""
+def test_more_tokens_never_show_less_and_all_show_everything(
+    objective: Objective, z_teacher, z, mix: float
+):
+    """A bucket hides differences within it: splitting it can only raise a divergence (data
+    processing inequality)."""
     log_p, log_q = categorical.log_softmax(z_teacher), categorical.log_softmax(z)
-    found = [by_logits(log_p, z, top(log_p, k), objective=objective, mix=mix)[0] for k in range(1, V + 1)]
+    found = [
+        by_logits(log_p, z, top(log_p, k), objective=objective, mix=mix)[0] for k in range(1, V + 1)
+    ]
     assert all(a <= b + 1e-12 for a, b in itertools.pairwise(found))
     assert found[0] >= -1e-12
     full = distillation.by_logits(objective, log_p, log_q, mix=mix)[0]
@@ -227,7 +272,9 @@ def test_more_tokens_never_show_less_and_all_show_everything(objective: Objectiv
 @pytest.mark.parametrize("k", [1, 3, V])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @given(z=LOGITS, mix=MIXES)
-def test_an_identical_teacher_teaches_nothing(objective: Objective, k: int, z: list[float], mix: float):
+def test_an_identical_teacher_teaches_nothing(
+    objective: Objective, k: int, z: list[float], mix: float
+):
     log_p = categorical.log_softmax(z)
     x, slope_V = by_logits(log_p, z, top(log_p, k), objective=objective, mix=mix)
     assert x == pytest.approx(0, abs=1e-12)
@@ -244,7 +291,9 @@ def test_js_is_symmetric_at_one_half(z_teacher: list[float], z: list[float], k: 
 
 
 @given(z_teacher=LOGITS, z=LOGITS, k=KS)
-def test_the_mixed_and_the_skewed_have_the_plain_ones_as_ends(z_teacher: list[float], z: list[float], k: int):
+def test_the_mixed_and_the_skewed_have_the_plain_ones_as_ends(
+    z_teacher: list[float], z: list[float], k: int
+):
     log_p = categorical.log_softmax(z_teacher)
     find = partial(by_logits, log_p, z, top(log_p, k))
     forward, reverse = find(objective="forward"), find(objective="reverse")
@@ -260,12 +309,17 @@ def test_the_mixed_and_the_skewed_have_the_plain_ones_as_ends(z_teacher: list[fl
 
 @given(z_teacher=LOGITS, z=LOGITS, k=KS)
 def test_js_tends_to_the_two_kls_at_its_ends(z_teacher: list[float], z: list[float], k: int):
-    """arXiv:2306.13649 section 2: js / mix -> forward as mix -> 0, and js / (1 - mix) -> reverse as mix -> 1."""
+    """arXiv:2306.13649 section 2: js / mix -> forward as mix -> 0, and js / (1 - mix) -> reverse as
+    mix -> 1."""
     log_p = categorical.log_softmax(z_teacher)
     find = partial(by_logits, log_p, z, top(log_p, k))
     small = 1e-6
-    assert find(objective="js", mix=small)[0] / small == pytest.approx(find(objective="forward")[0], rel=1e-2, abs=1e-2)
-    assert find(objective="js", mix=1 - small)[0] / small == pytest.approx(find(objective="reverse")[0], rel=1e-2, abs=1e-2)
+    assert find(objective="js", mix=small)[0] / small == pytest.approx(
+        find(objective="forward")[0], rel=1e-2, abs=1e-2
+    )
+    assert find(objective="js", mix=1 - small)[0] / small == pytest.approx(
+        find(objective="reverse")[0], rel=1e-2, abs=1e-2
+    )
 
 
 # --- edges
@@ -275,17 +329,29 @@ def test_js_tends_to_the_two_kls_at_its_ends(z_teacher: list[float], z: list[flo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("k", [1, 2, V])
 def test_peaked_distributions_stay_finite(objective: Objective, dtype: torch.dtype, k: int):
-    """The K tokens hold all the mass up to rounding, on one side or on both: the bucket is then empty, not negative."""
-    flat, peaked, other = [0.0] * V, [40.0, 20.0, 0.0, -1.0, -2.0, -3.0], [20.0, 40.0, 0.0, -3.0, -2.0, -1.0]
+    """The K tokens hold all the mass up to rounding, on one side or on both: the bucket is then
+    empty, not negative."""
+    flat, peaked, other = (
+        [0.0] * V,
+        [40.0, 20.0, 0.0, -1.0, -2.0, -3.0],
+        [20.0, 40.0, 0.0, -3.0, -2.0, -1.0],
+    )
     for z_teacher, z in [(peaked, peaked), (peaked, other), (peaked, flat), (flat, peaked)]:
         log_p = torch.log_softmax(torch.tensor(z_teacher, dtype=dtype), 0)
         logits = torch.tensor(z, dtype=dtype, requires_grad=True)
         ids = top(log_p.tolist(), k)
         batch = one_token().to("cpu", dtype)
         known = columns(log_p, ids)
-        batch = batch.fill_tokens(teacher_ids=torch.tensor([[0] * k, ids]), teacher_topk_logprobs=known.expand(2, len(known)))
+        batch = batch.fill_tokens(
+            teacher_ids=torch.tensor([[0] * k, ids]),
+            teacher_topk_logprobs=known.expand(2, len(known)),
+        )
         topk_TK = torch.stack([torch.zeros_like(known), columns(torch.log_softmax(logits, 0), ids)])
-        x_T, _ = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK), batch, objective=objective)
+        x_T, _ = divergence(
+            Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK),
+            batch,
+            objective=objective,
+        )
         slope_V = gradient(x_T[1], logits)
         assert x_T[1].isfinite()
         assert bool(slope_V.isfinite().all())
@@ -302,12 +368,20 @@ def test_single_precision_is_near_double(k: int):
     log_p, log_q = categorical.log_softmax(z_teacher), categorical.log_softmax(z)
     ids = top(log_p, k)
     for objective in OBJECTIVES:
-        x, _ = distillation.divergence(objective, [log_p[v] for v in ids], [log_q[v] for v in ids], mix=0.5, bucket=k < V)
+        x, _ = distillation.divergence(
+            objective, [log_p[v] for v in ids], [log_q[v] for v in ids], mix=0.5, bucket=k < V
+        )
         known, live = (torch.tensor(log, dtype=torch.float32) for log in (log_p, log_q))
         known, live = columns(known, ids), columns(live, ids)
-        batch = filled(one_token(), [[0] * k, ids], [[0.0] * len(known), known.tolist()]).to("cpu", torch.float32)
+        batch = filled(one_token(), [[0] * k, ids], [[0.0] * len(known), known.tolist()]).to(
+            "cpu", torch.float32
+        )
         topk_TK = torch.stack([torch.zeros_like(live), live])
-        x_T, _ = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK), batch, objective=objective)
+        x_T, _ = divergence(
+            Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=topk_TK),
+            batch,
+            objective=objective,
+        )
         assert x_T[1].item() == pytest.approx(x, rel=1e-5, abs=1e-6)
 
 
@@ -325,17 +399,23 @@ def test_only_where_nothing_reads_rewards_none_is_needed():
     teacher = {"teacher": "x"}
     assert not needed("distill_on_policy", **teacher)
     assert not needed("on_policy_distillation", **teacher)
-    assert not needed("policy_gradient", advantage={"kind": "on_policy_distillation"}, group_size=1, **teacher)
+    assert not needed(
+        "policy_gradient", advantage={"kind": "on_policy_distillation"}, group_size=1, **teacher
+    )
     assert needed("grpo")
     assert needed("on_policy_distillation", positive_nll_coef=0.1, **teacher)
-    both = {"kind": "mixture", "parts": [{"kind": "group_relative"}, {"kind": "on_policy_distillation"}]}
+    both = {
+        "kind": "mixture",
+        "parts": [{"kind": "group_relative"}, {"kind": "on_policy_distillation"}],
+    }
     assert needed("policy_gradient", advantage=both, **teacher)
     assert needed("on_policy_distillation", advantage=both, group_size=4, **teacher)
 
 
 @pytest.mark.parametrize("kind", ["distill_on_policy", "on_policy_distillation"])
 def test_attempts_that_nobody_judged_have_the_teachers_signal(kind: str):
-    """Cut off or not, with or without a judged neighbour: each moves the policy as if it had been judged."""
+    """Cut off or not, with or without a judged neighbour: each moves the policy as if it had been
+    judged."""
     algo = construct(resolve("algorithm", {"kind": kind, "teacher": "x"}))
     moved = []
     for ends in ((Unjudged(), Unjudged(truncated=True)), (Scored(1.0), Truncated(0.0))):
@@ -343,9 +423,13 @@ def test_attempts_that_nobody_judged_have_the_teachers_signal(kind: str):
         batch = pack([make_group("g", rows)])
         assert batch.n_sequences == 2
         roles = {"policy": TinyRole("policy"), "teacher": TinyRole("other")}
-        made = algo.weigh(algo.advantage(asyncio.run(fill(batch, algo, roles)), AlgoState()), AlgoState())
+        made = algo.weigh(
+            algo.advantage(asyncio.run(fill(batch, algo, roles)), AlgoState()), AlgoState()
+        )
         (name, weight) = next(iter(made.weights.items()))
         assert (weight.values > 0).equal(batch.trainable_T), name
-        moved.append(made.token_columns.get("advantages", made.token_columns.get("teacher_topk_logprobs")))
+        moved.append(
+            made.token_columns.get("advantages", made.token_columns.get("teacher_topk_logprobs"))
+        )
     assert moved[0].abs().sum() > 0
     assert moved[0].equal(moved[1])

@@ -26,7 +26,10 @@ PAIRS = [(drop_silent_groups, oracle.drop_silent_groups), (drop_truncated, oracl
 def silenced(rows: list[Row]) -> tuple[list[Row], Batch]:
     """With numbers for advantages, all 0 in the groups of even number."""
     even = [int(row.group.removeprefix("g")) % 2 == 0 for row in rows]
-    quiet = [replace(row, teacher_logprobs=[0.0] * len(row.tokens)) if e else row for row, e in zip(rows, even, strict=True)]
+    quiet = [
+        replace(row, teacher_logprobs=[0.0] * len(row.tokens)) if e else row
+        for row, e in zip(rows, even, strict=True)
+    ]
     batch = filled(quiet, "teacher_logprobs")
     advantages_T = torch.where(batch.trainable_T, batch.need("teacher_logprobs"), 0.0)
     return quiet, batch.fill_tokens(advantages=advantages_T)
@@ -35,7 +38,15 @@ def silenced(rows: list[Row]) -> tuple[list[Row], Batch]:
 def attempts(group: str, *rewards: float | None, **fields) -> list[Row]:
     ending = fields.pop("ending", "scored")
     return [
-        Row(group, i, [1, 2, 3], [False, True, True], ending if r is not None else "unjudged", r, **fields)
+        Row(
+            group,
+            i,
+            [1, 2, 3],
+            [False, True, True],
+            ending if r is not None else "unjudged",
+            r,
+            **fields,
+        )
         for i, r in enumerate(rewards)
     ]
 
@@ -43,7 +54,9 @@ def attempts(group: str, *rewards: float | None, **fields) -> list[Row]:
 @pytest.mark.parametrize(("filtered", "keeps"), PAIRS)
 @settings(max_examples=60)
 @given(rows=episodes())
-def test_the_final_mask_equals_the_oracle(filtered: Callable[..., Batch], keeps: Callable, rows: list[Row]):
+def test_the_final_mask_equals_the_oracle(
+    filtered: Callable[..., Batch], keeps: Callable, rows: list[Row]
+):
     rows, batch = silenced(rows)
     batch = filtered(batch, AlgoState())
     stays = keeps(rows)
@@ -56,16 +69,25 @@ def test_the_final_mask_equals_the_oracle(filtered: Callable[..., Batch], keeps:
 @pytest.mark.parametrize(("filtered", "keeps"), PAIRS)
 @settings(max_examples=30)
 @given(rows=episodes())
-def test_denominators_count_what_is_left(filtered: Callable[..., Batch], keeps: Callable, rows: list[Row]):
+def test_denominators_count_what_is_left(
+    filtered: Callable[..., Batch], keeps: Callable, rows: list[Row]
+):
     rows, batch = silenced(rows)
     batch = filtered(batch, AlgoState())
-    left = [row if s else replace(row, trained=[False] * len(row.tokens)) for row, s in zip(rows, keeps(rows), strict=True)]
-    assert token_mean_weights(batch).tolist() == pytest.approx(flat(kept(rows, weights_of(token_mean, left))))
+    left = [
+        row if s else replace(row, trained=[False] * len(row.tokens))
+        for row, s in zip(rows, keeps(rows), strict=True)
+    ]
+    assert token_mean_weights(batch).tolist() == pytest.approx(
+        flat(kept(rows, weights_of(token_mean, left)))
+    )
 
 
 @pytest.mark.parametrize("filtered", [drop_silent_groups, drop_truncated])
 def test_everything_but_the_mask_stays(filtered: Callable[..., Batch]):
-    before = group_relative(filled(attempts("a", 1, 0) + attempts("b", 1, 1, ending="truncated")), AlgoState())
+    before = group_relative(
+        filled(attempts("a", 1, 0) + attempts("b", 1, 1, ending="truncated")), AlgoState()
+    )
     after = filtered(before, AlgoState())
     assert after.n_sequences == 4
     assert torch.equal(after.rewards_S, before.rewards_S)
@@ -80,7 +102,9 @@ def estimated(rows: list[Row], *columns: str) -> Batch:
 
 def test_groups_of_equal_rewards_by_hand():
     rows = attempts("a", 0.1, 0.1, 0.1) + attempts("b", 1, 0) + attempts("c", 5)
-    assert drop_silent_groups(estimated(rows), AlgoState()).train_S.tolist() == [False] * 3 + [True] * 2 + [False]
+    assert drop_silent_groups(estimated(rows), AlgoState()).train_S.tolist() == [False] * 3 + [
+        True
+    ] * 2 + [False]
 
 
 def test_a_greedy_answer_makes_no_group_loud():
@@ -89,8 +113,13 @@ def test_a_greedy_answer_makes_no_group_loud():
 
 
 def test_dense_rewards_give_a_signal_too():
-    rows = [replace(row, token_rewards=[0, 0, 0.1 * i]) for i, row in enumerate(attempts("a", 1, 1))]
-    assert drop_silent_groups(estimated(rows, "token_rewards"), AlgoState()).train_S.tolist() == [True, True]
+    rows = [
+        replace(row, token_rewards=[0, 0, 0.1 * i]) for i, row in enumerate(attempts("a", 1, 1))
+    ]
+    assert drop_silent_groups(estimated(rows, "token_rewards"), AlgoState()).train_S.tolist() == [
+        True,
+        True,
+    ]
 
 
 def test_parts_that_cancel_in_their_sum_are_a_signal():
@@ -111,7 +140,10 @@ def test_truncated_rows_by_hand():
 
 def answers(group: str, *judged: tuple[float, int]) -> list[Row]:
     """Attempts of given reward and length."""
-    return [Row(group, i, [1] * (n + 1), [False] + [True] * n, "scored", reward) for i, (reward, n) in enumerate(judged)]
+    return [
+        Row(group, i, [1] * (n + 1), [False] + [True] * n, "scored", reward)
+        for i, (reward, n) in enumerate(judged)
+    ]
 
 
 OVERLONG = {"kind": "overlong_penalty", "max_length": 8, "buffer": 4}
@@ -129,18 +161,24 @@ def prepared(rows: list[Row], **options) -> tuple[Batch, AlgoState]:
 
 
 def trained_groups(batch: Batch) -> list[bool]:
-    return [bool(count) for count in batch.group_sum(batch.sequence_sum(batch.trainable_T.double()))]
+    return [
+        bool(count) for count in batch.group_sum(batch.sequence_sum(batch.trainable_T.double()))
+    ]
 
 
 def test_dapo_counts_right_answers_before_it_penalises_their_length():
-    """Eq. 8 asks for 0 < right answers < G, so a group that is all wrong, or all right, trains on nothing."""
+    """Eq. 8 asks for 0 < right answers < G, so a group that is all wrong, or all right, trains on
+    nothing."""
     batch, _ = prepared(WRONG + MIXED + RIGHT)
     assert trained_groups(batch) == [False, True, False]
     outside_T = ~batch.trainable_T
     assert not batch.need("advantages")[outside_T].any()
     alone, _ = prepared(MIXED)
-    assert torch.equal(batch.need("advantages")[batch.trainable_T], alone.need("advantages")[alone.trainable_T])
-    right, long_wrong = 0.0, -0.5  # 1 - 1 for a right answer of 8 tokens; 0 - 0.5 for a wrong one of 6
+    assert torch.equal(
+        batch.need("advantages")[batch.trainable_T], alone.need("advantages")[alone.trainable_T]
+    )
+    # 1 - 1 for a right answer of 8 tokens; 0 - 0.5 for a wrong one of 6
+    right, long_wrong = 0.0, -0.5
     assert batch.rewards_S[3:6].tolist() == pytest.approx([0.0, right, long_wrong])
 
 
@@ -160,12 +198,16 @@ def test_a_group_that_shaping_levels_still_counts_for_dapo():
 def test_what_redefines_the_reward_decides_too():
     """Weights of parts and bounds say what the reward is; a penalty for length does not."""
     parts = [{"right": 1.0, "form": 0.0}, {"right": 0.0, "form": 1.0}]
-    rows = [replace(row, parts=p) for row, p in zip(answers("a", (1, 2), (1, 6)), parts, strict=True)]
+    rows = [
+        replace(row, parts=p) for row, p in zip(answers("a", (1, 2), (1, 6)), parts, strict=True)
+    ]
     weights = {"kind": "component_weights", "weights": {"right": 1.0, "form": 0.1}}
     assert trained_groups(prepared(rows)[0]) == [False]
     assert trained_groups(prepared(rows, shaping=[weights, OVERLONG])[0]) == [True]
     bounds = {"kind": "clip", "high": 1.0}
-    assert trained_groups(prepared(answers("b", (2, 2), (3, 6)), shaping=[bounds, OVERLONG])[0]) == [False]
+    assert trained_groups(
+        prepared(answers("b", (2, 2), (3, 6)), shaping=[bounds, OVERLONG])[0]
+    ) == [False]
 
 
 def test_looking_for_a_signal_leaves_the_state_alone():

@@ -1,4 +1,5 @@
-"""The estimators with one return an attempt, besides group_relative, against `oracles.advantages`, and by hand."""
+"""The estimators with one return an attempt, besides group_relative, against `oracles.advantages`,
+and by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from oracles import advantages as oracle
 from oracles.cases import by_row, column, episodes, filled, kept
 from oracles.ragged import Ragged, Row, flat
 
-from ratchet.algorithms.advantages.group_baselines import Scale, gdpo, group_relative, opo, reinforce_pp, remax, rloo
+from ratchet.algorithms.advantages.group_baselines import (
+    Scale,
+    gdpo,
+    group_relative,
+    opo,
+    reinforce_pp,
+    remax,
+    rloo,
+)
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError, DataError
@@ -25,9 +34,18 @@ RELATIVE = [rloo, opo, partial(reinforce_pp, baseline="group"), group_relative]
 
 
 def attempts(group: str, *rewards: float | None, **fields) -> list[Row]:
-    """One row a reward, of a prompt token and two trained ones; None: there was nothing to judge."""
+    """One row a reward, of a prompt token and two trained ones; None: there was nothing to
+    judge."""
     return [
-        Row(group, i, [1, 2, 3], [False, True, True], "unjudged" if r is None else "scored", r, **fields)
+        Row(
+            group,
+            i,
+            [1, 2, 3],
+            [False, True, True],
+            "unjudged" if r is None else "scored",
+            r,
+            **fields,
+        )
         for i, r in enumerate(rewards)
     ]
 
@@ -36,7 +54,9 @@ def longer(row: Row, trained: int) -> Row:
     return replace(row, tokens=[1] * (1 + trained), trained=[False] + [True] * trained)
 
 
-def equal(batch: Batch, rows: list[Row], per_row: list[float], per_token: Ragged | None = None) -> None:
+def equal(
+    batch: Batch, rows: list[Row], per_row: list[float], per_token: Ragged | None = None
+) -> None:
     found = batch.need("advantages")
     assert found.dtype == torch.float64
     expected = oracle.on_tokens(rows, per_row) if per_token is None else per_token
@@ -55,8 +75,15 @@ def test_group_relative_of_returns_equals_the_oracle(rows: list[Row], scale: Sca
 
 def test_the_dense_rewards_of_all_rows_of_an_attempt_count():
     first, other = attempts("g", 1, 1)
-    rows = [replace(first, token_rewards=[0, 0.5, 0.25]), replace(first, token_rewards=[0, 0, 0.25])]
-    batch = group_relative(filled([*rows, replace(other, token_rewards=[0, 0, 0])], "token_rewards"), AlgoState(), scale="none")
+    rows = [
+        replace(first, token_rewards=[0, 0.5, 0.25]),
+        replace(first, token_rewards=[0, 0, 0.25]),
+    ]
+    batch = group_relative(
+        filled([*rows, replace(other, token_rewards=[0, 0, 0])], "token_rewards"),
+        AlgoState(),
+        scale="none",
+    )
     assert by_row(batch) == [0.5, 0.5, -0.5]
 
 
@@ -72,7 +99,9 @@ def test_rloo_equals_the_oracle(rows: list[Row], dense: bool):
 
 def test_rloo_by_hand():
     # against the mean of the other three: 3 - 1/3, 1 - 1, 0 - 4/3, 0 - 4/3
-    assert by_row(rloo(filled(attempts("g", 3, 1, 0, 0)), AlgoState())) == pytest.approx([8 / 3, 0, -4 / 3, -4 / 3])
+    assert by_row(rloo(filled(attempts("g", 3, 1, 0, 0)), AlgoState())) == pytest.approx(
+        [8 / 3, 0, -4 / 3, -4 / 3]
+    )
 
 
 def test_rloo_over_the_spread_by_hand():
@@ -149,10 +178,14 @@ def test_a_greedy_answer_that_nobody_judged_is_no_baseline(ending: str):
 
 @settings(max_examples=80)
 @given(episodes(), st.booleans(), st.sampled_from(["none", "group"]))
-def test_reinforce_pp_equals_the_oracle(rows: list[Row], dense: bool, baseline: Literal["none", "group"]):
+def test_reinforce_pp_equals_the_oracle(
+    rows: list[Row], dense: bool, baseline: Literal["none", "group"]
+):
     rows = rows if dense else [replace(row, token_rewards=[]) for row in rows]
     raw = oracle.returns_to_go(rows, baseline=baseline)
-    whitened = [raw[i][t] for i, row in enumerate(rows) if row.learns_from_reward for t in row.steps]
+    whitened = [
+        raw[i][t] for i, row in enumerate(rows) if row.learns_from_reward for t in row.steps
+    ]
     # numbers that are equal but for rounding are whitened into anything
     assume(not whitened or min(whitened) == max(whitened) or max(whitened) - min(whitened) > 1e-3)
     batch = reinforce_pp(filled(rows, *["token_rewards"] * dense), AlgoState(), baseline=baseline)
@@ -160,7 +193,8 @@ def test_reinforce_pp_equals_the_oracle(rows: list[Row], dense: bool, baseline: 
 
 
 def test_reinforce_pp_by_hand():
-    # rewards 1 and -1 on 3 tokens and 1: mean (3 - 1) / 4 = 1/2, variance 1 - 1/4 = 3/4 by token, not by row
+    # rewards 1 and -1 on 3 tokens and 1: mean (3 - 1) / 4 = 1/2, variance 1 - 1/4 = 3/4 by token,
+    # not by row
     rows = [longer(row, n) for row, n in zip(attempts("g", 1, -1), [3, 1], strict=True)]
     scale = math.sqrt(3) / 2
     found = reinforce_pp(filled(rows), AlgoState(), epsilon=0.0).need("advantages").tolist()
@@ -169,7 +203,11 @@ def test_reinforce_pp_by_hand():
 
 def test_reinforce_pp_counts_dense_rewards_from_each_token_on():
     row = replace(attempts("g", 1)[0], token_rewards=[0, 2, 4])  # G = 1 + 6, 1 + 4: mean 6, std 1
-    found = reinforce_pp(filled([row], "token_rewards"), AlgoState(), epsilon=0.0).need("advantages").tolist()
+    found = (
+        reinforce_pp(filled([row], "token_rewards"), AlgoState(), epsilon=0.0)
+        .need("advantages")
+        .tolist()
+    )
     assert found == pytest.approx([0, 1, -1])
 
 
@@ -182,17 +220,26 @@ def test_reinforce_pp_of_equal_dense_rewards_is_exactly_zero():
 def test_reinforce_pp_with_the_groups_mean_by_hand():
     # a: 1 0 -> 1/2 -1/2; b: 5 3 -> 1 -1; two tokens each. variance (1/4 + 1/4 + 1 + 1) / 4 = 5/8
     scale = math.sqrt(5 / 8)
-    batch = reinforce_pp(filled(attempts("a", 1, 0) + attempts("b", 5, 3)), AlgoState(), baseline="group", epsilon=0.0)
+    batch = reinforce_pp(
+        filled(attempts("a", 1, 0) + attempts("b", 5, 3)),
+        AlgoState(),
+        baseline="group",
+        epsilon=0.0,
+    )
     found = batch.need("advantages")[batch.trainable_T].tolist()
     assert found == pytest.approx([x / scale for x in [0.5, 0.5, -0.5, -0.5, 1, 1, -1, -1]])
 
 
 @pytest.mark.parametrize("baseline", ["none", "group"])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -0.7])
-def test_reinforce_pp_of_equal_rewards_is_exactly_zero(reward: float, baseline: Literal["none", "group"]):
+def test_reinforce_pp_of_equal_rewards_is_exactly_zero(
+    reward: float, baseline: Literal["none", "group"]
+):
     for n in (1, 3, 7, 10):
         rows = attempts("a", *[reward] * n) + attempts("b", *[reward] * 3)
-        assert not reinforce_pp(filled(rows), AlgoState(), baseline=baseline).need("advantages").any()
+        assert (
+            not reinforce_pp(filled(rows), AlgoState(), baseline=baseline).need("advantages").any()
+        )
 
 
 def test_reinforce_pp_with_the_groups_mean_of_groups_that_are_equal_within_is_exactly_zero():
@@ -214,20 +261,26 @@ def test_gdpo_equals_the_oracle(rows: list[Row], weights: dict[str, float] | Non
 
 
 def test_gdpo_by_hand():
-    # right: 1 0 -> +-1/sqrt(2) (std is 1/sqrt(2), so 1/2 over it); form: 0 0 -> 0. b: form 10 0 -> +-1/sqrt(2) as well.
-    # The scale of a part is gone: the batch holds +-1/sqrt(2) twice, whose std is sqrt(4 * 1/2 / 3).
+    # right: 1 0 -> +-1/sqrt(2) (std is 1/sqrt(2), so 1/2 over it); form: 0 0 -> 0. b: form 10 0 ->
+    # +-1/sqrt(2) as well. The scale of a part is gone: the batch holds +-1/sqrt(2) twice, whose std
+    # is sqrt(4 * 1/2 / 3).
     parts = [
         {"right": 1.0, "form": 0.0},
         {"right": 0.0, "form": 0.0},
         {"right": 3.0, "form": 10.0},
         {"right": 3.0, "form": 0.0},
     ]
-    rows = [replace(row, parts=own) for row, own in zip(attempts("a", 9, 9) + attempts("b", 9, 9), parts, strict=True)]
+    rows = [
+        replace(row, parts=own)
+        for row, own in zip(attempts("a", 9, 9) + attempts("b", 9, 9), parts, strict=True)
+    ]
     a = math.sqrt(3) / 2
     assert by_row(gdpo(filled(rows), AlgoState(), epsilon=0.0)) == pytest.approx([a, -a, a, -a])
     # form twice: 1 1 2 2 -> squares 1/2 (1 + 1 + 4 + 4) / 3 = 5/3
     b = math.sqrt(0.5) / math.sqrt(5 / 3)
-    found = by_row(gdpo(filled(rows), AlgoState(), weights={"right": 1.0, "form": 2.0}, epsilon=0.0))
+    found = by_row(
+        gdpo(filled(rows), AlgoState(), weights={"right": 1.0, "form": 2.0}, epsilon=0.0)
+    )
     assert found == pytest.approx([b, -b, 2 * b, -2 * b])
 
 
@@ -240,7 +293,10 @@ def test_gdpo_leaves_an_attempt_without_a_part_out_of_its_statistics():
 
 @pytest.mark.parametrize("part", [0.1, 1 / 3, -0.7])
 def test_gdpo_of_equal_parts_is_exactly_zero(part: float):
-    rows = [replace(row, parts={"right": part, "form": 1.0}) for row in attempts("a", *[1.0] * 7) + attempts("b", 1.0, 1.0)]
+    rows = [
+        replace(row, parts={"right": part, "form": 1.0})
+        for row in attempts("a", *[1.0] * 7) + attempts("b", 1.0, 1.0)
+    ]
     assert by_row(gdpo(filled(rows), AlgoState())) == [0.0] * 9
 
 
@@ -269,7 +325,10 @@ def test_what_nobody_judged_has_no_advantage_and_moves_none(estimator: Callable[
     rows = [*attempts("g", 1, 0, 0), greedy]
     unjudged = [replace(row, attempt=20 + i) for i, row in enumerate(attempts("g", None, None))]
     alone = estimator(filled(rows), AlgoState()).need("advantages").tolist()
-    assert estimator(filled([*rows, *unjudged]), AlgoState()).need("advantages").tolist() == [*alone, *[0.0] * 6]
+    assert estimator(filled([*rows, *unjudged]), AlgoState()).need("advantages").tolist() == [
+        *alone,
+        *[0.0] * 6,
+    ]
 
 
 @pytest.mark.parametrize("estimator", [*RELATIVE, reinforce_pp, remax])

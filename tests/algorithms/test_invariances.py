@@ -1,4 +1,5 @@
-"""What takes no part leaves everything alone. How a batch is cut, packed and ordered: `tests/testing/test_algorithms.py`.
+"""What takes no part leaves everything alone. How a batch is cut, packed and ordered:
+`tests/testing/test_algorithms.py`.
 
 T = all tokens laid end to end.
 """
@@ -30,7 +31,9 @@ from ratchet.testing.check_command import built_in
 from ratchet.testing.synthetic import Draw, TinyRole
 from ratchet.testing.synthetic_update import Update, differentiated, same
 
-WEIGHTINGS = st.sampled_from([token_mean, sequence_mean, prompt_mean, partial(fixed_length, length=7)])
+WEIGHTINGS = st.sampled_from(
+    [token_mean, sequence_mean, prompt_mean, partial(fixed_length, length=7)]
+)
 COLUMNS = ("logprobs", "old_logprobs", "ref_logprobs", "entropy")
 
 
@@ -46,7 +49,11 @@ def algorithm(weighting) -> Algorithm:
 
 
 def with_references(rows: list[Row]) -> list[Row]:
-    return [replace(r, ref_logprobs=[0.9 * lp - 0.05 if lp else 0.0 for lp in r.old_logprobs]) for r in rows if r.counts]
+    return [
+        replace(r, ref_logprobs=[0.9 * lp - 0.05 if lp else 0.0 for lp in r.old_logprobs])
+        for r in rows
+        if r.counts
+    ]
 
 
 def prepare(rows: list[Row], algo: Algorithm) -> Batch:
@@ -56,7 +63,10 @@ def prepare(rows: list[Row], algo: Algorithm) -> Batch:
 
 def loss_and_slopes(batch: Batch, rows: list[Row], algo: Algorithm) -> tuple[Tensor, Tensor]:
     """(loss, d loss / d logprob [T]) of all terms together."""
-    logprobs_T, entropy_T = leaf([row.logprobs for row in rows]), column([row.entropy for row in rows])
+    logprobs_T, entropy_T = (
+        leaf([row.logprobs for row in rows]),
+        column([row.entropy for row in rows]),
+    )
     out = outputs(batch, logprobs_T, rows, entropy_T)
     loss = torch.zeros((), dtype=torch.float64)
     for term in algo.losses["policy"]:
@@ -78,14 +88,19 @@ def assert_same(found: dict[int, list[float]], expected: dict[int, list[float]])
 
 def noise(row: Row, numbers: list[float]) -> list[float]:
     """The row's numbers at the tokens that train, others elsewhere."""
-    return [x if trains else 1.7 * t - 3 for t, (trains, x) in enumerate(zip(row.mask, numbers, strict=True))]
+    return [
+        x if trains else 1.7 * t - 3
+        for t, (trains, x) in enumerate(zip(row.mask, numbers, strict=True))
+    ]
 
 
 @given(rows=rollouts(), weighting=WEIGHTINGS)
 def test_tokens_that_do_not_train_reach_nothing(rows: list[Row], weighting):
     """Prompt, environment and baseline tokens may hold any numbers in any column."""
     rows, algo = with_references(rows), algorithm(weighting)
-    noisy = [replace(row, **{name: noise(row, getattr(row, name)) for name in COLUMNS}) for row in rows]
+    noisy = [
+        replace(row, **{name: noise(row, getattr(row, name)) for name in COLUMNS}) for row in rows
+    ]
     loss, slopes = loss_and_slopes(prepare(rows, algo), rows, algo)
     noisy_loss, noisy_slopes = loss_and_slopes(prepare(noisy, algo), noisy, algo)
     assert torch.equal(noisy_loss, loss)
@@ -124,7 +139,10 @@ class Noisy(TinyRole):
 
     def outputs(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
         columns = super().outputs(batch, needs).items()
-        return {n: column if n in ("scores", "token_scores") else anything(batch, column) for n, column in columns}
+        return {
+            n: column if n in ("scores", "token_scores") else anything(batch, column)
+            for n, column in columns
+        }
 
 
 def anything(batch: Batch, column: Tensor) -> Tensor:
@@ -137,9 +155,15 @@ def test_no_loss_reads_what_does_not_train(kind: str):
     """Of any built-in algorithm, after the estimators."""
     algo = built_in(kind)
     update = Update.of(algo, Draw(seed=5).groups(algo))
-    noisy_columns = {name: anything(update.batch, column) for name, column in update.batch.token_columns.items()}
+    noisy_columns = {
+        name: anything(update.batch, column) for name, column in update.batch.token_columns.items()
+    }
     models = {name: Noisy(name, drift=0.1) for name in algo.losses}
     noisy = replace(update, models=models, batch=update.batch.fill_tokens(**noisy_columns))
     for role in algo.losses:
         rows = range(update.batch.n_sequences)
-        same(differentiated(noisy, role, rows), differentiated(update, role, rows), "with noise where nothing trains")
+        same(
+            differentiated(noisy, role, rows),
+            differentiated(update, role, rows),
+            "with noise where nothing trains",
+        )

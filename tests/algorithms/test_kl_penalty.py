@@ -1,9 +1,11 @@
-"""The KL terms, exactly: every token of a small categorical, weighted by the probability that the old policy draws it.
+"""The KL terms, exactly: every token of a small categorical, weighted by the probability that the
+old policy draws it.
 
-The promise is about the *expected gradient*: it is that of the named objective, also where the live policy has moved away
-from the one that drew the tokens. An estimator of a KL's value, differentiated as it stands, does not keep it: the mean
-gradient of k1 is 0, that of k3 is the gradient of the other KL.
-V = tokens of the categorical, each the single trained token of its own sequence.
+The promise is about the *expected gradient*: it is that of the named objective, also where the live
+policy has moved away from the one that drew the tokens. An estimator of a KL's value,
+differentiated as it stands, does not keep it: the mean gradient of k1 is 0, that of k3 is the
+gradient of the other KL. V = tokens of the categorical, each the single trained token of its own
+sequence.
 """
 
 from __future__ import annotations
@@ -28,15 +30,22 @@ PROMISED = [("reverse", "k1"), ("reverse", "k2"), ("reverse", "k3"), ("forward",
 EXACT_VALUE = [("reverse", "k1"), ("reverse", "k3")]
 
 
-def expected(z: list[float], z_old: list[float], z_ref: list[float], **spec) -> tuple[Tensor, Tensor]:
+def expected(
+    z: list[float], z_old: list[float], z_ref: list[float], **spec
+) -> tuple[Tensor, Tensor]:
     """(E_old[x], its gradient by the live policy's logits [V]), by enumeration."""
     return enumerated(z, z_old, z_ref, **spec)[:2]
 
 
-def enumerated(z: list[float], z_old: list[float], z_ref: list[float], **spec) -> tuple[Tensor, Tensor, Tensor]:
+def enumerated(
+    z: list[float], z_old: list[float], z_ref: list[float], **spec
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same, and E_old of the metric."""
     log_old, log_ref = categorical.log_softmax(z_old), categorical.log_softmax(z_ref)
-    rows = [Row("g", v, [0, v], [False, True], reward=0.0, old_logprobs=[0.0, log_old[v]]) for v in range(len(z))]
+    rows = [
+        Row("g", v, [0, v], [False, True], reward=0.0, old_logprobs=[0.0, log_old[v]])
+        for v in range(len(z))
+    ]
     batch = pack(groups(rows)).fill_tokens(ref_logprobs=column([[0.0, lp] for lp in log_ref]))
     logits = torch.tensor(z, dtype=torch.float64, requires_grad=True)
     log_p = torch.log_softmax(logits, 0)
@@ -65,14 +74,18 @@ def test_gradient_on_policy(objective: str, estimator: str, z: list[float], z_re
 
 @pytest.mark.parametrize(("objective", "estimator"), PROMISED)
 @given(z=LOGITS, z_old=LOGITS, z_ref=LOGITS)
-def test_gradient_off_policy(objective: str, estimator: str, z: list[float], z_old: list[float], z_ref: list[float]):
+def test_gradient_off_policy(
+    objective: str, estimator: str, z: list[float], z_old: list[float], z_ref: list[float]
+):
     _, found = expected(z, z_old, z_ref, objective=objective, estimator=estimator)
     assert found.tolist() == pytest.approx(exact(objective, z, z_ref)[1], rel=1e-10, abs=1e-11)
 
 
 @pytest.mark.parametrize(("objective", "estimator"), EXACT_VALUE)
 @given(z=LOGITS, z_old=LOGITS, z_ref=LOGITS)
-def test_value_is_the_kl(objective: str, estimator: str, z: list[float], z_old: list[float], z_ref: list[float]):
+def test_value_is_the_kl(
+    objective: str, estimator: str, z: list[float], z_old: list[float], z_ref: list[float]
+):
     for drawn in (z, z_old):
         value, _ = expected(z, drawn, z_ref, objective=objective, estimator=estimator)
         assert value.item() == pytest.approx(exact(objective, z, z_ref)[0], rel=1e-10, abs=1e-12)
@@ -113,8 +126,8 @@ def test_far_from_the_reference_the_gradient_is_still_there(objective: str, esti
 
 
 def test_the_two_objectives_differ_by_hand():
-    # p = (1/2, 1/2), reference (1/4, 3/4). Forward: p - ref. Reverse: p (log p / ref - KL) with KL = ln(4/3) / 2, so
-    # its first entry is (ln 2 - KL) / 2 = ln 3 / 4.
+    # p = (1/2, 1/2), reference (1/4, 3/4). Forward: p - ref. Reverse: p (log p / ref - KL) with KL
+    # = ln(4/3) / 2, so its first entry is (ln 2 - KL) / 2 = ln 3 / 4.
     z, z_ref = [0.0, 0.0], [0.0, math.log(3)]
     _, forward = expected(z, z, z_ref, objective="forward", estimator="k3")
     assert forward.tolist() == pytest.approx([0.25, -0.25])
@@ -133,12 +146,22 @@ def test_forward_is_refused_where_its_gradient_would_be_another(estimator: str):
 
 
 @given(z=LOGITS, z_old=LOGITS, z_ref=LOGITS)
-def test_without_the_weight_it_is_grpos_published_term(z: list[float], z_old: list[float], z_ref: list[float]):
-    """E_old of exp(-d) - 1 + d, d = log(policy / reference), differentiated as it stands (arXiv:2402.03300, eq. 3 and 4)."""
-    value, found = expected(z, z_old, z_ref, objective="forward", estimator="k3", importance_weight=False)
+def test_without_the_weight_it_is_grpos_published_term(
+    z: list[float], z_old: list[float], z_ref: list[float]
+):
+    """E_old of exp(-d) - 1 + d, d = log(policy / reference), differentiated as it stands
+    (arXiv:2402.03300, eq. 3 and 4)."""
+    value, found = expected(
+        z, z_old, z_ref, objective="forward", estimator="k3", importance_weight=False
+    )
     log_p, log_old, log_ref = (categorical.log_softmax(logits) for logits in (z, z_old, z_ref))
-    drawn, gaps = [math.exp(lp) for lp in log_old], [p - ref for p, ref in zip(log_p, log_ref, strict=True)]
-    assert value.item() == pytest.approx(sum(w * (math.exp(-d) - 1 + d) for w, d in zip(drawn, gaps, strict=True)), abs=1e-10)
+    drawn, gaps = (
+        [math.exp(lp) for lp in log_old],
+        [p - ref for p, ref in zip(log_p, log_ref, strict=True)],
+    )
+    assert value.item() == pytest.approx(
+        sum(w * (math.exp(-d) - 1 + d) for w, d in zip(drawn, gaps, strict=True)), abs=1e-10
+    )
     slopes = [w * (1 - math.exp(-d)) for w, d in zip(drawn, gaps, strict=True)]
     total = sum(slopes)
     by_hand = [slope - math.exp(lp) * total for slope, lp in zip(slopes, log_p, strict=True)]
@@ -147,4 +170,11 @@ def test_without_the_weight_it_is_grpos_published_term(z: list[float], z_old: li
 
 def test_a_gradient_that_the_weight_carries_is_not_left_without_it():
     with pytest.raises(ConfigError, match="through importance_weight"):
-        expected([0.1, 0.2], [0.1, 0.2], [0.0, 0.0], objective="reverse", estimator="k3", importance_weight=False)
+        expected(
+            [0.1, 0.2],
+            [0.1, 0.2],
+            [0.0, 0.0],
+            objective="reverse",
+            estimator="k3",
+            importance_weight=False,
+        )

@@ -1,4 +1,5 @@
-"""No dead knobs: every key of every algorithm and of its parts changes a loss, a gradient or the data that are asked for."""
+"""No dead knobs: every key of every algorithm and of its parts changes a loss, a gradient or the
+data that are asked for."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ from ratchet.types import Group, Message, Outcome, Owner, Scored, Task, Trajecto
 
 TOKENIZER = character_tokenizer("0123456789=")
 TEACHERS: dict[str, str] = {}
-EXPERTS = {"family": "qwen3_moe", "n_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 12}
+EXPERTS = {
+    "family": "qwen3_moe",
+    "n_experts": 4,
+    "experts_per_token": 2,
+    "expert_intermediate_size": 12,
+}
 
 
 def model(seed: int = 0, **fields: Any) -> DecoderPolicy:
@@ -50,8 +56,11 @@ def teachers(tmp_path_factory):
     TEACHERS["other tokens"] = str(other)
 
 
-def trajectory(rng: np.random.Generator, *, outcome: Outcome | None, use: Any = "train", attempt: int = 0) -> Trajectory:
-    """A prompt and up to three turns with observations between; every second turn has a reward of its own."""
+def trajectory(
+    rng: np.random.Generator, *, outcome: Outcome | None, use: Any = "train", attempt: int = 0
+) -> Trajectory:
+    """A prompt and up to three turns with observations between; every second turn has a reward of
+    its own."""
     owner = [Owner.PROMPT] * 2
     turns = []
     for number in range(int(rng.integers(1, 4))):
@@ -65,7 +74,9 @@ def trajectory(rng: np.random.Generator, *, outcome: Outcome | None, use: Any = 
         tokens=rng.integers(0, TOKENIZER.vocab_size, len(owner)),
         owner=owners,
         trainable=policy,
-        rollout_logprobs=np.where(policy, rng.normal(-2.5, 0.8, len(owner)), 0.0).astype(np.float32),
+        rollout_logprobs=np.where(policy, rng.normal(-2.5, 0.8, len(owner)), 0.0).astype(
+            np.float32
+        ),
         versions=np.where(policy, 0, -1).astype(np.int32),
         attempt=attempt,
         use=use,
@@ -82,7 +93,11 @@ def rollouts(rng: np.random.Generator, algorithm: Algorithm) -> Iterator[tuple[T
             if g == 3:
                 a = b = 1.0  # a group whose rewards are all equal
             kind = Truncated if attempt == 2 else Scored
-            rows.append(trajectory(rng, outcome=kind(2 * a + b - 1, {"a": 2 * a, "b": b - 1}), attempt=attempt))
+            rows.append(
+                trajectory(
+                    rng, outcome=kind(2 * a + b - 1, {"a": 2 * a, "b": b - 1}), attempt=attempt
+                )
+            )
         if algorithm.greedy_baseline:
             rows.append(trajectory(rng, outcome=Scored(0.5), use="baseline", attempt=9))
         yield tuple(rows)
@@ -95,7 +110,10 @@ def pairs(rng: np.random.Generator, algorithm: Algorithm) -> Iterator[tuple[Traj
 
 def labelled(rng: np.random.Generator, algorithm: Algorithm) -> Iterator[tuple[Trajectory, ...]]:
     for g in range(4):
-        yield trajectory(rng, outcome=Scored(float(g % 2))), trajectory(rng, outcome=None, use="reference", attempt=1)
+        yield (
+            trajectory(rng, outcome=Scored(float(g % 2))),
+            trajectory(rng, outcome=None, use="reference", attempt=1),
+        )
 
 
 def rows(rng: np.random.Generator, algorithm: Algorithm) -> Iterator[tuple[Trajectory, ...]]:
@@ -112,14 +130,21 @@ def with_routes(row: Trajectory) -> Trajectory:
 
 
 def fingerprint(algorithm: Algorithm) -> dict[str, Any]:
-    """Two steps on the same data: everything that the learners measured, and what is asked of the source."""
+    """Two steps on the same data: everything that the learners measured, and what is asked of the
+    source."""
     rng = np.random.default_rng(0)
     made = list(DATA[algorithm.source](rng, algorithm))
     task = Task("t", (Message("user", "?"),))
-    groups = [Group(f"g{i}", replace(task, tag="even" if i % 2 == 0 else "odd"), one) for i, one in enumerate(made)]
+    groups = [
+        Group(f"g{i}", replace(task, tag="even" if i % 2 == 0 else "odd"), one)
+        for i, one in enumerate(made)
+    ]
     routed = algorithm.replays or "routers" in algorithm.needs_of("policy")
     if routed:
-        groups = [replace(group, trajectories=tuple(map(with_routes, group.trajectories))) for group in groups]
+        groups = [
+            replace(group, trajectories=tuple(map(with_routes, group.trajectories)))
+            for group in groups
+        ]
     roles = make_roles(
         model(**(EXPERTS if routed else {})),
         TOKENIZER,
@@ -303,7 +328,11 @@ def made(kind: str, options: dict[str, Any]) -> Section:
     teacher = options.get("teacher")
     if teacher is not None:
         aligned = options.get("teacher_tokens") == "aligned"
-        named = {tag: TEACHERS[name] for tag, name in teacher.items()} if isinstance(teacher, dict) else TEACHERS[teacher]
+        named = (
+            {tag: TEACHERS[name] for tag, name in teacher.items()}
+            if isinstance(teacher, dict)
+            else TEACHERS[teacher]
+        )
         options["teacher"] = TEACHERS["other tokens"] if aligned else named
         if kind == PG:
             options["advantage"] = {"kind": "on_policy_distillation"}
@@ -311,7 +340,9 @@ def made(kind: str, options: dict[str, Any]) -> Section:
 
 
 @pytest.mark.parametrize(("kind", "options", "key", "low", "high"), CASES)
-def test_a_key_changes_what_is_learned_or_asked_for(kind: str, options: dict[str, Any], key: str, low: Any, high: Any):
+def test_a_key_changes_what_is_learned_or_asked_for(
+    kind: str, options: dict[str, Any], key: str, low: Any, high: Any
+):
     found = []
     for value in (low, high):
         section = made(kind, with_key(options, key, value))
@@ -320,11 +351,14 @@ def test_a_key_changes_what_is_learned_or_asked_for(kind: str, options: dict[str
 
 
 def declared(model: type[Section]) -> Iterator[tuple[type[Section], str]]:
-    """(class that declares it first, name) of every key of a section and of all that may stand below it."""
+    """(class that declares it first, name) of every key of a section and of all that may stand
+    below it."""
     for name, field in model.model_fields.items():
         if name == "kind":
             continue
-        owner = next(c for c in reversed(model.__mro__) if name in getattr(c, "__annotations__", {}))
+        owner = next(
+            c for c in reversed(model.__mro__) if name in getattr(c, "__annotations__", {})
+        )
         slot, inner = slot_of(field), section_of(field.annotation)
         if slot is not None:
             for kind in KINDS[slot.name]:
@@ -341,7 +375,9 @@ def turned(model: type[Section], options: Any, key: str) -> tuple[type[Section],
     field = model.model_fields[first]
     slot, inner = slot_of(field), section_of(field.annotation)
     if not rest:
-        return next(c for c in reversed(model.__mro__) if first in getattr(c, "__annotations__", {})), first
+        return next(
+            c for c in reversed(model.__mro__) if first in getattr(c, "__annotations__", {})
+        ), first
     if slot is not None and slot.many:
         (part,) = options[first]
         return turned(section_class(slot.name, part["kind"]), part, rest.partition(".")[2])
@@ -356,7 +392,15 @@ THROUGH_OTHERS = {"weight", "correction", "kl", "router", "critic"}
 
 
 def test_every_key_is_turned_by_a_case():
-    cases = {turned(section_class("algorithm", kind), options, key) for kind, options, key, *_ in CASES}
-    everything = {key for kind in KINDS["algorithm"] for key in declared(section_class("algorithm", kind))}
-    missing = {f"{owner.__name__}.{name}" for owner, name in everything - cases if name not in THROUGH_OTHERS}
+    cases = {
+        turned(section_class("algorithm", kind), options, key) for kind, options, key, *_ in CASES
+    }
+    everything = {
+        key for kind in KINDS["algorithm"] for key in declared(section_class("algorithm", kind))
+    }
+    missing = {
+        f"{owner.__name__}.{name}"
+        for owner, name in everything - cases
+        if name not in THROUGH_OTHERS
+    }
     assert not missing

@@ -34,7 +34,9 @@ PAIRS = [
     pytest.param(prompt_mean, oracle.prompt_mean, (), id="prompt_mean"),
     pytest.param(partial(fixed_length, length=7), oracle.fixed_length, (7,), id="fixed_length"),
     pytest.param(token_sum, oracle.token_sum, (), id="token_sum"),
-    pytest.param(partial(positive_mean, above=0.3), oracle.positive_mean, (0.3,), id="positive_mean"),
+    pytest.param(
+        partial(positive_mean, above=0.3), oracle.positive_mean, (0.3,), id="positive_mean"
+    ),
     pytest.param(chosen_mean, oracle.chosen_mean, (), id="chosen_mean"),
     pytest.param(step_mean, oracle.step_mean, (), id="step_mean"),
 ]
@@ -42,7 +44,9 @@ EVERY = [*(pair.values[0] for pair in PAIRS)]
 MEANS = [token_mean, sequence_mean, prompt_mean]
 
 
-def row(group: str, trained: list[int], *, attempt: int = 0, ending: str = "scored", use: str = "train") -> Row:
+def row(
+    group: str, trained: list[int], *, attempt: int = 0, ending: str = "scored", use: str = "train"
+) -> Row:
     reward = 1.0 if ending == "scored" else None
     return Row(group, attempt, [1] * len(trained), [bool(t) for t in trained], ending, reward, use)
 
@@ -56,14 +60,18 @@ def weights(weighting, rows: list[Row]) -> list[float]:
 def test_rollouts_equal_the_oracle(weighting, mean, options, rows: list[Row]):
     found = weighting(keep_judged(pack(groups(rows)), AlgoState()))
     assert found.dtype == torch.float64
-    torch.testing.assert_close(found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(
+        found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize(("weighting", "mean", "options"), PAIRS)
 @given(rows=supervised())
 def test_supervised_rows_equal_the_oracle(weighting, mean, options, rows: list[Row]):
     found = weighting(keep_judged(pack(groups(rows)), AlgoState()))
-    torch.testing.assert_close(found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(
+        found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize(("weighting", "mean", "options"), PAIRS)
@@ -72,11 +80,19 @@ def test_supervised_rows_equal_the_oracle(weighting, mean, options, rows: list[R
 def test_episodes_equal_the_oracle(weighting, mean, options, rows: list[Row]):
     """With labels at the ends of turns, masked turns, and forked attempts."""
     found = weighting(keep_judged(pack(groups(rows)), AlgoState()))
-    torch.testing.assert_close(found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(
+        found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14
+    )
 
 
-# a: two rows with 4 and 2 trained tokens, one of them after an environment's; b: one row with 1, one with none
-ROWS = [row("a", [0, 1, 1, 1, 1]), row("a", [0, 1, 0, 1], attempt=1), row("b", [0, 1]), row("b", [0, 0], attempt=1)]
+# a: two rows with 4 and 2 trained tokens, one of them after an environment's; b: one row with 1,
+# one with none
+ROWS = [
+    row("a", [0, 1, 1, 1, 1]),
+    row("a", [0, 1, 0, 1], attempt=1),
+    row("b", [0, 1]),
+    row("b", [0, 0], attempt=1),
+]
 
 
 def test_token_mean_by_hand():
@@ -96,7 +112,9 @@ def test_prompt_mean_by_hand():
 
 def test_fixed_length_by_hand():
     w = 1 / 4 / 10  # four sequences: an empty answer is one too
-    assert weights(partial(fixed_length, length=10), ROWS) == pytest.approx([0, w, w, w, w, 0, w, 0, w, 0, w, 0, 0])
+    assert weights(partial(fixed_length, length=10), ROWS) == pytest.approx(
+        [0, w, w, w, w, 0, w, 0, w, 0, w, 0, 0]
+    )
 
 
 def test_token_sum_by_hand():
@@ -106,7 +124,9 @@ def test_token_sum_by_hand():
 
 def test_positive_mean_by_hand():
     rows = [replace(r, reward=reward) for r, reward in zip(ROWS, [0.0, 1.0, 2.0, 3.0], strict=True)]
-    assert weights(positive_mean, rows) == pytest.approx([0] * 6 + [1 / 3, 0, 1 / 3, 0, 1 / 3, 0, 0])
+    assert weights(positive_mean, rows) == pytest.approx(
+        [0] * 6 + [1 / 3, 0, 1 / 3, 0, 1 / 3, 0, 0]
+    )
     assert weights(partial(positive_mean, above=1.0), rows) == [0] * 10 + [1, 0, 0]
     assert weights(partial(positive_mean, above=9.0), rows) == [0] * 13
 
@@ -119,7 +139,9 @@ def test_chosen_mean_by_hand():
 def test_step_mean_by_hand():
     labelled = replace(ROWS[0], turns=[Span(1, 3, 1.0), Span(3, 5)])
     rows = [labelled, replace(ROWS[1], turns=[Span(1, 2, 0.0), Span(3, 4, 1.0)]), *ROWS[2:]]
-    assert weights(step_mean, rows) == pytest.approx([0, 0, 1 / 3, 0, 0, 0, 1 / 3, 0, 1 / 3, 0, 0, 0, 0])
+    assert weights(step_mean, rows) == pytest.approx(
+        [0, 0, 1 / 3, 0, 0, 0, 1 / 3, 0, 1 / 3, 0, 0, 0, 0]
+    )
 
 
 @pytest.mark.parametrize("weighting", MEANS)
@@ -145,7 +167,10 @@ def test_a_batch_without_anything_to_train_on_weighs_exactly_nothing(weighting, 
 
 
 @pytest.mark.parametrize("weighting", [*MEANS, partial(fixed_length, length=7)])
-@pytest.mark.parametrize("dead", [{"ending": "failed"}, {"ending": "cancelled"}, {"use": "baseline"}, {"ending": "truncated"}])
+@pytest.mark.parametrize(
+    "dead",
+    [{"ending": "failed"}, {"ending": "cancelled"}, {"use": "baseline"}, {"ending": "truncated"}],
+)
 def test_rows_that_take_no_part_do_not_dilute_the_others(weighting, dead: dict[str, Any]):
     """The denominator counts the final mask, as the numerator does."""
     alive = [row("a", [0, 1, 1]), row("b", [0, 1])]

@@ -1,5 +1,6 @@
-"""Supervised and surrogate losses: value and gradient against `oracles.losses`, and by hand. The KL terms are in
-`test_kl_penalty.py`, the other policy losses in `test_policy_losses.py`, the critic's in `test_value_loss.py`.
+"""Supervised and surrogate losses: value and gradient against `oracles.losses`, and by hand. The KL
+terms are in `test_kl_penalty.py`, the other policy losses in `test_policy_losses.py`, the critic's
+in `test_value_loss.py`.
 
 T = all tokens laid end to end.
 """
@@ -16,7 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import advantages, categorical, losses
 from oracles import ragged as oracle
-from oracles.cases import VOCAB, bigram, column, gradient, groups, kept, leaf, outputs, rollouts, supervised
+from oracles.cases import (
+    VOCAB,
+    bigram,
+    column,
+    gradient,
+    groups,
+    kept,
+    leaf,
+    outputs,
+    rollouts,
+    supervised,
+)
 from oracles.ragged import Ragged, Row, weights_of
 from torch import Tensor
 
@@ -30,7 +42,9 @@ from ratchet.data.packing import pack
 
 CLIPS = st.sampled_from([(0.2, 0.2), (0.2, 0.28), (0.05, 0.6)])
 DUAL = st.sampled_from([None, 1.2, 3.0])
-TABLES = st.lists(st.lists(st.floats(-2, 2), min_size=VOCAB, max_size=VOCAB), min_size=VOCAB, max_size=VOCAB)
+TABLES = st.lists(
+    st.lists(st.floats(-2, 2), min_size=VOCAB, max_size=VOCAB), min_size=VOCAB, max_size=VOCAB
+)
 MEANS = [
     (token_mean, oracle.token_mean, ()),
     (sequence_mean, oracle.sequence_mean, ()),
@@ -45,7 +59,10 @@ def weigh(batch: Batch, *terms: Term) -> Batch:
 
 
 def times(a: Ragged, b: Ragged) -> Ragged:
-    return [[x * y for x, y in zip(a_row, b_row, strict=True)] for a_row, b_row in zip(a, b, strict=True)]
+    return [
+        [x * y for x, y in zip(a_row, b_row, strict=True)]
+        for a_row, b_row in zip(a, b, strict=True)
+    ]
 
 
 def live(rows: list[Row]) -> Ragged:
@@ -75,20 +92,38 @@ def test_nll_equals_the_oracle(weighting, mean, options, rows: list[Row]):
 @given(rows=supervised(), table=TABLES)
 def test_nll_through_a_model(rows: list[Row], table: list[list[float]]):
     term = Term("nll", nll, token_mean)
-    batch, parameters = weigh(pack(groups(rows)), term), torch.tensor(table, dtype=torch.float64, requires_grad=True)
+    batch, parameters = (
+        weigh(pack(groups(rows)), term),
+        torch.tensor(table, dtype=torch.float64, requires_grad=True),
+    )
     loss, _ = term(outputs(batch, bigram(parameters, rows)[0], rows), batch)
-    rows = [replace(r, logprobs=lp) for r, lp in zip(rows, categorical.bigram_logprobs(table, rows), strict=True)]
+    rows = [
+        replace(r, logprobs=lp)
+        for r, lp in zip(rows, categorical.bigram_logprobs(table, rows), strict=True)
+    ]
     x, slope = losses.nll(rows)
     assert loss.item() == pytest.approx(oracle.token_mean(rows, x), rel=1e-10, abs=1e-12)
     by_logprob = times(weights_of(oracle.token_mean, rows), slope)
-    close(gradient(loss, parameters), column(categorical.bigram_gradient(table, rows, by_logprob)).view_as(parameters))
+    close(
+        gradient(loss, parameters),
+        column(categorical.bigram_gradient(table, rows, by_logprob)).view_as(parameters),
+    )
 
 
 def test_nll_trains_exactly_the_trainable_tokens():
-    # Three trained tokens of probability 1/2, 1/4 and 1/8, an environment's between them: (1 + 2 + 3) ln 2 / 3.
+    # Three trained tokens of probability 1/2, 1/4 and 1/8, an environment's between them: (1 + 2 +
+    # 3) ln 2 / 3.
     ln2 = math.log(2)
     logprobs = [-9, -ln2, -9, -2 * ln2, -3 * ln2]
-    row = Row("g", 0, [1, 2, 3, 1, 2], [False, True, False, True, True], "unjudged", logprobs=logprobs, old_logprobs=logprobs)
+    row = Row(
+        "g",
+        0,
+        [1, 2, 3, 1, 2],
+        [False, True, False, True, True],
+        "unjudged",
+        logprobs=logprobs,
+        old_logprobs=logprobs,
+    )
     term = Term("nll", nll, token_mean)
     batch, logprobs_T = weigh(pack(groups([row])), term), leaf([row.logprobs])
     loss, _ = term(outputs(batch, logprobs_T, [row]), batch)
@@ -102,7 +137,8 @@ def test_nll_trains_exactly_the_trainable_tokens():
 @pytest.mark.parametrize(("weighting", "mean", "options"), MEANS)
 @given(rows=rollouts(), clip=CLIPS, dual=DUAL, scale=st.sampled_from(["std", "none"]))
 def test_grpo_equals_the_oracle(weighting, mean, options, rows: list[Row], clip, dual, scale: str):
-    """Advantage, clipping and weighting together, from ragged rows to one number and its gradient."""
+    """Advantage, clipping and weighting together, from ragged rows to one number and its
+    gradient."""
     spec = {"clip_low": clip[0], "clip_high": clip[1], "dual_clip": dual}
     a = advantages.on_tokens(rows, advantages.group_relative(rows, scale=scale, epsilon=1e-6))
     x, slope = losses.clipped_surrogate(rows, a, **spec)
@@ -122,7 +158,10 @@ def test_grpo_equals_the_oracle(weighting, mean, options, rows: list[Row], clip,
 @given(rows=rollouts(), table=TABLES, clip=CLIPS, dual=DUAL)
 def test_grpo_through_a_model(rows: list[Row], table: list[list[float]], clip, dual):
     spec = {"clip_low": clip[0], "clip_high": clip[1], "dual_clip": dual}
-    rows = [replace(r, logprobs=lp) for r, lp in zip(rows, categorical.bigram_logprobs(table, rows), strict=True)]
+    rows = [
+        replace(r, logprobs=lp)
+        for r, lp in zip(rows, categorical.bigram_logprobs(table, rows), strict=True)
+    ]
     a = advantages.on_tokens(rows, advantages.group_relative(rows, scale="std", epsilon=1e-6))
     x, slope = losses.clipped_surrogate(rows, a, **spec)
     by_logprob = times(weights_of(oracle.sequence_mean, rows), slope)
@@ -140,14 +179,22 @@ def test_grpo_through_a_model(rows: list[Row], table: list[list[float]], clip, d
     close(gradient(loss, parameters), expected.view_as(parameters), atol=1e-9)
 
 
-def surrogate_of_one_token(ratio: float, advantage: float, **spec) -> tuple[float, float, dict[str, float]]:
+def surrogate_of_one_token(
+    ratio: float, advantage: float, **spec
+) -> tuple[float, float, dict[str, float]]:
     """(x, dx/dlogprob, metrics) of the second of two tokens."""
     row = Row("g", 0, [1, 2], [False, True], reward=1.0, old_logprobs=[0.0, -1.0])
-    batch = pack(groups([row])).fill_tokens(advantages=torch.tensor([0.0, advantage], dtype=torch.float64))
+    batch = pack(groups([row])).fill_tokens(
+        advantages=torch.tensor([0.0, advantage], dtype=torch.float64)
+    )
     logprobs_T = leaf([[0.0, -1.0 + math.log(ratio)]])
     x_T, metrics = clipped_surrogate(outputs(batch, logprobs_T, [row]), batch, **spec)
     assert_metrics(metrics, x_T.shape)
-    return x_T[1].item(), gradient(x_T[1], logprobs_T)[1].item(), {k: v[1].item() for k, v in metrics.items()}
+    return (
+        x_T[1].item(),
+        gradient(x_T[1], logprobs_T)[1].item(),
+        {k: v[1].item() for k, v in metrics.items()},
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +220,12 @@ def test_sign_table_of_clipping(advantage: float, ratio: float, x: float, slope:
 
 @pytest.mark.parametrize(
     ("advantage", "ratio", "x", "slope"),
-    [(1.0, 1.3, -1.28, 0.0), (1.0, 1.25, -1.25, -1.25), (-1.0, 0.85, 0.9, 0.0), (-1.0, 0.95, 0.95, 0.95)],
+    [
+        (1.0, 1.3, -1.28, 0.0),
+        (1.0, 1.25, -1.25, -1.25),
+        (-1.0, 0.85, 0.9, 0.0),
+        (-1.0, 0.95, 0.95, 0.95),
+    ],
 )
 def test_the_two_widths_are_their_own(advantage: float, ratio: float, x: float, slope: float):
     found = surrogate_of_one_token(ratio, advantage, clip_low=0.1, clip_high=0.28)
@@ -190,21 +242,36 @@ def test_the_two_widths_are_their_own(advantage: float, ratio: float, x: float, 
         (2.0, 0.1, -0.2, -0.2),
     ],
 )
-def test_dual_clip_acts_for_negative_advantages_alone(advantage: float, ratio: float, x: float, slope: float):
+def test_dual_clip_acts_for_negative_advantages_alone(
+    advantage: float, ratio: float, x: float, slope: float
+):
     found = surrogate_of_one_token(ratio, advantage, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     assert found[:2] == pytest.approx((x, slope), abs=1e-12)
 
 
 @pytest.mark.parametrize(("weighting", "mean", "options"), MEANS)
 @given(rows=rollouts(), clip=CLIPS, dual=DUAL)
-def test_on_policy_it_is_the_plain_policy_gradient(weighting, mean, options, rows: list[Row], clip, dual):
-    """At policy = old: the ratio is 1, the loss is -mean A, and the gradient -weight * A, whatever the clip."""
+def test_on_policy_it_is_the_plain_policy_gradient(
+    weighting, mean, options, rows: list[Row], clip, dual
+):
+    """At policy = old: the ratio is 1, the loss is -mean A, and the gradient -weight * A, whatever
+    the clip."""
     a = advantages.on_tokens(rows, advantages.group_relative(rows, scale="std", epsilon=1e-6))
     minus_a = [[-v for v in r] for r in a]
-    value, expected = mean(rows, minus_a, *options), kept(rows, times(weights_of(mean, rows, *options), minus_a))
+    value, expected = (
+        mean(rows, minus_a, *options),
+        kept(rows, times(weights_of(mean, rows, *options), minus_a)),
+    )
     rows = [replace(row, old_logprobs=row.logprobs) for row in rows if row.counts]
-    term = Term("pg", partial(clipped_surrogate, clip_low=clip[0], clip_high=clip[1], dual_clip=dual), weighting)
-    batch, logprobs_T = weigh(group_relative(pack(groups(rows)), AlgoState()), term), leaf(live(rows))
+    term = Term(
+        "pg",
+        partial(clipped_surrogate, clip_low=clip[0], clip_high=clip[1], dual_clip=dual),
+        weighting,
+    )
+    batch, logprobs_T = (
+        weigh(group_relative(pack(groups(rows)), AlgoState()), term),
+        leaf(live(rows)),
+    )
     loss, _ = term(outputs(batch, logprobs_T, rows), batch)
     assert loss.item() == pytest.approx(value, rel=1e-10, abs=1e-12)
     close(gradient(loss, logprobs_T), column(expected))
@@ -214,7 +281,9 @@ def test_extreme_ratios_stay_finite():
     for log_ratio in (-60.0, 60.0):
         for advantage in (-1.0, 1.0):
             ratio = math.exp(log_ratio)
-            x, slope, metrics = surrogate_of_one_token(ratio, advantage, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+            x, slope, metrics = surrogate_of_one_token(
+                ratio, advantage, clip_low=0.2, clip_high=0.2, dual_clip=3.0
+            )
             assert all(math.isfinite(v) for v in (x, slope, *metrics.values()))
 
 
@@ -227,8 +296,13 @@ def test_entropy_bonus_is_minus_the_mean_entropy(rows: list[Row]):
     term = Term("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"}), coef=0.1)
     batch, entropy_T = weigh(pack(groups(rows)), term), leaf([row.entropy for row in rows])
     loss, metrics = term(outputs(batch, column(live(rows)), rows, entropy_T), batch)
-    assert loss.item() == pytest.approx(-0.1 * oracle.token_mean(rows, [row.entropy for row in rows]), rel=1e-10, abs=1e-12)
-    close(gradient(loss, entropy_T), column([[-0.1 * w for w in r] for r in weights_of(oracle.token_mean, rows)]))
+    assert loss.item() == pytest.approx(
+        -0.1 * oracle.token_mean(rows, [row.entropy for row in rows]), rel=1e-10, abs=1e-12
+    )
+    close(
+        gradient(loss, entropy_T),
+        column([[-0.1 * w for w in r] for r in weights_of(oracle.token_mean, rows)]),
+    )
     assert all(not metric.requires_grad for metric in metrics.values())
 
 
@@ -238,9 +312,17 @@ def test_entropy_bonus_through_a_model(rows: list[Row], table: list[list[float]]
     if not rows:
         return
     term = Term("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"}))
-    batch, parameters = weigh(pack(groups(rows)), term), torch.tensor(table, dtype=torch.float64, requires_grad=True)
+    batch, parameters = (
+        weigh(pack(groups(rows)), term),
+        torch.tensor(table, dtype=torch.float64, requires_grad=True),
+    )
     logprobs_T, entropy_T = bigram(parameters, rows)
     loss, _ = term(outputs(batch, logprobs_T, rows, entropy_T), batch)
-    assert loss.item() == pytest.approx(-oracle.token_mean(rows, categorical.bigram_entropy(table, rows)), rel=1e-10, abs=1e-12)
+    assert loss.item() == pytest.approx(
+        -oracle.token_mean(rows, categorical.bigram_entropy(table, rows)), rel=1e-10, abs=1e-12
+    )
     by_entropy = [[-w for w in r] for r in weights_of(oracle.token_mean, rows)]
-    close(gradient(loss, parameters), column(categorical.bigram_entropy_gradient(table, rows, by_entropy)).view_as(parameters))
+    close(
+        gradient(loss, parameters),
+        column(categorical.bigram_entropy_gradient(table, rows, by_entropy)).view_as(parameters),
+    )

@@ -34,17 +34,28 @@ def one_row(ratios: list[float], advantages: list[float]) -> tuple[Outputs, Batc
     n = len(ratios)
     live = [0.0, *(-1.0 + math.log(ratio) for ratio in ratios)]
     old = [0.0, *[-1.0] * n]
-    row = Row("g", 0, [0] * (n + 1), [False, *[True] * n], "scored", 1.0, logprobs=live, old_logprobs=old)
+    row = Row(
+        "g", 0, [0] * (n + 1), [False, *[True] * n], "scored", 1.0, logprobs=live, old_logprobs=old
+    )
     batch = pack(groups([row])).fill_tokens(advantages=column([[0.0, *advantages]]))
     return outputs(batch, column([live]), [row]), batch
 
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "clipped"),
-    [(1.0, 1.0, 0.0), (1.5, 1.0, 1.0), (1.5, -1.0, 0.0), (0.5, 1.0, 0.0), (0.5, -1.0, 1.0), (9.0, -1.0, 1.0)],
+    [
+        (1.0, 1.0, 0.0),
+        (1.5, 1.0, 1.0),
+        (1.5, -1.0, 0.0),
+        (0.5, 1.0, 0.0),
+        (0.5, -1.0, 1.0),
+        (9.0, -1.0, 1.0),
+    ],
 )
 def test_the_surrogate_says_which_tokens_a_bound_acts_on(ratio, advantage, clipped):
-    _, metrics = clipped_surrogate(*one_row([ratio], [advantage]), clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    _, metrics = clipped_surrogate(
+        *one_row([ratio], [advantage]), clip_low=0.2, clip_high=0.2, dual_clip=3.0
+    )
     assert metrics["clipped"].tolist() == [0.0, clipped]
 
 
@@ -63,7 +74,9 @@ def test_policy_losses_measure_the_ratio_the_divergence_from_the_old_policy_and_
     batch = replace(batch, rollout_logprobs_T=torch.tensor([0.0, -1.5, -0.25]))
     _, metrics = reinforce(out, batch)
     torch.testing.assert_close(metrics["ratio"], column([[1.0, 2.0, 0.5]]))
-    torch.testing.assert_close(metrics["old_kl"], column([[0.0, 1.0 - math.log(2), -0.5 + math.log(2)]]))
+    torch.testing.assert_close(
+        metrics["old_kl"], column([[0.0, 1.0 - math.log(2), -0.5 + math.log(2)]])
+    )
     torch.testing.assert_close(metrics["sampler_gap"], column([[0.0, 0.5, 0.75]]))
     _, by_row = gspo(*one_row([4.0, 1.0], [1.0, 1.0]), clip_low=0.2, clip_high=0.2)
     assert {name: round(x.item(), 6) for name, x in by_row.items()} == {
@@ -78,27 +91,40 @@ def test_no_metric_of_a_policy_loss_carries_a_gradient():
     out, batch = one_row([2.0, 0.5], [1.0, 1.0])
     live = replace(out, logprobs=out.need("logprobs").clone().requires_grad_())
     bounds = {"clip_low": 0.2, "clip_high": 0.2}
-    for fn in (reinforce, partial(clipped_surrogate, **bounds), partial(gspo, **bounds), partial(kimi, tau=0.5), topr):
+    for fn in (
+        reinforce,
+        partial(clipped_surrogate, **bounds),
+        partial(gspo, **bounds),
+        partial(kimi, tau=0.5),
+        topr,
+    ):
         x, metrics = fn(live, batch)
         assert x.requires_grad
         assert not any(metric.requires_grad for metric in metrics.values())
 
 
 def pair() -> Batch:
-    rows = [Row("g", attempt, [0, 0], [False, True], "scored", float(1 - attempt)) for attempt in (0, 1)]
+    rows = [
+        Row("g", attempt, [0, 0], [False, True], "scored", float(1 - attempt)) for attempt in (0, 1)
+    ]
     return pack(groups(rows))
 
 
 @pytest.mark.parametrize(
-    ("chosen", "rejected", "accuracy"), [(3.0, 1.0, 1.0), (1.0, 3.0, 0.0), (1.0, 1.0, 0.5), (0.6, 0.1, 1.0)]
+    ("chosen", "rejected", "accuracy"),
+    [(3.0, 1.0, 1.0), (1.0, 3.0, 0.0), (1.0, 1.0, 0.5), (0.6, 0.1, 1.0)],
 )
-def test_the_margin_of_a_pair_is_chosen_less_rejected_and_says_which_is_ahead(chosen, rejected, accuracy):
+def test_the_margin_of_a_pair_is_chosen_less_rejected_and_says_which_is_ahead(
+    chosen, rejected, accuracy
+):
     batch = pair()
     scores_S = torch.tensor([chosen, rejected], dtype=torch.float64, requires_grad=True)
     _, metrics = bradley_terry(Outputs(sequence_sum=batch.sequence_sum, scores=scores_S), batch)
     assert [metrics["margin"].item(), metrics["accuracy"].item()] == [chosen - rejected, accuracy]
 
-    logprobs_T = torch.tensor([0.0, chosen - 4, 0.0, rejected - 4], dtype=torch.float64, requires_grad=True)
+    logprobs_T = torch.tensor(
+        [0.0, chosen - 4, 0.0, rejected - 4], dtype=torch.float64, requires_grad=True
+    )
     out = Outputs(sequence_sum=batch.sequence_sum, logprobs=logprobs_T)
     batch = batch.fill_tokens(ref_logprobs=torch.tensor([0.0, -4.0, 0.0, -4.0]))
     _, metrics = dpo(out, batch, beta=0.5)
@@ -122,7 +148,9 @@ def test_the_margin_of_a_pair_is_chosen_less_rejected_and_says_which_is_ahead(ch
 
 def test_kto_counts_a_row_as_right_where_its_logratio_has_the_labels_sign():
     ratios, rewards = (0.5, -0.5, 0.5, -0.5), (0.5, 0.5, 0.0, 0.0)
-    rows = [Row(f"g{i}", 0, [0, 0], [False, True], "scored", reward) for i, reward in enumerate(rewards)]
+    rows = [
+        Row(f"g{i}", 0, [0, 0], [False, True], "scored", reward) for i, reward in enumerate(rewards)
+    ]
     batch = pack(groups(rows)).fill_tokens(ref_logprobs=column([[0.0, -2.0]] * 4))
     batch = batch.fill_sequences(kto_z0=torch.zeros(4, dtype=torch.float64))
     logprobs_T = column([[0.0, ratio - 2.0] for ratio in ratios]).requires_grad_()
@@ -137,7 +165,9 @@ def test_a_step_is_right_where_score_and_label_are_on_the_same_side():
     labels = [math.nan, 1.0, 1.0, 0.0, 0.0, 0.75, 0.25, math.nan]
     scores = [-1.0, 0.5, -0.5, 0.5, -0.5, 0.5, -0.5, -0.5]
     batch = replace(pack(groups([row])), turn_rewards_T=column([labels]))
-    _, metrics = process_reward(Outputs(sequence_sum=batch.sequence_sum, token_scores=column([scores])), batch)
+    _, metrics = process_reward(
+        Outputs(sequence_sum=batch.sequence_sum, token_scores=column([scores])), batch
+    )
     assert metrics["accuracy"].tolist() == [0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
 
 
@@ -164,7 +194,10 @@ def test_a_step_that_lies_in_no_turn_has_no_return():
 
 def test_without_any_weight_on_what_follows_a_turn_has_its_own_reward():
     turns = [Span(1, 2, 0.5), Span(2, 3, 0.25)]
-    rows = [Row("g", attempt, [0] * 3, [False, True, True], "scored", 1.0, turns=turns) for attempt in (0, 1)]
+    rows = [
+        Row("g", attempt, [0] * 3, [False, True, True], "scored", 1.0, turns=turns)
+        for attempt in (0, 1)
+    ]
     batch = turn_returns(pack(groups(rows)), AlgoState(), gamma=0.0)
     assert batch.need("advantages").tolist() == [0.0, 0.5, 0.5] * 2
 
@@ -189,27 +222,43 @@ def test_the_first_row_that_trains_and_that_nobody_scored_is_named():
 
 
 def test_weights_of_parts_that_no_reward_has_are_refused_with_the_parts_that_there_are():
-    with pytest.raises(ConfigError, match="weights name form, style, but the rewards have the parts length, right: name"):
+    with pytest.raises(
+        ConfigError,
+        match="weights name form, style, but the rewards have the parts length, right: name",
+    ):
         require_parts(["length", "right"], {"style": 1.0, "right": 1.0, "form": 2.0})
-    with pytest.raises(ConfigError, match="weights name right, but the rewards have no named parts: name"):
+    with pytest.raises(
+        ConfigError, match="weights name right, but the rewards have no named parts: name"
+    ):
         require_parts([], {"right": 1.0})
-    with pytest.raises(ConfigError, match="parts are needed, but the rewards have no named parts: name"):
+    with pytest.raises(
+        ConfigError, match="parts are needed, but the rewards have no named parts: name"
+    ):
         require_parts([], None)
 
 
 def test_a_group_whose_parts_are_equal_has_exactly_no_signal_beside_one_whose_parts_are_not():
-    # Rounding leaves the normalised (0, 0, 1) a sum of 2e-16, and the batch a mean that is not quite 0.
+    # Rounding leaves the normalised (0, 0, 1) a sum of 2e-16, and the batch a mean that is not
+    # quite 0.
     scores = [("a", 0.0), ("a", 0.0), ("a", 1.0), ("b", 1.0), ("b", 1.0)]
-    rows = [Row(g, i, [0, 0], [False, True], "scored", x, parts={"right": x}) for i, (g, x) in enumerate(scores)]
+    rows = [
+        Row(g, i, [0, 0], [False, True], "scored", x, parts={"right": x})
+        for i, (g, x) in enumerate(scores)
+    ]
     advantages = gdpo(pack(groups(rows)), AlgoState()).need("advantages")[1::2].tolist()
     assert advantages == [
-        *(pytest.approx(x, rel=1e-5) for x in (-((2 / 3) ** 0.5), -((2 / 3) ** 0.5), 2 * (2 / 3) ** 0.5)),
+        *(
+            pytest.approx(x, rel=1e-5)
+            for x in (-((2 / 3) ** 0.5), -((2 / 3) ** 0.5), 2 * (2 / 3) ** 0.5)
+        ),
         0.0,
         0.0,
     ]
 
 
-@pytest.mark.parametrize(("advantages", "share"), [([], 1.0), ([2.0], 0.0), ([0.0], 1.0), ([0.0, -1.0, 0.0, 0.0], 0.75)])
+@pytest.mark.parametrize(
+    ("advantages", "share"), [([], 1.0), ([2.0], 0.0), ([0.0], 1.0), ([0.0, -1.0, 0.0, 0.0], 0.75)]
+)
 def test_the_share_of_steps_without_an_advantage(advantages: list[float], share: float):
     n = len(advantages)
     row = Row("g", 0, [0] * (n + 1), [False, *[True] * n], "scored", 1.0)
@@ -218,7 +267,10 @@ def test_the_share_of_steps_without_an_advantage(advantages: list[float], share:
 
 
 def test_what_one_part_of_a_mixture_takes_out_has_no_advantage_of_another():
-    rows = [Row("g", attempt, [0, 0], [False, True], "scored", float(attempt)) for attempt in (0, 1)]  # no baseline row
+    # no baseline row
+    rows = [
+        Row("g", attempt, [0, 0], [False, True], "scored", float(attempt)) for attempt in (0, 1)
+    ]
     batch = mixture(pack(groups(rows)), AlgoState(), parts=((group_relative, 1.0), (remax, 1.0)))
     assert not batch.trainable_T.any()
     assert batch.need("advantages").tolist() == [0.0] * 4
@@ -235,13 +287,17 @@ def live(out: Outputs, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tens
     return out.need("logprobs"), {"itself": out.need("logprobs").detach()}
 
 
-@pytest.mark.parametrize(("weighting", "loss"), [(token_mean, 3.0), (partial(fixed_length, length=4), 1.5)])
+@pytest.mark.parametrize(
+    ("weighting", "loss"), [(token_mean, 3.0), (partial(fixed_length, length=4), 1.5)]
+)
 @pytest.mark.parametrize("elsewhere", [0.0, 7.0, math.inf])
 def test_a_metric_is_a_weighted_mean_whatever_the_weights_sum_to(weighting, loss, elsewhere):
     """And neither it nor the loss sees a token that does not train."""
     row = Row("g", 0, [0] * 3, [False, True, True], "scored", 1.0)
     term = Term("live", live, weighting, coef=2.0)
-    batch = Algorithm("test", {"policy": (term,)}, "rollouts").weigh(pack(groups([row])), AlgoState())
+    batch = Algorithm("test", {"policy": (term,)}, "rollouts").weigh(
+        pack(groups([row])), AlgoState()
+    )
     out = Outputs(sequence_sum=batch.sequence_sum, logprobs=column([[elsewhere, 1.0, 2.0]]))
     found, metrics = term(out, batch)
     assert [found.item(), metrics["itself"].item()] == [pytest.approx(loss), pytest.approx(1.5)]
@@ -250,7 +306,11 @@ def test_a_metric_is_a_weighted_mean_whatever_the_weights_sum_to(weighting, loss
 def test_equal_numbers_have_no_spread_at_all_though_their_mean_is_a_hair_off():
     x = torch.tensor([0.1, 0.1, 0.1, 1.0, 3.0], dtype=torch.float64)
     assert x[:3].sum() / 3 != x[0]
-    assert std_by((torch.tensor([0, 0, 0, 1, 1]), 3), x).tolist() == [0.0, pytest.approx(2**0.5), 0.0]
+    assert std_by((torch.tensor([0, 0, 0, 1, 1]), 3), x).tolist() == [
+        0.0,
+        pytest.approx(2**0.5),
+        0.0,
+    ]
 
 
 # --- divergences over outcomes that one of the two excludes
@@ -260,11 +320,16 @@ HALF, QUARTER = math.log(1 / 2), math.log(1 / 4)
 
 
 def apart(teacher: list[float], student: list[float], **options) -> tuple[float, list[float]]:
-    """Divergence at the second token of a row, and its gradient by the student's log-probabilities."""
+    """Divergence at the second token of a row, and its gradient by the student's
+    log-probabilities."""
     batch = pack(groups([Row("g", 0, [0, 0], [False, True], "unjudged")]))
-    batch = batch.fill_tokens(teacher_topk_logprobs=torch.tensor([teacher, teacher], dtype=torch.float64))
+    batch = batch.fill_tokens(
+        teacher_topk_logprobs=torch.tensor([teacher, teacher], dtype=torch.float64)
+    )
     leaf = torch.tensor([student, student], dtype=torch.float64, requires_grad=True)
-    x_T, _ = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=leaf), batch, **options)
+    x_T, _ = divergence(
+        Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=leaf), batch, **options
+    )
     return x_T[1].item(), gradient(x_T[1], leaf)[1].tolist()
 
 
@@ -272,7 +337,9 @@ def test_a_token_that_does_not_train_has_no_divergence():
     batch = pack(groups([Row("g", 0, [0, 0, 0], [False, True, False], "unjudged")]))
     batch = batch.fill_tokens(teacher_topk_logprobs=torch.tensor([[HALF, HALF]] * 3))
     student_TK = torch.tensor([[QUARTER, math.log(3 / 4)]] * 3)
-    x_T, metrics = divergence(Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=student_TK), batch)
+    x_T, metrics = divergence(
+        Outputs(sequence_sum=batch.sequence_sum, topk_logprobs=student_TK), batch
+    )
     expected = [0.0, pytest.approx(math.log(4 / 3) / 2), 0.0]
     assert [x_T.tolist(), metrics["forward_kl"].tolist()] == [expected, expected]
 
@@ -293,7 +360,9 @@ def test_what_the_student_excludes_counts_nothing_in_the_reverse_divergence():
 def test_an_outcome_that_both_exclude_changes_no_divergence(objective: Objective):
     teacher, student = [HALF, HALF], [QUARTER, math.log(3 / 4)]
     x, slopes = apart(teacher, student, objective=objective, mix=0.25)
-    padded, padded_slopes = apart([*teacher, EXCLUDED], [*student, EXCLUDED], objective=objective, mix=0.25)
+    padded, padded_slopes = apart(
+        [*teacher, EXCLUDED], [*student, EXCLUDED], objective=objective, mix=0.25
+    )
     assert math.isfinite(x)
     assert padded == pytest.approx(x)
     assert padded_slopes == [*(pytest.approx(slope) for slope in slopes), 0.0]

@@ -41,7 +41,9 @@ def test_its_own_part_gives_the_bonus_to_the_best(blocks, monkeypatch):
     algorithm = construct(resolve("algorithm", {"kind": "policy_gradient", "advantage": part}))
     rows = [make_trajectory([1], [2, 3], reward=float(i), attempt=i) for i in range(3)]
     batch = algorithm.advantage(pack([make_group("g", rows)]), AlgoState())
-    torch.testing.assert_close(batch.need("advantages"), torch.tensor([0, 0, 0] * 2 + [0, 0.5, 0.5], dtype=torch.float64))
+    torch.testing.assert_close(
+        batch.need("advantages"), torch.tensor([0, 0, 0] * 2 + [0, 0.5, 0.5], dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS["algorithm"])

@@ -1,5 +1,6 @@
-"""Every policy loss against `oracles.policy_losses`: the value and the gradient by every logprob of a random ragged batch; on
-policy; the tables of clipping by sign; what is detached. The clipped surrogate has more in `test_losses.py`.
+"""Every policy loss against `oracles.policy_losses`: the value and the gradient by every logprob of
+a random ragged batch; on policy; the tables of clipping by sign; what is detached. The clipped
+surrogate has more in `test_losses.py`.
 
 T = all tokens laid end to end, S = sequences.
 """
@@ -40,7 +41,8 @@ class Loss:
     options: list[dict[str, Any]]
     on_policy: str = "A"  # the value: "A" for -A, "logprob" for -A log p, "soft" for -2 A / tau
     level: str = "token"
-    kinks: Callable[[dict[str, Any]], list[float]] = field(default=lambda options: [])  # log ratios where it is not smooth
+    # log ratios where it is not smooth
+    kinks: Callable[[dict[str, Any]], list[float]] = field(default=lambda options: [])
 
     @property
     def fn(self) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
@@ -52,7 +54,11 @@ class Loss:
 
 def ratio_bounds(options: dict[str, Any]) -> list[float]:
     low, high, dual = options["clip_low"], options["clip_high"], options.get("dual_clip")
-    bounds = [1.0 + high] + ([1.0 - low] if low is not None and low < 1 else []) + ([dual] if dual else [])
+    bounds = (
+        [1.0 + high]
+        + ([1.0 - low] if low is not None and low < 1 else [])
+        + ([dual] if dual else [])
+    )
     return [math.log(b) for b in bounds]
 
 
@@ -60,11 +66,19 @@ def log_bounds(options: dict[str, Any]) -> list[float]:
     return [-options["clip_low"], options["clip_high"]]
 
 
-CLIPS = [{"clip_low": low, "clip_high": high} for low, high in [(0.2, 0.2), (0.2, 0.28), (0.05, 0.6), (3e-4, 4e-4)]]
+CLIPS = [
+    {"clip_low": low, "clip_high": high}
+    for low, high in [(0.2, 0.2), (0.2, 0.28), (0.05, 0.6), (3e-4, 4e-4)]
+]
 DUALS = [{**clip, "dual_clip": dual} for clip in CLIPS for dual in (None, 1.2, 3.0)]
 ONE_SIDED = [{"clip_low": None, "clip_high": high} for high in (0.2, 2.0)]
-TAPERS = [{"negative_low": low, "negative_high": high} for low, high in [(0.0, 1.0), (0.1, 0.5), (0.0, 7.0)]]
-WIDTHS = [{"clip_low": low, "clip_high": high} for low, high in [(0.4, 0.4), (0.1, 0.7), (0.9, 0.3)]]
+TAPERS = [
+    {"negative_low": low, "negative_high": high}
+    for low, high in [(0.0, 1.0), (0.1, 0.5), (0.0, 7.0)]
+]
+WIDTHS = [
+    {"clip_low": low, "clip_high": high} for low, high in [(0.4, 0.4), (0.1, 0.7), (0.9, 0.3)]
+]
 SOFT = [{"tau_pos": pos, "tau_neg": neg} for pos, neg in [(1.0, 1.05), (0.5, 4.0)]]
 TOKEN = [
     Loss("clipped_surrogate", losses.clipped_surrogate, DUALS, kinks=ratio_bounds),
@@ -77,15 +91,22 @@ TOKEN = [
 SEQUENCE = [
     Loss("gspo", policy_losses.gspo, CLIPS, level="sequence", kinks=ratio_bounds),
     Loss("gmpo", policy_losses.gmpo, WIDTHS, level="sequence", kinks=log_bounds),
-    Loss("kimi", policy_losses.kimi, [{"tau": 0.1}, {"tau": 1.0}, {"tau": 0.0}], "logprob", "sequence"),
+    Loss(
+        "kimi",
+        policy_losses.kimi,
+        [{"tau": 0.1}, {"tau": 1.0}, {"tau": 0.0}],
+        "logprob",
+        "sequence",
+    ),
 ]
 ALL = TOKEN + SEQUENCE
 
 
 @st.composite
 def judged(draw: st.DrawFn) -> tuple[list[Row], Ragged]:
-    """Rows that are in the batch, and any advantages: constant in a row, as most estimators' are, or a token's own. Old and
-    live logprobs where nothing trains are arbitrary: nobody may read them."""
+    """Rows that are in the batch, and any advantages: constant in a row, as most estimators' are,
+    or a token's own. Old and live logprobs where nothing trains are arbitrary: nobody may read
+    them."""
     rows = draw(rollouts(max_groups=3))
     rows = kept(rows, rows)
     assume(rows)
@@ -93,9 +114,18 @@ def judged(draw: st.DrawFn) -> tuple[list[Row], Ragged]:
     advantages, out = [], []
     for row in rows:
         level = draw(amount | st.none())
-        advantages.append([(draw(amount) if level is None else level) if m else 0.0 for m in row.mask])
+        advantages.append(
+            [(draw(amount) if level is None else level) if m else 0.0 for m in row.mask]
+        )
         junk = draw(st.sampled_from([0.0, -2.5]))
-        out.append(replace(row, old_logprobs=[old if m else junk for m, old in zip(row.mask, row.old_logprobs, strict=True)]))
+        out.append(
+            replace(
+                row,
+                old_logprobs=[
+                    old if m else junk for m, old in zip(row.mask, row.old_logprobs, strict=True)
+                ],
+            )
+        )
     return out, advantages
 
 
@@ -108,14 +138,19 @@ def weigh(batch: Batch, term: Term) -> Batch:
 
 
 def log_ratios(row: Row) -> list[float]:
-    return [lp - old for m, lp, old in zip(row.mask, row.logprobs, row.old_logprobs, strict=True) if m]
+    return [
+        lp - old for m, lp, old in zip(row.mask, row.logprobs, row.old_logprobs, strict=True) if m
+    ]
 
 
 def smooth(rows: list[Row], kinks: list[float]) -> bool:
-    """Whether no ratio, of a token or of a row, is within rounding of a bound, where the slope is anybody's."""
+    """Whether no ratio, of a token or of a row, is within rounding of a bound, where the slope is
+    anybody's."""
     for row in rows:
         lrs = log_ratios(row)
-        if lrs and any(abs(x - kink) < 1e-9 for x in [*lrs, policy_losses.mean(lrs)] for kink in kinks):
+        if lrs and any(
+            abs(x - kink) < 1e-9 for x in [*lrs, policy_losses.mean(lrs)] for kink in kinks
+        ):
             return False
     return True
 
@@ -132,7 +167,9 @@ def assert_metrics(metrics: dict[str, Tensor], shape: torch.Size) -> None:
 
 @pytest.mark.parametrize("loss", TOKEN, ids=str)
 @given(case=judged(), data=st.data())
-def test_token_losses_equal_the_oracle(loss: Loss, case: tuple[list[Row], Ragged], data: st.DataObject):
+def test_token_losses_equal_the_oracle(
+    loss: Loss, case: tuple[list[Row], Ragged], data: st.DataObject
+):
     rows, advantages = case
     options = data.draw(st.sampled_from(loss.options))
     assume(smooth(rows, loss.kinks(options)))
@@ -143,13 +180,16 @@ def test_token_losses_equal_the_oracle(loss: Loss, case: tuple[list[Row], Ragged
     values, slopes = loss.oracle(rows, advantages, **options)
     mask_T = batch.trainable_T
     close(x_T[mask_T], column(values)[mask_T])
-    weights_T = torch.linspace(-1, 2, batch.n_tokens, dtype=torch.float64) * mask_T  # a token's slope is its own
+    # a token's slope is its own
+    weights_T = torch.linspace(-1, 2, batch.n_tokens, dtype=torch.float64) * mask_T
     close(gradient((weights_T * x_T).sum(), logprobs_T), weights_T * column(slopes))
 
 
 @pytest.mark.parametrize("loss", SEQUENCE, ids=str)
 @given(case=judged(), data=st.data())
-def test_sequence_losses_equal_the_oracle(loss: Loss, case: tuple[list[Row], Ragged], data: st.DataObject):
+def test_sequence_losses_equal_the_oracle(
+    loss: Loss, case: tuple[list[Row], Ragged], data: st.DataObject
+):
     rows, advantages = case
     options = data.draw(st.sampled_from(loss.options))
     assume(smooth(rows, loss.kinks(options)))
@@ -160,10 +200,14 @@ def test_sequence_losses_equal_the_oracle(loss: Loss, case: tuple[list[Row], Rag
     values, slopes = loss.oracle(rows, advantages, **options)
     close(x_S, torch.tensor(values, dtype=torch.float64))
     weights_S = torch.linspace(-1, 2, batch.n_sequences, dtype=torch.float64)
-    close(gradient((weights_S * x_S).sum(), logprobs_T), weights_S[batch.sequence_T] * column(slopes))
+    close(
+        gradient((weights_S * x_S).sum(), logprobs_T), weights_S[batch.sequence_T] * column(slopes)
+    )
 
 
-@pytest.mark.parametrize(("weighting", "mean"), [(token_mean, oracle.token_mean), (sequence_mean, oracle.sequence_mean)])
+@pytest.mark.parametrize(
+    ("weighting", "mean"), [(token_mean, oracle.token_mean), (sequence_mean, oracle.sequence_mean)]
+)
 @pytest.mark.parametrize("loss", ALL, ids=str)
 @settings(max_examples=25)
 @given(case=judged())
@@ -173,7 +217,10 @@ def test_weighted_as_terms(loss: Loss, weighting, mean, case: tuple[list[Row], R
     options = loss.options[0]
     assume(smooth(rows, loss.kinks(options)))
     term = Term("policy", partial(loss.fn, **options), weighting, level=loss.level)  # pyright: ignore[reportArgumentType]
-    batch, logprobs_T = weigh(batch_of(rows, advantages), term), leaf([row.logprobs for row in rows])
+    batch, logprobs_T = (
+        weigh(batch_of(rows, advantages), term),
+        leaf([row.logprobs for row in rows]),
+    )
     total, metrics = term(outputs(batch, logprobs_T, rows), batch)
     values, slopes = loss.oracle(rows, advantages, **options)
     weights = weights_of(mean, rows)
@@ -190,17 +237,32 @@ def test_weighted_as_terms(loss: Loss, weighting, mean, case: tuple[list[Row], R
 
 @pytest.mark.parametrize("loss", ALL, ids=str)
 @given(case=judged(), data=st.data())
-def test_on_policy_it_is_the_plain_policy_gradient(loss: Loss, case: tuple[list[Row], Ragged], data: st.DataObject):
-    """At policy = old the slope of a token is -A, or -A / |y| by each token where the answer's ratio is length-normalised."""
+def test_on_policy_it_is_the_plain_policy_gradient(
+    loss: Loss, case: tuple[list[Row], Ragged], data: st.DataObject
+):
+    """At policy = old the slope of a token is -A, or -A / |y| by each token where the answer's
+    ratio is length-normalised."""
     rows, advantages = case
     rows = [replace(row, old_logprobs=row.logprobs) for row in rows]
-    options = data.draw(st.sampled_from(loss.options).filter(lambda o: o.get("negative_high", 1.0) >= 1.0))
+    options = data.draw(
+        st.sampled_from(loss.options).filter(lambda o: o.get("negative_high", 1.0) >= 1.0)
+    )
     batch, logprobs_T = batch_of(rows, advantages), leaf([row.logprobs for row in rows])
     x, _ = loss.fn(outputs(batch, logprobs_T, rows), batch, **options)
     a_T, mask_T, sums = column(advantages), batch.trainable_T, batch.sequence_sum
     count_S = sums(mask_T.double()).clamp(min=1)
-    tau_T = column([[options.get("tau_pos" if a > 0 else "tau_neg", 1.0) for a in a_row] for a_row in advantages])
-    value_T = -a_T * {"A": torch.ones_like(a_T), "logprob": logprobs_T.detach(), "soft": 2 / tau_T}[loss.on_policy]
+    tau_T = column(
+        [
+            [options.get("tau_pos" if a > 0 else "tau_neg", 1.0) for a in a_row]
+            for a_row in advantages
+        ]
+    )
+    value_T = (
+        -a_T
+        * {"A": torch.ones_like(a_T), "logprob": logprobs_T.detach(), "soft": 2 / tau_T}[
+            loss.on_policy
+        ]
+    )
     slope_T = -a_T
     if loss.name == "kimi":
         close(x, sums(value_T))
@@ -216,13 +278,22 @@ def test_on_policy_it_is_the_plain_policy_gradient(loss: Loss, case: tuple[list[
 # --- by hand
 
 
-def one_answer(ratios: list[float], advantage: float, loss: str, **options) -> tuple[list[float], list[float]]:
-    """(x, gradient of the sum of x by the trained tokens) of one answer; old logprobs are all -1."""
+def one_answer(
+    ratios: list[float], advantage: float, loss: str, **options
+) -> tuple[list[float], list[float]]:
+    """(x, gradient of the sum of x by the trained tokens) of one answer; old logprobs are all
+    -1."""
     row = Row("g", 0, [1] * (len(ratios) + 1), [False] + [True] * len(ratios), reward=1.0)
-    row = replace(row, logprobs=[0.0] + [math.log(r) - 1.0 for r in ratios], old_logprobs=[0.0] + [-1.0] * len(ratios))
+    row = replace(
+        row,
+        logprobs=[0.0] + [math.log(r) - 1.0 for r in ratios],
+        old_logprobs=[0.0] + [-1.0] * len(ratios),
+    )
     batch, logprobs_T = batch_of([row], [[advantage * m for m in row.mask]]), leaf([row.logprobs])
     x, _ = getattr(policy, loss)(outputs(batch, logprobs_T, [row]), batch, **options)
-    slopes = gradient((x * (batch.trainable_T if len(x) == batch.n_tokens else 1)).sum(), logprobs_T)
+    slopes = gradient(
+        (x * (batch.trainable_T if len(x) == batch.n_tokens else 1)).sum(), logprobs_T
+    )
     return x.tolist(), slopes[1:].tolist()
 
 
@@ -238,7 +309,8 @@ SIGNS = [
 
 @pytest.mark.parametrize(("advantage", "s", "x", "moves"), SIGNS)
 def test_sign_table_of_the_sequence_ratio(advantage: float, s: float, x: float, moves: bool):
-    """The tokens' ratios are 4 s and s / 4: clipped each by itself, they would give another answer."""
+    """The tokens' ratios are 4 s and s / 4: clipped each by itself, they would give another
+    answer."""
     found, slopes = one_answer([4 * s, s / 4], advantage, "gspo", clip_low=0.2, clip_high=0.2)
     slope = -s * advantage / 2 if moves else 0.0  # s / |y| by each token
     assert found == pytest.approx([x])
@@ -250,9 +322,18 @@ def test_sign_table_of_the_sequence_ratio(advantage: float, s: float, x: float, 
 
 @pytest.mark.parametrize(
     ("advantage", "ratio", "weight"),
-    [(2.0, 3.0, 1.2), (2.0, 0.5, 0.9), (-2.0, 3.0, 1.2), (-2.0, 0.5, 0.9), (2.0, 1.1, 1.1), (-2.0, 1.1, 1.1)],
+    [
+        (2.0, 3.0, 1.2),
+        (2.0, 0.5, 0.9),
+        (-2.0, 3.0, 1.2),
+        (-2.0, 0.5, 0.9),
+        (2.0, 1.1, 1.1),
+        (-2.0, 1.1, 1.1),
+    ],
 )
-def test_cispo_bounds_the_weight_and_keeps_every_gradient(advantage: float, ratio: float, weight: float):
+def test_cispo_bounds_the_weight_and_keeps_every_gradient(
+    advantage: float, ratio: float, weight: float
+):
     found, slopes = one_answer([ratio], advantage, "cispo", clip_low=0.1, clip_high=0.2)
     assert found[1] == pytest.approx(-weight * advantage * (math.log(ratio) - 1))
     assert slopes == pytest.approx([-weight * advantage])
@@ -283,14 +364,18 @@ def test_topr_tapers_negative_answers_alone(advantage: float, ratios: list[float
 @pytest.mark.parametrize(
     ("advantage", "ratios", "x", "moves"),
     [
-        (2.0, [4.0, 0.25], -2 * math.sqrt(1.5 * 0.25), [0, 1]),  # only what gained too much is cut, at 1.5
-        (-2.0, [4.0, 0.25], 2 * math.sqrt(4.0 * 0.5), [1, 0]),  # only what lost too much is cut, at 1 / 2
+        # only what gained too much is cut, at 1.5
+        (2.0, [4.0, 0.25], -2 * math.sqrt(1.5 * 0.25), [0, 1]),
+        # only what lost too much is cut, at 1 / 2
+        (-2.0, [4.0, 0.25], 2 * math.sqrt(4.0 * 0.5), [1, 0]),
         (2.0, [4.0, 4.0], -3.0, [0, 0]),
         (-2.0, [0.25, 0.25], 1.0, [0, 0]),
         (2.0, [1.2, 1.2], -2.4, [1, 1]),
     ],
 )
-def test_gmpo_cuts_token_ratios_before_their_geometric_mean(advantage: float, ratios: list[float], x: float, moves: list[int]):
+def test_gmpo_cuts_token_ratios_before_their_geometric_mean(
+    advantage: float, ratios: list[float], x: float, moves: list[int]
+):
     spec = {"clip_low": math.log(2), "clip_high": math.log(1.5)}
     found, slopes = one_answer(ratios, advantage, "gmpo", **spec)
     assert found == pytest.approx([x])
@@ -312,7 +397,8 @@ def test_sapo_keeps_the_precision_of_its_temperatures():
 
 
 def test_kimi_by_hand():
-    # log ratios ln 2 and ln 3, tau 1/2: the regulariser is (ln 6)^2 / 4, and pulls every token by ln(6) / 2.
+    # log ratios ln 2 and ln 3, tau 1/2: the regulariser is (ln 6)^2 / 4, and pulls every token by
+    # ln(6) / 2.
     found, slopes = one_answer([2.0, 3.0], 1.5, "kimi", tau=0.5)
     assert found == pytest.approx([-1.5 * (math.log(6) - 2) + math.log(6) ** 2 / 4])
     assert slopes == pytest.approx([-1.5 + math.log(6) / 2] * 2)
@@ -320,16 +406,21 @@ def test_kimi_by_hand():
 
 @given(case=judged())
 def test_gspo_token_is_gspo_where_a_row_has_one_advantage(case: tuple[list[Row], Ragged]):
-    """Section 4.3 of the paper: the token form differs in nothing then, value and gradient of a row's mean alike."""
+    """Section 4.3 of the paper: the token form differs in nothing then, value and gradient of a
+    row's mean alike."""
     rows, _ = case
-    advantages = [[(-1.0) ** i * (i + 1) if m else 0.0 for m in row.mask] for i, row in enumerate(rows)]
+    advantages = [
+        [(-1.0) ** i * (i + 1) if m else 0.0 for m in row.mask] for i, row in enumerate(rows)
+    ]
     spec = {"clip_low": 0.2, "clip_high": 0.28}
     assume(smooth(rows, ratio_bounds(spec)))
     batch, logprobs_T = batch_of(rows, advantages), leaf([row.logprobs for row in rows])
     out, mask_T = outputs(batch, logprobs_T, rows), batch.trainable_T
     x_S, _ = policy.gspo(out, batch, **spec)
     x_T, _ = policy.gspo_token(out, batch, **spec)
-    mean_S = batch.sequence_sum(torch.where(mask_T, x_T, 0.0)) / batch.sequence_sum(mask_T.double()).clamp(min=1)
+    mean_S = batch.sequence_sum(torch.where(mask_T, x_T, 0.0)) / batch.sequence_sum(
+        mask_T.double()
+    ).clamp(min=1)
     close(mean_S, x_S)
     close(gradient(mean_S.sum(), logprobs_T), gradient(x_S.sum(), logprobs_T))
 
@@ -348,18 +439,47 @@ def test_extreme_ratios_stay_finite(loss: Loss, advantage: float, log_ratio: flo
 
 @pytest.mark.parametrize("loss", ALL, ids=str)
 def test_what_does_not_train_poisons_nothing(loss: Loss):
-    """A filter took a row and a token out of the final mask; their logprobs would overflow any ratio."""
+    """A filter took a row and a token out of the final mask; their logprobs would overflow any
+    ratio."""
     rows = [
-        Row("g", 0, [1, 2, 3], [False, True, True], reward=1.0, logprobs=[0, -1, -1], old_logprobs=[0, -1.1, -1.05]),
-        Row("g", 1, [1, 2, 3], [False, True, True], reward=0.0, logprobs=[0, 0, 0], old_logprobs=[0, -2e3, 2e3]),
-        Row("g", 2, [1, 2, 3], [False, True, True], reward=0.0, logprobs=[0, -2, 0], old_logprobs=[0, -2.1, -2e3]),
+        Row(
+            "g",
+            0,
+            [1, 2, 3],
+            [False, True, True],
+            reward=1.0,
+            logprobs=[0, -1, -1],
+            old_logprobs=[0, -1.1, -1.05],
+        ),
+        Row(
+            "g",
+            1,
+            [1, 2, 3],
+            [False, True, True],
+            reward=0.0,
+            logprobs=[0, 0, 0],
+            old_logprobs=[0, -2e3, 2e3],
+        ),
+        Row(
+            "g",
+            2,
+            [1, 2, 3],
+            [False, True, True],
+            reward=0.0,
+            logprobs=[0, -2, 0],
+            old_logprobs=[0, -2.1, -2e3],
+        ),
     ]
     trains = torch.tensor([False, True, True, False, False, False, False, True, False])
     a_T = torch.where(trains, 1.0, 0.0).double()
     batch = replace(pack(groups(rows)).fill_tokens(advantages=a_T), trainable_T=trains)
     term = Term("policy", partial(loss.fn, **loss.options[0]), sequence_mean, level=loss.level)  # pyright: ignore[reportArgumentType]
-    batch, logprobs_n = weigh(batch, term), torch.tensor([-1.0, -1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    logprobs_T = torch.zeros(9, dtype=torch.float64).index_put(torch.where(trains), logprobs_n)  # as a learner fills it
+    batch, logprobs_n = (
+        weigh(batch, term),
+        torch.tensor([-1.0, -1.0, -2.0], dtype=torch.float64, requires_grad=True),
+    )
+    # as a learner fills it
+    logprobs_T = torch.zeros(9, dtype=torch.float64).index_put(torch.where(trains), logprobs_n)
     total, metrics = term(outputs(batch, logprobs_T, rows), batch)
     slopes_n = gradient(total, logprobs_n)
     assert all(number.isfinite() for number in (total, *metrics.values()))

@@ -51,11 +51,20 @@ EXTREME = st.lists(st.sampled_from(EDGES) | st.floats(-1e4, 1e4), min_size=COUNT
 ORDINARY = st.lists(st.floats(-2, 2) | st.floats(-20, 20), min_size=COUNT, max_size=COUNT)
 SIGNS = st.lists(st.sampled_from([1.0, -1.0, 0.0, 0.3]), min_size=COUNT, max_size=COUNT)
 
-LOSSES: dict[str, Loss] = {kind: construct(resolve("policy_loss", {"kind": kind})) for kind in KINDS["policy_loss"]}
-LOSSES["ppo with dual clip"] = partial(policy.clipped_surrogate, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+LOSSES: dict[str, Loss] = {
+    kind: construct(resolve("policy_loss", {"kind": kind})) for kind in KINDS["policy_loss"]
+}
+LOSSES["ppo with dual clip"] = partial(
+    policy.clipped_surrogate, clip_low=0.2, clip_high=0.2, dual_clip=3.0
+)
 KLS: dict[str, Loss] = {
     f"kl {objective} {estimator}": partial(kl_penalty, objective=objective, estimator=estimator)  # pyright: ignore[reportArgumentType]
-    for objective, estimator in [("reverse", "k1"), ("reverse", "k2"), ("reverse", "k3"), ("forward", "k3")]
+    for objective, estimator in [
+        ("reverse", "k1"),
+        ("reverse", "k2"),
+        ("reverse", "k3"),
+        ("forward", "k3"),
+    ]
 }
 PREFERENCES: dict[str, Loss] = {
     "dpo": partial(preference.dpo, beta=0.1, label_smoothing=0.1),
@@ -70,14 +79,19 @@ OF_ROWS = {"gspo", "gspo_token", "topr", "gmpo", "kimi"}  # one ratio for a row:
 
 
 def batch_of(dtype: torch.dtype) -> Batch:
-    rows = [Row(f"g{i // 2}", i, [0] * (n + 1), [False] + [True] * n, reward=float(1 - i % 2)) for i, n in enumerate(TRAINED)]
+    rows = [
+        Row(f"g{i // 2}", i, [0] * (n + 1), [False] + [True] * n, reward=float(1 - i % 2))
+        for i, n in enumerate(TRAINED)
+    ]
     return pack(groups(rows)).to("cpu", dtype)
 
 
 def placed(batch: Batch, numbers: list[float]) -> Tensor:
     """The numbers at the trained tokens, 0 elsewhere. [T]"""
     dtype = batch.rewards_S.dtype
-    return torch.zeros(batch.n_tokens, dtype=dtype).masked_scatter(batch.trainable_T, torch.tensor(numbers, dtype=dtype))
+    return torch.zeros(batch.n_tokens, dtype=dtype).masked_scatter(
+        batch.trainable_T, torch.tensor(numbers, dtype=dtype)
+    )
 
 
 def tried(
@@ -93,7 +107,9 @@ def tried(
     batch = batch.fill_tokens(advantages=placed(batch, advantages), ref_logprobs=other_T)
     batch = batch.fill_sequences(kto_z0=torch.zeros(batch.n_sequences, dtype=dtype))
     leaf_T = logprobs_T.requires_grad_()
-    x, metrics = loss(Outputs(sequence_sum=batch.sequence_sum, logprobs=leaf_T, old_logprobs=other_T), batch)
+    x, metrics = loss(
+        Outputs(sequence_sum=batch.sequence_sum, logprobs=leaf_T, old_logprobs=other_T), batch
+    )
     if x.requires_grad:
         x.sum().backward()
     gradient_T = torch.zeros_like(leaf_T) if leaf_T.grad is None else leaf_T.grad
@@ -108,7 +124,9 @@ def is_finite(*tensors: Tensor) -> bool:
 @pytest.mark.parametrize("name", [*LOSSES, *KLS, *PREFERENCES])
 @settings(max_examples=10)
 @given(log_ratios=EXTREME, advantages=SIGNS)
-def test_values_and_gradients_are_finite(name: str, log_ratios: list[float], advantages: list[float]):
+def test_values_and_gradients_are_finite(
+    name: str, log_ratios: list[float], advantages: list[float]
+):
     x, gradient, metrics = tried((LOSSES | KLS | PREFERENCES)[name], log_ratios, advantages)
     assert is_finite(x, gradient, *metrics.values())
 
@@ -116,7 +134,12 @@ def test_values_and_gradients_are_finite(name: str, log_ratios: list[float], adv
 @pytest.mark.fault("M11")
 @pytest.mark.parametrize("name", [*LOSSES, *KLS])
 @settings(max_examples=8)
-@given(log_ratios=EXTREME, advantages=SIGNS, token=st.integers(0, COUNT - 1), value=st.sampled_from(EDGES))
+@given(
+    log_ratios=EXTREME,
+    advantages=SIGNS,
+    token=st.integers(0, COUNT - 1),
+    value=st.sampled_from(EDGES),
+)
 def test_one_token_leaves_the_other_gradients_alone(
     name: str, log_ratios: list[float], advantages: list[float], token: int, value: float
 ):
@@ -131,7 +154,9 @@ def test_one_token_leaves_the_other_gradients_alone(
 @pytest.mark.parametrize("name", [*LOSSES, *KLS])
 @settings(max_examples=8)
 @given(log_ratios=ORDINARY, advantages=SIGNS)
-def test_within_the_bound_it_is_the_plain_exponential(name: str, log_ratios: list[float], advantages: list[float]):
+def test_within_the_bound_it_is_the_plain_exponential(
+    name: str, log_ratios: list[float], advantages: list[float]
+):
     if name in OF_ROWS:  # a sum over a row has to stay within the bound too
         log_ratios = [x / max(TRAINED) for x in log_ratios]
     bounded = tried((LOSSES | KLS)[name], log_ratios, advantages, torch.float64)
@@ -159,7 +184,9 @@ def test_the_bound_by_hand():
 
 
 @pytest.mark.parametrize(("advantage", "dual_clip"), [(1.0, None), (-1.0, 3.0), (-1.0, None)])
-def test_a_clipped_token_beyond_the_range_has_no_gradient(advantage: float, dual_clip: float | None):
+def test_a_clipped_token_beyond_the_range_has_no_gradient(
+    advantage: float, dual_clip: float | None
+):
     """exp(100) overflows float32. The gradient is exactly 0 where a clip or the bound holds."""
     loss = partial(policy.clipped_surrogate, clip_low=0.2, clip_high=0.2, dual_clip=dual_clip)
     x, gradient, _ = tried(loss, [100.0] + [0.0] * (COUNT - 1), [advantage] * COUNT)
@@ -186,7 +213,9 @@ def correction_of(gaps: list[float], **options: Any) -> Batch:
 @settings(max_examples=10)
 @given(gaps=EXTREME)
 def test_weights_and_measures_of_a_correction_are_finite(level: str, gaps: list[float]):
-    batch = correction_of(gaps, weight=level, weight_high=None, mask=level, mask_low=0.0, mask_high=1e30)
+    batch = correction_of(
+        gaps, weight=level, weight_high=None, mask=level, mask_low=0.0, mask_high=1e30
+    )
     assert is_finite(batch.need("correction"))
     assert not batch.has("correction_S") or is_finite(batch.need("correction_S"))
     assert all(math.isfinite(value) for value in batch.metrics.values())
@@ -228,10 +257,17 @@ def test_one_corrupt_log_probability_costs_no_optimizer_step():
     old_T = placed(batch, [-200.0, *[-0.5] * (COUNT - 1)])
     batch = batch.fill_tokens(advantages=placed(batch, [1.0] * COUNT), old_logprobs=old_T)
     needs = frozenset({"logprobs", "old_logprobs"})
-    term = Term("policy_gradient", partial(policy.clipped_surrogate, clip_low=0.2, clip_high=0.2), token_mean, needs=needs)
+    term = Term(
+        "policy_gradient",
+        partial(policy.clipped_surrogate, clip_low=0.2, clip_high=0.2),
+        token_mean,
+        needs=needs,
+    )
     algorithm = Algorithm("test", {"policy": (term,)}, "rollouts")
     learner = LocalLearner(LocalConfig(), model, optimizer=OptimizerConfig(lr=1e-3), total_steps=1)
-    update = asyncio.run(learner.update(algorithm.weigh(batch, AlgoState()), algorithm.losses["policy"]))
+    update = asyncio.run(
+        learner.update(algorithm.weigh(batch, AlgoState()), algorithm.losses["policy"])
+    )
     assert update["skipped_nonfinite"] == 0.0
     assert 0 < update["grad_norm"] < math.inf
 

@@ -21,11 +21,13 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("rloo", {"group_size": 1}, "set group_size=2 or more"),
     ("gigpo", {"group_size": 1}, "set group_size=2 or more"),
     ("policy_gradient", {"group_size": 1, "advantage": {"kind": "mixture", "parts": [{"kind": "opo"}]}}, "group_size=2"),
-    ("rloo", {"group_size": 2, "advantage": {"scale": "std"}}, "set group_size=3 or more, or advantage.scale=none"),
+    ("rloo", {"group_size": 2, "advantage": {"scale": "std"}}, "set group_size=3 or more, or "
+                                                               "advantage.scale=none"),
     ("rloo", {"group_size": 2, "shaping": [{"kind": "normalise", "over": "group"}]}, "set group_size=3 or more"),
     ("grpo", GAE, "set critic: {}"),
     ("grpo", {"critic": {}}, "set advantage.kind=gae"),
-    ("grpo", {"advantage": {"kind": "on_policy_distillation"}}, "set teacher to the directory of a model"),
+    ("grpo", {"advantage": {"kind": "on_policy_distillation"}}, "set teacher to the directory of a "
+                                                                "model"),
     ("grpo", {"teacher": "x"}, "teacher is not read"),
     ("grpo", {"teacher_tokens": "aligned"}, "teacher_tokens is not read without teacher"),
     ("dr_grpo", {}, "set it to the stage's sampling.max_new_tokens"),
@@ -35,30 +37,42 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"correction": {"weight": "none"}}, "set one of them, or remove it"),
     ("grpo", {"correction": {"mask_low": 0.1}}, "mask_low is not read with mask=none"),
     ("grpo", {"correction": {"weight_low": 3.0}}, "weight_low=3 is not below weight_high=2"),
-    ("grpo", {"correction": {}, "old_logprobs": "sampler"}, "set old_logprobs=learner, or remove correction"),
+    ("grpo", {"correction": {}, "old_logprobs": "sampler"}, "set old_logprobs=learner, or remove "
+                                                            "correction"),
     ("grpo", {"kl": {"target": 0.1}}, "set coef, or remove it"),
     ("grpo", {"kl": {"coef": 0.1, "rate": 0.5}}, "rate is not read without target"),
     ("grpo", {"kl": {"coef": 0.1, "objective": "forward", "estimator": "k2"}}, "set estimator=k3"),
-    ("grpo", {"kl": {"coef": 0.1, "place": "reward", "estimator": "k3"}}, "set estimator=k1, or place=loss"),
+    ("grpo", {"kl": {"coef": 0.1, "place": "reward", "estimator": "k3"}}, "set estimator=k1, or "
+                                                                          "place=loss"),
     ("grpo", {"kl": {"coef": 0.1, "place": "reward", "objective": "forward"}}, "set objective=reverse, or place=loss"),
-    ("grpo", {"kl": {"coef": 0.1, "importance_weight": False}}, "set objective=forward, estimator=k2"),
+    ("grpo", {"kl": {"coef": 0.1, "importance_weight": False}}, "set objective=forward, "
+                                                                "estimator=k2"),
     ("rloo", {"kl": {"coef": 0.1, "place": "reward", "importance_weight": False}}, "set place=loss, or remove it"),
-    ("gspo", {"correction": {"weight": "none", "mask": "token"}}, "set correction.mask=geometric or sequence"),
-    ("grpo", {"correction": {"mask_denominator": "kept"}}, "mask_denominator is not read with mask=none"),
+    ("gspo", {"correction": {"weight": "none", "mask": "token"}}, "set correction.mask=geometric "
+                                                                  "or sequence"),
+    ("grpo", {"correction": {"mask_denominator": "kept"}}, "mask_denominator is not read with "
+                                                           "mask=none"),
     ("grpo", {"positive_nll_above": 0.5}, "set positive_nll_coef, or remove it"),
     ("grpo", {"shaping": [{"kind": "clip"}]}, "set one of them, or remove it"),
     ("grpo", {"shaping": [{"kind": "clip", "low": 1.0, "high": 0.0}]}, "low=1 is not below high=0"),
-    ("grpo", {"shaping": [{"kind": "overlong_penalty", "max_length": 4, "buffer": 5}]}, "buffer=5 is more than max_length=4"),
+    ("grpo", {"shaping": [{"kind": "overlong_penalty", "max_length": 4, "buffer": 5}]}, "buffer=5 "
+                                                                                        "is more "
+                                                                                        "than max_length=4"),
     ("reinforce_pp", {"advantage": {"baseline": "group"}}, "set group_size=2 or more"),
     ("ppo", {"shaping": [{"kind": "normalise", "over": "group"}]}, "set group_size=2 or more"),
     ("policy_gradient", {"group_size": 1, "advantage": {"kind": "turn_returns", "baseline": "group"}}, "set group_size=2"),
-    ("ppo", {"equal_rewards": "drop"}, "advantage gae has one for groups of equal rewards too: set equal_rewards=keep"),
+    ("ppo", {"equal_rewards": "drop"}, "advantage gae has one for groups of equal rewards too: set "
+                                       "equal_rewards=keep"),
     ("reinforce_pp", {"equal_rewards": "drop"}, "set equal_rewards=keep"),
     ("remax", {"equal_rewards": "drop", "group_size": 4}, "set equal_rewards=keep"),
     ("on_policy_distillation", {"teacher": "x", "equal_rewards": "drop"}, "set equal_rewards=keep"),
-    ("rloo", {"equal_rewards": "drop", "kl": {"coef": 0.1, "place": "reward"}}, "every group has one: set kl.place=loss"),
-    ("grpo", {"kl": {"coef": 0.1, "place": "reward"}}, "set advantage.scale=none, or kl.place=loss"),
-    ("gdpo", {"kl": {"coef": 0.1, "place": "reward"}}, "kl.place=reward changes the reward of an attempt"),
+    ("rloo", {"equal_rewards": "drop", "kl": {"coef": 0.1, "place": "reward"}}, "every group has "
+                                                                                "one: set "
+                                                                                "kl.place=loss"),
+    ("grpo", {"kl": {"coef": 0.1, "place": "reward"}}, "set advantage.scale=none, or "
+                                                       "kl.place=loss"),
+    ("gdpo", {"kl": {"coef": 0.1, "place": "reward"}}, "kl.place=reward changes the reward of an "
+                                                       "attempt"),
     ("gdpo", {"shaping": [{"kind": "scale", "factor": 2}]}, "shaping changes the reward"),
     ("on_policy_distillation", {"teacher": "x", "shaping": [{"kind": "scale", "factor": 2}]}, "shaping changes the reward"),
     ("vapo", {"advantage": {"lam": 0.5}}, "lam is not read with length_alpha and value_lam"),
@@ -68,12 +82,16 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "options", "message"), SECTIONS)
-def test_a_section_that_contradicts_itself_is_refused(kind: str, options: dict[str, Any], message: str):
+def test_a_section_that_contradicts_itself_is_refused(
+    kind: str, options: dict[str, Any], message: str
+):
     with pytest.raises(ValidationError, match=message):
         resolve("algorithm", {"kind": kind, **options})
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo", "gspo", "dapo", "decoupled_ppo", "vapo", "kto", "orpo"])
+@pytest.mark.parametrize(
+    "kind", ["grpo", "rloo", "ppo", "gspo", "dapo", "decoupled_ppo", "vapo", "kto", "orpo"]
+)
 def test_a_saved_section_loads_again(kind: str):
     """Every key is written out then: what a default says must not count as set by somebody."""
     section = resolve("algorithm", {"kind": kind})
@@ -81,20 +99,39 @@ def test_a_saved_section_loads_again(kind: str):
 
 
 def recipe(algorithm: dict[str, Any], **stage: Any) -> RunConfig:
-    made = {"name": "a", "algorithm": algorithm, "environment": {"kind": "sorting"}, "sampling": {"max_new_tokens": 9}, **stage}
+    made = {
+        "name": "a",
+        "algorithm": algorithm,
+        "environment": {"kind": "sorting"},
+        "sampling": {"max_new_tokens": 9},
+        **stage,
+    }
     model = {"preset": "tiny"}
-    return RunConfig.model_validate({"model": model, "tokenizer": {"kind": "bytes"}, "stages": [made]})
+    return RunConfig.model_validate(
+        {"model": model, "tokenizer": {"kind": "bytes"}, "stages": [made]}
+    )
 
 
 STAGES: list[tuple[RunConfig, str]] = [
-    (recipe({"kind": "dpo"}, environment={"kind": "countdown"}), "learns from pairs, which environment countdown doesn't have"),
+    (
+        recipe({"kind": "dpo"}, environment={"kind": "countdown"}),
+        "learns from pairs, which environment countdown doesn't have",
+    ),
     (recipe({"kind": "process_reward"}, environment={"kind": "countdown"}), "learns from steps"),
     (recipe({"kind": "kto"}, batch_size=1), "set batch_size=2 or more"),
-    (recipe({"kind": "vapo"}, steps=50), "warmup_steps=50 leaves the policy none of the stage's 50 steps"),
+    (
+        recipe({"kind": "vapo"}, steps=50),
+        "warmup_steps=50 leaves the policy none of the stage's 50 steps",
+    ),
     (recipe({"kind": "grpo"}, sampling={"top_p": 0.9}), "or algorithm.correction where it has one"),
     (recipe({"kind": "grpo"}, sampling={"temperature": 0.0}), "set it above 0"),
     (
-        recipe({"kind": "grpo", "shaping": [{"kind": "overlong_penalty", "max_length": 99, "buffer": 9}]}),
+        recipe(
+            {
+                "kind": "grpo",
+                "shaping": [{"kind": "overlong_penalty", "max_length": 99, "buffer": 9}],
+            }
+        ),
         "overlong_penalty begins after 90 tokens",
     ),
 ]
@@ -112,7 +149,12 @@ def test_a_stage_that_contradicts_itself_is_refused(config: RunConfig, message: 
         recipe({"kind": "vapo"}, steps=51),
         recipe({"kind": "decoupled_ppo", "correction": {"weight": "none", "mask": "token"}}),
         recipe({"kind": "grpo", "correction": {}}, sampling={"top_p": 0.9}),
-        recipe({"kind": "grpo", "shaping": [{"kind": "overlong_penalty", "max_length": 9, "buffer": 3}]}),
+        recipe(
+            {
+                "kind": "grpo",
+                "shaping": [{"kind": "overlong_penalty", "max_length": 9, "buffer": 3}],
+            }
+        ),
     ],
 )
 def test_what_can_work_is_not_refused(config: RunConfig):
@@ -131,14 +173,23 @@ def term() -> Term:
 
 def test_several_updates_without_old_logprobs_are_refused():
     with pytest.raises(
-        ConfigError, match=r"add Pass\('policy', 'logprobs', 'old_logprobs'\), or set minibatches and epochs to 1"
+        ConfigError,
+        match=r"add Pass\('policy', 'logprobs', 'old_logprobs'\), or set minibatches and epochs to "
+        r"1",
     ):
         Algorithm("x", {"policy": (term(),)}, source="rollouts", epochs=2)
 
 
 def test_a_role_that_nothing_makes_is_refused():
-    with pytest.raises(ConfigError, match="names the role 'reference' and doesn't say how it is made"):
-        Algorithm("x", {"policy": (term(),)}, "rollouts", passes=(Pass("reference", "logprobs", "ref_logprobs"),))
+    with pytest.raises(
+        ConfigError, match="names the role 'reference' and doesn't say how it is made"
+    ):
+        Algorithm(
+            "x",
+            {"policy": (term(),)},
+            "rollouts",
+            passes=(Pass("reference", "logprobs", "ref_logprobs"),),
+        )
 
 
 def test_two_terms_of_one_name_are_refused():

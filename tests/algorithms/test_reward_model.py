@@ -70,7 +70,9 @@ def test_bradley_terry_equals_the_oracle(case: tuple[list[Row], list[float]]):
     check_metrics(metrics, x_G)
     assert x_G.tolist() == near(x)
     order = in_order(rows)
-    expected = [(order.index(row.group) + 1) * slope for row, slope in zip(rows, slopes, strict=True)]
+    expected = [
+        (order.index(row.group) + 1) * slope for row, slope in zip(rows, slopes, strict=True)
+    ]
     assert gradient((x_G * counting(len(x_G))).sum(), scores_S).tolist() == near(expected)
 
 
@@ -79,7 +81,8 @@ def pair(*, group: str = "g", attempts: int = 2) -> list[Row]:
 
 
 def test_bradley_terry_by_hand():
-    # s_c - s_r = ln 3: -log s(ln 3) = ln(4/3), s(-ln 3) = 1/4; turned around ln 4 and 3/4; equal scores ln 2 and 1/2.
+    # s_c - s_r = ln 3: -log s(ln 3) = ln(4/3), s(-ln 3) = 1/4; turned around ln 4 and 3/4; equal
+    # scores ln 2 and 1/2.
     rows = [*pair(group="a"), *pair(group="b"), *pair(group="c")]
     batch, scores_S = pack(groups(rows)), leaf([LN3 + 1, 1.0, 1.0, LN3 + 1, -2.0, -2.0])
     x_G, _ = bradley_terry(scored(batch, scores_S), batch)
@@ -116,7 +119,10 @@ def test_a_group_that_is_no_pair_is_refused_by_name(attempts: int):
 
 @st.composite
 def judged(draw: st.DrawFn) -> tuple[list[Row], list[float]]:
-    rows = [replace(draw(a_row(f"g{g}", 0)), reward=draw(REWARDS)) for g in range(draw(st.integers(1, 4)))]
+    rows = [
+        replace(draw(a_row(f"g{g}", 0)), reward=draw(REWARDS))
+        for g in range(draw(st.integers(1, 4)))
+    ]
     return rows, draw(st.lists(SCORES, min_size=len(rows), max_size=len(rows)))
 
 
@@ -180,13 +186,15 @@ def test_a_term_of_steps_is_the_mean_over_labelled_steps(case: tuple[list[Row], 
 
 
 def steps_by_hand() -> Batch:
-    """One row: a prompt token, a step of two tokens, an environment's token, two steps of one token; labels 1, 1/4, none."""
+    """One row: a prompt token, a step of two tokens, an environment's token, two steps of one
+    token; labels 1, 1/4, none."""
     row = Row("g", 0, [1] * 6, [False, True, True, False, True, False], "unjudged")
     return pack(step_groups([row], [[None, None, 1.0, None, 0.25, None]]))
 
 
 def test_process_reward_by_hand():
-    # Score ln 3, so s = 3/4. Label 1: ln(4/3), slope 3/4 - 1. Label 1/4: -ln(3/4) / 4 - 3 ln(1/4) / 4, slope 3/4 - 1/4.
+    # Score ln 3, so s = 3/4. Label 1: ln(4/3), slope 3/4 - 1. Label 1/4: -ln(3/4) / 4 - 3 ln(1/4) /
+    # 4, slope 3/4 - 1/4.
     batch, scores_T = steps_by_hand(), leaf([9.0, 9.0, LN3, 9.0, LN3, 9.0])
     x_T, _ = process_reward(stepped(batch, scores_T), batch)
     half = 0.25 * math.log(4 / 3) + 0.75 * math.log(4)
@@ -209,7 +217,9 @@ def test_rows_without_a_reward_that_do_not_train_leave_regression_alone():
         Row("g", 0, [1, 2], [False, True], "scored", 2.0),
         Row("g", 1, [1, 2], [False, True], "unjudged", None, "reference"),
     ]
-    term = Term("mse", score_regression, sequence_mean, level="sequence", needs=frozenset({"scores"}))
+    term = Term(
+        "mse", score_regression, sequence_mean, level="sequence", needs=frozenset({"scores"})
+    )
     batch, scores_S = weigh(pack(groups(rows)), term), leaf([0.5, 1.0])
     loss, metrics = term(scored(batch, scores_S), batch)
     assert loss.item() == near(2.25)

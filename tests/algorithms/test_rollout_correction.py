@@ -1,5 +1,5 @@
-"""Rollout correction against `oracles.correction`: weights, masks and metrics at every level, by hand, and exactly: the
-expectation over what the sampler draws.
+"""Rollout correction against `oracles.correction`: weights, masks and metrics at every level, by
+hand, and exactly: the expectation over what the sampler draws.
 
 T = all tokens laid end to end, S = sequences.
 """
@@ -42,14 +42,19 @@ close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 @st.composite
 def drifted(draw: st.DrawFn) -> list[Row]:
-    """Episodes whose rollout logprobs are near the old ones; where nothing trains, both are arbitrary."""
+    """Episodes whose rollout logprobs are near the old ones; where nothing trains, both are
+    arbitrary."""
     rows = draw(episodes(max_groups=2))
     rows = kept(rows, rows)
     assume(rows)
     near = []
     for row in rows:
         columns = zip(row.mask, row.rollout_logprobs, row.log_kept_mass, strict=True)
-        near.append(replace(row, old_logprobs=[lp - mass + draw(GAPS) if m else -7.0 for m, lp, mass in columns]))
+        near.append(
+            replace(
+                row, old_logprobs=[lp - mass + draw(GAPS) if m else -7.0 for m, lp, mass in columns]
+            )
+        )
     return near
 
 
@@ -69,9 +74,16 @@ def off_the_bounds(rows: list[Row], level: str, bounds: tuple[float | None, ...]
 @pytest.mark.parametrize("mask", LEVELS)
 @pytest.mark.parametrize("weight", LEVELS)
 @given(rows=drifted(), caps=CAPS, bounds=BOUNDS, denominator=st.sampled_from(["all", "kept"]))
-def test_weights_masks_and_metrics_equal_the_oracle(weight: str, mask: str, rows: list[Row], caps, bounds, denominator):
+def test_weights_masks_and_metrics_equal_the_oracle(
+    weight: str, mask: str, rows: list[Row], caps, bounds, denominator
+):
     assume(off_the_bounds(rows, weight, caps) and off_the_bounds(rows, mask, bounds))
-    spec = {"weight_low": caps[0], "weight_high": caps[1], "mask_low": bounds[0], "mask_high": bounds[1]}
+    spec = {
+        "weight_low": caps[0],
+        "weight_high": caps[1],
+        "mask_low": bounds[0],
+        "mask_high": bounds[1],
+    }
     spec |= {"mask_denominator": denominator}
     found = run(rows, weight=weight, mask=mask, **spec)
     expected = oracle.correct(rows, weight=weight, mask=mask, **spec)
@@ -81,7 +93,9 @@ def test_weights_masks_and_metrics_equal_the_oracle(weight: str, mask: str, rows
         assert not found.has("correction_S")
     else:
         close(found.need("correction_S"), torch.tensor(expected.sequence, dtype=torch.float64))
-    metrics = {name: value for name, value in found.metrics.items() if name.startswith("correction/")}
+    metrics = {
+        name: value for name, value in found.metrics.items() if name.startswith("correction/")
+    }
     assert metrics == pytest.approx(expected.metrics, rel=1e-9, abs=1e-12)
 
 
@@ -98,7 +112,12 @@ def test_only_the_final_mask_shrinks(rows: list[Row], mask: str):
 @given(rows=drifted())
 def test_without_a_gap_nothing_is_weighed_or_masked(rows: list[Row]):
     same = [
-        replace(row, old_logprobs=[lp - mass for lp, mass in zip(row.rollout_logprobs, row.log_kept_mass, strict=True)])
+        replace(
+            row,
+            old_logprobs=[
+                lp - mass for lp, mass in zip(row.rollout_logprobs, row.log_kept_mass, strict=True)
+            ],
+        )
         for row in rows
     ]
     before = filled(same, "old_logprobs")
@@ -110,8 +129,9 @@ def test_without_a_gap_nothing_is_weighed_or_masked(rows: list[Row]):
 
 # --- by hand
 
-# Two turns of two tokens with an environment's between them, of which the second turn's first does not train; the ratios
-# old / rollout are 4, 1/2 | (9), 1/4: by turn 2 and 1/4, by row 1/2, their geometric mean (1/2)^(1/3).
+# Two turns of two tokens with an environment's between them, of which the second turn's first does
+# not train; the ratios old / rollout are 4, 1/2 | (9), 1/4: by turn 2 and 1/4, by row 1/2, their
+# geometric mean (1/2)^(1/3).
 RATIOS = [1.0, 4.0, 1 / 2, 1.0, 9.0, 1 / 4]
 TURNS = [Span(1, 3), Span(4, 6)]
 TRAINED = [False, True, True, False, False, True]
@@ -119,7 +139,16 @@ TRAINED = [False, True, True, False, False, True]
 
 def by_hand(**options) -> Batch:
     old = [math.log(ratio) - 3.0 for ratio in RATIOS]
-    row = Row("g", 0, [1] * 6, TRAINED, reward=1.0, old_logprobs=old, rollout_logprobs=[-3.0] * 6, turns=TURNS)
+    row = Row(
+        "g",
+        0,
+        [1] * 6,
+        TRAINED,
+        reward=1.0,
+        old_logprobs=old,
+        rollout_logprobs=[-3.0] * 6,
+        turns=TURNS,
+    )
     return run([row], **options)
 
 
@@ -144,7 +173,12 @@ def test_the_four_levels(weight: str, expected: list[float], of_row: float | Non
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [(0.0, 2.0, [2, 1 / 2, 1 / 4]), (1.0, None, [4, 1, 1]), (0.3, 1.0, [1, 1 / 2, 0.3]), (0.0, None, [4, 1 / 2, 1 / 4])],
+    [
+        (0.0, 2.0, [2, 1 / 2, 1 / 4]),
+        (1.0, None, [4, 1, 1]),
+        (0.3, 1.0, [1, 1 / 2, 0.3]),
+        (0.0, None, [4, 1 / 2, 1 / 4]),
+    ],
 )
 def test_caps(low: float, high: float | None, expected: list[float]):
     batch = by_hand(weight="token", weight_low=low, weight_high=high)
@@ -175,29 +209,52 @@ def test_masks(mask: str, low: float, high: float, stays: list[int]):
 def test_metrics_by_hand():
     ln2 = math.log(2)
     batch = by_hand(weight="token", weight_high=2.0, mask="token", mask_low=0.4, mask_high=8.0)
-    assert {name: batch.metrics[f"correction/{name}"] for name in ("weight_mean", "weight_max")} == pytest.approx(
-        {"weight_mean": 2.75 / 3, "weight_max": 2.0}
-    )
+    assert {
+        name: batch.metrics[f"correction/{name}"] for name in ("weight_mean", "weight_max")
+    } == pytest.approx({"weight_mean": 2.75 / 3, "weight_max": 2.0})
     assert batch.metrics["correction/clipped_share"] == pytest.approx(1 / 3)
     assert batch.metrics["correction/masked_share"] == pytest.approx(1 / 3)
     assert batch.metrics["correction/gap_mean"] == pytest.approx(5 * ln2 / 3)
-    assert batch.metrics["correction/kl"] == pytest.approx((4.75 - 3 + ln2) / 3)  # d: 2 ln 2, -ln 2, -2 ln 2
+    # d: 2 ln 2, -ln 2, -2 ln 2
+    assert batch.metrics["correction/kl"] == pytest.approx((4.75 - 3 + ln2) / 3)
 
 
-# Log-ratios of the learner to the sampler, on policy otherwise: exp(2.5) = 12.2 is outside [0.5, 5].
-ICEPOP = {"weight": "token", "weight_high": None, "mask": "token", "mask_low": 0.5, "mask_high": 5.0}
+# Log-ratios of the learner to the sampler, on policy otherwise: exp(2.5) = 12.2 is outside [0.5,
+# 5].
+ICEPOP = {
+    "weight": "token",
+    "weight_high": None,
+    "mask": "token",
+    "mask_low": 0.5,
+    "mask_high": 5.0,
+}
 LOG_GAPS, ADVANTAGES = [-0.5, 2.5, -0.2], [1.0, -1.0, 2.0]
 
 
 @pytest.mark.parametrize(("denominator", "tokens"), [("all", 3), ("kept", 2)])
 def test_icepop_is_the_papers_objective_by_hand(denominator: str, tokens: int):
-    """Weight = ratio inside the bounds, 0 outside. The mean is over all tokens: (e^-0.5 + 2 e^-0.2) / 3, to be maximised."""
+    """Weight = ratio inside the bounds, 0 outside. The mean is over all tokens: (e^-0.5 + 2 e^-0.2)
+    / 3, to be maximised."""
     old = [0.0, *[-1.0] * 3]
     sampler = [0.0, *[-1.0 - gap for gap in LOG_GAPS]]
-    row = Row("g", 0, [1] * 4, [False, True, True, True], reward=1.0, old_logprobs=old, rollout_logprobs=sampler)
-    batch = run([row], **ICEPOP, mask_denominator=denominator).fill_tokens(advantages=column([[0.0, *ADVANTAGES]]))
+    row = Row(
+        "g",
+        0,
+        [1] * 4,
+        [False, True, True, True],
+        reward=1.0,
+        old_logprobs=old,
+        rollout_logprobs=sampler,
+    )
+    batch = run([row], **ICEPOP, mask_denominator=denominator).fill_tokens(
+        advantages=column([[0.0, *ADVANTAGES]])
+    )
     logprobs_T = leaf([old])
-    x_T, _ = corrected(outputs(batch, logprobs_T, [row]), batch, fn=partial(clipped_surrogate, clip_low=0.2, clip_high=0.2))
+    x_T, _ = corrected(
+        outputs(batch, logprobs_T, [row]),
+        batch,
+        fn=partial(clipped_surrogate, clip_low=0.2, clip_high=0.2),
+    )
     loss = (token_mean(batch) * x_T).sum()
     weights = [math.exp(-0.5), 0.0, math.exp(-0.2)]
     assert loss.item() == pytest.approx(-(weights[0] + 2 * weights[2]) / tokens, rel=1e-6)
@@ -206,7 +263,8 @@ def test_icepop_is_the_papers_objective_by_hand(denominator: str, tokens: int):
 
 
 def test_a_masked_sequence_has_the_weight_zero_and_stays_counted():
-    batch = by_hand(weight="none", mask="sequence", mask_low=0.6, mask_high=3.0)  # the row's ratio is 1/2
+    # the row's ratio is 1/2
+    batch = by_hand(weight="none", mask="sequence", mask_low=0.6, mask_high=3.0)
     assert batch.need("correction_S").tolist() == [0.0]
     assert batch.trainable_T.tolist() == TRAINED
 
@@ -222,8 +280,11 @@ def test_a_batch_in_which_nothing_trains():
 # --- exactly, in expectation
 
 
-def drawn(log_p: list[float], log_q: list[float], kept_tokens: list[int]) -> tuple[list[Row], list[float]]:
-    """One row for each token that a sampler with the distribution q, cut to some tokens, can draw; and its probability."""
+def drawn(
+    log_p: list[float], log_q: list[float], kept_tokens: list[int]
+) -> tuple[list[Row], list[float]]:
+    """One row for each token that a sampler with the distribution q, cut to some tokens, can draw;
+    and its probability."""
     mass = math.log(math.fsum(math.exp(log_q[v]) for v in kept_tokens))
     rows = []
     for v in kept_tokens:
@@ -237,12 +298,18 @@ LOGITS = st.lists(st.floats(-2, 2), min_size=4, max_size=4)
 
 @given(z=LOGITS, z_sampler=LOGITS, rewards=st.lists(st.floats(-1, 1), min_size=4, max_size=4))
 @pytest.mark.parametrize("cut", [[0, 1, 2, 3], [0, 2]])
-def test_uncapped_weights_make_the_expectation_the_old_policys(cut: list[int], z, z_sampler, rewards: list[float]):
-    """E_sampler[w A dlog p] is the policy gradient of what the sampler could draw at all. Its distribution is the cut one:
-    without the kept mass, every weight would be too large by the same factor."""
+def test_uncapped_weights_make_the_expectation_the_old_policys(
+    cut: list[int], z, z_sampler, rewards: list[float]
+):
+    """E_sampler[w A dlog p] is the policy gradient of what the sampler could draw at all. Its
+    distribution is the cut one: without the kept mass, every weight would be too large by the same
+    factor."""
     log_p = categorical.log_softmax(z)
     rows, probabilities = drawn(log_p, categorical.log_softmax(z_sampler), cut)
-    sampler = {f"{name}_T": column([getattr(row, name) for row in rows]) for name in ("rollout_logprobs", "log_kept_mass")}
+    sampler = {
+        f"{name}_T": column([getattr(row, name) for row in rows])
+        for name in ("rollout_logprobs", "log_kept_mass")
+    }
     batch = replace(filled(rows, "old_logprobs"), **sampler)  # as float64, to be exact
     batch = correct(batch, AlgoState(), weight="token", weight_high=None)
     batch = batch.fill_tokens(advantages=column([[0.0, rewards[v]] for v in cut]))
@@ -261,7 +328,9 @@ def test_uncapped_weights_make_the_expectation_the_old_policys(cut: list[int], z
 # --- the wrapper
 
 
-def wrapped(rows: list[Row], advantages: Tensor, live: list[list[float]], fn, *, level: str, weight: str):
+def wrapped(
+    rows: list[Row], advantages: Tensor, live: list[list[float]], fn, *, level: str, weight: str
+):
     batch = run(rows, weight=weight, weight_high=3.0).fill_tokens(advantages=advantages)
     logprobs_T = leaf(live)
     out = outputs(batch, logprobs_T, rows)
@@ -274,7 +343,10 @@ def wrapped(rows: list[Row], advantages: Tensor, live: list[list[float]], fn, *,
     if level == "token":
         weights = weights * batch.trainable_T
     close(found * weights.sign(), plain * factor * weights.sign())
-    close(gradient((weights * found).sum(), logprobs_T), gradient((weights * factor * plain).sum(), logprobs_T))
+    close(
+        gradient((weights * found).sum(), logprobs_T),
+        gradient((weights * factor * plain).sum(), logprobs_T),
+    )
     return factor
 
 
@@ -285,13 +357,28 @@ SEQUENCE_LOSSES = [partial(gspo, clip_low=0.2, clip_high=0.3), partial(kimi, tau
 @given(rows=drifted(), data=st.data())
 def test_corrected_multiplies_x_and_its_gradient(rows: list[Row], data: st.DataObject):
     rows = [
-        replace(row, old_logprobs=[old if m else 0.0 for m, old in zip(row.mask, row.old_logprobs, strict=True)])
+        replace(
+            row,
+            old_logprobs=[
+                old if m else 0.0 for m, old in zip(row.mask, row.old_logprobs, strict=True)
+            ],
+        )
         for row in rows
     ]
-    live = [[old + data.draw(GAPS) if m else 0.0 for m, old in zip(row.mask, row.old_logprobs, strict=True)] for row in rows]
-    advantages = column([[data.draw(st.floats(-2, 2)) if m else 0.0 for m in row.mask] for row in rows])
+    live = [
+        [
+            old + data.draw(GAPS) if m else 0.0
+            for m, old in zip(row.mask, row.old_logprobs, strict=True)
+        ]
+        for row in rows
+    ]
+    advantages = column(
+        [[data.draw(st.floats(-2, 2)) if m else 0.0 for m in row.mask] for row in rows]
+    )
     for fn in TOKEN_LOSSES:
-        wrapped(rows, advantages, live, fn, level="token", weight=data.draw(st.sampled_from(LEVELS)))
+        wrapped(
+            rows, advantages, live, fn, level="token", weight=data.draw(st.sampled_from(LEVELS))
+        )
     for fn in SEQUENCE_LOSSES:
         weight = data.draw(st.sampled_from(["none", "sequence", "geometric"]))
         wrapped(rows, advantages, live, fn, level="sequence", weight=weight)
@@ -301,20 +388,32 @@ def test_a_sequence_loss_has_no_weight_that_differs_within_a_row():
     batch = by_hand(weight="token").fill_tokens(advantages=torch.ones(6, dtype=torch.float64))
     row = Row("g", 0, [1] * 6, TRAINED, reward=1.0, old_logprobs=[0.0] * 6)
     with pytest.raises(MissingColumn, match="correction_S"):
-        corrected(outputs(batch, leaf([[0.0] * 6]), [row]), batch, fn=SEQUENCE_LOSSES[0], level="sequence")
+        corrected(
+            outputs(batch, leaf([[0.0] * 6]), [row]), batch, fn=SEQUENCE_LOSSES[0], level="sequence"
+        )
 
 
 @pytest.mark.parametrize("term", ["entropy", "positive_nll"])
 def test_a_masked_token_trains_in_no_term(term: str):
-    """Tokens 2 and 3 of the one row are masked, and their predictions get no gradient from any term."""
+    """Tokens 2 and 3 of the one row are masked, and their predictions get no gradient from any
+    term."""
     mask = CorrectionConfig(weight="none", mask="token", mask_low=0.5, mask_high=2.0)
     config = GRPOConfig(correction=mask, entropy_coef=0.1, positive_nll_coef=0.1)
     terms = {item.name: item for item in build(config).losses["policy"]}
     row = make_trajectory([1], [2, 3, 4], reward=1.0, logprobs=[-1.0, -9.0, 0.0])
     old_T = torch.tensor([0.0, -1.0, -1.0, -1.0], dtype=torch.float64)
-    batch = pack([make_group("g", [row])]).fill_tokens(old_logprobs=old_T).fill_sequences(judged_rewards=torch.ones(1).double())
-    batch = build(config).weigh(correct(batch, AlgoState(), weight="none", mask="token"), AlgoState())
-    live = {"logprobs": old_T.clone().requires_grad_(), "entropy": torch.ones(4).double().requires_grad_()}
+    batch = (
+        pack([make_group("g", [row])])
+        .fill_tokens(old_logprobs=old_T)
+        .fill_sequences(judged_rewards=torch.ones(1).double())
+    )
+    batch = build(config).weigh(
+        correct(batch, AlgoState(), weight="none", mask="token"), AlgoState()
+    )
+    live = {
+        "logprobs": old_T.clone().requires_grad_(),
+        "entropy": torch.ones(4).double().requires_grad_(),
+    }
     loss, metrics = terms[term](Outputs(batch.sequence_sum, **live), batch)
     loss.backward()
     slope_T = live["entropy" if term == "entropy" else "logprobs"].grad

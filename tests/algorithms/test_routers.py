@@ -38,4 +38,7 @@ def test_a_coefficient_of_zero_measures_balance_and_leaves_z_out():
         return [(term.name, term.coef, term.level) for term in router_terms(**coefs)]
 
     assert found(balance_coef=0.0, z_coef=0.0) == [("router", 0.0, "sequence")]
-    assert found(balance_coef=0.01, z_coef=0.5) == [("router", 0.01, "sequence"), ("router_z", 0.5, "sequence")]
+    assert found(balance_coef=0.01, z_coef=0.5) == [
+        ("router", 0.01, "sequence"),
+        ("router_z", 0.5, "sequence"),
+    ]

@@ -33,24 +33,39 @@ class Counter:
         self.calls: list[tuple[list[str], int, list[str]]] = []
         self.first = first
 
-    async def score(self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0) -> Mapping[str, Tensor]:
+    async def score(
+        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+    ) -> Mapping[str, Tensor]:
         self.calls.append((list(wanted), top_k, list(batch.group_ids)))
         size = {"scores": (batch.n_sequences,), "topk_logprobs": (batch.n_tokens, 2)}
-        return {name: torch.full(size.get(name, (batch.n_tokens,)), self.first + i) for i, name in enumerate(wanted)}
+        return {
+            name: torch.full(size.get(name, (batch.n_tokens,)), self.first + i)
+            for i, name in enumerate(wanted)
+        }
 
 
 def batch(tags: Sequence[str]) -> Batch:
-    return pack([make_group(f"g{i}", [make_trajectory([1], [2] * (i + 1))], tag=tag) for i, tag in enumerate(tags)])
+    return pack(
+        [
+            make_group(f"g{i}", [make_trajectory([1], [2] * (i + 1))], tag=tag)
+            for i, tag in enumerate(tags)
+        ]
+    )
 
 
 def filled(passes: Sequence[Pass], made: Batch, **roles: Any) -> Batch:
-    algorithm = Algorithm("x", {}, "rows", passes=tuple(passes), roles={p.role: Role() for p in passes})
+    algorithm = Algorithm(
+        "x", {}, "rows", passes=tuple(passes), roles={p.role: Role() for p in passes}
+    )
     return asyncio.run(fill(made, algorithm, roles))
 
 
 def test_columns_of_one_role_are_computed_together():
     critic = Counter(1.0)
-    passes = [Pass("critic", "values", "values"), Pass("critic", "scores", "bootstrap_values", level="sequence")]
+    passes = [
+        Pass("critic", "values", "values"),
+        Pass("critic", "scores", "bootstrap_values", level="sequence"),
+    ]
     found = filled(passes, batch(["", ""]), critic=critic)
     assert [call[0] for call in critic.calls] == [["values", "scores"]]
     assert found.need("values").tolist() == [1.0] * 5
@@ -59,14 +74,21 @@ def test_columns_of_one_role_are_computed_together():
 
 def test_a_later_pass_runs_again_after_another_role():
     policy, other = Counter(1.0), Counter(5.0)
-    passes = [Pass("policy", "logprobs", "a"), Pass("other", "logprobs", "b"), Pass("policy", "logprobs", "c")]
+    passes = [
+        Pass("policy", "logprobs", "a"),
+        Pass("other", "logprobs", "b"),
+        Pass("policy", "logprobs", "c"),
+    ]
     filled(passes, batch([""]), policy=policy, other=other)
     assert len(policy.calls) == 2
 
 
 def test_teachers_fill_their_own_rows_of_one_column():
     maths, code = Counter(1.0), Counter(2.0)
-    passes = [Pass("maths", "logprobs", "t", tag="maths"), Pass("code", "logprobs", "t", tag="code")]
+    passes = [
+        Pass("maths", "logprobs", "t", tag="maths"),
+        Pass("code", "logprobs", "t", tag="code"),
+    ]
     found = filled(passes, batch(["maths", "code", "maths"]), maths=maths, code=code)
     assert found.need("t").tolist() == [1, 1, 2, 2, 2, 1, 1, 1, 1]
     assert maths.calls == [(["logprobs"], 0, ["g0", "g2"])]
@@ -74,14 +96,22 @@ def test_teachers_fill_their_own_rows_of_one_column():
 
 def test_a_teacher_without_rows_is_not_asked():
     maths, code = Counter(1.0), Counter(2.0)
-    passes = [Pass("maths", "logprobs", "t", tag="maths"), Pass("code", "logprobs", "t", tag="code")]
+    passes = [
+        Pass("maths", "logprobs", "t", tag="maths"),
+        Pass("code", "logprobs", "t", tag="code"),
+    ]
     filled(passes, batch(["maths"]), maths=maths, code=code)
     assert code.calls == []
 
 
 def test_a_row_that_nobody_teaches_is_refused():
-    passes = [Pass("maths", "logprobs", "t", tag="maths"), Pass("code", "logprobs", "t", tag="code")]
-    with pytest.raises(DataError, match="has the tag 'art', and t is only filled for code, maths: add a teacher"):
+    passes = [
+        Pass("maths", "logprobs", "t", tag="maths"),
+        Pass("code", "logprobs", "t", tag="code"),
+    ]
+    with pytest.raises(
+        DataError, match="has the tag 'art', and t is only filled for code, maths: add a teacher"
+    ):
         filled(passes, batch(["maths", "art"]), maths=Counter(1.0), code=Counter(2.0))
 
 
@@ -95,14 +125,22 @@ def test_columns_of_likeliest_tokens_keep_their_width():
 
 @pytest.mark.parametrize("kind", ["distill_off_policy", "on_policy_distillation"])
 @pytest.mark.parametrize("teacher", ["x", {"a": "x", "b": "y"}])
-def test_a_step_whose_every_attempt_failed_has_its_columns_and_changes_nothing(kind: str, teacher: Any):
+def test_a_step_whose_every_attempt_failed_has_its_columns_and_changes_nothing(
+    kind: str, teacher: Any
+):
     """Nothing is left of it to ask a teacher about, by tag or not."""
     algo = construct(resolve("algorithm", {"kind": kind, "teacher": teacher}))
     config = DecoderConfig(11, 8, 1, 2, 1, 4, 12)
-    policy = LocalLearner(LocalConfig(), DecoderPolicy(Decoder(config).init_weights(0)), optimizer=OptimizerConfig())
+    policy = LocalLearner(
+        LocalConfig(), DecoderPolicy(Decoder(config).init_weights(0)), optimizer=OptimizerConfig()
+    )
     roles = {"policy": policy} | dict.fromkeys(algo.roles, policy)
     made = algo.advantage(asyncio.run(fill(pack([]), algo, roles)), AlgoState())
-    widths = {column.shape for name, column in made.token_columns.items() if name == "teacher_topk_logprobs"}
+    widths = {
+        column.shape
+        for name, column in made.token_columns.items()
+        if name == "teacher_topk_logprobs"
+    }
     assert widths <= {(0, 11)}
     assert {"teacher_topk_logprobs", "teacher_logprobs"} & set(made.token_columns)
     for term in algo.losses["policy"]:
@@ -115,7 +153,10 @@ def test_a_step_whose_every_attempt_failed_has_its_columns_and_changes_nothing(k
 
 def test_a_model_that_several_tags_name_is_one_role():
     roles, passes = asked_of({"maths": "x", "code": "y", "logic": "x"}, {"logprobs": "t"})
-    assert {name: role.path for name, role in roles.items()} == {"teacher/maths": "x", "teacher/code": "y"}
+    assert {name: role.path for name, role in roles.items()} == {
+        "teacher/maths": "x",
+        "teacher/code": "y",
+    }
     assert [(item.role, item.tag) for item in passes] == [
         ("teacher/maths", "maths"),
         ("teacher/code", "code"),
@@ -161,7 +202,10 @@ def test_a_critic_learns_alone_until_it_is_warm():
 
 @pytest.mark.parametrize(("place", "metric"), [("loss", "policy/kl/kl"), ("reward", "batch/kl/kl")])
 def test_the_kl_coefficient_follows_what_is_measured(place: str, metric: str):
-    algo, state = algorithm(kl={"coef": 0.1, "target": 0.5, "rate": 0.1, "place": place}), AlgoState()
+    algo, state = (
+        algorithm(kl={"coef": 0.1, "target": 0.5, "rate": 0.1, "place": place}),
+        AlgoState(),
+    )
     algo.observe(state, {metric: 5.0})  # ten times the target: the error is cut at 0.2
     assert state.numbers["coef/kl"] == pytest.approx(0.1 * 1.02)
     algo.observe(state, {metric: 0.45})  # 0.45 / 0.5 - 1 = -0.1
@@ -177,4 +221,6 @@ def test_an_adapted_coefficient_is_the_one_that_weighs():
     made = made.fill_tokens(valued=made.trainable_T)
     assert algo.weigh(made, AlgoState()).weights["kl"].coef == 0.1
     assert algo.weigh(made, AlgoState(numbers={"coef/kl": 0.7})).weights["kl"].coef == 0.7
-    assert algo.weigh(made, AlgoState(numbers={"coef/kl": 0.7})).weights["policy_gradient"].coef == 1.0
+    assert (
+        algo.weigh(made, AlgoState(numbers={"coef/kl": 0.7})).weights["policy_gradient"].coef == 1.0
+    )

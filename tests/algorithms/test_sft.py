@@ -1,4 +1,5 @@
-"""Supervised fine-tuning as built from its configuration, against the likelihood written out as a loop."""
+"""Supervised fine-tuning as built from its configuration, against the likelihood written out as a
+loop."""
 
 from __future__ import annotations
 

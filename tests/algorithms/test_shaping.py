@@ -80,31 +80,48 @@ def test_equals_the_oracle(name: str, options: dict[str, float | None], rows: li
 def test_overlong_answers_pay_by_the_token_and_then_in_full():
     # L = 10, B = 4: free up to 6 tokens, a quarter more each token, -1 from 10 on
     for length, penalty in [(1, 0), (6, 0), (7, -0.25), (9, -0.75), (10, -1), (11, -1), (50, -1)]:
-        batch = shaping.overlong_penalty(filled(attempts(1.0, length=length)), AlgoState(), max_length=10, buffer=4, factor=2)
+        batch = shaping.overlong_penalty(
+            filled(attempts(1.0, length=length)), AlgoState(), max_length=10, buffer=4, factor=2
+        )
         assert rewards(batch) == [1 + 2 * penalty], length
 
 
 def test_the_length_of_a_forked_attempt_is_that_of_all_its_rows():
     (row,) = attempts(1.0, length=4)
-    batch = shaping.length_penalty(filled([row, row, replace(row, attempt=1)]), AlgoState(), coef=0.125, free=2)
+    batch = shaping.length_penalty(
+        filled([row, row, replace(row, attempt=1)]), AlgoState(), coef=0.125, free=2
+    )
     assert rewards(batch) == [1 - 0.125 * 6, 1 - 0.125 * 6, 1 - 0.125 * 2]
 
 
 def test_a_greedy_answer_pays_for_its_length_as_samples_do():
-    rows = [*attempts(1.0, length=8), replace(attempts(1.0, length=8, use="baseline")[0], attempt=9)]
+    rows = [
+        *attempts(1.0, length=8),
+        replace(attempts(1.0, length=8, use="baseline")[0], attempt=9),
+    ]
     batch = shaping.overlong_penalty(filled(rows), AlgoState(), max_length=8, buffer=4)
     assert rewards(batch) == [0, 0]
 
 
 def test_what_an_environment_wrote_has_no_length():
-    row = Row("g", 0, [1] * 9, [False, True, False, False, False, False, False, False, True], "scored", 1.0)
+    row = Row(
+        "g",
+        0,
+        [1] * 9,
+        [False, True, False, False, False, False, False, False, True],
+        "scored",
+        1.0,
+    )
     assert rewards(shaping.length_penalty(filled([row]), AlgoState(), coef=0.25)) == [0.5]
 
 
 def test_an_answer_cut_off_earns_a_share_of_what_it_would_have_but_no_less_is_made_more():
     rows = attempts(1.0, -1.0, 0.0, ending="truncated")
     assert rewards(shaping.stop_properly(filled(rows), AlgoState(), coef=0.25)) == [0.25, -1, 0]
-    assert rewards(shaping.stop_properly(filled(attempts(1.0, -1.0)), AlgoState(), coef=0.25)) == [1, -1]
+    assert rewards(shaping.stop_properly(filled(attempts(1.0, -1.0)), AlgoState(), coef=0.25)) == [
+        1,
+        -1,
+    ]
 
 
 @settings(max_examples=30)
@@ -113,11 +130,21 @@ def test_scaling_scales_the_rewards_of_turns_too(rows: list[Row], factor: float)
     batch = shaping.scale_rewards(filled(rows), AlgoState(), factor=factor)
     scaled = oracle.scale_rewards(rows, factor=factor)
     equal(batch, rows, [row.reward for row in scaled])
-    torch.testing.assert_close(batch.turn_rewards_T, filled(scaled).turn_rewards_T, equal_nan=True, rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        batch.turn_rewards_T, filled(scaled).turn_rewards_T, equal_nan=True, rtol=1e-15, atol=0
+    )
 
 
 def test_scaling_by_hand():
-    row = Row("g", 0, [1] * 4, [False, True, False, True], "scored", 3.0, turns=[Span(1, 2, 1.0), Span(3, 4)])
+    row = Row(
+        "g",
+        0,
+        [1] * 4,
+        [False, True, False, True],
+        "scored",
+        3.0,
+        turns=[Span(1, 2, 1.0), Span(3, 4)],
+    )
     batch = shaping.scale_rewards(filled([row]), AlgoState(), factor=-2)
     assert rewards(batch) == [-6]
     assert batch.turn_rewards_T.nan_to_num(99).tolist() == [99, -2, 99, 99]
@@ -129,16 +156,26 @@ def test_scaling_by_hand():
 @settings(max_examples=50)
 @given(episodes(), st.booleans(), st.sampled_from([1e-6, 0.1]))
 def test_normalising_over_groups_equals_the_oracle(rows: list[Row], center: bool, epsilon: float):
-    batch = shaping.normalise_rewards(filled(rows), AlgoState(), over="group", center=center, epsilon=epsilon)
+    batch = shaping.normalise_rewards(
+        filled(rows), AlgoState(), over="group", center=center, epsilon=epsilon
+    )
     equal(batch, rows, oracle.normalise_over_groups(rows, center=center, epsilon=epsilon))
 
 
 @settings(max_examples=50)
 @given(episodes(), st.booleans(), st.sampled_from([1e-6, 0.1]))
-def test_normalising_over_the_batch_equals_the_oracle(rows: list[Row], center: bool, epsilon: float):
-    batch = shaping.normalise_rewards(filled(rows), AlgoState(), over="batch", center=center, epsilon=epsilon)
+def test_normalising_over_the_batch_equals_the_oracle(
+    rows: list[Row], center: bool, epsilon: float
+):
+    batch = shaping.normalise_rewards(
+        filled(rows), AlgoState(), over="batch", center=center, epsilon=epsilon
+    )
     samples = oracle.samples_of(rows)
-    equal(batch, rows, oracle.normalise([row.reward for row in rows], samples, center=center, epsilon=epsilon))
+    equal(
+        batch,
+        rows,
+        oracle.normalise([row.reward for row in rows], samples, center=center, epsilon=epsilon),
+    )
 
 
 @settings(max_examples=30)
@@ -147,8 +184,14 @@ def test_running_statistics_are_those_of_all_steps_so_far(steps: list[list[Row]]
     state, samples = AlgoState(), []
     for rows in steps:
         samples += oracle.samples_of(rows)
-        batch = shaping.normalise_rewards(filled(rows), state, over="running", center=center, epsilon=1e-3)
-        equal(batch, rows, oracle.normalise([row.reward for row in rows], samples, center=center, epsilon=1e-3))
+        batch = shaping.normalise_rewards(
+            filled(rows), state, over="running", center=center, epsilon=1e-3
+        )
+        equal(
+            batch,
+            rows,
+            oracle.normalise([row.reward for row in rows], samples, center=center, epsilon=1e-3),
+        )
         assert state.numbers.get("reward_count", 0) == len(samples)
 
 
@@ -158,16 +201,22 @@ def test_normalising_by_hand():
     for over in OVERS:
         batch = shaping.normalise_rewards(filled(rows), AlgoState(), over=over, epsilon=0.0)
         assert rewards(batch) == pytest.approx([1.5, -0.5, -0.5, -0.5, 9.5])
-        scaled = shaping.normalise_rewards(filled(rows), AlgoState(), over=over, epsilon=0.0, center=False)
+        scaled = shaping.normalise_rewards(
+            filled(rows), AlgoState(), over=over, epsilon=0.0, center=False
+        )
         assert rewards(scaled) == pytest.approx([2, 0, 0, 0, 10])
 
 
 def test_running_statistics_by_hand():
     state = AlgoState()
     shaping.normalise_rewards(filled(attempts(1.0, 0.0)), state, over="running")
-    batch = shaping.normalise_rewards(filled(attempts(0.0, 0.0)), state, over="running", epsilon=0.0)
+    batch = shaping.normalise_rewards(
+        filled(attempts(0.0, 0.0)), state, over="running", epsilon=0.0
+    )
     assert rewards(batch) == pytest.approx([-0.5, -0.5])  # of 1 0 0 0
-    assert state.numbers == pytest.approx({"reward_count": 4, "reward_mean": 0.25, "reward_m2": 0.75})
+    assert state.numbers == pytest.approx(
+        {"reward_count": 4, "reward_mean": 0.25, "reward_m2": 0.75}
+    )
 
 
 @pytest.mark.parametrize("over", OVERS)
@@ -178,34 +227,48 @@ def test_equal_rewards_are_centred_and_never_blown_up(over: Over, reward: float,
     rows = filled(attempts(*[reward] * n))
     centred = shaping.normalise_rewards(rows, AlgoState(), over=over)
     assert rewards(centred) == pytest.approx([0.0] * n, abs=1e-12)
-    assert rewards(shaping.normalise_rewards(rows, AlgoState(), over=over, center=False)) == [reward] * n
+    assert (
+        rewards(shaping.normalise_rewards(rows, AlgoState(), over=over, center=False))
+        == [reward] * n
+    )
 
 
 def test_a_forked_attempt_counts_once_in_statistics():
     first, *others = attempts(1.0, 0.0, 0.0, 0.0)
     for over in OVERS:
-        batch = shaping.normalise_rewards(filled([first, first, *others]), AlgoState(), over=over, epsilon=0.0)
+        batch = shaping.normalise_rewards(
+            filled([first, first, *others]), AlgoState(), over=over, epsilon=0.0
+        )
         assert rewards(batch) == pytest.approx([1.5, 1.5, -0.5, -0.5, -0.5])
 
 
 def test_an_attempt_with_two_rewards_is_refused():
     first, other = attempts(1.0, 0.0)
     with pytest.raises(DataError, match="attempt 0"):
-        shaping.normalise_rewards(filled([first, replace(first, reward=0.5), other]), AlgoState(), over="batch")
+        shaping.normalise_rewards(
+            filled([first, replace(first, reward=0.5), other]), AlgoState(), over="batch"
+        )
 
 
 # --- by parts
 
 
 @settings(max_examples=40)
-@given(episodes(), st.dictionaries(st.sampled_from(["right", "form"]), st.sampled_from([1.0, 0.3, -2.0]), min_size=1))
+@given(
+    episodes(),
+    st.dictionaries(
+        st.sampled_from(["right", "form"]), st.sampled_from([1.0, 0.3, -2.0]), min_size=1
+    ),
+)
 def test_components_equal_the_oracle(rows: list[Row], weights: dict[str, float]):
     known = {name for row in rows for name in row.parts}
     if not filled(rows).n_sequences:
         return
     if set(weights) <= known:
         equal(
-            shaping.component_weights(filled(rows), AlgoState(), weights=weights), rows, oracle.component_weights(rows, weights)
+            shaping.component_weights(filled(rows), AlgoState(), weights=weights),
+            rows,
+            oracle.component_weights(rows, weights),
         )
     else:
         with pytest.raises(ConfigError, match="|".join(set(weights) - known)):
@@ -214,8 +277,13 @@ def test_components_equal_the_oracle(rows: list[Row], weights: dict[str, float])
 
 def test_components_by_hand():
     parts = [{"right": 1.0, "form": 0.5}, {"right": 1.0}, {}]
-    rows = [replace(row, parts=own) for row, own in zip(attempts(7.0, 8.0, 9.0, None), [*parts, {}], strict=True)]
-    batch = shaping.component_weights(filled(rows), AlgoState(), weights={"right": 2.0, "form": -1.0})
+    rows = [
+        replace(row, parts=own)
+        for row, own in zip(attempts(7.0, 8.0, 9.0, None), [*parts, {}], strict=True)
+    ]
+    batch = shaping.component_weights(
+        filled(rows), AlgoState(), weights={"right": 2.0, "form": -1.0}
+    )
     assert rewards(batch) == [1.5, 2, 0, None]
 
 
@@ -245,7 +313,12 @@ def turned(*rewards: float, of_turns: tuple[float, ...]) -> Batch:
     turns = [Span(1 + 2 * i, 3 + 2 * i, reward) for i, reward in enumerate(of_turns)]
     n, parts = 1 + 2 * len(turns), {"environment": sum(of_turns), "form": 1.0}
     trained = [False] + [True] * (n - 1)
-    return filled([Row("g", i, [1] * n, trained, reward=r, turns=turns, parts=parts) for i, r in enumerate(rewards)])
+    return filled(
+        [
+            Row("g", i, [1] * n, trained, reward=r, turns=turns, parts=parts)
+            for i, r in enumerate(rewards)
+        ]
+    )
 
 
 def steps_of(batch: Batch) -> list[float]:
@@ -254,8 +327,11 @@ def steps_of(batch: Batch) -> list[float]:
 
 
 def test_normalising_scales_the_rewards_of_turns_and_centres_at_the_end():
-    # rewards 3 and 1: mean 2, deviation sqrt(2); the first is 1 / sqrt(2) then, half of which its first turn earned
-    batch = shaping.normalise_rewards(turned(3.0, 1.0, of_turns=(0.5, 0.25)), AlgoState(), over="batch", epsilon=1e-12)
+    # rewards 3 and 1: mean 2, deviation sqrt(2); the first is 1 / sqrt(2) then, half of which its
+    # first turn earned
+    batch = shaping.normalise_rewards(
+        turned(3.0, 1.0, of_turns=(0.5, 0.25)), AlgoState(), over="batch", epsilon=1e-12
+    )
     assert steps_of(batch) == pytest.approx([0.5 / 2**0.5, 0.5 / 2**0.5])
 
 
@@ -266,7 +342,9 @@ def test_the_rewards_of_turns_get_the_weight_of_their_part():
     )
     assert steps_of(batch) == pytest.approx([1.0, -0.5])
     # and none, where it has none: what is left is paid at the end
-    batch = shaping.component_weights(turned(1.75, of_turns=(0.5, 0.25)), AlgoState(), weights={"form": 3.0})
+    batch = shaping.component_weights(
+        turned(1.75, of_turns=(0.5, 0.25)), AlgoState(), weights={"form": 3.0}
+    )
     assert steps_of(batch) == [0.0, 3.0]
 
 

@@ -66,16 +66,24 @@ def test_a_tested_function_has_no_survivors_and_an_untested_one_has(repository, 
 
 
 def test_a_mutant_reaches_names_that_other_modules_took_over(repository, tree):
-    (tree / "other.py").write_text("from functools import partial\nfrom maths import distance\nfar = partial(distance, 0.0)\n")
-    (tree / "test_maths.py").write_text("from other import far\n\n\ndef test_far():\n    assert far(3.0) == 1.5\n")
+    (tree / "other.py").write_text(
+        "from functools import partial\nfrom maths import distance\nfar = partial(distance, 0.0)\n"
+    )
+    (tree / "test_maths.py").write_text(
+        "from other import far\n\n\ndef test_far():\n    assert far(3.0) == 1.5\n"
+    )
     arguments = ("maths.py", "--root", tree, "--tests", "test_maths.py", "--only", "denominator")
     status, lines = mutants(repository, *arguments)
     assert (status, json.loads(lines[-1])["killed"]) == (0, 1)
 
 
 def test_what_never_ends_counts_as_killed(repository, tree):
-    (tree / "maths.py").write_text("def halve(x: int) -> None:\n    while x > 0:\n        x -= 1\n", encoding="utf-8")
-    (tree / "test_maths.py").write_text("from maths import halve\n\n\ndef test_halve():\n    assert halve(2) is None\n")
+    (tree / "maths.py").write_text(
+        "def halve(x: int) -> None:\n    while x > 0:\n        x -= 1\n", encoding="utf-8"
+    )
+    (tree / "test_maths.py").write_text(
+        "from maths import halve\n\n\ndef test_halve():\n    assert halve(2) is None\n"
+    )
     arguments = ("maths.py", "--root", tree, "--tests", "test_maths.py", "--timeout", "3")
     _, lines = mutants(repository, *arguments)
     counts = json.loads(lines[-1])
@@ -98,7 +106,9 @@ def test_listing_names_every_kind_of_edit(repository, tree):
         "    return y_T / (x_T.sum() - 1).clamp(min=1)\n"
     )
     (tree / "maths.py").write_text(source, encoding="utf-8")
-    status, lines = mutants(repository, "maths.py", "--root", tree, "--tests", "test_maths.py", "--list")
+    status, lines = mutants(
+        repository, "maths.py", "--root", tree, "--tests", "test_maths.py", "--list"
+    )
     edits = {line.split("[", 1)[1] for line in lines}
     assert status == 0
     first = "torch.where(keep_T & ~batch.train_S, x_T.detach()[1:], -x_T)"

@@ -1,4 +1,5 @@
-"""What a rank is sent is its share: with ranks, it shrinks; with the batch and the ranks, it stays."""
+"""What a rank is sent is its share: with ranks, it shrinks; with the batch and the ranks, it
+stays."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -25,6 +26,7 @@ def test_a_rank_receives_its_share(scale):
     assert many.rank_mib < 0.4 * few.rank_mib
     assert twice.rank_mib / many.rank_mib == pytest.approx(twice.tokens / many.tokens, rel=0.3)
     peers = scale.measure(16, 512, 4)
-    assert peers.rank_mib == pytest.approx(few.rank_mib, rel=0.05)  # four data ranks, whose four ranks get the same
+    # four data ranks, whose four ranks get the same
+    assert peers.rank_mib == pytest.approx(few.rank_mib, rel=0.05)
     assert peers.microbatches == 4 * few.microbatches
     assert scale.table([few, peers]).count("\n") == 3

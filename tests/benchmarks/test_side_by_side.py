@@ -1,4 +1,5 @@
-"""The benchmarks: their arithmetic by hand, and our side of each at its smallest. The peers' side runs in `make bench`."""
+"""The benchmarks: their arithmetic by hand, and our side of each at its smallest. The peers' side
+runs in `make bench`."""
 
 from __future__ import annotations
 
@@ -43,17 +44,28 @@ def run(repository: Path, script: str, *arguments: str) -> list[str]:
 
 def test_a_prompt_is_computed_once_for_its_answers(benchmark):
     arithmetic = benchmark("arithmetic")
-    # prompt of 2: 1 + 2 pairs. An answer of 3 feeds 2 tokens, which attend to 3 and 4; one of 1 feeds none.
+    # prompt of 2: 1 + 2 pairs. An answer of 3 feeds 2 tokens, which attend to 3 and 4; one of 1
+    # feeds none.
     assert arithmetic.tree(2, [3, 1]) == arithmetic.Work(tokens=4, pairs=3 + 3 + 4, predicted=4)
     assert arithmetic.forest([(2, [3, 1])] * 2) == arithmetic.Work(tokens=8, pairs=20, predicted=8)
 
 
 def test_flops_of_a_layer(benchmark):
-    shape = SimpleNamespace(vocab_size=11, hidden_size=3, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=5, intermediate_size=7)
+    shape = SimpleNamespace(
+        vocab_size=11,
+        hidden_size=3,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=5,
+        intermediate_size=7,
+    )
     work = benchmark("arithmetic").Work
-    layer = 3 * 10 + 10 * 3 + 2 * 3 * 5 + 3 * 3 * 7  # queries, output, keys and values, feed-forward
+    # queries, output, keys and values, feed-forward
+    layer = 3 * 10 + 10 * 3 + 2 * 3 * 5 + 3 * 3 * 7
     assert work(tokens=1).forward_gflop(shape) * 1e9 == pytest.approx(2 * 2 * layer)
-    assert work(pairs=1).forward_gflop(shape) * 1e9 == pytest.approx(2 * 2 * (10 + 10))  # scores, and the sum of values
+    # scores, and the sum of values
+    assert work(pairs=1).forward_gflop(shape) * 1e9 == pytest.approx(2 * 2 * (10 + 10))
     assert work(predicted=1).forward_gflop(shape) * 1e9 == pytest.approx(2 * 3 * 11)
     read = work(pairs=4).decoding_gbytes(shape, reads=0.5, bytes_each=2)
     assert read * 1e9 == pytest.approx(2 * (0.5 * (2 * layer + 3 * 11) + 4 * 2 * 2 * 5))
@@ -71,7 +83,13 @@ def test_conversations_have_the_lengths_asked_for(benchmark, answers):
     assert len(made) == 15
     for step in (made[:5], made[5:10], made[10:]):
         for answer in range(1, answers + 1):
-            assert sorted(len(row[0]) + len(row[answer]) + 3 for row in step) == [16, 24, 32, 40, 48]
+            assert sorted(len(row[0]) + len(row[answer]) + 3 for row in step) == [
+                16,
+                24,
+                32,
+                40,
+                48,
+            ]
 
 
 def test_more_than_one_is_better_in_every_measure(benchmark):
@@ -85,8 +103,15 @@ def test_ratios_are_of_one_round(benchmark):
     side_by_side = benchmark("side_by_side")
     ours: list[Any] = [{"median_s": seconds, "peak_rss_mib": 7} for seconds in (1.0, 2.0, 1.0)]
     theirs = [{**ours[0], "median_s": 3.0}, None, {**ours[0], "median_s": 5.0}]
-    rows = side_by_side._rows(side_by_side.TIME, ours, {"ours": ours, "theirs": theirs, "none": [None] * 3})
-    assert rows["theirs"] == {"median": 4000.0, "ratio": 4.0, "ratio_range": [3.0, 5.0], "peak_mib": 7}
+    rows = side_by_side._rows(
+        side_by_side.TIME, ours, {"ours": ours, "theirs": theirs, "none": [None] * 3}
+    )
+    assert rows["theirs"] == {
+        "median": 4000.0,
+        "ratio": 4.0,
+        "ratio_range": [3.0, 5.0],
+        "peak_mib": 7,
+    }
     assert rows["ours"]["ratio"] == 1.0
     assert "none" not in rows
 
@@ -95,8 +120,16 @@ def test_the_floor_is_what_takes_longer_arithmetic_or_reading(benchmark):
     side_by_side = benchmark("side_by_side")
     line = {"gflop": 6.0, "gbytes": 8.0, "work": 100}
     assert side_by_side._floor(side_by_side.SECONDS, [line], [{"gflops": 2.0}]) == 3.0
-    assert side_by_side._floor(side_by_side.SECONDS, [line], [{"gflops": 2.0, "gbytes_per_s": 1.0}]) == 8.0
-    assert side_by_side._floor(side_by_side.rate("tokens"), [line], [{"gflops": 2.0, "gbytes_per_s": 4.0}]) == 33.33
+    assert (
+        side_by_side._floor(side_by_side.SECONDS, [line], [{"gflops": 2.0, "gbytes_per_s": 1.0}])
+        == 8.0
+    )
+    assert (
+        side_by_side._floor(
+            side_by_side.rate("tokens"), [line], [{"gflops": 2.0, "gbytes_per_s": 4.0}]
+        )
+        == 33.33
+    )
     assert side_by_side._floor(side_by_side.MEMORY, [line], [{"gflops": 2.0}]) is None
 
 
@@ -109,7 +142,12 @@ def test_table(benchmark):
         "target": 2.5,
         "floor": 12.3,
         "rows": {
-            "Ratchet": {"median": 1250.0, "ratio": 1.0, "ratio_range": [1.0, 1.0], "peak_mib": 1024},
+            "Ratchet": {
+                "median": 1250.0,
+                "ratio": 1.0,
+                "ratio_range": [1.0, 1.0],
+                "peak_mib": 1024,
+            },
             "TRL": {"median": 2500.0, "ratio": 2.0, "ratio_range": [1.9, 2.1], "peak_mib": 2048},
         },
         "missing": {"vLLM": "not installed"},
@@ -117,7 +155,8 @@ def test_table(benchmark):
     table = benchmark("table")
     assert table.read(["noise", json.dumps(record), '{"scaling": "batch"}']) == [record]
     assert table.markdown([record]).splitlines()[2:] == [
-        "| Work, size S | 2.5x | 1,250 ms | TRL: 2,500 ms | 2.00 (1.90 to 2.10) | 12.3 ms | 1,024 / 2,048 "
+        "| Work, size S | 2.5x | 1,250 ms | TRL: 2,500 ms | 2.00 (1.90 to 2.10) | 12.3 ms | 1,024 "
+        "/ 2,048 "
         "| `python benchmarks/work.py --size S` |",
         "| same |  |  | vLLM: not installed |  |  |  |  |",
     ]
@@ -142,7 +181,10 @@ def test_growth_is_held_against_the_works(benchmark):
     ("script", "arguments"),
     [
         ("ours/ratchet_grpo.py", ("--prompts", "2", "--group-size", "2", "--new-tokens", "4")),
-        ("ours/ratchet_generate.py", ("--ragged", "--prompts", "4", "--group-size", "1", "--slots", "2")),
+        (
+            "ours/ratchet_generate.py",
+            ("--ragged", "--prompts", "4", "--group-size", "1", "--slots", "2"),
+        ),
         ("ours/ratchet_given.py", ("--algorithm", "sft", *GIVEN)),
         ("ours/ratchet_given.py", ("--algorithm", "dpo", *GIVEN)),
     ],
@@ -173,7 +215,11 @@ def test_driver(repository, model, script, arguments):
     ],
 )
 def test_our_side_of_a_comparison(repository, script, arguments, records):
-    printed = [json.loads(line) for line in run(repository, script, *SMALL, *arguments) if line.startswith("{")]
+    printed = [
+        json.loads(line)
+        for line in run(repository, script, *SMALL, *arguments)
+        if line.startswith("{")
+    ]
     assert len(printed) == records
     for record in printed:
         assert record["rows"]["Ratchet"]["median"] > 0
@@ -182,7 +228,10 @@ def test_our_side_of_a_comparison(repository, script, arguments, records):
 @pytest.mark.slow
 def test_scaling(repository):
     lines = run(repository, "scaling.py", *SMALL, "--doublings", "1", "--knobs", "length", "model")
-    points = {record["scaling"]: record["points"] for record in map(json.loads, (x for x in lines if x.startswith("{")))}
+    points = {
+        record["scaling"]: record["points"]
+        for record in map(json.loads, (x for x in lines if x.startswith("{")))
+    }
     assert list(points) == ["length", "model"]
     for first, second in points.values():
         assert 1.5 < second["gflop"] / first["gflop"] < 2.5

@@ -10,7 +10,13 @@ from ratchet.errors import CheckpointError
 
 def test_what_was_copied_is_written_though_the_originals_change(tmp_path):
     weights = torch.arange(6.0).view(2, 3)
-    state = {"weights": weights, "tied": weights, "column": weights[:, 1], "moments": {0: (weights[0], 1.5)}, "text": "a"}
+    state = {
+        "weights": weights,
+        "tied": weights,
+        "column": weights[:, 1],
+        "moments": {0: (weights[0], 1.5)},
+        "text": "a",
+    }
     save_state(tmp_path / "at_once", state)
     with putting_off() as writes:
         save_state(type(tmp_path)("later"), state)
@@ -21,7 +27,9 @@ def test_what_was_copied_is_written_though_the_originals_change(tmp_path):
     names = sorted(path.name for path in (tmp_path / "at_once").iterdir())
     assert names == ["state.json", "state.safetensors"]
     for name in names:
-        assert (tmp_path / "at_once" / name).read_bytes() == (tmp_path / "later" / name).read_bytes()
+        assert (tmp_path / "at_once" / name).read_bytes() == (
+            tmp_path / "later" / name
+        ).read_bytes()
     assert torch.equal(load_state(tmp_path / "later")["column"], torch.tensor([1.0, 4.0]))
 
 

@@ -25,9 +25,33 @@ from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.utils import failpoints
 
 DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64, torch.complex32),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex128,
+        torch.complex64,
+        torch.complex32,
+    ),
+    *(
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint64,
+        torch.uint32,
+        torch.uint16,
+        torch.uint8,
+        torch.bool,
+    ),
+    *(
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    ),
     torch.float4_e2m1fn_x2,
 ]
 OVERLAPPING = {
@@ -67,10 +91,18 @@ def assert_same(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3)], ids=str)
-def test_every_dtype_bit_for_bit(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_every_dtype_bit_for_bit(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     count = math.prod(shape)
     generator = torch.Generator().manual_seed(0)
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    raw = torch.randint(
+        0,
+        2 if dtype == torch.bool else 256,
+        (count * dtype.itemsize,),
+        generator=generator,
+        dtype=torch.uint8,
+    )
     tensor = raw.view(dtype).reshape(shape)  # every bit pattern, NaN payloads included
     assert_same(tensor, round_trip(tmp_path, {"x": tensor})["x"])
 
@@ -171,7 +203,13 @@ def test_numpy(tmp_path: Path, value: np.ndarray | np.generic) -> None:
 
 def test_generators_continue(tmp_path: Path) -> None:
     def draw() -> list[Any]:
-        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()]
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            np.random.rand(),
+            np.random.randn(),
+            torch.rand(3).tolist(),
+        ]
 
     random.gauss(0, 1), np.random.randn()  # each keeps the second of a pair for its next call
     own = np.random.default_rng(3)
@@ -201,16 +239,28 @@ scalars = (
     | st.sampled_from(["$", "dict", "tensor"])
 )
 tensors = st.builds(
-    lambda dtype, shape, seed: torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64, torch.float64]),
+    lambda dtype, shape, seed: torch.randint(
+        0, 100, shape, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype),
+    st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64, torch.float64]
+    ),
     st.lists(st.integers(0, 3), max_size=3),
     st.integers(0, 1000),
 )
-keys = st.text(max_size=3) | st.just("$") | st.integers() | st.booleans() | st.tuples(st.integers(), st.text(max_size=2))
+keys = (
+    st.text(max_size=3)
+    | st.just("$")
+    | st.integers()
+    | st.booleans()
+    | st.tuples(st.integers(), st.text(max_size=2))
+)
 nested = st.recursive(
     scalars | tensors,
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=3).map(tuple)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
     ),
     max_leaves=12,
 )
@@ -242,7 +292,9 @@ class Colour(enum.IntEnum):
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
-def test_what_would_come_back_as_something_else_is_refused_by_place(tmp_path: Path, value: Any, kind: str) -> None:
+def test_what_would_come_back_as_something_else_is_refused_by_place(
+    tmp_path: Path, value: Any, kind: str
+) -> None:
     with pytest.raises(CheckpointError, match=rf"^state\['buffer'\]\[2\]\[0\] is a {kind}\b"):
         save_state(tmp_path, {"buffer": [0, 1, (value,)]})
     assert list(tmp_path.iterdir()) == []
@@ -312,7 +364,9 @@ for step in (1, 2):
         faults.arm("checkpoint.between_files:kill")
     store.save(step, lambda directory: save_state(directory / "policy", {"x": torch.full((3,), step)}), {})
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=False, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == -9
     latest = CheckpointStore(tmp_path).latest()
     assert latest is not None
@@ -338,7 +392,9 @@ for write in (lambda save: save(Path(sys.argv[1] + "-alone")), lambda save: stor
 """
     root = tmp_path / "checkpoints"
     command = [sys.executable, "-c", code, str(root)]
-    done = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     assert ["too large" in line for line in done.stdout.splitlines()] == [True, True]
     assert [path.name for path in root.iterdir()] == ["step-00000001"]
     assert CheckpointStore(root).latest() is not None

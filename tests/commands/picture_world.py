@@ -1,4 +1,5 @@
-"""An environment whose second turn shows another picture. Its rewards are a function of what was said."""
+"""An environment whose second turn shows another picture. Its rewards are a function of what was
+said."""
 
 import numpy as np
 from PIL import Image
@@ -10,7 +11,9 @@ from ratchet.types import Message, Part, Task
 
 
 def picture(seed):
-    return embed(Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 48, 3), dtype=np.uint8)))
+    return embed(
+        Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 48, 3), dtype=np.uint8))
+    )
 
 
 class World:
@@ -38,7 +41,10 @@ class World:
         reward = float(sum(map(ord, message.text)) % 3)
         if self.turn == 2:
             return Step(reward=reward, done=True)
-        return Step((Message("user", (Part("text", "and this?"), picture(1000 + len(message.text)))),), reward=reward)
+        return Step(
+            (Message("user", (Part("text", "and this?"), picture(1000 + len(message.text)))),),
+            reward=reward,
+        )
 
     async def close(self):
         pass

@@ -1,5 +1,6 @@
-"""Attempts that begin ahead of their step, on generators in processes of their own, while generators and drivers are killed: no
-prompt is lost or trained on twice, and none with weights that are too old."""
+"""Attempts that begin ahead of their step, on generators in processes of their own, while
+generators and drivers are killed: no prompt is lost or trained on twice, and none with weights that
+are too old."""
 
 import json
 import os
@@ -32,7 +33,10 @@ AHEAD = {
     "steps": STEPS,
     "batch_size": 4,
 }
-CLUSTERS = {"local": {"kind": "local", "silence_s": 10}, "ray": {"kind": "ray", "silence_s": 10, "object_store_mib": 128}}
+CLUSTERS = {
+    "local": {"kind": "local", "silence_s": 10},
+    "ray": {"kind": "ray", "silence_s": 10, "object_store_mib": 128},
+}
 
 
 @pytest.fixture
@@ -42,7 +46,9 @@ def short_path():
         yield Path(path) / "t"
 
 
-@pytest.mark.parametrize(("cluster", "kills"), [("local", 10), pytest.param("ray", 20, marks=pytest.mark.needs("ray"))])
+@pytest.mark.parametrize(
+    ("cluster", "kills"), [("local", 10), pytest.param("ray", 20, marks=pytest.mark.needs("ray"))]
+)
 def test_every_prompt_is_trained_on_once_whoever_is_killed(cluster, kills, tmp_path, short_path):
     recipe, run = tmp_path / "ahead.yaml", tmp_path / "run"
     recipe.write_text(yaml.safe_dump({**AHEAD, "cluster": CLUSTERS[cluster]}))
@@ -54,7 +60,10 @@ def test_every_prompt_is_trained_on_once_whoever_is_killed(cluster, kills, tmp_p
     killed = Counter()
     for number, victim in enumerate(victims):
         reached = (number + 1) * (STEPS - 4) // len(victims)
-        came = lambda goal=reached, own=driver: (steps_of(run) or [0])[-1] >= goal or own.process.poll() is not None  # noqa: E731
+
+        def came(goal=reached, own=driver):
+            return (steps_of(run) or [0])[-1] >= goal or own.process.poll() is not None
+
         until(came, limit_s=200)
         if driver.process.poll() is not None:
             break
@@ -73,7 +82,9 @@ def test_every_prompt_is_trained_on_once_whoever_is_killed(cluster, kills, tmp_p
     trained = [line for line in lines if line["event"] == "trained"]
     issued = [line["id"] for line in lines if line["event"] == "issued"]
     assert len(trained) == STEPS * AHEAD["batch_size"]
-    assert sorted(line["id"] for line in trained) == sorted(issued), "nothing was begun for nothing, or lost"
+    assert sorted(line["id"] for line in trained) == sorted(issued), (
+        "nothing was begun for nothing, or lost"
+    )
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(len(rows)))
     assert max(row.get("rollout/staleness_max", 0) for row in rows) <= STALENESS
@@ -94,6 +105,8 @@ def generator_of(driver, number):
 def is_generator(pid):
     try:
         title = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return title.startswith(b"ray::WorkerActor") or "/generator-" in os.readlink(f"/proc/{pid}/fd/1")
+        return title.startswith(b"ray::WorkerActor") or "/generator-" in os.readlink(
+            f"/proc/{pid}/fd/1"
+        )
     except OSError:
         return False

@@ -1,4 +1,5 @@
-"""Whatever kills a training, wherever: resumed, it ends with the bits of the run that nobody killed."""
+"""Whatever kills a training, wherever: resumed, it ends with the bits of the run that nobody
+killed."""
 
 import json
 import sys
@@ -31,7 +32,11 @@ def script():
 def tiny(script, tmp_path_factory):
     folder = tmp_path_factory.mktemp("chaos")
     recipe = folder / "probe.yaml"
-    recipe.write_text(yaml.safe_dump({"name": "probe", **script.RECIPES["grpo"], "stages": [{**script.GRPO, "steps": 3}]}))
+    recipe.write_text(
+        yaml.safe_dump(
+            {"name": "probe", **script.RECIPES["grpo"], "stages": [{**script.GRPO, "steps": 3}]}
+        )
+    )
     with chaos(recipe, folder, resume_after="step.update:3:kill") as made:
         yield made
 
@@ -60,7 +65,9 @@ SAVING = "checkpoint.after_write:2:interrupt"
 
 
 @pytest.mark.parametrize(
-    ("spec", "left"), [(SAVING, [1, 2]), (f"{SAVING}, checkpoint.after_manifest:2:interrupt", [1])], ids=["once", "twice"]
+    ("spec", "left"),
+    [(SAVING, [1, 2]), (f"{SAVING}, checkpoint.after_manifest:2:interrupt", [1])],
+    ids=["once", "twice"],
 )
 @pytest.mark.fault("P8", "P9")
 def test_ctrl_c_in_the_middle_of_a_save(spec, left, tiny, tmp_path):
@@ -77,10 +84,23 @@ def test_data_that_changed_since_the_checkpoint_are_not_gone_on_with(script, tin
     data, recipe, run = tmp_path / "rows.jsonl", tmp_path / "rows.yaml", tmp_path / "run"
     rows = [json.dumps({"question": str(n), "answer": f"#### {n}"}) for n in range(40)]
     data.write_text("\n".join(rows))
-    stage = {"algorithm": {"kind": "sft"}, "environment": {"kind": "gsm8k", "train": str(data)}, "steps": 2, "batch_size": 4}
+    stage = {
+        "algorithm": {"kind": "sft"},
+        "environment": {"kind": "gsm8k", "train": str(data)},
+        "steps": 2,
+        "batch_size": 4,
+    }
     characters = {"kind": "characters", "template": "plain"}
     recipe.write_text(
-        yaml.safe_dump({**script.TINY, "name": "rows", "tokenizer": characters, "checkpoint": {"every": 1}, **stage})
+        yaml.safe_dump(
+            {
+                **script.TINY,
+                "name": "rows",
+                "tokenizer": characters,
+                "checkpoint": {"every": 1},
+                **stage,
+            }
+        )
     )
     changed = Chaos(recipe, tmp_path, tiny.forks)
     assert changed.start(run, "step.update:2:kill") == -9
@@ -90,7 +110,10 @@ def test_data_that_changed_since_the_checkpoint_are_not_gone_on_with(script, tin
     allowed = tmp_path / "allowed"
     copytree(run, allowed)
     assert resume_run(allowed, command="test", changed_data=True) == 0
-    assert f"{data} changed since step 1: rows may come twice, or never" in (allowed / "run.log").read_text()
+    assert (
+        f"{data} changed since step 1: rows may come twice, or never"
+        in (allowed / "run.log").read_text()
+    )
     data.write_text("\n".join(rows))
     assert changed.start(run, "") == 0
     assert "was edited" not in (run / "run.log").read_text()
@@ -106,8 +129,8 @@ def test_a_recipe_that_was_edited_under_a_run_is_told(tiny, tmp_path):
     config.write_text(edited)
     assert tiny.start(run, "") == 0
     assert (
-        "the recipe was edited since step 2, and holds from here on: stages.0.optimizer.lr: 0.01 -> 0.02"
-        in (run / "run.log").read_text()
+        "the recipe was edited since step 2, and holds from here on: stages.0.optimizer.lr: 0.01 "
+        "-> 0.02" in (run / "run.log").read_text()
     )
 
 
@@ -116,7 +139,9 @@ def test_and_at_a_random_time(tiny):
     assert tiny.play(trial).different == ()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "model/model.safetensors", "extra"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "summary.json", "model/model.safetensors", "extra"]
+)
 def test_a_difference_would_be_seen(name, tiny, tmp_path):
     other = tmp_path / "run"
     other.mkdir()
@@ -136,7 +161,12 @@ def test_a_difference_would_be_seen(name, tiny, tmp_path):
 
 
 def test_passages_are_spread_over_the_run():
-    assert [spread(3, 4), spread(9, 3), spread(9, 1), spread(2, 1)] == [[1, 2, 3], [1, 5, 9], [9], [2]]
+    assert [spread(3, 4), spread(9, 3), spread(9, 1), spread(2, 1)] == [
+        [1, 2, 3],
+        [1, 5, 9],
+        [9],
+        [2],
+    ]
 
 
 @pytest.mark.slow

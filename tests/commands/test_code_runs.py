@@ -1,4 +1,5 @@
-"""A training whose rewards come from sandboxed programs ends with the same bits, killed and resumed or not."""
+"""A training whose rewards come from sandboxed programs ends with the same bits, killed and resumed
+or not."""
 
 from __future__ import annotations
 
@@ -10,13 +11,19 @@ import yaml
 from ratchet.testing.forks import Forks
 from ratchet.testing.kill_and_resume import MODULES, Chaos, Trial
 
-PROMPT = "def f(x):\n return hash('k')%7+"  # the policy adds a digit; what that is worth hangs on the hash seed
-TEST = "def check(candidate):\n" + "".join(f"    assert candidate({{'h', None}}) % {n}\n" for n in (2, 3, 5))
+# the policy adds a digit; what that is worth hangs on the hash seed
+PROMPT = "def f(x):\n return hash('k')%7+"
+TEST = "def check(candidate):\n" + "".join(
+    f"    assert candidate({{'h', None}}) % {n}\n" for n in (2, 3, 5)
+)
 
 
 def recipe(folder):
     rows, other = folder / "rows.jsonl", folder / "other.jsonl"
-    lines = [{"prompt": f"{PROMPT}{n}+", "entry_point": "f", "test": TEST, "canonical_solution": str(n)} for n in range(8)]
+    lines = [
+        {"prompt": f"{PROMPT}{n}+", "entry_point": "f", "test": TEST, "canonical_solution": str(n)}
+        for n in range(8)
+    ]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines[:7]))
     other.write_text(json.dumps(lines[7]) + "\n")
     stage = {"batch_size": 7}
@@ -34,7 +41,13 @@ def recipe(folder):
         "checkpoint": {"every": 10, "keep": 2},
         "stages": [
             {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 20, **stage},
-            {"name": "rl", "algorithm": {"kind": "grpo", "group_size": 4}, "checkpoint": {"every": 1}, "steps": 3, **stage},
+            {
+                "name": "rl",
+                "algorithm": {"kind": "grpo", "group_size": 4},
+                "checkpoint": {"every": 1},
+                "steps": 3,
+                **stage,
+            },
         ],
     }
 

@@ -1,4 +1,5 @@
-"""`ratchet convert BASE DST --merge-lora ADAPTER`: a conversion like any other, of weights with an adapter in them."""
+"""`ratchet convert BASE DST --merge-lora ADAPTER`: a conversion like any other, of weights with an
+adapter in them."""
 
 import shutil
 
@@ -24,7 +25,10 @@ def files(tmp_path):
     policy.save(tmp_path / "base")
     character_tokenizer("0123").save(tmp_path / "base")
     save_adapter(
-        tmp_path / "adapter", policy.adapter, policy.check_adapter(policy.adapter.lora), dict(policy.adapter_weights())
+        tmp_path / "adapter",
+        policy.adapter,
+        policy.check_adapter(policy.adapter.lora),
+        dict(policy.adapter_weights()),
     )
     return tmp_path
 
@@ -33,7 +37,9 @@ def files(tmp_path):
 def check_merged(directory):
     expected = logits(adapted(rslora=True))
     assert len(expected) == sum(LENGTHS) == len(TOKENS)
-    torch.testing.assert_close(logits(load_policy(directory)), expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        logits(load_policy(directory)), expected, rtol=0, atol=1e-6 * float(expected.abs().max())
+    )
 
 
 def test_the_merged_model_computes_what_both_did_together(files):
@@ -42,14 +48,18 @@ def test_the_merged_model_computes_what_both_did_together(files):
     check_merged(files / "merged")
     assert "weights have the checksums of the source" in heard
     assert "logits of 16 tokens" in heard
-    assert load_tokenizer(files / "merged").fingerprint == load_tokenizer(files / "base").fingerprint
+    assert (
+        load_tokenizer(files / "merged").fingerprint == load_tokenizer(files / "base").fingerprint
+    )
     assert (files / "merged" / "tokenizer.model").read_bytes() == b"pieces of sentences"
     with pytest.raises(ConfigError, match="exists"):
         convert(files / "base", files / "merged", "hf", adapter=files / "adapter")
 
 
 @pytest.mark.needs("megatron")
-@pytest.mark.parametrize(("before", "after"), [("hf", "megatron"), ("hf", "dcp"), ("megatron", "dcp")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("hf", "megatron"), ("hf", "dcp"), ("megatron", "dcp")]
+)
 def test_the_merge_is_of_any_form_into_any(files, before, after):
     convert(files / "base", files / "before", before, verify=False)
     heard = convert(files / "before", files / "merged", after, adapter=files / "adapter")
@@ -67,7 +77,10 @@ def test_weights_keep_their_dtype_and_are_added_up_in_float32(files):
     stored, name = load_adapter(files / "adapter"), "model.layers.1.self_attn.k_proj"
     a, b = (stored.weights[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
     weight = dict(half.canonical_weights())[f"{name}.weight"]
-    assert torch.equal(found[f"{name}.weight"], (weight.float() + stored.adapter.lora.scale * (b @ a)).to(torch.bfloat16))
+    assert torch.equal(
+        found[f"{name}.weight"],
+        (weight.float() + stored.adapter.lora.scale * (b @ a)).to(torch.bfloat16),
+    )
 
 
 def test_what_was_interrupted_goes_on_with_the_same_adapter_alone(files, monkeypatch):
@@ -84,7 +97,12 @@ def test_what_was_interrupted_goes_on_with_the_same_adapter_alone(files, monkeyp
         convert(files / "base", files / "merged", "dcp", adapter=files / "adapter")
     monkeypatch.setattr(form, "write", write)
     stored = load_adapter(files / "adapter")
-    save_adapter(files / "other", stored.adapter, stored.names, {name: 2 * weight for name, weight in stored.weights.items()})
+    save_adapter(
+        files / "other",
+        stored.adapter,
+        stored.names,
+        {name: 2 * weight for name, weight in stored.weights.items()},
+    )
     for other in (files / "other", None):
         with pytest.raises(CheckpointError, match="begun from another source"):
             convert(files / "base", files / "merged", "dcp", adapter=other)
@@ -95,7 +113,9 @@ def test_what_was_interrupted_goes_on_with_the_same_adapter_alone(files, monkeyp
 
 def test_a_base_of_another_shape_is_refused(files):
     init_policy(DecoderConfig(29, 16, 2, 4, 2, 8, 32), seed=1).save(files / "wider")
-    with pytest.raises(ModelError, match=r"down_proj.lora_A.weight' has shape \(2, 24\), the base wants \(2, 32\)"):
+    with pytest.raises(
+        ModelError, match=r"down_proj.lora_A.weight' has shape \(2, 24\), the base wants \(2, 32\)"
+    ):
         convert(files / "wider", files / "merged", "hf", adapter=files / "adapter")
     init_policy(DecoderConfig(29, 16, 1, 4, 2, 8, 24), seed=1).save(files / "lower")
     with pytest.raises(ModelError, match="it has another base"):

@@ -1,4 +1,5 @@
-"""A run whose directory is deleted, replaced or changed under it notices, says so and overwrites nothing."""
+"""A run whose directory is deleted, replaced or changed under it notices, says so and overwrites
+nothing."""
 
 from __future__ import annotations
 
@@ -35,11 +36,14 @@ RECIPE = {
 
 @pytest.fixture
 def train(tmp_path, monkeypatch) -> Callable[..., int]:
-    """Return a function that trains in `tmp_path/run` and calls `interfere` at the second passage of a failpoint."""
+    """Return a function that trains in `tmp_path/run` and calls `interfere` at the second passage
+    of a failpoint."""
     recipe = tmp_path / "probe.yaml"
     recipe.write_text(yaml.safe_dump(RECIPE))
 
-    def start(interfere: Callable[[Path], object] = lambda run: None, *, point: str = "step.update") -> int:
+    def start(
+        interfere: Callable[[Path], object] = lambda run: None, *, point: str = "step.update"
+    ) -> int:
         passages = 0
 
         def at_point(name: str) -> None:
@@ -55,7 +59,9 @@ def train(tmp_path, monkeypatch) -> Callable[..., int]:
 
 
 def tree(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()
+    }
 
 
 def delete(run: Path) -> None:
@@ -80,7 +86,11 @@ def test_a_lost_directory_stops_the_run(interfere, point, train, tmp_path) -> No
     with pytest.raises(RunDirectoryError, match="was deleted, moved or replaced"):
         train(interfere, point=point)
     left = tree(tmp_path / "run") if (tmp_path / "run").exists() else {}
-    expected = {"config.yaml": b"another: run", "metrics.jsonl": b""} if interfere is replace_by_another else {}
+    expected = (
+        {"config.yaml": b"another: run", "metrics.jsonl": b""}
+        if interfere is replace_by_another
+        else {}
+    )
     assert left == expected
     if interfere is not delete:  # what was moved away is whole, and goes on
         moved = tmp_path / "moved"
@@ -120,9 +130,15 @@ def test_lost_files_are_named_and_training_goes_on(name, train, tmp_path) -> Non
 
     assert train(interfere) == 0
     log = (tmp_path / "run" / "run.log").read_text()
-    assert ("was deleted by another program" if name == "metrics.jsonl" else "steps [1] were deleted") in log
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == ([2, 3, 4] if name == "metrics.jsonl" else [0, 1, 2, 3, 4])
+    assert (
+        "was deleted by another program" if name == "metrics.jsonl" else "steps [1] were deleted"
+    ) in log
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [row["step"] for row in rows] == (
+        [2, 3, 4] if name == "metrics.jsonl" else [0, 1, 2, 3, 4]
+    )
 
 
 @pytest.mark.fault("P23")
@@ -132,7 +148,10 @@ def test_lines_lost_before_a_resume_are_counted(train, tmp_path) -> None:
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:2]))
     assert resume_run(tmp_path / "run", command="resume") == 0
-    assert "has no lines for 3 of the 4 steps before this one (2-4)" in (tmp_path / "run" / "run.log").read_text()
+    assert (
+        "has no lines for 3 of the 4 steps before this one (2-4)"
+        in (tmp_path / "run" / "run.log").read_text()
+    )
 
 
 @pytest.mark.fault("P26")
@@ -162,7 +181,11 @@ def test_a_run_that_lost_its_checkpoints_does_not_begin_again(train, tmp_path) -
     assert train() == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     before = tree(tmp_path / "run")
-    with pytest.raises(RunDirectoryError, match=r"has no checkpoint, though .*metrics\.jsonl tells of 4 steps"):
+    with pytest.raises(
+        RunDirectoryError, match=r"has no checkpoint, though .*metrics\.jsonl tells of 4 steps"
+    ):
         resume_run(tmp_path / "run", command="resume")
     del before["run.log"]
-    assert {name: content for name, content in tree(tmp_path / "run").items() if name != "run.log"} == before
+    assert {
+        name: content for name, content in tree(tmp_path / "run").items() if name != "run.log"
+    } == before

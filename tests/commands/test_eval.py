@@ -51,7 +51,9 @@ def sorts(body: Any, number: int) -> Any:
     return chat("".join(sorted(body["messages"][-1]["content"].rstrip("="))))
 
 
-def test_a_run_is_evaluated_where_its_recipe_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_evaluated_where_its_recipe_says(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     evaluate_target(str(run), FEW, out=tmp_path / "out")
     found = Results.read(tmp_path / "out")
     assert (len(found.prompts), found.samples) == (3, 2)
@@ -67,7 +69,10 @@ def test_a_run_is_evaluated_where_its_recipe_says(run: Path, tmp_path: Path, cap
 def test_results_are_numbered_in_the_run(run: Path):
     evaluate_target(str(run), FEW)
     evaluate_target(str(run), FEW)
-    assert Results.read(run / "evals" / "sorting-1").prompts == Results.read(run / "evals" / "sorting-2").prompts
+    assert (
+        Results.read(run / "evals" / "sorting-1").prompts
+        == Results.read(run / "evals" / "sorting-2").prompts
+    )
 
 
 STAGES = [
@@ -77,7 +82,8 @@ STAGES = [
 
 
 def saved_run(folder: Path, learner: Any = None, **second: Any) -> Path:
-    """A run with a checkpoint of every step. learner: of both stages. second: more keys of its second one."""
+    """A run with a checkpoint of every step. learner: of both stages. second: more keys of its
+    second one."""
     own = {key: value for key, value in RECIPE.items() if key not in ("algorithm", "steps")}
     stages = [STAGES[0], {**STAGES[1], **second}]
     recipe = {**own, "checkpoint": {"every": 1, "keep": 9}, "stages": stages}
@@ -104,11 +110,16 @@ def test_a_checkpoint_has_the_weights_of_its_step(tmp_path: Path, more: dict[str
     run = saved_run(tmp_path, **more)
     last, trained = open_target(run, step=4), open_target(run)
     assert weights_of(last).keys() == weights_of(trained).keys()
-    assert all(torch.equal(weight, weights_of(trained)[name]) for name, weight in weights_of(last).items())
+    assert all(
+        torch.equal(weight, weights_of(trained)[name]) for name, weight in weights_of(last).items()
+    )
     earlier = open_target(run / "checkpoints" / "step-00000002")
     assert earlier.config is not None
     assert [stage.name for stage in earlier.config.stages] == ["first"]
-    assert any(not torch.equal(weight, weights_of(trained)[name]) for name, weight in weights_of(earlier).items())
+    assert any(
+        not torch.equal(weight, weights_of(trained)[name])
+        for name, weight in weights_of(earlier).items()
+    )
 
 
 def test_a_run_is_evaluated_while_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -116,7 +127,9 @@ def test_a_run_is_evaluated_while_it_goes_on(tmp_path: Path, capsys: pytest.Capt
     (run / "model").rename(tmp_path / "elsewhere")
     with pytest.raises(RunDirectoryError, match=r"no finished model yet.*--step 4"):
         evaluate_target(str(run), FEW)
-    evaluate_target(str(run), replace(FEW, step=2), against=str(run / "checkpoints" / "step-00000002"))
+    evaluate_target(
+        str(run), replace(FEW, step=2), against=str(run / "checkpoints" / "step-00000002")
+    )
     assert "step 2" in capsys.readouterr().out
     by_step, by_path = (Results.read(run / "evals" / f"sorting-{number}") for number in (1, 2))
     assert by_step.prompts == by_path.prompts
@@ -133,14 +146,20 @@ def test_a_checkpoint_that_only_megatron_reads_is_refused(tmp_path: Path):
         stage["learner"] = {"kind": "megatron"}
     config["kernels"] = "torch"
     RunDirectory(run).config.write_text(write_text(config))
-    with pytest.raises(ConfigError, match=r"stage first trained with learner\.kind=megatron.*end the run"):
+    with pytest.raises(
+        ConfigError, match=r"stage first trained with learner\.kind=megatron.*end the run"
+    ):
         open_target(run, step=2)
 
 
 def test_a_bare_model_and_another_environment(run: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="add --recipe RECIPE, whose environment"):
         evaluate_target(str(run / "model"), FEW, out=tmp_path)
-    evaluate_target(str(run / "model"), Evaluation(on="sorting", words=["digits=2"], tasks=2, max_new_tokens=2), out=tmp_path)
+    evaluate_target(
+        str(run / "model"),
+        Evaluation(on="sorting", words=["digits=2"], tasks=2, max_new_tokens=2),
+        out=tmp_path,
+    )
     assert Results.read(tmp_path).about["max_new_tokens"] == 2
     with pytest.raises(ConfigError, match="dgits"):
         evaluate_target(str(run), Evaluation(on="sorting", words=["dgits=2"]), out=tmp_path)
@@ -164,10 +183,25 @@ def test_an_api_against_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "A against B" in capsys.readouterr().out
 
 
-def test_a_benchmark_is_asked_whole_and_has_its_subjects(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    rows = [{"question": f"{i}?", "subject": "ab"[i % 2], "choices": ["w", "x", "y", "z"], "answer": i % 4} for i in range(24)]
+def test_a_benchmark_is_asked_whole_and_has_its_subjects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [
+        {
+            "question": f"{i}?",
+            "subject": "ab"[i % 2],
+            "choices": ["w", "x", "y", "z"],
+            "answer": i % 4,
+        }
+        for i in range(24)
+    ]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chosen = Evaluation(on="mmlu", words=[f"test={tmp_path / 'test.jsonl'}"], samples=0, asked=Asked(model="m", concurrency=64))
+    chosen = Evaluation(
+        on="mmlu",
+        words=[f"test={tmp_path / 'test.jsonl'}"],
+        samples=0,
+        asked=Asked(model="m", concurrency=64),
+    )
     with serve(lambda body, _: chat("Surely the answer is A.")) as fake:
         evaluate_target(f"{fake.url}/v1", chosen, out=tmp_path / "out")
     found = Results.read(tmp_path / "out")
@@ -197,18 +231,31 @@ def test_mistakes_with_an_api(tmp_path: Path):
     with pytest.raises(ConfigError, match="add --on KIND, or --recipe"):
         evaluate_target("http://localhost:1/v1", Evaluation(asked=Asked(model="m")))
     with pytest.raises(ConfigError, match="--generator vllm is of models that run here"):
-        evaluate_target("http://localhost:1/v1", Evaluation(on="sorting", generator="vllm", asked=Asked(model="m")))
+        evaluate_target(
+            "http://localhost:1/v1",
+            Evaluation(on="sorting", generator="vllm", asked=Asked(model="m")),
+        )
     with pytest.raises(ConfigError, match="leave no attempt"):
-        evaluate_target("http://localhost:1/v1", Evaluation(on="sorting", greedy=False, samples=0, asked=Asked(model="m")))
+        evaluate_target(
+            "http://localhost:1/v1",
+            Evaluation(on="sorting", greedy=False, samples=0, asked=Asked(model="m")),
+        )
 
 
 def test_where_nothing_could_be_judged_the_results_are_written_and_it_is_an_error(tmp_path: Path):
-    with serve(lambda body, _: Answer("no", 400)) as fake, pytest.raises(RatchetError, match=r"no attempt has a reward.*400"):
+    with (
+        serve(lambda body, _: Answer("no", 400)) as fake,
+        pytest.raises(RatchetError, match=r"no attempt has a reward.*400"),
+    ):
         evaluate_target(f"{fake.url}/v1", SORTING, out=tmp_path)
     assert json.loads((tmp_path / "results.json").read_text())["failures"] == {"endpoint": 12}
 
 
-def test_results_survive_on_their_own(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_results_survive_on_their_own(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     shutil.copytree(run / "evals" / "sft" / "step-00000000", tmp_path / "before")
-    evaluate_target(str(tmp_path / "before"), FEW, against=str(run / "evals" / "sft" / "step-00000001"))
+    evaluate_target(
+        str(tmp_path / "before"), FEW, against=str(run / "evals" / "sft" / "step-00000001")
+    )
     assert "greedy" in capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""Training with generators in processes of their own, through the command line: what becomes of the run, and what is left, when
-one of them is killed or stopped."""
+"""Training with generators in processes of their own, through the command line: what becomes of the
+run, and what is left, when one of them is killed or stopped."""
 
 import json
 import os
@@ -23,7 +23,10 @@ def started(tmp_path):
         recipe = tmp_path / "probe.yaml"
         recipe.write_text(yaml.safe_dump({**RECIPE, "generator": {**WORKERS, **keys}}))
         driver = Driver(recipe, "--run-dir", tmp_path / "run", folder=tmp_path / "temporary")
-        until(lambda: len(steps_of(tmp_path / "run")) > 4 or driver.process.poll() is not None, limit_s=100)
+        until(
+            lambda: len(steps_of(tmp_path / "run")) > 4 or driver.process.poll() is not None,
+            limit_s=100,
+        )
         time.sleep(random.Random(seed).random() * 0.2)
         driver.look()
         assert driver.process.poll() is None, driver.process.communicate()
@@ -34,7 +37,11 @@ def started(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "rank", "plays"),
-    [(signal.SIGKILL, 1, "requests"), (signal.SIGSTOP, 0, "requests"), (signal.SIGKILL, 0, "groups")],
+    [
+        (signal.SIGKILL, 1, "requests"),
+        (signal.SIGSTOP, 0, "requests"),
+        (signal.SIGKILL, 0, "groups"),
+    ],
 )
 @pytest.mark.fault("P1", "P7")
 def test_a_generator_is_killed_or_stopped(started, tmp_path, how, rank, plays):
@@ -43,7 +50,9 @@ def test_a_generator_is_killed_or_stopped(started, tmp_path, how, rank, plays):
     status, said = driver.ended()
     assert status == 1
     assert f"WorkerDied: generator rank {rank} of 2 on {os.uname().nodename}" in said
-    assert ("SIGKILL" if how is signal.SIGKILL else "was silent for 5 s (it is stopped, by SIGSTOP say)") in said
+    assert (
+        "SIGKILL" if how is signal.SIGKILL else "was silent for 5 s (it is stopped, by SIGSTOP say)"
+    ) in said
     assert "Traceback" not in said
     driver.assert_nothing_left()
     resumed = Driver("--resume", tmp_path / "run", folder=tmp_path / "temporary")
@@ -51,7 +60,9 @@ def test_a_generator_is_killed_or_stopped(started, tmp_path, how, rank, plays):
     assert steps_of(tmp_path / "run")[-1] == RECIPE["steps"]
 
 
-@pytest.mark.parametrize(("how", "seed"), [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 2)])
+@pytest.mark.parametrize(
+    ("how", "seed"), [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 2)]
+)
 def test_another_takes_its_place(started, tmp_path, how, seed):
     """And the run ends as one in which nobody died."""
     driver = started(seed, recovery="restart")
@@ -59,17 +70,27 @@ def test_another_takes_its_place(started, tmp_path, how, seed):
     _, said = driver.process.communicate(timeout=100)
     assert driver.process.returncode == 0, said
     assert "generator restart 1 of at most 3" in (tmp_path / "run" / "run.log").read_text()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert sum(row.get("generator/restarts", 0) for row in rows) == 1
     driver.assert_nothing_left()
-    other = Driver(tmp_path / "probe.yaml", "--run-dir", tmp_path / "other", folder=tmp_path / "temporary")
+    other = Driver(
+        tmp_path / "probe.yaml", "--run-dir", tmp_path / "other", folder=tmp_path / "temporary"
+    )
     assert other.process.wait(120) == 0
-    theirs = [json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
+    theirs = [
+        json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [_lasting(row) for row in rows] == [_lasting(row) for row in theirs]
 
 
 def _lasting(row):
-    return {name: value for name, value in row.items() if not name.startswith(("time/", "system/", "generator/"))}
+    return {
+        name: value
+        for name, value in row.items()
+        if not name.startswith(("time/", "system/", "generator/"))
+    }
 
 
 def test_the_driver_is_killed(started):

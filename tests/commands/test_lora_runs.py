@@ -1,4 +1,5 @@
-"""Whole runs with `lora`: what they leave behind, and that one that was killed ends with the same bits."""
+"""Whole runs with `lora`: what they leave behind, and that one that was killed ends with the same
+bits."""
 
 import json
 import signal
@@ -31,7 +32,9 @@ ALGORITHMS = {
 def recipe_of(directory: Path, *stages, **more) -> Path:
     path = directory / "probe.yaml"
     made = {**RECIPE, "stages": list(stages), **more}
-    path.write_text(yaml.safe_dump({**made, "optimizer": {"lr": 0.01}, "checkpoint": {"every": 1, "keep": 1}}))
+    path.write_text(
+        yaml.safe_dump({**made, "optimizer": {"lr": 0.01}, "checkpoint": {"every": 1, "keep": 1}})
+    )
     return path
 
 
@@ -51,17 +54,27 @@ def test_every_kind_of_algorithm_trains_an_adapter(name, tmp_path):
     adapter, base = load_adapter(run / "adapter"), load_policy(run / "base" / "low")
     assert adapter.adapter.base == str((run / "base" / "low").absolute())
     whole = load_file(run / "model" / "model.safetensors")
-    for key, weight in merged(dict(base.canonical_weights()), adapter.weights, adapter.adapter.lora.scale).items():
-        torch.testing.assert_close(whole[key], weight.to("cpu", torch.float32, copy=True), rtol=0, atol=1e-6)
+    for key, weight in merged(
+        dict(base.canonical_weights()), adapter.weights, adapter.adapter.lora.scale
+    ).items():
+        torch.testing.assert_close(
+            whole[key], weight.to("cpu", torch.float32, copy=True), rtol=0, atol=1e-6
+        )
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert all(of_adapter(key) for key in load_state(checkpoint / "policy")["parameters"])
-    assert sorted(p.name for p in checkpoint.iterdir() if p.is_dir()) == ["critic", "policy"][name != "ppo" :]
+    assert (
+        sorted(p.name for p in checkpoint.iterdir() if p.is_dir())
+        == ["critic", "policy"][name != "ppo" :]
+    )
 
 
 def test_two_stages_with_adapters_follow_each_other(tmp_path):
     """The first one's is merged, and is the second one's base and reference."""
     run = tmp_path / "run"
-    steps = stage("a", ALGORITHMS["sft"], lora=LORA), stage("b", ALGORITHMS["grpo"], lora={"rank": 3})
+    steps = (
+        stage("a", ALGORITHMS["sft"], lora=LORA),
+        stage("b", ALGORITHMS["grpo"], lora={"rank": 3}),
+    )
     assert start_run(recipe_of(tmp_path, *steps), QUIET, run, command="test") == 0
     bases = [load_file(run / "base" / name / "model.safetensors") for name in ("a", "b")]
     assert any(not torch.equal(bases[0][key], bases[1][key]) for key in bases[0])
@@ -86,7 +99,11 @@ def test_a_killed_run_resumes_to_the_same_bits(fault, tmp_path):
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "killed" / file).read_bytes()
     rows = [
         [
-            {key: value for key, value in json.loads(line).items() if not key.startswith(("time/", "system/"))}
+            {
+                key: value
+                for key, value in json.loads(line).items()
+                if not key.startswith(("time/", "system/"))
+            }
             for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
         ]
         for run in ("whole", "killed")
@@ -97,9 +114,15 @@ def test_a_killed_run_resumes_to_the_same_bits(fault, tmp_path):
 def test_a_run_resumes_from_a_model_on_disk_without_a_copy_of_it(tmp_path):
     """And its adapter names that model."""
     first = tmp_path / "first"
-    assert start_run(recipe_of(tmp_path, stage("warm", {"kind": "sft"})), QUIET, first, command="test") == 0
+    assert (
+        start_run(recipe_of(tmp_path, stage("warm", {"kind": "sft"})), QUIET, first, command="test")
+        == 0
+    )
     model = {"model": {"path": str(first / "model")}, "tokenizer": {"kind": "auto"}}
-    path, run = recipe_of(tmp_path, stage("low", ALGORITHMS["grpo"], lora=LORA), **model), tmp_path / "run"
+    path, run = (
+        recipe_of(tmp_path, stage("low", ALGORITHMS["grpo"], lora=LORA), **model),
+        tmp_path / "run",
+    )
     assert start_run(path, QUIET, run, command="test") == 0
     assert not (run / "base").exists()
     assert load_adapter(run / "adapter").adapter.base == str(first / "model")
@@ -107,7 +130,9 @@ def test_a_run_resumes_from_a_model_on_disk_without_a_copy_of_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "learner"), [("ppo", {"dp_shard": 2}), ("dpo", {"tensor_parallel": 2})])
+@pytest.mark.parametrize(
+    ("name", "learner"), [("ppo", {"dp_shard": 2}), ("dpo", {"tensor_parallel": 2})]
+)
 def test_ranks_leave_the_same_files_and_resume(name, learner, tmp_path):
     steps = stage("warm", {"kind": "sft"}), stage("low", ALGORITHMS[name], lora=LORA)
     run = tmp_path / "run"
@@ -115,22 +140,41 @@ def test_ranks_leave_the_same_files_and_resume(name, learner, tmp_path):
     assert start_run(recipe, QUIET, run, command="test") == 0
     adapter, base = load_adapter(run / "adapter"), load_policy(run / "base" / "low")
     whole = load_file(run / "model" / "model.safetensors")
-    for key, weight in merged(dict(base.canonical_weights()), adapter.weights, adapter.adapter.lora.scale).items():
-        torch.testing.assert_close(whole[key], weight.to("cpu", torch.float32, copy=True), rtol=0, atol=1e-6)
+    for key, weight in merged(
+        dict(base.canonical_weights()), adapter.weights, adapter.adapter.lora.scale
+    ).items():
+        torch.testing.assert_close(
+            whole[key], weight.to("cpu", torch.float32, copy=True), rtol=0, atol=1e-6
+        )
     assert resume_run(run, command="test") == 0
-    assert all(torch.equal(weight, whole[key]) for key, weight in load_file(run / "model" / "model.safetensors").items())
+    assert all(
+        torch.equal(weight, whole[key])
+        for key, weight in load_file(run / "model" / "model.safetensors").items()
+    )
 
 
 @pytest.mark.slow
 def test_generators_in_other_processes_get_the_base_once_and_then_the_adapter(tmp_path):
-    """Also those of a run that is resumed: the parity gate, which stops a run, compares them with the learner at first."""
-    places = {"generator": {"kind": "workers", "workers": 2, "of": {"kind": "engine", "kv_cache_gib": 0.1}}}
-    steps = stage("warm", {"kind": "sft"}), stage("low", {**ALGORITHMS["grpo"], "group_size": 8}, lora=LORA)
+    """Also those of a run that is resumed: the parity gate, which stops a run, compares them with
+    the learner at first."""
+    places = {
+        "generator": {
+            "kind": "workers",
+            "workers": 2,
+            "of": {"kind": "engine", "kv_cache_gib": 0.1},
+        }
+    }
+    steps = (
+        stage("warm", {"kind": "sft"}),
+        stage("low", {**ALGORITHMS["grpo"], "group_size": 8}, lora=LORA),
+    )
     recipe = recipe_of(tmp_path, *steps, **places, parity={"first_steps": 9, "threshold": 1e-4})
     killed = ratchet("train", recipe, "--run-dir", tmp_path / "run", faults="step.update:4:kill")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = ratchet("train", "--resume", tmp_path / "run")
     assert resumed.returncode == 0, resumed.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert all(row["parity/max"] < 1e-4 for row in rows[3:])
     assert len(rows) == 5

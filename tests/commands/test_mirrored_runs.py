@@ -1,4 +1,5 @@
-"""Whole runs at an address: trained, broken off, gone on with on another machine, and read by every command."""
+"""Whole runs at an address: trained, broken off, gone on with on another machine, and read by every
+command."""
 
 import json
 import os
@@ -38,7 +39,12 @@ RECIPE = {
     "logging": {"tensorboard": False, "progress": "off", "system": False},
     "stages": [
         {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 3, "batch_size": 10, "examples": 10},
-        {"name": "rl", "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}}, "steps": 3, "batch_size": 4},
+        {
+            "name": "rl",
+            "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}},
+            "steps": 3,
+            "batch_size": 4,
+        },
     ],
 }
 
@@ -74,7 +80,9 @@ def whole(recipe, tmp_path_factory):
 
 def numbers(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "system/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "system/"))} for row in rows
+    ]
 
 
 def assert_equal_runs(a, b):
@@ -84,7 +92,10 @@ def assert_equal_runs(a, b):
         assert first.keys() == second.keys()
         for name, weight in first.items():
             assert weight.tobytes() == second[name].tobytes(), name
-    events = [[json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()] for run in (a, b)]
+    events = [
+        [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+        for run in (a, b)
+    ]
     assert events[0] == events[1]
     records = [sorted(path.name for path in (run / "steps").glob("*")) for run in (a, b)]
     assert records[0] == records[1]
@@ -93,8 +104,11 @@ def assert_equal_runs(a, b):
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("where", ["memory://{id}/run", "file://{tmp}/store/run"])
 @pytest.mark.parametrize("fault", ["step.update:2", "step.update:4", "mirror.checkpoint_file:7"])
-def test_on_another_machine_it_ends_with_the_same_bits(fault, where, background, whole, recipe, tmp_path, machine):
-    """Broken off before the first checkpoint, in the second stage, and in the middle of the second checkpoint's upload."""
+def test_on_another_machine_it_ends_with_the_same_bits(
+    fault, where, background, whole, recipe, tmp_path, machine
+):
+    """Broken off before the first checkpoint, in the second stage, and in the middle of the second
+    checkpoint's upload."""
     address = where.format(id=uuid.uuid4().hex, tmp=tmp_path)
     overrides = [f"checkpoint.background={str(background).lower()}"]
     faults.arm(f"{fault}:raise")
@@ -107,15 +121,27 @@ def test_on_another_machine_it_ends_with_the_same_bits(fault, where, background,
     assert resume_run(address, command="ratchet train --resume") == 0
     assert_equal_runs(whole, work_copy(address))
     names = contents(address).keys()
-    assert {"model/model.safetensors", "summary.json", "metrics.jsonl", "config.yaml", "run.log"} <= names
+    assert {
+        "model/model.safetensors",
+        "summary.json",
+        "metrics.jsonl",
+        "config.yaml",
+        "run.log",
+    } <= names
     assert sorted(MirroredRun(address).checkpoints()[0]) == [5, 6]
 
 
-def test_a_store_that_breaks_in_the_middle_of_a_checkpoint_costs_no_step(recipe, whole, capsys, machine):
+def test_a_store_that_breaks_in_the_middle_of_a_checkpoint_costs_no_step(
+    recipe, whole, capsys, machine
+):
     address, failed = f"broken://{uuid.uuid4().hex}/run", []
 
     def told(operation, path):
-        if operation == "write" and path.endswith("step-00000005/policy/state.safetensors") and len(failed) < 3:
+        if (
+            operation == "write"
+            and path.endswith("step-00000005/policy/state.safetensors")
+            and len(failed) < 3
+        ):
             failed.append(path)
             raise ConnectionError("reset by peer")
 
@@ -131,7 +157,12 @@ def test_a_store_that_stays_broken_is_said_and_mended_later(recipe, whole, capsy
     address = f"broken://{uuid.uuid4().hex}/run"
 
     def told(operation, path):
-        if operation == "write" and not path.endswith("mirror.json") and "step-00000002" not in path and "config" not in path:
+        if (
+            operation == "write"
+            and not path.endswith("mirror.json")
+            and "step-00000002" not in path
+            and "config" not in path
+        ):
             raise ConnectionError("reset by peer")
 
     with telling(told):
@@ -153,7 +184,10 @@ def test_a_read_only_store_is_known_before_the_first_step(recipe):
         if operation == "write":
             raise PermissionError("read-only")
 
-    with telling(told), pytest.raises(RunDirectoryError, match="read-only; choose another --run-dir"):
+    with (
+        telling(told),
+        pytest.raises(RunDirectoryError, match="read-only; choose another --run-dir"),
+    ):
         start_run(recipe, [], address, command="x")
     assert start_run(recipe, ["stages.sft.steps=1", "stages.rl.steps=1"], address, command="x") == 0
 
@@ -164,7 +198,9 @@ def test_the_recipe_may_name_the_address_and_a_run_begins_there_once(recipe, cap
     assert start_run(recipe, short, None, command="x") == 0
     assert f"run      {address}" in capsys.readouterr().out
     assert "summary.json" in contents(address)
-    with pytest.raises(RunDirectoryError, match=f"holds a run: continue it with --resume {address}"):
+    with pytest.raises(
+        RunDirectoryError, match=f"holds a run: continue it with --resume {address}"
+    ):
         start_run(recipe, short, None, command="x")
 
 
@@ -225,33 +261,51 @@ def test_every_reading_command_takes_an_address(finished, recipe, machine, tmp_p
     monkeypatch.chdir(tmp_path)
     cache, before = machine(), contents(finished)
     assert "attempts have a reward" in command("eval", finished, "--tasks", 4, "--samples", 0)
-    assert json.loads((tmp_path / "evals" / "sorting-1" / "results.json").read_text())["about"]["target"] == finished
+    assert (
+        json.loads((tmp_path / "evals" / "sorting-1" / "results.json").read_text())["about"][
+            "target"
+        ]
+        == finished
+    )
     (copy,) = cache.glob("copies/*/run")
     assert not (copy / "checkpoints").exists()  # only what it needs
     assert not (copy / "metrics.jsonl").exists()
     command("eval", finished, "--step", 5, "--tasks", 4, "--samples", 0)
     command("eval", f"{finished}/checkpoints/step-00000005", "--tasks", 4, "--samples", 0)
     command("eval", f"{finished}/model", "--recipe", recipe, "--tasks", 4, "--samples", 0)
-    command("eval", f"{finished}/evals/rl/step-00000006", "--against", f"{finished}/evals/sft/step-00000003")
+    command(
+        "eval",
+        f"{finished}/evals/rl/step-00000006",
+        "--against",
+        f"{finished}/evals/sft/step-00000003",
+    )
     assert command("chat", finished, "--prompt", "21=").strip()
     assert command("report", finished).strip() == "report.html"
     assert "step 5: bit-equal" in command("replay", finished, "--step", 6)
     assert json.loads(command("explain", finished, "--step", 6, "--json"))["step"] == 6
     rows = json.loads(command("runs", "list", "memory://finished", "--json"))
     assert [(row["path"], row["state"], row["step"]) for row in rows] == [(finished, "finished", 6)]
-    assert rows[0]["checkpoints"] == sum(len(content) for name, content in before.items() if name.startswith("checkpoints/"))
+    assert rows[0]["checkpoints"] == sum(
+        len(content) for name, content in before.items() if name.startswith("checkpoints/")
+    )
     assert command("runs", "list", finished)
     (compared,) = json.loads(command("runs", "compare", finished, finished, "--json"))
     assert (compared["a"], compared["first_different_step"]) == (finished, None)
     assert contents(finished) == before  # read-only
 
 
-def test_what_is_fetched_is_fetched_once_and_again_when_it_was_changed(finished, machine, monkeypatch, tmp_path):
+def test_what_is_fetched_is_fetched_once_and_again_when_it_was_changed(
+    finished, machine, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     cache = machine()
     command("report", finished)
     fetched, get = [], object_store.Store.get
-    monkeypatch.setattr(object_store.Store, "get", lambda self, name, target: (fetched.append(name), get(self, name, target)))
+    monkeypatch.setattr(
+        object_store.Store,
+        "get",
+        lambda self, name, target: (fetched.append(name), get(self, name, target)),
+    )
     command("report", finished)
     assert fetched == []
     (metrics,) = cache.glob("copies/*/run/metrics.jsonl")
@@ -264,9 +318,14 @@ def test_what_is_fetched_is_fetched_once_and_again_when_it_was_changed(finished,
 
 def test_what_needs_the_run_itself_is_refused(finished):
     for words in (["runs", "prune", finished], ["status", finished]):
-        with pytest.raises(ConfigError, match="is an address, and this is done where the run trains"):
+        with pytest.raises(
+            ConfigError, match="is an address, and this is done where the run trains"
+        ):
             command(*words)
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint of step 1 at memory://finished/run: it has \[5, 6\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no whole checkpoint of step 1 at memory://finished/run: it has \[5, 6\]",
+    ):
         command("eval", finished, "--step", 1)
     with pytest.raises(RunDirectoryError, match="holds no run"):
         command("report", "memory://nothing/here")
@@ -282,7 +341,10 @@ def test_a_run_without_a_model_yet_says_so(recipe):
             start_run(recipe, [], address, command="x")
     finally:
         faults.arm("")
-    with pytest.raises(RunDirectoryError, match=f"has no finished model yet: go on with `ratchet train --resume {address}`"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=f"has no finished model yet: go on with `ratchet train --resume {address}`",
+    ):
         command("chat", address)
 
 
@@ -293,15 +355,24 @@ def test_a_model_goes_to_an_address_and_is_trained_from_there(whole, recipe, mac
     address = f"memory://{uuid.uuid4().hex}/model"
     out = command("convert", whole, address)
     assert f"model is at {address}" in out
-    assert not list(object_store.cached("converted", "x").parent.parent.rglob("*.safetensors"))  # it is there now
+    # it is there now
+    assert not list(object_store.cached("converted", "x").parent.parent.rglob("*.safetensors"))
     with pytest.raises(ConfigError, match="holds files: give another place"):
         command("convert", whole, address)
     machine()
     ours, theirs = load_policy(whole / "model").state_dict(), load_policy(address).state_dict()
     assert all((ours[name] == theirs[name]).all() for name in ours)
-    tuned = {**RECIPE, "model": {"path": address}, "tokenizer": {"kind": "auto"}, "stages": RECIPE["stages"][:1]}
+    tuned = {
+        **RECIPE,
+        "model": {"path": address},
+        "tokenizer": {"kind": "auto"},
+        "stages": RECIPE["stages"][:1],
+    }
     (tmp_path / "tuned.yaml").write_text(yaml.safe_dump(tuned))
-    assert start_run(tmp_path / "tuned.yaml", ["stages.sft.steps=1"], tmp_path / "run", command="x") == 0
+    assert (
+        start_run(tmp_path / "tuned.yaml", ["stages.sft.steps=1"], tmp_path / "run", command="x")
+        == 0
+    )
     command("convert", address, tmp_path / "dcp", "--to", "dcp")
     with pytest.raises(ConfigError, match="nothing reads s4://"):
         command("convert", whole, "s4://bucket/model")
@@ -314,7 +385,10 @@ def test_a_conversion_that_did_not_arrive_is_sent_again(whole, capsys):
         if operation == "write" and path.endswith("tokenizer.json"):
             raise ConnectionError("reset by peer")
 
-    with telling(told), pytest.raises(CheckpointError, match="reset by peer; what was converted lies in"):
+    with (
+        telling(told),
+        pytest.raises(CheckpointError, match="reset by peer; what was converted lies in"),
+    ):
         command("convert", whole, address)
     with pytest.raises(ModelError, match="holds no model"):
         load_policy(address)
@@ -325,7 +399,9 @@ def test_a_conversion_that_did_not_arrive_is_sent_again(whole, capsys):
 def test_answers_at_an_address_are_scored(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1", "response": "2", "answer": "2"}\n')
     put_directory(tmp_path, "memory://answers", last="a.jsonl")
-    line = command("score", "memory://answers/a.jsonl", "--reward", "exact_match", "--json", "--workers", 1)
+    line = command(
+        "score", "memory://answers/a.jsonl", "--reward", "exact_match", "--json", "--workers", 1
+    )
     assert json.loads(line)["reward"] == 1.0
 
 
@@ -334,12 +410,21 @@ def test_a_killed_process_goes_on_on_another_machine(whole, recipe, tmp_path):
     """Through the command line, by SIGKILL in the middle of a checkpoint's upload."""
 
     def ratchet(*arguments, cache, faults=""):
-        environment = {**os.environ, "RATCHET_FAULTS": faults, "RATCHET_CACHE": str(tmp_path / cache), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "RATCHET_FAULTS": faults,
+            "RATCHET_CACHE": str(tmp_path / cache),
+            "OMP_NUM_THREADS": "1",
+        }
         words = [sys.executable, "-m", "ratchet.cli.main", *map(str, arguments)]
-        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(
+            words, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
 
     address = f"file://{tmp_path}/store/run"
-    killed = ratchet("train", recipe, "--run-dir", address, cache="one", faults="mirror.checkpoint_file:8:kill")
+    killed = ratchet(
+        "train", recipe, "--run-dir", address, cache="one", faults="mirror.checkpoint_file:8:kill"
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = ratchet("train", "--resume", address, cache="two")
     assert resumed.returncode == 0, resumed.stderr

@@ -15,7 +15,9 @@ from ratchet.errors import ConfigError
 from ratchet.training.session import start_run
 
 SHORT = [
-    f"stages.{stage}.{key}" for stage in ("sft", "grpo") for key in ("steps=1", "batch_size=4", "optimizer.warmup_steps=0")
+    f"stages.{stage}.{key}"
+    for stage in ("sft", "grpo")
+    for key in ("steps=1", "batch_size=4", "optimizer.warmup_steps=0")
 ]
 QUIET = ["evaluation.tasks=4", "logging.progress=off", "logging.tensorboard=false"]
 
@@ -36,9 +38,12 @@ def test_a_recipe_trains_at_once(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "path"), [("environment", "MyMaze", "my_maze:MyMaze"), ("reward", "brief", "brief:brief")]
+    ("kind", "name", "path"),
+    [("environment", "MyMaze", "my_maze:MyMaze"), ("reward", "brief", "brief:brief")],
 )
-def test_its_generated_tests_pass_and_so_does_the_next_command(here: Path, kind: str, name: str, path: str) -> None:
+def test_its_generated_tests_pass_and_so_does_the_next_command(
+    here: Path, kind: str, name: str, path: str
+) -> None:
     files, command = scaffold(kind, name)
     assert command == f"ratchet check {path}"
     assert "passed" in run(here, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(files[1]))
@@ -60,7 +65,14 @@ def test_nothing_is_overwritten(here: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("recipe", "a/b"), ("recipe", "../x"), ("environment", "2fast"), ("reward", "class"), ("reward", "a b")]
+    ("kind", "name"),
+    [
+        ("recipe", "a/b"),
+        ("recipe", "../x"),
+        ("environment", "2fast"),
+        ("reward", "class"),
+        ("reward", "a b"),
+    ],
 )
 def test_a_name_that_can_be_none(here: Path, kind: str, name: str) -> None:
     with pytest.raises(ConfigError, match="can't name"):
@@ -68,7 +80,9 @@ def test_a_name_that_can_be_none(here: Path, kind: str, name: str) -> None:
     assert not os.listdir(here)
 
 
-def test_another_kind_is_a_mistake_of_the_command_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_kind_is_a_mistake_of_the_command_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["ratchet", "new", "castle", "x"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -1,4 +1,5 @@
-"""Training on two ranks through the command line, and what is left when one of them, or the driver, is killed or stopped."""
+"""Training on two ranks through the command line, and what is left when one of them, or the driver,
+is killed or stopped."""
 
 import getpass
 import json
@@ -42,7 +43,8 @@ class Driver:
         environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", *launcher, "ratchet", "train", *map(str, arguments)]
         self.process = subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
-        self.born: dict[int, str] = {}  # every process that it has started, as far as we have seen, with its birth
+        # every process that it has started, as far as we have seen, with its birth
+        self.born: dict[int, str] = {}
 
     def look(self) -> list[int]:
         """Its descendants of now, the ranks last."""
@@ -76,11 +78,13 @@ class Driver:
         until(lambda: not [name for name in os.listdir(self.folder) if name != self.cache])
         left = set(os.listdir("/dev/shm")) - self.before
         mine = [name for name in left if name.startswith(("ratchet", "torch", "gloo"))]
-        assert not [name for name in mine if not name.startswith("ratchet-vllm-")]  # tests beside this one make those
+        # tests beside this one make those
+        assert not [name for name in mine if not name.startswith("ratchet-vllm-")]
 
 
 def stat_of(pid: int) -> list[str]:
-    """The state of a process, its parent, ...; nothing where it is gone, or only not yet waited for."""
+    """The state of a process, its parent, ...; nothing where it is gone, or only not yet waited
+    for."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -97,7 +101,9 @@ def until(condition, limit_s: float = NOTICED_S) -> None:
 
 def steps_of(run: Path) -> list[int]:
     try:
-        return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()
+        ]
     except FileNotFoundError:
         return []
 
@@ -145,7 +151,9 @@ def test_a_rank_is_killed_or_stopped(recipe, run, how, rank):
     status, said = driver.ended()
     assert status == 1
     assert f"WorkerDied: learner rank {rank} of 2 on {os.uname().nodename}" in said
-    assert ("SIGKILL" if how is signal.SIGKILL else "was silent for 5 s (it is stopped, by SIGSTOP say)") in said
+    assert (
+        "SIGKILL" if how is signal.SIGKILL else "was silent for 5 s (it is stopped, by SIGSTOP say)"
+    ) in said
     assert "Traceback" not in said
     driver.assert_nothing_left()
     assert_goes_on(run)
@@ -180,4 +188,7 @@ def test_under_torchrun_too(recipe, run):
     driver.ended()
     assert "SIGTERM: finishing this step, then saving" in (run / "run.log").read_text()
     assert "WorkerDied" not in (run / "run.log").read_text()
-    assert max(int(path.name.rpartition("-")[2]) for path in (run / "checkpoints").iterdir()) == steps_of(run)[-1]
+    assert (
+        max(int(path.name.rpartition("-")[2]) for path in (run / "checkpoints").iterdir())
+        == steps_of(run)[-1]
+    )

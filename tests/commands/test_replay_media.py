@@ -21,7 +21,14 @@ RECIPE = {
     "sampling": {"max_new_tokens": 12, "stop": list("abcdefghijklmnopqrstuvwxyz")},
     "evaluation": {"tasks": 0},
     "checkpoint": {"every": 1, "keep": 4},
-    "stages": [{"name": "grpo", "algorithm": {"kind": "grpo", "group_size": 3}, "steps": 2, "batch_size": 2}],
+    "stages": [
+        {
+            "name": "grpo",
+            "algorithm": {"kind": "grpo", "group_size": 3},
+            "steps": 2,
+            "batch_size": 2,
+        }
+    ],
 }
 
 

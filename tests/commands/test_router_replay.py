@@ -9,7 +9,10 @@ from ratchet.errors import ConfigError, RatchetError
 from ratchet.training.from_config import build_policy, build_run, check_stages
 from ratchet.training.loop import train
 
-SPARSE = {"preset": "tiny-moe", "overrides": {"hidden_size": 32, "expert_intermediate_size": 24, "n_experts": 8}}
+SPARSE = {
+    "preset": "tiny-moe",
+    "overrides": {"hidden_size": 32, "expert_intermediate_size": 24, "n_experts": 8},
+}
 
 
 STAGE = {
@@ -23,7 +26,11 @@ STAGE = {
 
 
 def recipe(*, model=SPARSE, router=None, **stage):
-    algorithm = {"kind": "grpo", "group_size": 4, "router": {"replay": True} if router is None else router}
+    algorithm = {
+        "kind": "grpo",
+        "group_size": 4,
+        "router": {"replay": True} if router is None else router,
+    }
     return RunConfig.model_validate({
         "threads": 1,
         "device": "cpu",
@@ -35,7 +42,12 @@ def recipe(*, model=SPARSE, router=None, **stage):
 
 def played(config):
     rows = []
-    run = build_run(config, 0, build_policy(config), observers=[lambda step, metrics: rows.append(dict(metrics))])
+    run = build_run(
+        config,
+        0,
+        build_policy(config),
+        observers=[lambda step, metrics: rows.append(dict(metrics))],
+    )
     asyncio.run(train(run))
     return rows
 
@@ -52,7 +64,13 @@ def test_two_steps_of_grpo_with_replay_and_both_losses():
 
 
 def test_mini_batches_replay_against_the_first_pass():
-    algorithm = {"kind": "gspo", "group_size": 4, "router": {"replay": True}, "minibatches": 2, "kl": {"coef": 0.1}}
+    algorithm = {
+        "kind": "gspo",
+        "group_size": 4,
+        "router": {"replay": True},
+        "minibatches": 2,
+        "kl": {"coef": 0.1},
+    }
     steps = [row for row in played(recipe(algorithm=algorithm)) if "policy/loss" in row]
     assert len(steps) == 2
 
@@ -61,7 +79,10 @@ def test_mini_batches_replay_against_the_first_pass():
     ("changes", "message"),
     [
         ({"model": {"preset": "tiny"}}, "this one has none: remove algorithm.router"),
-        ({"model": {"preset": "tiny"}, "router": {"z_coef": 0.1}}, "this one has none: remove algorithm.router"),
+        (
+            {"model": {"preset": "tiny"}, "router": {"z_coef": 0.1}},
+            "this one has none: remove algorithm.router",
+        ),
         (
             {"learner": {"kind": "dtensor", "context_parallel": 2}},
             "learner.context_parallel=2 divides what .* set router.measure=false",
@@ -78,7 +99,10 @@ def test_a_generator_that_records_nothing_is_refused(monkeypatch):
     config = recipe()
     policy = build_policy(config)
     policy.generator.entrance = type(policy.generator.entrance)(11, 64, None)
-    with pytest.raises(ConfigError, match=r"Engine does not record: set generator.kind=engine, or router.replay=false"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Engine does not record: set generator.kind=engine, or router.replay=false",
+    ):
         check_stages(config, policy)
     with pytest.raises(ConfigError, match="does not record"):
         build_run(config, 0, policy)

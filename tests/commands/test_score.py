@@ -1,4 +1,5 @@
-"""`ratchet score`: a line for each row, in order; a bad row costs itself alone; only an unusable file or reward is an error."""
+"""`ratchet score`: a line for each row, in order; a bad row costs itself alone; only an unusable
+file or reward is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import pytest
 from rich.console import Console
 
 from ratchet.cli.main import main
-from ratchet.commands.score import AHEAD, Score, Summary, attempt_of, reward_section, score_file, scores
+from ratchet.commands.score import (
+    AHEAD,
+    Score,
+    Summary,
+    attempt_of,
+    reward_section,
+    score_file,
+    scores,
+)
 from ratchet.errors import ConfigError, DataError
 from ratchet.types import Failed, Message, Scored, Truncated
 
@@ -23,11 +32,15 @@ FUNCTION = {"task_id": "H/0", "prompt": "def twice(x):\n", "entry_point": "twice
 
 @pytest.fixture
 def score(tmp_path, capsys):
-    """`score(rows, "math", "timeout_s=3")`: the lines that come out, as values. A row may be raw text."""
+    """`score(rows, "math", "timeout_s=3")`: the lines that come out, as values. A row may be raw
+    text."""
 
     def run(rows, kind, *words, workers=2):
         path = tmp_path / "rows.jsonl"
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+        path.write_text(
+            "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows),
+            encoding="utf-8",
+        )
         score_file(path, kind, words, as_json=True, workers=workers)
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -37,12 +50,21 @@ def score(tmp_path, capsys):
 def test_each_row_gets_a_line(score):
     right, wrong = score([RIGHT, {**WRONG, "id": "second"}], "boxed")
     assert right.pop("seconds") >= 0
-    assert right == {"line": 1, "id": "line 1", "reward": 1.0, "parts": {"boxed": 1.0}, "outcome": "scored", "detail": ""}
+    assert right == {
+        "line": 1,
+        "id": "line 1",
+        "reward": 1.0,
+        "parts": {"boxed": 1.0},
+        "outcome": "scored",
+        "detail": "",
+    }
     assert (wrong["line"], wrong["id"], wrong["reward"]) == (2, "second", 0.0)
 
 
 def test_the_keys_and_the_weight_of_a_reward(score):
-    (line,) = score([{"response": "a b c"}], "length", "unit=words", "at_most=2", "margin=2", "weight=3")
+    (line,) = score(
+        [{"response": "a b c"}], "length", "unit=words", "at_most=2", "margin=2", "weight=3"
+    )
     assert (line["reward"], line["parts"]) == (1.5, {"length": 0.5})
 
 
@@ -67,7 +89,9 @@ def test_tests_of_output_and_of_functions(score):
     assert found[4]["parts"]["code/crashed"] == 1.0
     assert found[2]["id"] == "H/0"
     assert [line["outcome"] for line in found[6:]] == ["failed"] * 3
-    for line, why in zip(found[6:], ("with at least one", "has no tests", "its prompt is None"), strict=True):
+    for line, why in zip(
+        found[6:], ("with at least one", "has no tests", "its prompt is None"), strict=True
+    ):
         assert why in line["detail"]
 
 
@@ -108,7 +132,9 @@ def test_bytes_that_are_no_text_cost_their_row(tmp_path, capsys):
 
 def test_messages_in_place_of_prompt_and_response():
     said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    task, trajectory = attempt_of({"messages": said, "answer": 4, "tag": "maths", "task_id": 7}, "line 1")
+    task, trajectory = attempt_of(
+        {"messages": said, "answer": 4, "tag": "maths", "task_id": 7}, "line 1"
+    )
     assert task.messages == (Message("user", "2+2?"),)
     assert trajectory.messages == (Message("user", "2+2?"), Message("assistant", "4"))
     assert (task.id, task.answer, task.tag, len(trajectory)) == ("7", 4, "maths", 0)
@@ -131,7 +157,8 @@ class Raises:
 
 
 class Gate:
-    """Later rows end first. Notes how many are judged at once, and how far the file was read when the first ended."""
+    """Later rows end first. Notes how many are judged at once, and how far the file was read when
+    the first ended."""
 
     def __init__(self):
         self.running = self.most = self.seen = 0
@@ -153,7 +180,10 @@ class Gate:
 
 
 def write_numbers(path, count):
-    path.write_text("".join(json.dumps({"response": "x", "answer": i}) + "\n" for i in range(count)), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"response": "x", "answer": i}) + "\n" for i in range(count)),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -204,10 +234,14 @@ def test_a_reward_that_raises_costs_its_row(tmp_path):
 
 def test_a_reward_of_your_own_by_its_path(score, tmp_path, monkeypatch):
     (tmp_path / "score_for_test.py").write_text(
-        "def brief(trajectory, task, most: int = 3):\n    return float(len(trajectory.messages[-1].text) <= most)\n"
+        "def brief(trajectory, task, most: int = 3):\n    return "
+        "float(len(trajectory.messages[-1].text) <= most)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert [line["reward"] for line in score([{"response": "four"}, {"response": "one"}], "score_for_test:brief")] == [0, 1]
+    assert [
+        line["reward"]
+        for line in score([{"response": "four"}, {"response": "one"}], "score_for_test:brief")
+    ] == [0, 1]
     (line,) = score([{"response": "four"}], "score_for_test:brief", "most=4")
     assert (line["reward"], line["parts"]) == (1.0, {"brief": 1.0})
 
@@ -237,7 +271,11 @@ def test_the_workers_are_the_rewards_own_where_it_has_some():
 
 @pytest.mark.parametrize(
     ("name", "content", "why"),
-    [("none.jsonl", None, "can't be read"), ("empty.jsonl", "", "holds no rows"), (".", None, "is a directory")],
+    [
+        ("none.jsonl", None, "can't be read"),
+        ("empty.jsonl", "", "holds no rows"),
+        (".", None, "is a directory"),
+    ],
 )
 def test_an_unusable_file_says_why(tmp_path, name, content, why):
     if content is not None:
@@ -258,8 +296,15 @@ def command(monkeypatch, *words):
 def test_the_command(tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(RIGHT)}\nnot a row\n{json.dumps(WRONG)}\n")
-    assert command(monkeypatch, path, "--reward", "boxed", "normalise=false", "--json", "--workers", 1) == 0
-    assert [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()] == [1.0, None, 0.0]
+    assert (
+        command(monkeypatch, path, "--reward", "boxed", "normalise=false", "--json", "--workers", 1)
+        == 0
+    )
+    assert [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()] == [
+        1.0,
+        None,
+        0.0,
+    ]
     assert command(monkeypatch, path, "--reward", "boxed") == 0
     shown = capsys.readouterr().out
     assert "0.5" in shown

@@ -19,7 +19,8 @@ RECIPE = {
     "environment": {"kind": "sorting", "digits": 2},
     "evaluation": {"tasks": 0},
     "logging": {"progress": "off", "tensorboard": False},
-    "record": {"every": 0},  # its files end where a run is saved, and a pause saves at a step of its own
+    # its files end where a run is saved, and a pause saves at a step of its own
+    "record": {"every": 0},
     "algorithm": {"kind": "sft"},
     "steps": 6,
     "batch_size": 4,
@@ -27,7 +28,8 @@ RECIPE = {
 }
 MINE = {"metric": "policy/lr", "rule": "above", "threshold": 1.5e-5, "patience": 2}
 LOSS = {"metric": "policy/loss", "rule": "spike", "threshold": 0.0, "window": 2}
-# The rate rises: 1e-5, 2e-5, ..., so the sentinel's rule holds from step 2 on, and it alarms at step 3.
+# The rate rises: 1e-5, 2e-5, ..., so the sentinel's rule holds from step 2 on, and it alarms at
+# step 3.
 RISING = {"optimizer": {"lr": 6e-5, "warmup_steps": 6}}
 
 
@@ -60,10 +62,15 @@ def test_it_saves_and_ends_with_a_status_of_its_own_and_goes_on_when_told_to(for
     warned = training(tmp_path, forks, "warned", "warn")
     assert warned() == 0
     # Evidence names its action, too.
-    assert differences(tmp_path / "warned" / "run", run) == ["config.yaml differs", "sentinels/step-00000003-mine.json differs"]
+    assert differences(tmp_path / "warned" / "run", run) == [
+        "config.yaml differs",
+        "sentinels/step-00000003-mine.json differs",
+    ]
 
 
-@pytest.mark.parametrize("kill", ["step.log:5:kill", "checkpoint.begin:2:kill", "file.drafted:2:kill"])
+@pytest.mark.parametrize(
+    "kill", ["step.log:5:kill", "checkpoint.begin:2:kill", "file.drafted:2:kill"]
+)
 def test_a_killed_run_says_what_the_whole_one_said(kill, forks, tmp_path):
     whole, killed = (training(tmp_path, forks, name, "warn") for name in ("whole", "killed"))
     assert whole() == 0

@@ -1,4 +1,5 @@
-"""`ratchet serve`: the official client asks a model that serves, and gets what `ratchet chat` would say."""
+"""`ratchet serve`: the official client asks a model that serves, and gets what `ratchet chat` would
+say."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ ASKED = [{"role": "user", "content": "1+2"}]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
-    init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0).save(path)
+    init_policy(
+        preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0
+    ).save(path)
     tokenizer.save(path)
     return path
 
@@ -45,7 +48,9 @@ async def served(model: Path, key: str = "") -> AsyncIterator[AsyncOpenAI]:
     address = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     task = asyncio.create_task(_serve(model, listener, key, Sampling(max_new_tokens=8)))
     try:
-        async with AsyncOpenAI(base_url=address, api_key=key or "none", max_retries=0, timeout=60) as client:
+        async with AsyncOpenAI(
+            base_url=address, api_key=key or "none", max_retries=0, timeout=60
+        ) as client:
             yield client
     finally:
         task.cancel()
@@ -55,13 +60,19 @@ async def served(model: Path, key: str = "") -> AsyncIterator[AsyncOpenAI]:
 def test_it_answers_as_the_model_does(model: Path) -> None:
     async def both() -> tuple[str | None, str]:
         async with served(model) as client:
-            answer = await client.chat.completions.create(model="policy", messages=ASKED, temperature=0)
+            answer = await client.chat.completions.create(
+                model="policy", messages=ASKED, temperature=0
+            )
             listed = await client.models.list()
         assert [entry.id for entry in listed.data] == ["policy"]
         policy = open_target(model).policy
         prompt = policy.renderer.prompt([Message("user", "1+2")])
-        completion = await policy.generator.generate(prompt, policy.ends(Sampling(temperature=0, max_new_tokens=8)))
-        return answer.choices[0].message.content, policy.renderer.parse(completion.tokens.tolist(), completion.stop).text
+        completion = await policy.generator.generate(
+            prompt, policy.ends(Sampling(temperature=0, max_new_tokens=8))
+        )
+        return answer.choices[0].message.content, policy.renderer.parse(
+            completion.tokens.tolist(), completion.stop
+        ).text
 
     said, expected = asyncio.run(both())
     assert said == expected
@@ -71,7 +82,10 @@ def test_seeds_decide_and_differ(model: Path) -> None:
     async def answers() -> list[str | None]:
         async with served(model) as client:
             asked = [
-                client.chat.completions.create(model="policy", messages=ASKED, temperature=1.5, seed=seed) for seed in (1, 1, 2)
+                client.chat.completions.create(
+                    model="policy", messages=ASKED, temperature=1.5, seed=seed
+                )
+                for seed in (1, 1, 2)
             ]
             return [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
 
@@ -93,13 +107,17 @@ def test_what_is_out_of_range_is_refused(model: Path) -> None:
     async def ask() -> None:
         async with served(model) as client:
             with pytest.raises(BadRequestError, match="temperature=1e-40 is too small"):
-                await client.chat.completions.create(model="policy", messages=ASKED, temperature=1e-40)
+                await client.chat.completions.create(
+                    model="policy", messages=ASKED, temperature=1e-40
+                )
 
     asyncio.run(ask())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_it_with_its_status(model: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_it_with_its_status(
+    model: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Signalled(Server):
         async def run(self) -> None:
             os.kill(os.getpid(), number)
@@ -122,13 +140,16 @@ def test_a_signal_ends_it_with_its_status(model: Path, number: int, monkeypatch:
 @pytest.mark.slow
 @pytest.mark.fault("S15")
 def test_a_crowd_leaves_nothing_behind(model: Path) -> None:
-    """300 silent connections, 300 clients that leave in the middle and 200 that stay: those are answered, and afterwards the
-    process has the descriptors it had, and has written no traceback."""
+    """300 silent connections, 300 clients that leave in the middle and 200 that stay: those are
+    answered, and afterwards the process has the descriptors it had, and has written no
+    traceback."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = ["ratchet", "serve", str(model), "--port", str(port), "--max-new-tokens", "2"]
     code = f"import sys; from ratchet.cli.main import main; sys.argv = {command!r}; main()"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as server:
         try:
             before, after, answers = asyncio.run(crowd(port, server.pid))
         finally:
@@ -143,7 +164,10 @@ def test_a_crowd_leaves_nothing_behind(model: Path) -> None:
 async def crowd(port: int, pid: int) -> tuple[int, int, list[int]]:
     """Return (descriptors before, descriptors after, statuses of the clients that stay)."""
     body = json.dumps({"model": "policy", "messages": ASKED, "stream": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
+        f"{len(body)}\r\n\r\n"
+    ).encode()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", timeout=60) as client:
         while True:
             try:
@@ -161,10 +185,14 @@ async def crowd(port: int, pid: int) -> tuple[int, int, list[int]]:
             writer.transport.abort()
 
         async def stay() -> int:
-            return (await client.post("/chat/completions", json={"model": "policy", "messages": ASKED})).status_code
+            return (
+                await client.post("/chat/completions", json={"model": "policy", "messages": ASKED})
+            ).status_code
 
         leaving = [leave(data) for data in (head, head + body[:9], head + body) for _ in range(100)]
-        _, answers = await asyncio.gather(asyncio.gather(*leaving), asyncio.gather(*(stay() for _ in range(200))))
+        _, answers = await asyncio.gather(
+            asyncio.gather(*leaving), asyncio.gather(*(stay() for _ in range(200)))
+        )
         for _, writer in silent:
             writer.close()
     async with asyncio.timeout(60):
@@ -176,5 +204,8 @@ async def crowd(port: int, pid: int) -> tuple[int, int, list[int]]:
 def test_others_are_not_let_in_by_mistake(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 lets others in: give --api-key"):
         serve(model, host="0.0.0.0", port=0, key="", sampling=Sampling())
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="choose another"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="choose another"),
+    ):
         serve(model, host="127.0.0.1", port=taken.getsockname()[1], key="", sampling=Sampling())

@@ -1,4 +1,5 @@
-"""`ratchet serve` under what no client should send: never a status of 500, never a traceback, and it goes on answering."""
+"""`ratchet serve` under what no client should send: never a status of 500, never a traceback, and
+it goes on answering."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 numbers = st.one_of(
     st.integers(-5, 5),
-    st.sampled_from([2**31, 2**63, -(2**63) - 1, 10**400, 1e-40, 1e308, -0.0, 0.5, float("nan"), float("inf")]),
+    st.sampled_from(
+        [2**31, 2**63, -(2**63) - 1, 10**400, 1e-40, 1e308, -0.0, 0.5, float("nan"), float("inf")]
+    ),
 )
 odd_texts = ["", "policy", "<eos>", "{{ 1/0 }}", "\ud800", "\0", "x" * 5000, "auto", "user"]
 texts = st.one_of(st.text(max_size=8), st.sampled_from(odd_texts))
@@ -43,7 +46,9 @@ values = st.recursive(
 messages = st.lists(
     st.fixed_dictionaries(
         {
-            "role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "narrator"]),
+            "role": st.sampled_from(
+                ["system", "developer", "user", "assistant", "tool", "narrator"]
+            ),
             "content": st.one_of(texts, values),
         },
         optional={
@@ -70,22 +75,29 @@ likely: dict[str, st.SearchStrategy[Any]] = {
     "messages": messages,
     "model": texts,
 }
-bodies = st.fixed_dictionaries({}, optional={key: st.one_of(each, values) for key, each in likely.items()}).map(
-    lambda changed: {**BODY, **changed}
-)
+bodies = st.fixed_dictionaries(
+    {}, optional={key: st.one_of(each, values) for key, each in likely.items()}
+).map(lambda changed: {**BODY, **changed})
 
 
 class Caller:
-    """Asks an application in one event loop; `ask` returns the answer after it checked that it is no fault."""
+    """Asks an application in one event loop; `ask` returns the answer after it checked that it is
+    no fault."""
 
     def __init__(self, runner: asyncio.Runner, app: Any, caplog: pytest.LogCaptureFixture) -> None:
         self.runner, self.app, self.caplog = runner, app, caplog
 
-    def ask(self, method: str, path: str, content: bytes = b"", headers: dict[str, str] | None = None) -> httpx.Response:
+    def ask(
+        self, method: str, path: str, content: bytes = b"", headers: dict[str, str] | None = None
+    ) -> httpx.Response:
         async def scene() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                url = httpx.URL("http://localhost").copy_with(raw_path=path.encode("ascii", "replace"))
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost"
+            ) as client:
+                url = httpx.URL("http://localhost").copy_with(
+                    raw_path=path.encode("ascii", "replace")
+                )
                 return await client.request(method, url, content=content, headers=headers)
 
         answer = self.runner.run(scene())
@@ -115,7 +127,9 @@ def model(running: tuple[asyncio.Runner, Any], caplog: pytest.LogCaptureFixture)
     return Caller(*running, caplog)
 
 
-QUICK = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 
 
 @pytest.mark.fault("S15")
@@ -152,7 +166,9 @@ def test_no_bytes_are_a_fault_of_the_server(model: Caller, content: bytes) -> No
 
 
 paths = st.one_of(
-    st.sampled_from(["/v1/models", "/v1/chat/completions", "/", "/v1", "/docs", "/v1/models/policy"]),
+    st.sampled_from(
+        ["/v1/models", "/v1/chat/completions", "/", "/v1", "/docs", "/v1/models/policy"]
+    ),
     st.sampled_from(["/v1/../x", "//", "/%00", "/%ff"]),
     st.text("abc/%.:&=0", max_size=8).map(lambda text: "/" + text.replace("%", "%25")),
 )
@@ -160,20 +176,30 @@ paths = st.one_of(
 
 @pytest.mark.fault("S15")
 @QUICK
-@given(method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE", "X"]), path=paths)
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE", "X"]),
+    path=paths,
+)
 def test_no_path_is_a_fault_of_the_server(model: Caller, method: str, path: str) -> None:
     answer = model.ask(method, path, b"{}")
     assert answer.status_code in (200, 400, 404, 405, 307), (method, path)
 
 
 @pytest.mark.fault("S16")
-@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "http://evil.example"}, {"origin": "null"}])
+@pytest.mark.parametrize(
+    "headers", [{"host": "evil.example"}, {"origin": "http://evil.example"}, {"origin": "null"}]
+)
 def test_a_page_of_another_site_cannot_ask(model: Caller, headers: dict[str, str]) -> None:
     """By DNS rebinding it would name its own host; a simple POST names its own origin."""
     content, kind = json.dumps(BODY).encode(), {"content-type": "text/plain"}
     answer = model.ask("POST", "/v1/chat/completions", content, {**kind, **headers})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden_host")
-    assert model.ask("POST", "/v1/chat/completions", content, {**kind, "origin": "http://localhost:3000"}).status_code == 200
+    assert (
+        model.ask(
+            "POST", "/v1/chat/completions", content, {**kind, "origin": "http://localhost:3000"}
+        ).status_code
+        == 200
+    )
 
 
 @pytest.mark.fault("S15")
@@ -182,10 +208,15 @@ def test_a_page_of_another_site_cannot_ask(model: Caller, headers: dict[str, str
     path=st.sampled_from(["run", "runs", "rollouts", "details", "media", "search", "x"]),
     query=st.dictionaries(
         st.sampled_from(["run", "after", "known", "step", "places", "text"]),
-        st.one_of(st.sampled_from(["a", "..", "", "-1", "1", "9" * 30, "1,2", "nan", "1e9", "9" * 5000]), st.text(max_size=5)),
+        st.one_of(
+            st.sampled_from(["a", "..", "", "-1", "1", "9" * 30, "1,2", "nan", "1e9", "9" * 5000]),
+            st.text(max_size=5),
+        ),
     ),
 )
-def test_no_question_is_a_fault_of_the_dashboard(dashboard: Caller, path: str, query: dict[str, str]) -> None:
+def test_no_question_is_a_fault_of_the_dashboard(
+    dashboard: Caller, path: str, query: dict[str, str]
+) -> None:
     answer = dashboard.ask("GET", f"/api/{path}?{httpx.QueryParams(query)}")
     assert answer.status_code in (200, 400, 404)
 

@@ -1,4 +1,5 @@
-"""Whole runs that learn from a teacher: on prompts that nothing judges, and refused before anything trains."""
+"""Whole runs that learn from a teacher: on prompts that nothing judges, and refused before anything
+trains."""
 
 import json
 
@@ -19,7 +20,9 @@ ALPHABET = "0123456789=+"
 @pytest.fixture
 def teacher(tmp_path):
     tokenizer = character_tokenizer(ALPHABET)
-    config = DecoderConfig(tokenizer.vocab_size + 8, 16, 1, 2, 1, 8, 24, max_positions=64, init_std=0.5)
+    config = DecoderConfig(
+        tokenizer.vocab_size + 8, 16, 1, 2, 1, 8, 24, max_positions=64, init_std=0.5
+    )
     DecoderPolicy(Decoder(config).init_weights(3)).save(tmp_path / "teacher")
     tokenizer.save(tmp_path / "teacher")
     return str(tmp_path / "teacher")
@@ -28,7 +31,9 @@ def teacher(tmp_path):
 @pytest.fixture
 def recipe(tmp_path):
     """Writes one whose environment has prompts alone: nothing judges an attempt."""
-    rows = [{"prompt": f"{a}+{b}=", "chosen": "1", "rejected": "2"} for a in range(8) for b in range(8)]
+    rows = [
+        {"prompt": f"{a}+{b}=", "chosen": "1", "rejected": "2"} for a in range(8) for b in range(8)
+    ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
 
     def write(*stages):
@@ -55,9 +60,12 @@ def recipe(tmp_path):
 def test_prompts_alone_are_enough(kind, teacher, recipe, tmp_path):
     path = recipe({"name": "d", "algorithm": {"kind": kind, "teacher": teacher}})
     assert start_run(path, [], tmp_path / "run", command="test") == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     for line in (line for line in lines if line["step"]):
-        assert line["rollout/truncated_share"] > 0.5  # an untrained model rarely stops within three tokens
+        # an untrained model rarely stops within three tokens
+        assert line["rollout/truncated_share"] > 0.5
         assert line["rollout/failed_share"] == 0
         assert line["rollout/trained_tokens"] == line["rollout/generated_tokens"] > 0
         assert line["policy/grad_norm"] > 0
@@ -65,9 +73,19 @@ def test_prompts_alone_are_enough(kind, teacher, recipe, tmp_path):
 
 
 def test_what_reads_rewards_still_needs_them(teacher, recipe):
-    both = {"kind": "mixture", "parts": [{"kind": "group_relative"}, {"kind": "on_policy_distillation"}]}
-    algorithm = {"kind": "on_policy_distillation", "teacher": teacher, "advantage": both, "group_size": 4}
-    with pytest.raises(ConfigError, match="nothing judges the attempts at environment preferences: set rewards"):
+    both = {
+        "kind": "mixture",
+        "parts": [{"kind": "group_relative"}, {"kind": "on_policy_distillation"}],
+    }
+    algorithm = {
+        "kind": "on_policy_distillation",
+        "teacher": teacher,
+        "advantage": both,
+        "group_size": 4,
+    }
+    with pytest.raises(
+        ConfigError, match="nothing judges the attempts at environment preferences: set rewards"
+    ):
         load_config(recipe({"name": "d", "algorithm": algorithm}))
 
 
@@ -75,13 +93,22 @@ def test_what_reads_rewards_still_needs_them(teacher, recipe):
     ("changes", "message"),
     [
         ({"teacher": "NONE"}, "teacher: there is no model directory"),
-        ({"sampling": {"max_new_tokens": 64}}, "reads 64 tokens, and attempts may have 65: lower sampling.max_new_tokens"),
+        (
+            {"sampling": {"max_new_tokens": 64}},
+            "reads 64 tokens, and attempts may have 65: lower sampling.max_new_tokens",
+        ),
     ],
 )
-def test_the_last_stages_teacher_is_refused_before_the_first_trains(changes, message, teacher, recipe, tmp_path):
+def test_the_last_stages_teacher_is_refused_before_the_first_trains(
+    changes, message, teacher, recipe, tmp_path
+):
     given = dict(changes)
     path = given.pop("teacher", teacher).replace("NONE", str(tmp_path / "none"))
-    first = {"name": "sft", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting", "digits": 2}}
+    first = {
+        "name": "sft",
+        "algorithm": {"kind": "sft"},
+        "environment": {"kind": "sorting", "digits": 2},
+    }
     last = {"name": "d", "algorithm": {"kind": "distill_on_policy", "teacher": path}, **given}
     with pytest.raises(ConfigError, match=message):
         start_run(recipe(first, last), [], tmp_path / "run", command="test")

@@ -1,7 +1,8 @@
-"""Whatever a run stands on, a signal finishes its step and saves: Ray, torchrun, engines, trackers and servers, all real.
+"""Whatever a run stands on, a signal finishes its step and saves: Ray, torchrun, engines, trackers
+and servers, all real.
 
-A terminal sends its signals (Ctrl-C, SIGHUP as it closes) to all processes of the run's group; a scheduler sends SIGTERM to
-the run alone. Both happen here as the run trains.
+A terminal sends its signals (Ctrl-C, SIGHUP as it closes) to all processes of the run's group; a
+scheduler sends SIGTERM to the run alone. Both happen here as the run trains.
 """
 
 import json
@@ -51,7 +52,10 @@ TRACKERS = [
 ]
 WORKERS = {"kind": "workers", "of": {"kind": "engine"}}
 PROXIED = {
-    "model": {**RECIPE["model"], "overrides": {"hidden_size": 32, "n_layers": 1, "max_positions": 256}},
+    "model": {
+        **RECIPE["model"],
+        "overrides": {"hidden_size": 32, "n_layers": 1, "max_positions": 256},
+    },
     "tokenizer": {"kind": "bytes", "template": "template.jinja"},
     "environment": {"kind": "arithmetic", "digits": 1},
     "agent": {"kind": "my_agent:solve"},
@@ -59,8 +63,14 @@ PROXIED = {
 RUNS = {
     "trackers, Ctrl-C": (signal.SIGINT, {"logging": {"progress": "off", "sinks": TRACKERS}}),
     "proxy, closed terminal": (signal.SIGHUP, PROXIED),
-    "ray, workers, SIGTERM": (signal.SIGTERM, {"cluster": {"kind": "ray", "object_store_mib": 100}, "generator": WORKERS}),
-    "ray, closed terminal": (signal.SIGHUP, {"cluster": {"kind": "ray", "object_store_mib": 100}, "generator": WORKERS}),
+    "ray, workers, SIGTERM": (
+        signal.SIGTERM,
+        {"cluster": {"kind": "ray", "object_store_mib": 100}, "generator": WORKERS},
+    ),
+    "ray, closed terminal": (
+        signal.SIGHUP,
+        {"cluster": {"kind": "ray", "object_store_mib": 100}, "generator": WORKERS},
+    ),
     "workers, Ctrl-C": (signal.SIGINT, {"generator": WORKERS}),
 }
 ON_TERMINAL = """
@@ -74,7 +84,9 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-
 class Training:
     """`ratchet train` as the leader of a session, with temporary files in a folder of its own."""
 
-    def __init__(self, keys: dict, folder: Path, launcher: tuple[str, ...] = (), terminal: int | None = None) -> None:
+    def __init__(
+        self, keys: dict, folder: Path, launcher: tuple[str, ...] = (), terminal: int | None = None
+    ) -> None:
         self.run, self.temporary = folder / "run", folder / "tmp"
         self.temporary.mkdir()
         (folder / "my_agent.py").write_text(AGENT)
@@ -90,7 +102,11 @@ class Training:
             "TRACKIO_DIR": str(folder / "trackio"),
         }
         arguments = ["-m", *launcher, "ratchet", "train", "recipe.yaml", "--run-dir", str(self.run)]
-        streams = {"stdout": subprocess.PIPE} if terminal is None else {"stdin": terminal, "stdout": terminal}
+        streams = (
+            {"stdout": subprocess.PIPE}
+            if terminal is None
+            else {"stdin": terminal, "stdout": terminal}
+        )
         self.process = subprocess.Popen(
             [sys.executable, *arguments] if terminal is None else [sys.executable, "-c", ON_TERMINAL, *arguments],
             env=environment, cwd=folder, stderr=subprocess.STDOUT, text=True, start_new_session=True, **streams,
@@ -124,7 +140,9 @@ class Training:
         assert "Traceback" not in log
         saved = [path.name for path in (self.run / "checkpoints").iterdir()]
         assert saved == [f"step-{self.last_step():08d}"], log
-        assert not [entry for entry in os.listdir(self.temporary) if entry.startswith(("ratchet", "ray"))]
+        assert not [
+            entry for entry in os.listdir(self.temporary) if entry.startswith(("ratchet", "ray"))
+        ]
 
 
 @pytest.fixture
@@ -143,7 +161,9 @@ def start(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.fault("P8", "P24")
-@pytest.mark.needs("ray", "wandb", "mlflow", "swanlab", "trackio", "prometheus_client", "fastapi", "openai")
+@pytest.mark.needs(
+    "ray", "wandb", "mlflow", "swanlab", "trackio", "prometheus_client", "fastapi", "openai"
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_signal_saves_on_every_executor_generator_and_tracker(name, start):
     number, keys = RUNS[name]

@@ -1,4 +1,5 @@
-"""Clusters that a recipe can't have: each refused with the key and the smallest fix, before anything starts where it can be."""
+"""Clusters that a recipe can't have: each refused with the key and the smallest fix, before
+anything starts where it can be."""
 
 import socket
 import sys
@@ -25,7 +26,10 @@ RECIPE = {
 EXPERTS = "model.preset=tiny-moe"
 
 REFUSED = [
-    ("learner.tensor_parallel=3", "learner.tensor_parallel=3 doesn't divide the model's 2 query heads: set it to 2"),
+    (
+        "learner.tensor_parallel=3",
+        "learner.tensor_parallel=3 doesn't divide the model's 2 query heads: set it to 2",
+    ),
     (
         "learner.dp_shard=2 learner.expert_parallel=2",
         "learner.expert_parallel=2 doesn't divide the model's 0 experts: set it to 1",
@@ -34,28 +38,55 @@ REFUSED = [
         f"{EXPERTS} learner.dp_shard=3 learner.expert_parallel=3",
         "learner.expert_parallel=3 doesn't divide the model's 4 experts: set it to 2",
     ),
-    (f"{EXPERTS} learner.dp_shard=2 learner.expert_parallel=4", "learner.expert_parallel=4 must divide dp_shard x context_par"),
-    ("learner.pipeline_parallel=3", "3 pipeline stages for 2 layers: set learner.pipeline_parallel"),
+    (
+        f"{EXPERTS} learner.dp_shard=2 learner.expert_parallel=4",
+        "learner.expert_parallel=4 must divide dp_shard x context_par",
+    ),
+    (
+        "learner.pipeline_parallel=3",
+        "3 pipeline stages for 2 layers: set learner.pipeline_parallel",
+    ),
     ("learner.dp_shard=0", "learner.dp_shard: 0 must be at least 1"),
     (
         "learner.sequence_parallel=true",
         "learner.sequence_parallel shares tokens out among the ranks of learner.tensor_parallel",
     ),
     ("device=cuda", "device=cuda, but torch finds no CUDA accelerator here: set device=cpu"),
-    ("learner.dp_shard=2 cluster.devices=[0,1]", "cluster.devices names [0, 1], and this process sees none (device=cpu)"),
+    (
+        "learner.dp_shard=2 cluster.devices=[0,1]",
+        "cluster.devices names [0, 1], and this process sees none (device=cpu)",
+    ),
     ("cluster.devices=[0,0]", "cluster.devices: must name devices, each of them once"),
-    ("cluster.ports=[2222,2221]", "cluster.ports: the first port, 2222, is above the last, 2221: swap them"),
+    (
+        "cluster.ports=[2222,2221]",
+        "cluster.ports: the first port, 2222, is above the last, 2221: swap them",
+    ),
     ("cluster.ports=[80,90]", "cluster.ports.0: 80 must be at least 1024"),
     ("cluster.silence_s=1", "cluster.silence_s: 1 must be at least 5"),
     ("cluster.nodes=2", "cluster.nodes: unknown key"),
-    ("cluster.kind=ray learner.kind=local", "cluster.kind=ray is where processes live, and learner.kind=local trains in this"),
-    ("cluster.kind=torchrun", "none of several that torchrun started: start it as torchrun --nproc-per-node N"),
+    (
+        "cluster.kind=ray learner.kind=local",
+        "cluster.kind=ray is where processes live, and learner.kind=local trains in this",
+    ),
+    (
+        "cluster.kind=torchrun",
+        "none of several that torchrun started: start it as torchrun --nproc-per-node N",
+    ),
     ("cluster.kind=slurm", "cluster.kind"),
     ("generator.kind=workers", "generator.of"),
     ("generator.kind=workers generator.of.kind=workers", "'workers' is unknown"),
-    ("generator.kind=workers generator.of.kind=engine generator.max_restarts=2", "set that, or remove max_restarts"),
-    ("generator.kind=workers generator.of.kind=vllm sampling.top_p=0.9", "sampling.top_p=0.9 cuts the distribution"),
-    ("generator.kind=workers generator.of.kind=vllm generator.of.tensor_parallel=3", "generator vllm can't run this model"),
+    (
+        "generator.kind=workers generator.of.kind=engine generator.max_restarts=2",
+        "set that, or remove max_restarts",
+    ),
+    (
+        "generator.kind=workers generator.of.kind=vllm sampling.top_p=0.9",
+        "sampling.top_p=0.9 cuts the distribution",
+    ),
+    (
+        "generator.kind=workers generator.of.kind=vllm generator.of.tensor_parallel=3",
+        "generator vllm can't run this model",
+    ),
 ]
 MEGATRON = "learner.kind=megatron"
 REFUSED += [
@@ -71,16 +102,31 @@ REFUSED += [
         f"{MEGATRON} learner.pipeline_parallel=2 model.overrides.n_layers=3",
         "2 don't divide 3: set learner.pipeline_parallel x pipeline_chunks to 1",
     ),
-    (f"{MEGATRON} learner.pipeline_parallel=3", "3 pipeline stages for 2 layers: set learner.pipeline_parallel"),
-    (f"{MEGATRON} learner.pipeline_chunks=2", "learner.pipeline_chunks interleaves the stages of a pipeline: set"),
+    (
+        f"{MEGATRON} learner.pipeline_parallel=3",
+        "3 pipeline stages for 2 layers: set learner.pipeline_parallel",
+    ),
+    (
+        f"{MEGATRON} learner.pipeline_chunks=2",
+        "learner.pipeline_chunks interleaves the stages of a pipeline: set",
+    ),
     (
         f"{MEGATRON} {EXPERTS} learner.data_parallel=3 learner.expert_parallel=3",
         "learner.expert_parallel=3 doesn't divide the model's 4 experts: set it to 2",
     ),
-    (f"{MEGATRON} {EXPERTS} learner.tensor_parallel=2", "experts under tensor parallelism want learner.sequence_parallel"),
-    (f"{MEGATRON} optimizer.ema_decay=0.9", "the optimizer of learner.kind=megatron keeps none: remove it"),
+    (
+        f"{MEGATRON} {EXPERTS} learner.tensor_parallel=2",
+        "experts under tensor parallelism want learner.sequence_parallel",
+    ),
+    (
+        f"{MEGATRON} optimizer.ema_decay=0.9",
+        "the optimizer of learner.kind=megatron keeps none: remove it",
+    ),
     (f"{MEGATRON} learner.dp_shard=2", "learner.dp_shard: unknown key"),
-    (f"{MEGATRON} cluster.colocated=true", "learner.kind=megatron never leaves its own: set it to dtensor"),
+    (
+        f"{MEGATRON} cluster.colocated=true",
+        "learner.kind=megatron never leaves its own: set it to dtensor",
+    ),
 ]
 REFUSED_ON_RAY = [
     ("cluster.gpus_per_node=4", "cluster.gpus_per_node=4, and node "),
@@ -93,11 +139,14 @@ REFUSED_ON_RAY = [
 @pytest.fixture
 def refusal(tmp_path, monkeypatch, capsys):
     def refusal(overrides, *, starts=False):
-        """(exit status, standard error) of `ratchet train`; its errors come without a traceback, or not at all."""
+        """(exit status, standard error) of `ratchet train`; its errors come without a traceback, or
+        not at all."""
         recipe = tmp_path / "probe.yaml"
         recipe.write_text(yaml.safe_dump(RECIPE))
         run = ["--run-dir", str(tmp_path / "run")]
-        monkeypatch.setattr(sys, "argv", ["ratchet", "train", str(recipe), *overrides.split(), *run])
+        monkeypatch.setattr(
+            sys, "argv", ["ratchet", "train", str(recipe), *overrides.split(), *run]
+        )
         if not starts:
             monkeypatch.setattr("ratchet.executors.local.Nursery", None)
         with pytest.raises(SystemExit) as caught:
@@ -131,7 +180,10 @@ def test_megatron_is_not_installed(refusal, monkeypatch):
     monkeypatch.setattr("ratchet.models.megatron.sizes.find_spec", lambda name: None)
     status, said = refusal(MEGATRON, starts=True)
     assert status == 1
-    assert "learner.kind=megatron needs the package 'megatron-core': pip install 'ratchet[megatron]'" in said
+    assert (
+        "learner.kind=megatron needs the package 'megatron-core': pip install 'ratchet[megatron]'"
+        in said
+    )
 
 
 def test_a_model_that_transformers_runs_has_no_map_to_megatron():
@@ -142,9 +194,13 @@ def test_a_model_that_transformers_runs_has_no_map_to_megatron():
     from ratchet.learners.distributed.checks import check_megatron
     from ratchet.models.transformers.policy import TransformersPolicy
 
-    config = AutoConfig.for_model("gpt2", vocab_size=23, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=23, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
+    )
     with pytest.raises(ModelError, match=r"transformers runs this one: set learner\.kind=dtensor"):
-        check_megatron(MegatronConfig(), TransformersPolicy(AutoModelForCausalLM.from_config(config)))
+        check_megatron(
+            MegatronConfig(), TransformersPolicy(AutoModelForCausalLM.from_config(config))
+        )
 
 
 @pytest.mark.fault("P17")
@@ -162,10 +218,16 @@ def test_a_busy_port(refusal):
 
 
 def test_other_versions(refusal, monkeypatch):
-    monkeypatch.setattr("ratchet.executors.worker_handle.versions", lambda: {"protocol": 0, "ratchet": "0", "python": "3"})
+    monkeypatch.setattr(
+        "ratchet.executors.worker_handle.versions",
+        lambda: {"protocol": 0, "ratchet": "0", "python": "3"},
+    )
     status, said = refusal("learner.dp_shard=2", starts=True)
     assert status == 1
-    assert "VersionMismatch: learner rank 0 of 2 on " in said or "VersionMismatch: learner rank 1 of 2 on " in said
+    assert (
+        "VersionMismatch: learner rank 0 of 2 on " in said
+        or "VersionMismatch: learner rank 1 of 2 on " in said
+    )
     assert "install the same on all hosts" in said
 
 
@@ -187,15 +249,22 @@ LAYER = {
             "gpt2",
             {"n_embd": 16, "n_layer": 1, "n_head": 2},
             {"tensor_parallel": 2},
-            "GPT2LMHeadModel comes without a plan .*: set learner.tensor_parallel to 1, and learner.dp_shard to the number of",
+            "GPT2LMHeadModel comes without a plan .*: set learner.tensor_parallel to 1, and "
+            "learner.dp_shard to the number of",
         ),
         ("gemma2", {}, {"tensor_parallel": 2}, None),
-        ("gemma2", {}, {"tensor_parallel": 4}, "learner.tensor_parallel=4 doesn't divide the model's 2 KV heads: set it to 2"),
+        (
+            "gemma2",
+            {},
+            {"tensor_parallel": 4},
+            "learner.tensor_parallel=4 doesn't divide the model's 2 KV heads: set it to 2",
+        ),
         (
             "gemma2",
             {"intermediate_size": 25},
             {"tensor_parallel": 2},
-            "learner.tensor_parallel=2 doesn't divide the model's 25 outputs of model.layers.0.mlp.gate_proj: set it to 1",
+            "learner.tensor_parallel=2 doesn't divide the model's 25 outputs of "
+            "model.layers.0.mlp.gate_proj: set it to 1",
         ),
         (
             "mixtral",
@@ -203,8 +272,18 @@ LAYER = {
             {"tensor_parallel": 2},
             "divides .*.experts as 'moe_tp_experts', which Ratchet can't: set",
         ),
-        ("gemma2", {}, {"pipeline_parallel": 2}, "learner.pipeline_parallel=2 .* set it to 1, and learner.dp_shard to the num"),
-        ("gemma2", {}, {"tensor_parallel": 2, "sequence_parallel": True}, "learner.sequence_parallel is of .*: remove it"),
+        (
+            "gemma2",
+            {},
+            {"pipeline_parallel": 2},
+            "learner.pipeline_parallel=2 .* set it to 1, and learner.dp_shard to the num",
+        ),
+        (
+            "gemma2",
+            {},
+            {"tensor_parallel": 2, "sequence_parallel": True},
+            "learner.sequence_parallel is of .*: remove it",
+        ),
     ],
 )
 def test_how_a_model_that_transformers_runs_can_be_divided(kind, shape, overrides, message):

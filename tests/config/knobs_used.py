@@ -1,4 +1,5 @@
-"""Uses of what a recipe can name, so that test_knobs.py sees which of its keys are read: rewards, environments, sandboxes.
+"""Uses of what a recipe can name, so that test_knobs.py sees which of its keys are read: rewards,
+environments, sandboxes.
 
 Files are written into the working directory, and named as a recipe names them.
 """
@@ -101,7 +102,11 @@ def media() -> None:
         file.setparams((1, 2, 8000, 0, "NONE", ""))
         file.writeframes(b"\0\0" * 80)
     limits = made.limits.model_copy(update={"urls": True})
-    audio_of(fetch("clip.wav", where="here", limits=limits, root=limits.root), where="here", limits=limits)
+    audio_of(
+        fetch("clip.wav", where="here", limits=limits, root=limits.root),
+        where="here",
+        limits=limits,
+    )
     video_of([b64decode(picture(1).value.partition(",")[2])], where="here", limits=limits)
     with pytest.raises(DataError):
         fetch("https://localhost:9/a.png", where="here", limits=limits)
@@ -109,7 +114,14 @@ def media() -> None:
 
 def tracked(patch: pytest.MonkeyPatch) -> None:
     with patch.context() as patched:
-        for package in ("wandb", "mlflow", "mlflow.entities", "swanlab", "trackio", "prometheus_client"):
+        for package in (
+            "wandb",
+            "mlflow",
+            "mlflow.entities",
+            "swanlab",
+            "trackio",
+            "prometheus_client",
+        ):
             patched.setitem(sys.modules, package, MagicMock())
         for listens in ("socket.create_server", "ratchet.web.server.ServerThread"):
             patched.setattr(listens, MagicMock())
@@ -121,9 +133,14 @@ def tracked(patch: pytest.MonkeyPatch) -> None:
 def by_links() -> None:
     generator = SimpleNamespace(shares_weights=True)
     for kind in KINDS["link"]:
-        between = Between(SimpleNamespace(), generator, receivers=None if kind == "shared" else OneRank(generator))
+        between = Between(
+            SimpleNamespace(), generator, receivers=None if kind == "shared" else OneRank(generator)
+        )
         make_link(resolve("link", {"kind": kind}), between)
-    make_link(resolve("link", {"kind": "delta", "through": "files"}), Between(SimpleNamespace(), generator))
+    make_link(
+        resolve("link", {"kind": "delta", "through": "files"}),
+        Between(SimpleNamespace(), generator),
+    )
 
 
 def in_ranks() -> None:
@@ -137,10 +154,22 @@ def in_ranks() -> None:
 def _in_rank(section) -> None:
     place = SimpleNamespace(rank=0, world_size=1, rendezvous="127.0.0.1:0", device="cpu")
     imported(section.divides)(section, init_policy(preset("tiny", vocab_size=8), seed=0))
-    rank = LearnerRank(place, learner=section.model_dump(mode="json"), origin=Origin(shape=preset("tiny", vocab_size=8)))
+    rank = LearnerRank(
+        place,
+        learner=section.model_dump(mode="json"),
+        origin=Origin(shape=preset("tiny", vocab_size=8)),
+    )
     try:
         rank.begin({"policy": RoleSpec(optimizer={})}, {"kind": "sft"})
-        RemoteLearner(SimpleNamespace(), section, "policy", device="cpu", vocab_size=8, unit="sequence", shares_prefixes=True)
+        RemoteLearner(
+            SimpleNamespace(),
+            section,
+            "policy",
+            device="cpu",
+            vocab_size=8,
+            unit="sequence",
+            shares_prefixes=True,
+        )
     finally:
         rank.close()
 
@@ -155,13 +184,24 @@ def by_vllm() -> None:
         platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
         patch.setattr(vllm, "find_spec", lambda name: True)
         patch.setattr(vllm, "import_module", lambda name: platforms)
-        patch.setattr(vllm, "CORES", dict.fromkeys(("async", "sync"), lambda *arguments: SimpleNamespace(close=lambda: None)))
+        patch.setattr(
+            vllm,
+            "CORES",
+            dict.fromkeys(
+                ("async", "sync"), lambda *arguments: SimpleNamespace(close=lambda: None)
+            ),
+        )
         asyncio.run(VLLMGeneration(config, policy).close())
 
 
 def in_processes() -> None:
-    executor = LocalExecutor(resolve("cluster", {"kind": "local"}), threads=1, device="cpu", preload=())
-    workers = resolve("generator", {"kind": "workers", "of": {"kind": "engine"}, "workers": 1, "recovery": "restart"})
+    executor = LocalExecutor(
+        resolve("cluster", {"kind": "local"}), threads=1, device="cpu", preload=()
+    )
+    workers = resolve(
+        "generator",
+        {"kind": "workers", "of": {"kind": "engine"}, "workers": 1, "recovery": "restart"},
+    )
     executor.plan([Need("learner", 1), *generator_needs(workers, on_cpu=True)])
     executor.group("learner")
     Router(workers)
@@ -180,8 +220,15 @@ def judged(kind: str, text: str, answer: str, **keys):
     reward = build_reward((resolve("rewards", {"kind": kind, **keys}),))
     assert reward is not None
     messages = (Message("user", "?"), Message("assistant", text))
-    trajectory = replace(make_trajectory([1], [2]), messages=messages, metrics={"malformed_tool_calls": 1.0})
-    meta = {"numbers": [3, 4], "target": 8, "use_all": True, "instruction_id_list": ["startend:quotation"]}
+    trajectory = replace(
+        make_trajectory([1], [2]), messages=messages, metrics={"malformed_tool_calls": 1.0}
+    )
+    meta = {
+        "numbers": [3, 4],
+        "target": 8,
+        "use_all": True,
+        "instruction_id_list": ["startend:quotation"],
+    }
     meta |= {"tests": [{"stdin": "", "stdout": "1"}]}
     task = Task("t", answer=answer, messages=messages[:1], meta=meta)
     return asyncio.run(reward.score([trajectory], task))[0]
@@ -196,9 +243,15 @@ def judged_here() -> None:
 
 def judged_elsewhere(model: Path) -> None:
     """By what is asked over HTTP, which fails at first, and by a model with a scalar head."""
-    replies = {"judge": chat("Score: 2"), "pairwise_judge": chat("Better: A"), "remote": {"results": [{"reward": 1.0}]}}
+    replies = {
+        "judge": chat("Score: 2"),
+        "pairwise_judge": chat("Better: A"),
+        "remote": {"results": [{"reward": 1.0}]},
+    }
     for kind, reply in replies.items():
-        with serve(lambda body, number, reply=reply: reply if number else Answer("busy", 503)) as fake:
+        with serve(
+            lambda body, number, reply=reply: reply if number else Answer("busy", 503)
+        ) as fake:
             keys = {} if kind == "remote" else {"model": "m"}
             keys |= {"against": "answer"} if kind == "pairwise_judge" else {}
             judged(kind, "A", "B", url=fake.url, backoff_s=1e-3, **keys)
@@ -209,8 +262,19 @@ def judged_elsewhere(model: Path) -> None:
 def judged_in_other_sandboxes() -> None:
     """Programs, in an image that has to be fetched first, and by a service that fails at first."""
     engine, service = FakeDocker(), FakeRemote()
-    docker = {"kind": "docker", "address": engine.address, "python": PYTHON, "image": "other:1", "pull": True}
-    remote = {"kind": "remote", "address": service.address, "offers": "namespaces", "retry_wait_s": 1e-3}
+    docker = {
+        "kind": "docker",
+        "address": engine.address,
+        "python": PYTHON,
+        "image": "other:1",
+        "pull": True,
+    }
+    remote = {
+        "kind": "remote",
+        "address": service.address,
+        "offers": "namespaces",
+        "retry_wait_s": 1e-3,
+    }
     service.faults = ["500"]
     try:
         for sandbox in (docker, remote):
@@ -230,7 +294,9 @@ def played(*said: Message | str, **keys):
     async def attempt() -> None:
         await environment.reset(next(environment.tasks("train", seed=0)))
         for message in said:
-            step = await environment.step(message if isinstance(message, Message) else Message("assistant", message))
+            step = await environment.step(
+                message if isinstance(message, Message) else Message("assistant", message)
+            )
             if step.done:
                 break
         await environment.close()
@@ -247,13 +313,16 @@ def games() -> None:
 
 
 def pictures() -> None:
-    """Drawn, and of rows: within the directory of the file or another, and one that nothing fetches."""
+    """Drawn, and of rows: within the directory of the file or another, and one that nothing
+    fetches."""
     for question in ("count", "colour", "shape", "position"):
         played("1", kind="shapes", questions=[question])
     shown = lines("shown.jsonl", {"images": [picture(1).value], "prompt": "What?", "answer": "1"})
     given = {"kind": "vlm", "train": shown, "test_share": 0.0}
     next(construct(resolve("environment", given)).tasks("train", seed=0))
-    assert resolve("environment", {**given, "answers": "choice"}).default_reward == {"kind": "multiple_choice"}
+    assert resolve("environment", {**given, "answers": "choice"}).default_reward == {
+        "kind": "multiple_choice"
+    }
     far = lines("far.jsonl", {"images": ["http://127.0.0.1/a"], "prompt": "?", "answer": "1"})
     for keys in ({"test": shown}, {"train": far}):
         with pytest.raises(DataError):
@@ -280,7 +349,9 @@ def environments_of_rows() -> None:
     construct(resolve("environment", {"kind": "workers", "of": {"kind": "sorting"}}))
     next(construct(resolve("environment", {"kind": "programs"})).tasks("train", seed=0))
     empty = lines("programs.jsonl", {"prompt": "1", "tests": []})
-    programs = construct(resolve("environment", {"kind": "programs", "train": empty, "test": empty}))
+    programs = construct(
+        resolve("environment", {"kind": "programs", "train": empty, "test": empty})
+    )
     with pytest.raises(DataError, match="is also in"):
         programs.rows("train")
 
@@ -308,13 +379,21 @@ def environments_of_others(patch: pytest.MonkeyPatch) -> None:
     played("1", kind="gem", path="doubling:Doubling")
     played("1", kind="gem", id="game:GuessTheNumber-v0-easy")
     played("x", "y", kind="verifiers", taskset="words_taskset", options={"turns": True})
-    played("1", kind="message_log", interface="experience.copying_env:Copying", data="experience.copying_env:samples")
+    played(
+        "1",
+        kind="message_log",
+        interface="experience.copying_env:Copying",
+        data="experience.copying_env:samples",
+    )
 
 
 def in_terminals() -> None:
     """Commands here, in a container and by a service."""
     row = {"goal": "Write 7 into sum.txt.", "check": "cat ../work/sum.txt", "expected": "7"}
-    rows = {"train": lines("goals.jsonl", row), "test": lines("other_goals.jsonl", {**row, "goal": "Again."})}
+    rows = {
+        "train": lines("goals.jsonl", row),
+        "test": lines("other_goals.jsonl", {**row, "goal": "Again."}),
+    }
     engine, service = FakeDocker(), FakeRemote()
     docker = {"kind": "docker", "address": engine.address}
     remote = {"kind": "remote", "address": service.address, "offers": "namespaces"}

@@ -1,4 +1,5 @@
-"""A recipe is read within a budget of bytes, values, depth and files; what one file may write, a chain may not exceed."""
+"""A recipe is read within a budget of bytes, values, depth and files; what one file may write, a
+chain may not exceed."""
 
 import hostile
 import pytest
@@ -9,9 +10,29 @@ from ratchet.config.resolve import imported
 from ratchet.config.yaml_tree import Budget, read_text
 from ratchet.errors import ConfigError
 
-QUICK = ("6,000 digits", "nested 20,000", "nested by anchors", "a long key", "a tag", "a number by tag", "extends /dev/zero")
-QUICK += ("extends /etc/passwd", "extends no name", "a kind by a path of files", "a class that is no environment")
-QUICK += ("a vocabulary below 0", "no heads", "10^9 layers", "a list for a number", "no YAML", "bytes")
+QUICK = (
+    "6,000 digits",
+    "nested 20,000",
+    "nested by anchors",
+    "a long key",
+    "a tag",
+    "a number by tag",
+    "extends /dev/zero",
+)
+QUICK += (
+    "extends /etc/passwd",
+    "extends no name",
+    "a kind by a path of files",
+    "a class that is no environment",
+)
+QUICK += (
+    "a vocabulary below 0",
+    "no heads",
+    "10^9 layers",
+    "a list for a number",
+    "no YAML",
+    "bytes",
+)
 
 
 @pytest.mark.fault("C13")
@@ -53,7 +74,9 @@ def test_the_content_of_a_file_that_is_no_recipe_is_not_shown(tmp_path):
 
 
 def test_the_first_twenty_problems_are_told_and_the_rest_counted(tmp_path):
-    path = hostile.place(tmp_path / "r.yaml", hostile.QUICKSTART + "".join(f"algoritm{n}: 1\n" for n in range(100)))
+    path = hostile.place(
+        tmp_path / "r.yaml", hostile.QUICKSTART + "".join(f"algoritm{n}: 1\n" for n in range(100))
+    )
     with pytest.raises(ConfigError) as error:
         load_config(path)
     lines = str(error.value).splitlines()
@@ -65,12 +88,18 @@ def test_the_first_twenty_problems_are_told_and_the_rest_counted(tmp_path):
 
 def test_stages_do_not_multiply_what_stands_at_the_top(tmp_path):
     keys = ", ".join(f"k{n}: 1" for n in range(1200))
-    path = hostile.place(tmp_path / "r.yaml", f"sampling: {{{keys}}}\nstages:\n" + "- {steps: 1}\n" * 100)
-    with pytest.raises(ConfigError, match="100 stages repeat the keys at the top, which makes 120,000 values"):
+    path = hostile.place(
+        tmp_path / "r.yaml", f"sampling: {{{keys}}}\nstages:\n" + "- {steps: 1}\n" * 100
+    )
+    with pytest.raises(
+        ConfigError, match="100 stages repeat the keys at the top, which makes 120,000 values"
+    ):
         load_config(path)
 
 
-@pytest.mark.parametrize("path", ["../../x:Y", "..x:Y", ":Y", "x:", "a:b:c", "a b:c", "a.b:c d", "/etc/passwd:x"])
+@pytest.mark.parametrize(
+    "path", ["../../x:Y", "..x:Y", ":Y", "x:", "a:b:c", "a b:c", "a.b:c d", "/etc/passwd:x"]
+)
 def test_a_path_that_names_no_class_is_refused(path):
     with pytest.raises(ConfigError, match="is no path of a class or a function"):
         imported(path)

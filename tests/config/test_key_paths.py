@@ -20,7 +20,13 @@ def test_leaf_keys_are_every_key_that_holds_a_value():
         "stages.learner[local].micro_batch_tokens",
     ):
         assert key in leaves
-    assert not {"stages", "stages.optimizer", "stages.algorithm", "model", "stages.algorithm[grpo].kind"} & set(leaves)
+    assert not {
+        "stages",
+        "stages.optimizer",
+        "stages.algorithm",
+        "model",
+        "stages.algorithm[grpo].kind",
+    } & set(leaves)
 
 
 def test_keys_are_shown_as_a_recipe_may_write_them():

@@ -1,7 +1,8 @@
-"""No dead knobs: every declared key is read by the code it is for, and changes what it says it changes, or nothing.
+"""No dead knobs: every declared key is read by the code it is for, and changes what it says it
+changes, or nothing.
 
-A read is seen where it happens (an attribute of a section, from a frame of the product), so that a key which is parsed,
-checked, written into config.yaml and then forgotten fails here by name.
+A read is seen where it happens (an attribute of a section, from a frame of the product), so that a
+key which is parsed, checked, written into config.yaml and then forgotten fails here by name.
 """
 
 import asyncio
@@ -79,7 +80,13 @@ SECOND = {
     "generator": {"kind": "hf"},
     "algorithm": {"kind": "grpo", "group_size": 2, "correction": {}},
     "environment": {"kind": "gsm8k", "train": "questions.jsonl", "shots": 1},
-    "rollouts": {"max_staleness": 1, "order": "ready", "dynamic_sampling": True, "max_replaced": 1, "replay": {}},
+    "rollouts": {
+        "max_staleness": 1,
+        "order": "ready",
+        "dynamic_sampling": True,
+        "max_replaced": 1,
+        "replay": {},
+    },
     "sampling": {"max_new_tokens": 2},
     "steps": 1,
     "batch_size": 1,
@@ -92,7 +99,8 @@ class Reads:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: set[tuple[type, str]] = set()
-        # A stage's sampling is handed over whole, as a `Sampling`: what counts is what is read of that.
+        # A stage's sampling is handed over whole, as a `Sampling`: what counts is what is read of
+        # that.
         for watched in (Section, Sampling):
             patch.setattr(watched, "__getattribute__", self._watching(), raising=False)
 
@@ -101,7 +109,8 @@ class Reads:
 
         def read(section, name):
             module = sys._getframe(1).f_globals.get("__name__", "")
-            declares = ".config" in module or module == Sampling.__module__  # its checks make no knob alive
+            # its checks make no knob alive
+            declares = ".config" in module or module == Sampling.__module__
             if module.startswith("ratchet.") and not declares:
                 seen.add((SamplingConfig if type(section) is Sampling else type(section), name))
             return object.__getattribute__(section, name)
@@ -115,12 +124,19 @@ def place_of(key: str) -> tuple[type[Section], str]:
     for part in key.split("."):
         name, _, kind = part.rstrip("]").partition("[")
         owner, field = model, model.model_fields[name]
-        model = section_class(slot_of(field).name, kind) if kind else section_of(field.annotation) or model
+        model = (
+            section_class(slot_of(field).name, kind)
+            if kind
+            else section_of(field.annotation) or model
+        )
     return owner, name
 
 
 def questions(path):
-    rows = [{"question": f"What is {i} and {i}?", "answer": f"It is{' so' * i}.\n#### {2 * i}"} for i in range(40)]
+    rows = [
+        {"question": f"What is {i} and {i}?", "answer": f"It is{' so' * i}.\n#### {2 * i}"}
+        for i in range(40)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -137,23 +153,39 @@ def reads(tmp_path_factory):
             assert start_run(folder / f"{name}.yaml", [], None, command="test") == 0
         for kind in ("{kind: bytes}", "{kind: byte_bpe, texts: [questions.jsonl]}"):
             build_policy(freeze(load_config(folder / "first.yaml", [f"tokenizer={kind}"])))
-        build_arena(load_config(folder / "first.yaml", ["agent={kind: command, command: [play]}"]).stages[1])
+        build_arena(
+            load_config(folder / "first.yaml", ["agent={kind: command, command: [play]}"]).stages[1]
+        )
         steps_before_giving_up(1)
         use_all(folder / "runs" / "first" / "model", "questions.jsonl", patch)
     return found.seen
 
 
 def elsewhere(key: str) -> bool:
-    """An algorithm's keys have a test of their own; what others are made of are environments and rewards, and the parts of a
-    mixture have two keys more. What runs on Ray or under torchrun is in tests/executors."""
+    """An algorithm's keys have a test of their own; what others are made of are environments and
+    rewards, and the parts of a mixture have two keys more. What runs on Ray or under torchrun is in
+    tests/executors."""
     if key.startswith(("cluster[ray]", "cluster[torchrun]")):
         return True
     if any(part in key for part in (".problems[", ".of[", ".canaries[", ".second_opinion[")):
         return True
-    return "algorithm[" in key or (".parts[" in key and not key.endswith((".parts[sorting].weight", ".parts[sorting].tag")))
+    return "algorithm[" in key or (
+        ".parts[" in key and not key.endswith((".parts[sorting].weight", ".parts[sorting].tag"))
+    )
 
 
-@pytest.mark.needs("bm25s", "gem", "gymnasium", "httpx", "langdetect", "mcp", "nsenter", "peft", "unshare", "verifiers")
+@pytest.mark.needs(
+    "bm25s",
+    "gem",
+    "gymnasium",
+    "httpx",
+    "langdetect",
+    "mcp",
+    "nsenter",
+    "peft",
+    "unshare",
+    "verifiers",
+)
 @pytest.mark.parametrize("key", [key for key in leaf_keys(RunConfig) if not elsewhere(key)])
 def test_every_declared_key_is_read(reads, key):
     if place_of(key) not in reads:
@@ -237,7 +269,8 @@ def changed(recipe: dict, **values) -> dict:
 
 
 def outcome(recipe: dict, poison: bool = False) -> SimpleNamespace:
-    """What a run came to: metrics by step and optimizer step, the batches' tokens, and the weights that it left."""
+    """What a run came to: metrics by step and optimizer step, the batches' tokens, and the weights
+    that it left."""
     config = RunConfig.model_validate(recipe)
     policy = build_policy(config)
     run = build_run(config, 0, policy)
@@ -267,7 +300,14 @@ def outcome(recipe: dict, poison: bool = False) -> SimpleNamespace:
     weights = torch.cat([p.detach().flatten() for p in policy.model.parameters()])
     state = run.roles["policy"].optimizer.state
     averages = {name: kept["average"].tolist() for name, kept in state.items() if "average" in kept}
-    return SimpleNamespace(updates=updates, tokens=tokens, steps=len(starts), error=error, weights=weights, averages=averages)
+    return SimpleNamespace(
+        updates=updates,
+        tokens=tokens,
+        steps=len(starts),
+        error=error,
+        weights=weights,
+        averages=averages,
+    )
 
 
 def steps_before_giving_up(limit: int) -> int:
@@ -282,7 +322,12 @@ def compared(done: SimpleNamespace, what: str):
         return [numbers[what] for numbers in done.updates]
     if what == "averages":
         return done.averages
-    whole = {"tokens": done.tokens, "first tokens": done.tokens[0], "steps": done.steps, "updates": len(done.updates)}
+    whole = {
+        "tokens": done.tokens,
+        "first tokens": done.tokens[0],
+        "steps": done.steps,
+        "updates": len(done.updates),
+    }
     return done.weights.tolist() if what == "weights" else whole[what]
 
 
@@ -331,7 +376,9 @@ SFT_KNOBS = [
 
 
 def assert_knob_turns(recipe, key, low, high, what, around):
-    a, b = (compared(outcome(changed(recipe, **{**around, key: value})), what) for value in (low, high))
+    a, b = (
+        compared(outcome(changed(recipe, **{**around, key: value})), what) for value in (low, high)
+    )
     assert a != b, f"{key.replace('__', '.')}={low} and {high} give the same {what}"
 
 
@@ -358,8 +405,16 @@ def test_a_knob_of_rewards_changes_the_reward():
 
 
 def test_every_knob_of_the_tables_sections_is_turned():
-    sections = ("optimizer[adamw]", "optimizer[muon]", "sampling", "learner[local]", "generator[engine]")
-    turned = {key for key, *_ in GRPO_KNOBS} | {key for key, *_ in COSTS} | {"learner__max_bad_steps"}
+    sections = (
+        "optimizer[adamw]",
+        "optimizer[muon]",
+        "sampling",
+        "learner[local]",
+        "generator[engine]",
+    )
+    turned = (
+        {key for key, *_ in GRPO_KNOBS} | {key for key, *_ in COSTS} | {"learner__max_bad_steps"}
+    )
     for path in leaf_keys(RunConfig):
         section, _, name = path.removeprefix("stages.").partition(".")
         # Nothing runs at a commit of this loop, and its engine has no weights of its own.
@@ -373,7 +428,15 @@ def test_every_knob_of_the_tables_sections_is_turned():
 @pytest.fixture
 def costs(monkeypatch) -> dict[str, int]:
     """Counts of what those keys bound, while a run goes on."""
-    seen = {"microbatches": 0, "recomputed": 0, "chunk_rows": 0, "prefills": 0, "running": 0, "odd_rows": 0, "jobs": 0}
+    seen = {
+        "microbatches": 0,
+        "recomputed": 0,
+        "chunk_rows": 0,
+        "prefills": 0,
+        "running": 0,
+        "odd_rows": 0,
+        "jobs": 0,
+    }
 
     def count(owner, name, note):
         original = getattr(owner, name)
@@ -392,15 +455,24 @@ def costs(monkeypatch) -> dict[str, int]:
 
     count(Forward, "outputs", add("microbatches"))
     count(ratchet.models.decoder, "checkpoint", add("recomputed"))
-    count(ratchet.learners.compute.forward, "token_columns", most("chunk_rows", lambda head, *a: head.chunk_rows))
+    count(
+        ratchet.learners.compute.forward,
+        "token_columns",
+        most("chunk_rows", lambda head, *a: head.chunk_rows),
+    )
     count(Crew, "run", most("jobs", lambda crew, jobs: len(jobs)))
     count(Scheduler, "_enter", add("prefills"))
     count(Scheduler, "_decode", most("running", lambda scheduler: len(scheduler.running)))
-    count(Decoder, "forward", add("odd_rows", lambda _, rows, *a, **k: torch.is_inference_mode_enabled() * len(rows) % 8))
+    count(
+        Decoder,
+        "forward",
+        add("odd_rows", lambda _, rows, *a, **k: torch.is_inference_mode_enabled() * len(rows) % 8),
+    )
     return seen
 
 
-# key, value, other value, what counts it, its relation to the first. Sums are taken in another order where `close`.
+# key, value, other value, what counts it, its relation to the first. Sums are taken in another
+# order where `close`.
 COSTS = [
     ("learner__micro_batch_tokens", "auto", 20, "microbatches", lambda a, b: b > 4 * a, True),
     ("learner__workers", 1, 3, "jobs", lambda a, b: (a, b) == (1, 3), True),
@@ -414,7 +486,9 @@ COSTS = [
 
 
 @pytest.mark.parametrize(("key", "usual", "other", "counter", "related", "close"), COSTS)
-def test_a_knob_of_cost_reaches_its_place_and_changes_no_result(costs, key, usual, other, counter, related, close):
+def test_a_knob_of_cost_reaches_its_place_and_changes_no_result(
+    costs, key, usual, other, counter, related, close
+):
     done, counted = [], []
     for value in (usual, other):
         costs[counter] = 0
@@ -424,7 +498,8 @@ def test_a_knob_of_cost_reaches_its_place_and_changes_no_result(costs, key, usua
     a, b = done
     assert a.tokens == b.tokens
     for x, y in zip(a.updates, b.updates, strict=True):
-        gaps = [u.pop("policy_gradient/sampler_gap") for u in (x, y)]  # between two roundings: as good as any below 1e-6
+        # between two roundings: as good as any below 1e-6
+        gaps = [u.pop("policy_gradient/sampler_gap") for u in (x, y)]
         assert max(gaps) < 1e-6
         assert x == (pytest.approx(y, rel=1e-4, abs=1e-6) if close else y)
     if not close:

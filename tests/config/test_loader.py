@@ -60,13 +60,39 @@ def refusal(path, overrides=()):
 def test_quickstart_resolves(write):
     config = load_config(write(QUICKSTART))
     sft, grpo = config.stages
-    assert (config.name, config.seed, config.device, config.threads, config.run_dir) == ("quickstart", 0, "auto", "auto", None)
+    assert (config.name, config.seed, config.device, config.threads, config.run_dir) == (
+        "quickstart",
+        0,
+        "auto",
+        "auto",
+        None,
+    )
     assert (config.model.preset, config.model.backend) == ("tiny", "auto")
     assert (config.logging.tensorboard, config.logging.progress) == (True, "auto")
-    assert (sft.name, sft.source, sft.attempts, sft.steps, sft.batch_size) == ("sft", "rows", 1, 90, 128)
-    assert (grpo.name, grpo.source, grpo.attempts, grpo.steps, grpo.batch_size) == ("grpo", "rollouts", 8, 200, 128)
-    assert (sft.optimizer.lr, sft.optimizer.warmup_steps, sft.optimizer.schedule) == (1e-3, 20, "constant")
-    assert (grpo.optimizer.lr, grpo.optimizer.betas, grpo.optimizer.min_lr_ratio) == (8e-4, (0.9, 0.99), 0.1)
+    assert (sft.name, sft.source, sft.attempts, sft.steps, sft.batch_size) == (
+        "sft",
+        "rows",
+        1,
+        90,
+        128,
+    )
+    assert (grpo.name, grpo.source, grpo.attempts, grpo.steps, grpo.batch_size) == (
+        "grpo",
+        "rollouts",
+        8,
+        200,
+        128,
+    )
+    assert (sft.optimizer.lr, sft.optimizer.warmup_steps, sft.optimizer.schedule) == (
+        1e-3,
+        20,
+        "constant",
+    )
+    assert (grpo.optimizer.lr, grpo.optimizer.betas, grpo.optimizer.min_lr_ratio) == (
+        8e-4,
+        (0.9, 0.99),
+        0.1,
+    )
     assert grpo.sampling == SamplingConfig(temperature=0.5, max_new_tokens=9)
     assert sft.sampling == SamplingConfig()
     for stage in config.stages:
@@ -75,9 +101,18 @@ def test_quickstart_resolves(write):
         assert stage.yardstick == stage.rewards
         assert stage.evaluation == EvaluationConfig()
         assert stage.checkpoint == CheckpointConfig()
-        assert (stage.learner.kind, stage.learner.micro_batch_tokens, stage.generator.kind) == ("local", "auto", "engine")
+        assert (stage.learner.kind, stage.learner.micro_batch_tokens, stage.generator.kind) == (
+            "local",
+            "auto",
+            "engine",
+        )
     algorithm = grpo.algorithm
-    assert (algorithm.advantage.scale, algorithm.loss.clip_low, algorithm.loss.clip_high, algorithm.kl.coef) == (
+    assert (
+        algorithm.advantage.scale,
+        algorithm.loss.clip_low,
+        algorithm.loss.clip_high,
+        algorithm.kl.coef,
+    ) == (
         "std",
         0.2,
         0.2,
@@ -106,22 +141,27 @@ def test_defaults_at_the_top_reach_every_stage_and_stages_win(write):
         """)
     )
     sft, grpo = config.stages
-    assert (sft.name, sft.algorithm.kind, sft.environment.digits) == ("sft", "sft", 3)  # another kind replaces
-    assert (grpo.name, grpo.algorithm.group_size, grpo.algorithm.loss.clip_high) == ("grpo", 6, 0.3)  # the same joins
+    # another kind replaces
+    assert (sft.name, sft.algorithm.kind, sft.environment.digits) == ("sft", "sft", 3)
+    # the same joins
+    assert (grpo.name, grpo.algorithm.group_size, grpo.algorithm.loss.clip_high) == ("grpo", 6, 0.3)
     assert grpo.environment.kind == "arithmetic"
     assert grpo.environment.digits == 2  # the default of arithmetic, not the 3 of sorting
     assert (sft.optimizer.lr, grpo.optimizer.lr, grpo.optimizer.warmup_steps) == (1e-4, 1e-5, 5)
 
 
 def test_evaluation_is_judged_by_the_environments_own_reward_whatever_shapes_training(write):
-    path = write(SINGLE + "rewards: [{kind: countdown, weight: 2, partial: 0.1}, {kind: exact_match}]\n")
+    path = write(
+        SINGLE + "rewards: [{kind: countdown, weight: 2, partial: 0.1}, {kind: exact_match}]\n"
+    )
     stage = load_config(path).stages[0]
     assert [(r.kind, r.weight) for r in stage.rewards] == [("countdown", 2.0), ("exact_match", 1.0)]
     assert [r.kind for r in stage.yardstick] == ["exact_match"]
 
 
 @pytest.mark.parametrize(
-    "text", [QUICKSTART, SINGLE, SINGLE + "name: '1e-3'\nsampling: {stop: ['off', '010', '12:30', '~']}\n"]
+    "text",
+    [QUICKSTART, SINGLE, SINGLE + "name: '1e-3'\nsampling: {stop: ['off', '010', '12:30', '~']}\n"],
 )
 def test_a_resolved_config_loads_to_an_equal_object(write, text):
     config = load_config(write(text))
@@ -137,11 +177,18 @@ def test_equality_sees_every_leaf(write):
 
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(st.characters(exclude_categories=["C"]))
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["C"])),
 )
 trees = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.from_regex(r"\A[a-z_]{1,6}\Z"), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.from_regex(r"\A[a-z_]{1,6}\Z"), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -189,7 +236,10 @@ def test_anchors_and_merge_keys(write):
             """)
         )
     )
-    assert [(s.optimizer.lr, s.optimizer.eps) for s in config.stages] == [(1e-4, 1e-7), (1e-5, 1e-7)]
+    assert [(s.optimizer.lr, s.optimizer.eps) for s in config.stages] == [
+        (1e-4, 1e-7),
+        (1e-5, 1e-7),
+    ]
 
 
 # --- extends
@@ -197,7 +247,11 @@ def test_anchors_and_merge_keys(write):
 
 def test_extends_starts_from_another_recipe(write):
     write(QUICKSTART, "base/quick.yaml")
-    path = write("extends: ../base/quick.yaml\nseed: 3\nevaluation: {tasks: 64}\nstages: {grpo: {steps: 30}}\n", "mine/x.yaml")
+    path = write(
+        "extends: ../base/quick.yaml\nseed: 3\nevaluation: {tasks: 64}\nstages: {grpo: {steps: "
+        "30}}\n",
+        "mine/x.yaml",
+    )
     config = load_config(path)
     assert (config.name, config.seed) == ("x", 3)  # a variant is another run
     assert [stage.evaluation.tasks for stage in config.stages] == [64, 64]
@@ -230,7 +284,8 @@ def test_a_default_that_inherited_stages_set_themselves_is_refused(write):
     write(QUICKSTART, "quick.yaml")
     message = refusal(write("extends: quick.yaml\nsteps: 7\n"))
     assert message.endswith(
-        "recipe.yaml:2: steps: has no effect, the stages set it themselves: set stages.sft.steps or stages.grpo.steps instead"
+        "recipe.yaml:2: steps: has no effect, the stages set it themselves: set stages.sft.steps "
+        "or stages.grpo.steps instead"
     )
 
 
@@ -249,7 +304,13 @@ def test_overrides_by_name_position_and_yaml_value(write):
     path = write(QUICKSTART)
     config = load_config(
         path,
-        ["seed=5", "stages.grpo.steps=20", "stages.0.steps=30", "stages.1.optimizer.betas.1=0.95", "evaluation={tasks: 8}"],
+        [
+            "seed=5",
+            "stages.grpo.steps=20",
+            "stages.0.steps=30",
+            "stages.1.optimizer.betas.1=0.95",
+            "evaluation={tasks: 8}",
+        ],
     )
     assert (config.seed, config.stages[0].steps, config.stages[1].steps) == (5, 30, 20)
     assert config.stages[1].optimizer.betas == (0.9, 0.95)
@@ -260,14 +321,18 @@ def test_a_single_stage_answers_to_its_name_and_to_the_top(write):
     path = write(SINGLE)
     for override in ("steps=7", "stages.grpo.steps=7", "stages.0.steps=7"):
         assert load_config(path, [override]).stages[0].steps == 7
-    assert "stages.sft: there is no 'sft' here; there are grpo" in refusal(path, ["stages.sft.steps=7"])
+    assert "stages.sft: there is no 'sft' here; there are grpo" in refusal(
+        path, ["stages.sft.steps=7"]
+    )
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_order_of_overrides_means_nothing(write, order):
     texts = ["environment.kind=arithmetic", "environment.digits=5"][::order]
     environment = (
-        load_config(write(SINGLE.replace("{kind: sorting}", "{kind: sorting, digits: 7}")), texts).stages[0].environment
+        load_config(write(SINGLE.replace("{kind: sorting}", "{kind: sorting, digits: 7}")), texts)
+        .stages[0]
+        .environment
     )
     assert (environment.kind, environment.digits) == ("arithmetic", 5)
 
@@ -278,11 +343,19 @@ def test_the_last_of_two_overrides_of_one_key_wins(write):
 
 def test_overrides_of_rewards_by_position(write):
     path = write(SINGLE + "rewards: [{kind: exact_match}, {kind: countdown}]\n")
-    assert [r.weight for r in load_config(path, ["rewards.1.weight=0.5"]).stages[0].rewards] == [1.0, 0.5]
+    assert [r.weight for r in load_config(path, ["rewards.1.weight=0.5"]).stages[0].rewards] == [
+        1.0,
+        0.5,
+    ]
 
 
 def test_null_switches_off_what_may_be_off(write):
-    assert load_config(write(SINGLE), ["optimizer.max_grad_norm=null"]).stages[0].optimizer.max_grad_norm is None
+    assert (
+        load_config(write(SINGLE), ["optimizer.max_grad_norm=null"])
+        .stages[0]
+        .optimizer.max_grad_norm
+        is None
+    )
 
 
 # --- files
@@ -292,10 +365,15 @@ def test_files_that_are_no_recipe(write, tmp_path):
     assert "is empty: a recipe needs" in refusal(write("# nothing\n"))
     assert "must hold keys and values (`model: ...`), not a list" in refusal(write("- 1\n"))
     assert "not a single value" in refusal(write("words\n"))
-    assert "recipe.yaml:2, column 2: is not YAML: expected ',' or ']', but got ':'" in refusal(write("a: [1\nb: 2\n"))
+    assert "recipe.yaml:2, column 2: is not YAML: expected ',' or ']', but got ':'" in refusal(
+        write("a: [1\nb: 2\n")
+    )
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"name: caf\xe9\n")
-    assert "latin.yaml is not UTF-8 text: byte 0xe9 at offset 9, in line 1: save it as UTF-8" in refusal(latin)
+    assert (
+        "latin.yaml is not UTF-8 text: byte 0xe9 at offset 9, in line 1: save it as UTF-8"
+        in refusal(latin)
+    )
     assert "is a directory" in refusal(tmp_path)
     assert "an anchor contains itself" in refusal(write("a: &x {b: *x}\n"))
 
@@ -306,8 +384,9 @@ def test_a_missing_file_names_one_nearby(write, tmp_path):
     assert refusal(tmp_path / "quickstart").endswith(f"did you mean {path}?")
     assert "there is no folder" in refusal(tmp_path / "absent" / "x.yaml")
     write("extends: quickstrt.yaml\n", "variant.yaml")
-    assert f"variant.yaml:1: extends: there is no recipe {tmp_path / 'quickstrt.yaml'}: did you mean {path}?" in refusal(
-        tmp_path / "variant.yaml"
+    assert (
+        f"variant.yaml:1: extends: there is no recipe {tmp_path / 'quickstrt.yaml'}: did you mean "
+        f"{path}?" in refusal(tmp_path / "variant.yaml")
     )
 
 
@@ -324,7 +403,9 @@ class Hosted(Section):
 def test_secrets_are_redacted_in_a_saved_config(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "hosted_for_test", type(sys)("hosted_for_test"))
     sys.modules["hosted_for_test"].Hosted = Hosted
-    text = SINGLE.replace("{kind: sorting}", "{kind: 'hosted_for_test:Hosted', api_key: s3cret, stop_tokens: 4}")
+    text = SINGLE.replace(
+        "{kind: sorting}", "{kind: 'hosted_for_test:Hosted', api_key: s3cret, stop_tokens: 4}"
+    )
     dumped = dump_config(load_config(write(text)))
     assert "s3cret" not in dumped
     assert REDACTED in dumped
@@ -337,10 +418,13 @@ def test_secrets_are_redacted_in_a_saved_config(write, monkeypatch):
 def test_reading_and_checking_a_recipe_imports_neither_torch_nor_transformers(write):
     path = write(QUICKSTART)
     code = (
-        "import sys; from ratchet.config.describe import describe; from ratchet.config.loader import dump_config, load_config; "
-        "from ratchet.config.key_paths import leaf_keys; from ratchet.config.schema import RunConfig; "
+        "import sys; from ratchet.config.describe import describe; from ratchet.config.loader "
+        "import dump_config, load_config; "
+        "from ratchet.config.key_paths import leaf_keys; from ratchet.config.schema import "
+        "RunConfig; "
         "from ratchet.errors import ConfigError\n"
-        f"config = load_config({str(path)!r}); describe(config); dump_config(config); leaf_keys(RunConfig)\n"
+        f"config = load_config({str(path)!r}); describe(config); dump_config(config); "
+        "leaf_keys(RunConfig)\n"
         f"try: load_config({str(path)!r}, ['group_sise=3'])\n"
         "except ConfigError: pass\n"
         "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules), sorted(sys.modules)"
@@ -359,5 +443,8 @@ def test_a_run_config_can_be_made_in_python():
         "evaluation": {"tasks": 4},
     }
     config = RunConfig(model={"preset": "tiny"}, tokenizer={"kind": "bytes"}, stages=[stage])
-    assert (config.stages[0].environment.kind, config.stages[0].environment.digits) == ("sorting", 3)
+    assert (config.stages[0].environment.kind, config.stages[0].environment.digits) == (
+        "sorting",
+        3,
+    )
     assert "{kind: sorting, digits: 3}" in dump_config(config)

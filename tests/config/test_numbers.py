@@ -14,7 +14,19 @@ from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError
 
 NUMBERS = {int, float, type(None)}
-NO_NUMBERS = [math.nan, math.inf, -math.inf, 1e309, -(10**400), 10**400, True, False, "1", "nan", "1e-3"]
+NO_NUMBERS = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e309,
+    -(10**400),
+    10**400,
+    True,
+    False,
+    "1",
+    "nan",
+    "1e-3",
+]
 HUGE = [2**63, 10**12, -(10**12), 1e12, 2**31]
 RECIPE = """
 model: {preset: tiny}
@@ -56,9 +68,18 @@ def test_no_section_takes_what_is_no_number():
 
 @pytest.mark.fault("C14")
 def test_no_whole_number_is_taken_that_no_run_could_hold():
-    wholes = [(s, n) for s, n in numeric() if int in _leaf_types(s.model_fields[n].annotation) and n != "seed"]
+    wholes = [
+        (s, n)
+        for s, n in numeric()
+        if int in _leaf_types(s.model_fields[n].annotation) and n != "seed"
+    ]
     assert len(wholes) > 120
-    taken = [f"{s.__name__}.{n}={value}" for s, n in wholes for value in HUGE if not is_refused(s, n, value)]
+    taken = [
+        f"{s.__name__}.{n}={value}"
+        for s, n in wholes
+        for value in HUGE
+        if not is_refused(s, n, value)
+    ]
     assert taken == []
 
 
@@ -72,16 +93,32 @@ def test_a_seed_has_63_bits(seed):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("batch_size=2000000000", r"batch_size=2,000,000,000 of 8 attempts .*\. Set batch_size=1250000 or less\."),
-        ("algorithm.group_size=2000000000", r"batch_size=\d+ of 2,000,000,000 attempts each is more than"),
-        ("evaluation.tasks=2000000000", r"evaluation\.tasks=2,000,000,000 makes .* Set evaluation\.tasks=10000000 or less\."),
-        ("evaluation.samples=2000000000", r"evaluation\.tasks=512 makes 1,024,000,000,512 attempts"),
+        (
+            "batch_size=2000000000",
+            r"batch_size=2,000,000,000 of 8 attempts .*\. Set batch_size=1250000 or less\.",
+        ),
+        (
+            "algorithm.group_size=2000000000",
+            r"batch_size=\d+ of 2,000,000,000 attempts each is more than",
+        ),
+        (
+            "evaluation.tasks=2000000000",
+            r"evaluation\.tasks=2,000,000,000 makes .* Set evaluation\.tasks=10000000 or less\.",
+        ),
+        (
+            "evaluation.samples=2000000000",
+            r"evaluation\.tasks=512 makes 1,024,000,000,512 attempts",
+        ),
         ("steps=1000000000000", r"steps: 1000000000000 must be at most 2147483647"),
         (
             "sampling.temperature=1e-40",
-            r"sampling\.temperature: temperature=1e-40 is too small.* Set temperature=0 \(greedy\) or",
+            r"sampling\.temperature: temperature=1e-40 is too small.* Set temperature=0 \(greedy\) "
+            r"or",
         ),
-        ("evaluation.temperature=1e-40", r"evaluation\.temperature: temperature=1e-40 is too small"),
+        (
+            "evaluation.temperature=1e-40",
+            r"evaluation\.temperature: temperature=1e-40 is too small",
+        ),
         ("optimizer.lr=.nan", "optimizer.lr: nan must be a finite number"),
         ("optimizer.lr=1e999", "optimizer.lr: inf must be a finite number"),
         ("optimizer.betas=[0.9, .inf]", r"optimizer\.betas.*must be a finite number"),
@@ -99,5 +136,7 @@ def test_check_refuses_what_vllm_would_sample_otherwise(tmp_path):
     path.write_text(RECIPE, encoding="utf-8")
     for generator in ("{kind: vllm}", "{kind: workers, of: {kind: vllm}}"):
         for key in ("sampling", "evaluation"):
-            with pytest.raises(ConfigError, match=rf"{key}\.temperature=0\.001, .* would take 0\.01 instead"):
+            with pytest.raises(
+                ConfigError, match=rf"{key}\.temperature=0\.001, .* would take 0\.01 instead"
+            ):
                 load_config(path, [f"generator={generator}", f"{key}.temperature=0.001"])

@@ -90,14 +90,20 @@ def package(monkeypatch):
 def construct(section, *context):
     """As the composition root does."""
     module, _, name = section.builds.partition(":")
-    return getattr(sys.modules.get(module) or __import__(module, fromlist=[name]), name)(section, *context)
+    return getattr(sys.modules.get(module) or __import__(module, fromlist=[name]), name)(
+        section, *context
+    )
 
 
 @pytest.mark.parametrize("name", ["Maze", "Annotated"])
 def test_a_class_with_a_section_is_built_with_it(name):
     section = resolve("environment", {"kind": f"maze_for_test:{name}", "width": 7})
     assert isinstance(section, MazeConfig)
-    assert (section.kind, section.width, section.default_reward) == (f"maze_for_test:{name}", 7, "exact_match")
+    assert (section.kind, section.width, section.default_reward) == (
+        f"maze_for_test:{name}",
+        7,
+        "exact_match",
+    )
     assert construct(section).config.width == 7
     assert section == resolve("environment", section.model_dump())
 
@@ -126,7 +132,11 @@ def test_a_plain_function_is_a_reward_with_its_options_bound():
     [
         ("environment", "maze_for_test:Variadic", r"takes '\*sizes: int', which has no keys"),
         ("environment", "maze_for_test:Unreadable", "can't be read from YAML"),
-        ("rewards", "maze_for_test:Reserved", "parameter 'weight' of 'maze_for_test:Reserved' is a key that every section has"),
+        (
+            "rewards",
+            "maze_for_test:Reserved",
+            "parameter 'weight' of 'maze_for_test:Reserved' is a key that every section has",
+        ),
         ("environment", "maze_for_test:Foreign", "must derive from ratchet.config.base.Section"),
         ("environment", "maze_for_test:CONSTANT", "neither a class nor a function"),
         ("environment", "maze_for_test:Maz", "did you mean 'maze_for_test:Maze'"),
@@ -154,13 +164,28 @@ def test_each_built_in_kind_is_there_and_knows_its_name(slot, kind):
 
 
 ALGORITHMS = ("policy_gradient", "preference", "distillation", "reward_model", "supervised")
-ENVIRONMENTS = ("", "adapters_", "code_", "dataset_", "games_", "mixture_", "terminal_", "tool_", "vision_", "workers_")
+ENVIRONMENTS = (
+    "",
+    "adapters_",
+    "code_",
+    "dataset_",
+    "games_",
+    "mixture_",
+    "terminal_",
+    "tool_",
+    "vision_",
+    "workers_",
+)
 MODULES = {
     "algorithm": [f"algorithms.config.{name}" for name in ALGORITHMS],
     "advantage": ["algorithms.config.advantages"],
     "policy_loss": ["algorithms.config.policy_losses"],
     "shaping": ["algorithms.config.shaping"],
-    "environment": [*(f"environments.{name}config" for name in ENVIRONMENTS), "environments.vlm", "experience.config"],
+    "environment": [
+        *(f"environments.{name}config" for name in ENVIRONMENTS),
+        "environments.vlm",
+        "experience.config",
+    ],
     "tool": ["environments.tools.config"],
     "rewards": ["rewards.config"],
     "optimizer": ["config.schema", "learners.optimizer_config"],
@@ -169,7 +194,14 @@ MODULES = {
     "tokenizer": ["data.config"],
 }
 # bases of kinds, and lone parts
-NO_KINDS = {"PreferenceConfig", "DistillationConfig", "Estimator", "PolicyLoss", "CorrectionConfig", "StaleCorrectionConfig"}
+NO_KINDS = {
+    "PreferenceConfig",
+    "DistillationConfig",
+    "Estimator",
+    "PolicyLoss",
+    "CorrectionConfig",
+    "StaleCorrectionConfig",
+}
 
 
 @pytest.mark.parametrize("slot", MODULES)
@@ -177,8 +209,14 @@ def test_the_table_holds_every_section_that_its_package_declares(slot):
     declared = set()
     for name in MODULES[slot]:
         module = importlib.import_module(f"ratchet.{name}")
-        declared |= {c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__}
-    kinds = {c for c in declared if issubclass(c, Section) and c.builds and c.__name__ not in NO_KINDS}
+        declared |= {
+            c
+            for c in vars(module).values()
+            if inspect.isclass(c) and c.__module__ == module.__name__
+        }
+    kinds = {
+        c for c in declared if issubclass(c, Section) and c.builds and c.__name__ not in NO_KINDS
+    }
     assert {f"{c.__module__}:{c.__qualname__}" for c in kinds} == set(KINDS[slot].values())
 
 

@@ -15,7 +15,10 @@ def write(tmp_path, content: bytes):
 
 
 def test_rows_carry_their_line_numbers_and_keep_unasked_columns(tmp_path):
-    path = write(tmp_path, b'{"question": "1+1", "answer": "2", "level": 3}\n\n{"question": "2+2", "answer": "4"}')
+    path = write(
+        tmp_path,
+        b'{"question": "1+1", "answer": "2", "level": 3}\n\n{"question": "2+2", "answer": "4"}',
+    )
     assert list(read_jsonl(path, QA)) == [
         Row(1, {"question": "1+1", "answer": "2", "level": 3}),
         Row(3, {"question": "2+2", "answer": "4"}),
@@ -45,9 +48,18 @@ def test_an_integer_is_a_number_but_true_is_not(tmp_path):
 MALFORMED = [
     (b"", ": the file holds no rows"),
     (b"\n \n\r\n", ": the file holds no rows"),
-    (b'{"question": "q", "answer": "a"', ", line 1 col 32: malformed JSON: Expecting ',' delimiter"),
-    (b'{"question": "q" "answer": "a"}', ", line 1 col 18: malformed JSON: Expecting ',' delimiter"),
-    (b"{'question': 1}", ", line 1 col 2: malformed JSON: Expecting property name enclosed in double quotes"),
+    (
+        b'{"question": "q", "answer": "a"',
+        ", line 1 col 32: malformed JSON: Expecting ',' delimiter",
+    ),
+    (
+        b'{"question": "q" "answer": "a"}',
+        ", line 1 col 18: malformed JSON: Expecting ',' delimiter",
+    ),
+    (
+        b"{'question': 1}",
+        ", line 1 col 2: malformed JSON: Expecting property name enclosed in double quotes",
+    ),
     (
         b'{"question": "q", "answer": "a"}\n{"question": "q\n',
         ", line 2 col 14: malformed JSON: Unterminated string starting at",
@@ -56,16 +68,28 @@ MALFORMED = [
     (b'{"question": "q", "answer": "a"} {}', ", line 1 col 34: malformed JSON: Extra data"),
     (b"\xef\xbb\xbfoops", ", line 1 col 1: malformed JSON: Expecting value"),
     (b'{"question": "q", "answer": NaN}', ", line 1: malformed JSON: NaN is not a JSON number"),
-    (b'{"question": "q", "question": "r"}', ", line 1: malformed JSON: key 'question' appears twice in one object"),
+    (
+        b'{"question": "q", "question": "r"}',
+        ", line 1: malformed JSON: key 'question' appears twice in one object",
+    ),
     (b"[" * 100_000, ", line 1: malformed JSON: nested more than 100 deep"),
     (b'["question", "answer"]', ', line 1: holds an array, must be an object such as {"key": ...}'),
     (b"null", ', line 1: holds null, must be an object such as {"key": ...}'),
     (b'"question"', ', line 1: holds a string, must be an object such as {"key": ...}'),
-    (b'{"question": "q", "solution": "a"}', ", line 1: no column 'answer'; the row has question, solution"),
+    (
+        b'{"question": "q", "solution": "a"}',
+        ", line 1: no column 'answer'; the row has question, solution",
+    ),
     (b"{}", ", line 1: no column 'question'; the row has no columns"),
     (b'{"question": "q", "answer": null}', ", line 1: column 'answer' is null, must be a string"),
-    (b'\n{"question": "q", "answer": 72}', ", line 2: column 'answer' is an integer, must be a string"),
-    (b'{"question": ["q"], "answer": "a"}', ", line 1: column 'question' is an array, must be a string"),
+    (
+        b'\n{"question": "q", "answer": 72}',
+        ", line 2: column 'answer' is an integer, must be a string",
+    ),
+    (
+        b'{"question": ["q"], "answer": "a"}',
+        ", line 1: column 'question' is an array, must be a string",
+    ),
     (
         b'{"question": "q", "answer": "a"}\n{"question": "caf\xe9"}\n',
         ", line 2: not UTF-8: byte 0xe9 at offset 17 of the line, 50 of the file",
@@ -73,7 +97,8 @@ MALFORMED = [
     (b"\xef\xbb\xbf\xff", ", line 1: not UTF-8: byte 0xff at offset 3 of the line, 3 of the file"),
     (
         b'{"question": "\\ud83d", "answer": "a"}',
-        ", line 1: column 'question' holds half of a surrogate pair (\\ud800 to \\udfff), which is no text",
+        ", line 1: column 'question' holds half of a surrogate pair (\\ud800 to \\udfff), which is "
+        "no text",
     ),
 ]
 

@@ -9,7 +9,11 @@ from ratchet.errors import DataError
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import Cancelled, Failed, Scored, Truncated
 
-ragged = st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=4), min_size=1, max_size=6)
+ragged = st.lists(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=4),
+    min_size=1,
+    max_size=6,
+)
 
 
 def build(shape):
@@ -18,7 +22,12 @@ def build(shape):
         make_group(
             f"g{g}",
             [
-                make_trajectory([next(token) for _ in range(p)], [next(token) for _ in range(c)], reward=float(i), attempt=i)
+                make_trajectory(
+                    [next(token) for _ in range(p)],
+                    [next(token) for _ in range(c)],
+                    reward=float(i),
+                    attempt=i,
+                )
                 for i, (p, c) in enumerate(rows)
             ],
         )
@@ -30,8 +39,18 @@ def build(shape):
 def test_two_groups_by_hand():
     batch = pack(
         [
-            make_group("a", [make_trajectory([1, 2], [3], reward=1.0), make_trajectory([1, 2], [4, 5], reward=0.5, attempt=1)]),
-            make_group("b", [make_trajectory([6], [7], outcome=Truncated(0.0), temperature=0.5)], tag="maths"),
+            make_group(
+                "a",
+                [
+                    make_trajectory([1, 2], [3], reward=1.0),
+                    make_trajectory([1, 2], [4, 5], reward=0.5, attempt=1),
+                ],
+            ),
+            make_group(
+                "b",
+                [make_trajectory([6], [7], outcome=Truncated(0.0), temperature=0.5)],
+                tag="maths",
+            ),
         ]
     )
     assert batch.tokens_T.tolist() == [1, 2, 3, 1, 2, 4, 5, 6, 7]
@@ -55,7 +74,12 @@ def test_failures_never_reach_a_batch():
     cancelled = make_trajectory([1], [2], outcome=Cancelled())
     unjudged = make_trajectory([1], [2], outcome=Truncated(None))
     good = make_trajectory([1], [3], outcome=Scored(1.0), attempt=3)
-    batch = pack([make_group("all fail", [broken, cancelled]), make_group("one survives", [broken, unjudged, good])])
+    batch = pack(
+        [
+            make_group("all fail", [broken, cancelled]),
+            make_group("one survives", [broken, unjudged, good]),
+        ]
+    )
     assert batch.group_ids == ("one survives",)
     assert batch.attempt_S.tolist() == [3]
     nothing = pack([make_group("all fail", [broken, cancelled])])
@@ -65,7 +89,15 @@ def test_failures_never_reach_a_batch():
 
 def test_baseline_rows_are_packed_but_never_train():
     batch = pack(
-        [make_group("g", [make_trajectory([1], [2], reward=1.0), make_trajectory([1], [3], reward=0.0, use="baseline")])]
+        [
+            make_group(
+                "g",
+                [
+                    make_trajectory([1], [2], reward=1.0),
+                    make_trajectory([1], [3], reward=0.0, use="baseline"),
+                ],
+            )
+        ]
     )
     assert batch.trainable_T.tolist() == [False, True, False, False]
     assert batch.train_S.tolist() == [True, False]
@@ -95,7 +127,9 @@ def test_round_trip(shape):
     groups = build(shape)
     batch = pack(groups)
     rows = [t for group in groups for t in group.trajectories]
-    for row, (start, length) in enumerate(zip(batch.starts_S.tolist(), batch.lengths_S.tolist(), strict=True)):
+    for row, (start, length) in enumerate(
+        zip(batch.starts_S.tolist(), batch.lengths_S.tolist(), strict=True)
+    ):
         piece = slice(start, start + length)
         assert np.array_equal(batch.tokens_T[piece].numpy(), rows[row].tokens)
         assert np.array_equal(batch.rollout_logprobs_T[piece].numpy(), rows[row].rollout_logprobs)

@@ -1,4 +1,5 @@
-"""Media in rendered conversations: which tokens stand for them, where they lie, and what is refused."""
+"""Media in rendered conversations: which tokens stand for them, where they lie, and what is
+refused."""
 
 import base64
 import pickle
@@ -35,7 +36,9 @@ def test_a_placeholder_becomes_as_many_tokens_as_the_model_gives_embeddings(fami
     assert text(made, tokens) == f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"
     first, second = made.media(tokens, messages)
     assert [(one.start, one.medium.span) for one in (first, second)] == [(7, 4), (14, 6)]
-    assert [text(made, tokens[one.start : one.start + one.medium.span]) for one in (first, second)] == [PAD * 4, PAD * 6]
+    assert [
+        text(made, tokens[one.start : one.start + one.medium.span]) for one in (first, second)
+    ] == [PAD * 4, PAD * 6]
     assert first.medium.inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
     assert first.medium.inputs["pixel_values"].shape == (16, 3 * 2 * 8 * 8)
     assert first.medium.source == file_of(messages[0].content[0])
@@ -89,9 +92,17 @@ def test_what_users_type_is_no_placeholder():
 
 def test_supervised_rows_train_on_no_token_of_a_medium():
     made = renderer()
-    messages = [asked(picture(1), "?"), Message("assistant", "a"), asked(picture(2, 48)), Message("assistant", "bc")]
+    messages = [
+        asked(picture(1), "?"),
+        Message("assistant", "a"),
+        asked(picture(2, 48)),
+        Message("assistant", "bc"),
+    ]
     tokens, trainable = made.supervised(messages, train="all")
-    assert text(made, [token for token, on in zip(tokens, trainable, strict=True) if on]) == "a<|im_end|>bc<|im_end|>"
+    assert (
+        text(made, [token for token, on in zip(tokens, trainable, strict=True) if on])
+        == "a<|im_end|>bc<|im_end|>"
+    )
     assert [one.medium.span for one in made.media(tokens, messages)] == [4, 6]
 
 
@@ -107,15 +118,27 @@ def test_what_is_appended_to_a_sampled_turn_is_what_the_whole_conversation_has_t
     assert [*prompt, *sampled, *added] == made.prompt(conversation)
     whole, later = made.media(made.prompt(conversation), conversation), made.media(added, answers)
     start = len(prompt) + len(sampled)
-    assert [(start + one.start, one.medium.key) for one in later] == [(one.start, one.medium.key) for one in whole[1:]]
+    assert [(start + one.start, one.medium.key) for one in later] == [
+        (one.start, one.medium.key) for one in whole[1:]
+    ]
 
 
 def test_messages_and_placeholders_have_to_agree():
     tokenizer = load_tokenizer(model_directory())
-    twice = "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<|image_pad|><|image_pad|>{% endif %}"
-    doubled = Renderer(tokenizer, twice + "{% endfor %}{{ m.role }}{% endfor %}", processor=processor())
-    none = Renderer(tokenizer, "{% for m in messages %}{{ m.role }}{% endfor %}", processor=processor())
-    for made, words in ((doubled, "1 x image, .* placeholders for 2 x image"), (none, "1 x image, .* for no media")):
+    twice = (
+        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' "
+        "%}<|image_pad|><|image_pad|>{% endif %}"
+    )
+    doubled = Renderer(
+        tokenizer, twice + "{% endfor %}{{ m.role }}{% endfor %}", processor=processor()
+    )
+    none = Renderer(
+        tokenizer, "{% for m in messages %}{{ m.role }}{% endfor %}", processor=processor()
+    )
+    for made, words in (
+        (doubled, "1 x image, .* placeholders for 2 x image"),
+        (none, "1 x image, .* for no media"),
+    ):
         with pytest.raises(DataError, match=words):
             made._with_media([(t, None) for t in tokenizer.encode(made.template.render([asked(picture(1))], None, prompt=True),
                                                                  allow_special=True)], [asked(picture(1))])  # fmt: skip
@@ -129,9 +152,18 @@ def test_messages_and_placeholders_have_to_agree():
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (Part("audio", "data:audio/wav;base64,AAAA"), "message 1 has a part of the type 'audio', and the model reads image"),
-        (Part("image", "data:image/png;base64,AAAA"), "message 1: data:image/png;base64,...: is no whole image"),
-        (Part("image", "data:image/png;base64,"), "message 1: data:image/png;base64,...: the file is empty"),
+        (
+            Part("audio", "data:audio/wav;base64,AAAA"),
+            "message 1 has a part of the type 'audio', and the model reads image",
+        ),
+        (
+            Part("image", "data:image/png;base64,AAAA"),
+            "message 1: data:image/png;base64,...: is no whole image",
+        ),
+        (
+            Part("image", "data:image/png;base64,"),
+            "message 1: data:image/png;base64,...: the file is empty",
+        ),
         (Part("image", "/nowhere/a.png"), "message 1: /nowhere/a.png: can't be read"),
         (Part("image", "https://localhost:1/a.png"), "message 1: .*urls: true"),
     ],
@@ -145,7 +177,9 @@ def test_a_damaged_picture_and_one_that_the_processor_refuses():
     part = picture(1, 64, 64)
     head, _, body = part.value.partition(",")
     cut = replace(part, value=f"{head},{body[: len(body) // 8 * 4]}")
-    with pytest.raises(DataError, match=r"message 0: data:image/png;base64,\.\.\.: .*damaged or cut off"):
+    with pytest.raises(
+        DataError, match=r"message 0: data:image/png;base64,\.\.\.: .*damaged or cut off"
+    ):
         renderer().prompt([asked(cut)])
     with pytest.raises(DataError, match=r"the model's processor refuses the image: .*aspect ratio"):
         renderer().prompt([asked(picture(1, 2010, 10))])
@@ -153,7 +187,9 @@ def test_a_damaged_picture_and_one_that_the_processor_refuses():
 
 def test_a_model_of_text_alone_says_that_it_reads_no_pictures(tmp_path):
     tokenizer = load_tokenizer(model_directory())
-    with pytest.raises(DataError, match="message 0 has a part of the type 'image', and the model reads text alone"):
+    with pytest.raises(
+        DataError, match="message 0 has a part of the type 'image', and the model reads text alone"
+    ):
         Renderer(tokenizer).prompt([asked(picture(1))])
     assert Renderer(tokenizer).media([1, 2], [Message("user", "u")]) == ()
     assert Renderer(tokenizer).stray([tokenizer.token_id(PAD)]) is None

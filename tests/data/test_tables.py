@@ -1,4 +1,5 @@
-"""Rows by number from files of every form, here and in an object store; what is wrong with a file is said by name."""
+"""Rows by number from files of every form, here and in an object store; what is wrong with a file
+is said by name."""
 
 import gzip
 import json
@@ -24,7 +25,9 @@ def as_jsonl(rows):
 
 
 def as_csv(rows):
-    return ("question,answer\r\n" + "".join(f'"{row["question"]}",{row["answer"]}\r\n' for row in rows)).encode()
+    return (
+        "question,answer\r\n" + "".join(f'"{row["question"]}",{row["answer"]}\r\n' for row in rows)
+    ).encode()
 
 
 def as_parquet(rows, group=3):
@@ -88,7 +91,11 @@ def test_lines_are_counted_as_editors_do_and_other_rows_from_1(tmp_path):
     assert [table.where(i).rpartition("/")[2] for i in (0, 1, 2, 3, 4, 13)] == [
         "a.jsonl, line 2", "a.jsonl, line 4", "b.csv, line 2", "b.csv, line 5", "c.parquet, row 1", "c.parquet, row 10",
     ]  # fmt: skip
-    assert [table.row(i).values for i in (1, 2, 3)] == [{"x": 2}, {"x": "1\n2", "y": "a"}, {"x": "3", "y": None}]
+    assert [table.row(i).values for i in (1, 2, 3)] == [
+        {"x": 2},
+        {"x": "1\n2", "y": "a"},
+        {"x": "3", "y": None},
+    ]
     assert table.blocks == [2, 2, 3, 3, 3, 1]
 
 
@@ -127,16 +134,20 @@ BROKEN = [
     ("a.parquet", b"", ": no Parquet file, or not whole"),
     ("a.parquet", FORMS["rows.parquet"][:-9], ": no Parquet file, or not whole"),
     ("a.arrow", b"no arrow at all", ": no Arrow file, or not whole"),
-    ("a.jsonl", as_jsonl(ROWS[:5] * 2) + b"\n{oops\n", ", line 12 col 2: malformed JSON: Expecting property name"),
+    ("a.jsonl", as_jsonl(ROWS[:5] * 2) + b"\n{oops\n", ", line 12 col 2: malformed JSON: Expecting "
+                                                       "property name"),
     ("a.json", b'[{"x": 1},\n {"x" 2}]', ", line 2 col 7: malformed JSON: Expecting ':' delimiter"),
     ("a.json", b'[{"x": 1}, 7]', ", row 2: holds an integer, must be an object"),
-    ("a.json", b'[{"x": 1},\n{"x": "\xe9"}]', ", line 2: not UTF-8: byte 0xe9 at offset 7 of the line, 18 of the file"),
+    ("a.json", b'[{"x": 1},\n{"x": "\xe9"}]', ", line 2: not UTF-8: byte 0xe9 at offset 7 of the "
+                                              "line, 18 of the file"),
     ("a.csv", b"x,x\n1,2\n", ", line 1: two columns are called 'x'"),
     ("a.csv", b"x,y\n1,2\n1\n", ", line 3: 1 values, and the header names 2 columns"),
     ("a.csv", b'x,y\n1,"2"3\n', ", line 2: malformed CSV: ',' expected after '\"'"),
-    ("a.csv", b"x,y\n1,\xe9\n", ", line 2: not UTF-8: byte 0xe9 at offset 2 of the line, 6 of the file"),
+    ("a.csv", b"x,y\n1,\xe9\n", ", line 2: not UTF-8: byte 0xe9 at offset 2 of the line, 6 of the "
+                                "file"),
     ("a.jsonl.gz", b"no gzip", ": can't be read: Not a gzipped file"),
-    ("a.jsonl.gz", gzip.compress(as_jsonl(ROWS), mtime=0)[:-12], ": can't be read: the gzip file ends too early"),
+    ("a.jsonl.gz", gzip.compress(as_jsonl(ROWS), mtime=0)[:-12], ": can't be read: the gzip file "
+                                                                 "ends too early"),
 ]  # fmt: skip
 
 
@@ -153,19 +164,27 @@ def test_a_line_without_end_is_not_read_into_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(jsonl, "MAX_ROW_BYTES", 1 << 20)
     path = tmp_path / "long.jsonl"
     path.write_bytes(b'{"x": 1}\n{"x": "' + b"y" * (1 << 20) + b'"}\n')
-    with pytest.raises(DataError, match=r"long.jsonl, line 2: longer than 1 MiB: write one row a line, or drop the row"):
+    with pytest.raises(
+        DataError,
+        match=r"long.jsonl, line 2: longer than 1 MiB: write one row a line, or drop the row",
+    ):
         open_table(path)
 
 
 def test_what_is_absent_or_unknown_is_said(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"absent.jsonl: can't be read: No such file or directory"):
         open_table(tmp_path / "absent.jsonl")
-    with pytest.raises(DataError, match=r"memory://absent.jsonl: can't be read: No such file or directory"):
+    with pytest.raises(
+        DataError, match=r"memory://absent.jsonl: can't be read: No such file or directory"
+    ):
         open_table("memory://absent.jsonl")
     with pytest.raises(DataError, match=r"nothing reads what://; there are .*memory"):
         open_table("what://a.jsonl")
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
-    with pytest.raises(MissingDependency, match=r"reading s3:// needs the package 's3fs': pip install 'ratchet\[stores\]'"):
+    with pytest.raises(
+        MissingDependency,
+        match=r"reading s3:// needs the package 's3fs': pip install 'ratchet\[stores\]'",
+    ):
         open_binary("s3://bucket/a.jsonl")
 
 
@@ -178,13 +197,29 @@ def test_each_pass_meets_every_row_once_in_an_order_of_its_own(blocks):
     passes = [[order.at(p) for p in range(start, start + rows)] for start in (0, rows, 2 * rows)]
     assert all(sorted(one) == list(range(rows)) for one in passes)
     assert rows == 1 or passes[0] != passes[1]
-    assert passes[1] == [Order(blocks, seed=1, name="x").at(p) for p in range(rows, 2 * rows)]  # of the position alone
-    assert [order.at(p) for p in (5 % rows, 2 * rows, 0)] == [passes[0][5 % rows], passes[2][0], passes[0][0]]
+    # of the position alone
+    assert passes[1] == [Order(blocks, seed=1, name="x").at(p) for p in range(rows, 2 * rows)]
+    assert [order.at(p) for p in (5 % rows, 2 * rows, 0)] == [
+        passes[0][5 % rows],
+        passes[2][0],
+        passes[0][0],
+    ]
     assert rows == 1 or passes[0] != [Order(blocks, seed=2, name="x").at(p) for p in range(rows)]
 
 
 def test_an_order_is_the_same_for_ever():
-    assert [Order([10], seed=0, name="x").at(p) for p in range(10)] == [3, 7, 1, 0, 9, 2, 5, 8, 4, 6]
+    assert [Order([10], seed=0, name="x").at(p) for p in range(10)] == [
+        3,
+        7,
+        1,
+        0,
+        9,
+        2,
+        5,
+        8,
+        4,
+        6,
+    ]
 
 
 def test_rows_are_mixed_within_a_window_of_blocks_only():

@@ -1,4 +1,5 @@
-"""The chat formats of nine model families: what trains is marked by hand as «...», ids are those of transformers.
+"""The chat formats of nine model families: what trains is marked by hand as «...», ids are those of
+transformers.
 
 The templates in tests/data/templates/ are our own texts for the published formats.
 """
@@ -28,7 +29,13 @@ DEEPSEEK_TOOLS += ("outputs▁begin", "output▁begin", "output▁end", "outputs
 # family: (special tokens, bos, eos, template variables)
 FAMILIES = {
     "llama3": (
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+        (
+            "<|begin_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+            "<|eom_id|>",
+        ),
         "<|begin_of_text|>",
         "<|eot_id|>",
         {"date_string": "26 Jul 2024"},
@@ -42,11 +49,22 @@ FAMILIES = {
         {},
     ),
     "gemma": (("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<bos>", "<eos>", {}),
-    "phi3": (("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"), None, "<|endoftext|>", {}),
+    "phi3": (
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
+        None,
+        "<|endoftext|>",
+        {},
+    ),
     "zephyr": (("<s>", "</s>"), "<s>", "</s>", {}),
     "llama2": (("<s>", "</s>"), "<s>", "</s>", {}),
     "deepseek-r1": (
-        ("<BOS>", "<EOS>", "<｜User｜>", "<｜Assistant｜>", *(f"<｜tool▁{name}｜>" for name in DEEPSEEK_TOOLS)),
+        (
+            "<BOS>",
+            "<EOS>",
+            "<｜User｜>",
+            "<｜Assistant｜>",
+            *(f"<｜tool▁{name}｜>" for name in DEEPSEEK_TOOLS),
+        ),
         "<BOS>",
         "<EOS>",
         {},
@@ -62,7 +80,10 @@ def tokenizer(family: str) -> Tokenizer:
     specials, bos, eos, _ = FAMILIES[family]
     backend = Backend.from_str(byte_bpe_tokenizer(CORPUS, 400)._backend.to_str())
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in specials])
-    backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])  # as Qwen3 has
+    # as Qwen3 has
+    backend.add_tokens(
+        [AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)]
+    )
     config = {"eos_token": eos} | ({"bos_token": bos} if bos else {})
     template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
     return Tokenizer(backend, config=config, chat_template=template)
@@ -85,7 +106,11 @@ def marked(family: str, tokens, trainable) -> str:
     return text
 
 
-SYSTEM, USER, YES = Message("system", "Be brief."), Message("user", "Is it?"), Message("assistant", "yes")
+SYSTEM, USER, YES = (
+    Message("system", "Be brief."),
+    Message("user", "Is it?"),
+    Message("assistant", "yes"),
+)
 MORE, NO = Message("user", "And now?"), Message("assistant", "no")
 CALL = Message("assistant", "", (ToolCall("abcdefghi", "add", {"a": 2, "b": "é"}),))
 RESULT = Message("tool", "4", tool_call_id="abcdefghi")
@@ -93,7 +118,10 @@ LLAMA3 = (
     "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
     "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
 )
-QWEN = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+QWEN = (
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+    "assistant.<|im_end|>\n"
+)
 TWO_TURNS, WITH_SYSTEM = [USER, YES, MORE, NO], [SYSTEM, USER, YES]
 WITH_TOOL = [USER, CALL, RESULT, YES]
 
@@ -116,7 +144,8 @@ EXPECTED = [
         "llama3",
         WITH_TOOL,
         LLAMA3 + "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nIs it?<|eot_id|>"
-        '<|start_header_id|>assistant<|end_header_id|>\n\n«{"name": "add", "parameters": {"a": 2, "b": "é"}}<|eot_id|>»'
+        '<|start_header_id|>assistant<|end_header_id|>\n\n«{"name": "add", "parameters": {"a": 2, '
+        '"b": "é"}}<|eot_id|>»'
         '<|start_header_id|>ipython<|end_header_id|>\n\n"4"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n«yes<|eot_id|>»',
     ),
     (
@@ -128,7 +157,8 @@ EXPECTED = [
     (
         "qwen2.5",
         WITH_SYSTEM,
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»",
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nIs "
+        "it?<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»",
     ),
     (
         "qwen3",
@@ -145,7 +175,8 @@ EXPECTED = [
     (
         "mistral",
         WITH_TOOL,
-        '<s>[INST] Is it?[/INST]«[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": "é"}, "id": "abcdefghi"}]</s>»'
+        '<s>[INST] Is it?[/INST]«[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2, "b": "é"}, '
+        '"id": "abcdefghi"}]</s>»'
         '[TOOL_RESULTS] {"content": 4, "call_id": "abcdefghi"}[/TOOL_RESULTS]« yes</s>»',
     ),
     (
@@ -157,18 +188,38 @@ EXPECTED = [
     (
         "phi3",
         TWO_TURNS,
-        "<|user|>\nIs it?<|end|>\n<|assistant|>\n«yes<|end|>»\n<|user|>\nAnd now?<|end|>\n<|assistant|>\n«no<|end|>»",
+        "<|user|>\nIs it?<|end|>\n<|assistant|>\n«yes<|end|>»\n<|user|>\nAnd "
+        "now?<|end|>\n<|assistant|>\n«no<|end|>»",
     ),
-    ("phi3", WITH_SYSTEM, "<|system|>\nBe brief.<|end|>\n<|user|>\nIs it?<|end|>\n<|assistant|>\n«yes<|end|>»"),
-    ("zephyr", TWO_TURNS, "<|user|>\nIs it?</s>\n<|assistant|>\n«yes</s>»\n<|user|>\nAnd now?</s>\n<|assistant|>\n«no</s>»"),
-    ("zephyr", WITH_SYSTEM, "<|system|>\nBe brief.</s>\n<|user|>\nIs it?</s>\n<|assistant|>\n«yes</s>»"),
-    ("llama2", TWO_TURNS, "<s>[INST] Is it? [/INST]« yes </s>»<s>[INST] And now? [/INST]« no </s>»"),
+    (
+        "phi3",
+        WITH_SYSTEM,
+        "<|system|>\nBe brief.<|end|>\n<|user|>\nIs it?<|end|>\n<|assistant|>\n«yes<|end|>»",
+    ),
+    (
+        "zephyr",
+        TWO_TURNS,
+        "<|user|>\nIs it?</s>\n<|assistant|>\n«yes</s>»\n<|user|>\nAnd "
+        "now?</s>\n<|assistant|>\n«no</s>»",
+    ),
+    (
+        "zephyr",
+        WITH_SYSTEM,
+        "<|system|>\nBe brief.</s>\n<|user|>\nIs it?</s>\n<|assistant|>\n«yes</s>»",
+    ),
+    (
+        "llama2",
+        TWO_TURNS,
+        "<s>[INST] Is it? [/INST]« yes </s>»<s>[INST] And now? [/INST]« no </s>»",
+    ),
     ("llama2", WITH_SYSTEM, "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nIs it? [/INST]« yes </s>»"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("family", "messages", "expected"), EXPECTED, ids=[f"{f}-{len(m)}-{m[0].role}" for f, m, _ in EXPECTED]
+    ("family", "messages", "expected"),
+    EXPECTED,
+    ids=[f"{f}-{len(m)}-{m[0].role}" for f, m, _ in EXPECTED],
 )
 def test_every_turn_of_the_assistant_trains_and_nothing_else(family, messages, expected):
     assert marked(family, *renderer(family).supervised(messages, train="all")) == expected
@@ -183,7 +234,9 @@ LAST = [
             MORE,
             Message("assistant", "<think>\nhm\n</think>\n\nno"),
         ],
-        "<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n"
+        "<|im_start|>user\nIs "
+        "it?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nAnd "
+        "now?<|im_end|>\n"
         "<|im_start|>assistant\n«<think>\nhm\n</think>\n\nno<|im_end|>»",
     ),
     (
@@ -195,7 +248,8 @@ LAST = [
     (
         "deepseek-r1",
         [USER, CALL, RESULT, YES],
-        "<BOS><｜User｜>Is it?<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
+        "<BOS><｜User｜>Is "
+        "it?<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
         '```json\n{"a": 2, "b": "é"}'
         "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><EOS><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>4<｜tool▁output▁end｜>"
         "<｜tool▁outputs▁end｜>«yes<EOS>»",
@@ -216,10 +270,13 @@ def test_only_the_last_turn_trains(family, messages, expected):
 
 def test_a_tool_call_in_between_keeps_qwen3s_reasoning():
     call = Message("assistant", "<think>\nadd\n</think>\n\n", CALL.tool_calls)
-    row = renderer("qwen3").supervised([USER, call, RESULT, Message("assistant", "<think>\nok\n</think>\n\n4")], train="all")
+    row = renderer("qwen3").supervised(
+        [USER, call, RESULT, Message("assistant", "<think>\nok\n</think>\n\n4")], train="all"
+    )
     assert marked("qwen3", *row) == (
         "<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\n"
-        '«<think>\nadd\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "é"}}\n</tool_call><|im_end|>»\n'
+        '«<think>\nadd\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": '
+        '"é"}}\n</tool_call><|im_end|>»\n'
         "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
         "«<think>\nok\n</think>\n\n4<|im_end|>»"
     )
@@ -232,7 +289,12 @@ def test_a_tool_call_in_between_keeps_qwen3s_reasoning():
         ("mistral", [SYSTEM, *TWO_TURNS], 2),
         (
             "deepseek-r1",
-            [USER, Message("assistant", "<think>\na</think>b"), MORE, Message("assistant", "<think>\nc</think>d")],
+            [
+                USER,
+                Message("assistant", "<think>\na</think>b"),
+                MORE,
+                Message("assistant", "<think>\nc</think>d"),
+            ],
             1,
         ),
     ],
@@ -244,7 +306,9 @@ def test_a_rewritten_turn_is_refused_by_number_with_the_fix(family, messages, tu
 
 
 def test_reasoning_that_the_prompt_opens_must_be_in_the_text():
-    with pytest.raises(DataError, match=r"message 1: .*prompt ends with '<think>\\n'.*put it there"):
+    with pytest.raises(
+        DataError, match=r"message 1: .*prompt ends with '<think>\\n'.*put it there"
+    ):
         renderer("deepseek-r1").supervised([USER, YES], train="last")
 
 
@@ -282,7 +346,10 @@ def conversations(family: str) -> list[list[Message]]:
 def test_a_supervised_row_is_the_prompt_then_the_answer_then_the_end_of_turn(family):
     model, tok = renderer(family), tokenizer(family)
     said = "<think>\nhm\n\n</think>\n\n\n the  answer" if family == "deepseek-r1" else "the  answer"
-    written = {"deepseek-r1": said.removeprefix("<think>\n"), "qwen3": f"<think>\n\n</think>\n\n{said}"}.get(family, said)
+    written = {
+        "deepseek-r1": said.removeprefix("<think>\n"),
+        "qwen3": f"<think>\n\n</think>\n\n{said}",
+    }.get(family, said)
     written = {"mistral": f" {said}", "llama2": f" {said} "}.get(family, written)
     for messages in conversations(family):
         end = model.stop_ids[-1]
@@ -295,7 +362,8 @@ def test_a_supervised_row_is_the_prompt_then_the_answer_then_the_end_of_turn(fam
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_seam_holds_where_a_merge_would_cross_it(family):
-    """ "\\n\\n" is one token of this vocabulary; an answer that begins with a line break must not join the header's."""
+    """ "\\n\\n" is one token of this vocabulary; an answer that begins with a line break must not
+    join the header's."""
     tok = tokenizer(family)
     assert len(tok.encode("\n\n")) == 1
     said = Message("assistant", "<think>\n\nx</think>y" if family == "deepseek-r1" else "\nx")
@@ -303,7 +371,9 @@ def test_the_seam_holds_where_a_merge_would_cross_it(family):
     assert tokens[: trainable.index(True)] == renderer(family).prompt([USER])
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2.5", "mistral", "gemma", "phi3", "zephyr", "llama2"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "qwen2.5", "mistral", "gemma", "phi3", "zephyr", "llama2"]
+)
 def test_sampling_turn_by_turn_gives_the_tokens_of_the_supervised_row(family):
     model = renderer(family)
     row, trainable = model.supervised([*TWO_TURNS, USER, YES], train="all")
@@ -328,7 +398,10 @@ def test_sampling_turn_by_turn_gives_the_tokens_of_the_supervised_row(family):
 
 def test_tool_results_extend_a_qwen3_turn_as_its_template_has_it():
     model, tok = renderer("qwen3"), tokenizer("qwen3")
-    sampled = [*tok.encode("<think>\nx\n</think>\n\n<tool_call>\n{}\n</tool_call>"), tok.token_id("<|im_end|>")]
+    sampled = [
+        *tok.encode("<think>\nx\n</think>\n\n<tool_call>\n{}\n</tool_call>"),
+        tok.token_id("<|im_end|>"),
+    ]
     added = model.extend(sampled, [RESULT, Message("tool", "5", tool_call_id="b")])
     assert tok.decode(added, skip_special=False) == (
         "\n<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -346,14 +419,22 @@ def test_variables_reach_the_template():
     quiet = Renderer(tokenizer("qwen3"), variables={"enable_thinking": False})
     row = quiet.supervised([USER, YES], train="last")
     assert marked("qwen3", *row) == (
-        "<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n«yes<|im_end|>»"
+        "<|im_start|>user\nIs "
+        "it?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n«yes<|im_end|>»"
     )
 
 
 # --- transformers
 
 TOOLS = [
-    {"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
 ]
 
 
@@ -380,20 +461,28 @@ def test_text_and_ids_are_those_of_transformers(family, tmp_path):
     for messages in conversations(family):
         for tools in (None, TOOLS):
             plain = as_dictionaries(messages)
-            text = theirs.apply_chat_template(plain, tools=tools, tokenize=False, add_generation_prompt=True, **variables)
+            text = theirs.apply_chat_template(
+                plain, tools=tools, tokenize=False, add_generation_prompt=True, **variables
+            )
             assert model.template.render(messages, tools, prompt=True) == text
-            ids = theirs.apply_chat_template(plain, tools=tools, add_generation_prompt=True, return_dict=False, **variables)
+            ids = theirs.apply_chat_template(
+                plain, tools=tools, add_generation_prompt=True, return_dict=False, **variables
+            )
             assert model.prompt(messages, tools) == ids
 
 
 def test_the_templates_are_compiled_as_transformers_compiles_them():
-    """Statements on their own lines leave no line breaks, generation blocks and break are understood."""
+    """Statements on their own lines leave no line breaks, generation blocks and break are
+    understood."""
     from datetime import datetime
 
     source = (
         "{% for m in messages %}\n  {% if loop.index > 2 %}\n{% break %}\n  {% endif %}\n"
-        "{% generation %}\n{{ m.content }}\n{% endgeneration %}\n{% endfor %}\n{{ strftime_now('%Y') }}"
+        "{% generation %}\n{{ m.content }}\n{% endgeneration %}\n{% endfor %}\n{{ "
+        "strftime_now('%Y') }}"
         '{{ {"a": "<é>"} | tojson }}'
     )
-    said = ChatTemplate(source, {}, datetime(2031, 5, 6)).render([USER, YES, MORE], None, prompt=False)
+    said = ChatTemplate(source, {}, datetime(2031, 5, 6)).render(
+        [USER, YES, MORE], None, prompt=False
+    )
     assert said == 'Is it?\nyes\n2031{"a": "<é>"}'

@@ -1,4 +1,5 @@
-"""An environment in the style of ROLL: draws from the process's generators, has instructions, a suffix and metrics."""
+"""An environment in the style of ROLL: draws from the process's generators, has instructions, a
+suffix and metrics."""
 
 import random
 
@@ -22,5 +23,8 @@ class Doubling:
     def step(self, action):
         right = action == str(2 * self.number)
         self.left -= 1
-        info = {"suffix": "Answer?", "metrics": {"action_is_valid": action.isdigit(), "note": "text"}}
+        info = {
+            "suffix": "Answer?",
+            "metrics": {"action_is_valid": action.isdigit(), "note": "text"},
+        }
         return self._ask(), float(right), self.left == 0, action == "late", info

@@ -19,7 +19,11 @@ from ratchet.errors import ConfigError, DataError
 from ratchet.testing import check_environment
 from ratchet.types import Message
 
-LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": ("left", "down", "right", "up")}
+LAKE = {
+    "id": "FrozenLake-v1",
+    "kwargs": {"is_slippery": False},
+    "actions": ("left", "down", "right", "up"),
+}
 
 
 async def episode(environment, task, says):
@@ -41,7 +45,8 @@ def texts(steps):
 
 
 def echo_environment():
-    """A Gymnasium environment of text: says a word by the seed, and pays for it repeated twice. "stuck" is cut off."""
+    """A Gymnasium environment of text: says a word by the seed, and pays for it repeated twice.
+    "stuck" is cut off."""
     import gymnasium
 
     letters = frozenset("abcdefghijklmnopqrstuvwxyz ")
@@ -60,7 +65,13 @@ def echo_environment():
 
         def step(self, action):
             self.right += action == self.word
-            return f"heard {action}", 0.5 * (action == self.word), self.right == 2, action == "stuck", {}
+            return (
+                f"heard {action}",
+                0.5 * (action == self.word),
+                self.right == 2,
+                action == "stuck",
+                {},
+            )
 
     if "Echo-v0" not in gymnasium.registry:
         gymnasium.register("Echo-v0", entry_point=Echo)
@@ -71,7 +82,9 @@ def echo_environment():
 def test_frozen_lake_of_gymnasium_by_words():
     lake = GymnasiumEnvironment(GymnasiumConfig(**LAKE))
     check_environment(lake, n=20)
-    first, steps = play(lake, ["go down", "Down!", "right", "hm", "down, no: right", "down", "right"])
+    first, steps = play(
+        lake, ["go down", "Down!", "right", "hm", "down, no: right", "down", "right"]
+    )
     assert first == "0"
     assert texts(steps) == ["4", "8", "9", "There is no such action.\n9", "10", "14", None]
     assert [step.state_key for step in steps] == ["0", "4", "8", "9", "9", "10", "14"]
@@ -83,10 +96,20 @@ def test_frozen_lake_of_gymnasium_by_words():
 @pytest.mark.needs("gymnasium")
 def test_what_is_shown_is_a_template_and_actions_may_be_numbers():
     settings = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False, "render_mode": "ansi"}}
-    lake = GymnasiumEnvironment(GymnasiumConfig(**settings, prompt="Walk to G.\n{screen}", reply="Cell {observation}."))
+    lake = GymnasiumEnvironment(
+        GymnasiumConfig(**settings, prompt="Walk to G.\n{screen}", reply="Cell {observation}.")
+    )
     first, steps = play(lake, ["1", "my choice is 2"])
     assert first.startswith("Walk to G.\n")
-    assert first.replace("\x1b[41m", "").replace("\x1b[0m", "").split() == ["Walk", "to", "G.", "SFFF", "FHFH", "FFFH", "HFFG"]
+    assert first.replace("\x1b[41m", "").replace("\x1b[0m", "").split() == [
+        "Walk",
+        "to",
+        "G.",
+        "SFFF",
+        "FHFH",
+        "FFFH",
+        "HFFG",
+    ]
     assert texts(steps) == ["Cell 4.", None]  # a hole
     assert steps[-1].done
     assert steps[-1].reward == 0.0
@@ -103,7 +126,10 @@ def test_an_environment_of_text_is_played_in_threads_by_independent_copies():
     async def at_once():
         tasks = list(echo.tasks("test", seed=0))
         return await asyncio.gather(
-            *(episode(copy.copy(echo), task, [word.split()[1]] * 2) for task, word in zip(tasks, words, strict=True))
+            *(
+                episode(copy.copy(echo), task, [word.split()[1]] * 2)
+                for task, word in zip(tasks, words, strict=True)
+            )
         )
 
     for word, (first, steps) in zip(words, asyncio.run(at_once()), strict=True):
@@ -129,7 +155,10 @@ def test_an_episode_that_never_ends_ends_at_max_turns():
     [
         ({"id": "FrozenLake-v99"}, "FrozenLake-v99"),
         ({"id": "CartPole-v1"}, "its observations are Box"),
-        ({"id": "FrozenLake-v1", "actions": ("left", "right")}, "names 2 actions, but those of FrozenLake-v1 are"),
+        (
+            {"id": "FrozenLake-v1", "actions": ("left", "right")},
+            "names 2 actions, but those of FrozenLake-v1 are",
+        ),
         ({"id": "FrozenLake-v1", "prompt": "{screen}"}, "render_mode: ansi"),
         ({"id": "FrozenLake-v1", "kwargs": {"depth": 3}}, "depth"),
         ({"id": "nowhere_at_all:Maze-v0"}, "nowhere_at_all"),
@@ -160,7 +189,9 @@ def test_impossible_settings_are_refused(section, values, message):
 
 def test_a_class_in_the_style_of_roll_by_its_path(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    environment = GemEnvironment(GemConfig(path="doubling:Doubling", kwargs={"rounds": 3}, test_tasks=7))
+    environment = GemEnvironment(
+        GemConfig(path="doubling:Doubling", kwargs={"rounds": 3}, test_tasks=7)
+    )
     check_environment(environment, n=7)
     first, steps = play(environment, ["x", "late"])
     assert first.startswith("Double what you are given.\nNumber: ")
@@ -174,7 +205,9 @@ def test_a_class_in_the_style_of_roll_by_its_path(monkeypatch):
     assert play(environment, [str(2 * number)])[1][0].reward == 1.0
 
 
-def test_an_environment_that_seeds_the_process_disturbs_nobody_and_is_disturbed_by_nobody(monkeypatch):
+def test_an_environment_that_seeds_the_process_disturbs_nobody_and_is_disturbed_by_nobody(
+    monkeypatch,
+):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     environment = GemEnvironment(GemConfig(path="doubling:Doubling", kwargs={"rounds": 4}))
     alone = play(environment, ["1"] * 4)
@@ -186,7 +219,9 @@ def test_an_environment_that_seeds_the_process_disturbs_nobody_and_is_disturbed_
 
     async def interleaved():
         one, two = (next(environment.tasks("test", seed=0, start=i)) for i in (0, 1))
-        return await asyncio.gather(*(episode(copy.copy(environment), task, ["1"] * 4) for task in (one, two, one)))
+        return await asyncio.gather(
+            *(episode(copy.copy(environment), task, ["1"] * 4) for task in (one, two, one))
+        )
 
     first, other, again = asyncio.run(interleaved())
     assert first == again == alone
@@ -208,7 +243,11 @@ def test_guess_the_number_of_gem_is_won_by_halving():
             guess = (low + high) // 2
             steps.append(await game.step(Message("assistant", f"\\boxed{{{guess}}}")))
             if not steps[-1].done:
-                low, high = (guess + 1, high) if "higher" in steps[-1].messages[0].text else (low, guess - 1)
+                low, high = (
+                    (guess + 1, high)
+                    if "higher" in steps[-1].messages[0].text
+                    else (low, guess - 1)
+                )
         return steps
 
     for task in game.tasks("test", seed=0, start=95):
@@ -228,7 +267,9 @@ def test_an_id_that_gem_has_not_is_refused():
 def words(monkeypatch):
     """Makes environments of words_taskset.py."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    return lambda **settings: VerifiersEnvironment(VerifiersConfig(taskset="words_taskset", **settings))
+    return lambda **settings: VerifiersEnvironment(
+        VerifiersConfig(taskset="words_taskset", **settings)
+    )
 
 
 @pytest.mark.needs("verifiers")
@@ -270,7 +311,9 @@ def test_stop_functions_and_the_turn_limit_end_the_conversation_and_it_is_judged
 @pytest.mark.needs("verifiers")
 def test_an_environment_that_asks_on_after_the_end_fails_and_does_not_hang(words):
     environment = words(options={"turns": True}, max_turns=1)
-    task = next(task for task in environment.tasks("train", seed=0) if "deaf" in task.messages[1].text)
+    task = next(
+        task for task in environment.tasks("train", seed=0) if "deaf" in task.messages[1].text
+    )
     with pytest.raises(RuntimeError, match="the exchange is over"):
         asyncio.run(episode(environment, task, ["f"]))
 

@@ -1,4 +1,5 @@
-"""Benchmarks by name: each from a file in the form of the hub's, with a right and a wrong answer; two from their real files."""
+"""Benchmarks by name: each from a file in the form of the hub's, with a right and a wrong answer;
+two from their real files."""
 
 from __future__ import annotations
 
@@ -51,19 +52,27 @@ LCB = {
 LEETCODE = {
     **LCB,
     "platform": "leetcode",
-    "starter_code": "class Solution:\n    def pairs(self, nums: List[int], k: int) -> List[int]:\n        ",
+    "starter_code": "class Solution:\n    def pairs(self, nums: List[int], k: int) -> List[int]:\n "
+    "       ",
     "public_test_cases": json.dumps([case("[1, 2]\n2", "[2, 4]", "functional")]),
-    "private_test_cases": packed([case("[]\n7", "[]", "functional"), case("[3]\n-1", "[-3]", "functional")]),
+    "private_test_cases": packed(
+        [case("[]\n7", "[]", "functional"), case("[3]\n-1", "[-3]", "functional")]
+    ),
     "metadata": json.dumps({"func_name": "pairs"}),
 }
 MULTIPLIES = (
-    "```python\nclass Solution:\n    def pairs(self, nums: List[int], k):\n        return tuple(n * k for n in nums)\n```"
+    "```python\nclass Solution:\n    def pairs(self, nums: List[int], k):\n        "
+    "return "
+    "tuple(n * k for n in nums)\n```"
 )
 NOTHING = "```python\nclass Solution:\n    def pairs(self, nums, k):\n        return nums\n```"
 MBPP = {
     "task_id": 2,
     "code": "def shared(a, b):\n  return set(a) & set(b)",
-    "test_list": ["assert shared((3, 4), (4, 5)) == {4}", "assert math.isclose(len(shared((1,), (2,))), 0)"],
+    "test_list": [
+        "assert shared((3, 4), (4, 5)) == {4}",
+        "assert math.isclose(len(shared((1,), (2,))), 0)",
+    ],
 }
 SHARED = "```python\ndef shared(a, b):\n    return {x for x in a if x in b}\n```"
 EMPTY = "```python\ndef shared(a, b):\n    return set()\n```"
@@ -78,10 +87,21 @@ CARBON = {
 IFEVAL = {
     "key": 1000,
     "prompt": "Say hello in lower case, without a comma, twice.",
-    "instruction_id_list": ["change_case:english_lowercase", "punctuation:no_comma", "keywords:frequency"],
+    "instruction_id_list": [
+        "change_case:english_lowercase",
+        "punctuation:no_comma",
+        "keywords:frequency",
+    ],
     "kwargs": [{}, {}, {"keyword": "hello", "frequency": 2, "relation": "at least"}],
 }
-AIME = {"id": 60, "problem": "Find $1+1$.", "solution": "It is 2.", "answer": "2", "url": "x", "year": "2024"}
+AIME = {
+    "id": 60,
+    "problem": "Find $1+1$.",
+    "solution": "It is 2.",
+    "answer": "2",
+    "url": "x",
+    "year": "2024",
+}
 OPTIONS = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
 
 # name (and a number where there are several forms) -> (row, a right answer, a wrong one, tag)
@@ -108,7 +128,8 @@ FORMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         },
         "Hence the answer is (J).", "The answer is I", "math",
     ),
-    "ifeval": (IFEVAL, "hello there my dear old friend and hello again", "hello there, my friend, hello again", "ifeval"),
+    "ifeval": (IFEVAL, "hello there my dear old friend and hello again", "hello there, my friend, "
+                                                                         "hello again", "ifeval"),
     "mbpp": (
         {**MBPP, "prompt": "Find what is shared.", "test_imports": ["import math"], "source_file": "x"},
         SHARED, EMPTY, "mbpp",
@@ -123,10 +144,13 @@ FORMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "livecodebench 2": (LEETCODE, MULTIPLIES, NOTHING, "easy"),
     "humaneval": (
         {
-            "task_id": "HumanEval/99", "prompt": 'def double(x: int) -> int:\n    """Twice x."""\n', "entry_point": "double",
-            "canonical_solution": "    return 2 * x\n", "test": "def check(candidate):\n    assert candidate(4) == 8\n",
+            "task_id": "HumanEval/99", "prompt": 'def double(x: int) -> int:\n    """Twice '
+                                                 'x."""\n', "entry_point": "double",
+            "canonical_solution": "    return 2 * x\n", "test": "def check(candidate):\n    assert "
+                                                                "candidate(4) == 8\n",
         },
-        "```python\ndef double(x):\n    return x + x\n```", "```python\ndef double(x):\n    return x\n```", "humaneval_chat",
+        "```python\ndef double(x):\n    return x + x\n```", "```python\ndef double(x):\n    return "
+                                                            "x\n```", "humaneval_chat",
     ),
 }  # fmt: skip
 
@@ -150,7 +174,8 @@ def test_every_benchmark_has_a_form():
 
 @pytest.mark.needs("math_verify", "langdetect")
 @pytest.mark.parametrize(
-    ("name", "suffix"), [*((name, ".jsonl") for name in FORMS), ("mmlu_pro", ".parquet"), ("ifeval", ".parquet")]
+    ("name", "suffix"),
+    [*((name, ".jsonl") for name in FORMS), ("mmlu_pro", ".parquet"), ("ifeval", ".parquet")],
 )
 def test_right_and_wrong_answers_to_each(name: str, suffix: str, tmp_path: Path):
     row, right, wrong, tag = FORMS[name]
@@ -162,19 +187,24 @@ def test_right_and_wrong_answers_to_each(name: str, suffix: str, tmp_path: Path)
     section, (task,) = tasks_of(name.split()[0], path)
     assert task.tag == tag
     if name == "gpqa":
-        right, wrong = f"The answer is {task.answer}", f"The answer is {'ABCD'['BCDA'.index(task.answer)]}"
+        right, wrong = (
+            f"The answer is {task.answer}",
+            f"The answer is {'ABCD'['BCDA'.index(task.answer)]}",
+        )
     assert rewards_of(section, task, [right, wrong, ""]) == [1.0, 0.0, 0.0]
 
 
 def test_choices_are_lettered_and_those_of_gpqa_are_shuffled_the_same_each_time(tmp_path: Path):
     (tmp_path / "rows.csv").write_text(
-        "Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3,High-level domain\n"
-        + "".join(f'"Which, {i}?",right,a,b,c,Physics\n' for i in range(40))
+        "Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer "
+        "3,High-level domain\n" + "".join(f'"Which, {i}?",right,a,b,c,Physics\n' for i in range(40))
     )
     _, tasks = tasks_of("gpqa", tmp_path / "rows.csv", 40)
     assert {task.answer for task in tasks} == set("ABCD")
     assert all(f"{task.answer}. right" in task.messages[0].text for task in tasks)
-    assert [task.answer for task in tasks] == [task.answer for task in tasks_of("gpqa", tmp_path / "rows.csv", 40)[1]]
+    assert [task.answer for task in tasks] == [
+        task.answer for task in tasks_of("gpqa", tmp_path / "rows.csv", 40)[1]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -183,17 +213,31 @@ def test_choices_are_lettered_and_those_of_gpqa_are_shuffled_the_same_each_time(
         ("mmlu", {"answer": 4}, "'answer' is 4, must be an index from 0 of 4 choices"),
         ("mmlu", {"choices": None}, "'choices' is null, must be an array"),
         ("gpqa", {"Incorrect Answer 3": None}, "'Incorrect Answer 3' is null"),
-        ("mbpp", {"test_list": ["assert other(1)"]}, "must call one function that 'code' defines, and they call none"),
+        (
+            "mbpp",
+            {"test_list": ["assert other(1)"]},
+            "must call one function that 'code' defines, and they call none",
+        ),
         ("mbpp", {"code": "def ("}, "is no Python"),
         ("mbpp", {"prompt": None, "text": None}, r"'prompt' \(or 'text'\) must be a string"),
         ("livecodebench", {"private_test_cases": "AAAA"}, "neither JSON nor that packed by zlib"),
-        ("livecodebench", {"private_test_cases": "[1]"}, "must be an array of objects with input, output, testtype"),
-        ("livecodebench", {"private_test_cases": packed([case("1", "1", "functional")])}, "of the kinds"),
+        (
+            "livecodebench",
+            {"private_test_cases": "[1]"},
+            "must be an array of objects with input, output, testtype",
+        ),
+        (
+            "livecodebench",
+            {"private_test_cases": packed([case("1", "1", "functional")])},
+            "of the kinds",
+        ),
         ("livecodebench 2", {"metadata": "{}"}, "names no func_name"),
         ("humaneval", {"test": 3}, "'test' is an integer, must be a string"),
     ],
 )
-def test_rows_of_another_form_are_named(name: str, change: dict[str, Any], message: str, tmp_path: Path):
+def test_rows_of_another_form_are_named(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+):
     row = {**FORMS[name][0], **change}
     (tmp_path / "rows.jsonl").write_text(json.dumps(FORMS[name][0]) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(DataError, match=rf"rows.jsonl, line 2: .*{message}"):

@@ -9,7 +9,13 @@ from ratchet.config.resolve import section_class
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.environments.adapters.config import GemConfig, SeededConfig, VerifiersConfig
 from ratchet.environments.code.config import CodeRepairConfig
-from ratchet.environments.config import ArithmeticConfig, CountdownConfig, GSM8KConfig, PreferencesConfig, SortingConfig
+from ratchet.environments.config import (
+    ArithmeticConfig,
+    CountdownConfig,
+    GSM8KConfig,
+    PreferencesConfig,
+    SortingConfig,
+)
 from ratchet.environments.datasets.dataset_config import DatasetConfig
 from ratchet.environments.games.games_config import GameConfig
 from ratchet.environments.mixture_config import MixtureConfig
@@ -23,13 +29,19 @@ from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.rewards.config import CountdownRewardConfig, RewardModelConfig
 
 MADE_OF_OTHERS = {"mixture", "message_log"}  # tested where their parts are
-ENVIRONMENTS = [section_class("environment", kind) for kind in KINDS["environment"] if kind not in MADE_OF_OTHERS]
+ENVIRONMENTS = [
+    section_class("environment", kind)
+    for kind in KINDS["environment"]
+    if kind not in MADE_OF_OTHERS
+]
 REWARDS = [section_class("rewards", kind) for kind in KINDS["rewards"]]
 
 
 def reward_model_in(directory):
     tokenizer = byte_tokenizer()
-    init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32), seed=1).save(directory)
+    init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32), seed=1).save(
+        directory
+    )
     tokenizer.save(directory)
     save_head(ScalarHead(32), directory)
     return str(directory)
@@ -41,21 +53,43 @@ def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path, monke
     module, name = section.builds.split(":")
     built = getattr(importlib.import_module(module), name)
     needed = {"train": "t.jsonl", "pattern": "x", "domains": {"*": [{"kind": "exact_match"}]}}
-    needed |= {"problems": {"kind": "programs"}, "tools": [{"kind": "calculator"}], "parts": [{"kind": "sorting"}]}
+    needed |= {
+        "problems": {"kind": "programs"},
+        "tools": [{"kind": "calculator"}],
+        "parts": [{"kind": "sorting"}],
+    }
     needed |= {"of": {"kind": "sorting"}}
     needed |= {"url": "http://localhost:1/v1", "model": "m", "taskset": "words_taskset"}
-    needed |= {"interface": "experience.copying_env:Copying", "data": "experience.copying_env:samples"}
-    needed |= {"path": "collections:OrderedDict"} if issubclass(section, GemConfig) else {"id": "FrozenLake-v1"}
+    needed |= {
+        "interface": "experience.copying_env:Copying",
+        "data": "experience.copying_env:samples",
+    }
+    needed |= (
+        {"path": "collections:OrderedDict"}
+        if issubclass(section, GemConfig)
+        else {"id": "FrozenLake-v1"}
+    )
     if issubclass(section, RewardModelConfig):
         needed["path"] = reward_model_in(tmp_path)
-    config = section(**{name: value for name, value in needed.items() if name in section.model_fields})
+    config = section(
+        **{name: value for name, value in needed.items() if name in section.model_fields}
+    )
     assert getattr(built(config), "config", config) is config
 
 
 @pytest.mark.parametrize("section", ENVIRONMENTS)
 def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_judged(section):
-    judged = (PreferencesConfig, GameConfig, SeededConfig, VerifiersConfig, MessageLogConfig, TerminalConfig, CodeRepairConfig)
-    judged += (MixtureConfig, WithToolsConfig, WorkersConfig, DatasetConfig)  # as what they are made of, or a preset, says
+    judged = (
+        PreferencesConfig,
+        GameConfig,
+        SeededConfig,
+        VerifiersConfig,
+        MessageLogConfig,
+        TerminalConfig,
+        CodeRepairConfig,
+    )
+    # as what they are made of, or a preset, says
+    judged += (MixtureConfig, WithToolsConfig, WorkersConfig, DatasetConfig)
     assert section.default_reward in KINDS["rewards"] or issubclass(section, judged)
 
 

@@ -1,4 +1,5 @@
-"""Rows with images and clips: every form that they come in, their places in messages, and what is refused."""
+"""Rows with images and clips: every form that they come in, their places in messages, and what is
+refused."""
 
 import base64
 import io
@@ -41,7 +42,9 @@ def write(path, rows):
 
 
 def made(**settings) -> Dataset:
-    return construct(resolve("environment", {"kind": "dataset", "test_share": 0.0, "shuffle": False, **settings}))
+    return construct(
+        resolve("environment", {"kind": "dataset", "test_share": 0.0, "shuffle": False, **settings})
+    )
 
 
 def tasks(environment, count):
@@ -58,7 +61,11 @@ def shows(part):
 def said(task):
     """The text of a task's last message, with the numbers of its images at their places."""
     content = task.messages[-1].content
-    return content if isinstance(content, str) else [p.value if p.type == "text" else int(shows(p)) for p in content]
+    return (
+        content
+        if isinstance(content, str)
+        else [p.value if p.type == "text" else int(shows(p)) for p in content]
+    )
 
 
 # --- forms of one image
@@ -77,14 +84,20 @@ def test_every_form_of_an_image_column(tmp_path, form):
         "url": url,
         "list": lambda i: [{"bytes": png(i), "path": None}],
     }[form]
-    file = write(tmp_path / "a.parquet", [{"image": value(i), "prompt": f"What {i}?", "answer": f"{i}"} for i in range(3)])
+    file = write(
+        tmp_path / "a.parquet",
+        [{"image": value(i), "prompt": f"What {i}?", "answer": f"{i}"} for i in range(3)],
+    )
     found = tasks(made(train=file, columns={"images": "image"}), 3)
     assert [said(task) for task in found] == [[i, f"What {i}?"] for i in range(3)]
     assert [task.answer for task in found] == ["0", "1", "2"]
 
 
 def test_a_task_holds_its_image_once_and_travels_as_json(tmp_path):
-    file = write(tmp_path / "a.parquet", [{"images": [png(1), png(2)], "prompt": "<image> or <image>?", "answer": "x", "n": 3}])
+    file = write(
+        tmp_path / "a.parquet",
+        [{"images": [png(1), png(2)], "prompt": "<image> or <image>?", "answer": "x", "n": 3}],
+    )
     (task,) = tasks(made(train=file), 1)
     assert said(task) == [1, " or ", 2, "?"]
     assert "images" not in task.meta
@@ -93,7 +106,10 @@ def test_a_task_holds_its_image_once_and_travels_as_json(tmp_path):
 
 
 def test_the_environment_is_as_every_other(tmp_path):
-    file = write(tmp_path / "a.parquet", [{"image": png(i), "prompt": f"What {i}?", "answer": f"{i}"} for i in range(20)])
+    file = write(
+        tmp_path / "a.parquet",
+        [{"image": png(i), "prompt": f"What {i}?", "answer": f"{i}"} for i in range(20)],
+    )
     check_environment(made(train=file, columns={"images": "image"}, test_share=0.3, shuffle=True))
 
 
@@ -107,11 +123,18 @@ def test_marks_in_a_text_are_places_and_without_any_images_come_first(tmp_path):
         {"images": [], "prompt": "No image.", "answer": "x"},
     ]
     found = tasks(made(train=write(tmp_path / "a.jsonl", rows)), 3)
-    assert [said(task) for task in found] == [["A ", 1, " and\n", 2, "."], [1, 2, "Both?"], "No image."]
+    assert [said(task) for task in found] == [
+        ["A ", 1, " and\n", 2, "."],
+        [1, 2, "Both?"],
+        "No image.",
+    ]
 
 
 def test_marks_are_text_where_the_rows_have_no_such_media(tmp_path):
-    file = write(tmp_path / "a.jsonl", [{"prompt": "What is <video> in HTML, and <image>?", "answer": "a tag"}])
+    file = write(
+        tmp_path / "a.jsonl",
+        [{"prompt": "What is <video> in HTML, and <image>?", "answer": "a tag"}],
+    )
     (task,) = tasks(made(train=file), 1)
     assert task.messages == (Message("user", "What is <video> in HTML, and <image>?"),)
 
@@ -136,7 +159,8 @@ def test_as_many_places_as_images(tmp_path, images, prompt, counts):
 
 
 def test_conversations_with_parts(tmp_path):
-    """OpenAI's image_url, Hugging Face's {"type": "image"} that takes the column's, and one that holds its own."""
+    """OpenAI's image_url, Hugging Face's {"type": "image"} that takes the column's, and one that
+    holds its own."""
     content = [
         [{"type": "text", "text": "A"}, {"type": "image_url", "image_url": {"url": url(1)}}],
         [{"type": "image"}, {"type": "text", "text": "B"}],
@@ -146,13 +170,18 @@ def test_conversations_with_parts(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "3.png").write_bytes(png(3))
     rows = [
-        {"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": "yes"}], "images": images}
+        {
+            "messages": [{"role": "user", "content": one}, {"role": "assistant", "content": "yes"}],
+            "images": images,
+        }
         for one, images in zip(content, [[], [url(2)], [], []], strict=True)
     ]
     environment = made(train=write(tmp_path / "a.jsonl", rows))
     found = tasks(environment, 4)
     assert [said(task) for task in found] == [["A", 1], [2, "B"], [3, "C"], "no image"]
-    assert [environment.demonstration(task) for task in found] == [(Message("assistant", "yes"),)] * 4
+    assert [environment.demonstration(task) for task in found] == [
+        (Message("assistant", "yes"),)
+    ] * 4
     assert "base64" not in json.dumps(dict(found[0].meta))
 
 
@@ -175,7 +204,13 @@ def test_pairs_with_an_image(tmp_path):
     user = {"role": "user", "content": parts}
     rows = [
         {"image": png(1), "prompt": "What?", "chosen": "this", "rejected": "that", "form": "text"},
-        {"image": png(2), "prompt": "<image>What?", "chosen": "this", "rejected": "that", "form": "text"},
+        {
+            "image": png(2),
+            "prompt": "<image>What?",
+            "chosen": "this",
+            "rejected": "that",
+            "form": "text",
+        },
     ]
     whole = {
         "image": url(3),
@@ -188,7 +223,10 @@ def test_pairs_with_an_image(tmp_path):
     assert [said(task) for task in found] == [[1, "What?"], [2, "What?"], [3, "What?"]]
     for task in found:
         compared = (others if task is found[2] else environment).comparison(task)
-        assert (compared.chosen, compared.rejected) == ((Message("assistant", "this"),), (Message("assistant", "that"),))
+        assert (compared.chosen, compared.rejected) == (
+            (Message("assistant", "this"),),
+            (Message("assistant", "that"),),
+        )
 
 
 def test_audio_and_video_columns(tmp_path):
@@ -204,7 +242,16 @@ def test_audio_and_video_columns(tmp_path):
     assert [part.type for part in task.messages[0].content] == ["video", "text", "audio", "text"]
     assert task.messages[0].content[2].value.startswith("data:audio/wav;base64,")
     rows = [
-        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]}]}
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+                    ],
+                }
+            ]
+        }
     ]
     (task,) = tasks(made(train=write(tmp_path / "b.jsonl", rows)), 1)
     assert task.messages[0].content == (Part("audio", "data:audio/wav;base64,AAAA"),)
@@ -220,7 +267,9 @@ def test_one_question_about_two_images_is_two_prompts(tmp_path):
     test = write(tmp_path / "t.parquet", [{"image": png(3), "prompt": "What?", "answer": "3"}])
     assert len(made(train=file, test=test, columns={"images": "image"}).rows("train")) == 3
     with pytest.raises(DataError, match="the prompt is also in the training split"):
-        made(train=file, test=write(tmp_path / "u.parquet", rows[:1]), columns={"images": "image"}).rows("test")
+        made(
+            train=file, test=write(tmp_path / "u.parquet", rows[:1]), columns={"images": "image"}
+        ).rows("test")
 
 
 def test_which_rows_are_held_out_does_not_depend_on_where_the_files_lie(tmp_path):
@@ -230,8 +279,14 @@ def test_which_rows_are_held_out_does_not_depend_on_where_the_files_lie(tmp_path
         for i in range(40):
             (tmp_path / name / f"{i}.png").write_bytes(png(i % 20))
         rows = [{"image": f"{i}.png", "prompt": "What?", "answer": "x"} for i in range(40)]
-        environment = made(train=write(tmp_path / name / "a.jsonl", rows), columns={"images": "image"}, test_share=0.3)
-        held.append([environment.rows("test").number(i) for i in range(len(environment.rows("test")))])
+        environment = made(
+            train=write(tmp_path / name / "a.jsonl", rows),
+            columns={"images": "image"},
+            test_share=0.3,
+        )
+        held.append(
+            [environment.rows("test").number(i) for i in range(len(environment.rows("test")))]
+        )
     assert held[0] == held[1]
     assert 0 < len(held[0]) < 40
 
@@ -240,8 +295,13 @@ def test_which_rows_are_held_out_does_not_depend_on_where_the_files_lie(tmp_path
 
 
 def broken(tmp_path, value, **settings):
-    rows = [{"image": url(1), "prompt": "fine", "answer": "x"}, {"image": value, "prompt": "What?", "answer": "x"}]
-    return made(train=write(tmp_path / "rows" / "a.jsonl", rows), columns={"images": "image"}, **settings)
+    rows = [
+        {"image": url(1), "prompt": "fine", "answer": "x"},
+        {"image": value, "prompt": "What?", "answer": "x"},
+    ]
+    return made(
+        train=write(tmp_path / "rows" / "a.jsonl", rows), columns={"images": "image"}, **settings
+    )
 
 
 @pytest.mark.fault("D11", "D12", "D13", "D14")
@@ -271,7 +331,8 @@ def test_bad_media_are_found_before_anything_trains(tmp_path, name, content, why
         tasks(broken(tmp_path, name), 1)
     assert "a.jsonl, line 2: " in str(caught.value)
     assert name in str(caught.value)
-    # Without a look at all rows, rows before it are served, and it is refused when it is met (or, its content, decoded).
+    # Without a look at all rows, rows before it are served, and it is refused when it is met (or,
+    # its content, decoded).
     environment = broken(tmp_path, name, scan=False)
     assert said(tasks(environment, 1)[0])[0] == 1
     if content is None:
@@ -297,7 +358,9 @@ def test_a_value_that_is_no_image(tmp_path, value):
 
 def test_a_part_of_an_unknown_type(tmp_path):
     rows = [{"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}]
-    with pytest.raises(DataError, match=r"message 0, part 0 is an object of type 'hologram', must be .*image_url"):
+    with pytest.raises(
+        DataError, match=r"message 0, part 0 is an object of type 'hologram', must be .*image_url"
+    ):
         tasks(made(train=write(tmp_path / "a.jsonl", rows)), 1)
 
 
@@ -306,9 +369,22 @@ def test_images_of_the_hub_stay_files(tmp_path):
     import datasets
 
     features = datasets.Features(
-        {"images": datasets.List(datasets.Image()), "problem": datasets.Value("string"), "answer": datasets.Value("string")}
+        {
+            "images": datasets.List(datasets.Image()),
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+        }
     )
-    rows = [{"images": [{"bytes": png(i), "path": None}], "problem": f"<image>What {i}?", "answer": f"{i}"} for i in range(3)]
-    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "hub" / "train.parquet")
+    rows = [
+        {
+            "images": [{"bytes": png(i), "path": None}],
+            "problem": f"<image>What {i}?",
+            "answer": f"{i}",
+        }
+        for i in range(3)
+    ]
+    datasets.Dataset.from_list(rows, features=features).to_parquet(
+        tmp_path / "hub" / "train.parquet"
+    )
     environment = made(hub=str(tmp_path / "hub"), columns={"prompt": "problem"})
     assert [said(task) for task in tasks(environment, 3)] == [[i, f"What {i}?"] for i in range(3)]

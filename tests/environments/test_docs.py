@@ -1,4 +1,5 @@
-"""The pages on environments: what they show runs as it stands, and what they list is what there is."""
+"""The pages on environments: what they show runs as it stands, and what they list is what there
+is."""
 
 import re
 
@@ -17,12 +18,16 @@ def page(repository, tmp_path):
 
 def train(tmp_path, *overrides):
     words = ["ratchet", "train", "my_recipe.yaml", *overrides]
-    run(tmp_path, "-c", f"import sys; from ratchet.cli.main import main; sys.argv = {words}; main()")
+    run(
+        tmp_path, "-c", f"import sys; from ratchet.cli.main import main; sys.argv = {words}; main()"
+    )
 
 
 @pytest.mark.slow
 def test_your_own_environment_trains_and_keeps_the_contract(page, tmp_path):
-    assert all(len([line for line in code.splitlines() if line.strip()]) < 30 for code in page.values())
+    assert all(
+        len([line for line in code.splitlines() if line.strip()]) < 30 for code in page.values()
+    )
     train(tmp_path)
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     assert '"rollout/reward"' in metrics.read_text(encoding="utf-8")
@@ -36,7 +41,10 @@ def test_the_table_lists_every_kind_with_every_key(repository):
         kind: set(re.findall(r"`(\w+)`", keys))
         for kind, keys in re.findall(r"^\| `(\w+)` \|.*\|([^|]*)\|$", text, re.MULTILINE)
     }
-    assert rows == {kind: set(section_class("environment", kind).model_fields) - {"kind"} for kind in KINDS["environment"]}
+    assert rows == {
+        kind: set(section_class("environment", kind).model_fields) - {"kind"}
+        for kind in KINDS["environment"]
+    }
 
 
 def test_the_examples_are_valid(repository):

@@ -70,9 +70,13 @@ def test_the_scripted_player_wins_every_task_and_only_its_last_move_pays(game):
 
 
 def test_on_slippery_ice_the_best_player_often_wins_and_sometimes_not():
-    """The usual game: two of three steps go astray. Where the maps are random, no bound is known; these are these seeds'."""
+    """The usual game: two of three steps go astray. Where the maps are random, no bound is known;
+    these are these seeds'."""
     lake = FrozenLake(FrozenLakeConfig(slip=2 / 3, max_moves=50))
-    won = [play(lake, task, demonstrated(lake, task))[-1].reward for task in islice(lake.tasks("train", seed=0), 40)]
+    won = [
+        play(lake, task, demonstrated(lake, task))[-1].reward
+        for task in islice(lake.tasks("train", seed=0), 40)
+    ]
     assert 20 < sum(won) < 40
 
 
@@ -122,7 +126,8 @@ def test_a_large_board_lines_up_its_numbers():
 
 
 def test_the_player_takes_the_fewest_moves():
-    """The hardest boards of size 3 take 31 moves: Reinefeld (1993), table 1; this is one of the two."""
+    """The hardest boards of size 3 take 31 moves: Reinefeld (1993), table 1; this is one of the
+    two."""
     game, task = puzzle([8, 6, 7, 2, 5, 4, 3, 0, 1], max_moves=31)
     assert len(demonstrated(game, task)) == 31
 
@@ -154,7 +159,8 @@ def test_a_lake_by_hand():
 
 
 def test_on_slippery_ice_the_player_keeps_away_from_the_hole():
-    """From the middle of the left column "up" may slip to the right into the hole, "left" can only slide along the edge."""
+    """From the middle of the left column "up" may slip to the right into the hole, "left" can only
+    slide along the edge."""
     game, task = lake(["G.O", ".OO", ".OO"], 3, slip=2 / 3)
     assert game.player(task)(game.start(task)) == "left"
 
@@ -206,7 +212,13 @@ def test_guessing_by_hand():
     game = NumberGuessing(NumberGuessingConfig(numbers=50))
     task = Task("t", (Message("user", "p"),), answer="62", meta={"low": 17, "high": 66})
     steps = play(game, task, ["It is 41, or 50", "none", "70", "9" * 5000, "62"])
-    assert texts(steps) == ["higher", "That is no legal move.\nhigher", "lower", "That is no legal move.\nlower", None]
+    assert texts(steps) == [
+        "higher",
+        "That is no legal move.\nhigher",
+        "lower",
+        "That is no legal move.\nlower",
+        None,
+    ]
     assert [step.state_key for step in steps] == ["17-66", "51-66", "51-66", "51-66", "51-66"]
     assert steps[-1].reward == 1.0
     assert demonstrated(game, task) == ["41", "54", "60", "63", "61", "62"]
@@ -226,7 +238,11 @@ def test_a_state_without_a_way_out_has_no_way():
         (FrozenLakeConfig, {"min_distance": 30}, "max_moves=20 is less than min_distance=30"),
         (FrozenLakeConfig, {"slip": 1.5}, "less than or equal to 1"),
         (SokobanConfig, {"boxes": 0}, "greater than or equal to 1"),
-        (NumberGuessingConfig, {"max_moves": 5}, "tell at most 31 numbers apart, and there are numbers=50"),
+        (
+            NumberGuessingConfig,
+            {"max_moves": 5},
+            "tell at most 31 numbers apart, and there are numbers=50",
+        ),
         (NumberGuessingConfig, {"style": "long"}, "Input should be"),
     ],
 )

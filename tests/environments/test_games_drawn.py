@@ -1,4 +1,5 @@
-"""Games whose states are shown as pictures: the same games, the same tasks and splits, and what a picture shows."""
+"""Games whose states are shown as pictures: the same games, the same tasks and splits, and what a
+picture shows."""
 
 import asyncio
 from itertools import islice
@@ -54,9 +55,13 @@ def test_each_keeps_the_contract_of_environments(kind, observation):
 @pytest.mark.parametrize("style", ["words", "compact"])
 @pytest.mark.parametrize("kind", GAMES)
 def test_the_same_games_in_the_same_splits_however_they_are_shown(kind, style):
-    text, image, both = (made(kind, observation=shown, style=style) for shown in ("text", "image", "both"))
+    text, image, both = (
+        made(kind, observation=shown, style=style) for shown in ("text", "image", "both")
+    )
     for split in ("train", "test"):
-        for seen, drawn, double in zip(*(tasks(game, split) for game in (text, image, both)), strict=True):
+        for seen, drawn, double in zip(
+            *(tasks(game, split) for game in (text, image, both)), strict=True
+        ):
             assert (seen.id, seen.meta, seen.answer) == (drawn.id, drawn.meta, drawn.answer)
             assert isinstance(seen.messages[0].content, str)
             pictured, *said = drawn.messages[0].content
@@ -120,6 +125,10 @@ def test_a_lake_by_hand():
 def test_tiles_show_different_numbers():
     game = made("sliding_puzzle", observation="image", size=4, cell_px=24)
     image = pixels(game.picture((*range(1, 16), 0)))
-    seen = {image[r * 24 : r * 24 + 23, c * 24 : c * 24 + 23].tobytes() for r in range(4) for c in range(4)}
+    seen = {
+        image[r * 24 : r * 24 + 23, c * 24 : c * 24 + 23].tobytes()
+        for r in range(4)
+        for c in range(4)
+    }
     assert len(seen) == 16
     assert colours(image, 3, 3, 24) == {COLOURS["grey"]}

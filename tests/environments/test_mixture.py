@@ -34,11 +34,24 @@ def made(parts=PARTS):
 
 def test_positions_are_shared_out_by_hand():
     shares = [Fraction(2), Fraction(1), Fraction(1)]
-    assert [place(i, shares) for i in range(8)] == [(0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (1, 1), (0, 3), (2, 1)]
+    assert [place(i, shares) for i in range(8)] == [
+        (0, 0),
+        (1, 0),
+        (0, 1),
+        (2, 0),
+        (0, 2),
+        (1, 1),
+        (0, 3),
+        (2, 1),
+    ]
     assert [place(i, [Fraction(1)]) for i in range(3)] == [(0, 0), (0, 1), (0, 2)]
 
 
-@given(shares=st.lists(st.fractions(min_value="1/20", max_value=20, max_denominator=20), min_size=1, max_size=5))
+@given(
+    shares=st.lists(
+        st.fractions(min_value="1/20", max_value=20, max_denominator=20), min_size=1, max_size=5
+    )
+)
 def test_every_part_keeps_its_share_and_misses_none_of_its_tasks(shares):
     counts = Counter()
     for position in range(120):
@@ -77,7 +90,11 @@ def test_attempts_that_run_at_once_do_not_share_their_parts():
     async def both():
         one = made([{"kind": "number_guessing"}, {"kind": "sorting"}])
         other = copy.copy(one)
-        tasks = [task for task in itertools.islice(one.tasks("train", seed=0), 8) if task.tag == "number_guessing"]
+        tasks = [
+            task
+            for task in itertools.islice(one.tasks("train", seed=0), 8)
+            if task.tag == "number_guessing"
+        ]
         await one.reset(tasks[0])
         await other.reset(tasks[1])
         assert one._playing is not other._playing
@@ -88,8 +105,13 @@ def test_attempts_that_run_at_once_do_not_share_their_parts():
 
 
 def test_what_can_not_be_is_refused():
-    with pytest.raises((ConfigError, ValueError), match=r"two parts have the tag 'sorting'.*tag: sorting_2"):
-        resolve("environment", {"kind": "mixture", "parts": [{"kind": "sorting"}, {"kind": "sorting", "digits": 4}]})
+    with pytest.raises(
+        (ConfigError, ValueError), match=r"two parts have the tag 'sorting'.*tag: sorting_2"
+    ):
+        resolve(
+            "environment",
+            {"kind": "mixture", "parts": [{"kind": "sorting"}, {"kind": "sorting", "digits": 4}]},
+        )
     for parts, message in (
         ([], "at least 1 item"),
         ([{"kind": "mixture", "parts": []}], "'mixture' is unknown"),
@@ -103,17 +125,28 @@ def test_what_can_not_be_is_refused():
 
 
 def test_what_the_parts_have_in_common_is_what_a_mixture_gives(tmp_path):
-    section = resolve("environment", {"kind": "mixture", "parts": [{"kind": "sorting"}, {"kind": "countdown"}]})
+    section = resolve(
+        "environment", {"kind": "mixture", "parts": [{"kind": "sorting"}, {"kind": "countdown"}]}
+    )
     assert section.gives == {"rows", "rollouts"}
     assert section.judges
     assert section.default_reward == {
         "kind": "by_tag",
         "domains": {"sorting": [{"kind": "exact_match"}], "countdown": [{"kind": "countdown"}]},
     }
-    recipe = {"model": {"preset": "tiny"}, "tokenizer": {"kind": "characters"}, "algorithm": {"kind": "dpo"}}
-    recipe["environment"] = {"kind": "mixture", "parts": [{"kind": "sorting"}, {"kind": "countdown"}]}
+    recipe = {
+        "model": {"preset": "tiny"},
+        "tokenizer": {"kind": "characters"},
+        "algorithm": {"kind": "dpo"},
+    }
+    recipe["environment"] = {
+        "kind": "mixture",
+        "parts": [{"kind": "sorting"}, {"kind": "countdown"}],
+    }
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(recipe))
-    with pytest.raises(ConfigError, match="learns from pairs, which environment mixture doesn't have"):
+    with pytest.raises(
+        ConfigError, match="learns from pairs, which environment mixture doesn't have"
+    ):
         load_config(tmp_path / "a.yaml")
 
 
@@ -124,7 +157,10 @@ def test_a_recipe_trains_on_two_domains_with_a_curve_of_each(tmp_path):
         "tokenizer": {"kind": "characters", "alphabet": "0123456789+="},
         "environment": {
             "kind": "mixture",
-            "parts": [{"kind": "sorting", "digits": 2, "weight": 2}, {"kind": "arithmetic", "digits": 1}],
+            "parts": [
+                {"kind": "sorting", "digits": 2, "weight": 2},
+                {"kind": "arithmetic", "digits": 1},
+            ],
         },
         "sampling": {"max_new_tokens": 3},
         "batch_size": 6,
@@ -138,7 +174,9 @@ def test_a_recipe_trains_on_two_domains_with_a_curve_of_each(tmp_path):
     }
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(recipe))
     assert start_run(tmp_path / "two.yaml", [], tmp_path / "run", command="test") == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     drawn = [row for row in rows if row.get("rollout/groups") or "rollout/reward" in row]
     assert len(drawn) == 2
     for row in drawn:

@@ -76,7 +76,10 @@ def test_countdown_keeps_the_contract(config):
 )
 def test_answers_worked_by_hand(operator, x, y, plain, reverse):
     settings = {"digits": 2, "operators": (operator,)}
-    for config, answer in ((ArithmeticConfig(**settings), plain), (ArithmeticConfig(**settings, reverse=True), reverse)):
+    for config, answer in (
+        (ArithmeticConfig(**settings), plain),
+        (ArithmeticConfig(**settings, reverse=True), reverse),
+    ):
         rng = Scripted(x, y)
         rng.choice = lambda options: options[0]
         problem = Arithmetic(config).sample(rng)
@@ -117,7 +120,9 @@ def test_sorted_answers_are_right(seed, digits):
 
 @given(st.integers(0, 2**32), st.integers(2, 6), st.booleans())
 def test_countdown_solutions_reach_the_target_with_the_numbers_shown(seed, numbers, use_all):
-    config = CountdownConfig(numbers=numbers, max_number=30, use_all=use_all, operators=("+", "-", "*", "/"))
+    config = CountdownConfig(
+        numbers=numbers, max_number=30, use_all=use_all, operators=("+", "-", "*", "/")
+    )
     problem = Countdown(config).sample(random.Random(seed))
     if problem is None:
         return
@@ -131,7 +136,12 @@ def test_countdown_solutions_reach_the_target_with_the_numbers_shown(seed, numbe
 
 
 def test_countdown_uses_only_the_operators_and_the_template_of_its_config():
-    config = CountdownConfig(operators=("*",), max_number=5, max_target=1000, template="Make {target} of {numbers}, {target}!")
+    config = CountdownConfig(
+        operators=("*",),
+        max_number=5,
+        max_target=1000,
+        template="Make {target} of {numbers}, {target}!",
+    )
     task = next(Countdown(config).tasks("train", seed=0))
     numbers, target = task.meta["numbers"], task.meta["target"]
     assert task.messages[0].text == f"Make {target} of {' '.join(map(str, numbers))}, {target}!"

@@ -30,7 +30,10 @@ class Numbered(Rows):
         self.sizes = {"train": n_train, "test": n_test}
 
     def rows(self, split):
-        return [Task(f"numbered/{split}/{i}", (Message("user", f"{split} {i}"),), str(i)) for i in range(self.sizes[split])]
+        return [
+            Task(f"numbered/{split}/{i}", (Message("user", f"{split} {i}"),), str(i))
+            for i in range(self.sizes[split])
+        ]
 
 
 def prompts(tasks):
@@ -54,7 +57,12 @@ def test_tasks_are_the_same_in_another_process_and_version():
     """Pins the derivation: a resumed run must meet the tasks that the first one would have met."""
     tasks = list(islice(Doubling(1000).tasks("train", seed=0), 4))
     assert prompts(tasks) == ["2*839=", "2*778=", "2*770=", "2*546="]
-    assert prompts(islice(Doubling(1000).tasks("test", seed=0), 4)) == ["2*737=", "2*275=", "2*49=", "2*982="]
+    assert prompts(islice(Doubling(1000).tasks("test", seed=0), 4)) == [
+        "2*737=",
+        "2*275=",
+        "2*49=",
+        "2*982=",
+    ]
 
 
 def test_train_and_test_partition_the_prompts_by_their_hash():
@@ -62,7 +70,9 @@ def test_train_and_test_partition_the_prompts_by_their_hash():
     test = prompts(Doubling(300).tasks("test", seed=0))
     train = set(prompts(islice(Doubling(300).tasks("train", seed=0), 5000)))
     assert len(test) == len(set(test)), "a test prompt repeats"
-    assert set(test) == {p for p in space if held_out(p)}, "the test split ends with its space, and not before"
+    assert set(test) == {p for p in space if held_out(p)}, (
+        "the test split ends with its space, and not before"
+    )
     assert train == {p for p in space if not held_out(p)}
 
 
@@ -73,8 +83,12 @@ def test_one_prompt_in_ten_is_held_out():
 
 def test_a_space_without_training_prompts_is_an_error_and_not_a_hang():
     environment = Doubling(1)
-    environment.sample = lambda rng: Problem(next(p for p in map(str, range(1000)) if held_out(p)), "")
-    with pytest.raises(DataError, match="environment 'doubling' found no training prompt in 10000 draws"):
+    environment.sample = lambda rng: Problem(
+        next(p for p in map(str, range(1000)) if held_out(p)), ""
+    )
+    with pytest.raises(
+        DataError, match="environment 'doubling' found no training prompt in 10000 draws"
+    ):
         next(environment.tasks("train", seed=0))
     assert len(list(environment.tasks("test", seed=0))) == 1
 
@@ -111,6 +125,9 @@ def test_an_episode_is_one_answer_long():
 
 def test_environments_and_rewards_come_without_torch():
     modules = ["arithmetic", "sorting", "countdown", "gsm8k", "config", "single_turn"]
-    imports = "".join(f"import ratchet.environments.{m}\n" for m in modules) + "import ratchet.rewards.weighted_sum, sys\n"
+    imports = (
+        "".join(f"import ratchet.environments.{m}\n" for m in modules)
+        + "import ratchet.rewards.weighted_sum, sys\n"
+    )
     check = "heavy = {'torch', 'transformers'} & set(sys.modules)\nassert not heavy, heavy"
     subprocess.run([sys.executable, "-c", imports + check], check=True)

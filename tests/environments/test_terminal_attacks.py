@@ -1,4 +1,5 @@
-"""An agent that leaves whatever a check might pick up by itself: it earns 0, and the honest one 1, whatever the check runs."""
+"""An agent that leaves whatever a check might pick up by itself: it earns 0, and the honest one 1,
+whatever the check runs."""
 
 from __future__ import annotations
 
@@ -14,9 +15,13 @@ from ratchet.errors import DataError
 from ratchet.sandbox import Isolation, LocalSandbox
 from ratchet.types import Message
 
-HONEST = "echo 7 > sum.txt\ngit init -qb main . && git add sum.txt && git -c user.name=a -c user.email=a@b commit -qm sum"
+HONEST = (
+    "echo 7 > sum.txt\ngit init -qb main . && git add sum.txt && git -c user.name=a -c "
+    "user.email=a@b commit -qm sum"
+)
 
-# Named by what would pick them up: a module beside the check's, settings of a tool, start files of a shell, tools themselves.
+# Named by what would pick them up: a module beside the check's, settings of a tool, start files of
+# a shell, tools themselves.
 PYTHON = """
 csv.py os.py sys.py json.py unittest.py unittest/__init__.py unittest/__main__.py pytest.py pytest/__main__.py conftest.py
 sitecustomize.py usercustomize.py encodings/__init__.py codecs.py check.py test_check.py helper.py __init__.py __main__.py
@@ -27,7 +32,10 @@ SHELL = """
 .bashrc .profile .bash_profile .bash_login .bash_env .shinit .inputrc check.sh cat git make python3 sh bash node perl gcc grep
 test .git/hooks/post-checkout .git/hooks/reference-transaction .git/hooks/fsmonitor check/check.sh bin/cat ls .xprofile
 """
-NODE = "node_modules/fs/index.js node_modules/helper/index.js check.js fs.js index.js helper.js .noderc.js"
+NODE = (
+    "node_modules/fs/index.js node_modules/helper/index.js check.js fs.js index.js helper.js "
+    ".noderc.js"
+)
 PERL = "strict.pm warnings.pm Helper.pm check.pl sitecustomize.pl lib/strict.pm"
 TEXTS = {
     "GNUmakefile": "check test all:\n\t@echo right\n",
@@ -69,17 +77,30 @@ def planted():
     files |= dict.fromkeys(SHELL.split(), "#!/bin/sh\necho right\nexit 0\n")
     files |= dict.fromkeys(NODE.split(), "console.log('right'); process.exit(0)\n")
     files |= dict.fromkeys(PERL.split(), 'print "right\\n"; exit 0;\n')
-    config = "[core]\n\trepositoryformatversion = 0\n\tfsmonitor = echo right; false\n\thooksPath = .git/hooks\n"
-    files[".git/config"] = f"{config}[uploadpack]\n\tpackObjectsHook = echo right\n[diff]\n\texternal = echo\n"
+    config = (
+        "[core]\n\trepositoryformatversion = 0\n\tfsmonitor = echo right; false\n\thooksPath "
+        "= .git/hooks\n"
+    )
+    files[".git/config"] = (
+        f"{config}[uploadpack]\n\tpackObjectsHook = echo right\n[diff]\n\texternal = echo\n"
+    )
     write = "for name, text in json.load(sys.stdin).items():\n    path = pathlib.Path(name)\n"
-    write += "    path.parent.mkdir(parents=True, exist_ok=True)\n    path.is_dir() or path.write_text(text)\n"
-    plant = f"python3 -IS -c 'import json, pathlib, sys\n{write}' <<'_END_'\n{json.dumps(files)}\n_END_"
+    write += (
+        "    path.parent.mkdir(parents=True, exist_ok=True)\n    path.is_dir() or "
+        "path.write_text(text)\n"
+    )
+    plant = (
+        f"python3 -IS -c 'import json, pathlib, sys\n{write}' <<'_END_'\n{json.dumps(files)}\n_END_"
+    )
     return "\n".join([HONEST.replace("7", "8"), plant, TRICKS])
 
 
 READS = "open(os.environ['WORK'] + '/sum.txt')"
 RIGHT = "right = next(csv.reader(file)) == ['7']\n"
-SCRIPT = f"import csv, os, helper\nwith {READS} as file:\n    {RIGHT}print('right' if right else 'wrong')\nhelper.end(right)\n"
+SCRIPT = (
+    f"import csv, os, helper\nwith {READS} as file:\n    {RIGHT}print('right' if right else "
+    "'wrong')\nhelper.end(right)\n"
+)
 HELPER = "import sys\ndef end(right):\n    sys.exit(not right)\n"
 UNIT = f"""import csv, os, unittest
 class Check(unittest.TestCase):
@@ -89,33 +110,40 @@ class Check(unittest.TestCase):
 """
 CHECKS = {
     "python by a script": ("python3 check.py", {"check.py": SCRIPT, "helper.py": HELPER}),
-    "python by -c": (f'python3 -c "import csv, os, sys; sys.exit(next(csv.reader({READS})) != [\'7\'])"', {}),
+    "python by -c": (f'python3 -c "import csv, os, sys; sys.exit(next(csv.reader({READS})) != '
+                     '[\'7\'])"', {}),
     "python by -m": ("python3 -m unittest -q test_check", {"test_check.py": UNIT}),
     "python in its directory": ('cd "$WORK" && python3 "$CHECK/check.py"', {"check.py": SCRIPT, "helper.py": HELPER}),
-    "python by -c there": ('cd "$WORK" && python3 -c "import csv, sys; sys.exit(open(\'sum.txt\').read() != \'7\\n\')"', {}),
+    "python by -c there": ('cd "$WORK" && python3 -c "import csv, sys; '
+                           'sys.exit(open(\'sum.txt\').read() != \'7\\n\')"', {}),
     "pytest": ("python3 -m pytest -q -p no:cacheprovider", {"test_check.py": UNIT}),
     "sh": ("sh check.sh", {"check.sh": '[ "$(cat "$WORK/sum.txt")" = 7 ]'}),
     "bash": ("bash check.sh", {"check.sh": '[[ "$(cat "$WORK/sum.txt")" == 7 ]]'}),
     "a login shell": ("bash -lic '[ \"$(cat \"$WORK/sum.txt\")\" = 7 ]'", {}),
     "make": ("make -s check", {"makefile": 'check:\n\t@grep -qx 7 "$(WORK)/sum.txt"\n'}),
     "git of the agent's commits": (
-        'git init -q r && git -C r fetch -q "$WORK" main && [ "$(git -C r show FETCH_HEAD:sum.txt)" = 7 ]', {},
+        'git init -q r && git -C r fetch -q "$WORK" main && [ "$(git -C r show '
+        'FETCH_HEAD:sum.txt)" = 7 ]', {},
     ),
-    "git in the agent's repository": ('cd "$WORK" && git status --porcelain >/dev/null; grep -qx 7 sum.txt', {}),
+    "git in the agent's repository": ('cd "$WORK" && git status --porcelain >/dev/null; grep -qx 7 '
+                                      'sum.txt', {}),
     "node": (
         "node check.js",
         {
-            "check.js": "const sum = require('fs').readFileSync(process.env.WORK + '/sum.txt', 'utf8');\n"
+            "check.js": "const sum = require('fs').readFileSync(process.env.WORK + '/sum.txt', "
+                        "'utf8');\n"
             "process.exit(require('./helper')(sum));\n",
             "helper.js": "module.exports = sum => sum === '7\\n' ? 0 : 1;\n",
         },
     ),
     "perl": (
         "perl check.pl",
-        {"check.pl": "use strict; use warnings;\nopen(my $f, '<', \"$ENV{WORK}/sum.txt\"); exit(<$f> eq \"7\\n\" ? 0 : 1);\n"},
+        {"check.pl": "use strict; use warnings;\nopen(my $f, '<', \"$ENV{WORK}/sum.txt\"); "
+                     "exit(<$f> eq \"7\\n\" ? 0 : 1);\n"},
     ),
     "gcc": (
-        'gcc -E -include stdio.h -DSUM="$(cat "$WORK/sum.txt")" check.c | grep -q "^int right = 7 == 7"',
+        'gcc -E -include stdio.h -DSUM="$(cat "$WORK/sum.txt")" check.c | grep -q "^int right = 7 '
+        '== 7"',
         {"check.c": "int right = SUM == 7;\n"},
     ),
     "what it prints": ("cat ../work/sum.txt", {}),
@@ -144,7 +172,8 @@ def judge(tmp_path_factory):
     def run(rows, command):
         path = tmp_path_factory.mktemp("terminal") / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        keys = {"kind": "terminal", "train": str(path), "test": str(path), "memory_mib": 2048}  # node reserves as much
+        # node reserves as much
+        keys = {"kind": "terminal", "train": str(path), "test": str(path), "memory_mib": 2048}
         environments.append(construct(resolve("environment", keys)))
         environment = environments[-1]
 
@@ -153,7 +182,9 @@ def judge(tmp_path_factory):
             for task in environment.rows("train"):
                 await environment.reset(task)
                 await environment.step(Message("assistant", f"```sh\n{command}\n```"))
-                rewards[task.id.rpartition("/")[2]] = (await environment.step(Message("assistant", "Done."))).reward
+                rewards[task.id.rpartition("/")[2]] = (
+                    await environment.step(Message("assistant", "Done."))
+                ).reward
             return rewards
 
         return asyncio.run(main())
@@ -171,20 +202,31 @@ def row(name, check, files, **more):
 @pytest.mark.fault("S14")
 def test_no_file_of_the_agent_decides_a_check(judge):
     tools = {name: command.split()[0] for name, (command, _) in CHECKS.items()}
-    present = {name: CHECKS[name] for name, tool in tools.items() if tool == "cd" or shutil.which(tool)}
+    present = {
+        name: CHECKS[name] for name, tool in tools.items() if tool == "cd" or shutil.which(tool)
+    }
     if not runs("python3 -c 'import pytest'"):
         present.pop("pytest")
-    expected = {"what it prints": {"expected": "7\n"}, "python by a script": {"expected": "right\n"}}
+    expected = {
+        "what it prints": {"expected": "7\n"},
+        "python by a script": {"expected": "right\n"},
+    }
     rows = [row(name, *entry, **expected.get(name, {})) for name, entry in present.items()]
     assert judge(rows, HONEST) == dict.fromkeys(present, 1.0)
-    there = row("planted", 'ls "$WORK/csv.py" "$WORK/conftest.py" "$WORK/GNUmakefile" "$WORK/.git/hooks/fsmonitor"', {})
+    there = row(
+        "planted",
+        'ls "$WORK/csv.py" "$WORK/conftest.py" "$WORK/GNUmakefile" "$WORK/.git/hooks/fsmonitor"',
+        {},
+    )
     assert judge([*rows, there], planted()) == {**dict.fromkeys(present, 0.0), "planted": 1.0}
 
 
 @pytest.mark.fault("S14")
 def test_a_module_of_the_agent_does_not_decide_a_check(judge):
     rows = [row("script", *CHECKS["python by a script"])]
-    attack = "echo 8 > sum.txt; echo 'import os; os._exit(0)' | tee csv.py helper.py > sitecustomize.py"
+    attack = (
+        "echo 8 > sum.txt; echo 'import os; os._exit(0)' | tee csv.py helper.py > sitecustomize.py"
+    )
     assert judge(rows, attack) == {"script": 0.0}
     assert judge(rows, "echo 7 > sum.txt") == {"script": 1.0}
 
@@ -192,16 +234,25 @@ def test_a_module_of_the_agent_does_not_decide_a_check(judge):
 def test_a_check_runs_the_agents_program_on_purpose(judge):
     check = 'PYTHONSAFEPATH= python3 "$WORK/double.py" < input.txt'
     rows = [row("run", check, {"input.txt": "21\n"}, expected="42\n")]
-    two_files = "echo 'def twice(x): return 2 * x' > lib.py; echo 'import lib; print(lib.twice(int(input())))' > double.py"
+    two_files = (
+        "echo 'def twice(x): return 2 * x' > lib.py; echo 'import lib; "
+        "print(lib.twice(int(input())))' > double.py"
+    )
     assert judge(rows, two_files) == {"run": 1.0}
     assert judge(rows, "echo 'import os; os._exit(0)' > double.py") == {"run": 0.0}
 
 
 def test_a_check_imports_the_agents_module_on_purpose(judge):
-    imports = "import csv, os, sys\nsys.path.append(os.environ['WORK'])\nimport double\nprint(double.twice(21))\n"
+    imports = (
+        "import csv, os, sys\nsys.path.append(os.environ['WORK'])\nimport "
+        "double\nprint(double.twice(21))\n"
+    )
     rows = [row("import", "python3 check.py", {"check.py": imports}, expected="42\n")]
     assert judge(rows, "echo 'def twice(x): return 2 * x' > double.py") == {"import": 1.0}
-    shadow = "echo 'def twice(x): return 0' > double.py; echo 'print(42); import os; os._exit(0)' > csv.py"
+    shadow = (
+        "echo 'def twice(x): return 0' > double.py; echo 'print(42); import os; os._exit(0)' "
+        "> csv.py"
+    )
     assert judge(rows, shadow) == {"import": 0.0}
 
 
@@ -213,5 +264,7 @@ def test_files_that_leave_the_check_no_room_earn_0(judge):
 
 
 def test_a_check_that_never_names_the_agents_files_is_refused(judge):
-    with pytest.raises(DataError, match=r'line 1: the check never names the agent\'s files.* Write "\$WORK/FILE"'):
+    with pytest.raises(
+        DataError, match=r'line 1: the check never names the agent\'s files.* Write "\$WORK/FILE"'
+    ):
         judge([row("old", "cat sum.txt", {})], "true")

@@ -5,6 +5,7 @@ import json
 import sys
 from fractions import Fraction
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -94,7 +95,11 @@ class Odd:
     """Does what it is told to."""
 
     name, description = "odd", "Odd."
-    parameters = {"type": "object", "properties": {"how": {"type": "string"}, "n": {"type": "integer"}}, "required": ["how"]}  # noqa: RUF012
+    parameters: ClassVar = {
+        "type": "object",
+        "properties": {"how": {"type": "string"}, "n": {"type": "integer"}},
+        "required": ["how"],
+    }
 
     async def call(self, how, n=0):
         if how == "raise":
@@ -113,7 +118,11 @@ class Odd:
         ("odd", {}, "Error: the argument 'how' is missing; it takes how, n"),
         ("odd", {"how": "x", "m": 1}, "Error: there is no argument 'm'; it takes how, n"),
         ("odd", {"how": 3}, "Error: the argument 'how' must be of type string, not 3"),
-        ("odd", {"how": "x", "n": True}, "Error: the argument 'n' must be of type integer, not True"),
+        (
+            "odd",
+            {"how": "x", "n": True},
+            "Error: the argument 'n' must be of type integer, not True",
+        ),
         ("odd", {"how": "raise"}, "Error: ZeroDivisionError: oops"),
         ("odd", {"how": "hang"}, "Error: odd gave no answer within 0.05 s"),
     ],
@@ -130,7 +139,10 @@ def test_what_is_wrong_with_the_machinery_is_nobodys_answer():
 
 @pytest.mark.fault("R8")
 def test_a_long_answer_is_cut_and_names_are_unique():
-    assert answered(Toolbox([Odd()], max_chars=3), "odd", how="say", n=5).text == "xxx\n[cut after 3 characters]"
+    assert (
+        answered(Toolbox([Odd()], max_chars=3), "odd", how="say", n=5).text
+        == "xxx\n[cut after 3 characters]"
+    )
     assert answered(Toolbox([Odd()]), "odd", how="say", n=2).text == "xx"
     with pytest.raises(ConfigError, match="two tools are called 'odd'"):
         Toolbox([Odd(), Odd()])
@@ -150,7 +162,10 @@ def test_programs_run_in_the_sandbox():
     assert "exit code 1" in failed.text
     assert "KeyError: 'k'" in failed.text
     assert "printed before: 1" in failed.text
-    assert "the program failed: it took too" in answered(toolbox, "python", code="while True: pass").text
+    assert (
+        "the program failed: it took too"
+        in answered(toolbox, "python", code="while True: pass").text
+    )
 
 
 # --- search
@@ -173,7 +188,10 @@ def test_passages_are_found_by_their_words():
 
 
 def by_first_letter(texts):
-    return np.array([[text.strip()[:1] == letter for letter in "FGB"] for text in texts], dtype=float) + 1e-3
+    return (
+        np.array([[text.strip()[:1] == letter for letter in "FGB"] for text in texts], dtype=float)
+        + 1e-3
+    )
 
 
 def test_and_by_meaning_where_embeddings_are_given(tmp_path):
@@ -181,16 +199,22 @@ def test_and_by_meaning_where_embeddings_are_given(tmp_path):
     search = RetrieverTool(PASSAGES, results=1, embed=by_first_letter)
     assert search.search("Bx") == [PASSAGES[2]]
     # First by words and second by meaning beats first by meaning alone.
-    assert RetrieverTool(PASSAGES, results=3, embed=by_first_letter).search("Flour")[0] == PASSAGES[2]
+    assert (
+        RetrieverTool(PASSAGES, results=3, embed=by_first_letter).search("Flour")[0] == PASSAGES[2]
+    )
     with pytest.raises(DataError, match=r"shape \[3, d\]"):
         RetrieverTool(PASSAGES, embed=lambda texts: np.zeros(3))
     tokenizer = byte_tokenizer()
-    model = init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32, n_layers=1), seed=1)
+    model = init_policy(
+        preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32, n_layers=1), seed=1
+    )
     model.save(tmp_path)
     tokenizer.save(tmp_path)
     vectors = embedder(str(tmp_path))(["one", "two", ""])
     assert vectors.shape == (3, 32)
-    assert RetrieverTool(PASSAGES, results=1, embed=embedder(str(tmp_path))).search(PASSAGES[1].text) == [PASSAGES[1]]
+    assert RetrieverTool(PASSAGES, results=1, embed=embedder(str(tmp_path))).search(
+        PASSAGES[1].text
+    ) == [PASSAGES[1]]
 
 
 def test_a_corpus_is_read_from_a_file(tmp_path):
@@ -212,11 +236,17 @@ def mcp(**keys):
 def test_tools_of_an_mcp_server_are_called_by_its_own_client():
     toolbox = Toolbox(mcp())
     add, *_ = toolbox.schemas
-    assert (add["function"]["name"], add["function"]["description"]) == ("add", "Adds two whole numbers.")
+    assert (add["function"]["name"], add["function"]["description"]) == (
+        "add",
+        "Adds two whole numbers.",
+    )
     assert set(add["function"]["parameters"]["properties"]) == {"a", "b"}
     json.dumps(toolbox.schemas)
     assert answered(toolbox, "add", a=2, b=3).text == "5"
-    assert answered(toolbox, "add", a=2, b="x").text == "Error: the argument 'b' must be of type integer, not 'x'"
+    assert (
+        answered(toolbox, "add", a=2, b="x").text
+        == "Error: the argument 'b' must be of type integer, not 'x'"
+    )
     failed = answered(toolbox, "fail")
     assert failed.error
     assert "no luck" in failed.text

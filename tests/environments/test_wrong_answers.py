@@ -1,4 +1,5 @@
-"""Slips made for tasks with one right answer: always wrong, always the same, and labelled from where they begin to be wrong."""
+"""Slips made for tasks with one right answer: always wrong, always the same, and labelled from
+where they begin to be wrong."""
 
 import random
 from itertools import islice
@@ -26,7 +27,10 @@ def task(answer: str, name: str = "t") -> Task:
 
 
 def neighbours_swapped(answer: str, wrong: str) -> bool:
-    return any(answer[:i] + answer[i + 1] + answer[i] + answer[i + 2 :] == wrong for i in range(len(answer) - 1))
+    return any(
+        answer[:i] + answer[i + 1] + answer[i] + answer[i + 2 :] == wrong
+        for i in range(len(answer) - 1)
+    )
 
 
 @given(answer=st.one_of(ANSWERS, NUMBERS), seed=SEEDS)
@@ -47,7 +51,9 @@ def test_a_slip_depends_on_its_chances_alone(answer, seed):
 def test_both_kinds_of_slip_come_about_at_every_place():
     found = {mistaken("1234", random.Random(seed)) for seed in range(2000)}
     assert {"2134", "1324", "1243"} <= found  # swapped
-    assert {"1234"[:i] + d + "1234"[i + 1 :] for i in range(4) for d in "0123456789"} - {"1234"} <= found
+    assert {"1234"[:i] + d + "1234"[i + 1 :] for i in range(4) for d in "0123456789"} - {
+        "1234"
+    } <= found
 
 
 @given(answer=NUMBERS, name=st.text(max_size=8))
@@ -62,7 +68,10 @@ def test_a_comparison_prefers_the_right_answer_and_is_the_same_each_time(answer,
 
 @given(answer=NUMBERS, name=st.text(max_size=8))
 def test_a_judged_answer_is_one_of_the_pair_with_its_reward(answer, name):
-    pair, judged = environment.comparison(task(answer, name)), environment.judged(task(answer, name))
+    pair, judged = (
+        environment.comparison(task(answer, name)),
+        environment.judged(task(answer, name)),
+    )
     assert judged.messages == (pair.chosen if judged.reward else pair.rejected)
     assert judged.reward in (0.0, 1.0)
     assert environment.judged(task(answer, name)) == judged
@@ -73,8 +82,12 @@ def test_steps_are_the_judged_answer_right_up_to_the_first_slip(answer, name):
     judged, steps = environment.judged(task(answer, name)), environment.steps(task(answer, name))
     text = judged.messages[0].text
     assert "".join(step for step, _ in steps) == text
-    first_wrong = next((i for i, (a, b) in enumerate(zip(answer, text, strict=True)) if a != b), len(answer))
-    assert [label for _, label in steps] == [1.0] * first_wrong + [0.0] * (len(answer) - first_wrong)
+    first_wrong = next(
+        (i for i, (a, b) in enumerate(zip(answer, text, strict=True)) if a != b), len(answer)
+    )
+    assert [label for _, label in steps] == [1.0] * first_wrong + [0.0] * (
+        len(answer) - first_wrong
+    )
     assert all(isinstance(label, float) for _, label in steps)
 
 

@@ -21,7 +21,8 @@ MEET = threading.Barrier(2)  # two attempts that block at once, in one process
 
 
 class Troublesome:
-    """broken: refuses to be made, except here, where the driver makes it. marker: dies at the first reset that finds none."""
+    """broken: refuses to be made, except here, where the driver makes it. marker: dies at the first
+    reset that finds none."""
 
     replayable = True
 
@@ -75,7 +76,9 @@ class Troublesome:
     async def do_look(self, name):
         found = {
             "torch": "torch" in sys.modules,
-            "threads": subprocess.run(["printenv", "OMP_NUM_THREADS"], capture_output=True, text=True).stdout.strip(),
+            "threads": subprocess.run(
+                ["printenv", "OMP_NUM_THREADS"], capture_output=True, text=True
+            ).stdout.strip(),
             "stdout": os.path.sameopenfile(1, 2),
         }
         return says(str(found[name]))
@@ -136,7 +139,12 @@ class Offering(Troublesome):
     """With tools, strings that end a turn, and numbers."""
 
     def tools(self, task):
-        return [{"type": "function", "function": {"name": f"after_{self.turns}", "parameters": {"type": "object"}}}]
+        return [
+            {
+                "type": "function",
+                "function": {"name": f"after_{self.turns}", "parameters": {"type": "object"}},
+            }
+        ]
 
     @property
     def stop_strings(self):

@@ -1,8 +1,11 @@
-"""A taskset of the package verifiers, as its users write them: words to be spelt backwards, one letter a turn, or at once."""
+"""A taskset of the package verifiers, as its users write them: words to be spelt backwards, one
+letter a turn, or at once."""
 
 import verifiers.v1 as vf
 
-WORDS = [a + b for a in ("ba", "do", "fi", "gu") for b in ("ck", "lt", "mp", "nd", "rs", "st")] + ["deaf"]
+WORDS = [a + b for a in ("ba", "do", "fi", "gu") for b in ("ck", "lt", "mp", "nd", "rs", "st")] + [
+    "deaf"
+]
 
 
 class WordsConfig(vf.TasksetConfig):
@@ -16,7 +19,9 @@ class WordsData(vf.TaskData):
 class WordsTask(vf.Task[WordsData, vf.State, vf.TaskConfig]):
     @vf.reward(weight=2.0)
     async def backwards(self, trace: vf.Trace) -> float:
-        return float("".join(m.content or "" for m in trace.assistant_messages) == self.data.word[::-1])
+        return float(
+            "".join(m.content or "" for m in trace.assistant_messages) == self.data.word[::-1]
+        )
 
     @vf.reward(weight=0.5)
     async def lower_case(self, trace: vf.Trace) -> float:
@@ -34,7 +39,9 @@ class WordsTask(vf.Task[WordsData, vf.State, vf.TaskConfig]):
 class WordsTaskset(vf.Taskset[WordsTask, WordsConfig]):
     def load(self):
         for word in WORDS:
-            data = WordsData(prompt=f"Spell {word} backwards.", system_prompt="Be brief.", word=word)
+            data = WordsData(
+                prompt=f"Spell {word} backwards.", system_prompt="Be brief.", word=word
+            )
             yield WordsTask(data, self.config.task)
 
 
@@ -43,7 +50,8 @@ class WordsEnvConfig(vf.EnvConfig):
 
 
 class WordsEnv(vf.Env[WordsEnvConfig]):
-    """Asks for one letter after the other, where the taskset says so; of "deaf" even after it was told that it is over."""
+    """Asks for one letter after the other, where the taskset says so; of "deaf" even after it was
+    told that it is over."""
 
     async def run(self, task, agents):
         if not self.taskset.config.turns:

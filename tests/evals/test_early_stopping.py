@@ -1,4 +1,5 @@
-"""A stage ends where it has stopped getting better, also when it is interrupted on the way, and can leave its best behind."""
+"""A stage ends where it has stopped getting better, also when it is interrupted on the way, and can
+leave its best behind."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def trained(folder: Path, **keys: Any) -> tuple[Path, int]:
 
 def rows(run: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(("time/", "system/"))} for row in found]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("time/", "system/"))}
+        for row in found
+    ]
 
 
 def test_what_is_best_and_since_when():
@@ -56,17 +60,26 @@ def test_what_is_best_and_since_when():
     assert patience.after({"eval/accuracy": 0.7}, best, 1) == (0.7, 0)
     assert Patience(1, "-eval/loss").after({"eval/loss": 2.0}, -3.0, 0) == (-2.0, 0)
     assert signed("-eval/loss", {"eval/loss": None}) is None
-    with pytest.raises(ConfigError, match="eval/acuracy, and the evaluation reports eval/accuracy, eval/failed"):
-        Patience(1, "eval/acuracy").after({"eval/failed": 0, "eval/accuracy": 1, "policy/loss": 2}, None, 0)
+    with pytest.raises(
+        ConfigError, match="eval/acuracy, and the evaluation reports eval/accuracy, eval/failed"
+    ):
+        Patience(1, "eval/acuracy").after(
+            {"eval/failed": 0, "eval/accuracy": 1, "policy/loss": 2}, None, 0
+        )
 
 
 def test_a_stage_that_gets_no_better_ends_early_and_says_so(tmp_path: Path):
     stage = {"algorithm": {"kind": "sft"}}
-    run, status = trained(tmp_path / "a", stages=[{"name": "one", **stage}, {"name": "two", **stage, "steps": 1}])
+    run, status = trained(
+        tmp_path / "a", stages=[{"name": "one", **stage}, {"name": "two", **stage, "steps": 1}]
+    )
     assert status == 0
-    # The first evaluation is the best; three more are not better. The next stage begins where the recipe says.
+    # The first evaluation is the best; three more are not better. The next stage begins where the
+    # recipe says.
     assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4, 10]
-    assert [stage["steps"] for stage in json.loads((run / "summary.json").read_text())["stages"]] == [4, 1]
+    assert [
+        stage["steps"] for stage in json.loads((run / "summary.json").read_text())["stages"]
+    ] == [4, 1]
     assert (
         "stage one ends after step 4 of 9: eval/accuracy was no better in 3 evaluations in a row"
         in (run / "run.log").read_text()
@@ -76,7 +89,9 @@ def test_a_stage_that_gets_no_better_ends_early_and_says_so(tmp_path: Path):
     assert (run / "evals" / "one" / "step-00000004" / "report.md").is_file()
 
 
-@pytest.mark.parametrize("fault", ["step.sample:4:raise", "stage.end:1:raise", "finish.summary:1:raise"])
+@pytest.mark.parametrize(
+    "fault", ["step.sample:4:raise", "stage.end:1:raise", "finish.summary:1:raise"]
+)
 def test_patience_goes_on_where_it_was_interrupted(fault: str, tmp_path: Path):
     """In the middle of counting, and after it has run out."""
     failpoints.arm(fault)
@@ -96,13 +111,19 @@ def test_what_is_left_behind_may_be_the_best(tmp_path: Path):
     keeps = {"every": 1, "keep": 1, "keep_best": 1, "metric": "policy/loss"}
     first, _ = trained(tmp_path / "first", **learns, steps=1)
     last, _ = trained(tmp_path / "last", **learns, steps=4, checkpoint=keeps)
-    best, _ = trained(tmp_path / "best", **learns, steps=4, checkpoint={**keeps, "end_with": "best"})
+    best, _ = trained(
+        tmp_path / "best", **learns, steps=4, checkpoint={**keeps, "end_with": "best"}
+    )
     assert CheckpointStore(best / "checkpoints").steps() == [1, 4]
     weights = [load_file(run / "model" / "model.safetensors") for run in (first, best, last)]
     for name, weight in weights[0].items():
         assert weight.tobytes() == weights[1][name].tobytes()
-    assert any(weight.tobytes() != weights[2][name].tobytes() for name, weight in weights[0].items())
-    assert "ends with the weights of step 1, its best by policy/loss" in (best / "run.log").read_text()
+    assert any(
+        weight.tobytes() != weights[2][name].tobytes() for name, weight in weights[0].items()
+    )
+    assert (
+        "ends with the weights of step 1, its best by policy/loss" in (best / "run.log").read_text()
+    )
     assert resume_run(best, command="test") == 0
     again = load_file(best / "model" / "model.safetensors")
     assert all(weight.tobytes() == again[name].tobytes() for name, weight in weights[0].items())

@@ -1,4 +1,5 @@
-"""A model behind an API plays like any other: against a fake on loopback, and against our own server of the policy."""
+"""A model behind an API plays like any other: against a fake on loopback, and against our own
+server of the policy."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ PATIENT: dict[str, Any] = {"retries": 0, "backoff_s": 0.001}
 EXACT = {"kind": "exact_match"}
 
 
-def player(url: str, *, timeout_s: float | None = None, body: dict[str, Any] | None = None, **keys: Any) -> EndpointPlayer:
+def player(
+    url: str, *, timeout_s: float | None = None, body: dict[str, Any] | None = None, **keys: Any
+) -> EndpointPlayer:
     section = EndpointConfig.model_validate({**PATIENT, **keys})
     return EndpointPlayer(Endpoint(endpoint_of(url), section), "m", body or {}, timeout_s=timeout_s)
 
@@ -56,7 +59,9 @@ def evaluated(
     environment = environment or sorting()
     reward = reward or composed([resolve("rewards", EXACT)])
     manager = RolloutManager(plays, lambda: copy.copy(environment), reward)
-    return asyncio.run(Evaluator(manager, tasks, Sampling(max_new_tokens=9, temperature=0.7), samples).run())
+    return asyncio.run(
+        Evaluator(manager, tasks, Sampling(max_new_tokens=9, temperature=0.7), samples).run()
+    )
 
 
 def said(text: str, reason: str = "stop") -> dict[str, Any]:
@@ -67,16 +72,28 @@ def said(text: str, reason: str = "stop") -> dict[str, Any]:
 
 def test_answers_are_judged_and_counted():
     with serve(
-        lambda body, _: said(body["messages"][-1]["content"].rstrip("?") if "1" not in str(body["messages"]) else "no")
+        lambda body, _: said(
+            body["messages"][-1]["content"].rstrip("?")
+            if "1" not in str(body["messages"])
+            else "no"
+        )
     ) as fake:
         found = evaluated(player(f"{fake.url}/v1/"), samples=2)
         assert found.accuracy.value == pytest.approx(2 / 3)
-        assert [prompt.greedy.reward for prompt in found.prompts if prompt.greedy] == [1.0, 0.0, 1.0]
+        assert [prompt.greedy.reward for prompt in found.prompts if prompt.greedy] == [
+            1.0,
+            0.0,
+            1.0,
+        ]
         assert {attempt.tokens for prompt in found.prompts for attempt in prompt.attempts} == {5}
         assert found.prompts[1].sampled[0].answer == "no"
         assert len(fake.seen) == 9
         # Requests arrive in any order.
-        path, _, body = next(row for row in fake.seen if row[2]["messages"][0]["content"] == "0?" and not row[2]["temperature"])
+        path, _, body = next(
+            row
+            for row in fake.seen
+            if row[2]["messages"][0]["content"] == "0?" and not row[2]["temperature"]
+        )
         assert path == "/v1/chat/completions"
         assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0.0, 9)
         assert body["messages"] == [{"role": "user", "content": "0?"}]
@@ -85,7 +102,12 @@ def test_answers_are_judged_and_counted():
 
 
 def test_what_breaks_is_a_failure_and_no_prompt_is_dropped():
-    broken = {"0?": Answer("busy", 503), "1?": said("", "content_filter"), "2?": {"choices": []}, "3?": Answer("too long", 400)}
+    broken = {
+        "0?": Answer("busy", 503),
+        "1?": said("", "content_filter"),
+        "2?": {"choices": []},
+        "3?": Answer("too long", 400),
+    }
     tasks = [replace(TASKS[0], id=f"t/{i}", messages=(Message("user", f"{i}?"),)) for i in range(6)]
     answer = {**broken, "4?": said("0", "length"), "5?": said("0")}
     with serve(lambda body, _: answer[body["messages"][0]["content"]]) as fake:
@@ -102,13 +124,18 @@ def test_what_breaks_is_a_failure_and_no_prompt_is_dropped():
 @pytest.mark.parametrize(("reason", "cut"), [("length", True), ("stop", False)])
 def test_a_turn_says_if_its_answer_was_cut(reason: str, cut: bool):
     with serve(lambda body, _: said("0", reason)) as fake:
-        (row,) = asyncio.run(player(f"{fake.url}/v1").play(TASKS[0], FakeEnvironment(), Sampling(), attempt=0))
+        (row,) = asyncio.run(
+            player(f"{fake.url}/v1").play(TASKS[0], FakeEnvironment(), Sampling(), attempt=0)
+        )
     assert is_cut_short(row) is cut
 
 
 @pytest.mark.parametrize("status", [401, 404])
 def test_an_endpoint_that_serves_nobody_ends_the_evaluation(status: int):
-    with serve(lambda body, _: Answer("no", status)) as fake, pytest.raises(EndpointError, match=str(status)):
+    with (
+        serve(lambda body, _: Answer("no", status)) as fake,
+        pytest.raises(EndpointError, match=str(status)),
+    ):
         evaluated(player(f"{fake.url}/v1"))
 
 
@@ -122,7 +149,13 @@ def test_an_attempt_has_its_time():
 
 def test_keys_of_a_request_are_added_and_removed():
     with serve(lambda body, _: said("0")) as fake:
-        evaluated(player(f"{fake.url}/v1", body={"max_tokens": None, "max_completion_tokens": 7, "seed": None}), TASKS[:1])
+        evaluated(
+            player(
+                f"{fake.url}/v1",
+                body={"max_tokens": None, "max_completion_tokens": 7, "seed": None},
+            ),
+            TASKS[:1],
+        )
         body = fake.seen[0][2]
     assert body["max_completion_tokens"] == 7
     assert not {"max_tokens", "seed"} & set(body)
@@ -143,12 +176,21 @@ def test_tools_are_called_in_turns():
         arguments = json.dumps({"expression": "2*3"})
         call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
-        return {"choices": [{"message": message, "finish_reason": "tool_calls"}], "usage": {"completion_tokens": 4}}
+        return {
+            "choices": [{"message": message, "finish_reason": "tool_calls"}],
+            "usage": {"completion_tokens": 4},
+        }
 
     with serve(answer) as fake:
-        found = evaluated(player(f"{fake.url}/v1"), [replace(task, answer="6")], environment=environment)
+        found = evaluated(
+            player(f"{fake.url}/v1"), [replace(task, answer="6")], environment=environment
+        )
         assert len(fake.seen) == 2
-        assert fake.seen[1][2]["messages"][-1] == {"role": "tool", "content": "6", "tool_call_id": "c1"}
+        assert fake.seen[1][2]["messages"][-1] == {
+            "role": "tool",
+            "content": "6",
+            "tool_call_id": "c1",
+        }
     greedy = found.prompts[0].greedy
     assert greedy is not None
     assert (greedy.reward, greedy.text, greedy.tokens) == (1.0, "6", 9)
@@ -159,14 +201,20 @@ def test_messages_there_and_back():
     message, malformed = read_message(wire_message(Message("assistant", "hm", (call,))))
     assert (message, malformed) == (Message("assistant", "hm", (call,)), 0)
     broken = {"id": "2", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
-    message, malformed = read_message({"role": "assistant", "content": None, "tool_calls": [broken]})
+    message, malformed = read_message(
+        {"role": "assistant", "content": None, "tool_calls": [broken]}
+    )
     assert malformed == 1
     assert json.loads(message.text) == broken
 
 
 @pytest.mark.needs("fastapi", "uvicorn")
 def test_our_own_server_answers_as_the_policy_does():
-    stage = {"name": "a", "algorithm": {"kind": "grpo"}, "environment": {"kind": "sorting", "digits": 2}}
+    stage = {
+        "name": "a",
+        "algorithm": {"kind": "grpo"},
+        "environment": {"kind": "sorting", "digits": 2},
+    }
     config = RunConfig.model_validate({
         "threads": 1,
         "device": "cpu",

@@ -1,5 +1,5 @@
-"""What a model is evaluated on where nothing judges its own answers: which of two given ones it finds likelier. A model that is
-trained to score: its loss on held-out rows of its own kind.
+"""What a model is evaluated on where nothing judges its own answers: which of two given ones it
+finds likelier. A model that is trained to score: its loss on held-out rows of its own kind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ ENVIRONMENT = {"kind": "sorting", "digits": 3}
 
 
 def config(kind: str, environment: dict[str, Any], *, tasks: int = 20) -> RunConfig:
-    stage = {"name": "a", "algorithm": {"kind": kind}, "environment": environment, "steps": 1, "batch_size": 4}
+    stage = {
+        "name": "a",
+        "algorithm": {"kind": kind},
+        "environment": environment,
+        "steps": 1,
+        "batch_size": 4,
+    }
     return RunConfig.model_validate({
         "threads": 1,
         "device": "cpu",
@@ -82,7 +88,9 @@ def test_where_something_judges_the_policy_answers_itself():
 
 
 def test_without_pairs_to_compare_the_fix_is_said(tmp_path: Path):
-    environment = preferences(tmp_path, [{"prompt": f"{i}?", "completion": "a", "label": True} for i in range(60)])
+    environment = preferences(
+        tmp_path, [{"prompt": f"{i}?", "completion": "a", "label": True} for i in range(60)]
+    )
     with pytest.raises(ConfigError, match=r"none to compare: .*set evaluation.tasks=0"):
         made("kto", environment)
     assert made("kto", environment, tasks=0).evaluator is None
@@ -101,7 +109,10 @@ def with_head(run: Run, value: float) -> Run:
 
 
 def test_scores_are_held_to_held_out_labels(tmp_path: Path):
-    rows = [{"prompt": f"{i}?", "completion": "a" * (1 + i % 3), "label": float(i % 3)} for i in range(90)]
+    rows = [
+        {"prompt": f"{i}?", "completion": "a" * (1 + i % 3), "label": float(i % 3)}
+        for i in range(90)
+    ]
     run = made("score_regression", preferences(tmp_path, rows), tasks=90)
     assert isinstance(run.evaluator, ScoreEvaluator)
     labels = [task.meta["about"].reward for task in run.evaluator.tasks]
@@ -115,15 +126,22 @@ def test_scores_are_held_to_held_out_labels(tmp_path: Path):
 
 
 def test_steps_are_held_to_held_out_labels(tmp_path: Path):
-    rows = [{"prompt": f"{i}?", "completions": ["a", "b", "c"], "labels": [True, True, False]} for i in range(60)]
+    rows = [
+        {"prompt": f"{i}?", "completions": ["a", "b", "c"], "labels": [True, True, False]}
+        for i in range(60)
+    ]
     run = made("process_reward", preferences(tmp_path, rows), tasks=60)
-    # Scores of 0 say one half of every step: ln 2; "not right" is what they count as, which holds of one step in three.
+    # Scores of 0 say one half of every step: ln 2; "not right" is what they count as, which holds
+    # of one step in three.
     assert evaluated(run) == pytest.approx({"loss": math.log(2), "accuracy": 1 / 3})
 
 
 def test_a_held_out_row_of_another_kind_is_named(tmp_path: Path):
     rows = [{"prompt": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(60)]
-    with pytest.raises(DataError, match=r"rows.jsonl, line \d+: no column 'completion'.*learns from one labelled answer"):
+    with pytest.raises(
+        DataError,
+        match=r"rows.jsonl, line \d+: no column 'completion'.*learns from one labelled answer",
+    ):
         evaluated(made("score_regression", preferences(tmp_path, rows)))
 
 
@@ -143,11 +161,21 @@ def test_correlation_by_hand(a: list[float], b: list[float], expected: float | N
     assert found == (expected if expected is None else pytest.approx(expected))
 
 
-def test_a_stage_that_is_evaluated_otherwise_does_not_begin_where_the_one_before_ended(tmp_path: Path):
+def test_a_stage_that_is_evaluated_otherwise_does_not_begin_where_the_one_before_ended(
+    tmp_path: Path,
+):
     stage = {"environment": ENVIRONMENT, "steps": 1, "batch_size": 4, "evaluation": {"tasks": 4}}
-    stages = [{"name": kind, "algorithm": {"kind": kind}, **stage} for kind in ("sft", "reward_model")]
+    stages = [
+        {"name": kind, "algorithm": {"kind": kind}, **stage} for kind in ("sft", "reward_model")
+    ]
     model = {"preset": "tiny", "overrides": {"hidden_size": 16, "n_layers": 1}}
-    recipe = {"threads": 1, "device": "cpu", "model": model, "tokenizer": {"kind": "bytes"}, "stages": stages}
+    recipe = {
+        "threads": 1,
+        "device": "cpu",
+        "model": model,
+        "tokenizer": {"kind": "bytes"},
+        "stages": stages,
+    }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     assert start_run(tmp_path / "recipe.yaml", [], tmp_path / "run", command="test") == 0
     supervised, scored = json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]

@@ -19,13 +19,24 @@ def attempts(*rewards: float | None, answers: str = "") -> tuple[Attempt, ...]:
     """An answer a letter; _ for none. A reward of None is a failure."""
     said = [None if letter == "_" else letter for letter in answers] or [None] * len(rewards)
     return tuple(
-        Attempt("scored", reward, answer, 3, "text") if reward is not None else Attempt("failed", None, detail="sandbox: gone")
+        Attempt("scored", reward, answer, 3, "text")
+        if reward is not None
+        else Attempt("failed", None, detail="sandbox: gone")
         for reward, answer in zip(rewards, said, strict=True)
     )
 
 
-def prompt(name: str, *rewards: float | None, greedy: float | None = 1.0, tag: str = "", answers: str = "") -> Prompt:
-    return Prompt(name, tag, f"digest of {name}", bool(answers), attempts(greedy)[0], attempts(*rewards, answers=answers))
+def prompt(
+    name: str, *rewards: float | None, greedy: float | None = 1.0, tag: str = "", answers: str = ""
+) -> Prompt:
+    return Prompt(
+        name,
+        tag,
+        f"digest of {name}",
+        bool(answers),
+        attempts(greedy)[0],
+        attempts(*rewards, answers=answers),
+    )
 
 
 def values(found: Results) -> dict[str, float]:
@@ -48,7 +59,8 @@ def test_measures_by_hand():
             "pass_at_3": (1 + 3 / 4) / 2,
             "pass_at_4": 1.0,
             "cons_at_1": 3 / 8,
-            # of the 6 pairs of a: xx 1, xy xz xy xz 1/2 each, yz 0; of b: uu 0, u_ u_ 0, ux ux 1/2, _x 1
+            # of the 6 pairs of a: xx 1, xy xz xy xz 1/2 each, yz 0; of b: uu 0, u_ u_ 0, ux ux 1/2,
+            # _x 1
             "cons_at_2": (3 / 6 + 2 / 6) / 2,
             "cons_at_4": (1.0 + 0.0) / 2,
         }
@@ -56,7 +68,13 @@ def test_measures_by_hand():
 
 
 def test_every_prompt_is_there_and_a_failure_is_neither_right_nor_wrong():
-    found = Results((prompt("a", 1.0, None), prompt("b", None, None, greedy=None), prompt("c", 0.0, 1.0, greedy=0.0)))
+    found = Results(
+        (
+            prompt("a", 1.0, None),
+            prompt("b", None, None, greedy=None),
+            prompt("c", 0.0, 1.0, greedy=0.0),
+        )
+    )
     named = {measure.name: measure for measure in found.measures()}
     assert (named["accuracy"].value, named["accuracy"].prompts) == (0.5, 2)
     assert (named["sampled"].value, named["sampled"].prompts) == (0.75, 2)
@@ -97,7 +115,13 @@ def test_without_greedy_attempts_accuracy_is_of_the_sampled_ones():
 
 
 def test_tags_have_numbers_of_their_own():
-    found = Results((prompt("a", 1.0, tag="m"), prompt("b", 0.0, greedy=0.0, tag="n"), prompt("c", 1.0, tag="n")))
+    found = Results(
+        (
+            prompt("a", 1.0, tag="m"),
+            prompt("b", 0.0, greedy=0.0, tag="n"),
+            prompt("c", 1.0, tag="n"),
+        )
+    )
     numbers = found.numbers()
     assert (numbers["accuracy/m"], numbers["accuracy/n"]) == (1.0, 0.5)
     assert [row["value"] for row in found.as_dict()["by_tag"]["n"]] == [0.5, 0.5, 0.5]
@@ -106,7 +130,12 @@ def test_tags_have_numbers_of_their_own():
 
 
 def test_what_is_written_is_read_back(tmp_path: Path):
-    found = Results((prompt("a", 1.0, None, answers="x_"), prompt("ä|\n", 0.25)), passing=0.5, seed=3, about={"on": "x"})
+    found = Results(
+        (prompt("a", 1.0, None, answers="x_"), prompt("ä|\n", 0.25)),
+        passing=0.5,
+        seed=3,
+        about={"on": "x"},
+    )
     found.write(tmp_path)
     assert Results.read(tmp_path) == Results.read(tmp_path / "results.json") == found
 
@@ -136,14 +165,22 @@ def test_a_digest_is_of_question_and_answer():
     one = Task("i", (Message("user", "q"),), answer="a")
     assert digest(one) == digest(Task("other", (Message("user", "q"),), answer="a"))
     assert digest(one) != digest(Task("i", (Message("user", "q"),), answer="b"))
-    shown = [Task("i", (Message("user", (Part("image", name), Part("text", "q"))),), answer="a") for name in ("x.png", "y.png")]
+    shown = [
+        Task("i", (Message("user", (Part("image", name), Part("text", "q"))),), answer="a")
+        for name in ("x.png", "y.png")
+    ]
     assert len({digest(one), *map(digest, shown)}) == 3
     assert digest(one) != digest(Task("i", (Message("user", "Q"),), answer="a"))
 
 
 def test_two_are_compared_prompt_by_prompt():
     a = Results(tuple(prompt(f"{i}", 1.0, 1.0, tag="xy"[i % 2]) for i in range(10)))
-    b = Results((*(prompt(f"{i}", 0.0, 0.5, greedy=0.0, tag="xy"[i % 2]) for i in range(9)), prompt("9", None, None)))
+    b = Results(
+        (
+            *(prompt(f"{i}", 0.0, 0.5, greedy=0.0, tag="xy"[i % 2]) for i in range(9)),
+            prompt("9", None, None),
+        )
+    )
     found = compare(a, b)
     assert found.left_out == 1
     assert (found.measures["sampled"].prompts, found.measures["greedy"].prompts) == (9, 10)

@@ -1,4 +1,5 @@
-"""Estimators against brute force over all choices, intervals and tests against simulation with fixed seeds."""
+"""Estimators against brute force over all choices, intervals and tests against simulation with
+fixed seeds."""
 
 from __future__ import annotations
 
@@ -19,13 +20,17 @@ from ratchet.evals.statistics import consensus, interval, paired, pass_at_k
 def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n: int):
     for right in range(n + 1):
         attempts = [i < right for i in range(n)]
-        brute = [np.mean([any(chosen) for chosen in combinations(attempts, k)]) for k in range(1, n + 1)]
+        brute = [
+            np.mean([any(chosen) for chosen in combinations(attempts, k)]) for k in range(1, n + 1)
+        ]
         assert pass_at_k(n, right) == pytest.approx(brute)
 
 
 def test_pass_at_k_is_the_published_product_where_binomials_are_huge():
     n, right, k = 1000, 7, 300
-    assert pass_at_k(n, right)[k - 1] == pytest.approx(1 - math.comb(n - right, k) / math.comb(n, k))
+    assert pass_at_k(n, right)[k - 1] == pytest.approx(
+        1 - math.comb(n - right, k) / math.comb(n, k)
+    )
 
 
 def brute_consensus(votes: list[int | None], values: list[float], k: int) -> float:
@@ -73,7 +78,8 @@ def test_what_would_be_dear_is_sampled_and_says_so():
 
 
 def test_ninety_five_of_a_hundred_intervals_hold_the_truth(monkeypatch: pytest.MonkeyPatch):
-    """Prompts of mixed difficulty, four attempts each. 600 experiments: sd of the share is 0.9 %."""
+    """Prompts of mixed difficulty, four attempts each. 600 experiments: sd of the share is 0.9
+    %."""
     monkeypatch.setattr(statistics, "RESAMPLES", 1000)
     rng = np.random.default_rng(1)
     held = 0
@@ -101,7 +107,9 @@ def test_the_p_value_is_the_share_of_all_signs():
     sizes = np.abs(a - b)
     sums = [abs(np.dot(signs, sizes)) for signs in product([1, -1], repeat=5)]
     found = paired(a, b)
-    assert found.p_value == pytest.approx(np.mean([total >= abs((a - b).sum()) - 1e-9 for total in sums]))
+    assert found.p_value == pytest.approx(
+        np.mean([total >= abs((a - b).sum()) - 1e-9 for total in sums])
+    )
     assert found.exact
     assert (found.better, found.worse, found.prompts) == (3, 1, 5)
     assert found.difference == pytest.approx((a - b).mean())
@@ -109,7 +117,9 @@ def test_the_p_value_is_the_share_of_all_signs():
 
 def test_single_attempts_give_the_exact_test_of_mcnemar():
     a, b = [1] * 9 + [0] * 2 + [1] * 20, [0] * 9 + [1] * 2 + [1] * 20
-    assert paired(a, b).p_value == pytest.approx(2 * sum(math.comb(11, i) for i in range(3)) / 2**11)
+    assert paired(a, b).p_value == pytest.approx(
+        2 * sum(math.comb(11, i) for i in range(3)) / 2**11
+    )
 
 
 def test_equals_have_no_significance():
@@ -128,8 +138,11 @@ def rejected(experiments: int, prompts: int, samples: int, gain: float = 0.0) ->
     return found / experiments
 
 
-def test_models_that_are_alike_differ_in_five_of_a_hundred_experiments(monkeypatch: pytest.MonkeyPatch):
-    """1000 experiments: 5 % within 2.6 sd of the binomial (1.8 %); the sums are discrete, so a little below it."""
+def test_models_that_are_alike_differ_in_five_of_a_hundred_experiments(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """1000 experiments: 5 % within 2.6 sd of the binomial (1.8 %); the sums are discrete, so a
+    little below it."""
     monkeypatch.setattr(statistics, "RESAMPLES", 2)
     assert 0.032 <= rejected(1000, prompts=40, samples=8) <= 0.068
 

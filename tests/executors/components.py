@@ -104,7 +104,12 @@ class Collective:
         import torch.distributed as dist
 
         self.place = place
-        dist.init_process_group("gloo", init_method=f"tcp://{place.rendezvous}", rank=place.rank, world_size=place.world_size)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{place.rendezvous}",
+            rank=place.rank,
+            world_size=place.world_size,
+        )
 
     def sum(self, count: int = 1, die: tuple[int, int] | None = None):
         """The sum of all ranks' numbers, so often. die: (rank, before which of them)."""
@@ -134,4 +139,8 @@ def broken(place: Place):
 
 
 def arrays():
-    return {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "big": np.ones(300_000), "empty": np.zeros((0, 3))}
+    return {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "big": np.ones(300_000),
+        "empty": np.zeros((0, 3)),
+    }

@@ -10,10 +10,20 @@ COLLECTIVE = "executors.components:Collective"
 
 @pytest.fixture(scope="module")
 def start():
-    """start(ranks): a group of tiny components in processes of this machine. All of a module share one nursery."""
+    """start(ranks): a group of tiny components in processes of this machine. All of a module share
+    one nursery."""
     made = []
 
-    def start(ranks=2, factory=TINY, arguments=None, *, role="learner", timeout_s=60.0, silence_s=60.0, preload=()):
+    def start(
+        ranks=2,
+        factory=TINY,
+        arguments=None,
+        *,
+        role="learner",
+        timeout_s=60.0,
+        silence_s=60.0,
+        preload=(),
+    ):
         config = LocalClusterConfig(timeout_s=timeout_s, silence_s=silence_s)
         executor = next((e for e in made if (e.config, e.preload) == (config, preload)), None)
         if executor is None:

@@ -13,6 +13,8 @@ def test_the_peak_is_this_processs_own() -> None:
     large = bytearray(b"x") * 2**28
     assert peak_memory() >= len(large)
     code = "from ratchet.executors.freeze import peak_memory; print(peak_memory())"
-    child = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    child = int(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    )
     del large
     assert 2**23 < child < 2**28 < peak_memory()

@@ -21,7 +21,8 @@ TESTS = Path(__file__).parents[1]
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
+    # the latter where it ends between opening and reading
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
 
@@ -40,8 +41,15 @@ def test_a_dead_worker_is_named_with_its_last_words(start):
     with pytest.raises(WorkerDied) as caught:
         group.call_now("die", 1)
     error = caught.value
-    assert (error.role, error.rank, error.host, error.signal) == ("learner", 1, os.uname().nodename, "SIGKILL")
-    assert str(error).startswith(f"learner rank 1 of 2 on {os.uname().nodename} died (SIGKILL, by somebody, or by the kernel")
+    assert (error.role, error.rank, error.host, error.signal) == (
+        "learner",
+        1,
+        os.uname().nodename,
+        "SIGKILL",
+    )
+    assert str(error).startswith(
+        f"learner rank 1 of 2 on {os.uname().nodename} died (SIGKILL, by somebody, or by the kernel"
+    )
     assert "in 'die'" in str(error)
     assert error.tail.endswith("last words")
     until(lambda: not any(alive(pid) for pid in pids))  # rank 0 hung, and was ended with its group
@@ -94,7 +102,9 @@ def test_a_stopped_worker_is_noticed_named_and_killed(start, monkeypatch):
     call = group.submit("hang")
     os.kill(pids[1], signal.SIGSTOP)
     with pytest.raises(
-        WorkerDied, match=r"rank 1 of 2 .* was silent for 5 s \(it is stopped, by SIGSTOP say\), and was killed"
+        WorkerDied,
+        match=r"rank 1 of 2 .* was silent for 5 s \(it is stopped, by SIGSTOP say\), and was "
+        r"killed",
     ):
         call.result(timeout=30)
     until(lambda: not any(alive(pid) for pid in pids))
@@ -132,7 +142,11 @@ def test_the_drivers_death_leaves_nothing(how):
     shared_before = set(os.listdir("/dev/shm"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     with subprocess.Popen(
-        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        [sys.executable, "-c", DRIVER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
     ) as driver:
         pids = [int(word) for word in driver.stdout.readline().split()]
         folder = Path(driver.stdout.readline().strip())
@@ -142,15 +156,24 @@ def test_the_drivers_death_leaves_nothing(how):
         driver.wait(timeout=20)
         until(lambda: not any(alive(pid) for pid in pids))
         until(lambda: not folder.exists())
-    mine = {name for name in os.listdir("/dev/shm") if "ratchet-" in name and not name.startswith("ratchet-vllm")}
+    mine = {
+        name
+        for name in os.listdir("/dev/shm")
+        if "ratchet-" in name and not name.startswith("ratchet-vllm")
+    }
     assert mine <= shared_before
 
 
 @pytest.mark.parametrize("driver_too", [False, True], ids=["the nursery", "both"])
 @pytest.mark.fault("P25")
 def test_a_killed_nursery_leaves_no_folder(driver_too, tmp_path):
-    """The driver removes it at its end; where that is killed too, the next process that makes or sweeps one."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "TMPDIR": str(tmp_path)}
+    """The driver removes it at its end; where that is killed too, the next process that makes or
+    sweeps one."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "TMPDIR": str(tmp_path),
+    }
     ends = DRIVER.replace("time.sleep(60)", "sys.stdin.read(); executor.close()")
     with subprocess.Popen(
         [sys.executable, "-c", ends],
@@ -196,7 +219,8 @@ time.sleep(600)
 @pytest.mark.fault("P6", "P25")
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended"])
 def test_the_end_of_a_driver_on_ray_leaves_nothing(killed, tmp_path):
-    """The folder that Ray has logs and sockets in goes with the driver, or, where that is killed, with the next run."""
+    """The folder that Ray has logs and sockets in goes with the driver, or, where that is killed,
+    with the next run."""
     token = tmp_path / "token"
     token.write_text("0" * 64)
     environment = {
@@ -221,7 +245,10 @@ def test_the_end_of_a_driver_on_ray_leaves_nothing(killed, tmp_path):
         driver.wait(60)
     if killed:
         until(lambda: not processes_naming(folder), limit_s=60.0)
-        sweep = f"from pathlib import Path; from ratchet.utils.temp_dirs import _sweep; _sweep(Path({str(folder.parent)!r}))"
+        sweep = (
+            "from pathlib import Path; from ratchet.utils.temp_dirs import _sweep; "
+            f"_sweep(Path({str(folder.parent)!r}))"
+        )
         subprocess.run([sys.executable, "-c", sweep], env=environment, check=True)
     assert not folder.exists()
 
@@ -236,7 +263,8 @@ def processes_naming(folder: Path) -> list[str]:
 
 
 def test_a_killed_worker_leaves_nothing_in_shared_memory(start):
-    """What its processes alone have mapped goes, and what is named for it; what others have mapped stays."""
+    """What its processes alone have mapped goes, and what is named for it; what others have mapped
+    stays."""
     group = start(2)
     pid = group.call_now("pid")[0]
     made = [Path(path) for path in group.call_now("map_shared", f"{os.getpid()}")[0]]

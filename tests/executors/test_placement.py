@@ -8,7 +8,9 @@ from ratchet.executors.placement import Accelerator, Need, Node, ResourceManager
 
 
 def node(name, gpus=0, cpus=8.0):
-    return Node(name, cpus, tuple(Accelerator(i) for i in (range(gpus) if isinstance(gpus, int) else gpus)))
+    return Node(
+        name, cpus, tuple(Accelerator(i) for i in (range(gpus) if isinstance(gpus, int) else gpus))
+    )
 
 
 def laid(nodes, *needs, strategy="pack"):
@@ -50,10 +52,19 @@ def test_who_gets_what(nodes, needs, strategy, expected):
 
 
 TOO_MUCH = [
-    ([A4], [Need("learner", 5, gpus=1)], ["learner", "5 x 1 accelerator", "4 of 5", "a (4 accelerators, 8 cores)"]),
-    ([A4], [Need("learner", 2, gpus=1), Need("generator", 2, gpus=2)], ["generator", "2 x 2 accelerators", "1 of 2"]),
+    (
+        [A4],
+        [Need("learner", 5, gpus=1)],
+        ["learner", "5 x 1 accelerator", "4 of 5", "a (4 accelerators, 8 cores)"],
+    ),
+    (
+        [A4],
+        [Need("learner", 2, gpus=1), Need("generator", 2, gpus=2)],
+        ["generator", "2 x 2 accelerators", "1 of 2"],
+    ),
     ([node("a", 0, 2)], [Need("reward", 3, cpus=1)], ["3 x 1 cores", "2 of 3"]),
-    ([A4, B4], [Need("learner", 1, gpus=8)], ["1 x 8 accelerators", "0 of 1"]),  # a rank never spans nodes
+    # a rank never spans nodes
+    ([A4, B4], [Need("learner", 1, gpus=8)], ["1 x 8 accelerators", "0 of 1"]),
     ([A4, B4], [Need("learner", 3, gpus=1, strategy="per_node")], ["2 of 3"]),
     (
         [A4],
@@ -81,7 +92,9 @@ def test_plans_that_make_no_sense():
 
 def test_cores_that_nobody_asked_for_are_shared():
     cluster = VirtualCluster(ResourceManager([node("a", 0, 8)]))
-    cluster.plan([Need("learner", 2), Need("reward", 1, cpus=2), Need("critic", 1, beside="learner")])
+    cluster.plan(
+        [Need("learner", 2), Need("reward", 1, cpus=2), Need("critic", 1, beside="learner")]
+    )
     assert [b.threads for b in cluster.bundles("learner")] == [3, 3]
     assert [b.threads for b in cluster.bundles("reward")] == [2]
     assert [b.threads for b in cluster.bundles("critic")] == [3]
@@ -114,11 +127,18 @@ def test_neighbours_are_taken_together():
     assert near[2] == Accelerator(2, numa=0, island=0)
     assert near[3] == Accelerator(3, numa=1, island=1)
     machine = Node("a", 16, tuple(near[i] for i in range(4)))
-    assert laid([machine], Need("generator", 2, gpus=2)) == {"generator": [("a", "0,2"), ("a", "1,3")]}
+    assert laid([machine], Need("generator", 2, gpus=2)) == {
+        "generator": [("a", "0,2"), ("a", "1,3")]
+    }
     # one taken from the first pair: a pair comes from the other, whole
     found = laid([machine], Need("critic", 1, gpus=1), Need("generator", 1, gpus=2))
     assert found == {"critic": [("a", "0")], "generator": [("a", "1,3")]}
-    assert laid([machine], Need("learner", 4, gpus=1))["learner"] == [("a", "0"), ("a", "2"), ("a", "1"), ("a", "3")]
+    assert laid([machine], Need("learner", 4, gpus=1))["learner"] == [
+        ("a", "0"),
+        ("a", "2"),
+        ("a", "1"),
+        ("a", "3"),
+    ]
     assert neighbours("") == {}
 
 
@@ -126,17 +146,23 @@ def test_a_scheduler_that_decides_itself():
     cluster = VirtualCluster(ResourceManager([A4, B4]))
     cluster.plan([Need("learner", 4, gpus=1), Need("generator", 2, gpus=2, beside="learner")])
     given = [
-        cluster.bundles("learner")[0].__class__(n, (Accelerator(i),), 1.0) for n, i in [("b", 3), ("b", 0), ("a", 1), ("a", 2)]
+        cluster.bundles("learner")[0].__class__(n, (Accelerator(i),), 1.0)
+        for n, i in [("b", 3), ("b", 0), ("a", 1), ("a", 2)]
     ]
     cluster.settle("learner", given)
     assert [(b.node, b.visible, b.local_rank) for b in cluster.bundles("learner")] == [
         ("a", "1", 0), ("a", "2", 1), ("b", "0", 0), ("b", "3", 1),
     ]  # fmt: skip
-    assert [(b.node, b.visible) for b in cluster.bundles("generator")] == [("a", "1,2"), ("b", "0,3")]
+    assert [(b.node, b.visible) for b in cluster.bundles("generator")] == [
+        ("a", "1,2"),
+        ("b", "0,3"),
+    ]
 
 
 def test_this_machine():
     assert this_node(3, "cpu").cpus == 3
     assert this_node(3, "cpu").accelerators == ()
-    with pytest.raises(ConfigError, match=r"cluster.devices names \[7\], and this process sees none"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.devices names \[7\], and this process sees none"
+    ):
         this_node(3, "cpu", (7,))

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 from recipes.replayed import TOPOLOGIES, after_sft, assert_alike, made
-from recipes.test_generator_workers import GRPO, RANKS, RECIPE, SFT, STAGE, WORKERS, config, metrics_of
+from recipes.test_generator_workers import (
+    GRPO,
+    RANKS,
+    RECIPE,
+    SFT,
+    STAGE,
+    WORKERS,
+    config,
+    metrics_of,
+)
 
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, WorkerDied
@@ -25,7 +34,8 @@ TINY = "executors.components:Tiny"
 
 @pytest.fixture(scope="session")
 def executor(tmp_path_factory):
-    """With four made-up accelerators. Ray's authentication is on, its token in a file of the tests' own."""
+    """With four made-up accelerators. Ray's authentication is on, its token in a file of the tests'
+    own."""
     with pytest.MonkeyPatch.context() as patch:
         token = tmp_path_factory.mktemp("ray") / "token"
         token.write_text(secrets.token_hex(32))
@@ -60,7 +70,11 @@ def test_calls_places_and_errors(start, executor):
     group = start(2)
     first, second = group.call_now("where")
     assert (first.rank, second.rank, second.local_rank, first.threads) == (0, 1, 1, 1)
-    assert [call.result() for call in [group.submit("add", 1) for _ in range(3)]] == [[1, 1], [2, 2], [3, 3]]
+    assert [call.result() for call in [group.submit("add", 1) for _ in range(3)]] == [
+        [1, 1],
+        [2, 2],
+        [3, 3],
+    ]
     assert group.each_now("add_later", [(1,), (2,)]) == [4, 5]
     array = np.ones(300_000)
     for back in group.call_now("double", array):
@@ -115,7 +129,9 @@ DIVISIONS = {"one worker": ("dense", {}), **TOPOLOGIES}
 
 
 @pytest.mark.parametrize(
-    "cases", [["one worker"], pytest.param([*DIVISIONS][1:], marks=pytest.mark.slow)], ids=["some", "others"]
+    "cases",
+    [["one worker"], pytest.param([*DIVISIONS][1:], marks=pytest.mark.slow)],
+    ids=["some", "others"],
 )
 def test_the_quick_starts_steps_on_ray(executor, tmp_path, cases):
     """As tests/recipes/test_ranks.py has them, where one process is meant too."""
@@ -155,22 +171,37 @@ REPLAY = {"groups": 3, "max_age": 2, "priority": "uniform"}
 
 @pytest.mark.slow
 def test_a_curriculum_and_replay_on_ray(executor, tmp_path):
-    """In step they choose the tasks and groups that they choose in one process; ahead of it they keep their bounds."""
+    """In step they choose the tasks and groups that they choose in one process; ahead of it they
+    keep their bounds."""
 
     def played(name, rollouts, **keys):
         """The metrics of its steps, and what its ledger says."""
         chosen = {**CHOSEN, **keys, "rollouts": {"replay": REPLAY, **rollouts}}
-        trained = {**GRPO, "algorithm": {"kind": "decoupled_ppo", "group_size": 4}, "steps": 6, **chosen}
+        trained = {
+            **GRPO,
+            "algorithm": {"kind": "decoupled_ppo", "group_size": 4},
+            "steps": 6,
+            **chosen,
+        }
         stages = [{**STAGE, **SFT}, {**STAGE, **trained}]
         ledger = Ledger(tmp_path / f"{name}.jsonl")
         settings = freeze(RunConfig.model_validate({**RECIPE, "stages": stages}))
         found = metrics_of(settings, executor, tmp_path, ledger=ledger)[SFT["steps"] :]
         ledger.close()
         lines = list(read_ledger(tmp_path / f"{name}.jsonl"))
-        assert not faults_of(iter(lines), max_staleness=rollouts.get("max_staleness", 0), max_age=REPLAY["max_age"])
-        assert sum(line["event"] == "trained" for line in lines) == (SFT["steps"] + 6) * STAGE["batch_size"]
+        assert not faults_of(
+            iter(lines), max_staleness=rollouts.get("max_staleness", 0), max_age=REPLAY["max_age"]
+        )
+        assert (
+            sum(line["event"] == "trained" for line in lines)
+            == (SFT["steps"] + 6) * STAGE["batch_size"]
+        )
         assert [row["rollout/replay/share"] for row in found] == [0.0, *[3 / 11] * 5]
-        assert found[-1]["rollout/curriculum/tried_share"] > found[0]["rollout/curriculum/tried_share"] > 0
+        assert (
+            found[-1]["rollout/curriculum/tried_share"]
+            > found[0]["rollout/curriculum/tried_share"]
+            > 0
+        )
         return found, lines
 
     assert played("ray", {}, generator=WORKERS) == played("here", {})
@@ -181,22 +212,39 @@ def test_a_curriculum_and_replay_on_ray(executor, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rollouts", "staleness"),
-    [({"tail_batching": 2}, 0), ({"max_staleness": 2, "order": "ready", "adaptive": {"staleness": 0.5, "mismatch": 1.0}}, 2)],
+    [
+        ({"tail_batching": 2}, 0),
+        (
+            {"max_staleness": 2, "order": "ready", "adaptive": {"staleness": 0.5, "mismatch": 1.0}},
+            2,
+        ),
+    ],
     ids=["tail_batching", "adaptive"],
 )
 def test_tail_batching_and_adaptive_concurrency_on_ray(rollouts, staleness, executor, tmp_path):
     """Each prompt is trained on once and in time, and none is begun for nothing."""
     algorithm = {"kind": "decoupled_ppo", "group_size": 2}
-    trained = {**GRPO, "algorithm": algorithm, "steps": 6, "rollouts": rollouts, "sampling": {"max_new_tokens": 40}}
+    trained = {
+        **GRPO,
+        "algorithm": algorithm,
+        "steps": 6,
+        "rollouts": rollouts,
+        "sampling": {"max_new_tokens": 40},
+    }
     ledger = Ledger(tmp_path / "ledger.jsonl")
     settings = freeze(
-        RunConfig.model_validate({**RECIPE, "stages": [{**STAGE, **SFT}, {**STAGE, **trained, "generator": WORKERS}]})
+        RunConfig.model_validate(
+            {**RECIPE, "stages": [{**STAGE, **SFT}, {**STAGE, **trained, "generator": WORKERS}]}
+        )
     )
     found = metrics_of(settings, executor, tmp_path, ledger=ledger)[SFT["steps"] :]
     ledger.close()
     lines = list(read_ledger(tmp_path / "ledger.jsonl"))
     assert not faults_of(iter(lines), max_staleness=staleness)
-    by_event = {event: {line["id"] for line in lines if line["event"] == event} for event in ("issued", "deferred", "trained")}
+    by_event = {
+        event: {line["id"] for line in lines if line["event"] == event}
+        for event in ("issued", "deferred", "trained")
+    }
     assert by_event["issued"] == by_event["trained"]
     assert len(by_event["trained"]) == (SFT["steps"] + 6) * STAGE["batch_size"]
     assert bool(by_event["deferred"]) == ("tail_batching" in rollouts)
@@ -221,4 +269,6 @@ def test_less_than_the_recipe_says(executor):
     with pytest.raises(ConfigError, match=r"cluster.nodes=2, and the Ray cluster has 1"):
         RayExecutor(RayClusterConfig(nodes=2), threads=1, device="cpu").plan([Need("learner", 1)])
     with pytest.raises(ConfigError, match=r"cluster.gpus_per_node=9, and node .* has 4"):
-        RayExecutor(RayClusterConfig(gpus_per_node=9), threads=1, device="cpu").plan([Need("learner", 1)])
+        RayExecutor(RayClusterConfig(gpus_per_node=9), threads=1, device="cpu").plan(
+            [Need("learner", 1)]
+        )

@@ -8,7 +8,14 @@ from contextlib import suppress
 
 import pytest
 
-from ratchet.executors.signals import STOPPING, SecondSignal, hold, kept, spares_programs, stops_on_signals
+from ratchet.executors.signals import (
+    STOPPING,
+    SecondSignal,
+    hold,
+    kept,
+    spares_programs,
+    stops_on_signals,
+)
 
 ALL = [pytest.param(number, id=number.name) for number in STOPPING]
 
@@ -120,7 +127,8 @@ def test_other_signals_and_forked_children_are_free():
 
 
 def test_programs_of_libraries_outlive_a_closed_terminal():
-    """What Ray or a tracker starts is in the run's process group, and gets what a terminal sends to that."""
+    """What Ray or a tracker starts is in the run's process group, and gets what a terminal sends to
+    that."""
     with spares_programs(), subprocess.Popen(["sleep", "60"]) as program:
         program.send_signal(signal.SIGHUP)
         program.send_signal(signal.SIGINT)

@@ -14,8 +14,16 @@ TESTS = Path(__file__).parents[1]
 
 
 def launched(what: str) -> tuple[int, dict, str]:
-    """The exit status of torchrun with two processes, what its driver printed, and what all of them said."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    """The exit status of torchrun with two processes, what its driver printed, and what all of them
+    said."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("torchrun_driver.py")), what],

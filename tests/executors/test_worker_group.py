@@ -82,7 +82,12 @@ def test_an_error_comes_back_as_itself_with_the_rank(start):
 
 @pytest.mark.parametrize(
     ("method", "says"),
-    [("fail_oddly", "Unpicklable: odd"), ("leave", "SystemExit: 3"), ("unsendable", "lambda"), ("nothing", "no attribute")],
+    [
+        ("fail_oddly", "Unpicklable: odd"),
+        ("leave", "SystemExit: 3"),
+        ("unsendable", "lambda"),
+        ("nothing", "no attribute"),
+    ],
 )
 def test_what_cannot_be_sent_or_found(start, method, says):
     group = start(1)
@@ -145,14 +150,19 @@ def test_a_busy_port_is_named(start):
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        group.places[0] = group.places[0].__class__(**{**vars(group.places[0]), "rendezvous": f"127.0.0.1:{port}-{port}"})
+        group.places[0] = group.places[0].__class__(
+            **{**vars(group.places[0]), "rendezvous": f"127.0.0.1:{port}-{port}"}
+        )
         with pytest.raises(PortBusy, match=f"none of the ports {port} to {port} is free"):
             group.build_now("executors.components:Tiny")
 
 
 def test_another_version_is_refused_by_name(start, monkeypatch):
     monkeypatch.setattr("ratchet.executors.protocol.PROTOCOL", 99)
-    with pytest.raises(VersionMismatch, match=r"rank 0 of 1 .* another version than the driver: protocol 99 here and 1 there"):
+    with pytest.raises(
+        VersionMismatch,
+        match=r"rank 0 of 1 .* another version than the driver: protocol 99 here and 1 there",
+    ):
         start(1)
 
 
@@ -163,7 +173,12 @@ def test_the_driver_can_read_what_a_worker_wrote(start):
 
 
 def test_a_recipe_chooses_the_executor():
-    recipe = {"model": {"preset": "tiny"}, "tokenizer": {"kind": "characters"}, "threads": 3, "device": "cpu"}
+    recipe = {
+        "model": {"preset": "tiny"},
+        "tokenizer": {"kind": "characters"},
+        "threads": 3,
+        "device": "cpu",
+    }
     stage = {"name": "a", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}}
     executor = build_executor(RunConfig.model_validate({**recipe, "stages": [stage]}))
     assert isinstance(executor, LocalExecutor)
@@ -174,17 +189,23 @@ def test_a_recipe_chooses_the_executor():
     assert group.places[0].threads == 1
     assert executor.spawn(dict, a=1) == {"a": 1}
     executor.close()
-    torchrun = RunConfig.model_validate({**recipe, "stages": [stage], "cluster": {"kind": "torchrun"}})
+    torchrun = RunConfig.model_validate(
+        {**recipe, "stages": [stage], "cluster": {"kind": "torchrun"}}
+    )
     with pytest.raises(ConfigError, match="none of several that torchrun started"):
         build_executor(torchrun)
 
 
 def test_what_several_ranks_are_given_is_packed_once(start, monkeypatch):
     group, packed = start(3), []
-    monkeypatch.setattr("ratchet.executors.worker_group.pack", lambda value: packed.append(value) or pack(value))
+    monkeypatch.setattr(
+        "ratchet.executors.worker_group.pack", lambda value: packed.append(value) or pack(value)
+    )
     shared = (np.arange(4.0),)
     for back, sent in zip(
-        group.each_now("double", [shared, (np.ones(2),), shared]), [shared, (np.ones(2),), shared], strict=True
+        group.each_now("double", [shared, (np.ones(2),), shared]),
+        [shared, (np.ones(2),), shared],
+        strict=True,
     ):
         np.testing.assert_array_equal(back, sent[0] * 2)
     assert len(packed) == 2

@@ -14,7 +14,9 @@ launched = Launched.here()
 assert launched is not None
 if launched.rank:
     sys.exit(serve_rank(launched))
-executor = TorchrunExecutor(TorchrunClusterConfig(timeout_s=60, silence_s=5), threads=2, device="cpu")
+executor = TorchrunExecutor(
+    TorchrunClusterConfig(timeout_s=60, silence_s=5), threads=2, device="cpu"
+)
 said: dict = {}
 try:
     executor.plan([Need("learner", 3, gpus=1)])

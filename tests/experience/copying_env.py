@@ -1,4 +1,5 @@
-"""An environment written to the batched interface: copy the last digit that was said, turn after turn.
+"""An environment written to the batched interface: copy the last digit that was said, turn after
+turn.
 
 From Ratchet it imports the interface alone.
 """
@@ -25,10 +26,14 @@ class Copying(EnvironmentInterface[dict]):
             terminateds.append(not rest)
             state["asked"] = rest
         stops = [list(DIGITS)] * len(metadata)
-        return EnvironmentReturn(observations, metadata, stops, torch.tensor(rewards), torch.tensor(terminateds), None)
+        return EnvironmentReturn(
+            observations, metadata, stops, torch.tensor(rewards), torch.tensor(terminateds), None
+        )
 
     def global_post_process_and_metrics(self, batch):
-        perfect = batch["total_reward"] >= self.reward * torch.tensor([float(turns(log)) for log in batch["message_log"]])
+        perfect = batch["total_reward"] >= self.reward * torch.tensor(
+            [float(turns(log)) for log in batch["message_log"]]
+        )
         return batch, {"perfect": perfect.float().mean().item()}
 
 

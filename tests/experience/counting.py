@@ -1,4 +1,5 @@
-"""A scripted environment of the batched interface, scripted generators of both shapes, and batches for them."""
+"""A scripted environment of the batched interface, scripted generators of both shapes, and batches
+for them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from ratchet.experience.nemo_rl import (
 )
 from ratchet.types import Sampling
 
-TOKENIZER = character_tokenizer()  # one token a character; the template "plain" puts messages end to end, EOS after answers
+# one token a character; the template "plain" puts messages end to end, EOS after answers
+TOKENIZER = character_tokenizer()
 EOS = TOKENIZER.eos_ids[0]
 
 
@@ -28,7 +30,8 @@ def ids(text):
 
 
 class Counting(EnvironmentInterface[dict]):
-    """Says "<1>", "<2>", ... and ends after metadata["turns"]; 0.5 a turn. `fault` at turn `at`: what goes wrong there."""
+    """Says "<1>", "<2>", ... and ends after metadata["turns"]; 0.5 a turn. `fault` at turn `at`:
+    what goes wrong there."""
 
     def __init__(self, parts=False):
         self.parts, self.calls = parts, []
@@ -48,8 +51,12 @@ class Counting(EnvironmentInterface[dict]):
         return EnvironmentReturn(
             observations=observations,
             metadata=metadata,
-            next_stop_strings=[[f"s{state['turn']}"] if state["turn"] == 1 else None for state in metadata],
-            rewards={"reward/low": 0.2 * reward, "reward/high": 0.8 * reward} if self.parts else reward,
+            next_stop_strings=[
+                [f"s{state['turn']}"] if state["turn"] == 1 else None for state in metadata
+            ],
+            rewards={"reward/low": 0.2 * reward, "reward/high": 0.8 * reward}
+            if self.parts
+            else reward,
             terminateds=torch.tensor([state["turn"] >= state["turns"] for state in metadata]),
             answers=None,
         )
@@ -119,7 +126,12 @@ def batch_of(*infos, stop=None):
 def mixed():
     """Rows that end, break, and go on for ever."""
     faults = [{"turns": 4, "fault": "raises", "at": 2}, {"turns": 4, "fault": "nan", "at": 1}]
-    return batch_of(*({"turns": 1 + i % 5} for i in range(8)), *faults, {"turns": 99}, {"turns": 2, "task": "other"})
+    return batch_of(
+        *({"turns": 1 + i % 5} for i in range(8)),
+        *faults,
+        {"turns": 99},
+        {"turns": 2, "task": "other"},
+    )
 
 
 def flat(value: Any) -> Any:

@@ -12,8 +12,14 @@ def letters(text="ABCD"):
 
 
 def test_batches_end_to_end_with_padding_on_the_right():
-    first = BatchedDataDict({"ids": torch.tensor([[1, 2]]), "name": ["a"], "score": torch.tensor([0.5])})
-    second = {"ids": torch.tensor([[3, 4, 5], [6, 7, 8]]), "name": ["b", "c"], "score": torch.tensor([1.0, 2.0])}
+    first = BatchedDataDict(
+        {"ids": torch.tensor([[1, 2]]), "name": ["a"], "score": torch.tensor([0.5])}
+    )
+    second = {
+        "ids": torch.tensor([[3, 4, 5], [6, 7, 8]]),
+        "name": ["b", "c"],
+        "score": torch.tensor([1.0, 2.0]),
+    }
     whole = BatchedDataDict.from_batches([first, second, {"name": []}], pad_value_dict={"ids": 9})
     assert whole["ids"].tolist() == [[1, 2, 9], [3, 4, 5], [6, 7, 8]]
     assert whole["name"] == ["a", "b", "c"]
@@ -54,11 +60,19 @@ def test_reorder_undoes_a_selection():
 def test_shards():
     batch = letters("AABBCCDD")
     assert [shard["name"] for shard in batch.shard_by_batch_size(2)] == [list("AABB"), list("CCDD")]
-    assert [shard["name"] for shard in batch.shard_by_batch_size(2, batch_size=4)] == [list("AACC"), list("BBDD")]
-    assert [shard["name"] for shard in batch.shard_by_batch_size(2, batch_size=2)] == [list("ABCD"), list("ABCD")]
+    assert [shard["name"] for shard in batch.shard_by_batch_size(2, batch_size=4)] == [
+        list("AACC"),
+        list("BBDD"),
+    ]
+    assert [shard["name"] for shard in batch.shard_by_batch_size(2, batch_size=2)] == [
+        list("ABCD"),
+        list("ABCD"),
+    ]
     uneven = letters("ABCDE").shard_by_batch_size(2, allow_uneven_shards=True)
     assert [shard["name"] for shard in uneven] == [list("ABC"), list("DE")]
-    assert [shard.size for shard in letters("ABC").shard_by_batch_size(4, allow_uneven_shards=True)] == [1, 1, 1, 0]
+    assert [
+        shard.size for shard in letters("ABC").shard_by_batch_size(4, allow_uneven_shards=True)
+    ] == [1, 1, 1, 0]
 
 
 def test_to_moves_tensors_in_place():
@@ -69,7 +83,10 @@ def test_to_moves_tensors_in_place():
 
 
 def test_samples_become_a_batch():
-    rows = [DatumSpec(message_log=[], length=n, extra_env_info=None, loss_multiplier=1.0, idx=n) for n in (3, 5)]
+    rows = [
+        DatumSpec(message_log=[], length=n, extra_env_info=None, loss_multiplier=1.0, idx=n)
+        for n in (3, 5)
+    ]
     batch = collate([rows[0], {**rows[1], "task_name": "sums"}])
     assert batch["length"].tolist() == [3, 5]
     assert batch["loss_multiplier"].dtype == torch.float32
@@ -84,9 +101,18 @@ def test_samples_become_a_batch():
         (lambda: letters().reorder([0, 0, 1, 2]), "must name each of the 4 rows once"),
         (lambda: letters().shard_by_batch_size(3), "can't be cut"),
         (lambda: letters().shard_by_batch_size(1, batch_size=3), "can't be cut"),
-        (lambda: letters().shard_by_batch_size(2, batch_size=2, allow_uneven_shards=True), "remove one"),
-        (lambda: BatchedDataDict.from_batches([letters(), {"name": ["E"]}]), "column 'place' is missing from batch 1"),
-        (lambda: BatchedDataDict.from_batches([{"a": [1]}, {"a": torch.ones(1)}]), "make them alike"),
+        (
+            lambda: letters().shard_by_batch_size(2, batch_size=2, allow_uneven_shards=True),
+            "remove one",
+        ),
+        (
+            lambda: BatchedDataDict.from_batches([letters(), {"name": ["E"]}]),
+            "column 'place' is missing from batch 1",
+        ),
+        (
+            lambda: BatchedDataDict.from_batches([{"a": [1]}, {"a": torch.ones(1)}]),
+            "make them alike",
+        ),
         (lambda: BatchedDataDict({"a": [1], "b": []}).size, "differ in length"),
     ],
 )

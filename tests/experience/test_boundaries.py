@@ -1,4 +1,5 @@
-"""What breaks costs what it should, and no more: an attempt for user code, the run for our own machinery."""
+"""What breaks costs what it should, and no more: an attempt for user code, the run for our own
+machinery."""
 
 import asyncio
 import copy
@@ -38,7 +39,9 @@ class Digits(TextAlone):
 
 def play(environment, *, reward=None, answer=lambda tokens, sampling: [1, EOS], attempts=3):
     player = Player(FakeGenerator(answer), Digits(), max_context=64)
-    manager = RolloutManager(player, lambda: copy.copy(environment), reward or FakeReward(lambda t, task: 1.0))
+    manager = RolloutManager(
+        player, lambda: copy.copy(environment), reward or FakeReward(lambda t, task: 1.0)
+    )
     task = Task("t", (Message("user", "12"),))
     return asyncio.run(manager.group(task, SAMPLING, group_id="g", attempts=attempts)).trajectories
 
@@ -85,14 +88,20 @@ def test_what_an_environment_changes_in_its_task_reaches_neither_other_attempts_
     player = Player(FakeGenerator(lambda tokens, sampling: [1, EOS]), Digits(), max_context=64)
     reward = FakeReward(lambda trajectory, task: float(task.meta["seen"] + len(task.answer)))
     task = Task("t", (Message("user", "12"),), answer=[], meta={"seen": 0})
-    group = asyncio.run(RolloutManager(player, Changes, reward).group(task, SAMPLING, group_id="g", attempts=3))
+    group = asyncio.run(
+        RolloutManager(player, Changes, reward).group(task, SAMPLING, group_id="g", attempts=3)
+    )
     assert [row.reward for row in group.trajectories] == [0.0] * 3
     assert (task.answer, task.meta) == ([], {"seen": 0})
 
 
 @pytest.mark.fault("R13")
 def test_where_every_attempt_is_cut_off_there_is_no_nan_and_nothing_to_learn():
-    rows = play(FakeEnvironment(), answer=lambda tokens, sampling: [1] * sampling.max_new_tokens, reward=Unable())
+    rows = play(
+        FakeEnvironment(),
+        answer=lambda tokens, sampling: [1] * sampling.max_new_tokens,
+        reward=Unable(),
+    )
     group = make_group("g", rows)
     assert measure_groups([group])["truncated_share"] == 1.0
     batch = build(GRPOConfig(group_size=3)).advantage(pack([group]), AlgoState())
@@ -112,7 +121,9 @@ def test_a_reward_object_that_raises_fails_the_attempts_it_was_to_judge():
             raise RuntimeError("grader down")
 
     outcomes = [t.outcome for t in play(FakeEnvironment(), reward=Broken())]
-    assert all(isinstance(o, Failed) and o.kind == "reward" and "grader down" in o.detail for o in outcomes)
+    assert all(
+        isinstance(o, Failed) and o.kind == "reward" and "grader down" in o.detail for o in outcomes
+    )
 
 
 def test_a_fault_of_the_generator_is_no_attempts_and_ends_the_run():
@@ -143,19 +154,25 @@ def test_examples_are_distinct_and_as_many_as_the_data_hold():
 
 
 def test_which_examples_a_limit_leaves_does_not_depend_on_the_order_they_come_in():
-    first, second = (TaskStream(FakeEnvironment(), seed=s, examples=3, pool_seed=7).take(3) for s in (1, 2))
+    first, second = (
+        TaskStream(FakeEnvironment(), seed=s, examples=3, pool_seed=7).take(3) for s in (1, 2)
+    )
     assert {task.id for _, task in first} == {task.id for _, task in second}
 
 
 def test_a_supervised_row_longer_than_the_context_is_refused_by_name():
-    rows = Rows(TaskStream(FakeEnvironment(), seed=0), "sft", Writer(Digits(), max_context=11), train="all")
+    rows = Rows(
+        TaskStream(FakeEnvironment(), seed=0), "sft", Writer(Digits(), max_context=11), train="all"
+    )
     with pytest.raises(DataError, match="task echo/train/0: 12 tokens, but the model holds 11"):
         asyncio.run(rows.draw(1, 0))
 
 
 def test_a_step_that_lost_groups_keeps_its_count_of_optimizer_steps():
     algorithm = build(GRPOConfig(group_size=2, minibatches=3, epochs=2))
-    lone = pack([make_group("g", [make_trajectory([1], [2], reward=float(i), attempt=i) for i in range(2)])])
+    lone = pack(
+        [make_group("g", [make_trajectory([1], [2], reward=float(i), attempt=i) for i in range(2)])]
+    )
     minis = list(algorithm.split(algorithm.advantage(lone, AlgoState())))
     assert [mini.n_groups for mini in minis] == [0, 0, 1, 0, 0, 1]
     assert all(w.total == 0 for w in algorithm.weigh(minis[0], AlgoState()).weights.values())
@@ -163,7 +180,13 @@ def test_a_step_that_lost_groups_keeps_its_count_of_optimizer_steps():
 
 def test_metrics_are_means_whatever_the_weighting():
     algorithm = build(GRPOConfig(group_size=2, weighting="fixed_length", fixed_length=8))
-    batch = pack([make_group("g", [make_trajectory([1], [2, 3], reward=float(i), attempt=i) for i in range(2)])])
+    batch = pack(
+        [
+            make_group(
+                "g", [make_trajectory([1], [2, 3], reward=float(i), attempt=i) for i in range(2)]
+            )
+        ]
+    )
     weighed = algorithm.weigh(algorithm.advantage(batch, AlgoState()), AlgoState())
     term, _ = algorithm.losses["policy"]
     live = weighed.trainable_T.double() * -1.0
@@ -175,7 +198,14 @@ def test_metrics_are_means_whatever_the_weighting():
 # --- what breaks, hangs or returns nonsense costs its attempt, and is tried again within bounds
 
 
-def manage(environment=None, reward=None, *, timeout_s=None, retries=0, answer=lambda tokens, sampling: [1, EOS]):
+def manage(
+    environment=None,
+    reward=None,
+    *,
+    timeout_s=None,
+    retries=0,
+    answer=lambda tokens, sampling: [1, EOS],
+):
     player = Player(FakeGenerator(answer), Digits(), max_context=64, timeout_s=timeout_s)
     environment = environment or FakeEnvironment()
     made = lambda: copy.copy(environment)  # noqa: E731
@@ -226,10 +256,14 @@ async def silent():
 @pytest.mark.fault("R1", "R2", "R4")
 def test_whatever_an_environment_does_costs_its_attempt_and_is_tried_again(breaks):
     timeout_s = 0.02 if breaks is hangs else None
-    kinds = [getattr(o, "kind", "") for o in outcomes(manage(Faulty(breaks, 1), timeout_s=timeout_s))]
+    kinds = [
+        getattr(o, "kind", "") for o in outcomes(manage(Faulty(breaks, 1), timeout_s=timeout_s))
+    ]
     assert kinds == ["timeout" if breaks is hangs else "environment", "", ""]
     assert outcomes(manage(Faulty(breaks, 2), timeout_s=timeout_s, retries=2), 1) == [Scored(1.0)]
-    assert isinstance(outcomes(manage(Faulty(breaks, 3), timeout_s=timeout_s, retries=2), 1)[0], Failed)
+    assert isinstance(
+        outcomes(manage(Faulty(breaks, 3), timeout_s=timeout_s, retries=2), 1)[0], Failed
+    )
 
 
 def test_an_attempt_tried_again_is_drawn_with_the_same_seed():
@@ -253,7 +287,9 @@ def test_data_that_can_not_be_rendered_are_not_tried_again():
 
     manager = manage(retries=5)
     renderer = Refuses()
-    manager.player = Player(FakeGenerator(lambda tokens, sampling: [1, EOS]), renderer, max_context=64)
+    manager.player = Player(
+        FakeGenerator(lambda tokens, sampling: [1, EOS]), renderer, max_context=64
+    )
     assert [o.kind for o in outcomes(manager, 1)] == ["data"]
     assert renderer.asked == 1
 
@@ -294,8 +330,13 @@ def test_whatever_a_reward_does_costs_the_attempt_it_was_asked_about(breaks):
     found = outcomes(manage(reward=grader, timeout_s=timeout_s))
     assert grader.asked == [1, 1, 1]
     assert sorted(type(o).__name__ for o in found) == ["Failed", "Scored", "Scored"]
-    assert {o.kind for o in found if isinstance(o, Failed)} == {"timeout" if breaks is hangs else "reward"}
-    assert outcomes(manage(reward=Grader(breaks, 2, together=False), timeout_s=timeout_s, retries=2)) == [Scored(1.0)] * 3
+    assert {o.kind for o in found if isinstance(o, Failed)} == {
+        "timeout" if breaks is hangs else "reward"
+    }
+    assert (
+        outcomes(manage(reward=Grader(breaks, 2, together=False), timeout_s=timeout_s, retries=2))
+        == [Scored(1.0)] * 3
+    )
 
 
 def test_judging_a_group_again_leaves_what_was_judged():
@@ -305,7 +346,10 @@ def test_judging_a_group_again_leaves_what_was_judged():
 
         async def score(self, trajectories, task):
             self.asked += 1
-            return [Scored(float(self.asked)) if i or self.asked > 1 else Failed("sandbox") for i in range(len(trajectories))]
+            return [
+                Scored(float(self.asked)) if i or self.asked > 1 else Failed("sandbox")
+                for i in range(len(trajectories))
+            ]
 
     reward = Half()
     assert outcomes(manage(reward=reward, retries=3)) == [Scored(2.0), Scored(1.0), Scored(1.0)]
@@ -360,7 +404,14 @@ def test_redundant_groups_that_were_late_are_drawn_again():
 
     stream = TaskStream(Slow(), seed=0)
     source = Rollouts(
-        stream, "s", manage(Slow()), sampling=SAMPLING, seed=1, group_size=2, redundant_attempts=0, redundant_groups=1
+        stream,
+        "s",
+        manage(Slow()),
+        sampling=SAMPLING,
+        seed=1,
+        group_size=2,
+        redundant_attempts=0,
+        redundant_groups=1,
     )
 
     async def two_steps():

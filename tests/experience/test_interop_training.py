@@ -1,4 +1,5 @@
-"""An environment written to EnvironmentInterface, in a file of its own, in the normal training loop."""
+"""An environment written to EnvironmentInterface, in a file of its own, in the normal training
+loop."""
 
 from __future__ import annotations
 
@@ -18,12 +19,27 @@ from ratchet.testing import check_environment
 from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.loop import train
 
-COPYING = {"kind": "message_log", "interface": "experience.copying_env:Copying", "data": "experience.copying_env:samples"}
+COPYING = {
+    "kind": "message_log",
+    "interface": "experience.copying_env:Copying",
+    "data": "experience.copying_env:samples",
+}
 
 
-def run_of(observe, *, steps: int, batch_size: int = 8, lr: float = 3e-3, environment: Any = COPYING):
-    stage = {"name": "grpo", "algorithm": {"kind": "grpo", "group_size": 8}, "environment": environment, "steps": steps}
-    stage |= {"batch_size": batch_size, "sampling": {"max_new_tokens": 4}, "evaluation": {"tasks": 2}}
+def run_of(
+    observe, *, steps: int, batch_size: int = 8, lr: float = 3e-3, environment: Any = COPYING
+):
+    stage = {
+        "name": "grpo",
+        "algorithm": {"kind": "grpo", "group_size": 8},
+        "environment": environment,
+        "steps": steps,
+    }
+    stage |= {
+        "batch_size": batch_size,
+        "sampling": {"max_new_tokens": 4},
+        "evaluation": {"tasks": 2},
+    }
     settings = RunConfig.model_validate({
         "threads": 1,
         "device": "cpu",
@@ -32,7 +48,9 @@ def run_of(observe, *, steps: int, batch_size: int = 8, lr: float = 3e-3, enviro
         "stages": [{**stage, "optimizer": {"lr": lr, "warmup_steps": 0}}],
     })  # fmt: skip
     policy = build_policy(settings)
-    return policy, build_run(settings, 0, policy, observers=[lambda step, metrics: observe(metrics)])
+    return policy, build_run(
+        settings, 0, policy, observers=[lambda step, metrics: observe(metrics)]
+    )
 
 
 def test_grpo_trains_on_it():
@@ -42,7 +60,10 @@ def test_grpo_trains_on_it():
     asyncio.run(train(run))
     assert [metrics["rollout/failed_share"] for metrics in seen] == [0, 0, 0]
     assert all(metrics["policy/grad_norm"] > 0 for metrics in seen)
-    assert any(not torch.equal(old, new) for old, new in zip(before, policy.model.parameters(), strict=True))
+    assert any(
+        not torch.equal(old, new)
+        for old, new in zip(before, policy.model.parameters(), strict=True)
+    )
     assert all(0 <= metrics["rollout/environment/copying/perfect"] <= 1 for metrics in seen)
     assert any(metrics["rollout/reward"] > 0 for metrics in seen)
 
@@ -60,15 +81,22 @@ def test_its_stop_strings_and_last_words_shape_the_attempt():
     assert rows
     for row in rows:
         assert len(row.turns) == 2
-        said, asked = [message.text for message in row.messages[1::2]], [message.text[-1] for message in row.messages[::2]]
-        assert all(digit not in text[:-1] for text in said for digit in "0123"), "an answer ends at its first digit"
+        said, asked = (
+            [message.text for message in row.messages[1::2]],
+            [message.text[-1] for message in row.messages[::2]],
+        )
+        assert all(digit not in text[:-1] for text in said for digit in "0123"), (
+            "an answer ends at its first digit"
+        )
         assert row.reward == sum(text == digit for text, digit in zip(said, asked, strict=True))
 
 
 @pytest.mark.slow
 def test_it_learns():
     rewards: list[float] = []
-    _, run = run_of(lambda metrics: rewards.append(metrics["rollout/reward"]), steps=150, batch_size=16)
+    _, run = run_of(
+        lambda metrics: rewards.append(metrics["rollout/reward"]), steps=150, batch_size=16
+    )
     asyncio.run(train(run))
     assert fmean(rewards[:5]) < 0.8
     assert fmean(rewards[-5:]) > 1.8
@@ -81,11 +109,17 @@ def test_it_keeps_an_environments_contract():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"interface": "experience.copying_env:Coping"}, "did you mean 'experience.copying_env:Copying'"),
+        (
+            {"interface": "experience.copying_env:Coping"},
+            "did you mean 'experience.copying_env:Copying'",
+        ),
         ({"interface": "experience.copying_env:DIGITS"}, "can't be called"),
         ({"interface": "experience.copying_env:samples"}, "has no method step"),
         ({"data": "experience.copying:samples"}, "can't be imported"),
-        ({"arguments": {"rewards": 2}}, "arguments don't fit .* unexpected keyword argument 'rewards'"),
+        (
+            {"arguments": {"rewards": 2}},
+            "arguments don't fit .* unexpected keyword argument 'rewards'",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_when_it_is_read(values, message):
@@ -104,6 +138,8 @@ def test_numbers_of_its_own_that_break_cost_nothing(monkeypatch, caplog):
 
     asyncio.run(draw())
     assert not math.isnan(environment.measure(groups)["copying/perfect"])
-    monkeypatch.setattr(environment.interface, "global_post_process_and_metrics", lambda batch: 1 / 0)
+    monkeypatch.setattr(
+        environment.interface, "global_post_process_and_metrics", lambda batch: 1 / 0
+    )
     assert environment.measure(groups) == {}
     assert "ZeroDivisionError" in caplog.text

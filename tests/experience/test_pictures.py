@@ -1,4 +1,5 @@
-"""Media on their way into trajectories: of attempts over several turns, of given rows, and of what goes wrong."""
+"""Media on their way into trajectories: of attempts over several turns, of given rows, and of what
+goes wrong."""
 
 import asyncio
 from itertools import islice
@@ -28,17 +29,24 @@ def ends(text):
 def play(generator, environment, messages, memo=None):
     player = Player(generator, renderer(), max_context=512, max_turns=4)
     sampling = Sampling(max_new_tokens=8, stop_ids=renderer().stop_ids)
-    return asyncio.run(player.play(Task("t", tuple(messages)), environment, sampling, attempt=0, memo=memo))
+    return asyncio.run(
+        player.play(Task("t", tuple(messages)), environment, sampling, attempt=0, memo=memo)
+    )
 
 
 def at(trajectory):
-    return [(trajectory.tokens[one.start : one.start + one.medium.span].tolist(), one.medium.key) for one in trajectory.media]
+    return [
+        (trajectory.tokens[one.start : one.start + one.medium.span].tolist(), one.medium.key)
+        for one in trajectory.media
+    ]
 
 
 def test_each_turn_s_pictures_lie_where_their_tokens_are():
     first, second = [asked(picture(1), "?")], [asked("now", picture(2, 48), picture(1))]
     generator = FakeGenerator(lambda tokens, sampling: ends("up"))
-    environment = FakeEnvironment(lambda task, message: Step(tuple(second), done=len(generator.requests) == 3))
+    environment = FakeEnvironment(
+        lambda task, message: Step(tuple(second), done=len(generator.requests) == 3)
+    )
     (trajectory,) = play(generator, environment, first)
     assert trajectory.outcome is None
     assert [len(media) for media in generator.media] == [1, 3, 5]
@@ -54,13 +62,18 @@ def test_each_turn_s_pictures_lie_where_their_tokens_are():
     assert len({id(one.medium) for one in trajectory.media}) == 2
     owners = {trajectory.owner[one.start] for one in trajectory.media}
     assert owners == {Owner.PROMPT, Owner.ENVIRONMENT}
-    assert not any(trajectory.trainable[one.start : one.start + one.medium.span].any() for one in trajectory.media)
+    assert not any(
+        trajectory.trainable[one.start : one.start + one.medium.span].any()
+        for one in trajectory.media
+    )
 
 
 def test_a_group_renders_its_pictures_once_and_text_alone_asks_as_ever(monkeypatch):
     made, count = renderer(), []
     media = type(made).media
-    monkeypatch.setattr(type(made), "media", lambda self, *given: count.append(1) or media(self, *given))
+    monkeypatch.setattr(
+        type(made), "media", lambda self, *given: count.append(1) or media(self, *given)
+    )
     generator, memo = FakeGenerator(lambda tokens, sampling: ends("a")), PromptMemo()
     rows = [play(generator, FakeEnvironment(), [asked(picture(1))], memo)[0] for _ in range(3)]
     assert len(count) == 1
@@ -78,8 +91,14 @@ def test_a_group_renders_its_pictures_once_and_text_alone_asks_as_ever(monkeypat
 )
 def test_what_is_wrong_with_media_fails_the_attempt(messages, said, words):
     ids = renderer().tokenizer
-    script = [*ids.encode("x"), ids.token_id(PAD), ids.token_id("<|im_end|>")] if said == PAD else ends(said)
-    (trajectory,) = play(FakeGenerator(lambda tokens, sampling: script), FakeEnvironment(), messages)
+    script = (
+        [*ids.encode("x"), ids.token_id(PAD), ids.token_id("<|im_end|>")]
+        if said == PAD
+        else ends(said)
+    )
+    (trajectory,) = play(
+        FakeGenerator(lambda tokens, sampling: script), FakeEnvironment(), messages
+    )
     assert isinstance(trajectory.outcome, Failed)
     assert trajectory.outcome.kind == "data"
     assert words in trajectory.outcome.detail
@@ -87,7 +106,9 @@ def test_what_is_wrong_with_media_fails_the_attempt(messages, said, words):
 
 def test_an_observation_that_can_t_be_read_fails_the_attempt():
     environment = FakeEnvironment(lambda task, message: Step((asked(BAD),)))
-    (trajectory,) = play(FakeGenerator(lambda tokens, sampling: ends("a")), environment, [asked(picture(1))])
+    (trajectory,) = play(
+        FakeGenerator(lambda tokens, sampling: ends("a")), environment, [asked(picture(1))]
+    )
     assert trajectory.outcome == Failed("data", trajectory.outcome.detail)
     assert len(trajectory.media) == 1
 
@@ -111,7 +132,10 @@ class Given(FakeEnvironment):
         return [("a", 1.0), ("b", 0.0)]
 
 
-@pytest.mark.parametrize(("kind", "rows", "media"), [("rows", 1, 2), ("pairs", 2, 1), ("labelled", 1, 1), ("steps", 1, 1)])
+@pytest.mark.parametrize(
+    ("kind", "rows", "media"),
+    [("rows", 1, 2), ("pairs", 2, 1), ("labelled", 1, 1), ("steps", 1, 1)],
+)
 def test_given_rows_carry_their_pictures(kind, rows, media):
     stream, writer = TaskStream(Given(), seed=0), Writer(renderer(), max_context=256)
     source = {
@@ -126,7 +150,9 @@ def test_given_rows_carry_their_pictures(kind, rows, media):
     assert [len(placed) for placed in batch.media_S] == [media] * rows * 2
     assert len({id(one.medium) for placed in batch.media_S for one in placed}) == media
     pad = renderer().tokenizer.token_id(PAD)
-    assert int((batch.tokens_T == pad).sum()) == sum(one.medium.span for placed in batch.media_S for one in placed)
+    assert int((batch.tokens_T == pad).sum()) == sum(
+        one.medium.span for placed in batch.media_S for one in placed
+    )
     taken = batch.take([1])
     assert [one.start for one in taken.media_S[0]] == [one.start for one in batch.media_S[1]]
     assert np.all([taken.tokens_T[one.start] == pad for one in taken.media_S[0]])
@@ -137,6 +163,12 @@ def test_a_row_whose_picture_is_broken_is_named():
     broken.shown = BAD
     task = Task("t", (asked(BAD),), meta={"read from": "rows.jsonl, row 3"})
     writer = Writer(renderer(), max_context=256)
-    for made in (lambda: writer.row(task, (Message("assistant", "a"),)), lambda: writer.stepped(task, [("a", 1.0)])):
-        with pytest.raises(DataError, match=r"rows\.jsonl, row 3: message 0: data:image/png;base64,\.\.\.: is no whole image"):
+    for made in (
+        lambda: writer.row(task, (Message("assistant", "a"),)),
+        lambda: writer.stepped(task, [("a", 1.0)]),
+    ):
+        with pytest.raises(
+            DataError,
+            match=r"rows\.jsonl, row 3: message 0: data:image/png;base64,\.\.\.: is no whole image",
+        ):
             made()

@@ -1,4 +1,5 @@
-"""A worker process of an environment or of a reward that is killed costs its own attempt, and no baseline sees it."""
+"""A worker process of an environment or of a reward that is killed costs its own attempt, and no
+baseline sees it."""
 
 import asyncio
 import copy
@@ -22,8 +23,11 @@ from ratchet.types import Failed, Message, Scored, Task
 
 
 async def asked(deaths):
-    """What a `cat` in a process of its own says to "1"; the first `deaths` of these are killed before they can."""
-    process = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+    """What a `cat` in a process of its own says to "1"; the first `deaths` of these are killed
+    before they can."""
+    process = await asyncio.create_subprocess_exec(
+        "cat", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
     deaths[0] -= 1
     if deaths[0] >= 0:
         os.kill(process.pid, signal.SIGKILL)
@@ -75,20 +79,29 @@ def test_a_killed_worker_costs_its_attempt_which_no_statistic_sees(where):
     assert "ConnectionError: the worker died with status -9" in failed[0].outcome.detail
     assert [row.reward for row in found.trajectories if row.counts] == [1.0] * 3
     batch = pack([found])
-    assert (batch.n_sequences, batch.rewards_S.tolist()) == (3, [1.0] * 3), "it neither trains nor is in the baseline"
+    assert (batch.n_sequences, batch.rewards_S.tolist()) == (3, [1.0] * 3), (
+        "it neither trains nor is in the baseline"
+    )
     weighed = build(GRPOConfig(group_size=4)).advantage(batch, AlgoState())
-    assert weighed.token_columns["advantages"].abs().max() == 0, "three equal rewards: a 0 of the dead one would show"
+    assert weighed.token_columns["advantages"].abs().max() == 0, (
+        "three equal rewards: a 0 of the dead one would show"
+    )
 
 
 @pytest.mark.parametrize("where", ["environment", "reward"])
 @pytest.mark.fault("P2", "P3", "P16")
 def test_it_is_tried_again_within_bounds(where):
-    assert [row.outcome for row in group(*made(where, 2), retries=2, attempts=1).trajectories] == [Scored(1.0)]
+    assert [row.outcome for row in group(*made(where, 2), retries=2, attempts=1).trajectories] == [
+        Scored(1.0)
+    ]
     (row,) = group(*made(where, 3), retries=2, attempts=1).trajectories
     assert isinstance(row.outcome, Failed)
 
 
 def test_the_run_stops_where_too_many_die_and_shows_why():
     most = group(*made("environment", 3), retries=0)
-    with pytest.raises(TrainingError, match=r"(?s)3 of 4 attempts failed.*max_failed_share is 50%.*died with status -9"):
+    with pytest.raises(
+        TrainingError,
+        match=r"(?s)3 of 4 attempts failed.*max_failed_share is 50%.*died with status -9",
+    ):
         asyncio.run(Batcher(FakeSource([most]), groups_per_step=1).next(0))

@@ -1,4 +1,5 @@
-"""Single turns and rewards by the rollout functions, with scripted generators; and the signatures of all of them."""
+"""Single turns and rewards by the rollout functions, with scripted generators; and the signatures
+of all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ import inspect
 
 import pytest
 import torch
-from experience.counting import EOS, TOKENIZER, AsyncAlone, Batched, BatchedAsync, Counting, batch_of, by_seed, flat, ids
+from experience.counting import (
+    EOS,
+    TOKENIZER,
+    AsyncAlone,
+    Batched,
+    BatchedAsync,
+    Counting,
+    batch_of,
+    by_seed,
+    flat,
+    ids,
+)
 
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.nemo_rl import BatchedDataDict, DatumSpec, EnvironmentReturn, rollouts
@@ -37,7 +49,10 @@ def turn_of(batch):
 @pytest.mark.parametrize("shape", [FakeGenerator, Batched, BatchedAsync, AsyncAlone])
 def test_single_turns_agree_and_append_in_place(shape):
     found = []
-    for generate in (generate_responses, lambda *args: asyncio.run(generate_responses_async(*args))):
+    for generate in (
+        generate_responses,
+        lambda *args: asyncio.run(generate_responses_async(*args)),
+    ):
         batch = batch_of({}, {}, {}, stop=["x"])
         batch["message_log"][1][0]["token_ids"] = torch.tensor(ids("longer"))
         data, lengths = turn_of(batch)
@@ -45,7 +60,9 @@ def test_single_turns_agree_and_append_in_place(shape):
         assert answered is batch
         assert data["stop_strings"] == [["x"]] * 3
         assert metrics["total_generated_tokens"] == sum(len(new) for new in generated)
-        assert metrics["mean_generation_length"] == pytest.approx(metrics["total_generated_tokens"] / 3)
+        assert metrics["mean_generation_length"] == pytest.approx(
+            metrics["total_generated_tokens"] / 3
+        )
         assert metrics["truncation_rate"] == pytest.approx(batch["truncated"].float().mean().item())
         for log, new in zip(batch["message_log"], generated, strict=True):
             assert log[-1]["role"] == "assistant"
@@ -74,10 +91,16 @@ def test_one_samples_turn():
     turn = async_generate_response_for_sample_turn(policy, log, ["!"], TOKENIZER, max_seq_len=6)
     grown, generated, lengths, metrics = asyncio.run(turn)
     assert grown is log
-    assert (generated.tolist(), lengths.tolist(), metrics["truncation_rate"]) == (ids("abcd"), [2], 1.0)
+    assert (generated.tolist(), lengths.tolist(), metrics["truncation_rate"]) == (
+        ids("abcd"),
+        [2],
+        1.0,
+    )
     assert policy.requests[0][1].stop == ("!",)
     with pytest.raises(DataError, match="no room for an answer"):
-        asyncio.run(async_generate_response_for_sample_turn(policy, log, None, TOKENIZER, max_seq_len=6))
+        asyncio.run(
+            async_generate_response_for_sample_turn(policy, log, None, TOKENIZER, max_seq_len=6)
+        )
 
 
 # --- environments
@@ -97,13 +120,18 @@ def test_rewards_come_in_the_order_of_the_rows():
     assert isinstance(returned.rewards, torch.Tensor)
     assert returned.rewards.tolist() == [0.5] * 3
     assert returned.terminateds.tolist() == [True, False, True]
-    assert [observation["content"] for observation in returned.observations] == ["<1>", "<1>", "<3>"]
+    assert [observation["content"] for observation in returned.observations] == [
+        "<1>",
+        "<1>",
+        "<3>",
+    ]
     assert returned.next_stop_strings == [["s1"], ["s1"], None]
     assert [state["turn"] for state in returned.metadata] == [1, 1, 3]
     assert returned.answers == [None] * 3
     assert (environments["count"].calls, environments["other"].calls) == ([2], [1])
     mixed = calculate_rewards(
-        answered({"turns": 1}, {"turns": 1, "task": "other"}), {**environments, "other": Counting(parts=True)}
+        answered({"turns": 1}, {"turns": 1, "task": "other"}),
+        {**environments, "other": Counting(parts=True)},
     )
     assert isinstance(mixed.rewards, dict)
     assert {name: values.tolist() for name, values in mixed.rewards.items()} == {
@@ -143,22 +171,32 @@ def test_a_wrong_return_is_named_and_fails_its_row_only(fields, message):
     environments = {"count": Wrong(**fields), "other": Counting()}
     for rollout in BOTH:
         start = batch_of({"turns": 1}, {"turns": 1, "task": "other"})
-        batch, metrics = rollout(FakeGenerator(lambda *_: [*ids("a"), EOS]), start, TOKENIZER, environments, 64)
+        batch, metrics = rollout(
+            FakeGenerator(lambda *_: [*ids("a"), EOS]), start, TOKENIZER, environments, 64
+        )
         assert metrics["failed_rate"] == 0.5
         assert batch["total_reward"].tolist()[1] == 0.5
 
 
-BATCHED = "policy_generation, input_batch, tokenizer, task_to_env, max_seq_len, max_rollout_turns=999999, greedy=False"
-ONE_TURN = "policy_generation, generation_input_data, batch, tokenizer, input_lengths, include_logprobs=True, greedy=False"
+BATCHED = (
+    "policy_generation, input_batch, tokenizer, task_to_env, max_seq_len, "
+    "max_rollout_turns=999999, greedy=False"
+)
+ONE_TURN = (
+    "policy_generation, generation_input_data, batch, tokenizer, input_lengths, "
+    "include_logprobs=True, greedy=False"
+)
 SIGNATURES = {
     "generate_responses": ONE_TURN,
     "generate_responses_async": ONE_TURN,
     "calculate_rewards": "batch, task_to_env",
     "run_multi_turn_rollout": BATCHED,
     "run_async_multi_turn_rollout": BATCHED,
-    "async_generate_response_for_sample_turn": "policy_generation, sample_message_log, sample_stop_strings, tokenizer, "
+    "async_generate_response_for_sample_turn": "policy_generation, sample_message_log, "
+    "sample_stop_strings, tokenizer, "
     "max_seq_len, greedy=False",
-    "run_sample_multi_turn_rollout": "sample_idx, initial_sample_state, policy_generation, tokenizer, task_to_env, "
+    "run_sample_multi_turn_rollout": "sample_idx, initial_sample_state, policy_generation, "
+    "tokenizer, task_to_env, "
     "max_seq_len, max_rollout_turns=999999, greedy=False",
 }
 
@@ -172,22 +210,47 @@ def test_the_interface_is_the_agreed_one(name):
 
 def test_one_sample_is_drawn_as_row_0_of_a_batch():
     async def alone(log):
-        return await async_generate_response_for_sample_turn(FakeGenerator(by_seed), log, ["x"], TOKENIZER, max_seq_len=4098)
+        return await async_generate_response_for_sample_turn(
+            FakeGenerator(by_seed), log, ["x"], TOKENIZER, max_seq_len=4098
+        )
 
     batch, log = batch_of({}, stop=["x"]), batch_of({})["message_log"][0]
     data, lengths = turn_of(batch)
-    answered, (generated,), metrics = generate_responses(FakeGenerator(by_seed), data, batch, TOKENIZER, lengths)
+    answered, (generated,), metrics = generate_responses(
+        FakeGenerator(by_seed), data, batch, TOKENIZER, lengths
+    )
     grown, same, own_lengths, own_metrics = asyncio.run(alone(log))
     assert flat(grown) == flat(answered["message_log"][0])
-    assert (same.tolist(), own_lengths.tolist(), own_metrics) == (generated.tolist(), lengths.tolist(), metrics)
+    assert (same.tolist(), own_lengths.tolist(), own_metrics) == (
+        generated.tolist(),
+        lengths.tolist(),
+        metrics,
+    )
 
 
 def test_what_rows_and_returns_hold_is_agreed():
-    keys = {"message_log", "length", "extra_env_info", "loss_multiplier", "idx", "task_name", "stop_strings"}
+    keys = {
+        "message_log",
+        "length",
+        "extra_env_info",
+        "loss_multiplier",
+        "idx",
+        "task_name",
+        "stop_strings",
+    }
     assert set(DatumSpec.__annotations__) == keys
     fields = ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
     assert EnvironmentReturn._fields == fields
-    methods = ("from_batches", "slice", "select", "repeat_interleave", "reorder", "shard_by_batch_size", "to", "size")
+    methods = (
+        "from_batches",
+        "slice",
+        "select",
+        "repeat_interleave",
+        "reorder",
+        "shard_by_batch_size",
+        "to",
+        "size",
+    )
     assert all(hasattr(BatchedDataDict, name) for name in methods)
 
 
@@ -202,7 +265,11 @@ def test_a_turn_of_one_log_works_for_every_generator(shape):
 
 def test_a_generator_without_either_method_is_refused():
     data, lengths = turn_of(batch_of({}))
-    with pytest.raises(ConfigError, match="policy_generation=object has neither `generate` nor `generate_async`"):
+    with pytest.raises(
+        ConfigError, match="policy_generation=object has neither `generate` nor `generate_async`"
+    ):
         generate_responses(object(), data, batch_of({}), TOKENIZER, lengths)
     with pytest.raises(ConfigError, match="neither"):
-        run_multi_turn_rollout(object(), batch_of({}), TOKENIZER, {"count": Counting()}, max_seq_len=30)
+        run_multi_turn_rollout(
+            object(), batch_of({}), TOKENIZER, {"count": Counting()}, max_seq_len=30
+        )

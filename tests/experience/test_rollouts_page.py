@@ -1,4 +1,5 @@
-"""docs/rollouts.md: what it shows runs as it stands, and the names that it lists are those that there are."""
+"""docs/rollouts.md: what it shows runs as it stands, and the names that it lists are those that
+there are."""
 
 import re
 import subprocess
@@ -28,7 +29,12 @@ def run(page, tmp_path):
 
     def execute(*command):
         done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+            [sys.executable, *command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -37,7 +43,11 @@ def run(page, tmp_path):
 
 
 def test_the_environment_trains(run, tmp_path):
-    run("-c", "import sys; from ratchet.cli.main import main; sys.argv = ['ratchet', 'train', 'my_recipe.yaml']; main()")
+    run(
+        "-c",
+        "import sys; from ratchet.cli.main import main; sys.argv = ['ratchet', 'train', "
+        "'my_recipe.yaml']; main()",
+    )
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     assert '"rollout/environment/higher/found"' in metrics.read_text(encoding="utf-8")
 
@@ -51,11 +61,17 @@ def test_it_names_every_function_metric_and_column(page):
     assert all(f"`{name}`" in page for name in rollouts.__all__ if name != "TokenizerType")
     environment = Counting()
     played, metrics = run_multi_turn_rollout(
-        FakeGenerator(by_seed), batch_of({"turns": 2}), TOKENIZER, {"count": environment}, max_seq_len=64
+        FakeGenerator(by_seed),
+        batch_of({"turns": 2}),
+        TOKENIZER,
+        {"count": environment},
+        max_seq_len=64,
     )
     assert all(f"`{column}`" in page for column in played)
     for name in metrics:
-        stem, _, end = name.rpartition("/") if re.search(r"/(p\d+|max|mean)$", name) else (name, "", "")
+        stem, _, end = (
+            name.rpartition("/") if re.search(r"/(p\d+|max|mean)$", name) else (name, "", "")
+        )
         stem = re.sub("^max_(?=gen_tokens_per_sample)", "mean_", stem)
         assert stem.startswith("count") or f"`{stem}" in page
         assert f"/{end}`" in page or not end

@@ -1,12 +1,15 @@
-"""Where stale attempts mislead: a bandit whose good arm hides the best one, trained by the real loop, scheduler and losses.
+"""Where stale attempts mislead: a bandit whose good arm hides the best one, trained by the real
+loop, scheduler and losses.
 
-Three arms pay 1, 0.8 and 0; a softmax policy begins with 8 %, 52 % and 40 % on them. Against the mean reward of 0.5 the
-second arm looks good, until the third is gone: then the mean is 0.8, and the second arm's advantage nothing. That takes a few
-steps. REINFORCE on attempts that are k steps old goes on for k more with what was true before: in the mean of its gradient,
-sum_a mu(a) A(a) grad log pi(a) with the sampler's mu, the second arm's part is mu A = 0.52 x 0.30 = 0.16, the first's 0.08 x
-0.50 = 0.04. At rate 6 the second logit gains 6 x 0.12 x 8 = 5.8 on the first within a lag of 8: the best arm, 300 times rarer
-than it was, is not drawn any more, and nothing brings it back. Weights pi(a) / mu(a) make the mean the gradient at the
-present weights again, whatever the lag: as in synchronous training, the second arm rises only as long as that is right.
+Three arms pay 1, 0.8 and 0; a softmax policy begins with 8 %, 52 % and 40 % on them. Against the
+mean reward of 0.5 the second arm looks good, until the third is gone: then the mean is 0.8, and the
+second arm's advantage nothing. That takes a few steps. REINFORCE on attempts that are k steps old
+goes on for k more with what was true before: in the mean of its gradient, sum_a mu(a) A(a) grad log
+pi(a) with the sampler's mu, the second arm's part is mu A = 0.52 x 0.30 = 0.16, the first's 0.08 x
+0.50 = 0.04. At rate 6 the second logit gains 6 x 0.12 x 8 = 5.8 on the first within a lag of 8: the
+best arm, 300 times rarer than it was, is not drawn any more, and nothing brings it back. Weights
+pi(a) / mu(a) make the mean the gradient at the present weights again, whatever the lag: as in
+synchronous training, the second arm rises only as long as that is right.
 """
 
 import random
@@ -63,7 +66,11 @@ class Pulls:
         found = await self.generator.generate([0], sampling)
         (arm,) = found.tokens.tolist()
         logprobs, version = found.logprobs.tolist(), int(found.versions[0])
-        return [make_trajectory([0], [arm], reward=PAYS[arm], logprobs=logprobs, attempt=attempt, version=version)]
+        return [
+            make_trajectory(
+                [0], [arm], reward=PAYS[arm], logprobs=logprobs, attempt=attempt, version=version
+            )
+        ]
 
 
 class Copies:
@@ -88,7 +95,9 @@ def trained(seed, *, max_staleness, correction):
     asked = Interruptible(generator)
     manager = RolloutManager(Pulls(asked), FakeEnvironment, None)
     stream = TaskStream(FakeEnvironment(), seed=seed)
-    source = Rollouts(stream, "bandit", manager, sampling=Sampling(), seed=seed, group_size=ATTEMPTS)
+    source = Rollouts(
+        stream, "bandit", manager, sampling=Sampling(), seed=seed, group_size=ATTEMPTS
+    )
     scheduler = GenerateScheduler(per_step=BATCH, max_staleness=max_staleness, last_step=STEPS)
     ahead = Prefetch(source, scheduler, asked, rests=False, replayable=True)
     section = {
@@ -102,12 +111,15 @@ def trained(seed, *, max_staleness, correction):
     run = Run(
         name="bandit",
         algorithm=construct(resolve("algorithm", section)),
-        roles={"policy": SlowLearner(learner, 1.0)},  # while it works, what has begun is drawn: in no time
+        # while it works, what has begun is drawn: in no time
+        roles={"policy": SlowLearner(learner, 1.0)},
         batcher=Batcher(ahead, groups_per_step=BATCH),
         link=Copies(learner, generator),
         first_step=0,
         last_step=STEPS,
-        observers=(lambda step, metrics: staleness.append(metrics.get("rollout/staleness_mean", 0.0)),),
+        observers=(
+            lambda step, metrics: staleness.append(metrics.get("rollout/staleness_mean", 0.0)),
+        ),
     )
     simulate(train(run))
     return float(learner.logits.detach().softmax(-1)[0]), staleness

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from ratchet.experience.async_rollouts.prefetch import teaches
-from ratchet.types import Failed, Group, Message, Outcome, Owner, Scored, Task, Trajectory, Truncated
+from ratchet.types import (
+    Failed,
+    Group,
+    Message,
+    Outcome,
+    Owner,
+    Scored,
+    Task,
+    Trajectory,
+    Truncated,
+)
 
 
 def group(*outcomes: Outcome, length: int = 3) -> Group:
@@ -41,7 +51,9 @@ def test_rewards_as_judged_decide(outcomes, expected: bool):
 
 
 def test_parts_decide_only_where_the_algorithm_reads_them():
-    balanced = group(Scored(1.0, {"right": 1.0, "form": 0.0}), Scored(1.0, {"right": 0.0, "form": 1.0}))
+    balanced = group(
+        Scored(1.0, {"right": 1.0, "form": 0.0}), Scored(1.0, {"right": 0.0, "form": 1.0})
+    )
     assert teaches(balanced, by_parts=True)
     assert not teaches(balanced)
     alike = group(Scored(1.0, {"right": 1.0}), Scored(1.0, {"right": 1.0}))

@@ -1,4 +1,5 @@
-"""A tiny random model twice: as transformers builds it, and as our decoder with the same weights."""
+"""A tiny random model twice: as transformers builds it, and as our decoder with the same
+weights."""
 
 from __future__ import annotations
 
@@ -27,18 +28,25 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 
 
 @pytest.fixture(scope="session")
 def twins() -> Callable[[str], tuple[Decoder, Any]]:
-    """`twins("qwen3")`: (decoder, transformers model). Their matrices are large enough for clearly uneven distributions, their
-    norms and biases are random too. Shared by tests: leave the weights alone."""
+    """`twins("qwen3")`: (decoder, transformers model). Their matrices are large enough for clearly
+    uneven distributions, their norms and biases are random too. Shared by tests: leave the weights
+    alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     @cache
     def build(model_type: str) -> tuple[Decoder, Any]:
-        config = AutoConfig.for_model(model_type, **SHAPE, **(EXPERTS if model_type in ("mixtral", "qwen3_moe") else {}))
+        config = AutoConfig.for_model(
+            model_type, **SHAPE, **(EXPERTS if model_type in ("mixtral", "qwen3_moe") else {})
+        )
         model = AutoModelForCausalLM.from_config(config).eval()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -64,5 +72,10 @@ def either(request: pytest.FixtureRequest, decoder: Decoder) -> Decoder:
     """The decoder, and one with experts."""
     if request.param == "dense":
         return decoder
-    experts = {"family": "qwen3_moe", "n_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 48}
+    experts = {
+        "family": "qwen3_moe",
+        "n_experts": 4,
+        "experts_per_token": 2,
+        "expert_intermediate_size": 48,
+    }
     return Decoder(replace(decoder.config, **experts)).init_weights(0)

@@ -1,4 +1,5 @@
-"""The shortest link: the weights of something are handed to a generator, as they are, in this process."""
+"""The shortest link: the weights of something are handed to a generator, as they are, in this
+process."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ class DirectLink:
         self.learner, self.generator = learner, generator
 
     async def push(self, version: int) -> None:
-        """Whatever goes wrong on the way, the generator goes on with the weights that it has; the error is raised."""
+        """Whatever goes wrong on the way, the generator goes on with the weights that it has; the
+        error is raised."""
         await self.generator.prepare({})
         try:
             await self.generator.receive(self.learner.weights())

@@ -29,7 +29,13 @@ def requests(count):
     prompts = [rng.integers(0, 67, rng.integers(1, 30)).tolist() for _ in range(count)]
     filters = [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05}]
     samplings = [
-        Sampling(temperature=(0.0, 0.8, 1.0)[i % 3], max_new_tokens=1 + (5 * i) % 23, seed=i, stop_ids=(3, 4), **filters[i % 4])
+        Sampling(
+            temperature=(0.0, 0.8, 1.0)[i % 3],
+            max_new_tokens=1 + (5 * i) % 23,
+            seed=i,
+            stop_ids=(3, 4),
+            **filters[i % 4],
+        )
         for i in range(count)
     ]
     samplings[7] = replace(samplings[7], stop=("6,",))
@@ -41,7 +47,9 @@ def test_equal_seeds_give_equal_tokens_in_both_generators(twins, family):
     decoder, model = twins(family)
     prompts, samplings = requests(24)
     ours = Engine(EngineConfig(), decoder, Numbers()).generate_all(prompts, samplings)
-    theirs = HFGenerator(HFConfig(max_running=10), model, Numbers()).generate_all(prompts, samplings)
+    theirs = HFGenerator(HFConfig(max_running=10), model, Numbers()).generate_all(
+        prompts, samplings
+    )
     for a, b in zip(ours, theirs, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
         assert a.stop is b.stop
@@ -81,8 +89,14 @@ def test_a_commit_in_the_middle_is_seen_with_or_without_the_old_keys(twins, keep
         assert completion.versions.tolist() == [0] * old + [3] * (20 - old)
         tokens = torch.tensor([1, 2, *completion.tokens.tolist()])
         with torch.no_grad():
-            logprobs = model(tokens[None]).logits[0, 1:-1].log_softmax(-1).gather(1, tokens[2:, None])[:, 0]
-        np.testing.assert_allclose(completion.logprobs[old:], logprobs[old:], atol=1e-5)  # the norm is behind every key
+            logprobs = (
+                model(tokens[None])
+                .logits[0, 1:-1]
+                .log_softmax(-1)
+                .gather(1, tokens[2:, None])[:, 0]
+            )
+        # the norm is behind every key
+        np.testing.assert_allclose(completion.logprobs[old:], logprobs[old:], atol=1e-5)
     finally:
         with torch.no_grad():
             weight.div_(bigger)
@@ -94,7 +108,10 @@ def test_abort_and_cancel(twins):
 
     async def run():
         generator = HFGenerator(HFConfig(max_running=2), model)
-        tasks = [asyncio.create_task(generator.generate([1 + i, 2], replace(sampling, seed=i))) for i in range(3)]
+        tasks = [
+            asyncio.create_task(generator.generate([1 + i, 2], replace(sampling, seed=i)))
+            for i in range(3)
+        ]
         for _ in range(8):
             await asyncio.sleep(0)
         tasks[0].cancel()
@@ -115,7 +132,9 @@ def test_abort_and_cancel(twins):
 
 def test_a_model_in_training_mode_is_asked_without_dropout_and_left_in_it(twins):
     _, model = twins("llama")
-    expected = HFGenerator(HFConfig(), model).generate_all([[1, 2]], [Sampling(max_new_tokens=8)])[0]
+    expected = HFGenerator(HFConfig(), model).generate_all([[1, 2]], [Sampling(max_new_tokens=8)])[
+        0
+    ]
     model.train()
     again = HFGenerator(HFConfig(), model).generate_all([[1, 2]], [Sampling(max_new_tokens=8)])[0]
     assert model.training
@@ -150,7 +169,9 @@ def test_an_error_anywhere_in_a_step_reaches_every_caller(twins, monkeypatch, br
 
     async def run():
         samplings = [Sampling(max_new_tokens=tokens) for tokens in (3, 9, 9)]
-        tasks = [asyncio.create_task(generator.generate([1, 2], sampling)) for sampling in samplings]
+        tasks = [
+            asyncio.create_task(generator.generate([1, 2], sampling)) for sampling in samplings
+        ]
         for _ in range(20):
             await asyncio.sleep(0)
         assert all(task.done() for task in tasks), [task.done() for task in tasks]

@@ -1,4 +1,5 @@
-"""The transformers generator on models that read images: against the learner's own logprobs, alone and among others."""
+"""The transformers generator on models that read images: against the learner's own logprobs, alone
+and among others."""
 
 import asyncio
 from dataclasses import replace
@@ -31,14 +32,20 @@ def picture(seed, width=48, height=32):
 
 
 def asks(*parts):
-    return Message("user", tuple(part if isinstance(part, Part) else Part("text", part) for part in parts))
+    return Message(
+        "user", tuple(part if isinstance(part, Part) else Part("text", part) for part in parts)
+    )
 
 
 PROMPTS = [
     (asks("hello"),),
     (asks(picture(1), "what?"),),
     (asks("a", picture(2, 64, 64), "and", picture(3, 32, 96), picture(1), "?"),),
-    (asks(picture(4)), Message("assistant", "yes"), asks("now", picture(5, 80, 48), "a longer question than before")),
+    (
+        asks(picture(4)),
+        Message("assistant", "yes"),
+        asks("now", picture(5, 80, 48), "a longer question than before"),
+    ),
 ]
 
 
@@ -46,7 +53,9 @@ PROMPTS = [
 def world(tmp_path_factory):
     @cache
     def of(family):
-        directory = write_tiny_vlm(tmp_path_factory.mktemp(family), TinyVLM(family=family, std=0.15))
+        directory = write_tiny_vlm(
+            tmp_path_factory.mktemp(family), TinyVLM(family=family, std=0.15)
+        )
         policy = load_policy(str(directory))
         return policy, Renderer(load_tokenizer(directory), processor=load_processor(directory))
 
@@ -64,7 +73,9 @@ def learned(policy, rows):
     tokens_T = torch.tensor([token for prompt, new, _ in rows for token in (*prompt, *new)])
     positions_T = torch.cat([torch.arange(n) for n in lengths])
     with torch.no_grad():
-        hidden_Td = policy.hidden(tokens_T, positions_T, lengths, media=[media for *_, media in rows])
+        hidden_Td = policy.hidden(
+            tokens_T, positions_T, lengths, media=[media for *_, media in rows]
+        )
         logprobs_TV = (policy.logits(hidden_Td) / SAMPLING.temperature).log_softmax(-1)
     found, start = [], 0
     for (prompt, new, _), length in zip(rows, lengths, strict=True):
@@ -92,10 +103,15 @@ def test_what_is_sampled_has_the_learners_logprobs_whoever_is_in_the_batch(world
     requests = requests_of(renderer)
     assert [len(media) for *_, media in requests] == [0, 1, 3, 2, 1]
     done = asyncio.run(together(HFGenerator(HFConfig(), policy), requests))
-    rows = [(tokens, one.tokens.tolist(), media) for (tokens, _, media), one in zip(requests, done, strict=True)]
+    rows = [
+        (tokens, one.tokens.tolist(), media)
+        for (tokens, _, media), one in zip(requests, done, strict=True)
+    ]
     for one, expected in zip(done, learned(policy, rows), strict=True):
         np.testing.assert_allclose(one.logprobs, expected, atol=1e-5)
-    alone = [asyncio.run(together(HFGenerator(HFConfig(), policy), [request]))[0] for request in requests]
+    alone = [
+        asyncio.run(together(HFGenerator(HFConfig(), policy), [request]))[0] for request in requests
+    ]
     narrow = asyncio.run(together(HFGenerator(HFConfig(max_running=2), policy), requests))
     for one, single, pair in zip(done, alone, narrow, strict=True):
         assert one.tokens.tolist() == single.tokens.tolist() == pair.tokens.tolist()
@@ -103,8 +119,13 @@ def test_what_is_sampled_has_the_learners_logprobs_whoever_is_in_the_batch(world
     # It sees them: the same tokens under another image are others.
     tokens, sampling, ((start, _),) = requests[1]
     other = rendered(renderer, (asks(picture(9), "what?"),))[1][0].medium
-    (changed,) = asyncio.run(together(HFGenerator(HFConfig(), policy), [(tokens, sampling, (Placed(start, other),))]))
-    assert abs(float(changed.logprobs[0]) - float(alone[1].logprobs[0])) > 1e-3 or changed.tokens[0] != alone[1].tokens[0]
+    (changed,) = asyncio.run(
+        together(HFGenerator(HFConfig(), policy), [(tokens, sampling, (Placed(start, other),))])
+    )
+    assert (
+        abs(float(changed.logprobs[0]) - float(alone[1].logprobs[0])) > 1e-3
+        or changed.tokens[0] != alone[1].tokens[0]
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,12 +138,17 @@ def test_an_image_in_the_environments_answer_extends_the_prompt(world, family):
     answer = (asks("then", picture(6, 64, 32), "go on"),)
     sampled = [*said.tokens.tolist()]
     added = renderer.extend(sampled, answer, history=first)
-    more = [one._replace(start=one.start + len(tokens) + len(sampled)) for one in renderer.media(added, answer)]
+    more = [
+        one._replace(start=one.start + len(tokens) + len(sampled))
+        for one in renderer.media(added, answer)
+    ]
     longer, both = [*tokens, *sampled, *added], (*media, *more)
     (second,) = asyncio.run(together(generator, [(longer, SAMPLING, both)]))
     (expected,) = learned(policy, [(longer, second.tokens.tolist(), both)])
     np.testing.assert_allclose(second.logprobs, expected, atol=1e-5)
-    whole = Trajectory.supervised([*longer, *second.tokens.tolist()], [False] * (len(longer) + len(second.tokens)), media=both)
+    whole = Trajectory.supervised(
+        [*longer, *second.tokens.tolist()], [False] * (len(longer) + len(second.tokens)), media=both
+    )
     assert pack([Group("g", Task("t", ()), (whole,))]).media_S == (both,)
 
 
@@ -134,7 +160,10 @@ def test_after_a_commit_the_images_are_computed_anew(world, family):
 
     async def run():
         generator = HFGenerator(HFConfig(), policy)
-        asked = [asyncio.create_task(generator.generate(*request)) for request in requests_of(renderer)[1:4]]
+        asked = [
+            asyncio.create_task(generator.generate(*request))
+            for request in requests_of(renderer)[1:4]
+        ]
         while not generator.core.rows or len(generator.core.rows[0].logprobs) < 4:
             await asyncio.sleep(0)
         with torch.no_grad():
@@ -145,7 +174,10 @@ def test_after_a_commit_the_images_are_computed_anew(world, family):
 
     try:
         done = asyncio.run(run())
-        rows = [(t, one.tokens.tolist(), m) for (t, _, m), one in zip(requests_of(renderer)[1:4], done, strict=True)]
+        rows = [
+            (t, one.tokens.tolist(), m)
+            for (t, _, m), one in zip(requests_of(renderer)[1:4], done, strict=True)
+        ]
         for one, expected in zip(done, learned(policy, rows), strict=True):
             new = one.versions == 3
             assert 0 < new.sum() < len(new)
@@ -167,7 +199,11 @@ def test_who_was_interrupted_goes_on_as_if_not(world):
             await asyncio.sleep(0)
         generator.abort()
         half = await asked
-        left = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(half.tokens), drawn=len(half.tokens))
+        left = replace(
+            sampling,
+            max_new_tokens=sampling.max_new_tokens - len(half.tokens),
+            drawn=len(half.tokens),
+        )
         return half, await generator.generate([*tokens, *half.tokens.tolist()], left, media)
 
     half, rest = asyncio.run(run())

@@ -1,4 +1,5 @@
-"""A request that can't be computed costs itself alone, in every generator and with every kind of poison."""
+"""A request that can't be computed costs itself alone, in every generator and with every kind of
+poison."""
 
 import asyncio
 from dataclasses import replace
@@ -21,9 +22,21 @@ HONEST = 200
 CURSED = 66  # a token that the tokenizer can't decode
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, CURSED, RNG.integers(1, 30)).tolist() for _ in range(HONEST)]
-FILTERS = [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05}, {"stop": ("7,8,",)}, {"stop_ids": (CURSED, 9)}]
+FILTERS = [
+    {},
+    {"top_p": 0.9},
+    {"top_k": 5},
+    {"min_p": 0.05},
+    {"stop": ("7,8,",)},
+    {"stop_ids": (CURSED, 9)},
+]
 SAMPLINGS = [
-    Sampling(temperature=(0.0, 0.7, 1.0)[i % 3], max_new_tokens=1 + (7 * i) % 24, seed=i, **FILTERS[i % 6])
+    Sampling(
+        temperature=(0.0, 0.7, 1.0)[i % 3],
+        max_new_tokens=1 + (7 * i) % 24,
+        seed=i,
+        **FILTERS[i % 6],
+    )
     for i in range(HONEST)
 ]
 
@@ -50,7 +63,12 @@ PLAIN = Sampling(max_new_tokens=9)
 # By name: prompt, sampling, media, and the error; None where the request may also be answered.
 POISON = {
     "logits that overflow": ([1, 2], slipped(temperature=1e-40), (), RequestFailed),
-    "logits that overflow, filtered": ([1, 2], slipped(temperature=1e-40, top_p=0.5), (), RequestFailed),
+    "logits that overflow, filtered": (
+        [1, 2],
+        slipped(temperature=1e-40, top_p=0.5),
+        (),
+        RequestFailed,
+    ),
     "a temperature of nan": ([5], slipped(temperature=float("nan")), (), RequestFailed),
     "a temperature of -inf": ([5], slipped(temperature=float("-inf")), (), None),
     "a top_p of nan": ([5], slipped(top_p=float("nan")), (), None),
@@ -58,7 +76,12 @@ POISON = {
     "a seed that is no number": ([5, 7], slipped(seed="x"), (), RequestFailed),
     "a stop id of 2**70": ([5, 8], slipped(stop_ids=(2**70,)), (), RequestFailed),
     "a stop id that is no number": ([5, 9], slipped(stop_ids=("x",)), (), RequestFailed),
-    "text that can't be decoded": ([1, CURSED], replace(PLAIN, stop=("z",), drawn=1, max_new_tokens=20), (), RequestFailed),
+    "text that can't be decoded": (
+        [1, CURSED],
+        replace(PLAIN, stop=("z",), drawn=1, max_new_tokens=20),
+        (),
+        RequestFailed,
+    ),
     "no prompt": ([], PLAIN, (), DataError),
     "a prompt that is too long": ([1] * 161, PLAIN, (), DataError),
     "an unknown token": ([67], PLAIN, (), DataError),
@@ -74,14 +97,17 @@ CASES = [(name, *case) for name, case in POISON.items()] * 3
 
 
 async def play(generator, poison):
-    """The honest answers; poison is mixed in evenly, and the honest requests are under way when it comes."""
+    """The honest answers; poison is mixed in evenly, and the honest requests are under way when it
+    comes."""
     loop = asyncio.get_running_loop()
     honest, poisoned = [], []
     for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
         honest.append(loop.create_task(generator.generate(prompt, sampling)))
         if poison and 10 * len(poisoned) < 3 * (i - 20):
             name, prompt, sampling, media, kind = poison[len(poisoned)]
-            poisoned.append((name, kind, loop.create_task(generator.generate(prompt, sampling, media))))
+            poisoned.append(
+                (name, kind, loop.create_task(generator.generate(prompt, sampling, media)))
+            )
             if len(poisoned) % 7 == 0:
                 leaving = loop.create_task(generator.generate([3], slipped(temperature=1e-40)))
                 loop.call_later(0, leaving.cancel)
@@ -94,12 +120,15 @@ async def play(generator, poison):
 
 
 def columns(answers):
-    """Every bit of them; a few honest ones draw what can't be decoded, and fail whatever else is there."""
+    """Every bit of them; a few honest ones draw what can't be decoded, and fail whatever else is
+    there."""
     kept = ("tokens", "logprobs", "log_kept_mass", "versions")
     failed = [answer for answer in answers if isinstance(answer, Exception)]
     assert len(failed) < 10
     return [
-        repr(answer) if answer in failed else (str(answer.stop), *(getattr(answer, name).tobytes() for name in kept))
+        repr(answer)
+        if answer in failed
+        else (str(answer.stop), *(getattr(answer, name).tobytes() for name in kept))
         for answer in answers
     ]
 
@@ -143,13 +172,16 @@ CURSED_PROMPT = [CURSED] * 40
 @pytest.mark.fault("R16")
 @pytest.mark.parametrize("leaves", ["at its end", "cancelled", "aborted with all"])
 def test_keys_that_are_not_finite_leave_with_their_request(untied, leaves):
-    """By PyTorch attention reads a slot beyond its request's end with weight 0, and 0 * NaN is NaN."""
+    """By PyTorch attention reads a slot beyond its request's end with weight 0, and 0 * NaN is
+    NaN."""
     prompts = [[1, 2, i] for i in range(12)]
     whole = columns(Engine(EngineConfig(), untied).generate_all(prompts, HONEST_FEW))
     generator = Engine(EngineConfig(), with_nan_at(untied, CURSED))
 
     async def spoil():
-        long = [generator.generate(CURSED_PROMPT, Sampling(max_new_tokens=9, seed=i)) for i in range(12)]
+        long = [
+            generator.generate(CURSED_PROMPT, Sampling(max_new_tokens=9, seed=i)) for i in range(12)
+        ]
         tasks = list(map(asyncio.ensure_future, [*others(generator), *long]))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -162,31 +194,45 @@ def test_keys_that_are_not_finite_leave_with_their_request(untied, leaves):
         kind = asyncio.CancelledError if leaves == "cancelled" else RequestFailed
         assert [type(error) for error in answers[OTHERS:]] == [kind] * 12
         assert all(np.isfinite(honest.logprobs).all() for honest in answers[:OTHERS])
-        return await asyncio.gather(*(generator.generate(*request) for request in zip(prompts, HONEST_FEW, strict=True)))
+        return await asyncio.gather(
+            *(generator.generate(*request) for request in zip(prompts, HONEST_FEW, strict=True))
+        )
 
     assert columns(asyncio.run(spoil())) == whole
 
 
 def test_an_error_says_what_is_broken(untied):
-    """Among others, one reads a broken weight; with finite weights, all overflow; with broken ones, none can be served."""
+    """Among others, one reads a broken weight; with finite weights, all overflow; with broken ones,
+    none can be served."""
 
     async def ask(generator, *prompts):
         sampling = Sampling(max_new_tokens=5)
-        return await asyncio.gather(*(generator.generate(p, sampling) for p in prompts), return_exceptions=True)
+        return await asyncio.gather(
+            *(generator.generate(p, sampling) for p in prompts), return_exceptions=True
+        )
 
     generator = Engine(EngineConfig(max_running=2), with_nan_at(untied, CURSED))
     _, error = asyncio.run(ask(generator, [1], [CURSED]))
     assert isinstance(error, RequestFailed)
-    assert "new token 0 on (prompt of 1 tokens, weights version 0): it reads the weight 'embed_tokens.weight'" in str(error)
+    assert (
+        "new token 0 on (prompt of 1 tokens, weights version 0): it reads the weight "
+        "'embed_tokens.weight'" in str(error)
+    )
 
     with_nan_at(untied, CURSED).embed_tokens.weight.detach()[CURSED] = 0
     untied.norm.weight.detach().fill_(3e38)
     errors = asyncio.run(ask(generator, [1], [2], [3]))
     assert [type(error) for error in errors] == [RequestFailed] * 3
-    assert all("weights are finite, but overflow on this request. Leave this prompt out." in str(error) for error in errors)
+    assert all(
+        "weights are finite, but overflow on this request. Leave this prompt out." in str(error)
+        for error in errors
+    )
 
     untied.norm.weight.detach().fill_(float("nan"))
-    for version, cause in ((0, "the weight 'norm.weight' of the model's files"), (3, "an update has broken the weights")):
+    for version, cause in (
+        (0, "the weight 'norm.weight' of the model's files"),
+        (3, "an update has broken the weights"),
+    ):
         asyncio.run(generator.commit(version))
         errors = asyncio.run(ask(generator, [1], [2], [3]))
         assert [type(error) for error in errors] == [ModelError] * 3
@@ -206,7 +252,11 @@ def test_poison_changes_no_token_of_transformers_generator(twins, monkeypatch):
 
     monkeypatch.setattr(HFGenerator(HFConfig(), model).core.__class__, "_prefill", fragile)
     samplings = [replace(sampling, stop=()) for sampling in SAMPLINGS[:40]]
-    poison = [([1], slipped(temperature=1e-40)), ([13, 13], PLAIN), ([1, CURSED], replace(PLAIN, stop=("z",), drawn=1))] * 4
+    poison = [
+        ([1], slipped(temperature=1e-40)),
+        ([13, 13], PLAIN),
+        ([1, CURSED], replace(PLAIN, stop=("z",), drawn=1)),
+    ] * 4
 
     async def ask(generator, poison):
         tasks = []
@@ -219,7 +269,10 @@ def test_poison_changes_no_token_of_transformers_generator(twins, monkeypatch):
         assert [type(error) for error in errors] == [RequestFailed] * len(poison), errors
         return [answer for answer in answers if not isinstance(answer, Exception)]
 
-    alone, among = (asyncio.run(ask(HFGenerator(HFConfig(max_running=8), model, Numbers()), p)) for p in ((), poison))
+    alone, among = (
+        asyncio.run(ask(HFGenerator(HFConfig(max_running=8), model, Numbers()), p))
+        for p in ((), poison)
+    )
     assert [a.tokens.tolist() for a in among] == [a.tokens.tolist() for a in alone]
     for a, b in zip(among, alone, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
@@ -232,7 +285,9 @@ def test_a_failed_request_costs_no_worker():
 
     async def ask():
         asked = [([1], PLAIN), undecodable, ([2], PLAIN)]
-        return await asyncio.gather(*(router.generate(*request) for request in asked), return_exceptions=True)
+        return await asyncio.gather(
+            *(router.generate(*request) for request in asked), return_exceptions=True
+        )
 
     first, error, second = asyncio.run(ask())
     assert type(error) is RequestFailed

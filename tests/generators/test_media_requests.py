@@ -1,4 +1,5 @@
-"""Media on their way to whoever generates: told apart, sent once, and refused where nobody reads them."""
+"""Media on their way to whoever generates: told apart, sent once, and refused where nobody reads
+them."""
 
 import asyncio
 import pickle
@@ -23,7 +24,13 @@ TOKENS = [5, 7, 7, 6]
 
 
 def image(key, span=2, size=8):
-    return Medium(key, "image", span, {"pixel_values": np.full((size, 3), ord(key[-1]), np.float32)}, key.encode())
+    return Medium(
+        key,
+        "image",
+        span,
+        {"pixel_values": np.full((size, 3), ord(key[-1]), np.float32)},
+        key.encode(),
+    )
 
 
 CAT, DOG = image("cat"), image("dog")
@@ -31,16 +38,28 @@ CAT, DOG = image("cat"), image("dog")
 
 def test_equal_tokens_with_other_images_are_another_prompt():
     tokens = np.array(TOKENS)
-    keys = [prompt_key(tokens, media) for media in ([], [Placed(1, CAT)], [Placed(1, DOG)], [Placed(0, CAT)])]
+    keys = [
+        prompt_key(tokens, media)
+        for media in ([], [Placed(1, CAT)], [Placed(1, DOG)], [Placed(0, CAT)])
+    ]
     assert len(set(keys)) == 4
     assert prompt_key(tokens, [Placed(1, image("cat"))]) == keys[1]
     entrance = Entrance(20, 10, None, reads_media=True)
-    admitted = [entrance.admit(TOKENS, SAMPLING, print, print, [Placed(1, each)]) for each in (CAT, DOG, image("cat"))]
+    admitted = [
+        entrance.admit(TOKENS, SAMPLING, print, print, [Placed(1, each)])
+        for each in (CAT, DOG, image("cat"))
+    ]
     assert admitted[0].key == admitted[2].key != admitted[1].key
 
 
 @pytest.mark.parametrize(
-    "media", [[Placed(3, CAT)], [Placed(-1, CAT)], [Placed(2, CAT), Placed(0, DOG)], [Placed(0, CAT), Placed(1, DOG)]]
+    "media",
+    [
+        [Placed(3, CAT)],
+        [Placed(-1, CAT)],
+        [Placed(2, CAT), Placed(0, DOG)],
+        [Placed(0, CAT), Placed(1, DOG)],
+    ],
 )
 def test_media_lie_in_their_prompt_in_order(media):
     with pytest.raises(DataError, match=r"a medium \(image\) is at tokens .* give media in order"):
@@ -48,7 +67,10 @@ def test_media_lie_in_their_prompt_in_order(media):
 
 
 def test_who_reads_text_alone_refuses_them():
-    with pytest.raises(ConfigError, match=r"1 media .* this generator reads text alone: set generator.kind to hf or vllm"):
+    with pytest.raises(
+        ConfigError,
+        match=r"1 media .* this generator reads text alone: set generator.kind to hf or vllm",
+    ):
         asyncio.run(engine().generate(TOKENS, SAMPLING, [Placed(1, CAT)]))
     with pytest.raises(ConfigError, match="GenerationInterface"):
         asyncio.run(OneAtATime(None, pad_id=0).generate(TOKENS, SAMPLING, [Placed(1, CAT)]))
@@ -56,8 +78,15 @@ def test_who_reads_text_alone_refuses_them():
 
 def test_requests_travel_with_each_image_once_and_without_any_as_before():
     tokens = np.array(TOKENS)
-    own = {1: [Placed(0, CAT), Placed(2, DOG)], 2: [Placed(0, CAT), Placed(2, DOG)], 3: [Placed(1, image("cat"))], 4: []}
-    asked = Asked.of({n: (tokens, prompt_key(tokens, media), SAMPLING, media) for n, media in own.items()})
+    own = {
+        1: [Placed(0, CAT), Placed(2, DOG)],
+        2: [Placed(0, CAT), Placed(2, DOG)],
+        3: [Placed(1, image("cat"))],
+        4: [],
+    }
+    asked = Asked.of(
+        {n: (tokens, prompt_key(tokens, media), SAMPLING, media) for n, media in own.items()}
+    )
     assert [medium.key for medium in asked.media] == ["cat", "dog"]
     assert (len(asked.prompts), asked.prompt_of) == (12, [0, 0, 1, 2])
     there = pickle.loads(pickle.dumps(asked, protocol=5)).each()
@@ -74,13 +103,18 @@ def test_requests_travel_with_each_image_once_and_without_any_as_before():
 
 
 def test_a_router_brings_them_to_its_workers_and_sends_equal_prompts_together():
-    router, seen = Router(config(2)), [FakeGenerator(lambda tokens, sampling: [1] * 3) for _ in range(2)]
+    router, seen = (
+        Router(config(2)),
+        [FakeGenerator(lambda tokens, sampling: [1] * 3) for _ in range(2)],
+    )
     workers = [Here(rank, generator=each) for rank, each in enumerate(seen)]
     router.start(lambda rank: workers[rank])
 
     async def play():
         prompts = [[Placed(1, CAT)], [Placed(1, DOG)]] * 3
-        return await asyncio.gather(*(router.generate(TOKENS, SAMPLING, media) for media in prompts))
+        return await asyncio.gather(
+            *(router.generate(TOKENS, SAMPLING, media) for media in prompts)
+        )
 
     assert [tokens for tokens, *_ in columns(asyncio.run(play()))] == [[1, 1, 1]] * 6
     keys = [{placed.medium.key for media in each.media for placed in media} for each in seen]
@@ -90,14 +124,20 @@ def test_a_router_brings_them_to_its_workers_and_sends_equal_prompts_together():
 def test_wrappers_pass_them_on():
     inner = FakeGenerator(lambda tokens, sampling: [1])
     media = (Placed(1, CAT),)
-    for wrapped in (TurnGenerator(inner, Turns({"generator": []})), Interruptible(inner), WithSampling(inner, SAMPLING)):
+    for wrapped in (
+        TurnGenerator(inner, Turns({"generator": []})),
+        Interruptible(inner),
+        WithSampling(inner, SAMPLING),
+    ):
         asyncio.run(wrapped.generate(TOKENS, SAMPLING, media))
     assert inner.media == [media] * 3
 
 
 def test_what_goes_on_after_an_interruption_has_the_images_again():
     inner = FakeGenerator(lambda tokens, sampling: [3])
-    half = Completion(*(np.array(each) for each in ([1, 2], [-1.0, -1.0], [0.0, 0.0], [0, 0])), StopReason.ABORTED)
+    half = Completion(
+        *(np.array(each) for each in ([1, 2], [-1.0, -1.0], [0.0, 0.0], [0, 0])), StopReason.ABORTED
+    )
     issue = Issue(0, 0, "g/0", Task("t", ()), journal={SAMPLING.seed: half})
 
     async def play():

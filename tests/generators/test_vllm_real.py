@@ -36,13 +36,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
     ],
 )
 def test_play(play):
-    done = subprocess.run([sys.executable, str(PLAY), *play.split()], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, str(PLAY), *play.split()], capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert done.stdout.endswith("fine\n")
 
 
 def test_no_process_outlives_a_killed_driver():
-    driver = subprocess.Popen([sys.executable, str(PLAY), "is_killed"], stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, str(PLAY), "is_killed"], stdout=subprocess.PIPE, text=True
+    )
     assert driver.stdout is not None
     pids = next(json.loads(line) for line in driver.stdout if line.startswith("["))
     assert len(pids) >= 2

@@ -5,7 +5,16 @@ import random
 
 import numpy as np
 import pytest
-from generators.workers_play import PROMPTS, Holder, columns, config, drawn, engine, requests, router_here
+from generators.workers_play import (
+    PROMPTS,
+    Holder,
+    columns,
+    config,
+    drawn,
+    engine,
+    requests,
+    router_here,
+)
 from pydantic import ValidationError
 
 from ratchet.config.resolve import resolve
@@ -39,13 +48,19 @@ def test_who_draws_a_completion_does_not_matter(workers):
 
 def test_equal_prompts_go_together_and_others_where_least_is_to_do():
     router, workers = router_here(2)
-    drawn(router, [(prompt, Sampling(max_new_tokens=4, seed=i)) for prompt in PROMPTS for i in range(5)])
+    drawn(
+        router,
+        [(prompt, Sampling(max_new_tokens=4, seed=i)) for prompt in PROMPTS for i in range(5)],
+    )
     asked = [[tokens for new in worker.asked for tokens in new] for worker in workers]
     assert sorted(asked[0] + asked[1]) == sorted(prompt for prompt in PROMPTS for _ in range(5))
     assert not any(prompt in asked[1] for prompt in asked[0])
     assert [len(own) for own in asked] == [10, 10]
     drawn(router, [([1], Sampling(max_new_tokens=2, seed=i)) for i in range(TOGETHER + 6)])
-    assert [sum(new.count([1]) for new in worker.asked) for worker in workers] in ([TOGETHER, 6], [6, TOGETHER])
+    assert [sum(new.count([1]) for new in worker.asked) for worker in workers] in (
+        [TOGETHER, 6],
+        [6, TOGETHER],
+    )
 
 
 def test_a_wrong_prompt_costs_nobody_else():
@@ -53,7 +68,10 @@ def test_a_wrong_prompt_costs_nobody_else():
 
     async def play():
         found = await asyncio.gather(
-            router.generate([], LONG), router.generate([99], LONG), router.generate([1], LONG), return_exceptions=True
+            router.generate([], LONG),
+            router.generate([99], LONG),
+            router.generate([1], LONG),
+            return_exceptions=True,
         )
         assert [type(one) for one in found[:2]] == [DataError, DataError]
         assert len(found[2].tokens) == 150
@@ -127,7 +145,9 @@ def test_deaths_lose_no_request_and_answer_none_twice(seed):
     """Each answer is the one that was asked for: a future that is set twice raises."""
     rng = random.Random(seed)
     exchanges = [rng.randrange(4) for _ in range(4)]
-    router, workers = router_here(rng.choice([1, 2, 3]), exchanges=exchanges, recovery="restart", max_restarts=4)
+    router, workers = router_here(
+        rng.choice([1, 2, 3]), exchanges=exchanges, recovery="restart", max_restarts=4
+    )
     assert columns(drawn(router, requests(30))) == columns(drawn(engine(), requests(30)))
     asyncio.run(router.close())
     assert router.restarts == sum(worker.died for worker in workers)
@@ -143,9 +163,12 @@ def test_the_first_death_ends_it_without_recovery():
     assert len(workers) == 2
 
 
-@pytest.mark.parametrize("error", [DataError("its tokens can't be read"), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [DataError("its tokens can't be read"), asyncio.CancelledError()], ids=repr
+)
 def test_workers_that_play_are_given_up_together(error):
-    """One raises, or nobody waits any more, while the other is busy for ever: what it is asked next is refused at once."""
+    """One raises, or nobody waits any more, while the other is busy for ever: what it is asked next
+    is refused at once."""
     router, workers = router_here(2)
     busy = asyncio.Event()
 
@@ -183,7 +206,10 @@ def test_so_many_restarts_and_no_more(caplog):
     with pytest.raises(WorkerDied):
         drawn(router, requests(3))
     assert (len(workers), told) == (3, [1, 2])
-    assert "generator restart 2 of at most 2, 3 requests are drawn again: generator rank 0 died" in caplog.text
+    assert (
+        "generator restart 2 of at most 2, 3 requests are drawn again: generator rank 0 died"
+        in caplog.text
+    )
 
 
 def test_what_was_aborted_before_a_death_is_not_drawn_again():
@@ -262,7 +288,9 @@ def test_a_replacement_serves_with_the_pushed_weights_alone(workers):
         link = linked(router, learner)
         await link.push(7)
         started[0].left = 1  # dies after the next exchange, if that does not end all
-        found = await asyncio.gather(*(router.generate(*request) for request in requests(20, new=100)))
+        found = await asyncio.gather(
+            *(router.generate(*request) for request in requests(20, new=100))
+        )
         await link.push(8)
         await link.close()
         return found
@@ -329,9 +357,13 @@ def test_weights_that_nobody_can_push_again_end_it():
 
 
 def test_the_section():
-    made = resolve("generator", {"kind": "workers", "of": {"kind": "vllm", "tensor_parallel": 2}, "workers": 3})
+    made = resolve(
+        "generator", {"kind": "workers", "of": {"kind": "vllm", "tensor_parallel": 2}, "workers": 3}
+    )
     assert (made.accelerators, made.filters, made.workers) == (2, False, 3)
-    assert made.misfit(n_heads=3, n_kv_heads=1, head_dim=64, n_layers=1, on_cpu=True).startswith("tensor_parallel=2")
+    assert made.misfit(n_heads=3, n_kv_heads=1, head_dim=64, n_layers=1, on_cpu=True).startswith(
+        "tensor_parallel=2"
+    )
     assert config().filters
     assert config().misfit is None
     assert isinstance(made.of, type(resolve("generator", {"kind": "vllm"})))
@@ -357,7 +389,10 @@ def test_nonsense_is_refused(keys, said):
 def test_routes_travel_with_their_completions():
     routes = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
     none = np.zeros(2, dtype=np.float32)
-    made = [Completion(np.arange(2), none, none, np.ones(2, np.int32), StopReason.LENGTH, own) for own in (routes, None)]
+    made = [
+        Completion(np.arange(2), none, none, np.ones(2, np.int32), StopReason.LENGTH, own)
+        for own in (routes, None)
+    ]
     found = dict(Answered.of(dict(enumerate(made)), {}).each())
     assert np.array_equal(found[0].routes, routes)
     assert found[1].routes is None

@@ -1,4 +1,5 @@
-"""Generators in real processes, which are killed or stopped at any point: of generating, and of a push by each kind of link."""
+"""Generators in real processes, which are killed or stopped at any point: of generating, and of a
+push by each kind of link."""
 
 import asyncio
 import os
@@ -24,10 +25,13 @@ from ratchet.weight_sync.factory import Between
 ORIGIN = Origin(shape=SHAPE, seed=0)
 LINKS = [
     pytest.param({"kind": "shared_memory"}, id="shared_memory"),
-    pytest.param({"kind": "collective"}, id="collective", marks=pytest.mark.slow),  # some wait for the dead to come
+    # some wait for the dead to come
+    pytest.param({"kind": "collective"}, id="collective", marks=pytest.mark.slow),
     pytest.param({"kind": "files"}, id="files"),
     pytest.param({"kind": "delta", "dtype": None}, id="delta"),
-    pytest.param({"kind": "delta", "dtype": None, "through": "shared_memory"}, id="delta-shared_memory"),
+    pytest.param(
+        {"kind": "delta", "dtype": None, "through": "shared_memory"}, id="delta-shared_memory"
+    ),
 ]
 
 
@@ -71,7 +75,10 @@ def test_it_is_the_generator_that_the_driver_would_have(start):
     asyncio.run(check_generator(router, PROMPTS))
     shown = {shard.name: shard.tensor for shard in router.weights()}
     assert all(shown[shard.name].equal(shard.tensor) for shard in engine().weights())
-    found = drawn(router, [([1], Sampling(max_new_tokens=150, stop=("a", "b", "c"), seed=seed)) for seed in range(8)])
+    found = drawn(
+        router,
+        [([1], Sampling(max_new_tokens=150, stop=("a", "b", "c"), seed=seed)) for seed in range(8)],
+    )
     assert StopReason.STOP_STRING in {one.stop for one in found}  # the tokenizer went along
 
 
@@ -81,14 +88,20 @@ def test_a_death_ends_it_with_its_name(start, how):
     router = start(2)
 
     async def play():
-        asked = [asyncio.ensure_future(router.generate(*request)) for request in requests(200, new=150)]
+        asked = [
+            asyncio.ensure_future(router.generate(*request)) for request in requests(200, new=150)
+        ]
         await asyncio.sleep(random.Random(how).random() * 0.2)
         os.kill(pid(router, 1), how)
         await asyncio.gather(*asked)
 
     with pytest.raises(WorkerDied, match="generator rank 1 of 2 on") as caught:
         asyncio.run(play())
-    assert (caught.value.role, caught.value.rank, caught.value.host) == ("generator", 1, os.uname().nodename)
+    assert (caught.value.role, caught.value.rank, caught.value.host) == (
+        "generator",
+        1,
+        os.uname().nodename,
+    )
     with pytest.raises(WorkerDied, match="generator rank 1 of 2 on"):
         drawn(router, requests(1))
 
@@ -107,7 +120,9 @@ def test_a_replacement_goes_on_where_the_dead_one_was(start, tmp_path, how, work
     async def play():
         link = linked(router, Holder(5), {}, tmp_path)
         await link.push(2)
-        asked = [asyncio.ensure_future(router.generate(*request)) for request in requests(60, new=150)]
+        asked = [
+            asyncio.ensure_future(router.generate(*request)) for request in requests(60, new=150)
+        ]
         await asyncio.sleep(rng.random() * 0.2)
         os.kill(pid(router, rng.randrange(workers)), how)
         found = await asyncio.gather(*asked)
@@ -142,7 +157,9 @@ def test_deaths_around_pushes(start, tmp_path, recipe):
                 await wanted.commit(version)
                 asked = requests(8)
                 found = await asyncio.gather(*(router.generate(*request) for request in asked))
-                assert columns(found) == columns([await wanted.generate(*request) for request in asked])
+                assert columns(found) == columns(
+                    [await wanted.generate(*request) for request in asked]
+                )
                 assert await link.audit() == []
                 delay = None
             await link.close()

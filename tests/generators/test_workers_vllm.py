@@ -12,7 +12,14 @@ import yaml
 from commands.test_rank_deaths import Driver, stat_of, steps_of, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
-SHAPE = {"hidden_size": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "head_dim": 32, "max_positions": 128}
+SHAPE = {
+    "hidden_size": 64,
+    "n_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "head_dim": 32,
+    "max_positions": 128,
+}
 RECIPE = {
     "name": "probe",
     "threads": 2,
@@ -26,7 +33,11 @@ RECIPE = {
     "parity": {"every": 1, "threshold": 1e-3},
     "batch_size": 16,
     "learner": {"kind": "dtensor"},
-    "generator": {"kind": "workers", "workers": 1, "of": {"kind": "vllm", "kv_cache_gib": 0.1, "enforce_eager": True}},
+    "generator": {
+        "kind": "workers",
+        "workers": 1,
+        "of": {"kind": "vllm", "kv_cache_gib": 0.1, "enforce_eager": True},
+    },
     "stages": [
         {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 50},
         {"name": "grpo", "algorithm": {"kind": "grpo", "group_size": 4}, "steps": 10},
@@ -44,7 +55,11 @@ def driver_of(tmp_path, **generator):
 
 def segments():
     """Of vLLM, in shared memory."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "ratchet-vllm-", "vllm"))}
+    return {
+        name
+        for name in os.listdir("/dev/shm")
+        if name.startswith(("psm_", "ratchet-vllm-", "vllm"))
+    }
 
 
 def left(before):
@@ -71,7 +86,9 @@ def test_it_trains_and_samples_what_the_learner_has(tmp_path, workers):
     before, driver = segments(), driver_of(tmp_path, workers=workers)
     _, said = driver.process.communicate(timeout=START_S)
     assert driver.process.returncode == 0, said
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[0]["eval/accuracy"] < 0.2 < rows[-1]["eval/accuracy"]
     assert max(row["parity/max"] for row in rows if "parity/max" in row) < 1e-4
     until(lambda: not left(before))
@@ -80,7 +97,10 @@ def test_it_trains_and_samples_what_the_learner_has(tmp_path, workers):
 @pytest.mark.parametrize("recovery", ["none", "restart"])
 def test_a_killed_one_is_replaced_or_ends_the_run(tmp_path, recovery):
     before, driver = segments(), driver_of(tmp_path, recovery=recovery)
-    until(lambda: len(steps_of(tmp_path / "run")) > 10 or driver.process.poll() is not None, limit_s=START_S)
+    until(
+        lambda: len(steps_of(tmp_path / "run")) > 10 or driver.process.poll() is not None,
+        limit_s=START_S,
+    )
     os.kill(driver.rank(0, role="generator"), signal.SIGKILL)
     _, said = driver.process.communicate(timeout=START_S)
     assert driver.process.returncode == (1 if recovery == "none" else 0), said

@@ -25,18 +25,35 @@ from ratchet.protocols import Shard
 from ratchet.testing.tiny_vlm import TinyVLM, write_tiny_vlm
 from ratchet.types import Message, Part, Sampling
 
-CONFIG = VLLMConfig(engine="sync", enforce_eager=True, kv_cache_gib=0.25, max_running=8, max_context=512)
+CONFIG = VLLMConfig(
+    engine="sync", enforce_eager=True, kv_cache_gib=0.25, max_running=8, max_context=512
+)
 
 
 def picture(seed, width, height):
-    return embed(Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)))
+    return embed(
+        Image.fromarray(
+            np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        )
+    )
 
 
 def prompts(renderer):
     conversations = [
         (Message("user", "hello"),),
         (Message("user", (picture(1, 64, 48), Part("text", "what?"))),),
-        (Message("user", (Part("text", "a"), picture(2, 64, 64), Part("text", "b"), picture(1, 64, 48), Part("text", "c"))),),
+        (
+            Message(
+                "user",
+                (
+                    Part("text", "a"),
+                    picture(2, 64, 64),
+                    Part("text", "b"),
+                    picture(1, 64, 48),
+                    Part("text", "c"),
+                ),
+            ),
+        ),
     ]
     for messages in conversations:
         tokens = renderer.prompt(messages)
@@ -62,14 +79,25 @@ def furthest(policy, asked, done):
             hidden = policy.hidden(row, torch.arange(len(row)), [len(row)], media=[media])
             logprobs = policy.logits(hidden).log_softmax(-1)[len(tokens) - 1 : -1]
         most = max(
-            most, float((logprobs.gather(1, row[len(tokens) :, None])[:, 0] - torch.from_numpy(one.logprobs)).abs().max())
+            most,
+            float(
+                (
+                    logprobs.gather(1, row[len(tokens) :, None])[:, 0]
+                    - torch.from_numpy(one.logprobs)
+                )
+                .abs()
+                .max()
+            ),
         )
     return most
 
 
 async def agrees(family):
-    """Its logprobs are the learner's, before and after a push in which the encoder of images changed too."""
-    sizes = TinyVLM(family=family, hidden=128, heads=4, kv_heads=2, vision_hidden=64, max_positions=512, std=0.1)
+    """Its logprobs are the learner's, before and after a push in which the encoder of images
+    changed too."""
+    sizes = TinyVLM(
+        family=family, hidden=128, heads=4, kv_heads=2, vision_hidden=64, max_positions=512, std=0.1
+    )
     with tempfile.TemporaryDirectory() as directory:
         write_tiny_vlm(Path(directory), sizes)
         policy, tokenizer = load_policy(directory), load_tokenizer(directory)
@@ -80,12 +108,16 @@ async def agrees(family):
 
             async def draw(of, seed):
                 sampling = Sampling(max_new_tokens=8, seed=seed)
-                return await asyncio.gather(*(of.generate(tokens, sampling, media) for tokens, media in asked))
+                return await asyncio.gather(
+                    *(of.generate(tokens, sampling, media) for tokens, media in asked)
+                )
 
             try:
                 before = await draw(generator, 1)
                 assert furthest(policy, asked, before) < 1e-4, furthest(policy, asked, before)
-                assert furthest(policy, asked, await draw(HFGenerator(HFConfig(), policy), 1)) < 1e-4
+                assert (
+                    furthest(policy, asked, await draw(HFGenerator(HFConfig(), policy), 1)) < 1e-4
+                )
                 with torch.no_grad():
                     for weight in policy.model.parameters():
                         weight.mul_(1.05)

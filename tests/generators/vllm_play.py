@@ -1,4 +1,5 @@
-"""What the tests of the real vLLM do with it, each in a process of its own: `python vllm_play.py NAME [ARGUMENT...]`.
+"""What the tests of the real vLLM do with it, each in a process of its own: `python vllm_play.py
+NAME [ARGUMENT...]`.
 
 vLLM changes the process that it starts in, and two engines one after the other disturb each other.
 """
@@ -83,7 +84,9 @@ def shake(model, seed):
 
 @asynccontextmanager
 async def started(model, engine, **keys):
-    config = VLLMConfig(engine=engine, kv_cache_gib=0.05, enforce_eager=True, max_running=16, **keys)
+    config = VLLMConfig(
+        engine=engine, kv_cache_gib=0.05, enforce_eager=True, max_running=16, **keys
+    )
     shared = set(Path("/dev/shm").glob("*-cpushm_*"))  # between the workers of a divided model
     with env_vars.settings(config.environment):
         generator = VLLMGeneration(config, model, Numbers())
@@ -91,7 +94,9 @@ async def started(model, engine, **keys):
         yield generator
     finally:
         await generator.close()
-        left = [path for path in Path("/dev/shm").glob("ratchet-vllm-*") if path == generator._directory]
+        left = [
+            path for path in Path("/dev/shm").glob("ratchet-vllm-*") if path == generator._directory
+        ]
         left += set(Path("/dev/shm").glob("*-cpushm_*")) - shared
         assert not left, "files are left"
         assert not children(), f"processes are left: {children()}"
@@ -103,13 +108,18 @@ def children():
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            found[int(stat.parent.name)] = (parent, (stat.parent / "cmdline").read_text().replace("\0", " "))
+            found[int(stat.parent.name)] = (
+                parent,
+                (stat.parent / "cmdline").read_text().replace("\0", " "),
+            )
         except OSError:
             continue
     below = {os.getpid()}
     for _ in range(4):
         below |= {pid for pid, (parent, _) in found.items() if parent in below}
-    return [found[pid][1] for pid in below - {os.getpid()} if "resource_tracker" not in found[pid][1]]
+    return [
+        found[pid][1] for pid in below - {os.getpid()} if "resource_tracker" not in found[pid][1]
+    ]
 
 
 def expected(model, prompt, completion, temperature=1.0):
@@ -117,12 +127,16 @@ def expected(model, prompt, completion, temperature=1.0):
     with torch.no_grad():
         hidden = model.hidden(tokens, torch.arange(len(tokens)), [len(tokens)])
         logits = model.logits(hidden)[len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.from_numpy(completion.tokens)[:, None])[:, 0].numpy()
+    return (
+        logits.log_softmax(-1).gather(1, torch.from_numpy(completion.tokens)[:, None])[:, 0].numpy()
+    )
 
 
 def furthest(model, prompts, completions, temperature=1.0):
     pairs = zip(prompts, completions, strict=True)
-    return max(float(np.abs(expected(model, p, c, temperature) - c.logprobs).max()) for p, c in pairs)
+    return max(
+        float(np.abs(expected(model, p, c, temperature) - c.logprobs).max()) for p, c in pairs
+    )
 
 
 async def all_of(generator, sampling, prompts=PROMPTS):
@@ -134,7 +148,8 @@ async def conforms(engine):
     sampling = Sampling(max_new_tokens=24, seed=3)
     async with started(model, engine) as generator:
         start = generator._directory / "start"
-        assert start.exists() == (engine == "async")  # processes that say they are ready still read it
+        # processes that say they are ready still read it
+        assert start.exists() == (engine == "async")
         await check_generator(generator, PROMPTS)
         assert not start.exists()
 
@@ -177,7 +192,8 @@ async def conforms(engine):
 
 
 async def halts_and_aborts(generator, model, sampling):
-    long = replace(sampling, max_new_tokens=200, stop=("nothing says this",))  # so that pieces come, and can be counted
+    # so that pieces come, and can be counted
+    long = replace(sampling, max_new_tokens=200, stop=("nothing says this",))
     whole = await all_of(generator, long)
     tasks = [asyncio.create_task(generator.generate(prompt, long)) for prompt in PROMPTS]
     await until_some(generator, 3)
@@ -187,7 +203,9 @@ async def halts_and_aborts(generator, model, sampling):
     assert not any(task.done() for task in [*tasks, late])
     await generator.resume()
     for task, reference in zip(tasks, whole, strict=True):
-        assert (await task).tokens.tolist() == reference.tokens.tolist(), "a pause changed a running request"
+        assert (await task).tokens.tolist() == reference.tokens.tolist(), (
+            "a pause changed a running request"
+        )
     await late
 
     await generator.offload()
@@ -228,7 +246,11 @@ async def until_some(generator, count):
 
 def running(generator):
     core = generator.core
-    return list(core._requests.values()) if hasattr(core, "_requests") else [a.request for a in core._answers.values()]
+    return (
+        list(core._requests.values())
+        if hasattr(core, "_requests")
+        else [a.request for a in core._answers.values()]
+    )
 
 
 async def pushes(engine, tied, *parallel):
@@ -244,7 +266,9 @@ async def pushes(engine, tied, *parallel):
         for version in (1, 2):
             shake(model, version)
             stale = await all_of(generator, sampling)
-            assert furthest(model, PROMPTS, stale) > 0.1, "the learner's weights reached vLLM by themselves"
+            assert furthest(model, PROMPTS, stale) > 0.1, (
+                "the learner's weights reached vLLM by themselves"
+            )
             await link.push(version)
             new = await all_of(generator, sampling)
             assert furthest(model, PROMPTS, new) < 1e-4
@@ -269,21 +293,25 @@ async def pushes(engine, tied, *parallel):
 
 
 async def adapters(engine):
-    """Behind a base that comes once, the adapter alone: new tokens are its own, to the learner's logprobs; what was damaged on
-    the way leaves the one before."""
+    """Behind a base that comes once, the adapter alone: new tokens are its own, to the learner's
+    logprobs; what was damaged on the way leaves the one before."""
     adapter = Adapter(LoRAConfig(rank=3, alpha=4.0, rslora=True), seed=5)
     model = policy(seed=2)
     model.attach(adapter)
     learner = LocalLearner(LocalConfig(), model, optimizer=OptimizerConfig(), total_steps=1)
     sampling = Sampling(max_new_tokens=24, seed=3)
     async with started(policy(), engine, lora_rank=3) as generator:
-        link = SharedMemoryLink(OneRank(Outlet(learner)), OneRank(Intake(generator)), adapter=adapter)
+        link = SharedMemoryLink(
+            OneRank(Outlet(learner)), OneRank(Intake(generator)), adapter=adapter
+        )
         await link.push(1)
         assert furthest(model, PROMPTS, await all_of(generator, sampling)) < 1e-4
         everything = link.sent_bytes
         for version in (2, 3):
             shake_adapter(model, version)
-            long = asyncio.create_task(generator.generate(PROMPTS[0], replace(sampling, max_new_tokens=200)))
+            long = asyncio.create_task(
+                generator.generate(PROMPTS[0], replace(sampling, max_new_tokens=200))
+            )
             while not running(generator):
                 await asyncio.sleep(0)
             await link.push(version)
@@ -293,21 +321,30 @@ async def adapters(engine):
             assert {int(v) for completion in completions for v in completion.versions} == {version}
             assert (await long).versions[-1] == version
         await damaged_adapter(generator, link, model, sampling)
-        group = make_group("g", [sampled(prompt, c) for prompt, c in zip(PROMPTS, completions, strict=True)])
-        numbers = await ParityGate(Ends(learner, generator, link, {}), ParityConfig()).check(pack([group]), version=3)
+        group = make_group(
+            "g", [sampled(prompt, c) for prompt, c in zip(PROMPTS, completions, strict=True)]
+        )
+        numbers = await ParityGate(Ends(learner, generator, link, {}), ParityConfig()).check(
+            pack([group]), version=3
+        )
         assert numbers["max"] < 1e-4
-        await refuses(generator.prepare({"adapter": Adapter(LoRAConfig(rank=9))}), "generator.lora_rank=9")
+        await refuses(
+            generator.prepare({"adapter": Adapter(LoRAConfig(rank=9))}), "generator.lora_rank=9"
+        )
         await link.close()
 
 
 async def several_adapters(engine):
-    """Requests of one batch have the policy's adapter, others by name, or none: each gets the logprobs of its own, before and
-    after pushes of the base and of the policy's adapter, and whatever the base's shape is."""
+    """Requests of one batch have the policy's adapter, others by name, or none: each gets the
+    logprobs of its own, before and after pushes of the base and of the policy's adapter, and
+    whatever the base's shape is."""
     own = Adapter(LoRAConfig(rank=3, alpha=4.0, rslora=True), seed=5)
     models = {name: policy(seed=2) for name in (None, "base", "one", "two")}
     models[None].attach(own)
     models["one"].attach(Adapter(LoRAConfig(rank=2, alpha=6.0), seed=6))
-    models["two"].attach(Adapter(LoRAConfig(rank=1, alpha=2.0, target_modules=("v_proj", "down_proj")), seed=7))
+    models["two"].attach(
+        Adapter(LoRAConfig(rank=1, alpha=2.0, target_modules=("v_proj", "down_proj")), seed=7)
+    )
     for seed, name in enumerate((None, "one", "two")):
         shake_adapter(models[name], seed)
     learner = LocalLearner(LocalConfig(), models[None], optimizer=OptimizerConfig(), total_steps=1)
@@ -316,19 +353,29 @@ async def several_adapters(engine):
             for name in ("one", "two"):
                 write_adapter(models[name], Path(directory) / name)
             await generator.add_adapter("one", Path(directory) / "one")
-            await refuses(generator.add_adapter("one", Path(directory) / "one"), "'one' is served already")
-            link = SharedMemoryLink(OneRank(Outlet(learner)), OneRank(Intake(generator)), adapter=own)
+            await refuses(
+                generator.add_adapter("one", Path(directory) / "one"), "'one' is served already"
+            )
+            link = SharedMemoryLink(
+                OneRank(Outlet(learner)), OneRank(Intake(generator)), adapter=own
+            )
             await link.push(1)
-            long = asyncio.create_task(generator.generate(PROMPTS[0], Sampling(max_new_tokens=200, adapter="one")))
+            long = asyncio.create_task(
+                generator.generate(PROMPTS[0], Sampling(max_new_tokens=200, adapter="one"))
+            )
             while not running(generator):
                 await asyncio.sleep(0)
             await generator.add_adapter("two", Path(directory) / "two")
-            await refuses(generator.add_adapter("three", Path(directory) / "two"), "generator.lora_others=3")
+            await refuses(
+                generator.add_adapter("three", Path(directory) / "two"), "generator.lora_others=3"
+            )
         await each_has_its_own(generator, models)
         shake_adapter(models[None], 10)
         await link.push(2)
         await each_has_its_own(generator, models)
-        assert furthest(models["one"], PROMPTS[:1], [await long]) < 1e-4, "a push or another adapter changed a running request"
+        assert furthest(models["one"], PROMPTS[:1], [await long]) < 1e-4, (
+            "a push or another adapter changed a running request"
+        )
         with pytest.raises(ConfigError, match="no adapter 'three': it serves base, one, two"):
             await generator.generate(PROMPTS[0], Sampling(adapter="three"))
         await link.close()
@@ -337,7 +384,9 @@ async def several_adapters(engine):
 async def each_has_its_own(generator, models):
     requests = [(name, prompt) for prompt in PROMPTS for name in models]
     sampling = Sampling(max_new_tokens=24, seed=3)
-    completions = await asyncio.gather(*(generator.generate(p, replace(sampling, adapter=name)) for name, p in requests))
+    completions = await asyncio.gather(
+        *(generator.generate(p, replace(sampling, adapter=name)) for name, p in requests)
+    )
     for (name, prompt), completion in zip(requests, completions, strict=True):
         assert furthest(models[name], [prompt], [completion]) < 1e-4, name
         others = [model for other, model in models.items() if other != name]
@@ -345,7 +394,12 @@ async def each_has_its_own(generator, models):
 
 
 def write_adapter(model, directory):
-    save_adapter(directory, model.adapter, model.check_adapter(model.adapter.lora), dict(model.adapter_weights()))
+    save_adapter(
+        directory,
+        model.adapter,
+        model.check_adapter(model.adapter.lora),
+        dict(model.adapter_weights()),
+    )
 
 
 async def damaged_adapter(generator, link, model, sampling):
@@ -405,7 +459,9 @@ async def refused_pushes(generator, learner):
     await generator.receive(iter(shards[:-1]))
     await refuses(generator.commit(9), "missing")
     await generator.rollback()
-    await refuses(generator.receive(iter([replace(shards[0], name="model.other")])), "none of that name")
+    await refuses(
+        generator.receive(iter([replace(shards[0], name="model.other")])), "none of that name"
+    )
     await refuses(generator.receive(iter([replace(shards[0], shape=(1, 2))])), "shape")
     await generator.rollback()
     assert [path.name for path in generator._directory.iterdir()] == [OWNER]
@@ -433,9 +489,12 @@ async def in_pieces(generator, learner):
 
 
 async def fails_while_loading(generator, learner, model, sampling):
-    """What the checks can't foresee: the generator says so instead of serving a mixture, and the next push mends it."""
+    """What the checks can't foresee: the generator says so instead of serving a mixture, and the
+    next push mends it."""
     call = generator.core.call
-    long = asyncio.create_task(generator.generate(PROMPTS[0], replace(sampling, max_new_tokens=200)))
+    long = asyncio.create_task(
+        generator.generate(PROMPTS[0], replace(sampling, max_new_tokens=200))
+    )
 
     async def broken(method, *arguments):
         return ["disk on fire"] if method == "apply_push" else await call(method, *arguments)
@@ -475,7 +534,9 @@ async def pushes_in_flight(engine, keep_kv=""):
                 assert by_new[switch:].max() < 1e-4
             assert by_old[switch:].max() > 1e-2
         fresh = await all_of(generator, replace(sampling, max_new_tokens=20))
-        assert furthest(model, PROMPTS, fresh) < 1e-4, "a new request found old keys in the prefix cache"
+        assert furthest(model, PROMPTS, fresh) < 1e-4, (
+            "a new request found old keys in the prefix cache"
+        )
 
 
 RECIPE = """
@@ -509,15 +570,22 @@ async def trains_as_the_engine_does():
 
 
 async def takes_turns():
-    """With the learner, on what would be one accelerator: it sleeps whenever the learner works, which changes nothing."""
-    more = ["generator.kind=vllm", "generator.kv_cache_gib=0.1", "generator.enforce_eager=true", "stages.sft.steps=5"]
+    """With the learner, on what would be one accelerator: it sleeps whenever the learner works,
+    which changes nothing."""
+    more = [
+        "generator.kind=vllm",
+        "generator.kv_cache_gib=0.1",
+        "generator.enforce_eager=true",
+        "stages.sft.steps=5",
+    ]
     more += ["stages.grpo.steps=3", "evaluation.tasks=16"]
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.yaml"
         recipe.write_text(RECIPE)
         apart = await rewards(load_config(recipe, more))
         together = await rewards(load_config(recipe, [*more, "cluster.colocated=true"]))
-    assert together == pytest.approx(apart, abs=0.05)  # vLLM's sums depend on who else is in a batch
+    # vLLM's sums depend on who else is in a batch
+    assert together == pytest.approx(apart, abs=0.05)
 
 
 async def rewards(config):
@@ -532,7 +600,12 @@ async def rewards(config):
     made.generator.offload = counted
     try:
         for index in range(len(config.stages)):
-            run = build_run(config, index, made, observers=[lambda step, numbers: found.append(numbers.get("rollout/reward"))])
+            run = build_run(
+                config,
+                index,
+                made,
+                observers=[lambda step, numbers: found.append(numbers.get("rollout/reward"))],
+            )
             await train(run)
             await run.close()
     finally:
@@ -566,18 +639,34 @@ class Compared:
     async def push(self, version):
         await self.link.push(version)
         prompts = [[1, 2, 3, 4], [5, 6, 7, 8, 10]]
-        sampled = await all_of(self.policy.generator, Sampling(max_new_tokens=8, seed=version), prompts)
+        sampled = await all_of(
+            self.policy.generator, Sampling(max_new_tokens=8, seed=version), prompts
+        )
         assert furthest(self.policy.model, prompts, sampled) < 1e-4
         assert all((completion.versions == version).all() for completion in sampled)
 
 
 async def pushes_experts():
-    """Of a mixture of experts, whose weights the model of transformers names otherwise than its files."""
+    """Of a mixture of experts, whose weights the model of transformers names otherwise than its
+    files."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=67, max_position_embeddings=256, **shape, **experts))
+    shape = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }
+    made = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(vocab_size=67, max_position_embeddings=256, **shape, **experts)
+    )
     model = TransformersPolicy(made.eval())
     shake(model, 0)
     sampling = Sampling(max_new_tokens=24, seed=3)
@@ -612,7 +701,9 @@ async def is_killed():
     """Prints the processes; the test kills this one, and sees whether they end."""
     async with started(policy(), "async") as generator:
         await generator.generate([1], Sampling(max_new_tokens=2))
-        pids = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _descends(path)]
+        pids = [
+            int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _descends(path)
+        ]
         sys.stdout.write(json.dumps(pids) + "\n")
         sys.stdout.flush()
         await asyncio.sleep(600)

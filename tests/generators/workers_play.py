@@ -28,7 +28,10 @@ def config(workers=2, **keys):
 
 def requests(count, *, new=20):
     """Each with a seed of its own; some prompts come several times."""
-    return [(PROMPTS[i % len(PROMPTS)], Sampling(max_new_tokens=1 + (7 * i) % new, seed=i)) for i in range(count)]
+    return [
+        (PROMPTS[i % len(PROMPTS)], Sampling(max_new_tokens=1 + (7 * i) % new, seed=i))
+        for i in range(count)
+    ]
 
 
 def drawn(generator, asked):
@@ -39,7 +42,9 @@ def drawn(generator, asked):
 
 
 def columns(completions):
-    return [(c.tokens.tolist(), c.logprobs.tolist(), c.versions.tolist(), c.stop) for c in completions]
+    return [
+        (c.tokens.tolist(), c.logprobs.tolist(), c.versions.tolist(), c.stop) for c in completions
+    ]
 
 
 class Holder:
@@ -53,7 +58,8 @@ class Holder:
 
 
 class Here:
-    """Implements what a router calls of `Workers`, in this process. exchanges: after so many it is dead; None: it lives.
+    """Implements what a router calls of `Workers`, in this process. exchanges: after so many it is
+    dead; None: it lives.
 
     asked: the prompts of each exchange.
     """
@@ -83,14 +89,17 @@ class Here:
 
     def death(self):
         self.died = True
-        return WorkerDied(f"generator rank {self.rank} died", role="generator", rank=self.rank, host="here")
+        return WorkerDied(
+            f"generator rank {self.rank} died", role="generator", rank=self.rank, host="here"
+        )
 
     def close(self):
         self.closed = True
 
 
 def router_here(workers=2, *, exchanges=(), **keys):
-    """exchanges: after how many each worker dies, in the order in which they start. Gives the workers too."""
+    """exchanges: after how many each worker dies, in the order in which they start. Gives the
+    workers too."""
     made = Router(config(workers, **keys))
     lives = [*exchanges, *[None] * 9]
     started = [Here(rank, exchanges=lives.pop(0)) for rank in range(workers)]

@@ -63,7 +63,9 @@ def test_without_a_compiler_pytorch_does_it(tmp_path, monkeypatch):
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     assert not compiles()
     assert freeze(recipe(tmp_path)).kernels == "torch"
-    with pytest.raises(ConfigError, match="no C compiler is on the PATH; install gcc, or set kernels: torch"):
+    with pytest.raises(
+        ConfigError, match="no C compiler is on the PATH; install gcc, or set kernels: torch"
+    ):
         use_kernels(True)
 
 
@@ -72,7 +74,9 @@ def test_a_run_with_ranks_computes_by_pytorchs_operations_everywhere(tmp_path):
     """Driver, ranks and generators must agree, and config.yaml say how."""
     assert freeze(recipe(tmp_path, learner={"kind": "dtensor"})).kernels == "torch"
     with pytest.raises(
-        ConfigError, match="kernels=compiled, but ranks compute by PyTorch's operations: set kernels: auto or torch"
+        ConfigError,
+        match="kernels=compiled, but ranks compute by PyTorch's operations: set kernels: auto or "
+        "torch",
     ):
         recipe(tmp_path, learner={"kind": "dtensor"}, kernels="compiled")
 
@@ -89,9 +93,15 @@ def test_doctor_says_which_it_will_be(monkeypatch, capsys):
 
 @pytest.mark.needs("cc")
 def test_a_model_is_computed_as_its_frozen_recipe_says(tmp_path):
-    """One that says "auto" was never frozen: a run from before there were kernels goes on without them."""
+    """One that says "auto" was never frozen: a run from before there were kernels goes on without
+    them."""
     config = recipe(tmp_path)
-    for kernels, expected in (("compiled", True), ("torch", False), ("compiled", True), ("auto", False)):
+    for kernels, expected in (
+        ("compiled", True),
+        ("torch", False),
+        ("compiled", True),
+        ("auto", False),
+    ):
         build_policy(config.model_copy(update={"kernels": kernels}))
         assert cpu.used() is expected
 

@@ -1,4 +1,5 @@
-"""The compiled kernels against the formulas in float64, and what they promise: bits that depend on no neighbour."""
+"""The compiled kernels against the formulas in float64, and what they promise: bits that depend on
+no neighbour."""
 
 import math
 from dataclasses import replace
@@ -42,7 +43,8 @@ def normal(*shape, seed=0, scale=1.0):
 
 
 def both(formula, exact, *inputs, seed=9):
-    """[(ours, in float64)] of the outputs and of every input's gradient, under a random gradient of each output."""
+    """[(ours, in float64)] of the outputs and of every input's gradient, under a random gradient of
+    each output."""
     found = []
     for function, dtype in ((formula, torch.float32), (exact, torch.float64)):
         own = [None if x is None else x.to(dtype, copy=True).requires_grad_() for x in inputs]
@@ -76,14 +78,20 @@ def test_rms_norm(rows, size, scale):
 
 @given(rows=st.integers(1, 40), size=SIZES, scale=st.sampled_from([0.1, 1.0, 30.0]))
 def test_swiglu(rows, size, scale):
-    agree(both(swiglu, lambda x: F.silu(x[:, :size]) * x[:, size:], normal(rows, 2 * size, scale=scale)))
+    agree(
+        both(
+            swiglu, lambda x: F.silu(x[:, :size]) * x[:, size:], normal(rows, 2 * size, scale=scale)
+        )
+    )
 
 
 def test_the_gate_at_its_ends():
     """silu is 0 far below 0, x far above, and neither overflows; what is not finite stays so."""
     gate = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4, math.nan, math.inf]])
     out = swiglu(torch.cat([gate, torch.ones_like(gate)], dim=1))[0]
-    torch.testing.assert_close(out[:5], torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4]), rtol=1e-6, atol=1e-30)
+    torch.testing.assert_close(
+        out[:5], torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4]), rtol=1e-6, atol=1e-30
+    )
     assert out[5].isnan()
     assert out[6] == math.inf
 
@@ -122,7 +130,10 @@ def test_heads(rows, kv, group, half, normed):
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_heads_are_the_same_with_and_without_gradient_and_take_any_layout_of_it(normed):
-    angles, norms = normal(5, 1, 8), (normal(16, seed=1), normal(16, seed=2)) if normed else (None, None)
+    angles, norms = (
+        normal(5, 1, 8),
+        (normal(16, seed=1), normal(16, seed=2)) if normed else (None, None),
+    )
     tables = torch.cat([angles.cos()] * 2, dim=-1), angles.sin()
     qkv = normal(5, 8, 16).requires_grad_()
     outs = heads(qkv, norms, *tables, (4, 2), EPS)
@@ -131,7 +142,9 @@ def test_heads_are_the_same_with_and_without_gradient_and_take_any_layout_of_it(
             assert torch.equal(out, alone)
     grads = [normal(*out.shape, seed=i) for i, out in enumerate(outs)]
     strange = [g.transpose(0, 1).contiguous().transpose(0, 1) for g in grads]
-    first, second = (torch.autograd.grad(outs, qkv, g, retain_graph=True)[0] for g in (grads, strange))
+    first, second = (
+        torch.autograd.grad(outs, qkv, g, retain_graph=True)[0] for g in (grads, strange)
+    )
     assert torch.equal(first, second)
 
 
@@ -144,11 +157,14 @@ def test_heads_are_the_same_with_and_without_gradient_and_take_any_layout_of_it(
     scale=st.sampled_from([1.0, 20.0]),
 )
 def test_decode(rows, kv, group, size, longest, scale):
-    """Across the ends of tiles, and with scores whose exponentials would overflow. What a weight is off by grows with the
-    scores."""
+    """Across the ends of tiles, and with scores whose exponentials would overflow. What a weight is
+    off by grows with the scores."""
     near = 1e-5 + 2e-6 * scale
     capacity = longest + 3
-    keys, values = normal(rows + 1, kv, capacity, size), normal(rows + 1, kv, capacity, size, seed=1)
+    keys, values = (
+        normal(rows + 1, kv, capacity, size),
+        normal(rows + 1, kv, capacity, size, seed=1),
+    )
     positions = (torch.arange(rows) * 7919) % longest
     q, k, v = (
         normal(rows, kv * group, size, seed=2, scale=scale),
@@ -159,7 +175,9 @@ def test_decode(rows, kv, group, size, longest, scale):
     out = cpu.decode(*stored, q, k, v, positions)
     for n, position in enumerate(positions.tolist()):
         keys[n, :, position], values[n, :, position] = k[n], v[n]
-        own_k, own_v = (x[n, :, : position + 1].double().repeat_interleave(group, dim=0) for x in (keys, values))
+        own_k, own_v = (
+            x[n, :, : position + 1].double().repeat_interleave(group, dim=0) for x in (keys, values)
+        )
         weights = (own_k @ q[n].double()[..., None] * size**-0.5).softmax(1)
         torch.testing.assert_close(out[n].double(), (weights * own_v).sum(1), rtol=near, atol=near)
     for now, expected in zip(stored, (keys, values), strict=True):  # nothing else is written
@@ -174,28 +192,44 @@ def test_a_rows_bits_depend_on_no_neighbour_and_no_thread():
     torch.set_num_threads(1)
     for n in range(6):
         one = slice(n, n + 1)
-        assert torch.equal(cpu.decode(keys[one], values[one], q[one], k[one], v[one], positions[one])[0], together[n])
+        assert torch.equal(
+            cpu.decode(keys[one], values[one], q[one], k[one], v[one], positions[one])[0],
+            together[n],
+        )
     x, weight = normal(3000, 64), normal(64, seed=5)
     alone = [f.requires_grad_() for f in (x.clone(), weight.clone())]
     grads = torch.autograd.grad(rms_norm(*alone, EPS).square().sum(), alone)
     torch.set_num_threads(3)
-    for one, more in zip(grads, torch.autograd.grad(rms_norm(*alone, EPS).square().sum(), alone), strict=True):
+    for one, more in zip(
+        grads, torch.autograd.grad(rms_norm(*alone, EPS).square().sum(), alone), strict=True
+    ):
         assert torch.equal(one, more)
 
 
 @pytest.mark.parametrize("broken", ["query", "key", "value"])
 def test_what_is_not_a_number_shows(broken):
-    tensors = {"query": normal(1, 2, 32), "key": normal(1, 1, 32, seed=1), "value": normal(1, 1, 32, seed=2)}
+    tensors = {
+        "query": normal(1, 2, 32),
+        "key": normal(1, 1, 32, seed=1),
+        "value": normal(1, 1, 32, seed=2),
+    }
     tensors[broken][0, 0, 3] = math.nan
-    out = cpu.decode(torch.zeros(1, 1, 4, 32), torch.zeros(1, 1, 4, 32), *tensors.values(), torch.tensor([2]))
+    out = cpu.decode(
+        torch.zeros(1, 1, 4, 32), torch.zeros(1, 1, 4, 32), *tensors.values(), torch.tensor([2])
+    )
     assert out.isnan().any()
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_by_onednn(bias, monkeypatch):
-    """Whatever the vendor: the library is part of PyTorch. Of small matrices MKL keeps the products."""
+    """Whatever the vendor: the library is part of PyTorch. Of small matrices MKL keeps the
+    products."""
     monkeypatch.setattr(cpu, "_onednn", True)
-    x, weight, added = normal(37, 256), normal(512, 256, seed=1, scale=0.1), normal(512, seed=2) if bias else None
+    x, weight, added = (
+        normal(37, 256),
+        normal(512, 256, seed=1, scale=0.1),
+        normal(512, seed=2) if bias else None,
+    )
     calls = []
     monkeypatch.setattr(cpu, "product", lambda *a, then=cpu.product: calls.append(a) or then(*a))
     if bias:
@@ -211,7 +245,14 @@ def test_products_by_onednn(bias, monkeypatch):
 
 
 SHAPE = DecoderConfig(
-    vocab_size=40, hidden_size=64, intermediate_size=96, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, max_positions=64
+    vocab_size=40,
+    hidden_size=64,
+    intermediate_size=96,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    max_positions=64,
 )
 
 
@@ -225,7 +266,9 @@ def test_a_whole_decoder_computes_what_pytorchs_operations_do(qk_norm, kernels):
         decoder.zero_grad()
         hidden = decoder(tokens, positions, PackedAttention([10, 14]))
         (hidden * normal(24, 64)).sum().backward()
-        found.append([hidden.detach(), *(p.grad.clone() for p in decoder.parameters() if p.grad is not None)])
+        found.append(
+            [hidden.detach(), *(p.grad.clone() for p in decoder.parameters() if p.grad is not None)]
+        )
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
 
@@ -265,11 +308,14 @@ def test_positions_that_the_kernel_cant_read_are_left_to_pytorch():
 
 
 def test_rows_are_counted_out_for_either_library(monkeypatch):
-    """Layers' maps are oneDNN's; the head, experts and adapters stay MKL's, which may need more rows."""
+    """Layers' maps are oneDNN's; the head, experts and adapters stay MKL's, which may need more
+    rows."""
     decoder = Decoder(replace(SHAPE, vocab_size=2048)).init_weights(0)
     monkeypatch.setattr(cpu, "_onednn", True)
     then = F.linear
-    monkeypatch.setattr(F, "linear", lambda x, w, b=None: then(x, w, b) + (len(x) < 60 and len(w) == 2048))
+    monkeypatch.setattr(
+        F, "linear", lambda x, w, b=None: then(x, w, b) + (len(x) < 60 and len(w) == 2048)
+    )
     assert stable_rows(decoder) == 64
 
 
@@ -283,7 +329,11 @@ def test_a_profile_counts_products_by_onednn(monkeypatch):
 
 def test_other_tensors_are_left_to_pytorch():
     assert cpu.fits(torch.ones(2))
-    for other in (torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, device="meta")):
+    for other in (
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, device="meta"),
+    ):
         assert not cpu.fits(torch.ones(2), other)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not cpu.fits(torch.ones(2))

@@ -14,7 +14,8 @@ from ratchet.learners.optim.config import AdamW8bitConfig
 
 
 def goes_on(rank, directory):
-    """Three steps, and the same with a checkpoint after the second, from which another learner goes on."""
+    """Three steps, and the same with a checkpoint after the second, from which another learner goes
+    on."""
     adamw_8bit.SMALL, spread_cases.OPTIMIZER = 64, AdamW8bitConfig(lr=1e-2)
     mesh = Mesh(Topology(shards=2), "cpu")
     whole, resumed = (made(mesh, SHAPE, torch.float32, DTensorConfig(dp_shard=2)) for _ in range(2))
@@ -28,6 +29,15 @@ def goes_on(rank, directory):
         if step == 2:
             resumed.update(micros, terms)
     states = [learner.optimizer.state for learner in (whole, resumed)]
-    same = [torch.equal(a.local, b.local) for a, b in zip(whole.learned, resumed.learned, strict=True)]
-    same += [torch.equal(kept, states[1][name][key]) for name, state in states[0].items() for key, kept in state.items()]
-    return {"quantised": [name for name, state in states[0].items() if "mean_codes" in state], "same": same}
+    same = [
+        torch.equal(a.local, b.local) for a, b in zip(whole.learned, resumed.learned, strict=True)
+    ]
+    same += [
+        torch.equal(kept, states[1][name][key])
+        for name, state in states[0].items()
+        for key, kept in state.items()
+    ]
+    return {
+        "quantised": [name for name, state in states[0].items() if "mean_codes" in state],
+        "same": same,
+    }

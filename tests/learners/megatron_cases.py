@@ -1,4 +1,5 @@
-"""What ranks of a Megatron learner do in tests: one case after the other, in the same processes, which import it once."""
+"""What ranks of a Megatron learner do in tests: one case after the other, in the same processes,
+which import it once."""
 
 import asyncio
 import traceback
@@ -26,29 +27,42 @@ from ratchet.models.load import init_policy
 from ratchet.models.model_source import Origin
 from ratchet.models.scalar_head import ScalarHead
 
-OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1, schedule="linear")
+OPTIMIZER = OptimizerConfig(
+    lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1, schedule="linear"
+)
 SEED, TOTAL, MICRO = 3, 10, 40
 SHAPES = {
     "tied": SHAPE,
     "untied": replace(SHAPE, tied=False, qk_norm=False, qkv_bias=True, family="qwen2"),
     "sparse": replace(
-        SHAPE, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=12, dense_layers=(1,)
+        SHAPE,
+        family="qwen3_moe",
+        n_experts=4,
+        experts_per_token=2,
+        expert_intermediate_size=12,
+        dense_layers=(1,),
     ),
 }
 
 
-ROUTERS = {"routed": {"replay": True, "measure": False}, "balanced": {"replay": True, "balance_coef": 0.1}}
+ROUTERS = {
+    "routed": {"replay": True, "measure": False},
+    "balanced": {"replay": True, "balance_coef": 0.1},
+}
 
 
 def weighed(kind, step, dtype=torch.float32):
-    """(batch with weights, terms of the policy, or of the critic for "ppo"): a step of the algorithm of that kind. "routed" is
-    one of GRPO whose rows go to given experts, "balanced" one with a loss of routers too."""
+    """(batch with weights, terms of the policy, or of the critic for "ppo"): a step of the
+    algorithm of that kind. "routed" is one of GRPO whose rows go to given experts, "balanced" one
+    with a loss of routers too."""
     if kind in ROUTERS:
         return routed(ROUTERS[kind])
     algorithm = construct(resolve("algorithm", {"kind": kind}))
     batch = pack(groups(step))
     zeros = torch.zeros(batch.n_tokens, dtype=dtype)
-    batch = batch.fill_tokens(old_logprobs=zeros - 1.0, values=zeros + 0.1, ref_logprobs=zeros - 2.0)
+    batch = batch.fill_tokens(
+        old_logprobs=zeros - 1.0, values=zeros + 0.1, ref_logprobs=zeros - 2.0
+    )
     batch = batch.fill_sequences(bootstrap_values=torch.zeros(batch.n_sequences, dtype=dtype))
     batch = algorithm.weigh(algorithm.advantage(batch, AlgoState()), AlgoState())
     return batch, list(algorithm.losses["critic" if kind == "ppo" else "policy"])
@@ -66,13 +80,22 @@ def alone(shape, kind, steps, adapter=None, autocast=False):
     head = ScalarHead(policy.hidden_size) if kind == "ppo" else None
     section = LocalConfig(micro_batch_tokens=MICRO)
     learner = LocalLearner(
-        section, policy, optimizer=OPTIMIZER, total_steps=TOTAL, head=head, replays=kind in ROUTERS, autocast=autocast
+        section,
+        policy,
+        optimizer=OPTIMIZER,
+        total_steps=TOTAL,
+        head=head,
+        replays=kind in ROUTERS,
+        autocast=autocast,
     )
     metrics = []
     for step in range(steps):
         batch, terms = weighed(kind, step)
         metrics.append(dict(asyncio.run(learner.update(batch, terms))))
-    weights = {name: tensor.clone() for name, tensor in (*policy.canonical_weights(), *policy.adapter_weights())}
+    weights = {
+        name: tensor.clone()
+        for name, tensor in (*policy.canonical_weights(), *policy.adapter_weights())
+    }
     return metrics, weights, asyncio.run(learner.score(weighed(kind, 0)[0], wanted(kind)))
 
 
@@ -95,7 +118,13 @@ def made(shape, kind, options, adapter=None):
     models = MegatronModels(section, torch.device("cpu"), torch.float32)
     policy = models.load(Origin(shape=SHAPES[shape], seed=SEED))
     optimizer = {"kind": "adamw", **OPTIMIZER.model_dump(mode="json", exclude={"kind"})}
-    spec = RoleSpec(optimizer=optimizer, total_steps=TOTAL, scalar=kind == "ppo", replays=kind in ROUTERS, adapter=adapter)
+    spec = RoleSpec(
+        optimizer=optimizer,
+        total_steps=TOTAL,
+        scalar=kind == "ppo",
+        replays=kind in ROUTERS,
+        adapter=adapter,
+    )
     return models.learner(policy, spec)
 
 
@@ -121,10 +150,13 @@ def one(shape, kind, options, first=0, steps=3, saved_to=None, loaded_from=None,
 
 
 def apart(rank, shape, options, adapter, directory):
-    """Where columns come out, those of (the base, the model with the adapter off, with it, with it before the first step)."""
+    """Where columns come out, those of (the base, the model with the adapter off, with it, with it
+    before the first step)."""
     from ratchet.learners.megatron.models import MegatronModels
 
-    models = MegatronModels(MegatronConfig(micro_batch_tokens=MICRO, **options), torch.device("cpu"), torch.float32)
+    models = MegatronModels(
+        MegatronConfig(micro_batch_tokens=MICRO, **options), torch.device("cpu"), torch.float32
+    )
     policy = models.load(Origin(shape=SHAPES[shape], seed=SEED))
     batch, terms = weighed("grpo", 0)
 
@@ -134,7 +166,9 @@ def apart(rank, shape, options, adapter, directory):
 
     base = columns(models.learner(policy, RoleSpec()))
     optimizer = {"kind": "adamw", **OPTIMIZER.model_dump(mode="json", exclude={"kind"})}
-    learner = models.learner(policy, RoleSpec(optimizer=optimizer, total_steps=TOTAL, adapter=adapter))
+    learner = models.learner(
+        policy, RoleSpec(optimizer=optimizer, total_steps=TOTAL, adapter=adapter)
+    )
     first = columns(learner)
     for _ in range(3):
         learner.update([micro.batch for micro in micros_of(learner, batch, terms)], terms)
@@ -147,7 +181,8 @@ def apart(rank, shape, options, adapter, directory):
 
 
 def goes_on(rank, directory, shape, kind, options):
-    """Three steps, and the third again from a checkpoint of two: whether all bits are the same, and dtypes of what is kept."""
+    """Three steps, and the third again from a checkpoint of two: whether all bits are the same, and
+    dtypes of what is kept."""
     from ratchet.models.megatron.build import end
 
     learner, ends = made(shape, kind, options), []
@@ -155,7 +190,11 @@ def goes_on(rank, directory, shape, kind, options):
         metrics = step_of(learner, kind, step)
         if step == 1:
             learner.save(Path(directory))
-    copies = [p for made in learner.optimizer.chained_optimizers for p in made.optimizer.param_groups[0]["params"]]
+    copies = [
+        p
+        for made in learner.optimizer.chained_optimizers
+        for p in made.optimizer.param_groups[0]["params"]
+    ]
     kept = {
         "weights": {p.dtype for chunk in learner.model.chunks for p in chunk.parameters()},
         "copies": {p.dtype for p in copies},
@@ -168,7 +207,11 @@ def goes_on(rank, directory, shape, kind, options):
     ends.append((step_of(learner, kind, 2), bits_of(learner)))
     end()
     (first, mine), (second, again) = ends
-    return {**kept, "same": first == second and all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))}
+    return {
+        **kept,
+        "same": first == second
+        and all(torch.equal(a, b) for a, b in zip(mine, again, strict=True)),
+    }
 
 
 def bits_of(learner):
@@ -177,13 +220,16 @@ def bits_of(learner):
     for made in learner.optimizer.chained_optimizers:
         for group in made.optimizer.param_groups:
             for p in group["params"]:
-                found += [p.detach().clone(), *(moment.clone() for _, moment in sorted(made.optimizer.state[p].items()))]
+                found += [
+                    p.detach().clone(),
+                    *(moment.clone() for _, moment in sorted(made.optimizer.state[p].items())),
+                ]
     return found
 
 
 class Held(TorchDispatchMode):
-    """largest: bytes of the largest piece of memory that a tensor has lain in. peak: of all that tensors held at once, what was
-    there before apart."""
+    """largest: bytes of the largest piece of memory that a tensor has lain in. peak: of all that
+    tensors held at once, what was there before apart."""
 
     def __init__(self, before):
         super().__init__()
@@ -211,14 +257,18 @@ class Held(TorchDispatchMode):
 
 
 def held(rank, directory, options):
-    """(largest piece of memory, most at once, bytes of the rank's own weights, of all weights): while it loads, trains, scores
-    and saves."""
+    """(largest piece of memory, most at once, bytes of the rank's own weights, of all weights):
+    while it loads, trains, scores and saves."""
     from ratchet.learners.megatron.models import MegatronModels
 
     shape = replace(SHAPE, hidden_size=96, intermediate_size=256)
-    models = MegatronModels(MegatronConfig(micro_batch_tokens=MICRO, **options), torch.device("cpu"), torch.float32)
+    models = MegatronModels(
+        MegatronConfig(micro_batch_tokens=MICRO, **options), torch.device("cpu"), torch.float32
+    )
     whole = sum(p.numel() * 4 for p in init_policy(shape, seed=SEED).parameters())
-    weights = {name: tensor.clone() for name, tensor in init_policy(shape, seed=SEED).canonical_weights()}
+    weights = {
+        name: tensor.clone() for name, tensor in init_policy(shape, seed=SEED).canonical_weights()
+    }
 
     def read(name, offsets, sizes):
         return weights[name][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
@@ -240,5 +290,9 @@ def held(rank, directory, options):
 def micros_of(learner, batch, terms=None):
     topology = learner.topology
     part = batch if terms is None else batch.take(weighing_rows(batch, terms))
-    plan = plan_microbatches(part, max_tokens=MICRO, shares=topology.context == 1, hands=topology.data)
-    return deal(part, plan, topology.data, multiple=topology.pipeline)[topology.data_rank(learner.at)]
+    plan = plan_microbatches(
+        part, max_tokens=MICRO, shares=topology.context == 1, hands=topology.data
+    )
+    return deal(part, plan, topology.data, multiple=topology.pipeline)[
+        topology.data_rank(learner.at)
+    ]

@@ -31,25 +31,40 @@ def weighed(batch):
 def local(directory, towers, batches, *, tokens=TOKENS, dtype=torch.float64, checkpoint=None):
     """(metrics by step, weights, logprobs of the last batch) in one process."""
     policy = of_transformers(directory, dtype=dtype, towers=towers)
-    learner = LocalLearner(LocalConfig(micro_batch_tokens=tokens), policy, optimizer=OPTIMIZER, total_steps=10)
+    learner = LocalLearner(
+        LocalConfig(micro_batch_tokens=tokens), policy, optimizer=OPTIMIZER, total_steps=10
+    )
     if checkpoint is not None:
         learner.load(checkpoint)
     metrics = [dict(asyncio.run(learner.update(*weighed(batch)))) for batch in batches]
     columns = asyncio.run(learner.score(batches[-1], ["logprobs"]))
-    return metrics, {name: weight.clone() for name, weight in policy.canonical_weights()}, columns["logprobs"], learner
+    return (
+        metrics,
+        {name: weight.clone() for name, weight in policy.canonical_weights()},
+        columns["logprobs"],
+        learner,
+    )
 
 
 def ranked(rank, shards, directory, towers, pickled, saved=None):
-    """On one rank: (metrics by step, blocks of weights (with whether they rest), names of what has a gradient)."""
+    """On one rank: (metrics by step, blocks of weights (with whether they rest), names of what has
+    a gradient)."""
     provider = DTensorModels(DTensorConfig(dp_shard=shards), torch.device("cpu"), torch.float64)
     policy = provider.load(Origin(path=str(directory), towers=towers)).requires_grad_(True)
-    spec = RoleSpec(optimizer={**OPTIMIZER.model_dump(mode="json"), "kind": "adamw"}, total_steps=10)
+    spec = RoleSpec(
+        optimizer={**OPTIMIZER.model_dump(mode="json"), "kind": "adamw"}, total_steps=10
+    )
     learner, mesh = provider.learner(policy, spec), provider.mesh
     metrics, pictures = [], []
     for batch in pickle.loads(pickled):
         batch, terms = weighed(batch)
         plan = plan_microbatches(batch, max_tokens=TOKENS, hands=mesh.topology.data)
-        micros = light([micro.batch for micro in deal(batch, plan, mesh.topology.data)[mesh.topology.data_rank(mesh.at)]])
+        micros = light(
+            [
+                micro.batch
+                for micro in deal(batch, plan, mesh.topology.data)[mesh.topology.data_rank(mesh.at)]
+            ]
+        )
         pictures.append([sum(len(row) for row in micro.media_S) for micro in micros])
         metrics.append(dict(learner.update(micros, terms)))
     if saved is not None:

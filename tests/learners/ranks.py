@@ -1,4 +1,5 @@
-"""Runs a function on several gloo ranks: processes that a fork server starts quickly, as it has imported torch already."""
+"""Runs a function on several gloo ranks: processes that a fork server starts quickly, as it has
+imported torch already."""
 
 import importlib
 import multiprocessing
@@ -11,7 +12,12 @@ from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "ratchet.learners.distributed.fsdp"]
+    [
+        "torch",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "ratchet.learners.distributed.fsdp",
+    ]
 )
 
 
@@ -22,13 +28,17 @@ def run_ranks(world, target, *arguments, timeout_s=120):
         receivers, processes = [], []
         for rank in range(world):
             receiver, sender = CONTEXT.Pipe(duplex=False)
-            process = CONTEXT.Process(target=_serve, args=(rank, world, store, target, arguments, sender), daemon=True)
+            process = CONTEXT.Process(
+                target=_serve, args=(rank, world, store, target, arguments, sender), daemon=True
+            )
             process.start()
             sender.close()
             receivers.append(receiver)
             processes.append(process)
         try:
-            results = [_receive(rank, receiver, timeout_s) for rank, receiver in enumerate(receivers)]
+            results = [
+                _receive(rank, receiver, timeout_s) for rank, receiver in enumerate(receivers)
+            ]
         finally:
             for process in processes:
                 process.kill()
@@ -55,11 +65,16 @@ def _serve(rank, world, store, target, arguments, sender):
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", rank=rank, world_size=world, init_method=f"file://{store}", timeout=timedelta(seconds=60)
+            "gloo",
+            rank=rank,
+            world_size=world,
+            init_method=f"file://{store}",
+            timeout=timedelta(seconds=60),
         )
         module, _, name = target.partition(":")
         result = getattr(importlib.import_module(module), name)(rank, *arguments)
-        sender.send_bytes(pickle.dumps(("done", result)))  # as bytes: torch would send tensors by a server in this process
+        # as bytes: torch would send tensors by a server in this process
+        sender.send_bytes(pickle.dumps(("done", result)))
     except BaseException:
         sender.send_bytes(pickle.dumps(("error", f"rank {rank}:\n{traceback.format_exc()}")))
     sender.close()

@@ -1,4 +1,5 @@
-"""What ranks of a spread learner do with given routes: each micro-batch's columns, and the gradient's norm of a step."""
+"""What ranks of a spread learner do with given routes: each micro-batch's columns, and the
+gradient's norm of a step."""
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ LAYERS = SHAPE.n_layers - 1
 
 
 def routed(router):
-    """(weighed batch whose rows go to any two experts, some of their tokens to no given ones, terms)"""
+    """(weighed batch whose rows go to any two experts, some of their tokens to no given ones,
+    terms)"""
     algorithm = build(GRPOConfig(group_size=3, router=RouterConfig(**router)))
     batch = pack(groups(0))
     generator = torch.Generator().manual_seed(5)
@@ -26,11 +28,14 @@ def routed(router):
     routes = pairs[torch.randint(0, len(pairs), (batch.n_tokens, LAYERS), generator=generator)]
     routes[torch.rand(batch.n_tokens, generator=generator) < 0.1] = -1
     batch = batch.fill_tokens(**{ROUTES: routes})
-    return algorithm.weigh(algorithm.advantage(batch, AlgoState()), AlgoState()), algorithm.losses["policy"]
+    return algorithm.weigh(algorithm.advantage(batch, AlgoState()), AlgoState()), algorithm.losses[
+        "policy"
+    ]
 
 
 def spread(rank, topology, options, router):
-    """On one rank: (metrics of a step, rows and columns of each micro-batch where the rank answers)."""
+    """On one rank: (metrics of a step, rows and columns of each micro-batch where the rank
+    answers)."""
     mesh = Mesh(Topology(**topology), "cpu")
     learner = made(mesh, SPARSE, torch.float64, DTensorConfig(**options))
     learner.forward.replays = True

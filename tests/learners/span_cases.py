@@ -5,7 +5,11 @@ from functools import cache
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from ratchet.data.chat.builtin_tokenizers import byte_bpe_tokenizer, byte_tokenizer, character_tokenizer
+from ratchet.data.chat.builtin_tokenizers import (
+    byte_bpe_tokenizer,
+    byte_tokenizer,
+    character_tokenizer,
+)
 from ratchet.data.chat.tokenizer import Tokenizer
 
 FRAGMENTS = [
@@ -31,9 +35,19 @@ def byte_level(normalizer=None, *, prefix_space=False):
 def wordpiece():
     """As BERT's, uncased: lower case, no accents, and no spaces among its tokens."""
     normalizer = normalizers.BertNormalizer(lowercase=True)
-    pieces = [p for p in dict.fromkeys(normalizer.normalize_str(c) for c in CHARACTERS) if p.strip()]
+    pieces = [
+        p for p in dict.fromkeys(normalizer.normalize_str(c) for c in CHARACTERS) if p.strip()
+    ]
     letters = dict.fromkeys("".join(pieces))
-    names = ["[UNK]", "</s>", *letters, *(f"##{letter}" for letter in letters), *WORDS, "##lo", "##ne"]
+    names = [
+        "[UNK]",
+        "</s>",
+        *letters,
+        *(f"##{letter}" for letter in letters),
+        *WORDS,
+        "##lo",
+        "##ne",
+    ]
     vocabulary = {name: i for i, name in enumerate(dict.fromkeys(names))}
     backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
@@ -43,13 +57,30 @@ def wordpiece():
 
 def llama(*, prepends=True):
     """As conversions of Llama 2's; without a space in front of a text, as Gemma's."""
-    letters = [character for character in CHARACTERS if character.isascii() and character.isprintable()]
-    names = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, "é", "한", "▁h", "he", "▁he"]
+    letters = [
+        character for character in CHARACTERS if character.isascii() and character.isprintable()
+    ]
+    names = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *letters,
+        "é",
+        "한",
+        "▁h",
+        "he",
+        "▁he",
+    ]
     vocabulary = {name: i for i, name in enumerate(dict.fromkeys(names))}
     merges = [("▁", "h"), ("h", "e"), ("▁", "he")]
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     spaces, plain = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prepends else spaces
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prepends else spaces
+    )
     strip = [decoders.Strip(" ", 1, 0)] if prepends else []
     backend.decoder = decoders.Sequence([plain, decoders.ByteFallback(), decoders.Fuse(), *strip])
     return _ending(backend)
@@ -59,15 +90,23 @@ def unigram(normalizer=None, *, falls_back=True, scheme="always"):
     """Pieces with Metaspace; with NFKC, one space for several and no bytes as T5's."""
     normal = normalizer or normalizers.Replace("\x00", "")
     letters = dict.fromkeys("".join(normal.normalize_str(character) for character in CHARACTERS))
-    names = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))] if falls_back else ["<unk>", "</s>"]
+    names = (
+        ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        if falls_back
+        else ["<unk>", "</s>"]
+    )
     pieces = dict.fromkeys(["▁", *letters, *(f"▁{word}" for word in WORDS), *WORDS])
-    scores = [(name, -20.0) for name in names] + [(piece, -8.0 / len(piece)) for piece in pieces if piece != " "]
+    scores = [(name, -20.0) for name in names] + [
+        (piece, -8.0 / len(piece)) for piece in pieces if piece != " "
+    ]
     backend = tokenizers.Tokenizer(models.Unigram(scores, 0, byte_fallback=falls_back))
     if normalizer is not None:
         backend.normalizer = normalizer
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     metaspace = decoders.Metaspace(prepend_scheme=scheme)
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), metaspace]) if falls_back else metaspace
+    backend.decoder = (
+        decoders.Sequence([decoders.ByteFallback(), metaspace]) if falls_back else metaspace
+    )
     return _ending(backend)
 
 
@@ -76,8 +115,12 @@ def _ending(backend):
     return Tokenizer(backend, config={"eos_token": "</s>"})
 
 
-COLLAPSE = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()])
-UNCASED = normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()])
+COLLAPSE = normalizers.Sequence(
+    [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+)
+UNCASED = normalizers.Sequence(
+    [normalizers.NFD(), normalizers.Lowercase(), normalizers.StripAccents()]
+)
 MAKERS = {
     "characters": lambda: character_tokenizer("".join(CHARACTERS)),
     "bytes": byte_tokenizer,

@@ -1,4 +1,5 @@
-"""What ranks of a spread learner do in tests: the same model and batches on every rank, results back as numbers."""
+"""What ranks of a spread learner do in tests: the same model and batches on every rank, results
+back as numbers."""
 
 import asyncio
 from dataclasses import replace
@@ -29,8 +30,28 @@ from ratchet.testing.builders import make_group, make_trajectory
 
 VOCAB = 23
 SHAPE = DecoderConfig(VOCAB, 16, 4, 4, 2, 8, 24, init_std=0.3)
-UNTIED = DecoderConfig(VOCAB, 16, 4, 4, 2, 8, 24, init_std=0.3, tied=False, qk_norm=False, qkv_bias=True, family="qwen2")
-SPARSE = replace(SHAPE, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=12, dense_layers=(1,))
+UNTIED = DecoderConfig(
+    VOCAB,
+    16,
+    4,
+    4,
+    2,
+    8,
+    24,
+    init_std=0.3,
+    tied=False,
+    qk_norm=False,
+    qkv_bias=True,
+    family="qwen2",
+)
+SPARSE = replace(
+    SHAPE,
+    family="qwen3_moe",
+    n_experts=4,
+    experts_per_token=2,
+    expert_intermediate_size=12,
+    dense_layers=(1,),
+)
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
 
 
@@ -45,7 +66,11 @@ def groups(seed, n=5, attempts=3, longest=12):
         for a in range(attempts):
             length = int(draw(1, longest)) if (g, a) != (0, 0) else 0
             reward = 1.0 if g == 1 else float(draw(0, 2))
-            rows.append(make_trajectory(prompt, draw(0, VOCAB, (length,)).tolist(), reward=reward, attempt=a))
+            rows.append(
+                make_trajectory(
+                    prompt, draw(0, VOCAB, (length,)).tolist(), reward=reward, attempt=a
+                )
+            )
         made.append(make_group(f"g{g}", rows))
     return made
 
@@ -55,19 +80,27 @@ def weighed(seed):
     algorithm = build(PPOConfig())
     batch = pack(groups(seed))
     zeros = torch.zeros(batch.n_tokens, dtype=torch.float64)
-    batch = batch.fill_tokens(old_logprobs=zeros - 1.0, values=zeros + 0.1, ref_logprobs=zeros - 2.0)
-    batch = batch.fill_sequences(bootstrap_values=torch.zeros(batch.n_sequences, dtype=torch.float64))
+    batch = batch.fill_tokens(
+        old_logprobs=zeros - 1.0, values=zeros + 0.1, ref_logprobs=zeros - 2.0
+    )
+    batch = batch.fill_sequences(
+        bootstrap_values=torch.zeros(batch.n_sequences, dtype=torch.float64)
+    )
     batch = algorithm.weigh(algorithm.advantage(batch, AlgoState()), AlgoState())
     return batch, [*algorithm.losses["policy"], *algorithm.losses["critic"]]
 
 
 def whole_weights(policy, head):
-    found = {name: tensor.clone() for name, tensor in (*policy.canonical_weights(), *policy.adapter_weights())}
+    found = {
+        name: tensor.clone()
+        for name, tensor in (*policy.canonical_weights(), *policy.adapter_weights())
+    }
     return {**found, "head.weight": head.weight.detach().clone()}
 
 
 def first(shape, dtype, adapter=None):
-    """The whole policy and its head, before the first step. shape: a path is of a model that transformers runs."""
+    """The whole policy and its head, before the first step. shape: a path is of a model that
+    transformers runs."""
     if isinstance(shape, Path):
         from ratchet.models.transformers.policy import TransformersPolicy
 
@@ -83,7 +116,9 @@ def alone(shape, steps, dtype=torch.float64, autocast=False, adapter=None, worke
     """What one process makes of it: (metrics by step, weights, columns of the last batch)."""
     policy, head = first(shape, dtype, adapter)
     config = LocalConfig(micro_batch_tokens=40, workers=workers)
-    learner = LocalLearner(config, policy, optimizer=OPTIMIZER, total_steps=10, head=head, autocast=autocast)
+    learner = LocalLearner(
+        config, policy, optimizer=OPTIMIZER, total_steps=10, head=head, autocast=autocast
+    )
     metrics = []
     for step in range(steps):
         batch, terms = weighed(step)
@@ -105,15 +140,26 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None):
             policy.divide(mesh.tensor, "cpu")
         shard_model(policy, policy.layers(), mesh, autocast=autocast)
     else:
-        spread = Spread(mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=config.sequence_parallel)
-        policy = SpreadPolicy(shape, spread, device="cpu", dtype=dtype, chunks=config.pipeline_chunks)
+        spread = Spread(
+            mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=config.sequence_parallel
+        )
+        policy = SpreadPolicy(
+            shape, spread, device="cpu", dtype=dtype, chunks=config.pipeline_chunks
+        )
         for stage in policy.runs:
             shard_model(stage, list(stage.decoder.layers.values()), mesh, autocast=autocast)
     if adapter is not None:
         policy.attach(adapter)
     shard_model(head, [], mesh)
     learner = DTensorLearner(
-        config, mesh, policy, device=CPU, optimizer=OPTIMIZER, total_steps=10, head=head, autocast=autocast
+        config,
+        mesh,
+        policy,
+        device=CPU,
+        optimizer=OPTIMIZER,
+        total_steps=10,
+        head=head,
+        autocast=autocast,
     )
 
     def read(name, offsets, sizes):
@@ -125,12 +171,19 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None):
 
 def micros_of(mesh, batch, terms=None):
     part = batch if terms is None else batch.take(weighing_rows(batch, terms))
-    plan = plan_microbatches(part, max_tokens=40, shares=mesh.context is None, hands=mesh.topology.data)
-    return deal(part, plan, mesh.topology.data, multiple=mesh.topology.pipeline)[mesh.topology.data_rank(mesh.at)]
+    plan = plan_microbatches(
+        part, max_tokens=40, shares=mesh.context is None, hands=mesh.topology.data
+    )
+    return deal(part, plan, mesh.topology.data, multiple=mesh.topology.pipeline)[
+        mesh.topology.data_rank(mesh.at)
+    ]
 
 
-def spread(rank, topology, shape, steps, options, dtype, directory=None, autocast=False, adapter=None):
-    """On one rank: (metrics by step, blocks of weights, (rows, columns) of the last batch where the rank answers)."""
+def spread(
+    rank, topology, shape, steps, options, dtype, directory=None, autocast=False, adapter=None
+):
+    """On one rank: (metrics by step, blocks of weights, (rows, columns) of the last batch where the
+    rank answers)."""
     mesh = Mesh(Topology(**topology), "cpu")
     learner = made(mesh, shape, dtype, DTensorConfig(**options), autocast, adapter)
     metrics = []
@@ -156,7 +209,9 @@ def assembled(results):
             where = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
             whole[where] = tensor
             count[where] += 1
-    assert all((count == 1).all() for count in seen.values()), "a block came from no rank, or from several"
+    assert all((count == 1).all() for count in seen.values()), (
+        "a block came from no rank, or from several"
+    )
     return found
 
 
@@ -172,21 +227,31 @@ def check_alike(results, topology, expected, *, rtol=1e-6):
         for step in range(len(metrics)) if topology.answers(at) else ():
             assert found[0][step].keys() == metrics[step].keys()
             for key, value in metrics[step].items():
-                assert found[0][step][key] == pytest.approx(value, rel=rtol, abs=rtol / 1000), (step, key)
+                assert found[0][step][key] == pytest.approx(value, rel=rtol, abs=rtol / 1000), (
+                    step,
+                    key,
+                )
     whole = assembled(results)
     assert whole.keys() | {"head.weight"} == weights.keys()
     scored = columns_of(results, weighed(0)[0])
-    for key, tensor, wanted in [(k, whole[k], weights[k]) for k in whole] + [(k, scored[k], columns[k]) for k in scored]:
-        torch.testing.assert_close(tensor, wanted, rtol=rtol, atol=rtol / 10, msg=lambda text, key=key: f"{key}: {text}")
+    for key, tensor, wanted in [(k, whole[k], weights[k]) for k in whole] + [
+        (k, scored[k], columns[k]) for k in scored
+    ]:
+        torch.testing.assert_close(
+            tensor, wanted, rtol=rtol, atol=rtol / 10, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 def precisions(rank, shape):
-    """On one of two ranks under autocast: (dtype of each parameter where a layer uses it, dtypes of what the rank holds)."""
+    """On one of two ranks under autocast: (dtype of each parameter where a layer uses it, dtypes of
+    what the rank holds)."""
     mesh, seen = Mesh(Topology(shards=2), "cpu"), {}
     learner = made(mesh, shape, torch.float32, DTensorConfig(dp_shard=2), autocast=True)
 
     def note(path):
-        return lambda module, *_: seen.update({f"{path}.{n}": p.dtype for n, p in module.named_parameters(recurse=False)})
+        return lambda module, *_: seen.update(
+            {f"{path}.{n}": p.dtype for n, p in module.named_parameters(recurse=False)}
+        )
 
     for path, module in learner.model.stages[0].decoder.named_modules():
         module.register_forward_hook(note(path))
@@ -195,7 +260,8 @@ def precisions(rank, shape):
 
 
 def refusals(rank, directory, changes):
-    """What a rank says of a model whose plan is changed by each of these tables of rules; None takes a rule away."""
+    """What a rank says of a model whose plan is changed by each of these tables of rules; None
+    takes a rule away."""
     from ratchet.models.transformers.policy import TransformersPolicy
 
     group, said = Mesh(Topology(tensor=2), "cpu").tensor, []

@@ -49,7 +49,8 @@ def check_spans(student, mine, teacher, theirs, spans):
 
 
 def shortest_spans(student, mine, teacher, theirs):
-    """Return all spans of a text that both decode to: they end wherever both have written the same."""
+    """Return all spans of a text that both decode to: they end wherever both have written the
+    same."""
     their_counts = {}
     for count, text in enumerate(beginnings(teacher, theirs)):
         their_counts.setdefault(text, count)
@@ -130,7 +131,9 @@ def test_a_span_is_the_same_text_in_many_trials(row, teacher):
 
 @settings(max_examples=80)
 @given(
-    pieces=st.lists(st.sampled_from([f for f in FRAGMENTS if REPLACED not in f]) | st.text(max_size=3)),
+    pieces=st.lists(
+        st.sampled_from([f for f in FRAGMENTS if REPLACED not in f]) | st.text(max_size=3)
+    ),
     student=st.sampled_from(LOSSLESS),
     teacher=st.sampled_from(LOSSLESS),
 )
@@ -210,7 +213,9 @@ def test_a_run_behind_other_text_keeps_its_first_space(name):
     assert Run(tokenizer(name), tokens, previous).text == " hello"
     assert Run(tokenizer(name), tokens).text == "hello"
     spelt = tokenizer("bytes").encode(" hello")
-    spans = list(common_spans(Run(tokenizer("bytes"), spelt), Run(tokenizer(name), tokens, previous)))
+    spans = list(
+        common_spans(Run(tokenizer("bytes"), spelt), Run(tokenizer(name), tokens, previous))
+    )
     assert [i for a, _ in spans for i in a] == list(range(6))
 
 
@@ -244,7 +249,9 @@ def test_cuts_are_those_of_every_beginning_decoded(name):
     rng, usual = random.Random(name), plain_tokens(name)
     rows = [[rng.choice(usual) for _ in range(rng.randrange(1, 60))] for _ in range(60)]
     for _ in range(40):
-        text = "".join(rng.choices(["hello there ", "naïve café ", "日本語 ", "😀e\u0301 ", "  \n\n he "], k=4))
+        text = "".join(
+            rng.choices(["hello there ", "naïve café ", "日本語 ", "😀e\u0301 ", "  \n\n he "], k=4)
+        )
         row = [token for word in text for token in tokenizer(name).encode(word, after="text")]
         rows += [row, row[: rng.randrange(1, len(row) + 1)], row[rng.randrange(len(row)) :]]
     for row in rows:
@@ -257,7 +264,9 @@ def test_the_work_grows_with_the_length_alone(student, teacher, text, monkeypatc
     unit = tokenizer(student).encode(text)
     unit = unit[-1:] if text == "\x80" else unit  # the last byte alone is no character
     decoded, plain = [], Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or plain(self, ids))
+    monkeypatch.setattr(
+        Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or plain(self, ids)
+    )
     work = []
     for count in (400, 800):
         decoded.clear()
@@ -273,9 +282,12 @@ def test_a_row_of_many_thousand_tokens_has_its_spans():
 
 
 def test_a_half_character_behind_fallback_bytes_costs_linear_work(monkeypatch):
-    """One missing byte at the end makes U+FFFD of all bytes before it: no beginning is the text's."""
+    """One missing byte at the end makes U+FFFD of all bytes before it: no beginning is the
+    text's."""
     decoded, plain = [], Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or plain(self, ids))
+    monkeypatch.setattr(
+        Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or plain(self, ids)
+    )
     work = []
     for count in (1000, 2000, 4000):
         decoded.clear()
@@ -287,7 +299,9 @@ def test_a_half_character_behind_fallback_bytes_costs_linear_work(monkeypatch):
 
 
 def test_text_behind_fallback_bytes_that_are_no_character_has_spans():
-    mine = [tokenizer("llama").token_id("<0x80>")] * 300 + tokenizer("llama").encode("hello there world " * 20, after="text")
+    mine = [tokenizer("llama").token_id("<0x80>")] * 300 + tokenizer("llama").encode(
+        "hello there world " * 20, after="text"
+    )
     _, spans = spans_of("llama", mine, "gpt2")
     assert [i for a, _ in spans for i in a] == list(range(spans[0][0].start, len(mine)))
     assert 300 <= spans[0][0].start < 300 + 300 // 8 + 8

@@ -1,5 +1,5 @@
-"""A teacher with another tokenizer: spans by hand, sums over spans, control tokens, and the limit of equal tokens. What spans
-are is tested in test_spans.py."""
+"""A teacher with another tokenizer: spans by hand, sums over spans, control tokens, and the limit
+of equal tokens. What spans are is tested in test_spans.py."""
 
 import asyncio
 import math
@@ -14,7 +14,11 @@ from learners.span_cases import tokenizer as of_kind
 
 from ratchet.algorithms.advantages.teacher import on_policy_distillation
 from ratchet.algorithms.base import AlgoState
-from ratchet.data.chat.builtin_tokenizers import byte_bpe_tokenizer, byte_tokenizer, character_tokenizer
+from ratchet.data.chat.builtin_tokenizers import (
+    byte_bpe_tokenizer,
+    byte_tokenizer,
+    character_tokenizer,
+)
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
 from ratchet.learners.config import LocalConfig
@@ -47,7 +51,9 @@ def scored(teacher, batch):
 
 def row(tokenizer, prompt, answer, *, ends=True, **fields):
     end = list(tokenizer.eos_ids[:1]) if ends else []
-    return make_trajectory(tokenizer.encode(prompt), [*tokenizer.encode(answer, after="text"), *end], **fields)
+    return make_trajectory(
+        tokenizer.encode(prompt), [*tokenizer.encode(answer, after="text"), *end], **fields
+    )
 
 
 def packed(*rows):
@@ -55,7 +61,8 @@ def packed(*rows):
 
 
 def test_spans_end_where_both_tokenizers_have_a_boundary(merged):
-    """In the teacher's merges "hello" and " world" are one token each; the student spells them, and its own end is the end."""
+    """In the teacher's merges "hello" and " world" are one token each; the student spells them, and
+    its own end is the end."""
     student = byte_tokenizer()
     teacher, _ = teacher_of(merged, student)
     assert [merged.decode([token]) for token in merged.encode("hello world")] == ["hello", " world"]
@@ -63,7 +70,11 @@ def test_spans_end_where_both_tokenizers_have_a_boundary(merged):
     made = teacher.translate(tokens, [False] * 2 + [True] * 12)
     assert made.tokens == [*merged.encode("12"), *merged.encode("hello world"), merged.eos_ids[0]]
     assert made.asked == [False, False, True, True, True]
-    assert made.spans == [(range(2, 7), range(2, 3)), (range(7, 13), range(3, 4)), (range(13, 14), range(4, 5))]
+    assert made.spans == [
+        (range(2, 7), range(2, 3)),
+        (range(7, 13), range(3, 4)),
+        (range(13, 14), range(4, 5)),
+    ]
 
 
 def test_spans_end_where_both_have_a_boundary_whoever_has_the_longer_tokens(merged):
@@ -75,7 +86,10 @@ def test_spans_end_where_both_have_a_boundary_whoever_has_the_longer_tokens(merg
 
 def test_tokens_that_overlap_share_a_span():
     """ "abc" as "ab" + "c" beside "a" + "bc": no boundary in common before the end."""
-    left, right = byte_bpe_tokenizer(["ab"] * 4, vocab_size=265), byte_bpe_tokenizer(["bc"] * 4, vocab_size=265)
+    left, right = (
+        byte_bpe_tokenizer(["ab"] * 4, vocab_size=265),
+        byte_bpe_tokenizer(["bc"] * 4, vocab_size=265),
+    )
     teacher, _ = teacher_of(right, left)
     assert (len(left.encode("abc")), len(right.encode("abc"))) == (2, 2)
     made = teacher.translate(left.encode("7abc"), [False, True, True])
@@ -97,7 +111,8 @@ def test_bytes_of_one_character_share_a_span():
 
 
 def test_a_span_never_reaches_over_the_end_of_the_prompt(merged):
-    """The prompt ends within what the teacher would write as one token, so it is asked about two texts."""
+    """The prompt ends within what the teacher would write as one token, so it is asked about two
+    texts."""
     student = byte_tokenizer()
     teacher, _ = teacher_of(merged, student)
     made = teacher.translate(student.encode("hello"), [False] * 3 + [True] * 2)
@@ -105,18 +120,34 @@ def test_a_span_never_reaches_over_the_end_of_the_prompt(merged):
     assert made.tokens == [*before, *after]
     assert made.asked == [False] * len(before) + [True] * len(after)
     assert (made.spans[0][0].start, made.spans[-1][0].stop) == (3, 5)
-    assert (made.spans[0][1].start, made.spans[-1][1].stop) == (len(before), len(before) + len(after))
+    assert (made.spans[0][1].start, made.spans[-1][1].stop) == (
+        len(before),
+        len(before) + len(after),
+    )
 
 
 def test_control_tokens_become_the_teachers_of_the_same_name():
-    student, teaching = character_tokenizer("ab", multiple_of=1), character_tokenizer("xyzba", multiple_of=1)
+    student, teaching = (
+        character_tokenizer("ab", multiple_of=1),
+        character_tokenizer("xyzba", multiple_of=1),
+    )
     teacher, _ = teacher_of(teaching, student)
     names = ["<user>", "<assistant>", "<eos>"]
-    tokens = [student.special_ids["<user>"], *student.encode("ab"), student.special_ids["<assistant>"]]
+    tokens = [
+        student.special_ids["<user>"],
+        *student.encode("ab"),
+        student.special_ids["<assistant>"],
+    ]
     tokens += [*student.encode("ba"), student.special_ids["<eos>"]]
     made = teacher.translate(tokens, [False] * 4 + [True] * 3)
     theirs = [teaching.special_ids[name] for name in names]
-    assert made.tokens == [theirs[0], *teaching.encode("ab"), theirs[1], *teaching.encode("ba"), theirs[2]]
+    assert made.tokens == [
+        theirs[0],
+        *teaching.encode("ab"),
+        theirs[1],
+        *teaching.encode("ba"),
+        theirs[2],
+    ]
     assert made.spans == [(range(i, i + 1), range(i, i + 1)) for i in (4, 5, 6)]
 
 
@@ -137,7 +168,10 @@ def test_sums_over_spans_are_the_teachers_own_logprobs_of_the_text(merged):
     own = packed(*(row(merged, prompt, answer, temperature=t) for prompt, answer, t in texts))
     columns = scored(teacher, batch)
     direct = asyncio.run(inner.score(own, ["logprobs"]))["logprobs"]
-    mine, theirs = batch.sequence_sum(columns["logprobs"]), own.sequence_sum(torch.where(own.predicted_T, direct, 0.0))
+    mine, theirs = (
+        batch.sequence_sum(columns["logprobs"]),
+        own.sequence_sum(torch.where(own.predicted_T, direct, 0.0)),
+    )
     assert mine.tolist() == pytest.approx(theirs.tolist(), rel=1e-12)
     assert (theirs < -1).all()
 
@@ -150,17 +184,22 @@ def test_a_spans_logprob_is_spread_evenly_over_its_tokens(merged):
     logprobs, spans = columns["logprobs"], columns["spans"]
     assert (spans >= 0).equal(batch.predicted_T)
     assert (logprobs[spans < 0] == 0).all()
-    assert spans[spans >= 0].unique().tolist() == list(range(int(spans.max()) + 1))  # numbered over the whole batch
+    # numbered over the whole batch
+    assert spans[spans >= 0].unique().tolist() == list(range(int(spans.max()) + 1))
     for number in range(int(spans.max()) + 1):
         assert logprobs[spans == number].unique().numel() == 1
-    assert not set(spans[batch.sequence_T == 0].tolist()) & set(spans[batch.sequence_T == 1].tolist()) - {-1}
+    assert not set(spans[batch.sequence_T == 0].tolist()) & set(
+        spans[batch.sequence_T == 1].tolist()
+    ) - {-1}
 
 
 def test_with_the_same_tokenizer_they_are_the_plain_logprobs():
     tokenizer = character_tokenizer("0123456789=")
     teacher, inner = teacher_of(tokenizer, tokenizer)
     batch = packed(
-        row(tokenizer, "73=", "37"), row(tokenizer, "1=", "1", temperature=0.5), row(tokenizer, "20=", "", ends=True)
+        row(tokenizer, "73=", "37"),
+        row(tokenizer, "1=", "1", temperature=0.5),
+        row(tokenizer, "20=", "", ends=True),
     )
     columns = scored(teacher, batch)
     plain = asyncio.run(inner.score(batch, ["logprobs"]))["logprobs"]
@@ -175,7 +214,9 @@ def test_another_order_of_the_alphabet_changes_nothing_but_ids():
     batch = packed(*(row(student, *text) for text in texts))
     own = packed(*(row(teaching, *text) for text in texts))
     plain = asyncio.run(inner.score(own, ["logprobs"]))["logprobs"]
-    torch.testing.assert_close(scored(teacher, batch)["logprobs"], torch.where(own.predicted_T, plain, 0.0))
+    torch.testing.assert_close(
+        scored(teacher, batch)["logprobs"], torch.where(own.predicted_T, plain, 0.0)
+    )
 
 
 def test_an_answer_without_tokens_has_no_span():
@@ -192,7 +233,9 @@ def test_the_advantage_is_the_teachers_span_against_the_policys(merged):
     batch = packed(row(student, "say: ", "hello world"))
     columns = scored(teacher, batch)
     old = torch.where(batch.predicted_T, -0.5, 0.0)
-    batch = batch.fill_tokens(teacher_logprobs=columns["logprobs"], teacher_spans=columns["spans"], old_logprobs=old)
+    batch = batch.fill_tokens(
+        teacher_logprobs=columns["logprobs"], teacher_spans=columns["spans"], old_logprobs=old
+    )
     filled = on_policy_distillation(batch, AlgoState()).need("advantages")
     for number in range(3):
         inside = columns["spans"] == number
@@ -216,7 +259,8 @@ def test_what_the_teacher_has_no_tokens_for_is_left_out():
 
 @pytest.mark.fault("M9")
 def test_accents_that_the_teacher_composes_shift_no_advantage():
-    """Its text is a character shorter than the student's: every span behind must still be of one text."""
+    """Its text is a character shorter than the student's: every span behind must still be of one
+    text."""
     student, teaching = byte_tokenizer(), of_kind("qwen2 nfc")
     teacher, inner = teacher_of(teaching, student)
     answer = "cafe\u0301 = 12 or 13"
@@ -232,7 +276,9 @@ def test_accents_that_the_teacher_composes_shift_no_advantage():
         span = slice(at, at + count)
         assert student.decode(batch.tokens_T[span].tolist()) == text
         assert columns["spans"][span].tolist() == [number] * count, text
-        assert columns["logprobs"][span].tolist() == pytest.approx([logprob / count] * count, rel=1e-9)
+        assert columns["logprobs"][span].tolist() == pytest.approx(
+            [logprob / count] * count, rel=1e-9
+        )
         at += count
     assert at == batch.n_tokens
 
@@ -261,7 +307,8 @@ def test_an_answer_right_behind_text_keeps_its_first_space(kind):
 
 
 def test_a_span_that_nothing_predicts_is_none():
-    """The teacher has no BOS: its row begins with the answer, whose first token nothing predicts."""
+    """The teacher has no BOS: its row begins with the answer, whose first token nothing
+    predicts."""
     student, teaching = character_tokenizer("ab"), character_tokenizer("ba")
     student.bos_id = student.special_ids["<reserved_0>"]
     del teaching.special_ids["<reserved_0>"]
@@ -277,7 +324,8 @@ PLAIN = [fragment for fragment in FRAGMENTS if not set(fragment) & set("▁\ufff
 
 @st.composite
 def rows_of_writers(draw):
-    """Draw (a tokenizer, tokens, which are asked about): texts behind one another or an end of turn."""
+    """Draw (a tokenizer, tokens, which are asked about): texts behind one another or an end of
+    turn."""
     name = draw(st.sampled_from(LOSSLESS))
     tokens, after = of_kind(name).encode("12"), "text"
     asked = [False] * len(tokens)
@@ -309,12 +357,19 @@ def test_rows_of_several_writers_keep_their_text(row, teacher):
     student, teaching = of_kind(name), of_kind(teacher)
     made = AlignedTeacher(None, student, teaching, max_positions=10**6).translate(tokens, asked)  # pyright: ignore
     mine, theirs = segments(student, tokens), segments(teaching, made.tokens)
-    assert [student.decode(part) for _, part in mine] == [teaching.decode(part) for _, part in theirs]
+    assert [student.decode(part) for _, part in mine] == [
+        teaching.decode(part) for _, part in theirs
+    ]
     assert [i for span, _ in made.spans for i in span] == [i for i, on in enumerate(asked) if on]
-    assert [i for _, span in made.spans for i in span] == [i for i, on in enumerate(made.asked) if on]
+    assert [i for _, span in made.spans for i in span] == [
+        i for i, on in enumerate(made.asked) if on
+    ]
     for (a, part), (b, other) in zip(mine, theirs, strict=True):
         for span, span_theirs in made.spans:
             if a <= span.start < a + len(part):
-                for end, end_theirs in ((span.start, span_theirs.start), (span.stop, span_theirs.stop)):
+                for end, end_theirs in (
+                    (span.start, span_theirs.start),
+                    (span.stop, span_theirs.stop),
+                ):
                     text = teaching.decode(other[: end_theirs - b])
                     assert student.decode(part[: end - a]) == text

@@ -33,7 +33,12 @@ from ratchet.testing.conformance import check_learner
 VOCAB = 23
 
 
-EXPERTS = {"family": "qwen3_moe", "n_experts": 4, "experts_per_token": 2, "expert_intermediate_size": 12}
+EXPERTS = {
+    "family": "qwen3_moe",
+    "n_experts": 4,
+    "experts_per_token": 2,
+    "expert_intermediate_size": 12,
+}
 
 
 def model(seed=0, dtype=torch.float64, **fields):
@@ -53,31 +58,48 @@ def groups(seed=0, n=5, attempts=3, longest=6):
             length = int(draw(0, longest)) if (g, a) != (0, 0) else 0
             reward = 1.0 if g == 1 else float(draw(0, 2))
             completion = draw(0, VOCAB, (length,)).tolist()
-            rows.append(make_trajectory(prompt, completion, reward=reward, attempt=a, temperature=0.5 + 0.5 * (g % 2)))
+            rows.append(
+                make_trajectory(
+                    prompt, completion, reward=reward, attempt=a, temperature=0.5 + 0.5 * (g % 2)
+                )
+            )
         made.append(make_group(f"g{g}", rows))
     return made
 
 
 def learner(config=None, *, net=None, optimizer=None, **options):
     optimizer = optimizer or OptimizerConfig(lr=1e-2, max_grad_norm=None)
-    return LocalLearner(config or LocalConfig(), net or model(), optimizer=optimizer, total_steps=10, **options)
+    return LocalLearner(
+        config or LocalConfig(), net or model(), optimizer=optimizer, total_steps=10, **options
+    )
 
 
 def prepared(algorithm, made=None):
     batch = algorithm.advantage(pack(made or groups()), AlgoState())
-    batch = batch.fill_tokens(ref_logprobs=torch.full((batch.n_tokens,), -2.0, dtype=torch.float64) * batch.trainable_T)
+    batch = batch.fill_tokens(
+        ref_logprobs=torch.full((batch.n_tokens,), -2.0, dtype=torch.float64) * batch.trainable_T
+    )
     return algorithm.weigh(batch, AlgoState()), next(iter(algorithm.losses.values()))
 
 
 def gradient(made, batch, terms):
     sums = made._accumulate(batch.take(weighing_rows(batch, terms)), terms)
-    return torch.cat([p.grad.flatten() for p in made.model.parameters() if p.grad is not None]), sums
+    return torch.cat(
+        [p.grad.flatten() for p in made.model.parameters() if p.grad is not None]
+    ), sums
 
 
 ALGORITHMS = {
     "sft": build_sft(SFTConfig()),
     "grpo": build(GRPOConfig(group_size=3, kl=KLConfig(coef=0.1), entropy_coef=0.01)),
-    "dr_grpo": build(GRPOConfig(group_size=3, advantage=GroupRelative(scale="none"), weighting="fixed_length", fixed_length=6)),
+    "dr_grpo": build(
+        GRPOConfig(
+            group_size=3,
+            advantage=GroupRelative(scale="none"),
+            weighting="fixed_length",
+            fixed_length=6,
+        )
+    ),
 }
 
 
@@ -97,7 +119,9 @@ def test_gradient_of_experts_does_not_depend_on_the_micro_batches():
     """Of which some have no token for some expert."""
     batch, terms = prepared(ALGORITHMS["grpo"])
     whole, _ = gradient(learner(net=model(**EXPERTS)), batch, terms)
-    split, _ = gradient(learner(LocalConfig(micro_batch_tokens=1), net=model(**EXPERTS)), batch, terms)
+    split, _ = gradient(
+        learner(LocalConfig(micro_batch_tokens=1), net=model(**EXPERTS)), batch, terms
+    )
     torch.testing.assert_close(split, whole, rtol=1e-10, atol=1e-13)
 
 
@@ -124,20 +148,26 @@ def test_chunks_of_the_head_change_nothing(monkeypatch):
 def test_checkpointing_changes_nothing(fields):
     batch, terms = prepared(ALGORITHMS["grpo"])
     whole, _ = gradient(learner(net=model(**fields)), batch, terms)
-    again, _ = gradient(learner(LocalConfig(activation_checkpointing=True), net=model(**fields)), batch, terms)
+    again, _ = gradient(
+        learner(LocalConfig(activation_checkpointing=True), net=model(**fields)), batch, terms
+    )
     torch.testing.assert_close(again, whole, rtol=1e-12, atol=1e-14)
 
 
 def test_scores_are_logprobs_of_each_sequence_alone_under_its_temperature():
     net, made = model(), groups()
     batch = pack(made)
-    columns = asyncio.run(learner(LocalConfig(micro_batch_tokens=9), net=net).score(batch, ["logprobs", "entropy"]))
+    columns = asyncio.run(
+        learner(LocalConfig(micro_batch_tokens=9), net=net).score(batch, ["logprobs", "entropy"])
+    )
     start = 0
     for trajectory in (t for group in made for t in group.trajectories):
         tokens = torch.from_numpy(trajectory.tokens)
         with torch.no_grad():
             hidden = net.hidden(tokens, torch.arange(len(tokens)), [len(tokens)])
-            table = (hidden.double() @ net.decoder.head_weight.T / trajectory.temperature).log_softmax(-1)
+            table = (
+                hidden.double() @ net.decoder.head_weight.T / trajectory.temperature
+            ).log_softmax(-1)
         for t in range(len(tokens)):
             trains = bool(trajectory.trainable[t])
             logprob = table[t - 1, tokens[t]] if trains else torch.zeros(())
@@ -148,8 +178,13 @@ def test_scores_are_logprobs_of_each_sequence_alone_under_its_temperature():
 
 
 def test_greedy_rows_are_scored_under_temperature_one():
-    one, zero = (pack([make_group("g", [make_trajectory([1, 2], [3, 4], reward=0.0, temperature=t)])]) for t in (1.0, 0.0))
-    scored = [asyncio.run(learner().score(batch, ["logprobs"]))["logprobs"] for batch in (one, zero)]
+    one, zero = (
+        pack([make_group("g", [make_trajectory([1, 2], [3, 4], reward=0.0, temperature=t)])])
+        for t in (1.0, 0.0)
+    )
+    scored = [
+        asyncio.run(learner().score(batch, ["logprobs"]))["logprobs"] for batch in (one, zero)
+    ]
     assert torch.equal(*scored)
 
 
@@ -168,9 +203,14 @@ def test_values_and_scores_read_the_states_they_should():
 
 
 def test_the_first_update_is_adamw_by_hand():
-    """Step one of AdamW moves every coordinate by lr * g / (|g| + eps), after weight decay on matrices."""
+    """Step one of AdamW moves every coordinate by lr * g / (|g| + eps), after weight decay on
+    matrices."""
     batch, terms = prepared(ALGORITHMS["sft"])
-    made = learner(optimizer=OptimizerConfig(lr=0.01, eps=1e-8, weight_decay=0.1, max_grad_norm=None, warmup_steps=2))
+    made = learner(
+        optimizer=OptimizerConfig(
+            lr=0.01, eps=1e-8, weight_decay=0.1, max_grad_norm=None, warmup_steps=2
+        )
+    )
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
     gradient(made, batch, terms)
     grads = {name: p.grad.clone() for name, p in made.model.named_parameters()}
@@ -189,7 +229,8 @@ def test_clipping_scales_the_whole_gradient():
     seen = {}
     step = made.optimizer.step
     made.optimizer.step = lambda lr: (
-        seen.update(norm=torch.cat([p.grad.flatten() for p in made.model.parameters()]).norm()) or step(lr)
+        seen.update(norm=torch.cat([p.grad.flatten() for p in made.model.parameters()]).norm())
+        or step(lr)
     )
     metrics = asyncio.run(made.update(batch, terms))
     assert metrics["grad_norm"] > 0.5
@@ -198,7 +239,9 @@ def test_clipping_scales_the_whole_gradient():
 
 def test_a_step_without_weight_is_skipped_and_said():
     algorithm = ALGORITHMS["grpo"]
-    silent = [make_group("g", [make_trajectory([1], [], reward=float(i), attempt=i) for i in range(2)])]
+    silent = [
+        make_group("g", [make_trajectory([1], [], reward=float(i), attempt=i) for i in range(2)])
+    ]
     batch, terms = prepared(algorithm, silent)
     made = learner()
     before = [p.detach().clone() for p in made.model.parameters()]
@@ -209,7 +252,10 @@ def test_a_step_without_weight_is_skipped_and_said():
 
 def test_dropping_groups_without_signal_is_training_on_the_others_alone():
     made = groups()
-    drop, keep = (build(GRPOConfig(group_size=3, kl=KLConfig(coef=0.1), equal_rewards=how)) for how in ("drop", "keep"))
+    drop, keep = (
+        build(GRPOConfig(group_size=3, kl=KLConfig(coef=0.1), equal_rewards=how))
+        for how in ("drop", "keep")
+    )
     rewards = [[t.reward for t in group.trajectories] for group in made]
     others = [group for group, r in zip(made, rewards, strict=True) if max(r) > min(r)]
     assert 0 < len(others) < len(made)
@@ -222,7 +268,9 @@ def test_dropping_groups_without_signal_is_training_on_the_others_alone():
 
 @pytest.mark.fault("R6")
 def test_all_equal_rewards_give_no_gradient():
-    equal = [make_group("g", [make_trajectory([1], [2, 3], reward=0.1, attempt=i) for i in range(3)])]
+    equal = [
+        make_group("g", [make_trajectory([1], [2, 3], reward=0.1, attempt=i) for i in range(3)])
+    ]
     batch, terms = prepared(build(GRPOConfig(group_size=3)), equal)
     found, _ = gradient(learner(), batch, terms)
     assert not found.any()
@@ -238,7 +286,8 @@ def test_non_finite_steps_change_nothing_and_stop_the_run_in_the_end():
     before = [p.detach().clone() for p in made.model.parameters()]
     for _ in range(2):
         assert asyncio.run(made.update(poisoned, terms))["skipped_nonfinite"] == 1.0
-    assert asyncio.run(made.update(batch, terms))["skipped_nonfinite"] == 0.0  # a good one in between resets the count
+    # a good one in between resets the count
+    assert asyncio.run(made.update(batch, terms))["skipped_nonfinite"] == 0.0
     after = [p.detach().clone() for p in made.model.parameters()]
     assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     for _ in range(2):
@@ -250,7 +299,9 @@ def test_non_finite_steps_change_nothing_and_stop_the_run_in_the_end():
 
 def test_the_average_follows_the_steps_that_were_taken_and_is_exported_beside_the_weights(tmp_path):
     batch, terms = prepared(ALGORITHMS["sft"])
-    made = learner(net=model(dtype=torch.float32), optimizer=OptimizerConfig(lr=1e-2, ema_decay=0.75))
+    made = learner(
+        net=model(dtype=torch.float32), optimizer=OptimizerConfig(lr=1e-2, ema_decay=0.75)
+    )
     embedding = lambda net: dict(net.canonical_weights())["model.embed_tokens.weight"].clone()  # noqa: E731
     before = embedding(made.model)
     asyncio.run(made.update(batch, terms))
@@ -304,7 +355,9 @@ def test_a_frozen_role_scores_and_has_no_optimizer():
 
 def test_entropy_alone_needs_no_logprobs():
     algorithm = Algorithm(
-        "x", {"policy": (Term("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"})),)}, source="rows"
+        "x",
+        {"policy": (Term("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"})),)},
+        source="rows",
     )
     batch = algorithm.weigh(pack(groups()), AlgoState())
     before = asyncio.run(learner().update(batch, algorithm.losses["policy"]))
@@ -322,11 +375,17 @@ def test_an_entropy_that_no_loss_uses_is_measured_without_gradient(tokens):
     torch.testing.assert_close(slopes, alone, rtol=1e-12, atol=1e-14)
     assert set(sums) - set(others) == {"entropy/entropy"}
     found = asyncio.run(made.score(batch, ["entropy"]))["entropy"]
-    assert float(sums["entropy/entropy"]) == pytest.approx(float(found[batch.trainable_T].mean()), rel=1e-12)
+    assert float(sums["entropy/entropy"]) == pytest.approx(
+        float(found[batch.trainable_T].mean()), rel=1e-12
+    )
     micro = batch.take(weighing_rows(batch, terms))
     hand = made.hands[0]
     assert hand.outputs(micro, hand.hidden(micro), {"entropy"}).need("entropy").requires_grad
-    assert not hand.outputs(micro, hand.hidden(micro), {"entropy"}, measured={"entropy"}).need("entropy").requires_grad
+    assert (
+        not hand.outputs(micro, hand.hidden(micro), {"entropy"}, measured={"entropy"})
+        .need("entropy")
+        .requires_grad
+    )
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 4, VOCAB, VOCAB + 9])
@@ -349,11 +408,16 @@ def test_the_likeliest_tokens_and_the_rest_of_the_mass(top_k, tokens):
 
 @pytest.mark.parametrize("rows", [3, 10_000])
 def test_distillation_through_the_learner_is_the_kl_of_the_two_models(rows, monkeypatch):
-    """Forward KL over the whole vocabulary and over the likeliest tokens, by the models' own softmax; value and gradient."""
+    """Forward KL over the whole vocabulary and over the likeliest tokens, by the models' own
+    softmax; value and gradient."""
     monkeypatch.setattr("ratchet.learners.compute.forward.rows_per_chunk", lambda *_: rows)
     batch, teacher = pack(groups()), learner(net=model(seed=4))
     for top_k, all_of_it in ((0, True), (3, False)):
-        algorithm = construct(resolve("algorithm", {"kind": "distill_off_policy", "teacher": "x", "top_k": top_k or None}))
+        algorithm = construct(
+            resolve(
+                "algorithm", {"kind": "distill_off_policy", "teacher": "x", "top_k": top_k or None}
+            )
+        )
         filled = asyncio.run(fill(batch, algorithm, {"teacher": teacher}))
         weighed = algorithm.weigh(filled, AlgoState())
         made = learner()
@@ -376,7 +440,8 @@ def test_distillation_through_the_learner_is_the_kl_of_the_two_models(rows, monk
 
 
 def softmax_before(net, batch):
-    """log p of every token of the vocabulary at each place, [T, V], under the rows' temperatures."""
+    """log p of every token of the vocabulary at each place, [T, V], under the rows'
+    temperatures."""
     hidden = net.hidden(batch.tokens_T, batch.positions_T, batch.lengths_S.tolist())
     temperature_T = batch.temperature_S[batch.sequence_T][:, None]
     return (net.logits(hidden) / temperature_T).log_softmax(-1).roll(1, 0)
@@ -390,9 +455,14 @@ def test_gradients_reach_the_head_and_the_body(name):
     returns = torch.linspace(-1, 1, batch.n_tokens, dtype=torch.float64)
     algorithm = construct(resolve("algorithm", {"kind": "ppo"}))
     weighed = algorithm.weigh(
-        batch.fill_tokens(returns=returns, values=torch.zeros_like(returns), valued=batch.trainable_T), AlgoState()
+        batch.fill_tokens(
+            returns=returns, values=torch.zeros_like(returns), valued=batch.trainable_T
+        ),
+        AlgoState(),
     )
-    term = replace(algorithm.losses["critic"][0], fn=squared_gap if name == "token_scores" else value_loss)
+    term = replace(
+        algorithm.losses["critic"][0], fn=squared_gap if name == "token_scores" else value_loss
+    )
     term = replace(term, needs=frozenset({name}))
     found, _ = gradient(made, weighed, [term])
     net, own = model(), ScalarHead(16).init_weights(1, std=0.5).double()
@@ -416,7 +486,9 @@ def test_clipped_steps_are_torchs_own_in_float64(kind):
     made, reference = learner(optimizer=options), learner(optimizer=options)
     named = list(reference.hands[0].parameters())
     decayed = [[p for _, p in named if p.dim() >= 2], [p for _, p in named if p.dim() < 2]]
-    sets = [{"params": ps, "weight_decay": decay} for ps, decay in zip(decayed, (0.1, 0.0), strict=True)]
+    sets = [
+        {"params": ps, "weight_decay": decay} for ps, decay in zip(decayed, (0.1, 0.0), strict=True)
+    ]
     theirs = torch.optim.AdamW(sets, lr=1e-2, betas=options.betas, eps=options.eps, fused=True)
     batch, terms = prepared(ALGORITHMS[kind])
     for _ in range(4):

@@ -1,4 +1,5 @@
-"""The local learner trains an adapter: the reference below it, checkpoints of it alone, dropout that can be repeated."""
+"""The local learner trains an adapter: the reference below it, checkpoints of it alone, dropout
+that can be repeated."""
 
 import asyncio
 
@@ -39,7 +40,9 @@ def policy(adapter=None, *, seed=0, dtype=torch.float32):
 def learner(net=None, *, lora=LORA, config=None, **options):
     net = net or policy(Adapter(lora, seed=5))
     optimizer = options.pop("optimizer", OptimizerConfig(lr=1e-2))
-    return LocalLearner(config or LocalConfig(), net, optimizer=optimizer, total_steps=10, **options)
+    return LocalLearner(
+        config or LocalConfig(), net, optimizer=optimizer, total_steps=10, **options
+    )
 
 
 def logprobs(made):
@@ -79,14 +82,22 @@ def test_the_gradient_is_that_of_the_merged_matrix():
             parameter.add_(0.1)
     made = learner(net)
     whole = policy(dtype=torch.float64)
-    for (_, to), weight in zip(whole.canonical_weights(), made.model.merged_weights().values(), strict=True):
+    for (_, to), weight in zip(
+        whole.canonical_weights(), made.model.merged_weights().values(), strict=True
+    ):
         to.copy_(weight.to("cpu", torch.float64, copy=True))
     full = learner(whole)
     for each in (made, full):
         each._accumulate(batch, terms)
-    linear, matrix = net.decoder.layers["1"].self_attn.qkv_proj, whole.decoder.layers["1"].self_attn.qkv_proj.weight
+    linear, matrix = (
+        net.decoder.layers["1"].self_attn.qkv_proj,
+        whole.decoder.layers["1"].self_attn.qkv_proj.weight,
+    )
     for span, (a, b), grad_a in zip(
-        linear.adapter.spans, linear.adapter.factors(), linear.adapter.lora_A.grad.split(2), strict=True
+        linear.adapter.spans,
+        linear.adapter.factors(),
+        linear.adapter.lora_A.grad.split(2),
+        strict=True,
     ):
         expected = LORA.scale * b.T @ matrix.grad[span.start : span.stop]
         torch.testing.assert_close(grad_a, expected, rtol=1e-9, atol=1e-12)
@@ -105,7 +116,9 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(dropout, t
     again = learner(lora=lora)
     again.load(tmp_path)
     asyncio.run(again.update(batch, terms))
-    for (name, ours), (_, theirs) in zip(made.model.named_parameters(), again.model.named_parameters(), strict=True):
+    for (name, ours), (_, theirs) in zip(
+        made.model.named_parameters(), again.model.named_parameters(), strict=True
+    ):
         assert torch.equal(ours, theirs), name
 
 
@@ -118,7 +131,9 @@ def test_a_checkpoint_of_another_base_is_refused(tmp_path):
 def test_activations_that_are_computed_again_drop_the_same():
     lora = LORA.model_copy(update={"dropout": 0.5})
     batch, terms = prepared(ALGORITHMS["grpo"])
-    made = [learner(lora=lora, config=LocalConfig(activation_checkpointing=on)) for on in (False, True)]
+    made = [
+        learner(lora=lora, config=LocalConfig(activation_checkpointing=on)) for on in (False, True)
+    ]
     for each in made:
         each._accumulate(batch, terms)
     for (name, a), (_, b) in zip(made[0].model.trained(), made[1].model.trained(), strict=True):
@@ -133,10 +148,15 @@ def test_export_writes_the_merged_model_the_base_and_the_adapter(tmp_path):
     made.export(tmp_path / "average", averaged=True)
     made.export(tmp_path / "base", part="base")
     made.export(tmp_path / "adapter", part="adapter")
-    merged, average = (LocalLearner(LocalConfig(), load_policy(tmp_path / name)) for name in ("all", "average"))
+    merged, average = (
+        LocalLearner(LocalConfig(), load_policy(tmp_path / name)) for name in ("all", "average")
+    )
     torch.testing.assert_close(logprobs(merged), logprobs(made), rtol=1e-5, atol=1e-6)
     assert not torch.allclose(logprobs(average), logprobs(made), atol=1e-3)
-    assert torch.equal(logprobs(LocalLearner(LocalConfig(), load_policy(tmp_path / "base"))), logprobs(BaseView(made)))
+    assert torch.equal(
+        logprobs(LocalLearner(LocalConfig(), load_policy(tmp_path / "base"))),
+        logprobs(BaseView(made)),
+    )
     assert sorted(path.name for path in (tmp_path / "adapter").glob("adapter_*")) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -167,7 +187,9 @@ def test_roles_share_the_base():
     own = dict(net.named_parameters())
     for name, parameter in critic.model.named_parameters():
         assert (parameter is own[name]) == (not of_adapter(name)), name
-    assert [name for name, _ in critic.hands[0].parameters() if not of_adapter(name)] == ["head.weight"]
+    assert [name for name, _ in critic.hands[0].parameters() if not of_adapter(name)] == [
+        "head.weight"
+    ]
 
 
 def test_another_stage_begins_with_what_the_one_before_has_learned():
@@ -193,7 +215,11 @@ def replace_rank(lora, rank):
 def test_no_two_micro_batches_drop_the_same(workers, monkeypatch):
     """Steps of 15, 4, 6 and 3 rows: neither the step's size nor the row decides what is dropped."""
     seeds, plain = [], Forward.learn
-    monkeypatch.setattr(Forward, "learn", lambda self, *args, seed: seeds.append(seed) or plain(self, *args, seed=seed))
+    monkeypatch.setattr(
+        Forward,
+        "learn",
+        lambda self, *args, seed: seeds.append(seed) or plain(self, *args, seed=seed),
+    )
     lora = LORA.model_copy(update={"dropout": 0.3})
     made = learner(lora=lora, config=LocalConfig(workers=workers, micro_batch_tokens=8))
     batch, terms = prepared(ALGORITHMS["sft"])

@@ -1,5 +1,5 @@
-"""A learner by Megatron Core computes what one process computes: losses, gradients, weights, columns. Its checkpoints go on
-with any other number of ranks."""
+"""A learner by Megatron Core computes what one process computes: losses, gradients, weights,
+columns. Its checkpoints go on with any other number of ranks."""
 
 from functools import cache
 
@@ -19,15 +19,24 @@ CASES = {
     "tp2": ("tied", {"tensor_parallel": 2}),
     "tp2 sequence": ("untied", {**SEQUENCE, "recompute": "full"}),
     "pp2": ("tied", {"pipeline_parallel": 2, "recompute": "attention"}),
-    "pp2 interleaved": ("untied", {"pipeline_parallel": 2, "pipeline_chunks": 2, "overlap_gradients": True}),
+    "pp2 interleaved": (
+        "untied",
+        {"pipeline_parallel": 2, "pipeline_chunks": 2, "overlap_gradients": True},
+    ),
     "cp2": ("tied", {"context_parallel": 2}),
     "ep2": ("sparse", {"data_parallel": 2, "expert_parallel": 2}),
-    "ep2 whole optimizer": ("sparse", {"data_parallel": 2, "expert_parallel": 2, "distributed_optimizer": False}),
+    "ep2 whole optimizer": (
+        "sparse",
+        {"data_parallel": 2, "expert_parallel": 2, "distributed_optimizer": False},
+    ),
     "sparse tp2": ("sparse", SEQUENCE),
     "tp2 x pp2": ("tied", {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "tp2 x dp2": ("untied", {**SEQUENCE, "data_parallel": 2}),
     "cp2 x tp2": ("tied", {**SEQUENCE, "context_parallel": 2}),
-    "pp2 x ep2": ("sparse", {"pipeline_parallel": 2, "data_parallel": 2, "expert_parallel": 2, "recompute": "full"}),
+    "pp2 x ep2": (
+        "sparse",
+        {"pipeline_parallel": 2, "data_parallel": 2, "expert_parallel": 2, "recompute": "full"},
+    ),
     "ep2 of dp4": ("sparse", {"data_parallel": 4, "expert_parallel": 2}),
 }
 KINDS = ("grpo", "sft")
@@ -36,15 +45,34 @@ READERS = {"tp2": SAVED, "pp2": {"pipeline_parallel": 2}, "dp2": {"data_parallel
 
 
 def world(options):
-    return torch.tensor([options.get(f"{key}_parallel", 1) for key in ("data", "tensor", "pipeline", "context")]).prod().item()
+    return (
+        torch.tensor(
+            [options.get(f"{key}_parallel", 1) for key in ("data", "tensor", "pipeline", "context")]
+        )
+        .prod()
+        .item()
+    )
 
 
 @cache
 def computed(size):
     """By (name, kind): what each of so many ranks found."""
-    names = [(name, kind) for name, (_, options) in CASES.items() if world(options) == size for kind in KINDS]
-    cases = [{"shape": CASES[name][0], "kind": kind, "options": CASES[name][1]} for name, kind in names]
-    return dict(zip(names, by_case(run_ranks(size, "learners.megatron_cases:run", cases, timeout_s=240)), strict=False))
+    names = [
+        (name, kind)
+        for name, (_, options) in CASES.items()
+        if world(options) == size
+        for kind in KINDS
+    ]
+    cases = [
+        {"shape": CASES[name][0], "kind": kind, "options": CASES[name][1]} for name, kind in names
+    ]
+    return dict(
+        zip(
+            names,
+            by_case(run_ranks(size, "learners.megatron_cases:run", cases, timeout_s=240)),
+            strict=False,
+        )
+    )
 
 
 def by_case(results):
@@ -57,9 +85,12 @@ def expected(shape, kind):
 
 
 def check_alike(found, answers, expected, kind, *, first=0, rtol=1e-5, least=0.0):
-    """answers: ranks that know the numbers of a step. least: how far apart any two entries of a weight may be."""
+    """answers: ranks that know the numbers of a step. least: how far apart any two entries of a
+    weight may be."""
     metrics, weights, columns = expected
-    assert not [text for text in found if isinstance(text, str)], "\n".join(text for text in found if isinstance(text, str))
+    assert not [text for text in found if isinstance(text, str)], "\n".join(
+        text for text in found if isinstance(text, str)
+    )
     for rank in answers:
         for mine, wanted in zip(found[rank][0], metrics[first:], strict=True):
             assert mine.keys() == wanted.keys()
@@ -72,7 +103,9 @@ def check_alike(found, answers, expected, kind, *, first=0, rtol=1e-5, least=0.0
         torch.testing.assert_close(whole[name], tensor, rtol=rtol, atol=atol, msg=name)
     scored = columns_of(found, weighed(kind, 0)[0])
     for name, column in columns.items():
-        torch.testing.assert_close(scored[name], column, rtol=rtol, atol=rtol * float(column.abs().max()), msg=name)
+        torch.testing.assert_close(
+            scored[name], column, rtol=rtol, atol=rtol * float(column.abs().max()), msg=name
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,20 +119,29 @@ def test_ranks_compute_what_one_process_does(name, kind):
     check_alike(found[name, kind], last, expected(shape, kind), kind)
 
 
-@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}], ids=str
+)
 def test_a_critic_is_a_head_on_the_last_stage(options):
     (found,) = by_case(
-        run_ranks(2, "learners.megatron_cases:run", [{"shape": "untied", "kind": "ppo", "options": options}], timeout_s=120)
+        run_ranks(
+            2,
+            "learners.megatron_cases:run",
+            [{"shape": "untied", "kind": "ppo", "options": options}],
+            timeout_s=120,
+        )
     )
     check_alike(found, [1], expected("untied", "ppo"), "ppo")
 
 
 def test_no_rank_ever_holds_the_whole_model(tmp_path):
-    """What it allocates at once is at most its buffer of gradients, about a fourth of the model; and its peak is a fourth of
-    that of one process: with the model gathered it would be a third."""
+    """What it allocates at once is at most its buffer of gradients, about a fourth of the model;
+    and its peak is a fourth of that of one process: with the model gathered it would be a third."""
     held, options = "learners.megatron_cases:held", {**SEQUENCE, "pipeline_parallel": 2}
     ((_, alone, _, _),) = run_ranks(1, held, str(tmp_path / "alone"), {}, timeout_s=120)
-    for largest, peak, own, whole in run_ranks(4, held, str(tmp_path / "ranks"), options, timeout_s=120):
+    for largest, peak, own, whole in run_ranks(
+        4, held, str(tmp_path / "ranks"), options, timeout_s=120
+    ):
         assert largest <= 1.05 * own
         assert peak < 0.28 * alone
         assert peak + whole > 0.3 * alone
@@ -121,17 +163,25 @@ def test_routes_are_replayed_and_losses_of_routers_reach_them():
     assert len(results) == len(cases)
 
 
-@pytest.mark.parametrize(("shape", "distributed"), [("tied", True), ("sparse", True), ("untied", False)])
+@pytest.mark.parametrize(
+    ("shape", "distributed"), [("tied", True), ("sparse", True), ("untied", False)]
+)
 def test_a_checkpoint_of_tp2_goes_on_with_any_division(shape, distributed, tmp_path):
     written = str(tmp_path)
     sequence = {"sequence_parallel": True} if shape == "sparse" else {}
 
     def case(division, **more):
-        options = {**division, **(sequence if "tensor_parallel" in division else {}), "distributed_optimizer": distributed}
+        options = {
+            **division,
+            **(sequence if "tensor_parallel" in division else {}),
+            "distributed_optimizer": distributed,
+        }
         return {"shape": shape, "kind": "grpo", "options": options, **more}
 
     first = case(SAVED, steps=2, saved_to=written)
-    others = [case(division, first=2, steps=1, loaded_from=written) for division in READERS.values()]
+    others = [
+        case(division, first=2, steps=1, loaded_from=written) for division in READERS.values()
+    ]
     results = by_case(run_ranks(2, "learners.megatron_cases:run", [first, *others], timeout_s=240))
     for found in results[1:]:
         check_alike(found, [1], expected(shape, "grpo"), "grpo", first=2)

@@ -1,4 +1,5 @@
-"""An adapter on Megatron's layers: what one process makes of it, whatever divides the base below it."""
+"""An adapter on Megatron's layers: what one process makes of it, whatever divides the base below
+it."""
 
 from functools import cache
 
@@ -20,9 +21,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("megatron")]
 
 STEPS = 3
 EVERY = Adapter(LoRAConfig(rank=2, alpha=4.0), seed=5)
-SOME = Adapter(LoRAConfig(rank=3, alpha=4.0, target_modules=("q_proj", "v_proj", "o_proj", "up_proj"), rslora=True), seed=5)
-ATTENTION = Adapter(LoRAConfig(rank=3, alpha=4.0, target_modules=("q_proj", "k_proj", "o_proj")), seed=5)
-ONE_STAGE = Adapter(LoRAConfig(rank=2, alpha=4.0, target_modules=("gate_proj", "down_proj")), seed=5)
+SOME = Adapter(
+    LoRAConfig(
+        rank=3, alpha=4.0, target_modules=("q_proj", "v_proj", "o_proj", "up_proj"), rslora=True
+    ),
+    seed=5,
+)
+ATTENTION = Adapter(
+    LoRAConfig(rank=3, alpha=4.0, target_modules=("q_proj", "k_proj", "o_proj")), seed=5
+)
+ONE_STAGE = Adapter(
+    LoRAConfig(rank=2, alpha=4.0, target_modules=("gate_proj", "down_proj")), seed=5
+)
 CASES = {
     "dp2": ("tied", {"data_parallel": 2, "overlap_gradients": True}, EVERY),
     "tp2": ("tied", {"tensor_parallel": 2}, EVERY),
@@ -36,15 +46,31 @@ CASES = {
     "tp2 x dp2": ("untied", {"tensor_parallel": 2, "data_parallel": 2}, SOME),
 }
 KINDS = ("grpo", "sft")
-ROUNDING = 2e-6  # of B's entries: they begin at 0, and AdamW steps by lr g / (|g| + eps), where g may be all rounding
+# of B's entries: they begin at 0, and AdamW steps by lr g / (|g| + eps), where g may be all
+# rounding
+ROUNDING = 2e-6
 
 
 @cache
 def computed(size):
     """By (name, kind): what each of so many ranks found."""
-    names = [(name, kind) for name, (_, options, _) in CASES.items() if world(options) == size for kind in KINDS]
-    cases = [{"shape": CASES[n][0], "kind": kind, "options": CASES[n][1], "adapter": CASES[n][2]} for n, kind in names]
-    return dict(zip(names, by_case(run_ranks(size, "learners.megatron_cases:run", cases, timeout_s=240)), strict=False))
+    names = [
+        (name, kind)
+        for name, (_, options, _) in CASES.items()
+        if world(options) == size
+        for kind in KINDS
+    ]
+    cases = [
+        {"shape": CASES[n][0], "kind": kind, "options": CASES[n][1], "adapter": CASES[n][2]}
+        for n, kind in names
+    ]
+    return dict(
+        zip(
+            names,
+            by_case(run_ranks(size, "learners.megatron_cases:run", cases, timeout_s=240)),
+            strict=False,
+        )
+    )
 
 
 @cache
@@ -59,7 +85,9 @@ def check_adapted(found, options, shape, kind, adapter, *, first=0):
     check_alike(found, last, wanted, kind, first=first, least=ROUNDING)
     mine, theirs = (together(weights, adapter) for weights in (assembled(found), wanted[1]))
     for name, weight in theirs.items():
-        torch.testing.assert_close(mine[name], weight, rtol=1e-5, atol=1e-5 * float(weight.abs().max()), msg=name)
+        torch.testing.assert_close(
+            mine[name], weight, rtol=1e-5, atol=1e-5 * float(weight.abs().max()), msg=name
+        )
     base = dict(init_policy(SHAPES[shape], seed=SEED).canonical_weights())
     assert all(torch.equal(wanted[1][name], weight) for name, weight in base.items())
     assert any(not torch.equal(theirs[name], weight) for name, weight in base.items())
@@ -84,10 +112,17 @@ def test_ranks_train_the_adapter_that_one_process_does(name, kind):
 def test_a_layer_that_is_computed_again_drops_the_same():
     dropping = Adapter(LoRAConfig(rank=2, alpha=4.0, dropout=0.3), seed=5)
     options = [{**SEQUENCE, "recompute": again} for again in ("none", "full")]
-    cases = [{"shape": "tied", "kind": "grpo", "options": own, "adapter": dropping} for own in options]
-    kept, again = (found[0][0] for found in by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=120)))
+    cases = [
+        {"shape": "tied", "kind": "grpo", "options": own, "adapter": dropping} for own in options
+    ]
+    kept, again = (
+        found[0][0]
+        for found in by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=120))
+    )
     assert kept == again
-    assert kept[0]["grad_norm"] != pytest.approx(expected("tied", "grpo", EVERY)[0][0]["grad_norm"], rel=1e-3)
+    assert kept[0]["grad_norm"] != pytest.approx(
+        expected("tied", "grpo", EVERY)[0][0]["grad_norm"], rel=1e-3
+    )
 
 
 def test_a_critic_has_an_adapter_and_a_head():
@@ -115,13 +150,18 @@ def test_a_checkpoint_of_tp2_goes_on_with_any_division(distributed, tmp_path):
         check_adapted(found, options, "tied", "grpo", EVERY, first=2)
     assert len(results) == len(cases)
     assert all("holds an adapter of another base" in text for text in results[-1])
-    assert all(".lora_" in name for name in DcpFiles(tmp_path / "own" / "megatron").tensors), "the base was saved too"
+    assert all(".lora_" in name for name in DcpFiles(tmp_path / "own" / "megatron").tensors), (
+        "the base was saved too"
+    )
 
 
 def test_the_reference_is_the_base_and_the_export_is_pefts(tmp_path):
-    """At TP2 x PP2: adapter off, columns are the base's, bit for bit; what is exported has the base, the adapter, or both."""
+    """At TP2 x PP2: adapter off, columns are the base's, bit for bit; what is exported has the
+    base, the adapter, or both."""
     options = {**SEQUENCE, "pipeline_parallel": 2}
-    found = run_ranks(4, "learners.megatron_cases:apart", "untied", options, SOME, str(tmp_path), timeout_s=120)
+    found = run_ranks(
+        4, "learners.megatron_cases:apart", "untied", options, SOME, str(tmp_path), timeout_s=120
+    )
     for base, off, on, again in (columns for columns in found if columns is not None):
         assert torch.equal(base, off)
         assert torch.equal(base, again), "the first step's adapter changes something"
@@ -133,5 +173,7 @@ def test_the_reference_is_the_base_and_the_export_is_pefts(tmp_path):
     assert all(torch.equal(weight, fresh[name]) for name, weight in exported.canonical_weights())
     stored = load_adapter(tmp_path / "adapter")
     assert set(stored.names) == set(SOME.lora.target_modules)
-    for name, weight in together({**dict(exported.canonical_weights()), **stored.weights}, SOME).items():
+    for name, weight in together(
+        {**dict(exported.canonical_weights()), **stored.weights}, SOME
+    ).items():
         assert torch.equal(weight, merged_in_one[name]), name

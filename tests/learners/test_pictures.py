@@ -1,4 +1,5 @@
-"""Learners of models that read pictures: whatever a micro-batch holds, and however many ranks, one gradient."""
+"""Learners of models that read pictures: whatever a micro-batch holds, and however many ranks, one
+gradient."""
 
 import pickle
 from dataclasses import replace
@@ -24,7 +25,12 @@ def row(family, messages):
 
 
 def batch_of(family, *numbers):
-    return pack([make_group(f"g{place}", [row(family, dialogues()[number])]) for place, number in enumerate(numbers)])
+    return pack(
+        [
+            make_group(f"g{place}", [row(family, dialogues()[number])])
+            for place, number in enumerate(numbers)
+        ]
+    )
 
 
 def close(found, expected, bound=1e-6):
@@ -32,7 +38,11 @@ def close(found, expected, bound=1e-6):
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(
-            found[name], weight, rtol=bound, atol=bound / 10, msg=lambda text, name=name: f"{name}: {text}"
+            found[name],
+            weight,
+            rtol=bound,
+            atol=bound / 10,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -41,12 +51,19 @@ def close(found, expected, bound=1e-6):
 def test_micro_batches_change_nothing(family, towers):
     batches = [batch_of(family, 0, 1, 2), batch_of(family, 1, 2)]
     first = {
-        name: weight.clone() for name, weight in load_policy(model_directory(family), dtype=torch.float64).canonical_weights()
+        name: weight.clone()
+        for name, weight in load_policy(
+            model_directory(family), dtype=torch.float64
+        ).canonical_weights()
     }
-    together, alone = (local(model_directory(family), towers, batches, tokens=tokens) for tokens in (4096, 1))
+    together, alone = (
+        local(model_directory(family), towers, batches, tokens=tokens) for tokens in (4096, 1)
+    )
     close(alone[1], together[1])
     torch.testing.assert_close(alone[2], together[2], rtol=1e-6, atol=1e-7)
-    assert [m["loss"] for m in alone[0]] == pytest.approx([m["loss"] for m in together[0]], rel=1e-7)
+    assert [m["loss"] for m in alone[0]] == pytest.approx(
+        [m["loss"] for m in together[0]], rel=1e-7
+    )
     still = {name for name in first if torch.equal(first[name], together[1][name])}
     visual = {name for name in first if name.startswith("model.visual.")}
     assert still == (visual if towers == "frozen" else set())
@@ -54,7 +71,9 @@ def test_micro_batches_change_nothing(family, towers):
 
 def test_a_batch_in_float32_is_scored_as_one_row_after_the_other():
     batch = batch_of("qwen2_5_vl", 0, 1, 2, 0)
-    *_, together, learner = local(model_directory(), "frozen", [batch], tokens=4096, dtype=torch.float32)
+    *_, together, learner = local(
+        model_directory(), "frozen", [batch], tokens=4096, dtype=torch.float32
+    )
     *_, alone, _ = local(model_directory(), "frozen", [batch], tokens=1, dtype=torch.float32)
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
     assert learner.hands[0].model.packs
@@ -67,7 +86,13 @@ def test_fsdp2_on_two_ranks_is_one_process(family, towers, tmp_path):
     batches = [batch_of(family, 0, 1), batch_of(family, 1, 1), batch_of(family, 0, 1, 2, 1, 2)]
     expected = local(model_directory(family), towers, batches)
     results = run_ranks(
-        2, "learners.picture_cases:ranked", 2, model_directory(family), towers, pickle.dumps(batches), tmp_path / "saved"
+        2,
+        "learners.picture_cases:ranked",
+        2,
+        model_directory(family),
+        towers,
+        pickle.dumps(batches),
+        tmp_path / "saved",
     )
     assert sorted(map(sum, (pictures[0] for _, _, pictures in results))) == [0, 3]
     assert [sum(pictures[1]) for _, _, pictures in results] == [0, 0]
@@ -78,10 +103,16 @@ def test_fsdp2_on_two_ranks_is_one_process(family, towers, tmp_path):
     for _, blocks, _ in results:
         for name, shape, offsets, tensor, rests in blocks:
             whole = found.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
-            whole[tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))] = tensor
+            whole[tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))] = (
+                tensor
+            )
             resting |= {name} if rests else set()
     close(found, expected[1])
-    assert resting == ({name for name in found if name.startswith("model.visual.")} if towers == "frozen" else set())
+    assert resting == (
+        {name for name in found if name.startswith("model.visual.")}
+        if towers == "frozen"
+        else set()
+    )
 
 
 def test_a_checkpoint_leaves_towers_at_rest_out_and_knows_them(tmp_path):
@@ -113,5 +144,8 @@ def test_a_rank_gets_each_picture_once_without_its_file():
         [one.start for one in placed] for part in copies for placed in part.media_S
     ]
     written = pickle.dumps(sent)
-    assert all(written.count(medium.inputs["pixel_values"].tobytes()) == 1 for medium in {id(m): m for m in media}.values())
+    assert all(
+        written.count(medium.inputs["pixel_values"].tobytes()) == 1
+        for medium in {id(m): m for m in media}.values()
+    )
     assert light([replace(batch, media_S=())])[0].media_S == ()

@@ -1,4 +1,5 @@
-"""Models that transformers runs, divided by the plans of their architectures, compute what one process computes."""
+"""Models that transformers runs, divided by the plans of their architectures, compute what one
+process computes."""
 
 from functools import cache
 
@@ -23,7 +24,12 @@ SHAPE = {
     "eos_token_id": 2,
     "pad_token_id": 3,
 }
-GEMMA2 = {"head_dim": 8, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8, "sliding_window": 4}
+GEMMA2 = {
+    "head_dim": 8,
+    "final_logit_softcapping": 2.0,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 4,
+}
 MODELS = {
     "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},  # norms of heads
@@ -34,7 +40,10 @@ MODELS = {
 TOPOLOGIES = {
     "fsdp2": ({"shards": 2}, {}),
     "tp2": ({"tensor": 2}, {}),
-    "fsdp2 x tp2": ({"shards": 2, "tensor": 2}, {"activation_checkpointing": True, "logprob_chunk_mib": 1}),
+    "fsdp2 x tp2": (
+        {"shards": 2, "tensor": 2},
+        {"activation_checkpointing": True, "logprob_chunk_mib": 1},
+    ),
     "hsdp2 x tp2": ({"replicas": 2, "tensor": 2}, {}),
 }
 QUICK = {("llama", "tp2"), ("gemma2", "tp2")}
@@ -68,7 +77,15 @@ def expected(directory):
 def test_ranks_compute_what_one_process_does(directory, expected, kind, name):
     topology, options = TOPOLOGIES[name]
     world = Topology(**topology).world
-    results = run_ranks(world, "learners.spread_cases:spread", topology, directory(kind), STEPS, options, torch.float64)
+    results = run_ranks(
+        world,
+        "learners.spread_cases:spread",
+        topology,
+        directory(kind),
+        STEPS,
+        options,
+        torch.float64,
+    )
     # Some norms of transformers round to float32 whatever comes.
     check_alike(results, topology, expected(kind), rtol=1e-6 if kind == "gpt_neox" else 1e-5)
 
@@ -79,7 +96,10 @@ CHANGES = [
         "changes what it computes (model.layers.0.self_attn.q_norm.weight): set learner",
     ),
     ({"model.layers.*.mlp.down_proj": None}, "can't be followed ("),
-    ({"lm_head": None, "model.embed_tokens": "embedding_rowwise"}, "divides weights that other modules share: set"),
+    (
+        {"lm_head": None, "model.embed_tokens": "embedding_rowwise"},
+        "divides weights that other modules share: set",
+    ),
 ]
 
 

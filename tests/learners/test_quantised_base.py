@@ -1,5 +1,5 @@
-"""An adapter over a base that rests quantised (QLoRA, arXiv:2305.14314): less memory, the reference, parity with what samples,
-checkpoints and files."""
+"""An adapter over a base that rests quantised (QLoRA, arXiv:2305.14314): less memory, the
+reference, parity with what samples, checkpoints and files."""
 
 import asyncio
 
@@ -23,7 +23,8 @@ from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
 SHAPE = DecoderConfig(VOCAB, 32, 2, 2, 1, 16, 48, init_std=0.15)
 FORMS = ["float8", pytest.param("nf4", marks=pytest.mark.needs("bitsandbytes"))]
-RELATIVE = {"float8": 0.26, "nf4": 0.15}  # of the bytes of float32: codes, and a scale for 128 or 64 numbers
+# of the bytes of float32: codes, and a scale for 128 or 64 numbers
+RELATIVE = {"float8": 0.26, "nf4": 0.15}
 pytestmark = pytest.mark.parametrize("form", FORMS)
 
 
@@ -34,7 +35,9 @@ def adapter(form):
 def learner(form, seed=0, **options):
     net = init_policy(SHAPE, seed=seed)
     net.attach(adapter(form))
-    return LocalLearner(LocalConfig(**options), net, optimizer=OptimizerConfig(lr=2e-2), total_steps=30)
+    return LocalLearner(
+        LocalConfig(**options), net, optimizer=OptimizerConfig(lr=2e-2), total_steps=30
+    )
 
 
 def learn(made, steps, kind="sft"):
@@ -50,9 +53,15 @@ def test_the_base_takes_its_bits_and_nothing_keeps_the_plain_one(form):
     net = init_policy(DecoderConfig(VOCAB, 128, 2, 4, 2, 32, 256), seed=0)
     engine = Engine(ENGINE, net)  # made before the adapter, as in a run
     maps = [linear for _, linear in net.decoder.inner_maps]
-    plain, gone = sum(linear.weight.nbytes for linear in maps), [linear.weight.data_ptr() for linear in maps]
+    plain, gone = (
+        sum(linear.weight.nbytes for linear in maps),
+        [linear.weight.data_ptr() for linear in maps],
+    )
     net.attach(adapter(form))
-    assert sum(b.nbytes for linear in maps for b in linear.quantised.buffers()) <= RELATIVE[form] * plain
+    assert (
+        sum(b.nbytes for linear in maps for b in linear.quantised.buffers())
+        <= RELATIVE[form] * plain
+    )
     assert not {parameter.data_ptr() for parameter in net.parameters()} & set(gone)
     assert not engine._staging._open
 
@@ -74,7 +83,11 @@ def test_the_adapter_learns_over_a_base_that_rests(form):
 
 def test_several_workers_and_recomputed_activations_have_the_same_gradients(form):
     batch, terms = prepared(ALGORITHMS["grpo"])
-    made = [learner(form), learner(form, activation_checkpointing=True), learner(form, workers=2, micro_batch_tokens=20)]
+    made = [
+        learner(form),
+        learner(form, activation_checkpointing=True),
+        learner(form, workers=2, micro_batch_tokens=20),
+    ]
     for each in made:
         each._accumulate(batch, terms)
     for other in made[1:]:
@@ -86,7 +99,9 @@ def test_what_samples_has_the_learners_probabilities(form):
     """In this process it reads the same codes; elsewhere it is sent what they are restored to."""
     made = learner(form)
     shared, apart = Engine(ENGINE, made.model), Engine(ENGINE, init_policy(SHAPE, seed=9))
-    link = SharedMemoryLink(OneRank(Outlet(made)), OneRank(Intake(apart)), adapter=made.model.adapter)
+    link = SharedMemoryLink(
+        OneRank(Outlet(made)), OneRank(Intake(apart)), adapter=made.model.adapter
+    )
     for version in (1, 2, 3):
         asyncio.run(link.push(version))
         assert asyncio.run(link.audit()) == []
@@ -104,7 +119,9 @@ def test_it_goes_on_from_a_checkpoint_as_if_nothing_had_been(form, tmp_path):
     again = learner(form)
     again.load(tmp_path)
     learn(again, 1)
-    for (name, ours), (_, theirs) in zip(made.model.named_parameters(), again.model.named_parameters(), strict=True):
+    for (name, ours), (_, theirs) in zip(
+        made.model.named_parameters(), again.model.named_parameters(), strict=True
+    ):
         assert torch.equal(ours, theirs), name
 
 
@@ -113,10 +130,14 @@ def test_the_exported_model_is_the_restored_base_with_the_adapter(form, tmp_path
     learn(made, 2)
     made.export(tmp_path / "all")
     made.export(tmp_path / "base", part="base")
-    merged, base = (LocalLearner(LocalConfig(), load_policy(tmp_path / name)) for name in ("all", "base"))
+    merged, base = (
+        LocalLearner(LocalConfig(), load_policy(tmp_path / name)) for name in ("all", "base")
+    )
     torch.testing.assert_close(logprobs(merged), logprobs(made), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logprobs(base), logprobs(BaseView(made)), rtol=1e-5, atol=1e-5)
     learned = logprobs(made)
     made.model.merge()
-    torch.testing.assert_close(logprobs(LocalLearner(LocalConfig(), made.model)), learned, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logprobs(LocalLearner(LocalConfig(), made.model)), learned, rtol=1e-5, atol=1e-5
+    )
     assert all(parameter.requires_grad for parameter in made.model.parameters())

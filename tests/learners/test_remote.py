@@ -1,4 +1,5 @@
-"""A learner in other processes is a learner like any other: roles, checkpoints that other numbers of ranks read, exports."""
+"""A learner in other processes is a learner like any other: roles, checkpoints that other numbers
+of ranks read, exports."""
 
 import asyncio
 
@@ -38,7 +39,9 @@ class Ranks:
         self.executor, self.groups = executor, []
 
     def __call__(self, origin, **options):
-        world = torch.tensor([v for k, v in options.items() if k != "sequence_parallel"]).prod().item()
+        world = (
+            torch.tensor([v for k, v in options.items() if k != "sequence_parallel"]).prod().item()
+        )
         role = f"learner{len(self.groups)}"
         self.executor.plan([Need(role, world)])
         group = self.executor.group(role)
@@ -59,11 +62,24 @@ def ranks(executor):
 
 
 def roles_of(model, algorithm, group=None, **options):
-    section = DTensorConfig(micro_batch_tokens=40, **options) if group else LocalConfig(micro_batch_tokens=40)
+    section = (
+        DTensorConfig(micro_batch_tokens=40, **options)
+        if group
+        else LocalConfig(micro_batch_tokens=40)
+    )
     spec = resolve("algorithm", algorithm)
     tokenizer = character_tokenizer("abcdefghijklmnopqrs")
     made = construct(spec)
-    return made, make_roles(model, tokenizer, made, section=section, optimizer=OPTIMIZER, steps=9, ranks=group, spec=spec)
+    return made, make_roles(
+        model,
+        tokenizer,
+        made,
+        section=section,
+        optimizer=OPTIMIZER,
+        steps=9,
+        ranks=group,
+        spec=spec,
+    )
 
 
 async def train(algorithm, roles, steps):
@@ -81,15 +97,21 @@ async def train(algorithm, roles, steps):
 def weights_of(learner):
     found = {}
     for shard in learner.weights():
-        whole = found.setdefault(shard.name, torch.full(shard.shape, torch.nan, dtype=shard.tensor.dtype))
-        whole[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))] = shard.tensor
+        whole = found.setdefault(
+            shard.name, torch.full(shard.shape, torch.nan, dtype=shard.tensor.dtype)
+        )
+        whole[
+            tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))
+        ] = shard.tensor
     return found
 
 
 def alike(found, expected, rtol=1e-6):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=rtol, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def numbers_alike(found, expected):
@@ -101,30 +123,41 @@ PPO = {"kind": "ppo", "minibatches": 2, "kl": {"coef": 0.1}}
 
 
 @pytest.mark.slow
-def test_a_critic_and_a_reference_live_on_the_same_ranks_and_checkpoints_are_read_by_any_number_of_them(ranks, tmp_path):
+def test_a_critic_and_a_reference_live_on_the_same_ranks_and_checkpoints_are_read_by_any_number_of_them(
+    ranks, tmp_path
+):
     model = init_policy(SHAPE, seed=3, dtype=torch.float64)
     algorithm, local = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), PPO)
     expected = asyncio.run(train(algorithm, local, range(3)))
 
     group = ranks(Origin(shape=SHAPE, seed=3), dp_shard=2)
     _, there = roles_of(model, PPO, group, dp_shard=2)
-    numbers_alike(asyncio.run(train(algorithm, there, range(2))), expected[: len(expected) // 3 * 2])
+    numbers_alike(
+        asyncio.run(train(algorithm, there, range(2))), expected[: len(expected) // 3 * 2]
+    )
     for name, role in there.items():
         role.save(tmp_path / name)
     for options in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
         _, again = roles_of(model, PPO, ranks(Origin(shape=SHAPE, seed=4), **options), **options)
         for name, role in again.items():
             role.load(tmp_path / name)
-        numbers_alike(asyncio.run(train(algorithm, again, range(2, 3))), expected[len(expected) // 3 * 2 :])
+        numbers_alike(
+            asyncio.run(train(algorithm, again, range(2, 3))), expected[len(expected) // 3 * 2 :]
+        )
         alike(weights_of(again["policy"]), weights_of(local["policy"]))
     again["critic"].export(tmp_path / "model")
     exported = load_policy(tmp_path / "model", dtype=torch.float64)
     alike(dict(exported.canonical_weights()), weights_of(local["critic"]))
     for name, role in {"there": again["critic"], "here": local["critic"]}.items():
         role.export(tmp_path / name, averaged=True)
-    there, here = (dict(load_policy(tmp_path / n, dtype=torch.float64).canonical_weights()) for n in ("there", "here"))
+    there, here = (
+        dict(load_policy(tmp_path / n, dtype=torch.float64).canonical_weights())
+        for n in ("there", "here")
+    )
     alike(there, here)
-    assert not torch.equal(here["model.embed_tokens.weight"], weights_of(local["critic"])["model.embed_tokens.weight"])
+    assert not torch.equal(
+        here["model.embed_tokens.weight"], weights_of(local["critic"])["model.embed_tokens.weight"]
+    )
     assert (tmp_path / "model" / "score.safetensors").exists()
     assert not (tmp_path / "model" / ".blocks").exists()
 
@@ -141,20 +174,28 @@ def test_a_batch_smaller_than_the_ranks_is_filled_up(ranks):
     one = pack(groups(0)[1:2]).take([1])
     weighed = algorithm.weigh(algorithm.advantage(one, AlgoState()), AlgoState())
     for batch in (weighed, weighed.take([])):
-        found, expected = (asyncio.run(roles["policy"].update(batch, algorithm.losses["policy"])) for roles in (there, local))
+        found, expected = (
+            asyncio.run(roles["policy"].update(batch, algorithm.losses["policy"]))
+            for roles in (there, local)
+        )
         assert found == pytest.approx(dict(expected), rel=1e-5)
-    scored, expected = (asyncio.run(roles["policy"].score(one, ["logprobs"])) for roles in (there, local))
+    scored, expected = (
+        asyncio.run(roles["policy"].score(one, ["logprobs"])) for roles in (there, local)
+    )
     torch.testing.assert_close(scored["logprobs"], expected["logprobs"], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.fault("C4")
 @pytest.mark.parametrize("count", [1, 4, 7])
 def test_groups_that_neither_mini_batches_nor_ranks_divide_are_all_trained_on_once(ranks, count):
-    """Three attempts each, in three mini-batches, some of them empty, on two ranks: as in one process that takes all."""
+    """Three attempts each, in three mini-batches, some of them empty, on two ranks: as in one
+    process that takes all."""
     spec = {"kind": "grpo", "minibatches": 3}
     algorithm, local = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), spec)
     origin = Origin(shape=SHAPE, seed=3)
-    _, there = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), spec, ranks(origin, dp_shard=2), dp_shard=2)
+    _, there = roles_of(
+        init_policy(SHAPE, seed=3, dtype=torch.float64), spec, ranks(origin, dp_shard=2), dp_shard=2
+    )
     batch = pack(groups(0, n=count))
     parts = list(algorithm.split(batch))
     assert sum(part.n_sequences for part in parts) == batch.n_sequences == 3 * count
@@ -170,7 +211,13 @@ async def trained_on(algorithm, roles, batch):
     state, numbers = AlgoState(), []
     filled = algorithm.advantage(await fill(batch, algorithm, roles), state)
     for mini in algorithm.split(filled):
-        numbers.append(dict(await roles["policy"].update(algorithm.weigh(mini, state), algorithm.losses["policy"])))
+        numbers.append(
+            dict(
+                await roles["policy"].update(
+                    algorithm.weigh(mini, state), algorithm.losses["policy"]
+                )
+            )
+        )
     return numbers
 
 
@@ -188,24 +235,34 @@ OF_TRANSFORMERS = {
 def save_of_transformers(directory, kind, **shape):
     """A directory that our decoder can't run."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, pad_token_id=0, **shape)
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, pad_token_id=0, **shape
+    )
     AutoModelForCausalLM.from_config(config).double().save_pretrained(directory)
 
 
-@pytest.mark.parametrize("kind", ["ours", "experts", pytest.param("gpt2", marks=pytest.mark.slow), "gemma2"])
+@pytest.mark.parametrize(
+    "kind", ["ours", "experts", pytest.param("gpt2", marks=pytest.mark.slow), "gemma2"]
+)
 def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
     options = {"tensor_parallel": 2} if kind == "gemma2" else {"dp_shard": 2}
     if kind == "gpt2":
-        save_of_transformers(tmp_path / "model", kind, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+        save_of_transformers(
+            tmp_path / "model", kind, n_embd=16, n_layer=2, n_head=2, n_positions=64
+        )
     elif kind == "gemma2":
         save_of_transformers(tmp_path / "model", kind, **OF_TRANSFORMERS)
     else:
-        init_policy(SPARSE if kind == "experts" else SHAPE, seed=5, dtype=torch.float64).save(tmp_path / "model")
+        init_policy(SPARSE if kind == "experts" else SHAPE, seed=5, dtype=torch.float64).save(
+            tmp_path / "model"
+        )
     model = load_policy(tmp_path / "model", dtype=torch.float64)
     algorithm, local = roles_of(model, {"kind": "sft"})
     expected = asyncio.run(train(algorithm, local, range(2)))
     group = ranks(Origin(path=str(tmp_path / "model")), **options)
-    _, there = roles_of(load_policy(tmp_path / "model", dtype=torch.float64), {"kind": "sft"}, group, **options)
+    _, there = roles_of(
+        load_policy(tmp_path / "model", dtype=torch.float64), {"kind": "sft"}, group, **options
+    )
     numbers_alike(asyncio.run(train(algorithm, there, range(2))), expected)
     alike(weights_of(there["policy"]), weights_of(local["policy"]))
     there["policy"].export(tmp_path / "trained")
@@ -216,9 +273,14 @@ def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
         torch.testing.assert_close(read(tokens).logits[0].double(), ours, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_of_a_model_that_transformers_runs_is_read_at_another_division(ranks, tmp_path):
+def test_a_checkpoint_of_a_model_that_transformers_runs_is_read_at_another_division(
+    ranks, tmp_path
+):
     save_of_transformers(tmp_path / "model", "gemma2", **OF_TRANSFORMERS)
-    origin, model = Origin(path=str(tmp_path / "model")), load_policy(tmp_path / "model", dtype=torch.float64)
+    origin, model = (
+        Origin(path=str(tmp_path / "model")),
+        load_policy(tmp_path / "model", dtype=torch.float64),
+    )
     algorithm, before = roles_of(model, {"kind": "sft"}, ranks(origin, dp_shard=2), dp_shard=2)
     asyncio.run(train(algorithm, before, range(1)))
     before["policy"].save(tmp_path / "saved")

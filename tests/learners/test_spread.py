@@ -1,4 +1,5 @@
-"""A learner that is spread over ranks computes what one process computes: losses, gradients, weights, columns."""
+"""A learner that is spread over ranks computes what one process computes: losses, gradients,
+weights, columns."""
 
 from functools import cache
 
@@ -23,14 +24,20 @@ TOPOLOGIES = {
     "pp2 x fsdp2": ({"pipeline": 2, "shards": 2}, {}),
     "pp2 x tp2": ({"pipeline": 2, "tensor": 2}, {"sequence_parallel": True}),
     "pp2 x cp2": ({"pipeline": 2, "context": 2}, {}),
-    "fsdp2 x tp2": ({"shards": 2, "tensor": 2}, {"activation_checkpointing": True, "logprob_chunk_mib": 1}),
+    "fsdp2 x tp2": (
+        {"shards": 2, "tensor": 2},
+        {"activation_checkpointing": True, "logprob_chunk_mib": 1},
+    ),
 }
 
 
 OF_EXPERTS = {
     "ep2": ({"shards": 2, "experts": 2}, {}),
     "ep2 of fsdp4": ({"shards": 4, "experts": 2}, {}),
-    "ep2 of hsdp2x2": ({"replicas": 2, "shards": 2, "experts": 2}, {"activation_checkpointing": True}),
+    "ep2 of hsdp2x2": (
+        {"replicas": 2, "shards": 2, "experts": 2},
+        {"activation_checkpointing": True},
+    ),
     "ep2 x tp2": ({"shards": 2, "experts": 2, "tensor": 2}, {"sequence_parallel": True}),
     "fsdp2": ({"shards": 2}, {}),
     "pp2 x ep2": ({"pipeline": 2, "shards": 2, "experts": 2}, {}),
@@ -46,7 +53,9 @@ QUICK = {
     ("sparse", "fsdp2"),
     ("sparse", "ep2"),
 }
-ALL = [(shape, name) for shape in ("tied", "untied") for name in TOPOLOGIES] + [("sparse", name) for name in OF_EXPERTS]
+ALL = [(shape, name) for shape in ("tied", "untied") for name in TOPOLOGIES] + [
+    ("sparse", name) for name in OF_EXPERTS
+]
 CASES = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in ALL]
 
 
@@ -60,14 +69,17 @@ def test_ranks_compute_what_one_process_does(kind, name):
     shape = SHAPES[kind]
     topology, options = (OF_EXPERTS if kind == "sparse" else TOPOLOGIES)[name]
     world = Topology(**topology).world
-    results = run_ranks(world, "learners.spread_cases:spread", topology, shape, STEPS, options, torch.float64)
+    results = run_ranks(
+        world, "learners.spread_cases:spread", topology, shape, STEPS, options, torch.float64
+    )
     check_alike(results, topology, expected(kind))
 
 
 @pytest.mark.parametrize("kind", ["tied", pytest.param("sparse", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["fsdp2", pytest.param("pp2 x fsdp2", marks=pytest.mark.slow)])
 def test_under_autocast_ranks_compute_what_one_process_does_under_it(kind, name):
-    """Far closer than that is to float32, from which its losses are 1e-3 away: the same numbers are rounded."""
+    """Far closer than that is to float32, from which its losses are 1e-3 away: the same numbers are
+    rounded."""
     topology, options = TOPOLOGIES[name]
     world = Topology(**topology).world
     arguments = (topology, SHAPES[kind], 1, options, torch.float32, None, True)
@@ -77,6 +89,10 @@ def test_under_autocast_ranks_compute_what_one_process_does_under_it(kind, name)
 
 def test_under_autocast_matrices_of_layers_travel_in_bfloat16():
     for seen, held in run_ranks(2, "learners.spread_cases:precisions", SHAPE):
-        assert seen["layers.0.self_attn.qkv_proj.weight"] == seen["layers.1.mlp.down_proj.weight"] == torch.bfloat16
+        assert (
+            seen["layers.0.self_attn.qkv_proj.weight"]
+            == seen["layers.1.mlp.down_proj.weight"]
+            == torch.bfloat16
+        )
         assert seen["layers.0.input_layernorm.weight"] == seen["norm.weight"] == torch.float32
         assert held == {torch.float32}

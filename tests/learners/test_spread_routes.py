@@ -20,22 +20,34 @@ TOPOLOGIES = {
     "pp2": ({"pipeline": 2}, {}, REPLAYED),
     "fsdp2": ({"shards": 2}, {}, LOSSES),
     "hsdp2x2": ({"replicas": 2, "shards": 2}, {}, LOSSES),
-    "tp2 sequence": ({"tensor": 2}, {"sequence_parallel": True, "activation_checkpointing": True}, REPLAYED),
+    "tp2 sequence": (
+        {"tensor": 2},
+        {"sequence_parallel": True, "activation_checkpointing": True},
+        REPLAYED,
+    ),
     "cp2": ({"context": 2}, {}, REPLAYED),
-    "pp2 interleaved x ep2": ({"pipeline": 2, "shards": 2, "experts": 2}, {"pipeline_chunks": 2}, REPLAYED),
+    "pp2 interleaved x ep2": (
+        {"pipeline": 2, "shards": 2, "experts": 2},
+        {"pipeline_chunks": 2},
+        REPLAYED,
+    ),
 }
 QUICK = ("ep2", "pp2", "fsdp2", "tp2 sequence", "cp2")
 
 
 def alone(router, replays=True):
     policy, head = first(SPARSE, torch.float64)
-    learner = LocalLearner(LocalConfig(), policy, optimizer=OPTIMIZER, total_steps=10, head=head, replays=replays)
+    learner = LocalLearner(
+        LocalConfig(), policy, optimizer=OPTIMIZER, total_steps=10, head=head, replays=replays
+    )
     batch, terms = routed(router)
     columns = asyncio.run(learner.score(batch, WANTED))
     return batch, columns, asyncio.run(learner.update(batch, terms))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in TOPOLOGIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in TOPOLOGIES]
+)
 def test_ranks_replay_what_one_process_replays(name):
     topology, options, router = TOPOLOGIES[name]
     batch, expected, metrics = alone(router)

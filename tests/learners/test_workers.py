@@ -52,7 +52,8 @@ def test_workers_share_the_weights_and_have_gradients_of_their_own(fields):
         assert name == same
         assert own is not twin
         assert own.data_ptr() == twin.data_ptr()
-    assert second.model.decoder.head_weight is second.model.decoder.embed_tokens.weight  # still tied
+    # still tied
+    assert second.model.decoder.head_weight is second.model.decoder.embed_tokens.weight
 
 
 def test_scores_are_those_of_one():

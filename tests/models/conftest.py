@@ -1,5 +1,5 @@
-"""Reference models built by transformers, small and fully random: its own initialisation leaves norms at 1 and biases at 0,
-which would hide a weight in the wrong place.
+"""Reference models built by transformers, small and fully random: its own initialisation leaves
+norms at 1 and biases at 0, which would hide a weight in the wrong place.
 """
 
 from __future__ import annotations
@@ -26,16 +26,23 @@ SHAPE = {
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., Any]:
-    """`reference("qwen3", tie_word_embeddings=True)`: a transformers model in evaluation mode; None removes a default."""
+    """`reference("qwen3", tie_word_embeddings=True)`: a transformers model in evaluation mode; None
+    removes a default."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    def build(model_type: str, *, seed: int = 0, shape: dict[str, Any] | None = None, **fields: Any) -> Any:
-        config = AutoConfig.for_model(model_type, **{**(SHAPE if shape is None else shape), **fields})
+    def build(
+        model_type: str, *, seed: int = 0, shape: dict[str, Any] | None = None, **fields: Any
+    ) -> Any:
+        config = AutoConfig.for_model(
+            model_type, **{**(SHAPE if shape is None else shape), **fields}
+        )
         model = AutoModelForCausalLM.from_config(config).eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
-                noise = torch.empty(parameter.shape).normal_(0.0, 0.3 if parameter.dim() == 1 else 0.15, generator=generator)
+                noise = torch.empty(parameter.shape).normal_(
+                    0.0, 0.3 if parameter.dim() == 1 else 0.15, generator=generator
+                )
                 parameter.add_(noise) if parameter.dim() == 1 else parameter.copy_(noise)
         return model
 
@@ -47,7 +54,12 @@ def reference_logits() -> Callable[..., torch.Tensor]:
     """Logits [T, V] of each sequence alone, laid end to end."""
 
     def run(model: Any, tokens_T: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        return torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in tokens_T.split(lengths)])
+        return torch.cat(
+            [
+                model(input_ids=row[None], use_cache=False).logits[0]
+                for row in tokens_T.split(lengths)
+            ]
+        )
 
     return run
 

@@ -25,5 +25,8 @@ def file_names(model_type: str, named: Iterable[tuple[str, Tensor]]) -> dict[str
             continue
         pieces = gate_up if kind == "gate_up_proj" else down
         for expert, matrix in enumerate(tensor):
-            found |= {f"{path}.{expert}.{p}.weight": part for p, part in zip(pieces, matrix.chunk(len(pieces)), strict=True)}
+            found |= {
+                f"{path}.{expert}.{p}.weight": part
+                for p, part in zip(pieces, matrix.chunk(len(pieces)), strict=True)
+            }
     return found

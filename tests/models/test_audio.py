@@ -1,4 +1,5 @@
-"""A model that reads audio clips beside text goes through the interface of those that read images: a tiny Qwen2-Audio."""
+"""A model that reads audio clips beside text goes through the interface of those that read images:
+a tiny Qwen2-Audio."""
 
 import asyncio
 import base64
@@ -46,10 +47,18 @@ TEMPLATE = """\
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     """It reads a second of sound at 8 frequencies, as at most 25 tokens."""
-    from transformers import AutoConfig, AutoModelForMultimodalLM, AutoTokenizer, Qwen2AudioProcessor, WhisperFeatureExtractor
+    from transformers import (
+        AutoConfig,
+        AutoModelForMultimodalLM,
+        AutoTokenizer,
+        Qwen2AudioProcessor,
+        WhisperFeatureExtractor,
+    )
 
     path = tmp_path_factory.mktemp("audio")
-    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz?: \n", controls=CONTROLS, eos="<|im_end|>", template=TEMPLATE)
+    tokenizer = character_tokenizer(
+        "abcdefghijklmnopqrstuvwxyz?: \n", controls=CONTROLS, eos="<|im_end|>", template=TEMPLATE
+    )
     text = {
         "model_type": "qwen2",
         "vocab_size": tokenizer.vocab_size,
@@ -75,18 +84,26 @@ def directory(tmp_path_factory) -> Path:
     token = tokenizer.special_ids["<|AUDIO|>"]
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        config = AutoConfig.for_model("qwen2_audio", text_config=text, audio_config=audio, audio_token_index=token)
+        config = AutoConfig.for_model(
+            "qwen2_audio", text_config=text, audio_config=audio, audio_token_index=token
+        )
         model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
     tokenizer.save(path)
-    extractor = WhisperFeatureExtractor(feature_size=8, sampling_rate=RATE_HZ, chunk_length=1, return_attention_mask=True)
-    Qwen2AudioProcessor(extractor, AutoTokenizer.from_pretrained(path), chat_template=TEMPLATE).save_pretrained(path)
+    extractor = WhisperFeatureExtractor(
+        feature_size=8, sampling_rate=RATE_HZ, chunk_length=1, return_attention_mask=True
+    )
+    Qwen2AudioProcessor(
+        extractor, AutoTokenizer.from_pretrained(path), chat_template=TEMPLATE
+    ).save_pretrained(path)
     tokenizer.save(path)
     return path
 
 
 def clip(seed: int, seconds: float) -> Part:
-    noise = np.random.default_rng(seed).integers(-8000, 8000, int(seconds * RATE_HZ), dtype=np.int16)
+    noise = np.random.default_rng(seed).integers(
+        -8000, 8000, int(seconds * RATE_HZ), dtype=np.int16
+    )
     file = io.BytesIO()
     with wave.open(file, "wb") as writing:
         writing.setnchannels(1)
@@ -101,7 +118,10 @@ def batch_of(directory: Path) -> Batch:
     first, second = clip(1, 0.5), clip(2, 0.8)
     text = lambda words: Part("text", words)  # noqa: E731
     dialogues = [
-        [Message("user", (first, text("and "), second, first, text("?"))), Message("assistant", "one")],
+        [
+            Message("user", (first, text("and "), second, first, text("?"))),
+            Message("assistant", "one"),
+        ],
         [Message("user", "nothing"), Message("assistant", "none")],
         [Message("user", (text("hear: "), second)), Message("assistant", "two")],
     ]
@@ -116,14 +136,25 @@ def batch_of(directory: Path) -> Batch:
 def test_packed_sequences_with_clips_are_what_transformers_makes_of_each(directory):
     policy, batch = load_policy(directory), batch_of(directory)
     assert isinstance(policy, VisionPolicy)
-    assert [[one.medium.kind for one in row] for row in batch.media_S] == [["audio"] * 3, [], ["audio"]]
+    assert [[one.medium.kind for one in row] for row in batch.media_S] == [
+        ["audio"] * 3,
+        [],
+        ["audio"],
+    ]
     assert [one.medium.span for one in batch.media_S[0]] == [12, 20, 12]
     lengths = batch.lengths_S.tolist()
     with torch.no_grad():
-        packed = policy.logits(policy(batch.tokens_T, batch.positions_T, lengths, None, batch.media_S)).split(lengths)
-        for tokens, media, found in zip(batch.tokens_T.split(lengths), batch.media_S, packed, strict=True):
+        packed = policy.logits(
+            policy(batch.tokens_T, batch.positions_T, lengths, None, batch.media_S)
+        ).split(lengths)
+        for tokens, media, found in zip(
+            batch.tokens_T.split(lengths), batch.media_S, packed, strict=True
+        ):
             names = ("input_features", "feature_attention_mask") if media else ()
-            given = {name: torch.from_numpy(np.concatenate([one.medium.inputs[name] for one in media])) for name in names}
+            given = {
+                name: torch.from_numpy(np.concatenate([one.medium.inputs[name] for one in media]))
+                for name in names
+            }
             theirs = policy.model(input_ids=tokens[None], use_cache=False, **given).logits[0]
             assert torch.allclose(found, theirs, rtol=0, atol=1e-4)
     assert float(packed[0].std()) > 0.1
@@ -132,7 +163,9 @@ def test_packed_sequences_with_clips_are_what_transformers_makes_of_each(directo
 @pytest.mark.parametrize("towers", ["frozen", "trained"])
 def test_supervised_steps_move_what_trains_however_the_batch_is_divided(directory, towers):
     batch, before = batch_of(directory), dict(load_policy(directory).canonical_weights())
-    steps, after, together, _ = local(directory, towers, [batch] * 3, tokens=4096, dtype=torch.float32)
+    steps, after, together, _ = local(
+        directory, towers, [batch] * 3, tokens=4096, dtype=torch.float32
+    )
     assert steps[2]["loss"] < steps[0]["loss"]
     still = {name for name, weight in before.items() if torch.equal(weight, after[name])}
     heard = {name for name in before if "audio_tower" in name or "multi_modal_projector" in name}
@@ -146,7 +179,11 @@ def test_logprobs_of_what_is_sampled_are_the_learner_s(directory):
     """Prompts of one padded batch, with two clips, one and none."""
     policy = load_policy(directory)
     made = Renderer(load_tokenizer(directory), processor=load_processor(directory))
-    asked = [[Message("user", (clip(1, 0.5), clip(2, 0.8)))], [Message("user", (clip(2, 0.8),))], [Message("user", "a")]]
+    asked = [
+        [Message("user", (clip(1, 0.5), clip(2, 0.8)))],
+        [Message("user", (clip(2, 0.8),))],
+        [Message("user", "a")],
+    ]
     prompts = [made.prompt(messages) for messages in asked]
     media = [made.media(tokens, messages) for tokens, messages in zip(prompts, asked, strict=True)]
     generator = HFGenerator(HFConfig(), policy)

@@ -7,15 +7,30 @@ from ratchet.errors import ModelError
 from ratchet.models.config import FAMILIES, DecoderConfig, unsupported_reason
 from ratchet.models.presets import preset
 
-SHAPE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 
 
 def hf(model_type="qwen3", **fields):
-    return {"model_type": model_type, "num_key_value_heads": 2, "sliding_window": None, **SHAPE, **fields}
+    return {
+        "model_type": model_type,
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+        **SHAPE,
+        **fields,
+    }
 
 
 def sparse(model_type="qwen3_moe", **fields):
-    return hf(model_type, **{"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_local_experts": 4, **fields})
+    return hf(
+        model_type,
+        **{"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_local_experts": 4, **fields},
+    )
 
 
 def test_the_older_rope_layout_means_the_same():
@@ -37,16 +52,28 @@ def test_the_older_rope_layout_means_the_same():
 
 
 def test_no_word_on_rope_is_the_default():
-    assert DecoderConfig.from_hf(hf(rope_scaling=None)).rope == {"rope_type": "default", "rope_theta": 10000.0}
+    assert DecoderConfig.from_hf(hf(rope_scaling=None)).rope == {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+    }
 
 
 def test_a_plain_theta_is_read():
-    assert DecoderConfig.from_hf(hf(rope_theta=1e6)).rope == {"rope_type": "default", "rope_theta": 1e6}
+    assert DecoderConfig.from_hf(hf(rope_theta=1e6)).rope == {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+    }
 
 
 @pytest.mark.parametrize(
     ("model_type", "fields", "head_dim"),
-    [("llama", {}, 8), ("llama", {"head_dim": None}, 8), ("llama", {"head_dim": 16}, 16), ("qwen2", {}, 8), ("qwen3", {}, 128)],
+    [
+        ("llama", {}, 8),
+        ("llama", {"head_dim": None}, 8),
+        ("llama", {"head_dim": 16}, 16),
+        ("qwen2", {}, 8),
+        ("qwen3", {}, 128),
+    ],
 )
 def test_head_dim(model_type, fields, head_dim):
     assert DecoderConfig.from_hf(hf(model_type, **fields)).head_dim == head_dim
@@ -55,7 +82,12 @@ def test_head_dim(model_type, fields, head_dim):
 def test_absent_kv_heads_are_the_family_s():
     config = {key: value for key, value in hf("llama").items() if key != "num_key_value_heads"}
     assert DecoderConfig.from_hf(config).n_kv_heads == 4
-    assert DecoderConfig.from_hf(hf("mistral", num_attention_heads=16) | {"num_key_value_heads": None}).n_kv_heads == 16
+    assert (
+        DecoderConfig.from_hf(
+            hf("mistral", num_attention_heads=16) | {"num_key_value_heads": None}
+        ).n_kv_heads
+        == 16
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +95,8 @@ def test_absent_kv_heads_are_the_family_s():
     [
         ("llama", {"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
         ("llama", {}, (False, False, False, False)),
-        ("mistral", {"attention_bias": True}, (False, False, False, False)),  # transformers' Mistral has none, whatever it says
+        # transformers' Mistral has none, whatever it says
+        ("mistral", {"attention_bias": True}, (False, False, False, False)),
         ("qwen2", {}, (True, False, False, False)),
         ("qwen3", {"attention_bias": True}, (True, True, False, True)),
         ("qwen3", {"mlp_bias": True}, (False, False, False, True)),
@@ -77,8 +110,14 @@ def test_biases_and_norms(model_type, fields, expected):
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_both_spellings_of_the_number_of_experts(model_type):
     newer = sparse(model_type, num_local_experts=6)
-    older = {key: value for key, value in newer.items() if key != "num_local_experts"} | {"num_experts": 6}
-    assert DecoderConfig.from_hf(older) == DecoderConfig.from_hf(newer) == DecoderConfig.from_hf(newer | older)
+    older = {key: value for key, value in newer.items() if key != "num_local_experts"} | {
+        "num_experts": 6
+    }
+    assert (
+        DecoderConfig.from_hf(older)
+        == DecoderConfig.from_hf(newer)
+        == DecoderConfig.from_hf(newer | older)
+    )
     assert DecoderConfig.from_hf(newer).n_experts == 6
 
 
@@ -96,13 +135,25 @@ def test_which_layers_are_dense(fields, dense):
     config = DecoderConfig.from_hf(sparse(num_hidden_layers=6, **fields) | {"num_hidden_layers": 6})
     assert config.dense_layers == dense
     assert [layer for layer in range(6) if not config.is_sparse(layer)] == list(dense)
-    assert DecoderConfig.from_hf(sparse("mixtral", **fields)).dense_layers == ()  # it has no such keys
+    # it has no such keys
+    assert DecoderConfig.from_hf(sparse("mixtral", **fields)).dense_layers == ()
 
 
 def test_what_families_say_of_experts():
-    qwen, mixtral = (DecoderConfig.from_hf(sparse(model_type)) for model_type in ("qwen3_moe", "mixtral"))
-    assert (qwen.expert_intermediate_size, qwen.renormalise, qwen.qk_norm, qwen.head_dim) == (24, False, True, 8)
-    assert (mixtral.expert_intermediate_size, mixtral.renormalise, mixtral.qk_norm) == (48, True, False)
+    qwen, mixtral = (
+        DecoderConfig.from_hf(sparse(model_type)) for model_type in ("qwen3_moe", "mixtral")
+    )
+    assert (qwen.expert_intermediate_size, qwen.renormalise, qwen.qk_norm, qwen.head_dim) == (
+        24,
+        False,
+        True,
+        8,
+    )
+    assert (mixtral.expert_intermediate_size, mixtral.renormalise, mixtral.qk_norm) == (
+        48,
+        True,
+        False,
+    )
     assert DecoderConfig.from_hf(sparse(norm_topk_prob=True)).renormalise
     assert DecoderConfig.from_hf(sparse("mixtral", norm_topk_prob=False)).renormalise
 
@@ -141,8 +192,14 @@ def test_ends_of_sequence(stated, generation, expected):
         (hf(quantization_config={"quant_method": "awq"}), "quantized"),
         (hf(layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
         (hf("mistral", sliding_window=16, max_position_embeddings=64), "sliding_window=16"),
-        ({key: value for key, value in hf("mistral").items() if key != "sliding_window"}, "sliding_window=4096"),
-        (hf("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1), "layers 1 and up"),
+        (
+            {key: value for key, value in hf("mistral").items() if key != "sliding_window"},
+            "sliding_window=4096",
+        ),
+        (
+            hf("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1),
+            "layers 1 and up",
+        ),
         (hf(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
         (hf(rope_parameters={"rope_type": "longrope"}), "'longrope'"),
         (hf(rope_scaling={"rope_type": "linear"}), "without factor"),
@@ -203,13 +260,29 @@ CONFIGS = {
         tied=False,
         eos_ids=(3, 4),
     ),
-    "mistral": DecoderConfig(50, 32, 2, 4, 2, 8, 48, 64, "mistral", qk_norm=False, bos_id=1, eos_ids=(2,)),
+    "mistral": DecoderConfig(
+        50, 32, 2, 4, 2, 8, 48, 64, "mistral", qk_norm=False, bos_id=1, eos_ids=(2,)
+    ),
     "qwen2": DecoderConfig(50, 32, 2, 4, 2, 8, 48, 64, "qwen2", qk_norm=False, qkv_bias=True),
     "qwen3_moe": preset("tiny-moe", 50, n_layers=4, renormalise=False, dense_layers=(0, 2)),
     "mixtral": DecoderConfig(
-        50, 32, 2, 4, 2, 8, 48, 64, "mixtral", qk_norm=False, n_experts=4, experts_per_token=3, expert_intermediate_size=48
+        50,
+        32,
+        2,
+        4,
+        2,
+        8,
+        48,
+        64,
+        "mixtral",
+        qk_norm=False,
+        n_experts=4,
+        experts_per_token=3,
+        expert_intermediate_size=48,
     ),
-    "qwen3": preset("tiny", 50, norm_eps=1e-5, rope={"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0}),
+    "qwen3": preset(
+        "tiny", 50, norm_eps=1e-5, rope={"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0}
+    ),
 }
 
 
@@ -227,7 +300,11 @@ def test_a_combination_without_a_model_type_is_refused():
         preset("tiny", 50, qk_norm=False).to_hf()
     with pytest.raises(ModelError, match="family 'gpt2'"):
         preset("tiny", 50, family="gpt2").to_hf()
-    for field, value in (("renormalise", False), ("dense_layers", (0,)), ("expert_intermediate_size", 47)):
+    for field, value in (
+        ("renormalise", False),
+        ("dense_layers", (0,)),
+        ("expert_intermediate_size", 47),
+    ):
         with pytest.raises(ModelError, match=f"no 'mixtral' .* can say {field}="):
             replace(CONFIGS["mixtral"], **{field: value}).to_hf()
 
@@ -239,7 +316,9 @@ def test_impossible_shapes_are_refused():
         preset("tiny", 50, head_dim=7)
     with pytest.raises(ModelError, match="rope"):
         preset("tiny", 50, rope={"rope_type": "yarn", "rope_theta": 1e4})
-    with pytest.raises(ModelError, match="n_experts=4 with family 'qwen3': qwen3_moe, mixtral have experts"):
+    with pytest.raises(
+        ModelError, match="n_experts=4 with family 'qwen3': qwen3_moe, mixtral have experts"
+    ):
         preset("tiny", 50, n_experts=4)
     with pytest.raises(ModelError, match="n_experts=0 with family 'qwen3_moe'"):
         preset("tiny-moe", 50, n_experts=0)

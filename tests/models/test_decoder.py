@@ -18,9 +18,19 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
-EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 24, "head_dim": 8}
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "moe_intermediate_size": 24,
+    "head_dim": 8,
+}
 
 VARIANTS = {
     "llama": ("llama", {}),
@@ -32,19 +42,37 @@ VARIANTS = {
     "llama, linear rope": ("llama", {"rope_parameters": LINEAR}),
     "llama, large eps": ("llama", {"rms_norm_eps": 0.1}),
     "mistral": ("mistral", {"sliding_window": None}),
-    "mistral, wide heads": ("mistral", {"sliding_window": None, "head_dim": 16, "rope_parameters": YARN}),
+    "mistral, wide heads": (
+        "mistral",
+        {"sliding_window": None, "head_dim": 16, "rope_parameters": YARN},
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2, tied, yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3": ("qwen3", {"head_dim": 8}),
     "qwen3, tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "qwen3, biases, yarn": ("qwen3", {"head_dim": 8, "attention_bias": True, "rope_parameters": YARN}),
+    "qwen3, biases, yarn": (
+        "qwen3",
+        {"head_dim": 8, "attention_bias": True, "rope_parameters": YARN},
+    ),
     "qwen3, llama3 rope": ("qwen3", {"head_dim": 8, "rope_parameters": LLAMA3}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
-    "qwen3_moe, one expert a token": ("qwen3_moe", EXPERTS | {"num_experts_per_tok": 1, "attention_bias": True}),
-    "qwen3_moe, renormalised, a dense layer": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [0]}),
-    "qwen3_moe, tied, every other layer": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
+    "qwen3_moe, one expert a token": (
+        "qwen3_moe",
+        EXPERTS | {"num_experts_per_tok": 1, "attention_bias": True},
+    ),
+    "qwen3_moe, renormalised, a dense layer": (
+        "qwen3_moe",
+        EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+    "qwen3_moe, tied, every other layer": (
+        "qwen3_moe",
+        EXPERTS | {"decoder_sparse_step": 2, "tie_word_embeddings": True},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
-    "mixtral, wide heads, all experts": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 16}),
+    "mixtral, wide heads, all experts": (
+        "mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 16},
+    ),
 }
 
 
@@ -67,7 +95,10 @@ def test_logits_equal_transformers(variant, reference, reference_logits, ragged)
         expected = reference_logits(model, tokens, lengths)
         packed = policy.logits(policy.hidden(tokens, positions, lengths))
         alone = torch.cat(
-            [policy.logits(policy.hidden(row, torch.arange(len(row)), [len(row)])) for row in tokens.split(lengths)]
+            [
+                policy.logits(policy.hidden(row, torch.arange(len(row)), [len(row)]))
+                for row in tokens.split(lengths)
+            ]
         )
     assert expected.std() > 0.3
     torch.testing.assert_close(packed, expected, rtol=1e-5, atol=1e-5)
@@ -75,7 +106,11 @@ def test_logits_equal_transformers(variant, reference, reference_logits, ragged)
 
 
 LEARNED = ["llama, biases", "mistral", "qwen2, tied, yarn", "qwen3, tied", "qwen3, biases, yarn"]
-LEARNED += [variant for variant, (model_type, _) in VARIANTS.items() if model_type in ("qwen3_moe", "mixtral")]
+LEARNED += [
+    variant
+    for variant, (model_type, _) in VARIANTS.items()
+    if model_type in ("qwen3_moe", "mixtral")
+]
 
 
 @pytest.mark.parametrize("variant", LEARNED)
@@ -86,18 +121,30 @@ def test_gradients_equal_transformers(variant, reference, reference_logits, ragg
     policy = ours(model)
     rows = torch.arange(len(tokens))
     targets = tokens.roll(-1)
-    (-policy.logits(policy.hidden(tokens, positions, lengths)).log_softmax(-1)[rows, targets].mean()).backward()
+    (
+        -policy.logits(policy.hidden(tokens, positions, lengths))
+        .log_softmax(-1)[rows, targets]
+        .mean()
+    ).backward()
     (-reference_logits(model, tokens, lengths).log_softmax(-1)[rows, targets].mean()).backward()
-    expected = file_names(model_type, ((name, parameter.grad) for name, parameter in model.named_parameters()))
+    expected = file_names(
+        model_type, ((name, parameter.grad) for name, parameter in model.named_parameters())
+    )
     gradients = Decoder(policy.decoder.config)
     with torch.no_grad():
-        for holder, parameter in zip(gradients.parameters(), policy.decoder.parameters(), strict=True):
+        for holder, parameter in zip(
+            gradients.parameters(), policy.decoder.parameters(), strict=True
+        ):
             holder.copy_(parameter.grad)
     found = dict(canonical_weights(gradients))
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
-        assert gradient.abs().max() > 0 or ".experts." in name, f"{name}: only an expert may have had no token"
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        assert gradient.abs().max() > 0 or ".experts." in name, (
+            f"{name}: only an expert may have had no token"
+        )
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
@@ -131,10 +178,14 @@ def test_checkpointing_changes_nothing(name, ragged):
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
 def test_init_is_the_same_bits_for_one_seed(name):
-    one, two, other = (Decoder(preset(name, 50)).init_weights(seed).state_dict() for seed in (3, 3, 4))
+    one, two, other = (
+        Decoder(preset(name, 50)).init_weights(seed).state_dict() for seed in (3, 3, 4)
+    )
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not torch.equal(one["embed_tokens.weight"], other["embed_tokens.weight"])
-    assert all(tensor.std() == pytest.approx(0.02, rel=0.2) for tensor in one.values() if tensor.dim() >= 2)
+    assert all(
+        tensor.std() == pytest.approx(0.02, rel=0.2) for tensor in one.values() if tensor.dim() >= 2
+    )
     assert torch.equal(one["norm.weight"], torch.ones(64))
 
 
@@ -142,7 +193,9 @@ def test_float64_runs_in_float64(ragged):
     tokens, positions, lengths = ragged
     policy = DecoderPolicy(Decoder(preset("tiny", 50)).init_weights(0).double())
     hidden = policy.hidden(tokens, positions, lengths)
-    single = DecoderPolicy(Decoder(preset("tiny", 50)).init_weights(0)).hidden(tokens, positions, lengths)
+    single = DecoderPolicy(Decoder(preset("tiny", 50)).init_weights(0)).hidden(
+        tokens, positions, lengths
+    )
     assert hidden.dtype == torch.float64
     torch.testing.assert_close(hidden.float(), single, rtol=1e-4, atol=1e-5)
 

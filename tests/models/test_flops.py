@@ -16,9 +16,25 @@ from ratchet.models.presets import preset
 
 SHAPES = {
     "tiny": preset("tiny", vocab_size=500),
-    "grouped": preset("tiny", vocab_size=500, n_layers=5, hidden_size=256, n_heads=8, n_kv_heads=2, intermediate_size=512),
+    "grouped": preset(
+        "tiny",
+        vocab_size=500,
+        n_layers=5,
+        hidden_size=256,
+        n_heads=8,
+        n_kv_heads=2,
+        intermediate_size=512,
+    ),
     "untied": preset("tiny", vocab_size=300, tied=False, qk_norm=False, qkv_bias=True),
-    "biased": preset("tiny", vocab_size=300, family="llama", qk_norm=False, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "biased": preset(
+        "tiny",
+        vocab_size=300,
+        family="llama",
+        qk_norm=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    ),
     "experts": preset("tiny-moe", vocab_size=300),
 }
 
@@ -32,7 +48,8 @@ def test_parameters(shape) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_activations_of_a_token(shape, checkpointing: bool, compiled: bool, kernels) -> None:
-    """Within a tenth of what autograd keeps; a checkpointed layer's own are computed again, one layer at a time."""
+    """Within a tenth of what autograd keeps; a checkpointed layer's own are computed again, one
+    layer at a time."""
     kernels(compiled)
     decoder = Decoder(shape).init_weights(0)
     decoder.checkpointing = checkpointing
@@ -47,14 +64,19 @@ def test_activations_of_a_token(shape, checkpointing: bool, compiled: bool, kern
     rows, length = 4, 64
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         positions = torch.arange(length).repeat(rows)
-        hidden = decoder(torch.zeros(rows * length, dtype=torch.long), positions, PackedAttention([length] * rows))
+        hidden = decoder(
+            torch.zeros(rows * length, dtype=torch.long),
+            positions,
+            PackedAttention([length] * rows),
+        )
         hidden @ decoder.head_weight.T
     found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / (rows * length)
     cost = Cost(shape, compiled)
     expected = cost.activation_bytes(4, checkpointing=checkpointing)
     if checkpointing:
         expected -= cost.largest_layer_bytes(4)
-    assert found == pytest.approx(expected, rel=0.1, abs=400)  # and what all layers share: ids, angles
+    # and what all layers share: ids, angles
+    assert found == pytest.approx(expected, rel=0.1, abs=400)
 
 
 def test_flop_are_those_of_the_products() -> None:
@@ -63,7 +85,9 @@ def test_flop_are_those_of_the_products() -> None:
     shape, length = SHAPES["grouped"], 64
     decoder = Decoder(shape).init_weights(0)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        hidden = decoder(torch.zeros(length, dtype=torch.long), torch.arange(length), PackedAttention([length]))
+        hidden = decoder(
+            torch.zeros(length, dtype=torch.long), torch.arange(length), PackedAttention([length])
+        )
         hidden @ decoder.head_weight.T
     # Of the kernel that attends the counter knows nothing.
     assert Cost(shape).forward_flop(length, 0) == pytest.approx(counter.get_total_flops(), rel=1e-6)
@@ -74,4 +98,6 @@ def test_an_adapters_parameters(targets) -> None:
     shape, lora = SHAPES["grouped"], LoRAConfig(rank=3, target_modules=targets)
     policy = DecoderPolicy(Decoder(shape).init_weights(0))
     policy.attach(Adapter(lora, seed=0))
-    assert Cost(shape).adapter(targets_of(shape, lora), 3) == sum(p.numel() for _, p in policy.trained())
+    assert Cost(shape).adapter(targets_of(shape, lora), 3) == sum(
+        p.numel() for _, p in policy.trained()
+    )

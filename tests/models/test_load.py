@@ -26,7 +26,15 @@ def test_auto_takes_our_decoder_where_it_can(saved):
 def test_auto_takes_transformers_elsewhere(reference, tmp_path):
     from ratchet.models.transformers.policy import TransformersPolicy
 
-    shape = {"vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+    shape = {
+        "vocab_size": 50,
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 4,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     reference("gpt2", shape=shape).save_pretrained(tmp_path)
     assert isinstance(load_policy(tmp_path), TransformersPolicy)
     with pytest.raises(ModelError, match="model_type 'gpt2'"):
@@ -50,7 +58,10 @@ def no_download(*_, **__):
     raise AssertionError("tried to download")
 
 
-@pytest.mark.parametrize("name", ["./absent", "/absent/model", "../absent", "~/absent", "a/b/c", "here/absent", "bad name"])
+@pytest.mark.parametrize(
+    "name",
+    ["./absent", "/absent/model", "../absent", "~/absent", "a/b/c", "here/absent", "bad name"],
+)
 @pytest.mark.fault("C8")
 def test_what_looks_like_a_path_is_never_downloaded(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -111,14 +122,20 @@ raise SystemExit("transformers" in sys.modules)
 
 
 def test_shapes_and_presets_need_no_torch():
-    code = "import sys, ratchet.models.presets, ratchet.utils.atomic_files; raise SystemExit('torch' in sys.modules)"
+    code = (
+        "import sys, ratchet.models.presets, ratchet.utils.atomic_files; raise "
+        "SystemExit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.fault("S8")
 def test_remote_code_is_off_unless_asked_for(saved):
     config = json.loads((saved / "config.json").read_text())
-    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Mine"}}
+    config |= {
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Mine"},
+    }
     (saved / "config.json").write_text(json.dumps(config))
     (saved / "code.py").write_text("raise SystemExit('ran')\n")
     with pytest.raises(ModelError, match="transformers can't load"):

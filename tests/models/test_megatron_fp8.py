@@ -1,4 +1,5 @@
-"""What of fp8 by Transformer Engine a CPU can see: which devices and shapes it takes, and what Megatron is told."""
+"""What of fp8 by Transformer Engine a CPU can see: which devices and shapes it takes, and what
+Megatron is told."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ SHAPE = DecoderConfig(23, 64, 2, 4, 2, 16, 128)
 def test_a_device_that_does_not_multiply_so_is_refused():
     Fp8("hybrid", "tensorwise").check((8, 9))
     Fp8("e4m3", "mxfp8").check((10, 0))
-    with pytest.raises(ConfigError, match=r"compute capability 8\.9, and this has 8\.0: remove learner\.fp8"):
+    with pytest.raises(
+        ConfigError, match=r"compute capability 8\.9, and this has 8\.0: remove learner\.fp8"
+    ):
         Fp8("hybrid", "delayed").check((8, 0))
     with pytest.raises(ConfigError, match="choose another fp8_recipe"):
         Fp8("e4m3", "mxfp8").check((9, 0))
@@ -27,7 +30,8 @@ def test_a_shape_that_it_cannot_multiply_is_refused():
 
 
 def told(rank):
-    """Of a spec with fp8 and one without: whether its linear maps are the right ones; and what the configuration says."""
+    """Of a spec with fp8 and one without: whether its linear maps are the right ones; and what the
+    configuration says."""
     from ratchet.models.megatron import parts
     from ratchet.models.megatron.build import transformer_config
     from ratchet.models.megatron.sizes import Sizes
@@ -40,11 +44,18 @@ def told(rank):
         found = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
         own = parts.te_linear.TEColumnParallelLinear, parts.te_linear.TERowParallelLinear
         column, row = own if fp8 else (parts.Column, parts.Row)
-        maps.append(all(made is wanted for made, wanted in zip(found, (column, row, column, row), strict=True)))
+        maps.append(
+            all(
+                made is wanted
+                for made, wanted in zip(found, (column, row, column, row), strict=True)
+            )
+        )
     return maps, config.fp8, config.fp8_recipe, config.bf16
 
 
 @pytest.mark.slow
 @pytest.mark.needs("megatron")
 def test_megatron_is_told_and_its_maps_are_those_of_transformer_engine():
-    assert run_ranks(1, "models.test_megatron_fp8:told") == [([True, True], "hybrid", "delayed", True)]
+    assert run_ranks(1, "models.test_megatron_fp8:told") == [
+        ([True, True], "hybrid", "delayed", True)
+    ]

@@ -40,7 +40,10 @@ def test_rms_norm_of_a_strided_view():
     weight = normal(4).requires_grad_()
     grads = [
         torch.autograd.grad(norm(whole[:, :2]).square().sum(), (whole, weight))
-        for norm in (lambda x: rms_norm(x, weight, 1e-6), lambda x: F.rms_norm(x, (4,), weight, 1e-6))
+        for norm in (
+            lambda x: rms_norm(x, weight, 1e-6),
+            lambda x: F.rms_norm(x, (4,), weight, 1e-6),
+        )
     ]
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -79,7 +82,9 @@ def test_half_precision_keeps_its_dtype_and_is_near_float64(dtype):
     weight = (normal(8) + 1).requires_grad_()
     angles = normal(7, 1, 4)
     cos, sin = torch.cat([angles.cos()] * 2, dim=-1), angles.sin()
-    out = swiglu(rotate(rms_norm(x, weight.to(dtype), 1e-6), cos.to(dtype), sin.to(dtype)).flatten(1))
+    out = swiglu(
+        rotate(rms_norm(x, weight.to(dtype), 1e-6), cos.to(dtype), sin.to(dtype)).flatten(1)
+    )
     assert out.dtype == dtype
     exact = x.detach().double().requires_grad_()
     expected = swiglu(rotate(rms_norm(exact, weight.detach(), 1e-6), cos, sin).flatten(1))
@@ -94,7 +99,11 @@ def test_float32_scales_apply_to_bfloat16_states():
     x, weight = normal(5, 8).bfloat16().requires_grad_(), (normal(8).float() + 1).requires_grad_()
     out = rms_norm(x, weight, 1e-6)
     out.float().sum().backward()
-    assert (out.dtype, x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (out.dtype, x.grad.dtype, weight.grad.dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
 
 
 def test_rms_norm_takes_a_gradient_of_any_layout():

@@ -12,7 +12,12 @@ def policy():
 
 
 def test_what_a_learner_reads(policy):
-    assert (policy.vocab_size, policy.hidden_size, policy.max_positions, policy.eos_ids) == (50, 64, 4096, (3,))
+    assert (policy.vocab_size, policy.hidden_size, policy.max_positions, policy.eos_ids) == (
+        50,
+        64,
+        4096,
+        (3,),
+    )
 
 
 def test_reordering_by_length_by_hand():
@@ -25,7 +30,9 @@ def test_order_of_the_sequences_changes_nothing(policy, ragged):
     tokens, positions, lengths = ragged
     with torch.no_grad():
         packed = policy.hidden(tokens, positions, lengths)
-        alone = [policy.hidden(row, torch.arange(len(row)), [len(row)]) for row in tokens.split(lengths)]
+        alone = [
+            policy.hidden(row, torch.arange(len(row)), [len(row)]) for row in tokens.split(lengths)
+        ]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-6)
 
 
@@ -49,9 +56,13 @@ def test_float32_master_weights_train_under_autocast(policy, ragged):
     half = [parameter.grad.clone() for parameter in policy.parameters()]
     policy.zero_grad()
     policy.logits(policy.hidden(tokens, positions, lengths)).logsumexp(-1).mean().backward()
-    for name, found, exact in zip(dict(policy.named_parameters()), half, (p.grad for p in policy.parameters()), strict=True):
+    for name, found, exact in zip(
+        dict(policy.named_parameters()), half, (p.grad for p in policy.parameters()), strict=True
+    ):
         assert found.dtype == torch.float32
-        assert torch.nn.functional.cosine_similarity(found.flatten(), exact.flatten(), dim=0) > 0.99, name
+        assert (
+            torch.nn.functional.cosine_similarity(found.flatten(), exact.flatten(), dim=0) > 0.99
+        ), name
 
 
 def test_saved_and_loaded(policy, tmp_path, ragged):

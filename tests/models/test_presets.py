@@ -31,12 +31,23 @@ def test_sizes(name, millions):
 def test_shapes_are_tied_qwen3_models_of_the_tokenizer_s_vocabulary(name):
     config = preset(name, 71)
     family = "qwen3_moe" if "moe" in name else "qwen3"
-    assert (config.vocab_size, config.family, config.qk_norm, config.tied) == (71, family, True, True)
+    assert (config.vocab_size, config.family, config.qk_norm, config.tied) == (
+        71,
+        family,
+        True,
+        True,
+    )
 
 
 def test_the_published_qwen3_sizes():
     found = preset("qwen3-0.6b", 151936)
-    assert (found.hidden_size, found.n_layers, found.n_heads, found.n_kv_heads, found.head_dim) == (1024, 28, 16, 8, 128)
+    assert (found.hidden_size, found.n_layers, found.n_heads, found.n_kv_heads, found.head_dim) == (
+        1024,
+        28,
+        16,
+        8,
+        128,
+    )
     assert (found.max_positions, found.rope["rope_theta"]) == (40960, 1e6)
 
 

@@ -69,6 +69,8 @@ def test_a_reward_model_of_transformers(tmp_path, ragged):
     last = torch.tensor(lengths).cumsum(0) - 1
     with torch.no_grad():
         scores = head(policy.hidden(tokens, positions, lengths))[last]
-        expected = torch.cat([model(input_ids=row[None]).logits[:, 0] for row in tokens.split(lengths)])
+        expected = torch.cat(
+            [model(input_ids=row[None]).logits[:, 0] for row in tokens.split(lengths)]
+        )
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)

@@ -22,7 +22,9 @@ algorithm: {{kind: sft}}
 
 def policy_of(tmp_path, model, towers="trained", generator="hf"):
     path = tmp_path / "r.yaml"
-    path.write_text(RECIPE.format(model=model, towers=towers, generator=generator), encoding="utf-8")
+    path.write_text(
+        RECIPE.format(model=model, towers=towers, generator=generator), encoding="utf-8"
+    )
     return build_policy(freeze(load_config(path)))
 
 
@@ -30,7 +32,10 @@ def test_it_brings_its_processor_and_the_limits_of_the_recipe(tmp_path):
     policy = policy_of(tmp_path, model_directory())
     assert isinstance(policy.model, VisionPolicy)
     assert policy.model.towers == "trained"
-    assert len(policy.renderer.media(policy.renderer.prompt([asked(picture(1))]), [asked(picture(1))])) == 1
+    assert (
+        len(policy.renderer.media(policy.renderer.prompt([asked(picture(1))]), [asked(picture(1))]))
+        == 1
+    )
     with pytest.raises(DataError, match="48 x 32 pixels, 40 at most"):
         policy.renderer.prompt([asked(picture(1, 48))])
 

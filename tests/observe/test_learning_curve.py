@@ -15,14 +15,23 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def points(line: ET.Element) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in line.attrib["points"].split())]
+    return [
+        (float(x), float(y)) for x, y in (pair.split(",") for pair in line.attrib["points"].split())
+    ]
 
 
 def test_a_run_is_drawn(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.write(0, {"eval/accuracy": 0.25})
     for step in range(1, 11):
-        sink.write(step, {"rollout/reward": step / 10, **({"eval/accuracy": 0.75} if step == 10 else {}), "policy/loss": None})
+        sink.write(
+            step,
+            {
+                "rollout/reward": step / 10,
+                **({"eval/accuracy": 0.75} if step == 10 else {}),
+                "policy/loss": None,
+            },
+        )
     sink.close()
     assert write_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.svg")
     root = ET.parse(tmp_path / "curve.svg").getroot()
@@ -30,9 +39,13 @@ def test_a_run_is_drawn(tmp_path: Path) -> None:
     reward, accuracy = (points(line) for line in root.iter(f"{SVG}polyline"))
     left, right = learning_curve.LEFT, learning_curve.WIDTH - learning_curve.RIGHT
     top, bottom = learning_curve.TOP, learning_curve.HEIGHT - learning_curve.BOTTOM
-    assert accuracy == [(left, bottom - 0.25 * (bottom - top)), (right, bottom - 0.75 * (bottom - top))]
+    assert accuracy == [
+        (left, bottom - 0.25 * (bottom - top)),
+        (right, bottom - 0.75 * (bottom - top)),
+    ]
     assert len(reward) == 10
-    assert reward[0] == (pytest.approx(left + (right - left) / 10, abs=0.05), bottom)  # step 1 of 0..10, the lowest reward
+    # step 1 of 0..10, the lowest reward
+    assert reward[0] == (pytest.approx(left + (right - left) / 10, abs=0.05), bottom)
     assert reward[-1] == (right, top)
     assert len(list(root.iter(f"{SVG}circle"))) == 2
     labels = [text.text for text in root.iter(f"{SVG}text")]
@@ -45,7 +58,9 @@ def test_light_and_dark() -> None:
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, 0.5], [-3.0, 2.0], [1e-9, 1e9]])
 def test_every_coordinate_is_inside(values: list[float]) -> None:
-    root = ET.fromstring(curve_svg([{"step": i, "rollout/reward": value} for i, value in enumerate(values)]))
+    root = ET.fromstring(
+        curve_svg([{"step": i, "rollout/reward": value} for i, value in enumerate(values)])
+    )
     (line,) = root.iter(f"{SVG}polyline")
     for x, y in points(line):
         assert learning_curve.LEFT <= x <= learning_curve.WIDTH - learning_curve.RIGHT

@@ -23,7 +23,8 @@ def test_one_format(tmp_path: Path) -> None:
         logger.debug("too fine")
     logger.info("after")
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO ratchet\.somewhere: step 3\n", (tmp_path / "run.log").read_text()
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO ratchet\.somewhere: step 3\n",
+        (tmp_path / "run.log").read_text(),
     )
 
 
@@ -37,7 +38,9 @@ def test_a_resumed_run_appends(tmp_path: Path) -> None:
     for word in ("one", "two"):
         with log_to(tmp_path / "run.log"):
             logger.info(word)
-    assert [line.rpartition(" ")[2] for line in (tmp_path / "run.log").read_text().splitlines()] == ["one", "two"]
+    assert [
+        line.rpartition(" ")[2] for line in (tmp_path / "run.log").read_text().splitlines()
+    ] == ["one", "two"]
 
 
 @pytest.mark.fault("S11")

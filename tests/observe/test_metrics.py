@@ -19,7 +19,10 @@ def clock(*times: float) -> Callable[[], float]:
     return lambda: next(remaining)
 
 
-@pytest.mark.parametrize(("merge", "expected"), [("mean", 2.5), ("sum", 10.0), ("last", 0.0), ("min", -1.0), ("max", 8.0)])
+@pytest.mark.parametrize(
+    ("merge", "expected"),
+    [("mean", 2.5), ("sum", 10.0), ("last", 0.0), ("min", -1.0), ("max", 8.0)],
+)
 def test_merge_rules(merge: Merge, expected: float) -> None:
     metrics = MetricsManager()
     for value in (3.0, -1.0, 8.0, 0.0):
@@ -45,7 +48,11 @@ def test_names_are_sorted_and_carry_the_stage() -> None:
     metrics = MetricsManager(stage="rl")
     metrics.add("rollout", {"reward": 0.5, "reward/format": 1.0})
     metrics.add("policy", {"loss": 0.1})
-    assert list(metrics.flush(1)) == ["rl/policy/loss", "rl/rollout/reward", "rl/rollout/reward/format"]
+    assert list(metrics.flush(1)) == [
+        "rl/policy/loss",
+        "rl/rollout/reward",
+        "rl/rollout/reward/format",
+    ]
 
 
 def test_a_step_starts_empty() -> None:
@@ -69,7 +76,9 @@ def test_a_step_starts_empty() -> None:
         ([1e308, 1e308], "sum", "inf"),
     ],
 )
-def test_what_is_not_finite_becomes_null_with_a_note(values: list[float], merge: Merge, note: str) -> None:
+def test_what_is_not_finite_becomes_null_with_a_note(
+    values: list[float], merge: Merge, note: str
+) -> None:
     metrics = MetricsManager()
     for value in values:
         metrics.add("policy", {"kl": value}, merge=merge)
@@ -129,7 +138,9 @@ def test_phases_nest() -> None:
 def test_samples_by_domain_merge_as_they_were_declared() -> None:
     metrics = MetricsManager()
     metrics.declare("rollout", {"reward": "mean", "length_p50": Percentile(50)})
-    metrics.add("rollout", {"reward": [1.0, 0.0, 0.5], "length_p50": (7, 1, 3)}, of={"tag": "maths"})
+    metrics.add(
+        "rollout", {"reward": [1.0, 0.0, 0.5], "length_p50": (7, 1, 3)}, of={"tag": "maths"}
+    )
     metrics.add("rollout", {"reward": np.array([0.0])}, of={"tag": "maths"})
     metrics.add("rollout", {"reward": [], "length_p50": 4}, of={"tag": "code"})
     assert metrics.flush(1) == {
@@ -156,7 +167,13 @@ def test_histograms_are_beside_the_numbers() -> None:
     found = flushed.histograms["rollout/length"]
     assert flushed == {}
     assert found.counts == (2, 3)
-    assert (found.count, found.lowest, found.highest, found.total, found.squares) == (5, -1.0, 9.0, 12.0, 92.0)
+    assert (found.count, found.lowest, found.highest, found.total, found.squares) == (
+        5,
+        -1.0,
+        9.0,
+        12.0,
+        92.0,
+    )
 
 
 def test_ranks_hand_over_what_they_know() -> None:

@@ -1,4 +1,5 @@
-"""docs/metrics.md: every name that a run reports is there, and every name that is there is reported."""
+"""docs/metrics.md: every name that a run reports is there, and every name that is there is
+reported."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from ratchet.config.registry import KINDS
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.evals.results import Attempt, Prompt, Results
-from ratchet.experience.rollout.metrics import SPREADS, measure_groups, measure_staleness, spread_attempts
+from ratchet.experience.rollout.metrics import (
+    SPREADS,
+    measure_groups,
+    measure_staleness,
+    spread_attempts,
+)
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.workers.config import WorkersConfig
 from ratchet.generators.workers.pool import Router
@@ -62,11 +68,21 @@ def of_algorithm(kind: str, options: dict[str, Any]) -> Iterator[str]:
     yield from (f"batch/{name}" for name in update.batch.metrics)
     for role, terms in algorithm.losses.items():
         yield from (f"{role}/{term.name}" for term in terms if term.coef)
-        yield from (f"{role}/{name}" for name in differentiated(update, role, range(update.batch.n_sequences)).metrics)
+        yield from (
+            f"{role}/{name}"
+            for name in differentiated(update, role, range(update.batch.n_sequences)).metrics
+        )
 
 
 def of_run(kind: str, **more: Any) -> set[str]:
-    stage = {"name": "a", "algorithm": {"kind": kind}, "environment": SORTING, "steps": 1, "batch_size": 4, **more}
+    stage = {
+        "name": "a",
+        "algorithm": {"kind": kind},
+        "environment": SORTING,
+        "steps": 1,
+        "batch_size": 4,
+        **more,
+    }
     settings = RunConfig.model_validate({
         "threads": 1,
         "device": "cpu",
@@ -76,16 +92,22 @@ def of_run(kind: str, **more: Any) -> set[str]:
     })  # fmt: skip
     names: set[str] = set()
     run = build_run(
-        settings, 0, build_policy(settings), observers=[lambda step, metrics: names.update(metrics, histograms_of(metrics))]
+        settings,
+        0,
+        build_policy(settings),
+        observers=[lambda step, metrics: names.update(metrics, histograms_of(metrics))],
     )
     asyncio.run(train(run))
     return names
 
 
 def of_groups() -> dict[str, float]:
-    measured = {"malformed_tool_calls": 1.0, "pushes": 2.0}  # the environment's steps measured the latter
+    # the environment's steps measured the latter
+    measured = {"malformed_tool_calls": 1.0, "pushes": 2.0}
     rows = [
-        replace(make_trajectory([1], [2] * 8, outcome=Scored(1.0, {"math": 1.0})), metrics=measured),
+        replace(
+            make_trajectory([1], [2] * 8, outcome=Scored(1.0, {"math": 1.0})), metrics=measured
+        ),
         make_trajectory([1], [2], outcome=Failed("reward"), attempt=1),
         make_trajectory([1], [2], reward=1.0, attempt=2, use="baseline"),
     ]
@@ -94,7 +116,13 @@ def of_groups() -> dict[str, float]:
 
 
 def of_labels() -> set[str]:
-    groups = [make_group("g", [replace(make_trajectory([1], [2], reward=1.0), metrics={"turns": 1.0})], tag="maths")]
+    groups = [
+        make_group(
+            "g",
+            [replace(make_trajectory([1], [2], reward=1.0), metrics={"turns": 1.0})],
+            tag="maths",
+        )
+    ]
     groups = [replace(groups[0], task=replace(groups[0].task, environment="dataset"))]
     metrics = MetricsManager()
     metrics.declare("rollout", SPREADS)
@@ -133,14 +161,21 @@ def of_work(path: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    names = {f"rollout/{name}" for name in of_groups()} | of_labels() | set(of_restarts()) | of_run("sft", lora={"rank": 2})
+    names = (
+        {f"rollout/{name}" for name in of_groups()}
+        | of_labels()
+        | set(of_restarts())
+        | of_run("sft", lora={"rank": 2})
+    )
     names |= of_run("decoupled_ppo", examples=4, curriculum={}, rollouts=CHOSEN, steps=2)
     names |= {f"eval/{name}" for name in of_tags()} | of_work(tmp_path_factory.mktemp("proc"))
     for kind, options in [*((kind, {}) for kind in KINDS["algorithm"]), *MORE]:
         names.update(of_algorithm(kind, options))
     names |= of_run("grpo", sentinels=PROBED, rollouts={"tail_batching": 1})
     names |= of_run("grpo", rollouts={"max_staleness": 1, "adaptive": {"staleness": 0.5}})
-    return names.union(*(of_run(kind) for kind in ("sft", "reward_model", "score_regression", "process_reward")))
+    return names.union(
+        *(of_run(kind) for kind in ("sft", "reward_model", "score_regression", "process_reward"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +185,30 @@ def listed() -> list[str]:
 
 
 def means(pattern: str, name: str) -> bool:
-    loose = {"<part>": ".+", "<measured>": "[a-z_]+", "<kind>": "[a-z_]+", "<role>": "(policy|critic)", "<term>": "[a-z_]+"}
-    loose |= {"<k>": "[0-9]+", "<tag>": "[a-z]+", "<i>": "[0-9]", "<label>": "(tag/[a-z]+|env/[a-z]+)"}
+    loose = {
+        "<part>": ".+",
+        "<measured>": "[a-z_]+",
+        "<kind>": "[a-z_]+",
+        "<role>": "(policy|critic)",
+        "<term>": "[a-z_]+",
+    }
+    loose |= {
+        "<k>": "[0-9]+",
+        "<tag>": "[a-z]+",
+        "<i>": "[0-9]",
+        "<label>": "(tag/[a-z]+|env/[a-z]+)",
+    }
     return re.fullmatch(re.sub(r"<\w+>", lambda found: loose[found[0]], pattern), name) is not None
 
 
-def test_every_metric_is_listed_and_every_listed_one_is_reported(reported: set[str], listed: list[str]):
+def test_every_metric_is_listed_and_every_listed_one_is_reported(
+    reported: set[str], listed: list[str]
+):
     assert len(set(listed)) == len(listed) > 50
-    assert sorted(name for name in reported if not any(means(pattern, name) for pattern in listed)) == []
-    assert [pattern for pattern in listed if not any(means(pattern, name) for name in reported)] == []
+    assert (
+        sorted(name for name in reported if not any(means(pattern, name) for pattern in listed))
+        == []
+    )
+    assert [
+        pattern for pattern in listed if not any(means(pattern, name) for name in reported)
+    ] == []

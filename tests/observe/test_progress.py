@@ -14,12 +14,20 @@ from ratchet.observe.progress import Mode, duration, show_progress, sparkline
 def console(*, terminal: bool, encoding: str = "utf-8") -> tuple[Console, Callable[[], str]]:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
-    made = Console(file=file, force_terminal=terminal, width=140, color_system=None, legacy_windows=False)
+    made = Console(
+        file=file, force_terminal=terminal, width=140, color_system=None, legacy_windows=False
+    )
     return made, lambda: raw.getvalue().decode(encoding)
 
 
 def run(
-    mode: Mode, *, terminal: bool = False, encoding: str = "utf-8", every: int = 10, stage: str = "rl [bold]", steps: int = 25
+    mode: Mode,
+    *,
+    terminal: bool = False,
+    encoding: str = "utf-8",
+    every: int = 10,
+    stage: str = "rl [bold]",
+    steps: int = 25,
 ) -> str:
     """A stage of steps 101 to 125, two seconds each."""
     screen, text = console(terminal=terminal, encoding=encoding)
@@ -28,7 +36,14 @@ def run(
     with show_progress(stage, **options, clock=lambda: now[0]) as observe:  # pyright: ignore[reportArgumentType]
         for step in range(101, 101 + steps):
             now[0] += 2.0
-            observe(step, {"rollout/reward": (step - 100) / 25, "policy/loss": 9.0, "time/tokens_per_s": 1234.4})
+            observe(
+                step,
+                {
+                    "rollout/reward": (step - 100) / 25,
+                    "policy/loss": 9.0,
+                    "time/tokens_per_s": 1234.4,
+                },
+            )
     return text()
 
 
@@ -63,7 +78,9 @@ def test_a_terminal_without_unicode_gets_no_blocks() -> None:
 
 def test_a_number_that_is_missing_or_null() -> None:
     screen, text = console(terminal=False)
-    with show_progress("sft", first_step=0, last_step=2, mode="plain", every=1, console=screen, clock=lambda: 0.0) as observe:
+    with show_progress(
+        "sft", first_step=0, last_step=2, mode="plain", every=1, console=screen, clock=lambda: 0.0
+    ) as observe:
         observe(1, {"policy/loss": None, "policy/loss/nan": 1.0})
         observe(2, {"policy/loss": 2.5})
     assert text().splitlines() == ["sft 1/2  ETA 0s", "sft 2/2  loss 2.500"]
@@ -71,7 +88,9 @@ def test_a_number_that_is_missing_or_null() -> None:
 
 def test_a_reward_takes_the_place_of_the_loss() -> None:
     screen, text = console(terminal=False)
-    with show_progress("x", first_step=0, last_step=2, mode="plain", every=1, console=screen, clock=lambda: 0.0) as observe:
+    with show_progress(
+        "x", first_step=0, last_step=2, mode="plain", every=1, console=screen, clock=lambda: 0.0
+    ) as observe:
         observe(1, {"policy/loss": 1.0})
         observe(2, {"policy/loss": 1.0, "rollout/reward": 0.25})
     assert text().splitlines()[-1] == "x 2/2  reward 0.250"
@@ -79,9 +98,20 @@ def test_a_reward_takes_the_place_of_the_loss() -> None:
 
 def test_kl_and_entropy_stand_beside_the_reward() -> None:
     screen, text = console(terminal=False)
-    with show_progress("x", first_step=0, last_step=3, mode="plain", every=1, console=screen, clock=lambda: 0.0) as observe:
-        observe(1, {"rollout/reward": 0.5, "policy/policy_gradient/old_kl": 0.00123, "policy/entropy/entropy": 1.5})
-        observe(2, {"rollout/reward": 0.5, "policy/policy_gradient/old_kl": 0.1, "policy/kl/kl": 0.25})
+    with show_progress(
+        "x", first_step=0, last_step=3, mode="plain", every=1, console=screen, clock=lambda: 0.0
+    ) as observe:
+        observe(
+            1,
+            {
+                "rollout/reward": 0.5,
+                "policy/policy_gradient/old_kl": 0.00123,
+                "policy/entropy/entropy": 1.5,
+            },
+        )
+        observe(
+            2, {"rollout/reward": 0.5, "policy/policy_gradient/old_kl": 0.1, "policy/kl/kl": 0.25}
+        )
         observe(3, {"rollout/reward": 0.5, "policy/kl/kl": None, "policy/kl/kl/nan": 1.0})
     assert text().splitlines() == [
         "x 1/3  reward 0.500  KL 0.00123  entropy 1.5  ETA 0s",
@@ -107,7 +137,15 @@ def test_sparkline(values: list[float], expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (185, "3m05s"), (3599.7, "1h00m"), (7620, "2h07m"), (360_000, "100h00m")],
+    [
+        (0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m00s"),
+        (185, "3m05s"),
+        (3599.7, "1h00m"),
+        (7620, "2h07m"),
+        (360_000, "100h00m"),
+    ],
 )
 def test_duration(seconds: float, expected: str) -> None:
     assert duration(seconds) == expected

@@ -1,4 +1,5 @@
-"""Any split of samples into ranks and micro-batches gives what all of them together give, to the last bit."""
+"""Any split of samples into ranks and micro-batches gives what all of them together give, to the
+last bit."""
 
 from __future__ import annotations
 
@@ -13,8 +14,21 @@ from hypothesis import strategies as st
 
 from ratchet.observe.reducers import Bins, Histogram, Partial, Percentile, Reducer, partial
 
-SPLIT_BY_ANY: list[Reducer] = ["mean", "sum", "rate", "min", "max", Percentile(50), Percentile(95), Bins((-1.0, 0.0, 0.5, 8.0))]
-NUMBERS = st.one_of(st.floats(), st.floats(-10, 10), st.sampled_from([0.0, 1e300, -1e300, 1.7e308, -1.7e308, 5e-324]))
+SPLIT_BY_ANY: list[Reducer] = [
+    "mean",
+    "sum",
+    "rate",
+    "min",
+    "max",
+    Percentile(50),
+    Percentile(95),
+    Bins((-1.0, 0.0, 0.5, 8.0)),
+]
+NUMBERS = st.one_of(
+    st.floats(),
+    st.floats(-10, 10),
+    st.sampled_from([0.0, 1e300, -1e300, 1.7e308, -1.7e308, 5e-324]),
+)
 SAMPLES = st.lists(st.tuples(NUMBERS, st.sampled_from([0.0, 0.1, 1.0, 3.0])), max_size=40)
 Samples = Sequence[tuple[float, float]]
 
@@ -32,12 +46,21 @@ def same(a: float | Histogram, b: float | Histogram) -> bool:
     return a == b
 
 
-@given(SAMPLES, st.lists(st.integers(0, 4), min_size=40, max_size=40), st.randoms(use_true_random=False))
+@given(
+    SAMPLES,
+    st.lists(st.integers(0, 4), min_size=40, max_size=40),
+    st.randoms(use_true_random=False),
+)
 @example([(1e308, 1.0), (1e308, 1.0), (-1e308, 1.0)], [0, 1, 2] + [0] * 37, None)
 @pytest.mark.parametrize("reducer", SPLIT_BY_ANY, ids=str)
-def test_merged_partials_are_the_whole(reducer: Reducer, samples: Samples, ranks: list[int], random):
+def test_merged_partials_are_the_whole(
+    reducer: Reducer, samples: Samples, ranks: list[int], random
+):
     whole = of(reducer, samples).result()
-    parts = [of(reducer, [s for s, rank in zip(samples, ranks, strict=False) if rank == at]) for at in range(5)]
+    parts = [
+        of(reducer, [s for s, rank in zip(samples, ranks, strict=False) if rank == at])
+        for at in range(5)
+    ]
     if random is not None:
         random.shuffle(parts)
     merged, nested = partial(reducer), partial(reducer)
@@ -73,7 +96,9 @@ def test_a_sum_is_rounded_once(values: list[float]):
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
 def test_percentiles_are_those_of_numpy(values: list[float], percent: float):
-    assert of(Percentile(percent), [(v, 1.0) for v in values]).result() == pytest.approx(np.percentile(values, percent))
+    assert of(Percentile(percent), [(v, 1.0) for v in values]).result() == pytest.approx(
+        np.percentile(values, percent)
+    )
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=50))

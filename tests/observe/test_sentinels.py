@@ -11,11 +11,22 @@ from typing import get_args
 import pytest
 
 from ratchet.config.sentinels import Rule, SentinelConfig, SentinelsConfig
-from ratchet.observe.sentinels import EXHIBITS, Exhibit, Memory, Sentinels, look, measure_repetition, repetition, watched
+from ratchet.observe.sentinels import (
+    EXHIBITS,
+    Exhibit,
+    Memory,
+    Sentinels,
+    look,
+    measure_repetition,
+    repetition,
+    watched,
+)
 from ratchet.testing.builders import make_group, make_trajectory
 
 
-def alarms(config: dict, *steps: dict, sentinels: Sentinels | None = None) -> list[tuple[int, bool]]:
+def alarms(
+    config: dict, *steps: dict, sentinels: Sentinels | None = None
+) -> list[tuple[int, bool]]:
     """(step, whether it pauses) of each alarm."""
     sentinels = sentinels or Sentinels(SentinelsConfig(**config))
     found = []
@@ -50,7 +61,10 @@ def own(rule, threshold=0.0, **more):
 
 def series(rule, threshold, values, **more):
     """The steps, from 1, at which an alarm is raised."""
-    return [step for step, _ in alarms(own(rule, threshold, **more), *({"x": value} for value in values))]
+    return [
+        step
+        for step, _ in alarms(own(rule, threshold, **more), *({"x": value} for value in values))
+    ]
 
 
 def test_thresholds():
@@ -60,7 +74,8 @@ def test_thresholds():
 
 
 def test_a_spike_is_of_the_windows_own_deviations():
-    flat = [1.0, 2.0, 3.0, 4.0]  # median 2.5, absolute deviations 1.5 0.5 0.5 1.5: their median 1.0, times 1.4826
+    # median 2.5, absolute deviations 1.5 0.5 0.5 1.5: their median 1.0, times 1.4826
+    flat = [1.0, 2.0, 3.0, 4.0]
     edge = 2.5 + 3 * 1.4826
     assert series("spike", 3.0, [*flat, edge + 1e-9], window=4) == [5]
     assert series("spike", 3.0, [*flat, edge - 1e-9], window=4) == []
@@ -80,7 +95,9 @@ def test_a_spike_is_found_in_noise_and_noise_is_none():
 
 def test_now_against_first_by_medians():
     assert series("grows", 2.0, [1, 1, 1, 2.1, 2.1, 2.1], window=3) == [6]
-    assert series("grows", 2.0, [1, 1, 1, 9, 1, 1, 9, 1], window=3) == [], "single ones are no trend"
+    assert series("grows", 2.0, [1, 1, 1, 9, 1, 1, 9, 1], window=3) == [], (
+        "single ones are no trend"
+    )
     assert series("shrinks", 0.5, [4, 4, 1.9, 1.9], window=2) == [4]
     assert series("rises", 0.1, [0, 0, 0.1, 0.2], window=2) == [4]
     assert series("grows", 2.0, [0, 0, 5, 5], window=2) == [], "0 has no multiples"
@@ -90,7 +107,9 @@ def test_numbers_that_are_not_finite():
     assert series("above", 1.0, [0, None]) == [2]
     assert series("below", 1.0, [2, None]) == []
     assert series("nonfinite", 0.0, [0, None, None, 1, None]) == [2, 5]
-    assert look(SentinelConfig(metric="x", rule="spike", window=2), Memory((1.0,)), None) == Memory((1.0,), (), 1)
+    assert look(SentinelConfig(metric="x", rule="spike", window=2), Memory((1.0,)), None) == Memory(
+        (1.0,), (), 1
+    )
 
 
 def test_a_step_without_the_metric_is_passed_over_but_where_its_absence_says_something():
@@ -112,7 +131,10 @@ def test_it_pauses_where_it_is_told_to():
 def test_what_it_remembers_goes_on_bit_by_bit():
     config = own("spike", 3.0, window=5, patience=2)
     draw = random.Random(1)
-    steps = [{"x": None if i % 9 == 8 else draw.gauss(0, 1) + 20 * (i in (12, 13, 14))} for i in range(30)]
+    steps = [
+        {"x": None if i % 9 == 8 else draw.gauss(0, 1) + 20 * (i in (12, 13, 14))}
+        for i in range(30)
+    ]
     whole = alarms(config, *steps)
     assert whole
     for cut in range(30):
@@ -120,19 +142,29 @@ def test_what_it_remembers_goes_on_bit_by_bit():
         first, second = Sentinels(SentinelsConfig(**config)), Sentinels(SentinelsConfig(**config))
         early = alarms(config, *steps[:cut], sentinels=first)
         second.restore(json.loads(json.dumps(first.state())))
-        late = [(step + cut, pauses) for step, pauses in alarms(config, *steps[cut:], sentinels=second)]
+        late = [
+            (step + cut, pauses) for step, pauses in alarms(config, *steps[cut:], sentinels=second)
+        ]
         assert early + late == whole, cut
 
 
 def test_the_evidence_is_the_history_and_the_attempts_that_weigh_most(tmp_path, told):
     config = {"length_growth": {"window": 2, "action": "pause"}}
-    group = make_group("g", [make_trajectory([1], [2] * n, reward=0.5, attempt=n) for n in range(1, 12)])
+    group = make_group(
+        "g", [make_trajectory([1], [2] * n, reward=0.5, attempt=n) for n in range(1, 12)]
+    )
     sentinels = Sentinels(SentinelsConfig(**config), tmp_path / "sentinels")
     lengths = [1.0, 1.0, 5.0, 5.0]
-    assert [sentinels.see(i, {"rollout/length_mean": x, "time/step_s": 1.0}, [group]) for i, x in enumerate(lengths)][-1]
+    assert [
+        sentinels.see(i, {"rollout/length_mean": x, "time/step_s": 1.0}, [group])
+        for i, x in enumerate(lengths)
+    ][-1]
     path = tmp_path / "sentinels" / "step-00000003-length_growth.json"
     (message,) = told()
-    assert message.startswith("step 3: sentinel length_growth: rollout/length_mean = 5 is over 4 times what it was at first")
+    assert message.startswith(
+        "step 3: sentinel length_growth: rollout/length_mean = 5 is over 4 times what it was at "
+        "first"
+    )
     assert message.endswith(f"({path})")
     found = json.loads(path.read_text())
     assert (found["history"], found["metrics"]) == (lengths, {"rollout/length_mean": 5.0})
@@ -145,7 +177,10 @@ def test_evidence_that_somebody_has_comes_first(tmp_path):
     sentinels = Sentinels(SentinelsConfig(), tmp_path)
     shown = {"canary/reward": [Exhibit(1.0, make_group("canary/0", [row]), row)]}
     sentinels.see(3, {"canary/reward": 1.0}, [make_group("g", [row])], shown)
-    assert json.loads((tmp_path / "step-00000003-canary.json").read_text())["attempts"][0]["group"] == "canary/0"
+    assert (
+        json.loads((tmp_path / "step-00000003-canary.json").read_text())["attempts"][0]["group"]
+        == "canary/0"
+    )
 
 
 def test_a_full_disk_costs_the_evidence_alone(tmp_path, told):
@@ -156,9 +191,12 @@ def test_a_full_disk_costs_the_evidence_alone(tmp_path, told):
 
 def test_repetition_by_hand():
     assert repetition(make_trajectory([1], range(20))) == 0.0
-    assert repetition(make_trajectory([1], [5] * 20)) == pytest.approx(12 / 13)  # 13 n-grams, all alike
+    # 13 n-grams, all alike
+    assert repetition(make_trajectory([1], [5] * 20)) == pytest.approx(12 / 13)
     assert repetition(make_trajectory([5] * 20, [5] * 7)) is None, "of the policy's own words alone"
-    assert measure_repetition([make_trajectory([1], [5]), make_trajectory([1], [5] * 20)]) == {"repetition": 12 / 13}
+    assert measure_repetition([make_trajectory([1], [5]), make_trajectory([1], [5] * 20)]) == {
+        "repetition": 12 / 13
+    }
     assert measure_repetition([]) == {}
 
 
@@ -184,7 +222,9 @@ def test_identical_rewards_for_as_many_steps_as_are_allowed_are_told_once(told):
 def test_parts_that_differ_teach_though_their_sums_are_equal():
     parts = {**SAME, "reward/a": 0.5, "reward_std/a": 0.5, "reward/b": -0.5, "reward_std/b": 0.5}
     assert rollouts(parts, parts, equal_rewards={"patience": 2}) == []
-    assert rollouts(*[{**parts, "reward_std/a": 0.0, "reward_std/b": 0.0}] * 2, equal_rewards={"patience": 2}) == [2]
+    assert rollouts(
+        *[{**parts, "reward_std/a": 0.0, "reward_std/b": 0.0}] * 2, equal_rewards={"patience": 2}
+    ) == [2]
 
 
 def test_rewards_that_are_not_finite_are_named(told):
@@ -222,7 +262,11 @@ BUILT_IN = {  # a history that each is for
 
 
 def test_each_built_in_one_says_what_it_is_for(told):
-    names = {name for name, field in SentinelsConfig.model_fields.items() if isinstance(field.default, SentinelConfig)}
+    names = {
+        name
+        for name, field in SentinelsConfig.model_fields.items()
+        if isinstance(field.default, SentinelConfig)
+    }
     assert names == set(BUILT_IN)
     for name, histories in BUILT_IN.items():
         for metric, values in histories:
@@ -243,4 +287,6 @@ def test_what_is_given_of_a_built_in_one_replaces_that_alone():
 def test_the_page_has_each():
     page = (Path(__file__).parents[2] / "docs" / "sentinels.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE)) == set(BUILT_IN)
-    assert set(re.findall(r"`(\w+)`", page.partition("## Rules")[2].partition("## Is")[0])) >= set(get_args(Rule))
+    assert set(re.findall(r"`(\w+)`", page.partition("## Rules")[2].partition("## Is")[0])) >= set(
+        get_args(Rule)
+    )

@@ -1,4 +1,5 @@
-"""One line a step whatever happened before; TensorBoard reads the same numbers; a broken sink costs nothing but itself."""
+"""One line a step whatever happened before; TensorBoard reads the same numbers; a broken sink costs
+nothing but itself."""
 
 from __future__ import annotations
 
@@ -77,7 +78,16 @@ def test_nan_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "torn", ["", '{"step": 7, "rollout/re', "\n\n", "\0\0\0\0", "[1]\n", '{"step": "8"}\n', '{"step": 8, "x": NaN}\n']
+    "torn",
+    [
+        "",
+        '{"step": 7, "rollout/re',
+        "\n\n",
+        "\0\0\0\0",
+        "[1]\n",
+        '{"step": "8"}\n',
+        '{"step": 8, "x": NaN}\n',
+    ],
 )
 def test_resuming_leaves_exactly_one_line_a_step(tmp_path: Path, torn: str) -> None:
     path, whole = tmp_path / "metrics.jsonl", tmp_path / "whole.jsonl"
@@ -113,7 +123,9 @@ except OSError as error:
 sink.close()
 """
     path = tmp_path / "metrics.jsonl"
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
+    )
     step, name = done.stdout.split()
     assert name == errno.errorcode[errno.EFBIG]
     assert [row["step"] for row in rows(path)] == list(range(int(step)))
@@ -128,7 +140,10 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(directory), size_guidance={SCALARS: 0})
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()[SCALARS]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()[SCALARS]
+    }
 
 
 def expected_scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
@@ -137,7 +152,9 @@ def expected_scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
     for row in rows(path):
         for name, value in row.items():
             if name != "step" and value is not None:
-                expected.setdefault(name, []).append((int(row["step"] or 0), float(np.float32(value))))
+                expected.setdefault(name, []).append(
+                    (int(row["step"] or 0), float(np.float32(value)))
+                )
     return expected
 
 
@@ -147,7 +164,8 @@ def test_tensorboard_reads_what_metrics_jsonl_says(tmp_path: Path) -> None:
     both = Sinks([board, lines])
     for step, metrics in enumerate(METRICS):
         both.write(step, metrics)
-    assert scalars(tmp_path / "tensorboard") == expected_scalars(tmp_path / "metrics.jsonl")  # before it is closed
+    # before it is closed
+    assert scalars(tmp_path / "tensorboard") == expected_scalars(tmp_path / "metrics.jsonl")
     both.close()
     assert scalars(tmp_path / "tensorboard") == expected_scalars(tmp_path / "metrics.jsonl")
 
@@ -166,8 +184,19 @@ def test_tensorboard_shows_histograms(tmp_path: Path) -> None:
     events.Reload()
     (found,) = events.Histograms("rollout/length")
     value = found.histogram_value
-    assert (value.min, value.max, value.num, value.sum, value.sum_squares) == (0.5, 9.0, 4.0, 15.5, 99.25)
-    assert dict(zip(value.bucket_limit, value.bucket, strict=True)) == {0.0: 0.0, 1.0: 1.0, 2.0: 0.0, 4.0: 3.0}
+    assert (value.min, value.max, value.num, value.sum, value.sum_squares) == (
+        0.5,
+        9.0,
+        4.0,
+        15.5,
+        99.25,
+    )
+    assert dict(zip(value.bucket_limit, value.bucket, strict=True)) == {
+        0.0: 0.0,
+        1.0: 1.0,
+        2.0: 0.0,
+        4.0: 3.0,
+    }
 
 
 def test_tensorboard_after_two_resumes(tmp_path: Path) -> None:
@@ -203,7 +232,9 @@ sink.write(1, {"x": 1.0})
 assert threading.active_count() == 1
 print([name for name in ("tensorflow", "torch") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"
 
 
@@ -226,10 +257,18 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ConnectionError(), RuntimeError(), ValueError()]
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        ConnectionError(),
+        RuntimeError(),
+        ValueError(),
+    ],
 )
 @pytest.mark.fault("P19")
-def test_a_sink_that_fails_is_off_with_one_warning(tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sink_that_fails_is_off_with_one_warning(
+    tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = Broken(error)
     sinks = Sinks([broken, JsonlSink(tmp_path / "metrics.jsonl")])
     with caplog.at_level(logging.WARNING):

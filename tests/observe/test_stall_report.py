@@ -67,10 +67,17 @@ def test_a_stall_is_logged_after_a_time_and_each_doubling(monkeypatch):
         assert stalled == [100, 200, 400, 800]
         text = stalls.check(5000.0 + 1600)
     assert text is not None
-    assert text.startswith("the run has not got on for 1600 s, since it began to sample for step 3:\n")
+    assert text.startswith(
+        "the run has not got on for 1600 s, since it began to sample for step 3:\n"
+    )
     assert "environment Maze  step" in text
     note(RUN, "began to score for step 3")
-    assert [stalls.check(5000.0 + after) is not None for after in (99, 101, 199, 201)] == [False, True, False, True]
+    assert [stalls.check(5000.0 + after) is not None for after in (99, 101, 199, 201)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_it_is_logged_while_the_main_thread_waits():
@@ -116,6 +123,11 @@ def test_attempts_say_what_they_wait_for():
         FakeReward(lambda row, task: look(1.0)),
     )
     task = next(environment.tasks("train", seed=0))
-    asyncio.run(manager.group(task, Sampling(max_new_tokens=1, stop_ids=(9,)), group_id="a", attempts=1))
-    assert [row.split()[:3] for row in seen] == [["attempts", "generator", "generate"], ["attempts", "reward", "FakeReward"]]
+    asyncio.run(
+        manager.group(task, Sampling(max_new_tokens=1, stop_ids=(9,)), group_id="a", attempts=1)
+    )
+    assert [row.split()[:3] for row in seen] == [
+        ["attempts", "generator", "generate"],
+        ["attempts", "reward", "FakeReward"],
+    ]
     assert seen[0].endswith("7 s")

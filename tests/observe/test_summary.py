@@ -16,7 +16,9 @@ from rich.console import Console
 from ratchet.observe.summary import RunSummary, StageSummary, installed_versions
 
 SFT = StageSummary("sft", "sft", 60, 120.0, 0.1, 0.5, trained_tokens=6000.0)
-RL = StageSummary("rl [x]", "grpo", 300, 200.0, 0.5, 0.875, trained_tokens=50_000.0, generated_tokens=40_000.0)
+RL = StageSummary(
+    "rl [x]", "grpo", 300, 200.0, 0.5, 0.875, trained_tokens=50_000.0, generated_tokens=40_000.0
+)
 
 
 def summary(*stages: StageSummary) -> RunSummary:
@@ -75,7 +77,9 @@ def test_what_was_not_measured_is_null(tmp_path: Path) -> None:
 
 def test_table() -> None:
     lines = shown(summary(SFT, RL, StageSummary("none", "dpo", 1, 0.0, None, None))).splitlines()
-    sft, rl, none = (next(line for line in lines if name in line) for name in ("sft", "rl [x]", "none"))
+    sft, rl, none = (
+        next(line for line in lines if name in line) for name in ("sft", "rl [x]", "none")
+    )
     for part in ("10.0 %", "50.0 %", "+40.0", "2m00s", " 50 "):
         assert part in sft
     for part in ("grpo", "87.5 %", "+37.5", "3m20s", " 200 "):
@@ -85,11 +89,16 @@ def test_table() -> None:
 
 def test_table_on_a_terminal_without_unicode() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    Console(file=file, width=120, force_terminal=True).print(summary(SFT, StageSummary("x", "y", 1, 0.0, None, None)).table())
+    Console(file=file, width=120, force_terminal=True).print(
+        summary(SFT, StageSummary("x", "y", 1, 0.0, None, None)).table()
+    )
 
 
 def test_versions_without_importing() -> None:
-    code = "import sys; from ratchet.observe.summary import installed_versions as v; print(v()); print('torch' in sys.modules)"
+    code = (
+        "import sys; from ratchet.observe.summary import installed_versions as v; print(v()); "
+        "print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(installed_versions()), "False"]
     assert installed_versions() == {

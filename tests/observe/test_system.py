@@ -22,9 +22,21 @@ class Clock:
         return self.now
 
 
-def process(proc: Path, pid: int, parent: int, *, cpu_s: float, mib: int, name: str = "python") -> None:
-    """As Linux writes it: pid (name) state parent ... utime stime ... rss, the 4th, 14th, 15th and 24th."""
-    fields = ["S", str(parent), *["0"] * 9, str(int(cpu_s * TICKS)), str(TICKS), *["0"] * 8, str(mib * 2**20 // PAGE), "0"]
+def process(
+    proc: Path, pid: int, parent: int, *, cpu_s: float, mib: int, name: str = "python"
+) -> None:
+    """As Linux writes it: pid (name) state parent ... utime stime ... rss, the 4th, 14th, 15th and
+    24th."""
+    fields = [
+        "S",
+        str(parent),
+        *["0"] * 9,
+        str(int(cpu_s * TICKS)),
+        str(TICKS),
+        *["0"] * 8,
+        str(mib * 2**20 // PAGE),
+        "0",
+    ]
     (proc / str(pid)).mkdir(parents=True, exist_ok=True)
     (proc / str(pid) / "stat").write_text(f"{pid} ({name}) {' '.join(fields)}\n")
 
@@ -34,7 +46,9 @@ def test_the_processes_of_the_run(tmp_path: Path):
     process(tmp_path, 900001, ME, cpu_s=5, mib=256, name="a) b (c")
     process(tmp_path, 900002, 900001, cpu_s=1, mib=256)
     process(tmp_path, 900003, 1, cpu_s=50, mib=4096)  # somebody else's
-    (tmp_path / "meminfo").write_text("MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 6291456 kB\n")
+    (tmp_path / "meminfo").write_text(
+        "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 6291456 kB\n"
+    )
     clock = Clock()
     meter = SystemMeter(tmp_path, proc=tmp_path, clock=clock)
     clock.now = 2.0
@@ -125,7 +139,9 @@ def test_accelerators(tmp_path: Path):
 
 
 @pytest.mark.parametrize("fails", [ImportError, NVMLError])
-def test_without_a_library_or_a_driver_none_is_watched(fails: type[Exception], monkeypatch: pytest.MonkeyPatch):
+def test_without_a_library_or_a_driver_none_is_watched(
+    fails: type[Exception], monkeypatch: pytest.MonkeyPatch
+):
     def init() -> None:
         raise NVMLError
 

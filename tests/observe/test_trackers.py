@@ -17,7 +17,13 @@ from unittest.mock import MagicMock
 import pytest
 
 from ratchet.errors import ConfigError
-from ratchet.observe.config import MlflowConfig, PrometheusConfig, SwanlabConfig, TrackioConfig, WandbConfig
+from ratchet.observe.config import (
+    MlflowConfig,
+    PrometheusConfig,
+    SwanlabConfig,
+    TrackioConfig,
+    WandbConfig,
+)
 from ratchet.observe.metrics import StepMetrics
 from ratchet.observe.reducers import Histogram
 from ratchet.observe.sinks import Metrics, read_jsonl
@@ -25,11 +31,15 @@ from ratchet.observe.trackers import PrometheusSink, Tracked, finite, flat, run_
 from ratchet.training.session import resume_run, start_run
 
 NAME = "rollout/length_histogram"
-LENGTHS = Histogram(edges=(0.0, 1.0, 2.0, 4.0), counts=(1, 0, 2), lowest=0.5, highest=3.0, total=6.5, squares=18.25)
+LENGTHS = Histogram(
+    edges=(0.0, 1.0, 2.0, 4.0), counts=(1, 0, 2), lowest=0.5, highest=3.0, total=6.5, squares=18.25
+)
 STEPS: list[Metrics] = [
     {"rollout/reward": 0.1, "policy/loss": -1.5, "rollout/reward/a b@c": 3.0},
     {"rollout/reward": 1 / 3, "policy/loss": None, "policy/loss/nan": 1.0},
-    StepMetrics({"rollout/reward": 0.7, "policy/loss": 1e-30, "eval/accuracy": 0.25}, {NAME: LENGTHS}),
+    StepMetrics(
+        {"rollout/reward": 0.7, "policy/loss": 1e-30, "eval/accuracy": 0.25}, {NAME: LENGTHS}
+    ),
 ]
 Rows = dict[int, dict[str, float]]
 
@@ -74,7 +84,9 @@ def written_apart(kind: str, path: Path, *mode: str) -> None:
         "TRACKIO_DIR": str(path / "trackio"),
     }
     command = [sys.executable, "-c", WRITE, kind, str(path), *mode]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -82,7 +94,8 @@ def written_apart(kind: str, path: Path, *mode: str) -> None:
 
 
 def wandb_rows(path: Path) -> Rows:
-    """The messages are W&B's own; of the file around them, its package has no reader in Python: SwanLab's converter has one."""
+    """The messages are W&B's own; of the file around them, its package has no reader in Python:
+    SwanLab's converter has one."""
     from swanlab.converter.wb.wbdatastore import WBDataStoreReader
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -93,9 +106,14 @@ def wandb_rows(path: Path) -> Rows:
             for data in iter(reader.scan, None):
                 record = Record.FromString(data)
                 if record.WhichOneof("record_type") == "history":
-                    items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+                    items = {
+                        "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                        for item in record.history.item
+                    }
                     step = items.pop("_step")
-                    rows[step] = {name: value for name, value in items.items() if not name.startswith("_")}
+                    rows[step] = {
+                        name: value for name, value in items.items() if not name.startswith("_")
+                    }
     return rows
 
 
@@ -110,7 +128,9 @@ def swanlab_rows(path: Path) -> Rows:
         for data in reader:
             record = Record.FromString(data)
             if record.WhichOneof("record_type") == "scalar":
-                rows.setdefault(record.scalar.step, {})[record.scalar.key] = record.scalar.value.number
+                rows.setdefault(record.scalar.step, {})[record.scalar.key] = (
+                    record.scalar.value.number
+                )
         reader.close()
     return rows
 
@@ -142,10 +162,20 @@ def trackio_rows(path: Path) -> Rows:
     """Its directory is that of the environment at import."""
     environment = {**os.environ, "TRACKIO_DIR": str(path / "trackio")}
     done = subprocess.run(
-        [sys.executable, "-c", READ_TRACKIO], env=environment, capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", READ_TRACKIO],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
     )
     logs: list[dict[str, Any]] = json.loads(done.stdout)
-    return {log["step"]: {name: value for name, value in log.items() if name not in ("step", "timestamp")} for log in logs}
+    return {
+        log["step"]: {
+            name: value for name, value in log.items() if name not in ("step", "timestamp")
+        }
+        for log in logs
+    }
 
 
 HISTOGRAMS = {  # of those that know such, as they keep them
@@ -154,14 +184,25 @@ HISTOGRAMS = {  # of those that know such, as they keep them
         f"{NAME}/values": [1, 0, 2],
         f"{NAME}/bins": [0.0, 1.0, 2.0, 4.0],
     },
-    "trackio": {NAME: {"_type": "trackio.histogram", "values": [1, 0, 2], "bins": [0.0, 1.0, 2.0, 4.0]}},
+    "trackio": {
+        NAME: {"_type": "trackio.histogram", "values": [1, 0, 2], "bins": [0.0, 1.0, 2.0, 4.0]}
+    },
 }
-READERS = {"wandb": wandb_rows, "swanlab": swanlab_rows, "mlflow": mlflow_rows, "trackio": trackio_rows}
+READERS = {
+    "wandb": wandb_rows,
+    "swanlab": swanlab_rows,
+    "mlflow": mlflow_rows,
+    "trackio": trackio_rows,
+}
 
 
 @pytest.mark.needs("wandb", "mlflow", "swanlab", "trackio")
 @pytest.mark.parametrize(
-    "kind", ["trackio", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("wandb", "swanlab", "mlflow"))]
+    "kind",
+    [
+        "trackio",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("wandb", "swanlab", "mlflow")),
+    ],
 )
 def test_what_was_kept_offline(kind: str, tmp_path: Path) -> None:
     written_apart(kind, tmp_path, *(["offline"] if kind in ("wandb", "swanlab") else []))
@@ -176,20 +217,35 @@ def test_what_was_kept_offline(kind: str, tmp_path: Path) -> None:
 def prometheus_rows(text: str) -> Rows:
     from prometheus_client.parser import text_string_to_metric_families
 
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     (step,) = [int(sample.value) for sample in samples if sample.name == "ratchet_step"]
-    return {step: {sample.labels["name"]: sample.value for sample in samples if sample.name == "ratchet_metric"}}
+    return {
+        step: {
+            sample.labels["name"]: sample.value
+            for sample in samples
+            if sample.name == "ratchet_metric"
+        }
+    }
 
 
 @pytest.mark.needs("prometheus_client")
 def test_prometheus_scrapes_the_latest_step(tmp_path: Path, free_port: int) -> None:
-    sink = PrometheusSink(PrometheusConfig(port=free_port, textfile=str(tmp_path / "ratchet.prom")), tracked(tmp_path))
+    sink = PrometheusSink(
+        PrometheusConfig(port=free_port, textfile=str(tmp_path / "ratchet.prom")), tracked(tmp_path)
+    )
     try:
         for step, metrics in enumerate(STEPS, 1):
             sink.write(step, metrics)
-            scraped = urllib.request.urlopen(f"http://127.0.0.1:{free_port}/metrics", timeout=10).read().decode()
+            scraped = (
+                urllib.request.urlopen(f"http://127.0.0.1:{free_port}/metrics", timeout=10)
+                .read()
+                .decode()
+            )
             for text in (scraped, (tmp_path / "ratchet.prom").read_text()):
-                assert prometheus_rows(text) == {step: finite(metrics)}  # nothing of the step before
+                # nothing of the step before
+                assert prometheus_rows(text) == {step: finite(metrics)}
     finally:
         sink.close()
 
@@ -212,7 +268,9 @@ logging: {progress: "off", sinks: [{kind: mlflow}, {kind: prometheus, port: null
 
 
 @pytest.mark.needs("mlflow", "prometheus_client")
-def test_a_run_and_its_resumption_are_one_run_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_and_its_resumption_are_one_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe, path = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(RECIPE.replace("FILE", str(tmp_path / "ratchet.prom")))
     monkeypatch.setattr("ratchet.training.session.train", failing_after(2))
@@ -257,20 +315,29 @@ def mlflow_params(path: Path) -> dict[str, str]:
 # --- what goes wrong
 
 
-def test_a_service_that_fails_at_the_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_service_that_fails_at_the_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     def construct(section: object, run: Tracked) -> None:
         raise OSError("wandb: CommError: no route")
 
     monkeypatch.setattr("ratchet.observe.trackers.construct", construct)
-    with pytest.raises(ConfigError, match=r"logging\.sinks: wandb: CommError: no route; remove it, or set its mode to offline"):
+    with pytest.raises(
+        ConfigError,
+        match=r"logging\.sinks: wandb: CommError: no route; remove it, or set its mode to offline",
+    ):
         track([WandbConfig()], tracked(tmp_path))
     with caplog.at_level(logging.WARNING):
         assert track([WandbConfig()], tracked(tmp_path, resumed=True)) == []
     assert "no route" in caplog.text
 
 
-@pytest.mark.parametrize("section", [WandbConfig(), MlflowConfig(), SwanlabConfig(), TrackioConfig(), PrometheusConfig()])
-def test_a_package_that_is_missing_says_how_to_get_it(section: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "section", [WandbConfig(), MlflowConfig(), SwanlabConfig(), TrackioConfig(), PrometheusConfig()]
+)
+def test_a_package_that_is_missing_says_how_to_get_it(
+    section: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("wandb", "mlflow", "swanlab", "trackio", "prometheus_client"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"not installed: pip install 'ratchet\[trackers\]'"):
@@ -278,19 +345,27 @@ def test_a_package_that_is_missing_says_how_to_get_it(section: Any, tmp_path: Pa
 
 
 SECTIONS = [
-    (WandbConfig(project="p", entity="e", mode="offline"), {"project": "p", "entity": "e", "mode": "offline", "resume": None}),
+    (
+        WandbConfig(project="p", entity="e", mode="offline"),
+        {"project": "p", "entity": "e", "mode": "offline", "resume": None},
+    ),
     (WandbConfig(), {"project": "ratchet", "entity": None, "mode": "online", "resume": "allow"}),
     (
         SwanlabConfig(project="p", workspace="w"),
         {"project": "p", "workspace": "w", "mode": "online", "id": "one", "resume": "allow"},
     ),
     (SwanlabConfig(mode="offline"), {"mode": "offline", "id": None, "resume": None}),
-    (TrackioConfig(project="p", space="me/runs"), {"project": "p", "space_id": "me/runs", "resume": "allow"}),
+    (
+        TrackioConfig(project="p", space="me/runs"),
+        {"project": "p", "space_id": "me/runs", "resume": "allow"},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("section", "asked"), SECTIONS)
-def test_what_a_service_is_asked_for(section: Any, asked: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_a_service_is_asked_for(
+    section: Any, asked: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
     service = MagicMock()
     monkeypatch.setitem(sys.modules, section.kind, service)
     track([section], Tracked("quick", "one", tmp_path, {"seed": 0}, resumed=True))
@@ -299,7 +374,11 @@ def test_what_a_service_is_asked_for(section: Any, asked: dict[str, Any], tmp_pa
 
 
 def test_settings_are_told_by_their_leaves() -> None:
-    assert dict(flat({"a": {"b": [1, {"c": None}]}, "d": "x"})) == {"a.b.0": 1, "a.b.1.c": None, "d": "x"}
+    assert dict(flat({"a": {"b": [1, {"c": None}]}, "d": "x"})) == {
+        "a.b.0": 1,
+        "a.b.1.c": None,
+        "d": "x",
+    }
 
 
 def test_a_run_keeps_its_id(tmp_path: Path) -> None:

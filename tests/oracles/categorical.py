@@ -1,12 +1,13 @@
-"""One softmax over a few tokens, everything exact by enumeration: probabilities, KL divergences, entropy, and their
-gradients by the logits, from the closed forms
+"""One softmax over a few tokens, everything exact by enumeration: probabilities, KL divergences,
+entropy, and their gradients by the logits, from the closed forms
 
     p = softmax(z),     dlog p_v / dz_j = [v = j] - p_j
     d KL(p || q) / dz_j = p_j (log(p_j / q_j) - KL(p || q))
     d KL(q || p) / dz_j = p_j - q_j
     d H(p)       / dz_j = -p_j (log p_j + H(p))
 
-and a bigram model made of them: the logits of the next token are a row of a table, chosen by the token before.
+and a bigram model made of them: the logits of the next token are a row of a table, chosen by the
+token before.
 """
 
 from __future__ import annotations
@@ -64,7 +65,12 @@ def bigram_entropy(table: Table, rows: list[Row]) -> Ragged:
     out = []
     for row in rows:
         masked = enumerate(row.mask)
-        out.append([entropy(log_softmax(table[row.tokens[t - 1]])) if trains else 0.0 for t, trains in masked])
+        out.append(
+            [
+                entropy(log_softmax(table[row.tokens[t - 1]])) if trains else 0.0
+                for t, trains in masked
+            ]
+        )
     return out
 
 

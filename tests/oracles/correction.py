@@ -1,12 +1,14 @@
-"""Correction for the gap between the policy that generated (p_rollout, as the engine computed it) and the same policy as the
-learner computes it (p_old): importance weights and masks at four levels, on ragged rows.
+"""Correction for the gap between the policy that generated (p_rollout, as the engine computed it)
+and the same policy as the learner computes it (p_old): importance weights and masks at four levels,
+on ragged rows.
 
     d = log p_old - (log p_rollout - log kept mass)
 
-An engine's logprobs are those of its whole distribution; under top-p and the like it drew from p_rollout / kept mass, on the
-tokens kept. Truncated importance sampling is weight="token" with a cap above. IcePop (arXiv:2510.18855) is the ratio of a token
-inside [mask_low, mask_high] and 0 outside, in a mean over all tokens: weight="token" without a cap, mask="token",
-denominator="all". Masking by the geometric mean of a sequence's ratios is mask="geometric".
+An engine's logprobs are those of its whole distribution; under top-p and the like it drew from
+p_rollout / kept mass, on the tokens kept. Truncated importance sampling is weight="token" with a
+cap above. IcePop (arXiv:2510.18855) is the ratio of a token inside [mask_low, mask_high] and 0
+outside, in a mean over all tokens: weight="token" without a cap, mask="token", denominator="all".
+Masking by the geometric mean of a sequence's ratios is mask="geometric".
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from oracles.ragged import Ragged, Row
 
 @dataclass(frozen=True)
 class Corrected:
-    """token: the weight of every trained token, 0 elsewhere. sequence: the weight of every row (None where it differs within
-    a row; 1 where nothing trains). mask: what still trains. The metrics are means over the tokens that trained before
-    masking, none where there are none."""
+    """token: the weight of every trained token, 0 elsewhere. sequence: the weight of every row
+    (None where it differs within a row; 1 where nothing trains). mask: what still trains. The
+    metrics are means over the tokens that trained before masking, none where there are none."""
 
     token: Ragged
     sequence: list[float] | None
@@ -41,19 +43,25 @@ def gaps(rows: list[Row]) -> Ragged:
     """d at every trained token, 0 elsewhere."""
     found = []
     for row in rows:
-        columns = zip(row.mask, row.old_logprobs, row.rollout_logprobs, row.log_kept_mass, strict=True)
+        columns = zip(
+            row.mask, row.old_logprobs, row.rollout_logprobs, row.log_kept_mass, strict=True
+        )
         found.append([old - (lp - mass) if m else 0.0 for m, old, lp, mass in columns])
     return found
 
 
 def aggregate(row: Row, d: list[float], level: str) -> list[float]:
-    """The log ratio that decides over each token of a row: its own, its turn's, its row's, or its row's mean."""
+    """The log ratio that decides over each token of a row: its own, its turn's, its row's, or its
+    row's mean."""
     trained = [t for t, m in enumerate(row.mask) if m]
     if level == "token":
         return list(d)
     if level == "turn":
         turn = turns(row)
-        return [math.fsum(d[s] for s in trained if turn[s] == turn[t]) if row.mask[t] else 0.0 for t in range(len(d))]
+        return [
+            math.fsum(d[s] for s in trained if turn[s] == turn[t]) if row.mask[t] else 0.0
+            for t in range(len(d))
+        ]
     total = math.fsum(d[t] for t in trained)
     if level == "geometric":
         total /= max(len(trained), 1)
@@ -88,7 +96,9 @@ def correct(
         if mask == "none":
             leaves = [False] * len(d_row)
         else:
-            leaves = [_outside(math.exp(x), mask_low, mask_high) for x in aggregate(row, d_row, mask)]
+            leaves = [
+                _outside(math.exp(x), mask_low, mask_high) for x in aggregate(row, d_row, mask)
+            ]
         stays = mask_denominator == "all"
         used = [0.0 if gone and stays else x for x, gone in zip(w, leaves, strict=True)]
         token.append([x if m else 0.0 for x, m in zip(used, row.mask, strict=True)])
@@ -98,7 +108,12 @@ def correct(
         weights += [w[t] for t in trained]
         clipped += sum(clips[t] for t in trained)
         masked += sum(leaves[t] for t in trained)
-    gap = [x for row, d_row in zip(rows, d, strict=True) for x, m in zip(d_row, row.mask, strict=True) if m]
+    gap = [
+        x
+        for row, d_row in zip(rows, d, strict=True)
+        for x, m in zip(d_row, row.mask, strict=True)
+        if m
+    ]
     n = len(gap)
     metrics = (
         {}

@@ -1,7 +1,8 @@
-"""Divergences between a teacher p and a student q over K tokens and one bucket that holds what is left of the mass.
+"""Divergences between a teacher p and a student q over K tokens and one bucket that holds what is
+left of the mass.
 
-Each is a sum over outcomes of F(p_i, q_i). The student is given by its K logprobs l_k alone, and the bucket's mass is
-q_0 = 1 - sum_k exp(l_k), so that
+Each is a sum over outcomes of F(p_i, q_i). The student is given by its K logprobs l_k alone, and
+the bucket's mass is q_0 = 1 - sum_k exp(l_k), so that
 
     dx/dl_k = q_k (F_q(p_k, q_k) - F_q(p_0, q_0))
 
@@ -23,8 +24,9 @@ def outcome(objective: str, p: float, q: float, mix: float) -> tuple[float, floa
     skewed_reverse   q log(q / m)                                 log(q / m) + 1 - mix q / m       m = (1 - mix) p + mix q
     mixed            mix forward + (1 - mix) reverse
 
-    arXiv:2306.13649 eq. 2 (generalised Jensen-Shannon), arXiv:2402.03898 eq. 4 and 5 (skewed). In js the two terms that
-    come from m cancel against the derivative of q log q: -(mix p + (1 - mix) q) / m + 1 = 0.
+    arXiv:2306.13649 eq. 2 (generalised Jensen-Shannon), arXiv:2402.03898 eq. 4 and 5 (skewed). In
+    js the two terms that come from m cancel against the derivative of q log q: -(mix p + (1 - mix)
+    q) / m + 1 = 0.
     """
     if objective == "forward":
         return p * math.log(p / q), -p / q
@@ -61,8 +63,11 @@ def divergence(
     return math.fsum(values), slopes
 
 
-def by_logits(objective: str, teacher: list[float], student: list[float], *, mix: float) -> tuple[float, list[float]]:
-    """(x, dx/dz_j) over the whole vocabulary, the student being softmax(z): dl_k/dz_j = [k = j] - q_j."""
+def by_logits(
+    objective: str, teacher: list[float], student: list[float], *, mix: float
+) -> tuple[float, list[float]]:
+    """(x, dx/dz_j) over the whole vocabulary, the student being softmax(z): dl_k/dz_j = [k = j] -
+    q_j."""
     x, slopes = divergence(objective, teacher, student, mix=mix, bucket=False)
     total = math.fsum(slopes)
     return x, [slope - math.exp(lq) * total for slope, lq in zip(slopes, student, strict=True)]

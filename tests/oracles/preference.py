@@ -1,7 +1,9 @@
-"""Losses on pairs and on labelled answers, with their derivative by every token's live logprob, worked out by hand.
+"""Losses on pairs and on labelled answers, with their derivative by every token's live logprob,
+worked out by hand.
 
-A pair is the two training rows of a group, the chosen one first. Every function gives x, one number a pair (or a row), and
-dx/dlogprob, one number a token: a token moves the x of its own pair (or row) alone. With s the logistic function,
+A pair is the two training rows of a group, the chosen one first. Every function gives x, one number
+a pair (or a row), and dx/dlogprob, one number a token: a token moves the x of its own pair (or row)
+alone. With s the logistic function,
 
     d/du -log s(u) = -s(-u)
 
@@ -50,7 +52,9 @@ def summary(row: Row, values: list[float], normalize: str) -> float:
 
 def log_ratio(row: Row, normalize: str = "sum") -> float:
     """log pi(y) / pi_ref(y) over the trained tokens of a row, or its mean by token."""
-    return summary(row, [lp - ref for lp, ref in zip(row.logprobs, row.ref_logprobs, strict=True)], normalize)
+    return summary(
+        row, [lp - ref for lp, ref in zip(row.logprobs, row.ref_logprobs, strict=True)], normalize
+    )
 
 
 def spread(row: Row, slope: float, normalize: str) -> list[float]:
@@ -61,9 +65,13 @@ def spread(row: Row, slope: float, normalize: str) -> list[float]:
 
 
 def over_pairs(
-    rows: list[Row], normalize: str, of_row: Callable[[Row], float], of_pair: Callable[..., tuple[float, float, float]]
+    rows: list[Row],
+    normalize: str,
+    of_row: Callable[[Row], float],
+    of_pair: Callable[..., tuple[float, float, float]],
 ) -> tuple[list[float], Ragged]:
-    """`of_pair(a, b, chosen, rejected)` -> (x, dx/da, dx/db), with a and b the numbers `of_row` of chosen and rejected."""
+    """`of_pair(a, b, chosen, rejected)` -> (x, dx/da, dx/db), with a and b the numbers `of_row` of
+    chosen and rejected."""
     values: list[float] = []
     slopes: Ragged = [[0.0] * len(row.tokens) for row in rows]
     for c, r in pairs(rows):
@@ -86,8 +94,11 @@ def over_margins(
     return over_pairs(rows, normalize, lambda row: log_ratio(row, normalize), of_pair)
 
 
-def dpo(rows: list[Row], *, beta: float, label_smoothing: float = 0.0, normalize: str = "sum") -> tuple[list[float], Ragged]:
-    """arXiv:2305.18290 eq. 7; with a share e of labels taken as flipped: -(1 - e) log s(beta D) - e log s(-beta D)."""
+def dpo(
+    rows: list[Row], *, beta: float, label_smoothing: float = 0.0, normalize: str = "sum"
+) -> tuple[list[float], Ragged]:
+    """arXiv:2305.18290 eq. 7; with a share e of labels taken as flipped: -(1 - e) log s(beta D) - e
+    log s(-beta D)."""
     e = label_smoothing
 
     def loss(d: float, *_: Row) -> tuple[float, float]:
@@ -107,8 +118,11 @@ def ipo(rows: list[Row], *, beta: float, normalize: str = "sum") -> tuple[list[f
     return over_margins(rows, normalize, loss)
 
 
-def rpo(rows: list[Row], *, beta: float, eta: float, normalize: str = "sum") -> tuple[list[float], Ragged]:
-    """arXiv:2406.11704 section 3.3.2: KL between Bernoullis, b = s(eta (r_c - r_r)) from a = s(beta D).
+def rpo(
+    rows: list[Row], *, beta: float, eta: float, normalize: str = "sum"
+) -> tuple[list[float], Ragged]:
+    """arXiv:2406.11704 section 3.3.2: KL between Bernoullis, b = s(eta (r_c - r_r)) from a = s(beta
+    D).
 
     With a = s(u): d/du -(b log a + (1 - b) log(1 - a)) = -b (1 - a) + (1 - b) a = a - b.
     """
@@ -123,7 +137,8 @@ def rpo(rows: list[Row], *, beta: float, eta: float, normalize: str = "sum") -> 
 
 
 def simpo(rows: list[Row], *, beta: float, gamma: float) -> tuple[list[float], Ragged]:
-    """arXiv:2405.14734 eq. 6: -log s(beta / |y_c| log pi(y_c) - beta / |y_r| log pi(y_r) - gamma). No reference."""
+    """arXiv:2405.14734 eq. 6: -log s(beta / |y_c| log pi(y_c) - beta / |y_r| log pi(y_r) - gamma).
+    No reference."""
 
     def of_pair(a: float, b: float, *_: Row) -> tuple[float, float, float]:
         u = beta * a - beta * b - gamma
@@ -134,9 +149,11 @@ def simpo(rows: list[Row], *, beta: float, gamma: float) -> tuple[list[float], R
 
 
 def odds_ratio(rows: list[Row]) -> tuple[list[float], Ragged]:
-    """ORPO, arXiv:2403.07691 eq. 5 to 7: -log s(log odds_c - log odds_r), odds = P / (1 - P), log P = mean logprob.
+    """ORPO, arXiv:2403.07691 eq. 5 to 7: -log s(log odds_c - log odds_r), odds = P / (1 - P), log P
+    = mean logprob.
 
-    d log odds / d log P = 1 + P / (1 - P) = 1 / (1 - P). Not defined for P = 1, as a row without a token has.
+    d log odds / d log P = 1 + P / (1 - P) = 1 / (1 - P). Not defined for P = 1, as a row without a
+    token has.
     """
 
     def of_pair(a: float, b: float, *_: Row) -> tuple[float, float, float]:
@@ -148,8 +165,9 @@ def odds_ratio(rows: list[Row]) -> tuple[list[float], Ragged]:
 
 
 def kto_reference_point(rows: list[Row]) -> float:
-    """arXiv:2402.01306 section 4.1: z0 = max(0, 1/m sum_j log pi(y_j | x_j) / pi_ref(y_j | x_j)) over the m mismatched
-    rows, which do not train: here `trained` and not `mask` says which tokens are the answer's."""
+    """arXiv:2402.01306 section 4.1: z0 = max(0, 1/m sum_j log pi(y_j | x_j) / pi_ref(y_j | x_j))
+    over the m mismatched rows, which do not train: here `trained` and not `mask` says which tokens
+    are the answer's."""
     sums = []
     for row in rows:
         if row.use == "reference":
@@ -161,10 +179,11 @@ def kto_reference_point(rows: list[Row]) -> float:
 def kto(
     rows: list[Row], *, z0: float, beta: float, desirable: float = 1.0, undesirable: float = 1.0
 ) -> tuple[list[float], Ragged]:
-    """arXiv:2402.01306 eq. 8: lambda_y - v(x, y); one x a row, those of rows that do not take part are 0.
+    """arXiv:2402.01306 eq. 8: lambda_y - v(x, y); one x a row, those of rows that do not take part
+    are 0.
 
-    v = lambda_D s(beta (log ratio - z0)) where the answer is desirable, lambda_U s(beta (z0 - log ratio)) where it is not.
-    s'(u) = s(u) s(-u), and nothing flows through z0.
+    v = lambda_D s(beta (log ratio - z0)) where the answer is desirable, lambda_U s(beta (z0 - log
+    ratio)) where it is not. s'(u) = s(u) s(-u), and nothing flows through z0.
     """
     values: list[float] = []
     slopes: Ragged = []
@@ -185,4 +204,6 @@ def kto(
 def chosen_mean(rows: list[Row], x: Ragged) -> float:
     """The token mean over the chosen rows alone."""
     chosen = {c for c, _ in pairs(rows)}
-    return mean([value for i, row in enumerate(rows) if i in chosen for value in on_trained(row, x[i])])
+    return mean(
+        [value for i, row in enumerate(rows) if i in chosen for value in on_trained(row, x[i])]
+    )

@@ -1,6 +1,8 @@
-"""Random ragged batches of pairs, of labelled answers and of labelled steps (hypothesis), as the product's groups and columns.
+"""Random ragged batches of pairs, of labelled answers and of labelled steps (hypothesis), as the
+product's groups and columns.
 
-What a loss must not read is filled with garbage: logprobs where no token trains, rows that only feed statistics.
+What a loss must not read is filled with garbage: logprobs where no token trains, rows that only
+feed statistics.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ TermFunction = Callable[[Outputs, Batch], tuple[Tensor, dict[str, Tensor]]]
 
 @st.composite
 def masks(draw: st.DrawFn) -> list[bool]:
-    """A prompt, then spans that train or do not. Possibly none trains (an empty answer), possibly one token does."""
+    """A prompt, then spans that train or do not. Possibly none trains (an empty answer), possibly
+    one token does."""
     spans = [[False] * draw(st.integers(1, 2))]
     for trains in draw(st.lists(st.booleans(), max_size=3)):
         spans.append([trains] * draw(st.integers(1, 3)))
@@ -39,7 +42,9 @@ def masks(draw: st.DrawFn) -> list[bool]:
 
 
 @st.composite
-def a_row(draw: st.DrawFn, group: str, attempt: int, use: str = "train", trained: list[bool] | None = None) -> Row:
+def a_row(
+    draw: st.DrawFn, group: str, attempt: int, use: str = "train", trained: list[bool] | None = None
+) -> Row:
     trained = draw(masks()) if trained is None else trained
     n = len(trained)
 
@@ -57,20 +62,30 @@ def a_row(draw: st.DrawFn, group: str, attempt: int, use: str = "train", trained
 
 @st.composite
 def pairs(draw: st.DrawFn, empty: bool = True) -> list[Row]:
-    """Groups of two training rows, chosen first. With `empty` an answer may have no trained token at all."""
+    """Groups of two training rows, chosen first. With `empty` an answer may have no trained token
+    at all."""
     rows: list[Row] = []
     for g in range(draw(st.integers(1, 4))):
         two = [draw(a_row(f"g{g}", attempt)) for attempt in (0, 1)]
         if not empty:
-            two = [row if any(row.mask) else replace(row, trained=[False] + [True] * (len(row.tokens) - 1)) for row in two]
-            two = [row if any(row.mask) else draw(a_row(f"g{g}", i, trained=[False, True])) for i, row in enumerate(two)]
+            two = [
+                row
+                if any(row.mask)
+                else replace(row, trained=[False] + [True] * (len(row.tokens) - 1))
+                for row in two
+            ]
+            two = [
+                row if any(row.mask) else draw(a_row(f"g{g}", i, trained=[False, True]))
+                for i, row in enumerate(two)
+            ]
         rows += two
     return rows
 
 
 @st.composite
 def labelled(draw: st.DrawFn) -> list[Row]:
-    """KTO's groups: one labelled answer, and one answer to another prompt that only feeds the reference point."""
+    """KTO's groups: one labelled answer, and one answer to another prompt that only feeds the
+    reference point."""
     rows: list[Row] = []
     for g in range(draw(st.integers(1, 5))):
         two = [draw(a_row(f"g{g}", 0)), draw(a_row(f"g{g}", 1, "reference"))]
@@ -86,16 +101,21 @@ def scored_pairs(draw: st.DrawFn) -> tuple[list[Row], list[float]]:
 
 @st.composite
 def stepwise(draw: st.DrawFn) -> tuple[list[Row], Ragged, Labels]:
-    """(rows, token scores, labels): every turn, one maximal span of trained tokens, may have a label at its last token."""
+    """(rows, token scores, labels): every turn, one maximal span of trained tokens, may have a
+    label at its last token."""
     rows: list[Row] = []
     for g in range(draw(st.integers(1, 4))):
         use = draw(st.sampled_from(["train", "train", "train", "reference", "baseline"]))
         rows.append(draw(a_row(f"g{g}", 0, use)))
-    scores = [draw(st.lists(SCORES, min_size=len(row.tokens), max_size=len(row.tokens))) for row in rows]
+    scores = [
+        draw(st.lists(SCORES, min_size=len(row.tokens), max_size=len(row.tokens))) for row in rows
+    ]
     labels: Labels = []
     for row in rows:
         ends = {span.end - 1 for span in row.spans}
-        labels.append([draw(st.none() | LABELS) if t in ends else None for t in range(len(row.tokens))])
+        labels.append(
+            [draw(st.none() | LABELS) if t in ends else None for t in range(len(row.tokens))]
+        )
     return rows, scores, labels
 
 
@@ -113,7 +133,8 @@ def batch_of(rows: list[Row]) -> Batch:
     """Packed, with the columns that passes fill."""
     batch = pack(cases.groups(rows))
     return batch.fill_tokens(
-        ref_logprobs=column([row.ref_logprobs for row in rows]), old_logprobs=column([row.old_logprobs for row in rows])
+        ref_logprobs=column([row.ref_logprobs for row in rows]),
+        old_logprobs=column([row.old_logprobs for row in rows]),
     )
 
 
@@ -121,9 +142,11 @@ def live(rows: list[Row]) -> Tensor:
     return cases.leaf([row.logprobs for row in rows])
 
 
-def evaluate(fn: TermFunction, rows: list[Row], batch: Batch | None = None) -> tuple[list[float], list[float]]:
-    """(x, d sum(weight * x) / dlogprob [T]) of a group's or a row's loss, with the weights 1, 2, 3, ... so that the
-    gradient of no entry can stand in for that of another."""
+def evaluate(
+    fn: TermFunction, rows: list[Row], batch: Batch | None = None
+) -> tuple[list[float], list[float]]:
+    """(x, d sum(weight * x) / dlogprob [T]) of a group's or a row's loss, with the weights 1, 2, 3,
+    ... so that the gradient of no entry can stand in for that of another."""
     logprobs_T = live(rows)
     batch = batch_of(rows) if batch is None else batch
     x, metrics = fn(cases.outputs(batch, logprobs_T, rows), batch)
@@ -145,7 +168,11 @@ def counting(n: int) -> Tensor:
 def weighted_by_group(rows: list[Row], slopes: Ragged) -> list[float]:
     """The oracle's flat gradient under the weights of `evaluate`, for a loss by group."""
     order = list(dict.fromkeys(row.group for row in rows))
-    return [(order.index(row.group) + 1) * slope for row, s_row in zip(rows, slopes, strict=True) for slope in s_row]
+    return [
+        (order.index(row.group) + 1) * slope
+        for row, s_row in zip(rows, slopes, strict=True)
+        for slope in s_row
+    ]
 
 
 def weighted_by_row(slopes: Ragged) -> list[float]:

@@ -1,5 +1,6 @@
-"""The oracles' own data: ragged python lists, one `Row` per sequence. Nothing here is packed, and nothing is shared with the
-product, so that an error of one is not an error of both. Everything is float64, slow and obvious.
+"""The oracles' own data: ragged python lists, one `Row` per sequence. Nothing here is packed, and
+nothing is shared with the product, so that an error of one is not an error of both. Everything is
+float64, slow and obvious.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ Ragged = list[list[float]]  # one number per token, one list per row
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens [start, end) that the policy wrote in one turn; `reward`: what the environment paid for the turn itself."""
+    """Tokens [start, end) that the policy wrote in one turn; `reward`: what the environment paid
+    for the turn itself."""
 
     start: int
     end: int
@@ -23,9 +25,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence of an attempt. `trained` marks tokens as their writer did; whether the row takes part at all is decided
-    by `use` and by `ending`: "unjudged" (there was nothing to judge: given text), "scored", "truncated" (with or without a
-    reward), "failed" or "cancelled".
+    """One sequence of an attempt. `trained` marks tokens as their writer did; whether the row takes
+    part at all is decided by `use` and by `ending`: "unjudged" (there was nothing to judge: given
+    text), "scored", "truncated" (with or without a reward), "failed" or "cancelled".
     """
 
     group: str
@@ -42,7 +44,8 @@ class Row:
     rollout_logprobs: list[float] = field(default_factory=list)
     log_kept_mass: list[float] = field(default_factory=list)
     teacher_logprobs: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)  # of the state in which the token at the same place is chosen
+    # of the state in which the token at the same place is chosen
+    values: list[float] = field(default_factory=list)
     token_rewards: list[float] = field(default_factory=list)
     bootstrap: float = 0.0  # value of the state after the last step, for a row that was cut off
     parts: dict[str, float] = field(default_factory=dict)  # of the reward, by name
@@ -50,7 +53,8 @@ class Row:
 
     @property
     def counts(self) -> bool:
-        """A failure is never a reward: an attempt that nobody could judge is not in the batch at all."""
+        """A failure is never a reward: an attempt that nobody could judge is not in the batch at
+        all."""
         return self.ending == "unjudged" or self.reward is not None
 
     @property
@@ -73,7 +77,8 @@ class Row:
 
     @property
     def steps(self) -> list[int]:
-        """The places of the tokens that train, in order: the policy's actions. What lies between them is skipped."""
+        """The places of the tokens that train, in order: the policy's actions. What lies between
+        them is skipped."""
         return [t for t, trains in enumerate(self.mask) if trains]
 
     @property
@@ -113,7 +118,8 @@ def token_mean(rows: list[Row], x: Ragged) -> float:
 
 
 def sequence_mean(rows: list[Row], x: Ragged) -> float:
-    """GRPO, arXiv:2402.03300, eq. 3: 1/G sum_i 1/|o_i| sum_t x_it; a sequence without a trained token is not an o_i."""
+    """GRPO, arXiv:2402.03300, eq. 3: 1/G sum_i 1/|o_i| sum_t x_it; a sequence without a trained
+    token is not an o_i."""
     means = []
     for row, x_row in zip(rows, x, strict=True):
         kept = [value for trains, value in zip(row.mask, x_row, strict=True) if trains]
@@ -123,7 +129,8 @@ def sequence_mean(rows: list[Row], x: Ragged) -> float:
 
 
 def prompt_mean(rows: list[Row], x: Ragged) -> float:
-    """The mean over groups of the token mean within a group; a group without a trained token is left out."""
+    """The mean over groups of the token mean within a group; a group without a trained token is
+    left out."""
     means = []
     for group in in_order(rows):
         kept = []
@@ -136,8 +143,9 @@ def prompt_mean(rows: list[Row], x: Ragged) -> float:
 
 
 def fixed_length(rows: list[Row], x: Ragged, length: int) -> float:
-    """Dr. GRPO, arXiv:2503.20783: 1/G sum_i sum_t x_it / length, with a constant length in place of |o_i|. G counts
-    every sequence that takes part, an empty one too: here, unlike in eq. 3, it needs no length to be divided by."""
+    """Dr. GRPO, arXiv:2503.20783: 1/G sum_i sum_t x_it / length, with a constant length in place of
+    |o_i|. G counts every sequence that takes part, an empty one too: here, unlike in eq. 3, it
+    needs no length to be divided by."""
     total, sequences = [], 0
     for row, x_row in zip(rows, x, strict=True):
         total += [value for trains, value in zip(row.mask, x_row, strict=True) if trains]
@@ -146,13 +154,18 @@ def fixed_length(rows: list[Row], x: Ragged, length: int) -> float:
 
 
 def token_sum(rows: list[Row], x: Ragged) -> float:
-    """The mean over the sequences that take part, empty ones too, of their sum: fixed_length with a length of 1."""
+    """The mean over the sequences that take part, empty ones too, of their sum: fixed_length with a
+    length of 1."""
     return fixed_length(rows, x, 1)
 
 
 def positive_mean(rows: list[Row], x: Ragged, above: float) -> float:
     """The token mean over the rows that were rewarded with more than `above`."""
-    chosen = [(row, x_row) for row, x_row in zip(rows, x, strict=True) if row.reward is not None and row.reward > above]
+    chosen = [
+        (row, x_row)
+        for row, x_row in zip(rows, x, strict=True)
+        if row.reward is not None and row.reward > above
+    ]
     return token_mean([row for row, _ in chosen], [x_row for _, x_row in chosen])
 
 
@@ -163,7 +176,8 @@ def chosen_mean(rows: list[Row], x: Ragged) -> float:
 
 
 def step_mean(rows: list[Row], x: Ragged) -> float:
-    """The mean over the ends of turns that were judged themselves (the labelled steps of a process reward model)."""
+    """The mean over the ends of turns that were judged themselves (the labelled steps of a process
+    reward model)."""
     found = []
     for row, x_row in zip(rows, x, strict=True):
         if row.takes_part:
@@ -172,7 +186,8 @@ def step_mean(rows: list[Row], x: Ragged) -> float:
 
 
 def weights_of(mean, rows: list[Row], *options: float) -> Ragged:
-    """The weight of every token in a mean, by asking the mean itself: its value at each unit vector (means are linear)."""
+    """The weight of every token in a mean, by asking the mean itself: its value at each unit vector
+    (means are linear)."""
     weights = [[0.0] * len(row.tokens) for row in rows]
     for i, row in enumerate(rows):
         for t in range(len(row.tokens)):

@@ -30,14 +30,20 @@ def score_regression(rows: list[Row], scores: list[float]) -> tuple[list[float],
 
 
 def process_reward(token_scores: Ragged, labels: Labels) -> tuple[Ragged, Ragged]:
-    """Cross entropy of Bernoulli(s(score)) with the label at the last token of every step, 0 elsewhere.
+    """Cross entropy of Bernoulli(s(score)) with the label at the last token of every step, 0
+    elsewhere.
 
     -y log s(z) - (1 - y) log s(-z), whose derivative by z is -y s(-z) + (1 - y) s(z) = s(z) - y.
     """
     values, slopes = [], []
     for scores_row, labels_row in zip(token_scores, labels, strict=True):
         at = list(zip(scores_row, labels_row, strict=True))
-        values.append([0.0 if y is None else y * minus_log_sigmoid(z) + (1 - y) * minus_log_sigmoid(-z) for z, y in at])
+        values.append(
+            [
+                0.0 if y is None else y * minus_log_sigmoid(z) + (1 - y) * minus_log_sigmoid(-z)
+                for z, y in at
+            ]
+        )
         slopes.append([0.0 if y is None else sigmoid(z) - y for z, y in at])
     return values, slopes
 
@@ -46,5 +52,9 @@ def step_mean(rows: list[Row], labels: Labels, x: Ragged) -> float:
     """The mean over the labelled tokens that train."""
     kept = []
     for row, labels_row, x_row in zip(rows, labels, x, strict=True):
-        kept += [value for trains, y, value in zip(row.mask, labels_row, x_row, strict=True) if trains and y is not None]
+        kept += [
+            value
+            for trains, y, value in zip(row.mask, labels_row, x_row, strict=True)
+            if trains and y is not None
+        ]
     return math.fsum(kept) / len(kept) if kept else 0.0

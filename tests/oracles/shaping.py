@@ -13,7 +13,11 @@ Rewards = list[float | None]
 
 def written(rows: list[Row], row: Row) -> int:
     """|y|: what the policy wrote in the attempt, over all rows that it left, whether it trains or not."""
-    same = [other for other in rows if (other.group, other.attempt, other.use) == (row.group, row.attempt, row.use)]
+    same = [
+        other
+        for other in rows
+        if (other.group, other.attempt, other.use) == (row.group, row.attempt, row.use)
+    ]
     return sum(span.end - span.start for other in same for span in other.spans)
 
 
@@ -27,15 +31,26 @@ def overlong_penalty(rows: list[Row], *, max_length: int, buffer: int, factor: f
             return ((max_length - buffer) - length) / buffer
         return -1.0
 
-    return [None if row.reward is None else row.reward + factor * penalty(written(rows, row)) for row in rows]
+    return [
+        None if row.reward is None else row.reward + factor * penalty(written(rows, row))
+        for row in rows
+    ]
 
 
 def stop_properly(rows: list[Row], *, coef: float) -> Rewards:
-    return [min(row.reward, coef * row.reward) if row.truncated and row.reward is not None else row.reward for row in rows]
+    return [
+        min(row.reward, coef * row.reward)
+        if row.truncated and row.reward is not None
+        else row.reward
+        for row in rows
+    ]
 
 
 def length_penalty(rows: list[Row], *, coef: float, free: int) -> Rewards:
-    return [None if row.reward is None else row.reward - coef * max(0, written(rows, row) - free) for row in rows]
+    return [
+        None if row.reward is None else row.reward - coef * max(0, written(rows, row) - free)
+        for row in rows
+    ]
 
 
 def clip_rewards(rows: list[Row], *, low: float | None, high: float | None) -> Rewards:
@@ -52,7 +67,10 @@ def scale_rewards(rows: list[Row], *, factor: float) -> list[Row]:
         replace(
             row,
             reward=None if row.reward is None else factor * row.reward,
-            turns=[replace(s, reward=None if s.reward is None else factor * s.reward) for s in row.spans],
+            turns=[
+                replace(s, reward=None if s.reward is None else factor * s.reward)
+                for s in row.spans
+            ],
         )
         for row in rows
     ]
@@ -81,18 +99,26 @@ def normalise_over_groups(rows: list[Row], *, center: bool, epsilon: float) -> R
         own = [i for i, row in enumerate(rows) if row.group == group]
         samples = samples_of([rows[i] for i in own])
         for i, reward in zip(
-            own, normalise([rows[i].reward for i in own], samples, center=center, epsilon=epsilon), strict=True
+            own,
+            normalise([rows[i].reward for i in own], samples, center=center, epsilon=epsilon),
+            strict=True,
         ):
             found[i] = reward
     return found
 
 
 def component_weights(rows: list[Row], weights: dict[str, float]) -> Rewards:
-    return [None if row.reward is None else math.fsum(w * row.parts.get(k, 0.0) for k, w in weights.items()) for row in rows]
+    return [
+        None
+        if row.reward is None
+        else math.fsum(w * row.parts.get(k, 0.0) for k, w in weights.items())
+        for row in rows
+    ]
 
 
 def kl_in_reward(rows: list[Row], *, coef: float) -> list[list[float]]:
-    """The dense rewards afterwards: RLHF's per-token penalty (arXiv:1909.08593, section 2), a sample of the reverse KL."""
+    """The dense rewards afterwards: RLHF's per-token penalty (arXiv:1909.08593, section 2), a
+    sample of the reverse KL."""
     return [
         [
             (row.token_rewards[t] if row.token_rewards else 0.0)
@@ -111,7 +137,8 @@ def drop_silent_groups(rows: list[Row]) -> list[bool]:
     loud = {
         row.group
         for row in rows
-        if row.counts and any(trains and a != 0 for trains, a in zip(row.mask, row.teacher_logprobs, strict=True))
+        if row.counts
+        and any(trains and a != 0 for trains, a in zip(row.mask, row.teacher_logprobs, strict=True))
     }
     return [row.takes_part and row.group in loud for row in rows]
 

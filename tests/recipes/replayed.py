@@ -1,4 +1,5 @@
-"""Five steps of GRPO whose groups one process drew and stored: any learner is given the same ones, by the loop of every run."""
+"""Five steps of GRPO whose groups one process drew and stored: any learner is given the same ones,
+by the loop of every run."""
 
 import asyncio
 from dataclasses import dataclass
@@ -20,13 +21,24 @@ STEPS, GROUPS = 5, 16
 FLOOR = 0.05
 SMALLER = {
     "dense": ["stages.sft.steps=50", "stages.sft.batch_size=64"],
-    "experts": ["stages.sft.steps=50", "stages.sft.batch_size=64", "model.preset=tiny-moe", "model.overrides={}"],
+    "experts": [
+        "stages.sft.steps=50",
+        "stages.sft.batch_size=64",
+        "model.preset=tiny-moe",
+        "model.overrides={}",
+    ],
 }
-# A step of Adam is the sign of a gradient where that is small: eps is above what float32 makes of another order of sums.
-GRPO = [f"stages.grpo.steps={STEPS}", f"stages.grpo.batch_size={GROUPS}", "stages.grpo.optimizer.eps=1e-3"]
+# A step of Adam is the sign of a gradient where that is small: eps is above what float32 makes of
+# another order of sums.
+GRPO = [
+    f"stages.grpo.steps={STEPS}",
+    f"stages.grpo.batch_size={GROUPS}",
+    "stages.grpo.optimizer.eps=1e-3",
+]
 GRPO += ["stages.grpo.optimizer.warmup_steps=0", "evaluation.every=0", "evaluation.tasks=0"]
 
-# What the ranks of a learner share out, by the keys of `learner`, and the model that it is tried on. One line each.
+# What the ranks of a learner share out, by the keys of `learner`, and the model that it is tried
+# on. One line each.
 TOPOLOGIES = {
     "fsdp2": ("dense", {"dp_shard": 2}),
     "tp2": ("dense", {"tensor_parallel": 2}),
@@ -39,7 +51,8 @@ TOPOLOGIES = {
 
 @dataclass
 class Made:
-    """What a run made of the groups: its metrics by step, and the weights that the generator was sent last."""
+    """What a run made of the groups: its metrics by step, and the weights that the generator was
+    sent last."""
 
     groups: list[list[Group]]
     metrics: list[dict[str, float]]
@@ -74,8 +87,11 @@ class Recorded:
 
 
 def config_of(kind: str, *more: str) -> RunConfig:
-    """Ranks compute by PyTorch's operations, so the one process that they are held against does too."""
-    return freeze(load_config(QUICKSTART, [*SMALLER[kind], *GRPO, "device=cpu", "kernels=torch", *more]))
+    """Ranks compute by PyTorch's operations, so the one process that they are held against does
+    too."""
+    return freeze(
+        load_config(QUICKSTART, [*SMALLER[kind], *GRPO, "device=cpu", "kernels=torch", *more])
+    )
 
 
 def after_sft(kind: str, directory: Path) -> RunConfig:
@@ -87,15 +103,24 @@ def after_sft(kind: str, directory: Path) -> RunConfig:
     asyncio.run(train(run))
     run.roles["policy"].export(directory)
     policy.tokenizer.save(directory)
-    model = config.model.model_copy(update={"preset": None, "overrides": {}, "path": str(directory)})
+    model = config.model.model_copy(
+        update={"preset": None, "overrides": {}, "path": str(directory)}
+    )
     return config.model_copy(update={"model": model, "stages": config.stages[1:]})
 
 
-def made(config: RunConfig, executor: Executor | None = None, drawn: list[list[Group]] | None = None, **learner: int) -> Made:
-    """learner: keys of the spread one, whose ranks `executor` starts; without it the learner is in this process. drawn: the
-    groups; None: the recipe's own source draws them."""
+def made(
+    config: RunConfig,
+    executor: Executor | None = None,
+    drawn: list[list[Group]] | None = None,
+    **learner: int,
+) -> Made:
+    """learner: keys of the spread one, whose ranks `executor` starts; without it the learner is in
+    this process. drawn: the groups; None: the recipe's own source draws them."""
     if executor is not None:
-        section = load_config(QUICKSTART, ["learner.kind=dtensor", *(f"learner.{k}={v}" for k, v in learner.items())])
+        section = load_config(
+            QUICKSTART, ["learner.kind=dtensor", *(f"learner.{k}={v}" for k, v in learner.items())]
+        )
         stage = config.stages[0].model_copy(update={"learner": section.stages[0].learner})
         config = config.model_copy(update={"stages": (stage,)})
     policy = build_policy(config)
@@ -103,21 +128,30 @@ def made(config: RunConfig, executor: Executor | None = None, drawn: list[list[G
         policy = start_processes(config, executor, policy)
     metrics: list[dict[str, float]] = []
     try:
-        run = build_run(config, 0, policy, observers=(lambda step, found: metrics.append(dict(found)),))
+        run = build_run(
+            config, 0, policy, observers=(lambda step, found: metrics.append(dict(found)),)
+        )
         source = Recorded(run.batcher.source) if drawn is None else Replayed(drawn)
         run.batcher.source = source
         asyncio.run(train(run))
     finally:
         if policy.ranks is not None:
             policy.ranks.close()
-    return Made(source.drawn, metrics, {name: tensor.clone() for name, tensor in policy.model.canonical_weights()})
+    return Made(
+        source.drawn,
+        metrics,
+        {name: tensor.clone() for name, tensor in policy.model.canonical_weights()},
+    )
 
 
 def assert_alike(found: Made, wanted: Made, relative: float = 1e-5) -> None:
-    """Every metric that is no time, of every step; and each weight, in the norm. A loss of GRPO is what terms of about 1, in
-    float32, leave when they cancel: below FLOOR its error is theirs."""
+    """Every metric that is no time, of every step; and each weight, in the norm. A loss of GRPO is
+    what terms of about 1, in float32, leave when they cancel: below FLOOR its error is theirs."""
     assert len(found.metrics) == len(wanted.metrics)
-    assert any({"policy/loss", "policy/grad_norm", "rollout/reward"} <= row.keys() for row in wanted.metrics)
+    assert any(
+        {"policy/loss", "policy/grad_norm", "rollout/reward"} <= row.keys()
+        for row in wanted.metrics
+    )
     for step, (ours, theirs) in enumerate(zip(found.metrics, wanted.metrics, strict=True)):
         assert ours.keys() == theirs.keys()
         names = [
@@ -125,7 +159,12 @@ def assert_alike(found: Made, wanted: Made, relative: float = 1e-5) -> None:
         ]  # and what only rounding makes
         for name in names:
             error = abs(ours[name] - theirs[name])
-            assert error <= relative * max(abs(theirs[name]), FLOOR), (step, name, ours[name], theirs[name])
+            assert error <= relative * max(abs(theirs[name]), FLOOR), (
+                step,
+                name,
+                ours[name],
+                theirs[name],
+            )
     assert found.weights.keys() == wanted.weights.keys()
     for name, tensor in wanted.weights.items():
         assert float((found.weights[name] - tensor).norm()) <= relative * float(tensor.norm()), name

@@ -1,4 +1,5 @@
-"""What docs/asynchronous.md states for training on attempts of weights that are up to four steps old, run in full."""
+"""What docs/asynchronous.md states for training on attempts of weights that are up to four steps
+old, run in full."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Every recipe from its file to a saved model: two tiny steps a stage, and a gradient in the last."""
+"""Every recipe from its file to a saved model: two tiny steps a stage, and a gradient in the
+last."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ ELSEWHERE = {
     "reward_model_hh",
     "shapes",
 }  # real data: test_gsm8k.py, test_real_data.py; pictures: test_shapes.py
-RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem not in ELSEWHERE)
+RECIPES = sorted(
+    path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem not in ELSEWHERE
+)
 SMALL = ["hidden_size=32", "n_layers=1", "n_heads=2", "n_kv_heads=2", "intermediate_size=32"]
 
 
@@ -62,12 +65,20 @@ def teacher(tmp_path_factory) -> Path:
 
 def cut_down(stage: StageConfig) -> Iterator[str]:
     at = f"stages.{stage.name}"
-    yield from (f"{at}.steps=2", f"{at}.batch_size=4", f"{at}.evaluation.tasks=4", f"{at}.evaluation.every=0")
+    yield from (
+        f"{at}.steps=2",
+        f"{at}.batch_size=4",
+        f"{at}.evaluation.tasks=4",
+        f"{at}.evaluation.every=0",
+    )
     yield f"{at}.optimizer.warmup_steps=0"
     if getattr(stage.algorithm, "critic", None) is not None:
         yield f"{at}.algorithm.critic.warmup_steps=0"
-    if stage.source == "rollouts":  # an untrained model hardly ever earns a reward that the environment's own steps give
-        names = [str(getattr(reward, "kind", "")).rpartition(":")[2] for reward in stage.rewards] or ["judge"]
+    # an untrained model hardly ever earns a reward that the environment's own steps give
+    if stage.source == "rollouts":
+        names = [
+            str(getattr(reward, "kind", "")).rpartition(":")[2] for reward in stage.rewards
+        ] or ["judge"]
         for name in names:  # what is given by a part's name must still find it
             setattr(sys.modules[__name__], name, judge)
         yield f"{at}.rewards={json.dumps([{'kind': f'{__name__}:{name}'} for name in names])}"
@@ -81,7 +92,14 @@ def test_a_recipe_runs_from_its_file_to_a_saved_model(name, benchmark, teacher, 
     config = load_config(path, teachers)
     shape = [f"model.overrides.{pair}" for pair in SMALL]
     stages = [override for stage in config.stages for override in cut_down(stage)]
-    overrides = ["threads=1", "logging.progress=off", "logging.tensorboard=false", *shape, *teachers, *stages]
+    overrides = [
+        "threads=1",
+        "logging.progress=off",
+        "logging.tensorboard=false",
+        *shape,
+        *teachers,
+        *stages,
+    ]
     run = tmp_path / "run"
     assert start_run(path, overrides, run, command="test") == 0
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])

@@ -1,5 +1,5 @@
-"""A run samples the same tokens and takes the same steps wherever its generators and its learner live, whatever link lies
-between them."""
+"""A run samples the same tokens and takes the same steps wherever its generators and its learner
+live, whatever link lies between them."""
 
 import asyncio
 
@@ -32,7 +32,11 @@ STAGE = {
     "batch_size": 8,
 }
 SFT = {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 10}
-GRPO = {"name": "grpo", "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}}, "steps": 3}
+GRPO = {
+    "name": "grpo",
+    "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}},
+    "steps": 3,
+}
 RANKS = {"learner": {"kind": "dtensor", "dp_shard": 2, "micro_batch_tokens": 64}}
 WORKERS = {"kind": "workers", "of": {"kind": "engine", "kv_cache_gib": 0.01}}
 LINKS = [
@@ -60,14 +64,27 @@ def metrics_of(settings, executor, directory, *, ledger=None):
     found = []
 
     def observe(step, metrics):
-        found.append({name: value for name, value in metrics.items() if not name.startswith(("time/", "system/"))})
+        found.append(
+            {
+                name: value
+                for name, value in metrics.items()
+                if not name.startswith(("time/", "system/"))
+            }
+        )
 
     policy = start_processes(settings, executor, build_policy(settings))
 
     async def play():
         try:
             for index in range(len(settings.stages)):
-                run = build_run(settings, index, policy, directory=directory, observers=(observe,), ledger=ledger)
+                run = build_run(
+                    settings,
+                    index,
+                    policy,
+                    directory=directory,
+                    observers=(observe,),
+                    ledger=ledger,
+                )
                 await train(run)
                 await run.close()
         finally:
@@ -94,7 +111,9 @@ def on_ranks(executor, tmp_path_factory):
     return metrics_of(config(**RANKS), executor, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("link", LINKS, ids=lambda link: "-".join(filter(None, (link["kind"], link.get("through")))))
+@pytest.mark.parametrize(
+    "link", LINKS, ids=lambda link: "-".join(filter(None, (link["kind"], link.get("through"))))
+)
 def test_every_link_serves_several_generators(executor, on_ranks, tmp_path, link):
     assert len(on_ranks) == 13
     assert metrics_of(config(**RANKS, generator=WORKERS, link=link), executor, tmp_path) == on_ranks
@@ -102,33 +121,58 @@ def test_every_link_serves_several_generators(executor, on_ranks, tmp_path, link
 
 
 def test_one_generator_alone_or_beside_a_learner_of_this_process(executor, on_ranks, tmp_path):
-    assert metrics_of(config(**RANKS, generator={**WORKERS, "workers": 1}), executor, tmp_path) == on_ranks
+    assert (
+        metrics_of(config(**RANKS, generator={**WORKERS, "workers": 1}), executor, tmp_path)
+        == on_ranks
+    )
     embedded = metrics_of(config(), executor, tmp_path)
     assert metrics_of(config(generator=WORKERS), executor, tmp_path) == embedded
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_play_whole_groups(executor, tmp_path, workers):
-    """With a reward, and a greedy baseline beside the attempts; groups don't divide evenly. Several stages begin there."""
+    """With a reward, and a greedy baseline beside the attempts; groups don't divide evenly. Several
+    stages begin there."""
     algorithm = {"kind": "remax", "group_size": 3}
     stages = [
         {**STAGE, **SFT},
         {**STAGE, **GRPO, "rewards": [{"kind": "exact_match", "weight": 2.0}]},
-        {**STAGE, "name": "again", "algorithm": algorithm, "steps": 2, "environment": {"kind": "sorting", "digits": 3}},
+        {
+            **STAGE,
+            "name": "again",
+            "algorithm": algorithm,
+            "steps": 2,
+            "environment": {"kind": "sorting", "digits": 3},
+        },
     ]
 
     def settings(**keys):
-        return freeze(RunConfig.model_validate({**RECIPE, "stages": [{**stage, **keys} for stage in stages]}))
+        return freeze(
+            RunConfig.model_validate({**RECIPE, "stages": [{**stage, **keys} for stage in stages]})
+        )
 
     groups = {**WORKERS, "workers": workers, "plays": "groups"}
-    assert metrics_of(settings(generator=groups), executor, tmp_path) == metrics_of(settings(), executor, tmp_path)
+    assert metrics_of(settings(generator=groups), executor, tmp_path) == metrics_of(
+        settings(), executor, tmp_path
+    )
 
 
 def test_what_can_not_be_played_elsewhere_is_refused():
     groups = {**WORKERS, "plays": "groups"}
-    for key, value in (("max_staleness", 1), ("dynamic_sampling", True), ("redundant_attempts", 1), ("tail_batching", 1)):
-        found = [conflict.message for conflict in conflicts(config(generator=groups, rollouts={key: value}))]
-        assert any(f"rollouts.{key} can't be had there: remove it, or set generator.plays=requests" in said for said in found)
+    for key, value in (
+        ("max_staleness", 1),
+        ("dynamic_sampling", True),
+        ("redundant_attempts", 1),
+        ("tail_batching", 1),
+    ):
+        found = [
+            conflict.message
+            for conflict in conflicts(config(generator=groups, rollouts={key: value}))
+        ]
+        assert any(
+            f"rollouts.{key} can't be had there: remove it, or set generator.plays=requests" in said
+            for said in found
+        )
     assert not any("plays" in conflict.message for conflict in conflicts(config(generator=groups)))
     with pytest.raises(ValidationError, match="set recovery=none, or plays=requests"):
         config(generator={**groups, "recovery": "restart"})
@@ -154,19 +198,30 @@ def test_a_model_of_transformers(executor, tmp_path):
 
     embedded = metrics_of(settings({"kind": "hf"}), executor, tmp_path)
     workers = {"kind": "workers", "of": {"kind": "hf"}, "workers": 1}
-    for ours, theirs in zip(metrics_of(settings(workers), executor, tmp_path), embedded, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)  # a row of its batches depends on the others, in the last bits
+    for ours, theirs in zip(
+        metrics_of(settings(workers), executor, tmp_path), embedded, strict=True
+    ):
+        # a row of its batches depends on the others, in the last bits
+        assert ours == pytest.approx(theirs, abs=1e-5)
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
         ({"generator": WORKERS}, r"needs learner\.kind=dtensor"),
-        ({**RANKS, "generator": {"kind": "workers", "of": {"kind": "vllm"}}}, "vLLM starts processes of its own"),
-        ({**RANKS, "generator": {**WORKERS, "recovery": "restart"}}, "starts no process a second time"),
+        (
+            {**RANKS, "generator": {"kind": "workers", "of": {"kind": "vllm"}}},
+            "vLLM starts processes of its own",
+        ),
+        (
+            {**RANKS, "generator": {**WORKERS, "recovery": "restart"}},
+            "starts no process a second time",
+        ),
     ],
 )
 def test_what_torchrun_cannot_give(executor, keys, said):
-    settings = config(**keys).model_copy(update={"cluster": resolve("cluster", {"kind": "torchrun"})})
+    settings = config(**keys).model_copy(
+        update={"cluster": resolve("cluster", {"kind": "torchrun"})}
+    )
     with pytest.raises(ConfigError, match=said):
         start_processes(settings, executor, build_policy(settings))

@@ -1,4 +1,5 @@
-"""The GSM8K recipe, end to end on a CPU: a tiny random Hugging Face directory, the real data, two steps."""
+"""The GSM8K recipe, end to end on a CPU: a tiny random Hugging Face directory, the real data, two
+steps."""
 
 import json
 
@@ -14,8 +15,12 @@ from ratchet.training.session import start_run
 @pytest.fixture
 def model(tmp_path):
     """A Llama-shaped directory as the hub would give it, with a chat template of its own."""
-    tokenizer = byte_bpe_tokenizer(["Natalia sold clips to 48 of her friends in April. #### 72"] * 4, vocab_size=300)
-    shape = preset("tiny", tokenizer.vocab_size, family="llama", qk_norm=False, tied=False, max_positions=512)
+    tokenizer = byte_bpe_tokenizer(
+        ["Natalia sold clips to 48 of her friends in April. #### 72"] * 4, vocab_size=300
+    )
+    shape = preset(
+        "tiny", tokenizer.vocab_size, family="llama", qk_norm=False, tied=False, max_positions=512
+    )
     directory = tmp_path / "model"
     init_policy(shape, seed=0).save(directory)
     tokenizer.save(directory)

@@ -29,7 +29,8 @@ def test_a_run_with_pushes_to_the_engine_is_that_of_another_learner(executor, tm
 def test_adapters_are_trained_and_pushed_as_those_of_another_learner_are(executor, tmp_path):
     def metrics(learner, place):
         settings = config(learner=learner, lora={"rank": 4, "alpha": 8.0})
-        grpo = settings.model_copy(update={"stages": settings.stages[1:]})  # a stage with an adapter is the last
+        # a stage with an adapter is the last
+        grpo = settings.model_copy(update={"stages": settings.stages[1:]})
         return metrics_of(grpo, executor, tmp_path / place)
 
     found = metrics({**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True}, "megatron")
@@ -40,6 +41,10 @@ def test_adapters_are_trained_and_pushed_as_those_of_another_learner_are(executo
 def assert_alike(found, wanted):
     for mine, other in zip(found, wanted, strict=True):
         assert mine.keys() == other.keys()
-        assert {k: v for k, v in mine.items() if "loss" in k or k.endswith("grad_norm")} == pytest.approx(
-            {k: v for k, v in other.items() if "loss" in k or k.endswith("grad_norm")}, rel=1e-3, abs=1e-5
+        assert {
+            k: v for k, v in mine.items() if "loss" in k or k.endswith("grad_norm")
+        } == pytest.approx(
+            {k: v for k, v in other.items() if "loss" in k or k.endswith("grad_norm")},
+            rel=1e-3,
+            abs=1e-5,
         )

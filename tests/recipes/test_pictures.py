@@ -1,4 +1,5 @@
-"""Training a model that reads pictures by recipes: supervised, GRPO, DPO and distillation, each of its own stage."""
+"""Training a model that reads pictures by recipes: supervised, GRPO, DPO and distillation, each of
+its own stage."""
 
 import json
 import math
@@ -56,14 +57,18 @@ OTHERS = {
 
 
 def judge(trajectory, task):
-    """Anything that differs between attempts: a model with random weights hardly ever answers rightly."""
+    """Anything that differs between attempts: a model with random weights hardly ever answers
+    rightly."""
     return int(trajectory.tokens[trajectory.owner == Owner.POLICY].sum()) % 5 / 4
 
 
 def start(directory: Path, algorithm: dict, *overrides: str) -> Path:
     recipe, run = directory / "recipe.yaml", directory / "run"
     recipe.write_text(
-        RECIPE.format(model=model_directory(), algorithm=json.dumps(algorithm), steps=STEPS, batch=BATCH), encoding="utf-8"
+        RECIPE.format(
+            model=model_directory(), algorithm=json.dumps(algorithm), steps=STEPS, batch=BATCH
+        ),
+        encoding="utf-8",
     )
     assert start_run(recipe, overrides, run, command="test") == 0
     return run
@@ -74,7 +79,10 @@ def teacher(tmp_path_factory) -> Path:
     """The model with other weights."""
     directory = tmp_path_factory.mktemp("teacher") / "model"
     shutil.copytree(model_directory(), directory)
-    weights, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(3)
+    weights, generator = (
+        load_file(directory / "model.safetensors"),
+        torch.Generator().manual_seed(3),
+    )
     for weight in weights.values():
         weight.mul_(torch.empty_like(weight).normal_(1.0, 0.1, generator=generator))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -87,7 +95,8 @@ def shown(monkeypatch):
     keys, hidden = defaultdict(set), VisionPolicy.hidden
 
     def watched(self, tokens_T, positions_T, lengths, routing=None, media=(), **asked):
-        keys[self] |= {one.medium.key for placed in media for one in placed if one.medium.source}  # probes have none
+        # probes have none
+        keys[self] |= {one.medium.key for placed in media for one in placed if one.medium.source}
         return hidden(self, tokens_T, positions_T, lengths, routing, media, **asked)
 
     monkeypatch.setattr(VisionPolicy, "hidden", watched)
@@ -96,7 +105,9 @@ def shown(monkeypatch):
 
 def reads_text(directory: Path) -> Path:
     tokenizer = load_tokenizer(model_directory())
-    init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32, n_layers=1), seed=1).save(directory)
+    init_policy(
+        preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32, n_layers=1), seed=1
+    ).save(directory)
     tokenizer.save(directory)
     return directory
 
@@ -112,7 +123,11 @@ def prepares_otherwise(directory: Path) -> Path:
     ("make", "keys", "reason"),
     [
         (reads_text, {"kind": "distill_on_policy"}, "reads text alone, and the tasks have images"),
-        (prepares_otherwise, {"kind": "distill_on_policy"}, "has another processor than the policy"),
+        (
+            prepares_otherwise,
+            {"kind": "distill_on_policy"},
+            "has another processor than the policy",
+        ),
         (
             reads_text,
             {"kind": "on_policy_distillation", "teacher_tokens": "aligned"},
@@ -120,7 +135,9 @@ def prepares_otherwise(directory: Path) -> Path:
         ),
     ],
 )
-def test_a_teacher_that_would_see_other_pictures_or_none_is_refused_at_the_start(make, keys, reason, tmp_path):
+def test_a_teacher_that_would_see_other_pictures_or_none_is_refused_at_the_start(
+    make, keys, reason, tmp_path
+):
     with pytest.raises(ConfigError, match=reason):
         start(tmp_path, {**keys, "teacher": str(make(tmp_path / "teacher"))})
 
@@ -134,14 +151,26 @@ def test_a_teacher_of_text_is_refused_for_a_game_that_is_seen_as_pictures(tmp_pa
 
 def test_a_teacher_of_text_is_refused_where_pictures_turn_up_among_tasks_without(tmp_path):
     teacher = reads_text(tmp_path / "teacher")
-    mixed = {"kind": "mixture", "parts": [{"kind": "shapes", "size": 32, "grid": 2}, {"kind": "sorting"}]}
-    with pytest.raises(DataError, match="teacher is asked about text alone, and a row has a medium of the kind image"):
-        start(tmp_path, {"kind": "distill_on_policy", "teacher": str(teacher)}, f"environment={json.dumps(mixed)}")
+    mixed = {
+        "kind": "mixture",
+        "parts": [{"kind": "shapes", "size": 32, "grid": 2}, {"kind": "sorting"}],
+    }
+    with pytest.raises(
+        DataError,
+        match="teacher is asked about text alone, and a row has a medium of the kind image",
+    ):
+        start(
+            tmp_path,
+            {"kind": "distill_on_policy", "teacher": str(teacher)},
+            f"environment={json.dumps(mixed)}",
+        )
 
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_it_trains_and_all_of_its_models_see_the_same_pictures(kind, teacher, shown, tmp_path):
-    algorithm = {key: str(teacher) if value == TEACHER else value for key, value in ALGORITHMS[kind].items()}
+    algorithm = {
+        key: str(teacher) if value == TEACHER else value for key, value in ALGORITHMS[kind].items()
+    }
     rewards = [f'rewards=[{{"kind": "{__name__}:judge"}}]'] if kind == "grpo" else []
     run = start(tmp_path, algorithm, *rewards)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -152,6 +181,8 @@ def test_it_trains_and_all_of_its_models_see_the_same_pictures(kind, teacher, sh
     first, *others = (keys for keys in shown.values() if keys)
     assert len(first) == STEPS * BATCH
     assert others == [first] * OTHERS[kind]
-    before, after = (load_file(Path(path) / "model.safetensors") for path in (model_directory(), run / "model"))
+    before, after = (
+        load_file(Path(path) / "model.safetensors") for path in (model_directory(), run / "model")
+    )
     still = {name for name, weight in before.items() if torch.equal(weight, after[name])}
     assert still == {name for name in before if name.startswith(("model.visual.", "visual."))}

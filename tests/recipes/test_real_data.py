@@ -1,4 +1,5 @@
-"""The recipes on published files, end to end on a CPU, cut down to a few steps of a smaller model."""
+"""The recipes on published files, end to end on a CPU, cut down to a few steps of a smaller
+model."""
 
 import json
 import math
@@ -20,14 +21,27 @@ def test_a_recipe_trains_on_the_published_file(name, repository, shared_data, tm
     files = [f"environment.train={train}", f"tokenizer.texts=[{train}]"]
     files += [f"environment.test={shared_data('gsm8k/test.jsonl')}"] if name == "sft_gsm8k" else []
     stages = [f"stages.{stage.name}" for stage in load_config(recipe, files).stages]
-    cut = [f"{stage}.{key}" for stage in stages for key in ("steps=3", "batch_size=4", "optimizer.warmup_steps=0")]
+    cut = [
+        f"{stage}.{key}"
+        for stage in stages
+        for key in ("steps=3", "batch_size=4", "optimizer.warmup_steps=0")
+    ]
     shape = [f"model.overrides.{pair}" for pair in SMALL]
-    rest = ["evaluation.tasks=4", "sampling.max_new_tokens=4", "logging.progress=off", "logging.tensorboard=false"]
+    rest = [
+        "evaluation.tasks=4",
+        "sampling.max_new_tokens=4",
+        "logging.progress=off",
+        "logging.tensorboard=false",
+    ]
     run = tmp_path / "run"
     assert start_run(recipe, [*files, *cut, *shape, *rest], run, command="test") == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 3 * len(stages)
-    assert all(math.isfinite(row["policy/loss"]) and row["policy/grad_norm"] > 0 for row in rows if row.get("policy/loss"))
+    assert all(
+        math.isfinite(row["policy/loss"]) and row["policy/grad_norm"] > 0
+        for row in rows
+        if row.get("policy/loss")
+    )
     assert 0 <= rows[-1]["eval/accuracy"] <= 1
     assert (run / "model" / "model.safetensors").is_file()
 

@@ -1,4 +1,5 @@
-"""Three recipes in full, other ones each day: in a week or two all of them have shown that they reach what they say."""
+"""Three recipes in full, other ones each day: in a week or two all of them have shown that they
+reach what they say."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Wider than the program's own: another processor rounds sums differently, and a run takes another course. One commit's run of
-# one seed ended at 96 % on one processor and at 78 % on another. What does not learn falls further.
+# Wider than the program's own: another processor rounds sums differently, and a run takes another
+# course. One commit's run of one seed ended at 96 % on one processor and at 78 % on another. What
+# does not learn falls further.
 POINTS = 25.0
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
     """benchmarks/recipes.py, which is no package's."""
-    spec = spec_from_file_location("benchmarks_recipes_rotating", ROOT / "benchmarks" / "recipes.py")
+    spec = spec_from_file_location(
+        "benchmarks_recipes_rotating", ROOT / "benchmarks" / "recipes.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
@@ -70,7 +74,9 @@ def test_each_recipe_has_its_turn(benchmark):
 
 def test_only_a_result_below_its_header_misses(benchmark):
     def result(after, header):
-        return benchmark.Result("x", 0, 30.0, after, header, None if None in (after, header) else after - header)
+        return benchmark.Result(
+            "x", 0, 30.0, after, header, None if None in (after, header) else after - header
+        )
 
     assert result(70.0, 80.0).misses(5.0)
     assert not result(76.0, 80.0).misses(5.0)
@@ -86,4 +92,6 @@ def test_only_a_result_below_its_header_misses(benchmark):
 def test_todays_three_reach_what_their_headers_say(benchmark, tmp_path):
     names = benchmark.rotated(benchmark.measured_recipes(), 3, benchmark.today())
     results = benchmark.run_recipes(names, tmp_path)
-    assert [result.recipe for result in results if result.misses(POINTS)] == [], benchmark.table(results)
+    assert [result.recipe for result in results if result.misses(POINTS)] == [], benchmark.table(
+        results
+    )

@@ -1,4 +1,5 @@
-"""What recipes/shapes.yaml states: pictures are learned from examples, better from reward alone, and none of it blindly."""
+"""What recipes/shapes.yaml states: pictures are learned from examples, better from reward alone,
+and none of it blindly."""
 
 import json
 
@@ -14,13 +15,17 @@ KEYS = ("questions=[colour,shape]", "things=[1,2]")  # as in the recipe
 
 
 def accuracy(run, place, *words):
-    evaluate_target(str(run), Evaluation(on="shapes", words=(*KEYS, *words), tasks=512, samples=0), out=place)
+    evaluate_target(
+        str(run), Evaluation(on="shapes", words=(*KEYS, *words), tasks=512, samples=0), out=place
+    )
     greedy = [attempt.reward for attempt in Results.read(place).first]
     return sum(reward == 1.0 for reward in greedy) / len(greedy)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_pictures_are_looked_at_and_reward_teaches_more_than_examples_did(seed, repository, tmp_path):
+def test_pictures_are_looked_at_and_reward_teaches_more_than_examples_did(
+    seed, repository, tmp_path
+):
     model, run = write_tiny_vlm(tmp_path / "model", SHAPES), tmp_path / "run"
     overrides = [f"seed={seed}", f"model.path={model}", "logging.progress=off"]
     assert start_run(repository / "recipes/shapes.yaml", overrides, run, command="test") == 0

@@ -22,7 +22,8 @@ class Answer:
 
 @dataclass
 class Fake:
-    """`seen`: (path, headers in lower case, body) of each request, in the order of their arrival."""
+    """`seen`: (path, headers in lower case, body) of each request, in the order of their
+    arrival."""
 
     url: str = ""
     seen: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)
@@ -31,7 +32,8 @@ class Fake:
 
 @contextmanager
 def serve(answer: Callable[[Any, int], Any]) -> Iterator[Fake]:
-    """answer(body, number of the request from 0) gives JSON to send, text to send as it is, an `Answer`, or HANG."""
+    """answer(body, number of the request from 0) gives JSON to send, text to send as it is, an
+    `Answer`, or HANG."""
     fake, lock, over = Fake(), threading.Lock(), threading.Event()
     running = 0
 
@@ -41,7 +43,9 @@ def serve(answer: Callable[[Any, int], Any]) -> Iterator[Fake]:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             with lock:
                 number = len(fake.seen)
-                fake.seen.append((self.path, {name.lower(): value for name, value in self.headers.items()}, body))
+                fake.seen.append(
+                    (self.path, {name.lower(): value for name, value in self.headers.items()}, body)
+                )
                 running += 1
                 fake.most_at_once = max(fake.most_at_once, running)
             try:

@@ -16,7 +16,13 @@ from ratchet.rewards.answers.length import Length
 from ratchet.rewards.answers.multiple_choice import MultipleChoice
 from ratchet.rewards.answers.regex import Regex
 from ratchet.rewards.answers.similarity import Similarity, common_subsequence
-from ratchet.rewards.config import FormatConfig, LengthConfig, MultipleChoiceConfig, RegexConfig, SimilarityConfig
+from ratchet.rewards.config import (
+    FormatConfig,
+    LengthConfig,
+    MultipleChoiceConfig,
+    RegexConfig,
+    SimilarityConfig,
+)
 from ratchet.testing import answered, check_reward, conversation
 from ratchet.testing.builders import make_trajectory
 from ratchet.training.from_config import build_reward
@@ -194,7 +200,13 @@ def test_the_letter_chosen(text, letter):
 def test_multiple_choice_rewards_the_tasks_letter_or_index():
     reward = made("multiple_choice")
     check_reward(reward, task("C"), good="The answer is C", bad="The answer is D")
-    assert [earned(reward, "C", answer) for answer in ("C", "(C)", 2, "B", 0)] == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert [earned(reward, "C", answer) for answer in ("C", "(C)", 2, "B", 0)] == [
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert earned(made("multiple_choice", require_marker=True), "C", "C") == 0.0
     assert earned(made("multiple_choice", require_marker=True), "Answer: C", "C") == 1.0
     assert earned(made("multiple_choice", letters="ABC"), "D", "C") == 0.0
@@ -237,7 +249,13 @@ def test_options_of_format():
     assert earned(made("format", outside=True), f"hm {THOUGHT} bye") == 1.0
     assert earned(made("format", tags=["plan"]), "<plan>a</plan>") == 1.0
     shaped = made("format", share=0.5)
-    texts = (THOUGHT, f"hm {THOUGHT}", "<answer>b</answer><think>a</think>", "<think>a</think>", "b")
+    texts = (
+        THOUGHT,
+        f"hm {THOUGHT}",
+        "<answer>b</answer><think>a</think>",
+        "<think>a</think>",
+        "b",
+    )
     assert [earned(shaped, text) for text in texts] == [1.0, 0.5, 0.5, 0.25, 0.0]
     assert outcome(made("format"), THOUGHT, ended=Truncated(None)).reward == 0.0
 
@@ -257,7 +275,12 @@ def test_a_pattern_is_searched_for_or_must_match_the_whole():
 def test_a_group_of_the_last_match_is_compared_with_the_answer():
     for keys in ({"pattern": r"= *(\d+)", "group": 1}, {"pattern": r"= *(?P<n>\d+)", "group": "n"}):
         reward = made("regex", **keys)
-        assert [earned(reward, text, 7) for text in ("x = 7", "= 3 = 7 ", "= 7 = 3", "7")] == [1.0, 1.0, 0.0, 0.0]
+        assert [earned(reward, text, 7) for text in ("x = 7", "= 3 = 7 ", "= 7 = 3", "7")] == [
+            1.0,
+            1.0,
+            0.0,
+            0.0,
+        ]
     assert "has no answer" in outcome(made("regex", pattern="(a)", group=1), "a").detail
     assert earned(made("regex", pattern="(a)|b", group=1), "b", "a") == 0.0
     assert earned(made("regex", pattern="a", group=0), "a", "a") == 1.0
@@ -265,7 +288,9 @@ def test_a_group_of_the_last_match_is_compared_with_the_answer():
 
 def test_a_pattern_that_backtracks_without_end_fails_its_attempt_and_names_itself():
     reward = Regex(RegexConfig(pattern="(a+)+$", timeout_s=0.2))
-    hanging, fine = asyncio.run(reward.score([answered(task(), text) for text in ("a" * 60 + "b", "aaa")], task()))
+    hanging, fine = asyncio.run(
+        reward.score([answered(task(), text) for text in ("a" * 60 + "b", "aaa")], task())
+    )
     assert isinstance(hanging, Failed)
     assert "(a+)+$" in hanging.detail
     assert "backtracks too long on an answer of 61 characters" in hanging.detail
@@ -273,7 +298,9 @@ def test_a_pattern_that_backtracks_without_end_fails_its_attempt_and_names_itsel
 
 
 def test_what_is_no_pattern_is_refused():
-    with pytest.raises((ConfigError, ValueError), match="is no regular expression of Python: missing"):
+    with pytest.raises(
+        (ConfigError, ValueError), match="is no regular expression of Python: missing"
+    ):
         resolve("rewards", {"kind": "regex", "pattern": "(a"})
     for group in (2, -1, "m"):
         with pytest.raises(ValueError, match=r"is not in the pattern: it has 1, named \['n'\]"):
@@ -289,7 +316,9 @@ def test_the_common_subsequence_is_the_longest(one, other):
         letters = iter(whole)
         return all(letter in letters for letter in part)
 
-    longest = max(n for n in range(len(one) + 1) for part in combinations(one, n) if is_within(part, other))
+    longest = max(
+        n for n in range(len(one) + 1) for part in combinations(one, n) if is_within(part, other)
+    )
     assert common_subsequence(one, other) == longest
 
 
@@ -309,14 +338,20 @@ def test_the_common_subsequence_is_the_longest(one, other):
     ],
 )
 def test_similarities_worked_by_hand(measure, text, answer, similarity):
-    assert earned(Similarity(SimilarityConfig(measure=measure)), text, answer) == pytest.approx(similarity)
+    assert earned(Similarity(SimilarityConfig(measure=measure)), text, answer) == pytest.approx(
+        similarity
+    )
 
 
 def test_options_of_similarity():
     check_reward(made("similarity"), task("hello"), good="hello", bad="help")
     assert earned(made("similarity", ignore_case=True), "X", "x") == 1.0
     strict = made("similarity", threshold=0.6)
-    assert [earned(strict, text, "sitting") for text in ("kitten", "bitter", "kit")] == [1.0, 0.0, 0.0]
+    assert [earned(strict, text, "sitting") for text in ("kitten", "bitter", "kit")] == [
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert "has no answer" in outcome(made("similarity"), "x").detail
     assert earned(made("similarity"), "a" * 1_000_000, "a" * 100) == pytest.approx(200 / 1_000_100)
 
@@ -324,7 +359,9 @@ def test_options_of_similarity():
 # --- length
 
 
-@pytest.mark.parametrize(("words", "reward"), [(5, 1.0), (10, 1.0), (12, 0.5), (14, 0.0), (99, 0.0), (3, 0.5), (0, 0.0)])
+@pytest.mark.parametrize(
+    ("words", "reward"), [(5, 1.0), (10, 1.0), (12, 0.5), (14, 0.0), (99, 0.0), (3, 0.5), (0, 0.0)]
+)
 def test_length_falls_off_beyond_its_bounds(words, reward):
     config = LengthConfig(unit="words", at_least=5, at_most=10, margin=4)
     assert earned(Length(config), "word " * words) == reward
@@ -336,9 +373,14 @@ def test_units_of_length():
         assert earned(made("length", unit=unit, at_least=length, at_most=length), text) == 1.0
         assert earned(made("length", unit=unit, at_most=length - 1), text) == 0.0
         assert earned(made("length", unit=unit, at_least=length + 1), text) == 0.0
-    written = replace(make_trajectory([1, 2, 3], [4, 5]), messages=conversation([Message("assistant", text)]).messages)
+    written = replace(
+        make_trajectory([1, 2, 3], [4, 5]),
+        messages=conversation([Message("assistant", text)]).messages,
+    )
     for most, reward in ((2, 1.0), (1, 0.0)):
-        assert asyncio.run(made("length", at_most=most).score([written], task()))[0].reward == reward
+        assert (
+            asyncio.run(made("length", at_most=most).score([written], task()))[0].reward == reward
+        )
     assert outcome(made("length"), text, ended=Truncated(None)).reward == 0.0
     check_reward(made("length", unit="words", at_most=2), task(), good="a b", bad="a b c")
 

@@ -28,7 +28,9 @@ def two_parts(trajectory, task):
 
 
 def judge(reward, *texts, outcome=None):
-    return asyncio.run(as_reward(reward).score([answered(TASK, text, outcome) for text in texts], TASK))
+    return asyncio.run(
+        as_reward(reward).score([answered(TASK, text, outcome) for text in texts], TASK)
+    )
 
 
 def test_a_number_is_scored_under_the_functions_name():
@@ -146,7 +148,12 @@ def test_a_reward_passes_as_it_is_and_no_reward_is_refused():
 
 
 def test_the_last_assistant_message_is_the_answer():
-    turns = [Message("user", "q"), Message("assistant", "first"), Message("tool", "data"), Message("assistant", "last")]
+    turns = [
+        Message("user", "q"),
+        Message("assistant", "first"),
+        Message("tool", "data"),
+        Message("assistant", "last"),
+    ]
     assert answer_text(conversation(turns)) == "last"
     assert answer_text(conversation([*turns, Message("user", "thanks")])) == "last"
 
@@ -172,6 +179,8 @@ def test_exact_match():
 
 
 def test_exact_match_needs_an_answer_to_compare_with():
-    (outcome,) = asyncio.run(ExactMatch(ExactMatchConfig()).score([answered(TASK, "")], Task("t/1", TASK.messages)))
+    (outcome,) = asyncio.run(
+        ExactMatch(ExactMatchConfig()).score([answered(TASK, "")], Task("t/1", TASK.messages))
+    )
     assert isinstance(outcome, Failed)
     assert "task 't/1' has no answer" in outcome.detail

@@ -19,7 +19,9 @@ class Percent(PerTrajectory):
 
 def test_a_reward_outside_its_declared_bounds_fails_its_attempt_and_says_so():
     task = Task("t/0", (Message("user", "?"),))
-    low, high, over, under = asyncio.run(Percent().score([answered(task, text) for text in ("0", "1", "50", "-0.1")], task))
+    low, high, over, under = asyncio.run(
+        Percent().score([answered(task, text) for text in ("0", "1", "50", "-0.1")], task)
+    )
     assert (low.reward, high.reward) == (0.0, 1.0)
     for outcome in (over, under):
         assert isinstance(outcome, Failed)
@@ -40,4 +42,7 @@ UNBOUNDED = {
 @pytest.mark.needs("langdetect")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS["rewards"] if kind not in UNBOUNDED])
 def test_every_built_in_reward_declares_its_bounds(kind):
-    assert construct(resolve("rewards", {"kind": kind, **NEEDED.get(kind, {})})).bounds == (0.0, 1.0)
+    assert construct(resolve("rewards", {"kind": kind, **NEEDED.get(kind, {})})).bounds == (
+        0.0,
+        1.0,
+    )

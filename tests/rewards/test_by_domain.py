@@ -12,7 +12,10 @@ from ratchet.training.from_config import build_reward
 from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated, Turn
 
 DOMAINS = {
-    "sums": [{"kind": "exact_match"}, {"kind": "length", "weight": 0.5, "unit": "characters", "at_most": 3}],
+    "sums": [
+        {"kind": "exact_match"},
+        {"kind": "length", "weight": 0.5, "unit": "characters", "at_most": 3},
+    ],
     "words": [{"kind": "similarity", "threshold": 0.5}],
 }
 
@@ -31,7 +34,10 @@ def outcome(reward, tag, text, ended=None):
 
 def test_each_domain_has_its_own_rewards_and_its_own_names():
     parts = outcome(made(), "sums", "85").parts
-    assert parts == {"by_tag": 1.5, **{f"by_tag/sums/{name}": 1.0 for name in ("exact_match", "length")}}
+    assert parts == {
+        "by_tag": 1.5,
+        **{f"by_tag/sums/{name}": 1.0 for name in ("exact_match", "length")},
+    }
     assert outcome(made(), "words", "85!").parts == {"by_tag": 1.0, "by_tag/words/similarity": 1.0}
     assert outcome(made(weight=2.0), "words", "85!").reward == 2.0
     check_reward(made(), task("sums"), good="85", bad="86")
@@ -43,7 +49,9 @@ def test_a_tag_without_rewards_fails_unless_there_are_some_for_any():
     assert isinstance(failed, Failed)
     assert "task 't/0' has the tag 'code', and there are rewards for sums, words" in failed.detail
     anything = made({**DOMAINS, "*": [{"kind": "exact_match"}]})
-    assert outcome(anything, "code", "85") == Scored(1.0, {"by_tag": 1.0, "by_tag/code/exact_match": 1.0})
+    assert outcome(anything, "code", "85") == Scored(
+        1.0, {"by_tag": 1.0, "by_tag/code/exact_match": 1.0}
+    )
     for tag in ("code", "sums"):
         assert outcome(made(), tag, "85", Cancelled("stale")) == Cancelled("stale")
         assert outcome(made(), tag, "85", Failed("engine", "gone")).kind == "engine"
@@ -57,10 +65,15 @@ def test_a_domain_without_rewards_leaves_its_attempts_to_its_environments_steps(
 
     def played(*rewards, ended=None):
         turns = tuple(Turn(0, 0, r) for r in rewards)
-        (found,) = asyncio.run(reward.score([replace(answered(task("puzzle"), "up", ended), turns=turns)], task("puzzle")))
+        (found,) = asyncio.run(
+            reward.score(
+                [replace(answered(task("puzzle"), "up", ended), turns=turns)], task("puzzle")
+            )
+        )
         return found
 
-    assert played(0.0, 1.0) == Scored(0.0, {"by_tag": 0.0})  # to which the turns' own rewards are added
+    # to which the turns' own rewards are added
+    assert played(0.0, 1.0) == Scored(0.0, {"by_tag": 0.0})
     assert played(None, ended=Truncated(None)) == Truncated(0.0, {"by_tag": 0.0})
     assert "domain 'puzzle' has no rewards, and its environment gave none" in played(None).detail
 
@@ -69,7 +82,10 @@ def test_a_domain_without_rewards_leaves_its_attempts_to_its_environments_steps(
     ("domains", "message"),
     [
         ({}, "at least 1 item"),
-        ({"a": [{"kind": "length"}, {"kind": "length"}]}, "domain 'a' has rewards length, length: give each kind once"),
+        (
+            {"a": [{"kind": "length"}, {"kind": "length"}]},
+            "domain 'a' has rewards length, length: give each kind once",
+        ),
         ({"a": [{"kind": "exact_match", "colour": 1}]}, "colour"),
         ({"a": [{"kind": "exact_macth"}]}, "did you mean 'exact_match'"),
     ],
@@ -85,7 +101,12 @@ def test_a_recipe_with_domains_loads_and_its_dump_loads_again(tmp_path):
         "tokenizer": {"kind": "characters"},
         "algorithm": {"kind": "grpo"},
         "environment": {"kind": "arithmetic"},
-        "rewards": [{"kind": "by_tag", "domains": {"arithmetic": [{"kind": "numeric_answer", "require_marker": True}]}}],
+        "rewards": [
+            {
+                "kind": "by_tag",
+                "domains": {"arithmetic": [{"kind": "numeric_answer", "require_marker": True}]},
+            }
+        ],
     }
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(recipe))
     first = load_config(tmp_path / "a.yaml", [])
@@ -101,7 +122,12 @@ def test_a_wrong_key_within_a_domain_is_named_with_its_place(tmp_path):
         "model": {"preset": "tiny"},
         "algorithm": {"kind": "grpo"},
         "environment": {"kind": "arithmetic"},
-        "rewards": [{"kind": "by_tag", "domains": {"arithmetic": [{"kind": "numeric_answer", "marker": True}]}}],
+        "rewards": [
+            {
+                "kind": "by_tag",
+                "domains": {"arithmetic": [{"kind": "numeric_answer", "marker": True}]},
+            }
+        ],
     }
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(ConfigError, match=r"rewards\.0\.domains\.arithmetic\.0\.marker"):

@@ -1,5 +1,6 @@
-"""Programs that would pass without solving anything. The tests and what they expect lie in another process than all of these,
-so none can pass; each must end as wrong, crashed or limited, never as a failure, which would spare it the 0."""
+"""Programs that would pass without solving anything. The tests and what they expect lie in another
+process than all of these, so none can pass; each must end as wrong, crashed or limited, never as a
+failure, which would spare it the 0."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ TASK = Task(
     "attacked",
     (),
     meta={
-        "prompt": 'from typing import List\n\n\ndef twice(x: int) -> int:\n    """ Twice x.\n    >>> twice(2)\n    """\n',
+        "prompt": 'from typing import List\n\n\ndef twice(x: int) -> int:\n    """ Twice x.\n    '
+        '>>> twice(2)\n    """\n',
         "entry_point": "twice",
         "test": """
 METADATA = {}
@@ -314,7 +316,9 @@ def test_no_attack_passes_and_none_escapes_its_zero(reward):
     *attacked, right = outcomes
     assert right == Scored(1.0, {"passed": 1.0, "wrong": 0.0, "crashed": 0.0, "limit": 0.0})
     wanted = dict.fromkeys(PARTS, 0.0)
-    assert {name: getattr(o, "reward", o) for name, o in zip(PARTS, attacked, strict=True)} == wanted
+    assert {
+        name: getattr(o, "reward", o) for name, o in zip(PARTS, attacked, strict=True)
+    } == wanted
 
 
 def test_no_attack_passes_where_a_share_is_paid(reward):
@@ -325,10 +329,16 @@ def test_no_attack_passes_where_a_share_is_paid(reward):
     *attacked, right = outcomes
     assert right.reward == 1.0
     judged = {name: getattr(o, "reward", o) for name, o in zip(PARTS, attacked, strict=True)}
-    assert {name: share for name, share in judged.items() if not isinstance(share, float) or share > 0.8} == {}
+    assert {
+        name: share for name, share in judged.items() if not isinstance(share, float) or share > 0.8
+    } == {}
 
 
-STREAM = Task("streamed", (), meta={"tests": [{"stdin": "21\n", "stdout": "42\n"}, {"stdin": "-1\n", "stdout": "-2\n"}]})
+STREAM = Task(
+    "streamed",
+    (),
+    meta={"tests": [{"stdin": "21\n", "stdout": "42\n"}, {"stdin": "-1\n", "stdout": "-2\n"}]},
+)
 STREAM_ATTACKS = {
     "exits early": "import sys\nsys.exit(0)",
     "exits hard": "import os\nos._exit(0)",
@@ -339,8 +349,10 @@ STREAM_ATTACKS = {
     "right, then exits badly": "print(int(input()) * 2)\nraise SystemExit(3)",
     "right, then spins": "print(int(input()) * 2, flush=True)\nwhile True: pass",
     "right, on stderr": "import sys\nprint(int(input()) * 2, file=sys.stderr)",
-    "look-alike digits": "print(str(int(input()) * 2).replace('4', '\\uff14').replace('-', '\\u2212'))",
-    "reads the answer": "import gc\nfor d in gc.get_objects():\n  if isinstance(d, dict) and 'stdout' in d: print(d['stdout'])",
+    "look-alike digits": "print(str(int(input()) * 2).replace('4', '\\uff14').replace('-', "
+    "'\\u2212'))",
+    "reads the answer": "import gc\nfor d in gc.get_objects():\n  if isinstance(d, dict) and "
+    "'stdout' in d: print(d['stdout'])",
     "a regular expression": "print('.*')",
     "not a number": "print('nan')",
     "nothing": "",
@@ -353,4 +365,6 @@ def test_no_attack_passes_tests_of_output():
     *attacked, (right,) = asyncio.run(_all(loose, STREAM, texts))
     loose.sandbox.close()
     assert right.reward == 1.0
-    assert {name: o.reward for name, (o,) in zip(STREAM_ATTACKS, attacked, strict=True)} == dict.fromkeys(STREAM_ATTACKS, 0.0)
+    assert {
+        name: o.reward for name, (o,) in zip(STREAM_ATTACKS, attacked, strict=True)
+    } == dict.fromkeys(STREAM_ATTACKS, 0.0)

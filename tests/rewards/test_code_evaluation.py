@@ -1,4 +1,5 @@
-"""Tests that run what the program returned as code, and tests that are not the same twice: refused, and never a reward."""
+"""Tests that run what the program returned as code, and tests that are not the same twice: refused,
+and never a reward."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from ratchet.types import Failed, Scored, Task
 FORGED = """{"end": "passed", "why": "", "held": 1, "broken": 0}"""
 TAKEOVER = f"__import__('os').write(3, b'{FORGED}') and __import__('os')._exit(0)"
 LOADED = "cos\n_exit\n(I0\ntR."  # a pickle that ends its process well
-PASSED, WRONG = ({"passed": 0.0, "wrong": 0.0, "crashed": 0.0, "limit": 0.0, end: 1.0} for end in ("passed", "wrong"))
+PASSED, WRONG = (
+    {"passed": 0.0, "wrong": 0.0, "crashed": 0.0, "limit": 0.0, end: 1.0}
+    for end in ("passed", "wrong")
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +48,35 @@ def returns(value):
 
 SEEN = {
     "eval": check("assert eval(candidate(1)) == 2"),
-    "exec": check("code = candidate(1)", "names = {}", "exec(code, names)", "assert names['x'] == 2"),
+    "exec": check(
+        "code = candidate(1)", "names = {}", "exec(code, names)", "assert names['x'] == 2"
+    ),
     "compile": check("assert (lambda s: eval(compile(s, 'x', 'eval')))(candidate(1)) == 2"),
-    "by a name of the module": check("assert b.eval(candidate(1)) == 2", top="import builtins as b"),
+    "by a name of the module": check(
+        "assert b.eval(candidate(1)) == 2", top="import builtins as b"
+    ),
     "import": check("assert __import__(candidate(1)).x == 2"),
-    "import_module": check("assert importlib.import_module(candidate(1)).x == 2", top="import importlib"),
+    "import_module": check(
+        "assert importlib.import_module(candidate(1)).x == 2", top="import importlib"
+    ),
     "map": check("assert list(map(eval, [candidate(1)])) == [2]"),
     "assertRaises": check(
-        "case.assertRaises(ValueError, eval, candidate(1))", top="import unittest\ncase = unittest.TestCase()"
+        "case.assertRaises(ValueError, eval, candidate(1))",
+        top="import unittest\ncase = unittest.TestCase()",
     ),
     "pickle": check("assert pickle.loads(candidate(1)) == 2", top="import pickle"),
-    "through a helper": check("assert value(candidate(1)) == 2", top="def value(text):\n    return eval(text)"),
-    "through a list": check("texts = []", "texts.append(candidate(1))", "for text in texts:", "    assert eval(text) == 2"),
-    "through what a function returns": check("assert eval(run()) == 2", top="def run():\n    return f(1)"),
+    "through a helper": check(
+        "assert value(candidate(1)) == 2", top="def value(text):\n    return eval(text)"
+    ),
+    "through a list": check(
+        "texts = []",
+        "texts.append(candidate(1))",
+        "for text in texts:",
+        "    assert eval(text) == 2",
+    ),
+    "through what a function returns": check(
+        "assert eval(run()) == 2", top="def run():\n    return f(1)"
+    ),
     "another name of the parameter": "def check(g):\n    assert eval(g(1)) == 2\n",
 }
 
@@ -68,10 +88,18 @@ def test_tests_that_evaluate_answers_are_seen_in_source(name):
 
 @pytest.mark.fault("S13")
 def test_evaluating_tests_fail_every_attempt_alike(reward):
-    for program in (returns("1 + 1"), returns(TAKEOVER), returns(7), "def f(x): return", "no program"):
+    for program in (
+        returns("1 + 1"),
+        returns(TAKEOVER),
+        returns(7),
+        "def f(x): return",
+        "no program",
+    ):
         outcome = judge(reward, SEEN["eval"], program)
         assert isinstance(outcome, Failed), outcome
-        assert "task 'fun': its tests evaluate what f returned: eval(candidate(1))" in outcome.detail
+        assert (
+            "task 'fun': its tests evaluate what f returned: eval(candidate(1))" in outcome.detail
+        )
 
 
 HIDDEN = {
@@ -79,12 +107,16 @@ HIDDEN = {
     "a table": check("assert RUN['e'](candidate(1)) == 2", top="RUN = {'e': eval}"),
     "exec under another name": check("run(candidate(1))", top="run = exec"),
     "a callback of the library": check(
-        "with ThreadPoolExecutor(1) as threads:", "    assert threads.submit(RUN, candidate(1)).result() == 2",
+        "with ThreadPoolExecutor(1) as threads:", "    assert threads.submit(RUN, "
+                                                  "candidate(1)).result() == 2",
         top="from concurrent.futures import ThreadPoolExecutor\nRUN = eval",
     ),
-    "caught": check("try:", "    run(candidate(1))", "except Exception:", "    pass", "assert True == 1", top="run = eval"),
-    "a module of the library": check("assert code.InteractiveInterpreter().runsource(candidate(1)) == 2", top="import code"),
-    "a pickle": check("assert load(candidate(1).encode()) == 2", top="from pickle import loads as load"),
+    "caught": check("try:", "    run(candidate(1))", "except Exception:", "    pass", "assert True "
+                                                                                      "== 1", top="run = eval"),
+    "a module of the library": check("assert code.InteractiveInterpreter().runsource(candidate(1)) "
+                                     "== 2", top="import code"),
+    "a pickle": check("assert load(candidate(1).encode()) == 2", top="from pickle import loads as "
+                                                                     "load"),
     "a function of code": check(
         "made = types.FunctionType(compiled(candidate(1), 'x', 'eval'), {})", "assert made() == 2",
         top="import types\ncompiled = compile",
@@ -117,7 +149,8 @@ HONEST = {
     "the call itself is text": (check("assert candidate('a') == 'a'", "assert eval('candidate')('b') == 'b'"), IDENTITY),
     "literal_eval": (check("assert ast.literal_eval(candidate(1)) == [1]", top="import ast"), "def f(x): return '[1]'"),
     "a regular expression": (check("assert re.compile(candidate(1)).match('aa')", top="import re"), "def f(x): return 'a+'"),
-    "json": (check("assert json.loads(candidate(1)) == {}", top="import json"), "def f(x): return '{}'"),
+    "json": (check("assert json.loads(candidate(1)) == {}", top="import json"), "def f(x): return "
+                                                                                "'{}'"),
     "classes made after an answer": (
         check(
             "assert candidate(1) == 'a'",
@@ -151,13 +184,24 @@ def test_honest_tests_that_compile_something_still_judge(reward, name):
 )
 @pytest.mark.fault("S13")
 def test_an_answer_that_breaks_the_tests_is_a_wrong_one(reward, line, program):
-    assert judge(reward, check(line, top="import ast, importlib.util"), program) == Scored(0.0, WRONG)
+    assert judge(reward, check(line, top="import ast, importlib.util"), program) == Scored(
+        0.0, WRONG
+    )
 
 
 DRAWN = {
-    "a secret": check("x = secrets.randbelow(10**9)", "assert candidate(x) == x + 1", top="import secrets"),
-    "the clock": check("assert candidate(0) == 1", "x = time.time_ns()", "assert candidate(x) == x + 1", top="import time"),
-    "its own generator": check("x = random.Random().random()", "assert candidate(x) == x + 1", top="import random"),
+    "a secret": check(
+        "x = secrets.randbelow(10**9)", "assert candidate(x) == x + 1", top="import secrets"
+    ),
+    "the clock": check(
+        "assert candidate(0) == 1",
+        "x = time.time_ns()",
+        "assert candidate(x) == x + 1",
+        top="import time",
+    ),
+    "its own generator": check(
+        "x = random.Random().random()", "assert candidate(x) == x + 1", top="import random"
+    ),
 }
 
 
@@ -180,12 +224,28 @@ def test_a_program_that_leads_the_tests_on_earns_its_zero(reward, monkeypatch):
 
 
 RAISED = {
-    "a text that is not its argument": ("KeyError", "str(e) == \"'a'\"", "def f(x): return {}['a']"),
-    "several arguments": ("UnicodeDecodeError", "e.start == 1", "def f(x): return b'a\\xff'.decode()"),
+    "a text that is not its argument": (
+        "KeyError",
+        "str(e) == \"'a'\"",
+        "def f(x): return {}['a']",
+    ),
+    "several arguments": (
+        "UnicodeDecodeError",
+        "e.start == 1",
+        "def f(x): return b'a\\xff'.decode()",
+    ),
     "a number": ("OSError", "e.errno == 5", "def f(x): raise OSError(5, 'no')"),
     "a file": ("FileNotFoundError", "'none.txt' in str(e)", "def f(x): open('none.txt')"),
-    "a class of its own": ("ValueError", "str(e) == 'bad'", "class B(ValueError): pass\ndef f(x): raise B('bad')"),
-    "one of the library": ("ValueError", "'line 1' in str(e)", "import json\ndef f(x): json.loads('{')"),
+    "a class of its own": (
+        "ValueError",
+        "str(e) == 'bad'",
+        "class B(ValueError): pass\ndef f(x): raise B('bad')",
+    ),
+    "one of the library": (
+        "ValueError",
+        "'line 1' in str(e)",
+        "import json\ndef f(x): json.loads('{')",
+    ),
     "a text of its own": (
         "LookupError",
         "str(e) == 'none'",
@@ -209,7 +269,10 @@ SILENT = ("StopIteration", "StopAsyncIteration", "SystemExit", "GeneratorExit", 
 @pytest.mark.parametrize("kind", SILENT)
 @pytest.mark.fault("S13")
 def test_no_exception_ends_the_tests_silently(reward, kind):
-    test = check("assert all(map(candidate, [1, 2]))", "assert next((False for _ in [1] if not candidate(1)), True)")
+    test = check(
+        "assert all(map(candidate, [1, 2]))",
+        "assert next((False for _ in [1] if not candidate(1)), True)",
+    )
     program = f"class E({kind}): pass\ndef f(x): raise E"
     assert judge(reward, test, program).reward == 0.0
     assert judge(reward, test, program.replace("raise E", f"raise {kind}")).reward == 0.0

@@ -1,4 +1,5 @@
-"""HumanEval's own solutions pass, and each mutant of them that must fail does. A sample; all of it among the slow tests."""
+"""HumanEval's own solutions pass, and each mutant of them that must fail does. A sample; all of it
+among the slow tests."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ratchet.rewards.config import CodeConfig
 from ratchet.testing import answered
 from ratchet.types import Scored, Task
 
-SAMPLE = (0, 8, 12, 22, 32, 33, 38, 53)  # None as an answer, helpers of the prompt, calls by name, random arguments
+# None as an answer, helpers of the prompt, calls by name, random arguments
+SAMPLE = (0, 8, 12, 22, 32, 33, 38, 53)
 FORGED = b'{"end": "passed", "why": "", "held": 1, "broken": 0}'
 EQUAL = """
 class Equal:
@@ -37,7 +39,9 @@ class Equal:
 @pytest.fixture(scope="module")
 def rows(shared_data):
     files = sorted(shared_data("humaneval").glob("*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +53,17 @@ def reward():
 
 def mutants(row):
     """Programs that no tests of this function can be right to pass."""
-    prompt, name, right = row["prompt"], row["entry_point"], row["prompt"] + row["canonical_solution"]
+    prompt, name, right = (
+        row["prompt"],
+        row["entry_point"],
+        row["prompt"] + row["canonical_solution"],
+    )
     return {
         "raises": "    raise ValueError('no')\n",
         "an object of its own": "    return object()\n",
         "equal to everything": f"{prompt}    return Equal()\n{EQUAL}",
-        "equal int": f"{prompt}    return Equal(7)\n{EQUAL.replace('class Equal:', 'class Equal(int):')}",
+        "equal int": f"{prompt}    return "
+        f"Equal(7)\n{EQUAL.replace('class Equal:', 'class Equal(int):')}",
         "itself": f"    return {name}\n",
         "exits in the call": "    import sys\n    sys.exit(0)\n",
         "exits hard in the call": "    import os\n    os._exit(0)\n",
@@ -71,12 +80,20 @@ def mutants(row):
     }
 
 
-WRONG_TYPES = ("None", "Ellipsis", "'\\0 no answer'", "[None, 'no']", "{'no': None}", "float('nan')")
+WRONG_TYPES = (
+    "None",
+    "Ellipsis",
+    "'\\0 no answer'",
+    "[None, 'no']",
+    "{'no': None}",
+    "float('nan')",
+)
 
 
 def may_be_right(row, value):
-    """A test that takes any true, or any false, value would rightly be content with some of them; so would one that expects
-    None only. Told by trying: the prompt and the tests are the data's own, and the function is a constant here."""
+    """A test that takes any true, or any false, value would rightly be content with some of them;
+    so would one that expects None only. Told by trying: the prompt and the tests are the data's
+    own, and the function is a constant here."""
     names = {"__name__": "oracle"}
     exec(row["prompt"] + f"    return {value}\n" + row["test"], names)
     try:
@@ -99,9 +116,16 @@ async def judged(reward, pairs):
 
 def check_all(reward, rows):
     right = [(row, row["canonical_solution"]) for row in rows]
-    whole = [(row, f"Here it is.\n```python\n{row['prompt']}{row['canonical_solution']}```\n") for row in rows]
+    whole = [
+        (row, f"Here it is.\n```python\n{row['prompt']}{row['canonical_solution']}```\n")
+        for row in rows
+    ]
     outcomes = asyncio.run(judged(reward, right + whole))
-    failed = [(row["task_id"], o) for (row, _), o in zip(right + whole, outcomes, strict=True) if o != PASSED]
+    failed = [
+        (row["task_id"], o)
+        for (row, _), o in zip(right + whole, outcomes, strict=True)
+        if o != PASSED
+    ]
     assert failed == []
 
     named = [(row, name, text) for row in rows for name, text in mutants(row).items()]
@@ -134,7 +158,10 @@ def test_helpers_of_the_prompt_that_the_tests_use_are_not_the_programs_to_redefi
         38: "def encode_cyclic(s):\n    return s\n\ndef decode_cyclic(s):\n    return s\n",
     }
     pairs = [(rows[index], text) for index, text in cheats.items()]
-    assert [in_process(row, row["prompt"] + "    pass\n" + text) for row, text in pairs] == [True, True]
+    assert [in_process(row, row["prompt"] + "    pass\n" + text) for row, text in pairs] == [
+        True,
+        True,
+    ]
     assert [outcome.reward for outcome in asyncio.run(judged(reward, pairs))] == [0.0, 0.0]
 
 
@@ -143,7 +170,14 @@ def test_all_solutions_pass_and_their_mutants_fail(reward, rows):
     assert check_all(reward, rows) > 20 * len(rows)
 
 
-FLIPS = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+FLIPS = {
+    ast.Lt: ast.GtE,
+    ast.GtE: ast.Lt,
+    ast.Gt: ast.LtE,
+    ast.LtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+}
 
 
 class Changed(ast.NodeTransformer):
@@ -169,8 +203,9 @@ class Changed(ast.NodeTransformer):
 
 
 def variants(row, most):
-    """Sources with one change each in the function that is asked for. (A helper of the prompt is the tests' own here, and the
-    program's in one process: there a program may weaken the tests by redefining it.)"""
+    """Sources with one change each in the function that is asked for. (A helper of the prompt is
+    the tests' own here, and the program's in one process: there a program may weaken the tests by
+    redefining it.)"""
     for target in range(most):
         tree = ast.parse(row["prompt"] + row["canonical_solution"])
         change = Changed(target)
@@ -183,8 +218,8 @@ def variants(row, most):
 
 
 def in_process(row, source):
-    """What HumanEval's own way of judging says, all in one process (the data's own code but for one change). None where that
-    takes too long."""
+    """What HumanEval's own way of judging says, all in one process (the data's own code but for one
+    change). None where that takes too long."""
     steps = 0
 
     def trace(frame, event, arg):
@@ -211,7 +246,8 @@ def in_process(row, source):
 
 @pytest.mark.slow
 def test_small_changes_are_judged_as_by_the_tests_in_one_process(reward, rows):
-    """Constants off by one and flipped comparisons: the verdict through two sandboxes is that of a plain call of the tests."""
+    """Constants off by one and flipped comparisons: the verdict through two sandboxes is that of a
+    plain call of the tests."""
     pairs = [(row, source, in_process(row, source)) for row in rows for source in variants(row, 6)]
     known = [(row, source, verdict) for row, source, verdict in pairs if verdict is not None]
     assert sum(verdict is False for _, _, verdict in known) > len(rows)

@@ -1,4 +1,5 @@
-"""Values between the sandbox of a program and the sandbox of its tests: text, rebuilt from built-in types alone."""
+"""Values between the sandbox of a program and the sandbox of its tests: text, rebuilt from built-in
+types alone."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ import pytest
 from ratchet.rewards.code.sandbox_program import Anything, Unplain, decode, defines, encode
 
 ATOMS = [None, True, 0, -1, 2**53, -(2**200), 0.1, -0.0, math.inf, 1 + 2j, "", "ß\ud800\0", b"\xff"]
-NESTED = [[], [1, [2]], (), ((1,), "x"), set(), {1, "a"}, frozenset({(1, 2)}), {}, {1: 2, (1, "x"): [3]}, [True, 1, 1.0]]
+NESTED = [
+    [],
+    [1, [2]],
+    (),
+    ((1,), "x"),
+    set(),
+    {1, "a"},
+    frozenset({(1, 2)}),
+    {},
+    {1: 2, (1, "x"): [3]},
+    [True, 1, 1.0],
+]
 
 
 @pytest.mark.parametrize("value", [*ATOMS, *NESTED, range(0, 10, 3)])
@@ -48,7 +60,16 @@ def test_other_values_do_not_travel(value):
 
 
 @pytest.mark.parametrize(
-    "said", [{"__class__": "x"}, ["eval", "1"], ["list"], ["int", "zz"], ["set", [["list", []]]], 1.5, [1, 2, 3]]
+    "said",
+    [
+        {"__class__": "x"},
+        ["eval", "1"],
+        ["list"],
+        ["int", "zz"],
+        ["set", [["list", []]]],
+        1.5,
+        [1, 2, 3],
+    ],
 )
 def test_forged_values_are_refused(said):
     with pytest.raises((TypeError, ValueError, KeyError)):

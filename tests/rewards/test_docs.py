@@ -17,11 +17,14 @@ def page(repository, tmp_path):
 
 @pytest.mark.slow
 def test_your_own_reward_trains_and_keeps_the_contract(page, tmp_path):
-    assert all(len([line for line in code.splitlines() if line.strip()]) < 30 for code in page.values())
+    assert all(
+        len([line for line in code.splitlines() if line.strip()]) < 30 for code in page.values()
+    )
     run(
         tmp_path,
         "-c",
-        "import sys; from ratchet.cli.main import main; sys.argv = ['ratchet', 'train', 'my_recipe.yaml']; main()",
+        "import sys; from ratchet.cli.main import main; sys.argv = ['ratchet', 'train', "
+        "'my_recipe.yaml']; main()",
     )
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     for name in ("brief", "brief/right"):
@@ -36,7 +39,9 @@ def test_the_table_lists_every_kind_with_every_key(repository):
         for kind, keys in re.findall(r"^\| `(\w+)` \|.*\|([^|]*)\|$", text, re.MULTILINE)
     }
     places = {"kind", "weight"}
-    assert rows == {kind: set(section_class("rewards", kind).model_fields) - places for kind in KINDS["rewards"]}
+    assert rows == {
+        kind: set(section_class("rewards", kind).model_fields) - places for kind in KINDS["rewards"]
+    }
 
 
 def test_the_examples_are_valid(repository):

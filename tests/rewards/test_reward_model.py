@@ -23,7 +23,14 @@ from ratchet.training.session import start_run
 from ratchet.types import Cancelled, Failed, Message, Sampling, Scored, Task, Truncated
 
 TASK = Task("t/0", (Message("user", "31="),), answer="13")
-SHAPE = {"hidden_size": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "intermediate_size": 32, "max_positions": 64}
+SHAPE = {
+    "hidden_size": 32,
+    "n_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "intermediate_size": 32,
+    "max_positions": 64,
+}
 
 
 def exported(directory, tokenizer, *, head=True):
@@ -44,17 +51,24 @@ def scores(reward, *texts, ended=None, task=TASK):
 
 
 def test_the_score_is_the_heads_at_the_end_of_the_conversation_in_the_models_own_words(tmp_path):
-    """By hand: one row at a time, with the template and tokenizer of the directory; the trajectory's tokens don't enter."""
+    """By hand: one row at a time, with the template and tokenizer of the directory; the
+    trajectory's tokens don't enter."""
     tokenizer = byte_tokenizer()
     model = exported(tmp_path, tokenizer)
     head = ScalarHead(32).init_weights(2, std=1.0)
 
     def by_hand(tokens):
         with torch.no_grad():
-            return float(head(model.hidden(torch.tensor(tokens), torch.arange(len(tokens)), [len(tokens)]))[-1])
+            return float(
+                head(model.hidden(torch.tensor(tokens), torch.arange(len(tokens)), [len(tokens)]))[
+                    -1
+                ]
+            )
 
     reward = made(tmp_path, template="turns")
-    tokens, _ = Renderer(tokenizer, "turns").supervised((*TASK.messages, Message("assistant", "13é")), train="last")
+    tokens, _ = Renderer(tokenizer, "turns").supervised(
+        (*TASK.messages, Message("assistant", "13é")), train="last"
+    )
     (outcome,) = scores(reward, "13é")
     assert outcome.reward == pytest.approx(by_hand(tokens), abs=1e-5)
     assert outcome == Scored(outcome.reward, {"reward_model": outcome.reward})
@@ -70,7 +84,12 @@ def test_an_answer_before_the_turn_limit_keeps_its_end(tmp_path):
     exported(tmp_path, tokenizer)
     reward, renderer = made(tmp_path, template="turns"), Renderer(tokenizer, "turns")
     goes_on = FakeEnvironment(lambda task, message: Step((Message("user", "7"),)))
-    player = Player(FakeGenerator(lambda tokens, sampling: [*answer, renderer.stop_ids[0]]), renderer, 64, max_turns=1)
+    player = Player(
+        FakeGenerator(lambda tokens, sampling: [*answer, renderer.stop_ids[0]]),
+        renderer,
+        64,
+        max_turns=1,
+    )
 
     def judged(max_new_tokens):
         sampling = Sampling(max_new_tokens=max_new_tokens, stop_ids=renderer.stop_ids)
@@ -91,7 +110,9 @@ def test_batches_change_no_score_and_the_contract_holds(tmp_path):
     reward = made(tmp_path)
     texts = ["1", "31", "13", "3111", ""]
     together = [outcome.reward for outcome in scores(reward, *texts)]
-    assert together == pytest.approx([outcome.reward for outcome in scores(made(tmp_path, batch_tokens=1), *texts)], abs=1e-5)
+    assert together == pytest.approx(
+        [outcome.reward for outcome in scores(made(tmp_path, batch_tokens=1), *texts)], abs=1e-5
+    )
     high, low = sorted((0, 1), key=lambda i: -together[i])
     check_reward(reward, TASK, good=texts[high], bad=texts[low])
 
@@ -103,7 +124,11 @@ def test_what_the_model_can_not_read_fails_alone(tmp_path):
     fine, long, foreign, silent, stale = asyncio.run(made(tmp_path).score(group, TASK))
     assert isinstance(fine, Scored)
     assert stale == Cancelled("stale")
-    for outcome, why in ((long, "the reward model reads 64"), (foreign, "has no token"), (silent, "no assistant message")):
+    for outcome, why in (
+        (long, "the reward model reads 64"),
+        (foreign, "has no token"),
+        (silent, "no assistant message"),
+    ):
         assert isinstance(outcome, Failed)
         assert why in outcome.detail
 
@@ -117,9 +142,17 @@ def test_a_model_without_a_head_is_refused_at_once(tmp_path):
 
 
 def test_a_model_that_was_trained_to_prefer_becomes_the_reward_of_grpo(tmp_path, repository):
-    """recipes/reward_model.yaml, cut short, then a few steps of GRPO that nothing but its score judges."""
-    small = [f"model.overrides.{key}={value}" for key, value in SHAPE.items() if key != "max_positions"]
-    quiet = ["logging.progress=off", "logging.tensorboard=false", "evaluation.tasks=16", "stages.reward_model.steps=40"]
+    """recipes/reward_model.yaml, cut short, then a few steps of GRPO that nothing but its score
+    judges."""
+    small = [
+        f"model.overrides.{key}={value}" for key, value in SHAPE.items() if key != "max_positions"
+    ]
+    quiet = [
+        "logging.progress=off",
+        "logging.tensorboard=false",
+        "evaluation.tasks=16",
+        "stages.reward_model.steps=40",
+    ]
     quick = ["stages.reward_model.batch_size=32", "environment.digits=2"]
     scorer = tmp_path / "scorer"
     recipe = repository / "recipes" / "reward_model.yaml"
@@ -131,7 +164,8 @@ def test_a_model_that_was_trained_to_prefer_becomes_the_reward_of_grpo(tmp_path,
     grpo = {
         "threads": 1,
         "model": {"preset": "tiny", "overrides": SHAPE},
-        "tokenizer": {"kind": "characters", "alphabet": "=9876543210"},  # other ids than the scorer's
+        # other ids than the scorer's
+        "tokenizer": {"kind": "characters", "alphabet": "=9876543210"},
         "environment": {"kind": "sorting", "digits": 2},
         "sampling": {"max_new_tokens": 3},
         "algorithm": {"kind": "grpo", "group_size": 4},
@@ -143,7 +177,9 @@ def test_a_model_that_was_trained_to_prefer_becomes_the_reward_of_grpo(tmp_path,
     }
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(grpo))
     assert start_run(tmp_path / "grpo.yaml", [], tmp_path / "run", command="test") == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if "rollout/reward/reward_model" in row]
     assert len(steps) == 3
     assert all(row["rollout/reward_std"] > 0 for row in steps)

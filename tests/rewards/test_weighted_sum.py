@@ -39,7 +39,9 @@ def judge(reward, *texts, outcome=None):
 
 
 def test_the_reward_is_the_weighted_sum_and_parts_are_logged_unweighted():
-    reward = WeightedSum({"exact": exact, "length": FunctionReward(length)}, {"exact": 2.0, "length": -0.125})
+    reward = WeightedSum(
+        {"exact": exact, "length": FunctionReward(length)}, {"exact": 2.0, "length": -0.125}
+    )
     assert judge(reward, "85", "8500") == [
         Scored(2.0 - 0.25, {"exact": 1.0, "exact/exact_match": 1.0, "length": 2.0}),
         Scored(0.0 - 0.5, {"exact": 0.0, "exact/exact_match": 0.0, "length": 4.0}),
@@ -48,11 +50,15 @@ def test_the_reward_is_the_weighted_sum_and_parts_are_logged_unweighted():
 
 def test_parts_of_parts_keep_both_names():
     reward = WeightedSum({"style": FunctionReward(style)}, {"style": 2.0})
-    assert judge(reward, "85") == [Scored(1.5, {"style": 0.75, "style/short": 0.25, "style/polite": 0.5})]
+    assert judge(reward, "85") == [
+        Scored(1.5, {"style": 0.75, "style/short": 0.25, "style/polite": 0.5})
+    ]
 
 
 def test_one_failed_part_fails_its_attempt_alone():
-    reward = WeightedSum({"exact": exact, "fragile": FunctionReward(fragile)}, {"exact": 1.0, "fragile": 0.0})
+    reward = WeightedSum(
+        {"exact": exact, "fragile": FunctionReward(fragile)}, {"exact": 1.0, "fragile": 0.0}
+    )
     good, broken = judge(reward, "85", "")
     assert isinstance(good, Scored)
     assert good.reward == 1.0
@@ -66,22 +72,36 @@ def test_truncation_and_cancellation_pass_through():
     both = {"exact": 1.0, "other": 1.0}
     reward = WeightedSum({"exact": exact, "other": FunctionReward(length)}, both)
     (cut,) = judge(reward, "85", outcome=Truncated(None))
-    assert cut == Truncated(2.0, {"exact": 0.0, "exact/exact_match": 0.0, "other": 2.0, "other/length": 2.0})
-    assert judge(WeightedSum({"exact": exact, "other": Fixed(Cancelled("late"))}, both), "85") == [Cancelled("late")]
-    assert judge(WeightedSum({"exact": exact, "other": Fixed(Unjudged())}, both), "85") == [Unjudged()]
-    (unjudged,) = judge(WeightedSum({"other": Fixed(Truncated(None)), "exact": exact}, both), "85", outcome=Truncated(None))
+    assert cut == Truncated(
+        2.0, {"exact": 0.0, "exact/exact_match": 0.0, "other": 2.0, "other/length": 2.0}
+    )
+    assert judge(WeightedSum({"exact": exact, "other": Fixed(Cancelled("late"))}, both), "85") == [
+        Cancelled("late")
+    ]
+    assert judge(WeightedSum({"exact": exact, "other": Fixed(Unjudged())}, both), "85") == [
+        Unjudged()
+    ]
+    (unjudged,) = judge(
+        WeightedSum({"other": Fixed(Truncated(None)), "exact": exact}, both),
+        "85",
+        outcome=Truncated(None),
+    )
     assert isinstance(unjudged, Truncated)
     assert unjudged.reward is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_object_that_scores_no_finite_number_fails_the_attempt(value):
-    (outcome,) = judge(WeightedSum({"exact": exact, "odd": Fixed(Scored(value))}, {"exact": 1.0, "odd": 0.0}), "85")
+    (outcome,) = judge(
+        WeightedSum({"exact": exact, "odd": Fixed(Scored(value))}, {"exact": 1.0, "odd": 0.0}), "85"
+    )
     assert outcome == Failed("reward", f"reward 'odd' is {value}: it must be finite")
 
 
 def test_names_must_match():
-    with pytest.raises(ConfigError, match=r"rewards \['exact'\] and weights \['exakt'\] must name the same"):
+    with pytest.raises(
+        ConfigError, match=r"rewards \['exact'\] and weights \['exakt'\] must name the same"
+    ):
         WeightedSum({"exact": exact}, {"exakt": 1.0})
     with pytest.raises(ConfigError, match="at least one"):
         WeightedSum({}, {})
@@ -89,5 +109,10 @@ def test_names_must_match():
 
 def test_it_keeps_the_contract_of_rewards():
     check_reward(
-        WeightedSum({"exact": exact, "length": FunctionReward(length)}, {"exact": 1.0, "length": 0.1}), TASK, "85", "8"
+        WeightedSum(
+            {"exact": exact, "length": FunctionReward(length)}, {"exact": 1.0, "length": 0.1}
+        ),
+        TASK,
+        "85",
+        "8",
     )

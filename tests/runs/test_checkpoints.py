@@ -1,4 +1,5 @@
-"""The promise: whatever kills a save, and whatever happens to the files, what is loaded is whole, or nothing is loaded."""
+"""The promise: whatever kills a save, and whatever happens to the files, what is loaded is whole,
+or nothing is loaded."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def test_a_damaged_one_does_not_count_as_kept(root: Path) -> None:
     save(store, 1)
     (save(store, 2) / "run.json").unlink()
     save(store, 3)
-    assert store.steps() == [1, 2, 3]  # two whole ones, and the damaged one is left for its owner to see
+    # two whole ones, and the damaged one is left for its owner to see
+    assert store.steps() == [1, 2, 3]
 
 
 def test_a_step_is_saved_once(root: Path) -> None:
@@ -127,7 +129,8 @@ def test_what_kills_left_is_swept_by_the_next_save_but_not_by_readers(root: Path
         (root / name / "deep").mkdir(parents=True)
     store = CheckpointStore(root)
     assert store.latest() is None
-    assert names(root) == {".tmp-3-abc", ".del-1-abc"}  # it could be the draft of a run that is saving right now
+    # it could be the draft of a run that is saving right now
+    assert names(root) == {".tmp-3-abc", ".del-1-abc"}
     save(store, 4)
     assert names(root) == {"step-00000004"}
 
@@ -151,7 +154,9 @@ save(store, int(sys.argv[4]))
 
 def killed_save(root: Path, spec: str, *, step: int = 3) -> int:
     command = [sys.executable, "-c", SAVING, str(Path(__file__).parent), str(root), spec, str(step)]
-    return subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL).returncode
+    return subprocess.run(
+        command, capture_output=True, check=False, stdin=subprocess.DEVNULL
+    ).returncode
 
 
 def crash_points() -> list[str]:
@@ -200,8 +205,11 @@ def test_the_saving_script_saves_when_nothing_is_armed(root: Path) -> None:
     assert_whole(CheckpointStore(root).latest(), 3)
 
 
-def test_everything_is_flushed_before_it_gets_its_name_and_the_name_after(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill can't show a missing flush, only a power cut could; so the order of the calls is held here."""
+def test_everything_is_flushed_before_it_gets_its_name_and_the_name_after(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill can't show a missing flush, only a power cut could; so the order of the calls is held
+    here."""
     events: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -228,7 +236,9 @@ def test_everything_is_flushed_before_it_gets_its_name_and_the_name_after(root: 
 
 
 @pytest.mark.parametrize("point", crash_points()[:5])
-@pytest.mark.parametrize(("action", "error"), [("enospc", CheckpointError), ("raise", failpoints.InjectedFault)])
+@pytest.mark.parametrize(
+    ("action", "error"), [("enospc", CheckpointError), ("raise", failpoints.InjectedFault)]
+)
 @pytest.mark.fault("P10")
 def test_a_save_that_fails_leaves_nothing_and_harms_nothing(
     root: Path, point: str, action: str, error: type[Exception]
@@ -277,7 +287,9 @@ def test_formats_that_could_execute_are_refused_when_written(root: Path, name: s
 
 def test_links_are_refused_when_written(root: Path) -> None:
     with pytest.raises(CheckpointError, match="link"):
-        CheckpointStore(root).save(1, lambda directory: (directory / "a.json").symlink_to("/etc/hostname"), {})
+        CheckpointStore(root).save(
+            1, lambda directory: (directory / "a.json").symlink_to("/etc/hostname"), {}
+        )
 
 
 # --- damage
@@ -333,31 +345,63 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit": (lambda step: flip_bit(step / WEIGHTS, 5000), "checksum does not match"),
     "truncated": (lambda step: os.truncate(step / WEIGHTS, 100), "100 bytes instead of 10240"),
     "missing file": (lambda step: (step / "run.json").unlink(), "lacks run.json"),
-    "unlisted file": (lambda step: (step / "more.json").write_text("{}"), "does not list: more.json"),
-    "pickle": (lambda step: (step / "model.pt").write_bytes(b"\x80"), "'model.pt' is of none of the allowed"),
+    "unlisted file": (
+        lambda step: (step / "more.json").write_text("{}"),
+        "does not list: more.json",
+    ),
+    "pickle": (
+        lambda step: (step / "model.pt").write_bytes(b"\x80"),
+        "'model.pt' is of none of the allowed",
+    ),
     "no manifest": (lambda step: (step / "manifest.json").unlink(), "has no manifest.json"),
     "empty manifest": (lambda step: (step / "manifest.json").write_text(""), "is not JSON"),
-    "manifest of another shape": (lambda step: (step / "manifest.json").write_text("[]"), "malformed"),
-    "manifest nested too deep": (lambda step: (step / "manifest.json").write_text("[" * 10**5), "is not JSON"),
-    "huge manifest": (lambda step: os.truncate(step / "manifest.json", 2**40), "no plain file of at most"),
-    "flipped bit in meta": (lambda step: edit_manifest(step, lambda b: b["meta"].update(step=9), reseal=False), "own checksum"),
+    "manifest of another shape": (
+        lambda step: (step / "manifest.json").write_text("[]"),
+        "malformed",
+    ),
+    "manifest nested too deep": (
+        lambda step: (step / "manifest.json").write_text("[" * 10**5),
+        "is not JSON",
+    ),
+    "huge manifest": (
+        lambda step: os.truncate(step / "manifest.json", 2**40),
+        "no plain file of at most",
+    ),
+    "flipped bit in meta": (
+        lambda step: edit_manifest(step, lambda b: b["meta"].update(step=9), reseal=False),
+        "own checksum",
+    ),
     "other step": (lambda step: edit_manifest(step, lambda b: b.update(step=9)), "of step 9"),
     "later format": (lambda step: edit_manifest(step, lambda b: b.update(format=99)), "format 99"),
-    "files is a list": (lambda step: edit_manifest(step, lambda b: b.update(files=list(b["files"]))), "malformed"),
-    "leads outside": (lambda step: edit_manifest(step, rename_listed("run.json", "../../x.json")), "could lead outside"),
-    "absolute": (lambda step: edit_manifest(step, rename_listed("run.json", "/etc/passwd")), "could lead outside"),
+    "files is a list": (
+        lambda step: edit_manifest(step, lambda b: b.update(files=list(b["files"]))),
+        "malformed",
+    ),
+    "leads outside": (
+        lambda step: edit_manifest(step, rename_listed("run.json", "../../x.json")),
+        "could lead outside",
+    ),
+    "absolute": (
+        lambda step: edit_manifest(step, rename_listed("run.json", "/etc/passwd")),
+        "could lead outside",
+    ),
     "linked file": (link_file, "'run.json' is a link"),
     "linked folder": (link_folder, "'policy' is a link"),
     "linked checkpoint": (link_step, "is not a directory"),
     "fifo": (fifo, "'run.json' is a link or a device"),
     "empty directory": (lambda step: (shutil.rmtree(step), step.mkdir()), "has no manifest.json"),
-    "a file instead": (lambda step: (shutil.rmtree(step), step.write_text("")), "is not a directory"),
+    "a file instead": (
+        lambda step: (shutil.rmtree(step), step.write_text("")),
+        "is not a directory",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.fault("P12", "S1", "S2")
-def test_a_damaged_newest_is_passed_over_with_its_reason(root: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_newest_is_passed_over_with_its_reason(
+    root: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     damage, reason = DAMAGE[kind]
     store = CheckpointStore(root, keep=2)
     save(store, 1)
@@ -421,7 +465,9 @@ def test_when_all_are_damaged_it_does_not_start_again_at_zero(root: Path) -> Non
     for step in (1, 2):
         flip_bit(save(store, step) / WEIGHTS, 1)
     for reader in (store, CheckpointStore(root)):
-        with pytest.raises(CheckpointError, match=r"all checkpoints .* damaged \(step-00000001, step-00000002;"):
+        with pytest.raises(
+            CheckpointError, match=r"all checkpoints .* damaged \(step-00000001, step-00000002;"
+        ):
             reader.latest()
     assert store.steps() == [1, 2]
 

@@ -50,7 +50,9 @@ def test_where_no_run_is(directory, tmp_path):
     directory.status.write_text('{"pid": 1, "host": "elsewhere", "socket": ""}')
     with pytest.raises(RunDirectoryError, match="is under way on elsewhere: ask there"):
         status_of(directory.path)
-    directory.status.write_text(json.dumps({"pid": 1, "host": os.uname().nodename, "socket": "/nowhere"}))
+    directory.status.write_text(
+        json.dumps({"pid": 1, "host": os.uname().nodename, "socket": "/nowhere"})
+    )
     with pytest.raises(RunDirectoryError, match=r"process 1, .* does not answer"):
         status_of(directory.path)
 

@@ -1,4 +1,5 @@
-"""A run's directory kept at an address: whatever the store does, what is there is whole, and what is here is untouched."""
+"""A run's directory kept at an address: whatever the store does, what is there is whole, and what
+is here is untouched."""
 
 import json
 import logging
@@ -103,7 +104,9 @@ def flip(content):
     return bytes([content[0] ^ 1]) + content[1:]
 
 
-@pytest.mark.parametrize("where", ["broken://{id}/run", "memory://{id}/run", "file://{tmp}/run", "local://{tmp}/run"])
+@pytest.mark.parametrize(
+    "where", ["broken://{id}/run", "memory://{id}/run", "file://{tmp}/run", "local://{tmp}/run"]
+)
 def test_what_is_there_is_what_is_here(where, tmp_path):
     address = where.format(id=uuid.uuid4().hex, tmp=tmp_path / "store")
     run = Run(address).begin()
@@ -125,7 +128,10 @@ def test_files_come_first_and_a_manifest_last_and_first_when_it_goes(address):
     with telling(lambda operation, path: said.append((operation, path.partition("/run/")[2]))):
         run.step(2)
     writes = [name for operation, name in said if operation == "write"]
-    order = [writes.index(name) for name in ("metrics.jsonl", "checkpoints/step-00000002/policy/state.safetensors")]
+    order = [
+        writes.index(name)
+        for name in ("metrics.jsonl", "checkpoints/step-00000002/policy/state.safetensors")
+    ]
     manifest = writes.index("checkpoints/step-00000002/manifest.json")
     assert writes[0] == writes[-1] == INDEX
     assert order == sorted(order)
@@ -141,7 +147,8 @@ class Died(BaseException):
 
 
 def test_wherever_an_upload_ends_what_is_there_can_be_gone_on_from(machine):
-    """At each operation of a save's upload, with the half-written file that the store is left with."""
+    """At each operation of a save's upload, with the half-written file that the store is left
+    with."""
     for ends_at in range(1, 40):
         address, passed = f"broken://{uuid.uuid4().hex}/run", []
 
@@ -167,8 +174,13 @@ def test_wherever_an_upload_ends_what_is_there_can_be_gone_on_from(machine):
         assert step in (1, 2)
         assert step == 2 or not done
         checkpoint = other.store.latest()
-        assert (checkpoint.path / "policy" / "state.safetensors").read_bytes() == b"%d" % step * 1000
-        steps = [json.loads(line)["step"] for line in (other.path / "metrics.jsonl").read_text().splitlines()]
+        assert (
+            checkpoint.path / "policy" / "state.safetensors"
+        ).read_bytes() == b"%d" % step * 1000
+        steps = [
+            json.loads(line)["step"]
+            for line in (other.path / "metrics.jsonl").read_text().splitlines()
+        ]
         assert steps[:step] == list(range(1, step + 1))
         if done:
             break
@@ -181,7 +193,9 @@ def test_on_a_disk_a_file_is_replaced_as_a_whole(machine, tmp_path, monkeypatch)
     Run(address).begin().step(1)
     run = Run(address)
     run.mirror.take_up()
-    monkeypatch.setattr(type(run.mirror.there.store._system), "mv", lambda *paths: (_ for _ in ()).throw(Died))
+    monkeypatch.setattr(
+        type(run.mirror.there.store._system), "mv", lambda *paths: (_ for _ in ()).throw(Died)
+    )
     with pytest.raises(Died):
         run.step(2)
     monkeypatch.undo()
@@ -189,7 +203,9 @@ def test_on_a_disk_a_file_is_replaced_as_a_whole(machine, tmp_path, monkeypatch)
     assert newest(Run(address).take_up().directory) == 1
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step-00000002/policy/state.safetensors", INDEX])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "checkpoints/step-00000002/policy/state.safetensors", INDEX]
+)
 def test_a_store_that_fails_costs_nothing_and_gets_all_of_it_later(name, address, caplog):
     run = Run(address).begin().step(1)
 
@@ -234,13 +250,20 @@ def test_a_store_that_can_not_be_written_is_known_before_anything_is_trained(add
         if operation == "write":
             raise PermissionError("read-only")
 
-    with telling(told), pytest.raises(RunDirectoryError, match=r"can't be written: .*read-only; choose another --run-dir$"):
+    with (
+        telling(told),
+        pytest.raises(
+            RunDirectoryError, match=r"can't be written: .*read-only; choose another --run-dir$"
+        ),
+    ):
         Run(address).begin()
 
 
 def test_a_run_begins_only_where_nothing_is(address):
     Run(address).begin()
-    with pytest.raises(RunDirectoryError, match=f"holds a run: continue it with --resume {address}"):
+    with pytest.raises(
+        RunDirectoryError, match=f"holds a run: continue it with --resume {address}"
+    ):
         Run(address).mirror.expect_nothing()
     MirroredRun(f"{address}2").store.write("a.txt", b"")
     with pytest.raises(RunDirectoryError, match="holds other files"):
@@ -260,9 +283,12 @@ def test_another_machine_gets_all_that_the_run_had(address, machine):
     machine("two")
     other = Run(address, keep_best=1).take_up()
     kept = {name: content for name, content in run.files().items() if "step-00000003" not in name}
-    assert run.store.steps() == [2, 3, 4]  # the best one, and the newest two, of which one is enough
+    # the best one, and the newest two, of which one is enough
+    assert run.store.steps() == [2, 3, 4]
     assert other.files() == kept
-    assert other.mirror.notes == [f"{address} goes on, after step 4: it was fetched into {other.path}"]
+    assert other.mirror.notes == [
+        f"{address} goes on, after step 4: it was fetched into {other.path}"
+    ]
     other.step(5)  # by the same rules there, though this machine has fewer
     assert sorted(MirroredRun(address).checkpoints()[0]) == [2, 4, 5]
 
@@ -273,11 +299,17 @@ def test_of_two_copies_the_newer_goes_on_and_it_is_said(address, machine):
     second = Run(address).take_up().step(2)
     machine("one")
     again = Run(address).take_up()
-    assert f"goes on, after step 2: it was fetched into {again.path}, which was older (step 1)" in again.mirror.notes[0]
+    assert (
+        f"goes on, after step 2: it was fetched into {again.path}, which was older (step 1)"
+        in again.mirror.notes[0]
+    )
     assert again.path == first.path
     again.step(3, push=False)
     ahead = Run(address).take_up()
-    assert f"the local copy in {first.path} goes on: with step 3 it is newer than {address} (step 2)" in ahead.mirror.notes
+    assert (
+        f"the local copy in {first.path} goes on: with step 3 it is newer than {address} (step 2)"
+        in ahead.mirror.notes
+    )
     assert ahead.files().items() <= without_index(address).items()
     machine("two")
     behind = Run(address).take_up()
@@ -289,7 +321,9 @@ def test_a_local_copy_whose_address_was_emptied_goes_on(address):
     run = Run(address).begin().step(1)
     Broken.store.clear()
     again = Run(address).take_up()
-    assert again.mirror.notes == [f"{address} holds nothing of this run: its local copy in {run.path} goes on, after step 1"]
+    assert again.mirror.notes == [
+        f"{address} holds nothing of this run: its local copy in {run.path} goes on, after step 1"
+    ]
     assert without_index(address) == run.files()
 
 
@@ -302,7 +336,9 @@ def test_a_local_copy_of_another_run_is_left_alone(address):
     Run(address).begin().step(1)
     shutil.rmtree(run.path)
     moved.rename(run.path)
-    with pytest.raises(RunDirectoryError, match="is of another run than the one there: move it away"):
+    with pytest.raises(
+        RunDirectoryError, match="is of another run than the one there: move it away"
+    ):
         Run(address).take_up()
     assert run.files() == before
 
@@ -313,7 +349,12 @@ def test_a_store_that_can_not_be_read_names_the_local_copy(address):
     def told(operation, path):
         raise ConnectionError("no network")
 
-    with telling(told), pytest.raises(RunDirectoryError, match=f"no network.*; to go on without it: --resume {run.path}"):
+    with (
+        telling(told),
+        pytest.raises(
+            RunDirectoryError, match=f"no network.*; to go on without it: --resume {run.path}"
+        ),
+    ):
         Run(address).take_up()
 
 
@@ -339,12 +380,18 @@ STATE = "checkpoints/step-00000002/policy/state.safetensors"
     [
         (STATE, flip, "its checksum does not match"),
         (STATE, lambda content: content[:-1], "has 999 bytes instead of 1000"),
-        (f"checkpoints/step-00000002/{MANIFEST}", lambda content: content.replace(b'"score"', b'"score "'), "was changed"),
+        (
+            f"checkpoints/step-00000002/{MANIFEST}",
+            lambda content: content.replace(b'"score"', b'"score "'),
+            "was changed",
+        ),
         (f"checkpoints/step-00000002/{MANIFEST}", lambda content: content[:-9], "is not JSON"),
         (f"checkpoints/step-00000002/{MANIFEST}", lambda content: b"[]", "malformed"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_and_made_good(name, change, why, address, machine, caplog):
+def test_a_damaged_checkpoint_is_passed_over_and_made_good(
+    name, change, why, address, machine, caplog
+):
     Run(address).begin().step(1).step(2)
     edit(address, name, change)
     machine("two")
@@ -365,7 +412,9 @@ def test_where_all_are_damaged_nothing_begins_anew(address, machine):
 
 
 @pytest.mark.parametrize("change", [flip, lambda content: content[:-1]])
-def test_what_a_run_needs_must_be_as_it_was_and_all_else_is_left_out(change, address, machine, caplog):
+def test_what_a_run_needs_must_be_as_it_was_and_all_else_is_left_out(
+    change, address, machine, caplog
+):
     Run(address).begin().step(1)
     edit(address, "provenance.json", change)
     machine("two")
@@ -381,10 +430,14 @@ def test_a_file_that_has_grown_since_is_what_it_was_when_it_was_listed(address, 
     run = Run(address).begin().step(1)
     edit(address, "metrics.jsonl", lambda content: content + b'{"step": 2}\n')
     machine("two")
-    assert (Run(address).take_up().path / "metrics.jsonl").read_bytes() == (run.path / "metrics.jsonl").read_bytes()
+    assert (Run(address).take_up().path / "metrics.jsonl").read_bytes() == (
+        run.path / "metrics.jsonl"
+    ).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", ".lock", "checkpoints/step-00000009/x.json", ".mirror.json"])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/../../x", "/x", ".lock", "checkpoints/step-00000009/x.json", ".mirror.json"]
+)
 def test_no_list_leads_outside(name, address, machine, tmp_path):
     Run(address).begin().step(1)
     index = Index.of(address, MirroredRun(address).store.read(INDEX))
@@ -397,7 +450,9 @@ def test_no_list_leads_outside(name, address, machine, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../../x.json", "/x.json", "run.pkl", "policy/weights.bin"])
-def test_no_manifest_does_either_nor_brings_what_could_execute(name, address, machine, caplog, tmp_path):
+def test_no_manifest_does_either_nor_brings_what_could_execute(
+    name, address, machine, caplog, tmp_path
+):
     Run(address).begin().step(1)
 
     def hostile(content):

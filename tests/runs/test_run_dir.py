@@ -14,7 +14,11 @@ import pytest
 from ratchet.errors import RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory, differences
 
-CONFIG = {"seed": 7, "model": {"preset": "tiny", "dtype": "float32"}, "stages": [{"name": "sft", "lr": 1e-5}, {"name": "rl"}]}
+CONFIG = {
+    "seed": 7,
+    "model": {"preset": "tiny", "dtype": "float32"},
+    "stages": [{"name": "sft", "lr": 1e-5}, {"name": "rl"}],
+}
 
 HOLD = """
 import os, sys
@@ -53,7 +57,10 @@ def test_locked_creates_the_directory(tmp_path: Path) -> None:
 def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
     process = holder(tmp_path)
     try:
-        with pytest.raises(RunDirectoryError, match=rf"process {process.pid} on {socket.gethostname()} since 20.*--run-dir"):
+        with pytest.raises(
+            RunDirectoryError,
+            match=rf"process {process.pid} on {socket.gethostname()} since 20.*--run-dir",
+        ):
             RunDirectory(tmp_path).locked().__enter__()
     finally:
         process.communicate("")
@@ -62,7 +69,10 @@ def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_the_same_process_is_refused(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path).locked(), pytest.raises(RunDirectoryError, match=f"process {os.getpid()} "):
+    with (
+        RunDirectory(tmp_path).locked(),
+        pytest.raises(RunDirectoryError, match=f"process {os.getpid()} "),
+    ):
         RunDirectory(tmp_path).locked().__enter__()
 
 
@@ -98,13 +108,16 @@ def test_a_directory_that_cannot_be_created(tmp_path: Path) -> None:
             RunDirectory(path).locked().__enter__()
 
 
-@pytest.mark.parametrize(("lock_exists", "reason"), [(False, "Permission denied"), (True, "is read-only")])
+@pytest.mark.parametrize(
+    ("lock_exists", "reason"), [(False, "Permission denied"), (True, "is read-only")]
+)
 @pytest.mark.fault("P11")
 def test_a_read_only_directory(tmp_path: Path, lock_exists: bool, reason: str) -> None:
     if lock_exists:
         (tmp_path / ".lock").touch()
         (tmp_path / ".lock").chmod(0o666)
-    # Permissions do not bind root, who therefore becomes nobody; from inside, the folders above need not let nobody through.
+    # Permissions do not bind root, who therefore becomes nobody; from inside, the folders above
+    # need not let nobody through.
     code = """
 import os, sys
 from pathlib import Path
@@ -121,7 +134,9 @@ try:
 except RunDirectoryError as error:
     print("refused:", error)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("refused: the run directory . ")
     assert reason in done.stdout
 
@@ -144,7 +159,12 @@ def test_the_recipe_is_written_once_and_read_back(tmp_path: Path) -> None:
 def test_another_recipe_is_refused_naming_the_keys(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.settle(CONFIG)
-    other = {"seed": 8, "model": {"preset": "tiny"}, "stages": [{"name": "sft", "lr": 2e-5}, {"name": "rl"}], "device": "cpu"}
+    other = {
+        "seed": 8,
+        "model": {"preset": "tiny"},
+        "stages": [{"name": "sft", "lr": 2e-5}, {"name": "rl"}],
+        "device": "cpu",
+    }
     with pytest.raises(RunDirectoryError) as refused:
         run.settle(other)
     message = str(refused.value)
@@ -197,7 +217,9 @@ def test_a_recipe_never_makes_python_objects(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("P26")
-@pytest.mark.parametrize("replace", [lambda path: path.symlink_to(path.with_name("other")), os.mkfifo, os.mkdir])
+@pytest.mark.parametrize(
+    "replace", [lambda path: path.symlink_to(path.with_name("other")), os.mkfifo, os.mkdir]
+)
 def test_a_lock_that_is_no_plain_file(replace, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("not of this run")

@@ -1,6 +1,8 @@
-"""Becomes an unprivileged user, then runs a program: python as_nobody.py [--no-namespaces] PROGRAM ARGUMENTS...
+"""Becomes an unprivileged user, then runs a program: python as_nobody.py [--no-namespaces] PROGRAM
+ARGUMENTS...
 
-Root's Python often lies where only root can look (in its home). In a mount namespace of our own, the way to it is opened.
+Root's Python often lies where only root can look (in its home). In a mount namespace of our own,
+the way to it is opened.
 """
 
 from __future__ import annotations
@@ -16,8 +18,13 @@ NOBODY = 65534
 
 
 def open_the_way(prefix: str) -> None:
-    """Where a directory above `prefix` is closed to others, an empty one takes its place, with `prefix` in it."""
-    closed = [folder for folder in reversed(Path(prefix).parents) if not folder.stat().st_mode & stat.S_IXOTH]
+    """Where a directory above `prefix` is closed to others, an empty one takes its place, with
+    `prefix` in it."""
+    closed = [
+        folder
+        for folder in reversed(Path(prefix).parents)
+        if not folder.stat().st_mode & stat.S_IXOTH
+    ]
     if not closed:
         return
     syscalls.unshare(syscalls.NEWNS)
@@ -32,7 +39,11 @@ def open_the_way(prefix: str) -> None:
 def forbid_namespaces() -> None:
     """As many containers do. The limit is a user namespace's own, so this touches nobody else."""
     syscalls.unshare(syscalls.NEWUSER)
-    settings = {"self/setgroups": "deny", "self/uid_map": f"{NOBODY} {NOBODY} 1", "self/gid_map": f"{NOBODY} {NOBODY} 1"}
+    settings = {
+        "self/setgroups": "deny",
+        "self/uid_map": f"{NOBODY} {NOBODY} 1",
+        "self/gid_map": f"{NOBODY} {NOBODY} 1",
+    }
     for name, text in (settings | {"sys/user/max_user_namespaces": "0"}).items():
         Path("/proc", name).write_text(text)
 
@@ -47,4 +58,6 @@ if __name__ == "__main__":
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # or /proc/self belongs to root
         forbid_namespaces()
     os.chdir("/")
-    os.execve(sys.executable, [sys.executable, *words], {"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+    os.execve(
+        sys.executable, [sys.executable, *words], {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    )

@@ -1,8 +1,10 @@
-"""Programs that mean harm, or mean to pass without solving anything. The task is always: read a number, print its double.
+"""Programs that mean harm, or mean to pass without solving anything. The task is always: read a
+number, print its double.
 
-Each would print the right answer, 42, if what it tries worked (or ends before it): so "passed" means that it got through. Words
-in capitals are filled in: CANARY, a world-writable file of the trainer; PARENT, its process id; PORT, where it listens on
-loopback; ABSTRACT, the same on an abstract unix socket; EXPECTED, a file with the answer.
+Each would print the right answer, 42, if what it tries worked (or ends before it): so "passed"
+means that it got through. Words in capitals are filled in: CANARY, a world-writable file of the
+trainer; PARENT, its process id; PORT, where it listens on loopback; ABSTRACT, the same on an
+abstract unix socket; EXPECTED, a file with the answer.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ STDIN, ANSWER = b"21\n", b"42\n"
 
 @dataclass(frozen=True)
 class Attack:
-    """long: meant to run into the wall limit, so it gets a short one. processes: the limit, where the attack needs some."""
+    """long: meant to run into the wall limit, so it gets a short one. processes: the limit, where
+    the attack needs some."""
 
     name: str
     source: str

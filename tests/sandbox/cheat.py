@@ -1,4 +1,5 @@
-"""Programs that would pass unsolved: early ends, patched graders, look-alike output, broken source. See `attacks.py`."""
+"""Programs that would pass unsolved: early ends, patched graders, look-alike output, broken source.
+See `attacks.py`."""
 
 TEXT = r"""
 ### descriptors_left_open

@@ -1,4 +1,5 @@
-"""Programs that try to use up the machine: time, processes, memory, disk, descriptors, output. See `attacks.py`."""
+"""Programs that try to use up the machine: time, processes, memory, disk, descriptors, output. See
+`attacks.py`."""
 
 TEXT = r"""
 ### infinite_loop long

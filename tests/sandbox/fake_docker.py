@@ -1,7 +1,9 @@
-"""A Docker engine for tests, on a unix socket: answers as the real one does, and really runs what it is given.
+"""A Docker engine for tests, on a unix socket: answers as the real one does, and really runs what
+it is given.
 
-A container is a process in namespaces of its own (by util-linux), with a directory as its /tmp. Nothing is confined further:
-only for programs of the tests. `faults` maps "METHOD path-expression" to what happens to the next such requests, in order.
+A container is a process in namespaces of its own (by util-linux), with a directory as its /tmp.
+Nothing is confined further: only for programs of the tests. `faults` maps "METHOD path-expression"
+to what happens to the next such requests, in order.
 """
 
 from __future__ import annotations
@@ -24,16 +26,23 @@ from pathlib import Path
 from socketserver import ThreadingMixIn, UnixStreamServer
 from urllib.parse import parse_qs, urlparse
 
-PYTHON = os.path.realpath(sys.executable)  # the environment that links to it may lie in a /tmp that containers don't see
+# the environment that links to it may lie in a /tmp that containers don't see
+PYTHON = os.path.realpath(sys.executable)
 OURS = ["--user", "--map-root-user"] if os.getuid() else []
 UPGRADED = (
-    b"HTTP/1.1 101 UPGRADED\r\nContent-Type: application/vnd.docker.raw-stream\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
+    b"HTTP/1.1 101 UPGRADED\r\nContent-Type: "
+    b"application/vnd.docker.raw-stream\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
 )
 
 
 class Container:
     def __init__(self, body):
-        self.body, self.folder, self.process, self.first = body, tempfile.mkdtemp(prefix="fake-docker-"), None, 0
+        self.body, self.folder, self.process, self.first = (
+            body,
+            tempfile.mkdtemp(prefix="fake-docker-"),
+            None,
+            0,
+        )
         os.chmod(self.folder, 0o777)
 
     def start(self):
@@ -41,14 +50,26 @@ class Container:
         inside = ['mount --bind "$0" /tmp && echo ready >&2 && exec "$@" 2>/dev/null', self.folder]
         words = [*(self.body.get("Entrypoint") or []), *(self.body.get("Cmd") or [])]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen([*command, *inside, *words], stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe)
+        self.process = subprocess.Popen(
+            [*command, *inside, *words], stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe
+        )
         assert self.process.stderr.readline() == b"ready\n"
         outer = self.process.pid
         self.first = int(Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0])
 
     def enter(self, body):
         users = ["--user", "--preserve-credentials"] if OURS else []
-        command = ["nsenter", "--target", str(self.first), *users, "--mount", "--pid", "sh", "-c", 'cd "$0"; exec "$@"']
+        command = [
+            "nsenter",
+            "--target",
+            str(self.first),
+            *users,
+            "--mount",
+            "--pid",
+            "sh",
+            "-c",
+            'cd "$0"; exec "$@"',
+        ]
         pipe = subprocess.PIPE
         words = [*command, body.get("WorkingDir") or "/", *body["Cmd"]]
         return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
@@ -73,9 +94,11 @@ class FakeDocker(ThreadingMixIn, UnixStreamServer):
     def __init__(self, images=("python:3.11-slim",), info=None, version="1.47"):
         self.folder = tempfile.mkdtemp(prefix="fake-engine-")
         self.images, self.version = set(images), version
-        self.info = {"OSType": "linux", "SecurityOptions": ["name=seccomp,profile=builtin"], "Runtimes": {"runc": {}}} | (
-            info or {}
-        )
+        self.info = {
+            "OSType": "linux",
+            "SecurityOptions": ["name=seccomp,profile=builtin"],
+            "Runtimes": {"runc": {}},
+        } | (info or {})
         self.containers: dict[str, Container] = {}
         self.execs: dict[str, dict] = {}
         self.created: list[dict] = []  # bodies, for assertions
@@ -114,7 +137,9 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def answer(self, status, body=None, kind="application/json"):
-        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        data = (
+            body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        )
         self.send_response(status)
         self.send_header("Content-Type", kind)
         if status == 200 and kind != "application/json":  # archives come in chunks
@@ -193,7 +218,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def inspect(self, _, name):
         if self.known(name):
-            self.answer(200, {"Id": name, "State": {"Running": True, "OOMKilled": self.cut == "oom"}})
+            self.answer(
+                200, {"Id": name, "State": {"Running": True, "OOMKilled": self.cut == "oom"}}
+            )
 
     def list(self, _):
         wanted = json.loads(self.query["filters"])["label"]
@@ -233,7 +260,11 @@ class Handler(BaseHTTPRequestHandler):
     def exec_create(self, data, name):
         if self.known(name):
             number = f"e{next(self.server.names):063d}"
-            self.server.execs[number] = {"container": name, "body": json.loads(data), "process": None}
+            self.server.execs[number] = {
+                "container": name,
+                "body": json.loads(data),
+                "process": None,
+            }
             self.answer(201, {"Id": number})
 
     def exec_start(self, data, number):
@@ -269,7 +300,8 @@ class Handler(BaseHTTPRequestHandler):
                     if self.cut == "cut":  # in the middle of a frame
                         self.wfile.write(frame[:-1])
                         self.connection.shutdown(socket.SHUT_RDWR)
-                    elif self.cut == "quiet":  # between frames: the rest is lost, and nobody says so
+                    # between frames: the rest is lost, and nobody says so
+                    elif self.cut == "quiet":
                         self.wfile.write(frame[:8][:4] + struct.pack(">I", 1) + data[:1])
                         self.connection.shutdown(socket.SHUT_RDWR)
                     elif self.cut == "garbage":
@@ -281,7 +313,13 @@ class Handler(BaseHTTPRequestHandler):
     def exec_inspect(self, _, number):
         code = self.server.execs[number]["process"].poll()
         running = code is None or self.cut == "running"
-        self.answer(200, {"Running": running, "ExitCode": None if running else code if code >= 0 else 128 - code})
+        self.answer(
+            200,
+            {
+                "Running": running,
+                "ExitCode": None if running else code if code >= 0 else 128 - code,
+            },
+        )
 
     def pull(self, _):
         image = f"{self.query['fromImage']}:{self.query['tag']}"
@@ -294,7 +332,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 ROUTES = (
-    (r"/version", "GET", lambda self, _: self.answer(200, {"ApiVersion": self.server.version, "MinAPIVersion": "1.24"})),
+    (
+        r"/version",
+        "GET",
+        lambda self, _: self.answer(
+            200, {"ApiVersion": self.server.version, "MinAPIVersion": "1.24"}
+        ),
+    ),
     (r"/info", "GET", lambda self, _: self.answer(200, self.server.info)),
     (r"/images/create", "POST", Handler.pull),
     (r"/containers/create", "POST", Handler.create),

@@ -1,6 +1,8 @@
-"""A sandbox service for tests, on loopback: SandboxFusion's POST /run_code, whose programs really run, unconfined.
+"""A sandbox service for tests, on loopback: SandboxFusion's POST /run_code, whose programs really
+run, unconfined.
 
-`faults`: what happens to the next requests, in order. `shared`: one directory for all programs, as a service without isolation.
+`faults`: what happens to the next requests, in order. `shared`: one directory for all programs, as
+a service without isolation.
 """
 
 from __future__ import annotations
@@ -14,7 +16,17 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-FIELDS = {"compile_timeout", "run_timeout", "memory_limit_MB", "code", "stdin", "language", "files", "fetch_files", "args"}
+FIELDS = {
+    "compile_timeout",
+    "run_timeout",
+    "memory_limit_MB",
+    "code",
+    "stdin",
+    "language",
+    "files",
+    "fetch_files",
+    "args",
+}
 
 
 class FakeRemote(ThreadingHTTPServer):
@@ -66,7 +78,9 @@ class Handler(BaseHTTPRequestHandler):
         elif fault.isdecimal():
             self.answer(int(fault), {"detail": "as told"})
         elif fault == "sandbox":
-            self.answer(200, {"status": "SandboxError", "message": "no space left", "run_result": None})
+            self.answer(
+                200, {"status": "SandboxError", "message": "no space left", "run_result": None}
+            )
         elif fault == "pod":
             ran = {"status": "Error", "stderr": "pod"}
             self.answer(200, {"status": "Failed", "message": "", "run_result": ran})
@@ -98,7 +112,9 @@ class Handler(BaseHTTPRequestHandler):
             except subprocess.TimeoutExpired as late:
                 ran = {"status": "TimeLimitExceeded", "return_code": None}
                 return self.whole(ran, began, late.stdout or b"", late.stderr or b"")
-        return self.whole({"status": "Finished", "return_code": done.returncode}, began, done.stdout, done.stderr)
+        return self.whole(
+            {"status": "Finished", "return_code": done.returncode}, began, done.stdout, done.stderr
+        )
 
     def whole(self, ran, began, stdout, stderr):
         def text(data):
@@ -107,7 +123,11 @@ class Handler(BaseHTTPRequestHandler):
             except UnicodeDecodeError as error:
                 return f"[DecodeError] {error}"
 
-        ran |= {"execution_time": time.monotonic() - began, "stdout": text(stdout), "stderr": text(stderr)}
+        ran |= {
+            "execution_time": time.monotonic() - began,
+            "stdout": text(stdout),
+            "stderr": text(stderr),
+        }
         status = "Success" if ran["return_code"] == 0 else "Failed"
         return {
             "status": status,

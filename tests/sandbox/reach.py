@@ -1,4 +1,5 @@
-"""Programs that reach for what is outside: files, the trainer, the network, the kernel. See `attacks.py`."""
+"""Programs that reach for what is outside: files, the trainer, the network, the kernel. See
+`attacks.py`."""
 
 TEXT = r"""
 ### reads_the_passwords

@@ -1,4 +1,5 @@
-"""Every attack, at each level and as each kind of user: none passes, none reaches the trainer, nothing stays."""
+"""Every attack, at each level and as each kind of user: none passes, none reaches the trainer,
+nothing stays."""
 
 from __future__ import annotations
 
@@ -48,12 +49,18 @@ def as_nobody(*words: str) -> dict[str, object]:
         pytest.skip("the other tests run as an unprivileged user already")
     command = [sys.executable, str(HERE / "as_nobody.py"), *words]
     environment = {"PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}"}
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=300).stdout)
+    return json.loads(
+        subprocess.run(
+            command, capture_output=True, text=True, check=True, env=environment, timeout=300
+        ).stdout
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
-def test_no_attack_passes_or_leaves_anything_behind_for_an_unprivileged_user(level: Isolation) -> None:
+def test_no_attack_passes_or_leaves_anything_behind_for_an_unprivileged_user(
+    level: Isolation,
+) -> None:
     need(level)
     said = as_nobody(str(HERE / "corpus.py"), level.name)
     assert said == {"isolation": level.name, "count": len(ATTACKS), "problems": []}
@@ -67,7 +74,8 @@ def test_where_namespaces_are_refused_landlock_is_chosen_and_holds() -> None:
 
 
 def test_the_corpus_notices_a_sandbox_that_is_too_weak(tmp_path: Path) -> None:
-    """The control: the weakest level lets programs read this user's files, and then those attacks do pass."""
+    """The control: the weakest level lets programs read this user's files, and then those attacks
+    do pass."""
     through = ("reads_a_file_of_the_trainer", "reads_the_expected_answer", "climbs_by_dots")
 
     async def run() -> list[bool]:

@@ -7,7 +7,9 @@ import pytest
 from ratchet.sandbox import Reason, Result, passed
 
 
-def ended(stdout: bytes, code: int | None = 0, signal: int | None = None, reason: Reason = Reason.EXIT) -> Result:
+def ended(
+    stdout: bytes, code: int | None = 0, signal: int | None = None, reason: Reason = Reason.EXIT
+) -> Result:
     return Result(code, signal, stdout, b"", 0.0, reason)
 
 
@@ -17,14 +19,30 @@ def test_blanks_at_the_end_of_lines_and_of_the_text_do_not_matter(stdout: bytes)
 
 
 @pytest.mark.parametrize(
-    "stdout", [b"", b"1 2 3", b"1  2\n3", b" 1 2\n3", b"1 2\n\n3", b"\n1 2\n3", b"1 2\n3\n4", b"1 2\n3\0", b"1 2\n3\xff"]
+    "stdout",
+    [
+        b"",
+        b"1 2 3",
+        b"1  2\n3",
+        b" 1 2\n3",
+        b"1 2\n\n3",
+        b"\n1 2\n3",
+        b"1 2\n3\n4",
+        b"1 2\n3\0",
+        b"1 2\n3\xff",
+    ],
 )
 def test_everything_else_does(stdout: bytes) -> None:
     assert not passed(ended(stdout), b"1 2\n3\n")
 
 
 @pytest.mark.parametrize(
-    "end", [ended(b"1", code=1), ended(b"1", None, 11, Reason.SIGNAL), ended(b"1", None, None, Reason.WALL)]
+    "end",
+    [
+        ended(b"1", code=1),
+        ended(b"1", None, 11, Reason.SIGNAL),
+        ended(b"1", None, None, Reason.WALL),
+    ],
 )
 def test_the_right_output_of_a_program_that_ended_badly_is_not_passed(end: Result) -> None:
     assert not passed(end, b"1")

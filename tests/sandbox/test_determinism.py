@@ -1,4 +1,5 @@
-"""What a program can see of chance is the same in every slot, whatever ran before it and whatever the trainer set."""
+"""What a program can see of chance is the same in every slot, whatever ran before it and whatever
+the trainer set."""
 
 from __future__ import annotations
 
@@ -35,13 +36,18 @@ print(os.listdir("."), os.listdir("/"), oct(os.stat("a").st_mode), os.stat("a").
 
 @functools.cache
 def fixed_addresses() -> bool:
-    """True if this machine lets a process switch address randomisation off; many containers don't."""
-    switch = "import ctypes; p = ctypes.CDLL(None).personality; p(0x40000); raise SystemExit(not p(0xFFFFFFFF) & 0x40000)"
+    """True if this machine lets a process switch address randomisation off; many containers
+    don't."""
+    switch = (
+        "import ctypes; p = ctypes.CDLL(None).personality; p(0x40000); raise SystemExit(not "
+        "p(0xFFFFFFFF) & 0x40000)"
+    )
     return subprocess.run([sys.executable, "-c", switch], check=False).returncode == 0
 
 
 def outputs(source: str | list[str], level: Isolation, limits: Limits = PATIENT) -> set[bytes]:
-    """What five runs of the program print, in two pools with other programs between them, under other umasks."""
+    """What five runs of the program print, in two pools with other programs between them, under
+    other umasks."""
     rng, printed = random.Random(0), set()
 
     async def main() -> None:
@@ -51,7 +57,9 @@ def outputs(source: str | list[str], level: Isolation, limits: Limits = PATIENT)
             for _ in range(runs):
                 printed.add((await sandbox.run(source, b"", limits)).stdout)
                 for _ in range(rng.randrange(3)):
-                    await sandbox.run(f"x = {'1' * rng.randrange(1, 3000)}", bytes(rng.randrange(1000)), PATIENT)
+                    await sandbox.run(
+                        f"x = {'1' * rng.randrange(1, 3000)}", bytes(rng.randrange(1000)), PATIENT
+                    )
             sandbox.close()
             os.umask(before)
 
@@ -61,10 +69,16 @@ def outputs(source: str | list[str], level: Isolation, limits: Limits = PATIENT)
 
 @pytest.mark.parametrize("level", [Isolation.NAMESPACES, Isolation.LANDLOCK])
 @pytest.mark.fault("R18")
-def test_a_program_sees_the_same_in_every_slot(level: Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_sees_the_same_in_every_slot(
+    level: Isolation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need(level)
     monkeypatch.setenv("PYTHONHASHSEED", "3")
-    shown = SEEN + (ADDRESSES if fixed_addresses() else "") + (INSIDE if level is Isolation.NAMESPACES else "")
+    shown = (
+        SEEN
+        + (ADDRESSES if fixed_addresses() else "")
+        + (INSIDE if level is Isolation.NAMESPACES else "")
+    )
     printed = outputs(shown, level)
     assert len(printed) == 1
     assert printed.pop().count(b"\n") >= 4
@@ -92,7 +106,8 @@ print("granted, and got none")
 
 @pytest.mark.parametrize("level", [Isolation.NAMESPACES, Isolation.LANDLOCK])
 def test_locks_carry_nothing_between_programs(level: Isolation, tmp_path) -> None:
-    """A lock that the test holds stands for that of a program beside: both lock the same file of the machine."""
+    """A lock that the test holds stands for that of a program beside: both lock the same file of
+    the machine."""
     need(level)
     held = tmp_path / "held"
     held.write_text("")
@@ -106,9 +121,15 @@ def test_locks_carry_nothing_between_programs(level: Isolation, tmp_path) -> Non
         result = asyncio.run(sandbox.run(LOCKS.replace("HELD", str(held)), b"", PATIENT))
     assert result.stdout == b"granted, and got none\n", result
     if level is Isolation.NAMESPACES:
-        base = "import sqlite3\nbase = sqlite3.connect('x.db')\nbase.execute('create table t (x)')\n"
-        base += "base.execute('insert into t values (42)')\nbase.commit()\nprint(*base.execute('select x from t'))"
-        for begin in ("", "base.execute('pragma journal_mode=wal')\n"):  # which asks for the locks of others
+        base = (
+            "import sqlite3\nbase = sqlite3.connect('x.db')\nbase.execute('create table t (x)')\n"
+        )
+        base += (
+            "base.execute('insert into t values "
+            "(42)')\nbase.commit()\nprint(*base.execute('select x from t'))"
+        )
+        # which asks for the locks of others
+        for begin in ("", "base.execute('pragma journal_mode=wal')\n"):
             program = base.replace("base.execute('create", begin + "base.execute('create")
             assert asyncio.run(sandbox.run(program, b"", PATIENT)).stdout == b"(42,)\n"
     sandbox.close()

@@ -1,4 +1,5 @@
-"""The docker sandbox against an engine that speaks the real API: programs, sessions, refusals, and everything that breaks."""
+"""The docker sandbox against an engine that speaks the real API: programs, sessions, refusals, and
+everything that breaks."""
 
 from __future__ import annotations
 
@@ -21,14 +22,20 @@ from ratchet.sandbox.reaper import OWNER
 from ratchet.testing import answered
 from ratchet.types import Failed, Message, Task
 
-pytestmark = [pytest.mark.needs("httpx"), pytest.mark.needs("unshare"), pytest.mark.needs("nsenter")]
+pytestmark = [
+    pytest.mark.needs("httpx"),
+    pytest.mark.needs("unshare"),
+    pytest.mark.needs("nsenter"),
+]
 PATIENT = Limits(wall_s=60, cpu_s=30)
 EXEC_START, EXEC_JSON = r"POST /exec/\w+/start", r"GET /exec/\w+/json"
 
 
 @pytest.fixture
 def engine():
-    if subprocess.run(["unshare", *OURS, "--mount", "--pid", "--fork", "true"], check=False, capture_output=True).returncode:
+    if subprocess.run(
+        ["unshare", *OURS, "--mount", "--pid", "--fork", "true"], check=False, capture_output=True
+    ).returncode:
         pytest.skip("this machine grants no namespaces to run the fake engine's containers in")
     engine = FakeDocker()
     yield engine
@@ -61,7 +68,12 @@ def test_programs_and_commands_run_each_in_a_container_of_its_own(engine, sandbo
     assert (said.exit, said.stdout, said.stderr, said.reason) == (3, b"out", b"err", Reason.EXIT)
     assert run(sandbox, ["sh", "-c", "tr a-z A-Z"], b"abc").stdout == b"ABC"
     assert (
-        run(sandbox, "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read()[::-1])", b"\xff\x00a").stdout == b"a\x00\xff"
+        run(
+            sandbox,
+            "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read()[::-1])",
+            b"\xff\x00a",
+        ).stdout
+        == b"a\x00\xff"
     )
     run(sandbox, "open('/tmp/left', 'w')")
     assert run(sandbox, "import os; print(os.listdir('/tmp'))").stdout.count(b"left") == 0
@@ -70,18 +82,31 @@ def test_programs_and_commands_run_each_in_a_container_of_its_own(engine, sandbo
 
 
 def test_what_a_container_may_do_is_written_into_it(engine, sandbox):
-    run(sandbox, "pass", limits=Limits(memory_mib=128, disk_mib=7, processes=3, threads=5, cpu_s=1.5))
+    run(
+        sandbox,
+        "pass",
+        limits=Limits(memory_mib=128, disk_mib=7, processes=3, threads=5, cpu_s=1.5),
+    )
     (body,) = engine.created
     host = body["HostConfig"]
     assert host["Memory"] == host["MemorySwap"] == 128 << 20
     assert host["PidsLimit"] == 3 + 5 + 8
-    assert (host["NetworkMode"], body["NetworkDisabled"], host["ReadonlyRootfs"], host["AutoRemove"]) == (
+    assert (
+        host["NetworkMode"],
+        body["NetworkDisabled"],
+        host["ReadonlyRootfs"],
+        host["AutoRemove"],
+    ) == (
         "none",
         True,
         True,
         True,
     )
-    assert (host["CapDrop"], host["SecurityOpt"], body["User"]) == (["ALL"], ["no-new-privileges"], "65534:65534")
+    assert (host["CapDrop"], host["SecurityOpt"], body["User"]) == (
+        ["ALL"],
+        ["no-new-privileges"],
+        "65534:65534",
+    )
     assert host["Mounts"][0]["VolumeOptions"]["DriverConfig"]["Options"]["o"].startswith("size=7m,")
     assert {"Name": "cpu", "Soft": 2, "Hard": 3} in host["Ulimits"]
     assert "PYTHONHASHSEED=0" in body["Env"]
@@ -91,10 +116,19 @@ def test_what_a_container_may_do_is_written_into_it(engine, sandbox):
 
 def test_ends_of_every_kind(engine, sandbox):
     assert run(sandbox, "import os; os.kill(os.getpid(), 11)").signal == 11
-    assert run(sandbox, "import time; print(1, flush=True); time.sleep(1000)", limits=Limits(wall_s=1)).reason is Reason.WALL
-    flood = run(sandbox, "while True: print('x' * 1000)", limits=Limits(output_kib=4, wall_s=60, cpu_s=60))
+    assert (
+        run(
+            sandbox, "import time; print(1, flush=True); time.sleep(1000)", limits=Limits(wall_s=1)
+        ).reason
+        is Reason.WALL
+    )
+    flood = run(
+        sandbox, "while True: print('x' * 1000)", limits=Limits(output_kib=4, wall_s=60, cpu_s=60)
+    )
     assert (flood.reason, len(flood.stdout)) == (Reason.OUTPUT, 4096)
-    assert run(sandbox, "import os, signal; os.kill(os.getpid(), signal.SIGXCPU)").reason is Reason.CPU
+    assert (
+        run(sandbox, "import os, signal; os.kill(os.getpid(), signal.SIGXCPU)").reason is Reason.CPU
+    )
     engine.faults[r"GET /containers/\w+/json"] = ["oom"]
     assert run(sandbox, "import os; os.kill(os.getpid(), 9)").reason is Reason.MEMORY
     assert run(sandbox, "import os; os.kill(os.getpid(), 9)").signal == 9
@@ -119,7 +153,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("request_", "fault"), BROKEN)
-def test_what_breaks_once_is_tried_again_and_what_stays_broken_is_no_verdict(engine, sandbox, request_, fault):
+def test_what_breaks_once_is_tried_again_and_what_stays_broken_is_no_verdict(
+    engine, sandbox, request_, fault
+):
     engine.faults[request_] = [fault]
     assert run(sandbox, "print('again')").stdout == b"again\n"
     engine.faults[request_] = [fault, fault]
@@ -138,7 +174,9 @@ def test_an_engine_that_hangs_is_given_up(engine):
 
 def test_an_absent_image_is_named_with_the_fix_and_fetched_where_asked(engine):
     absent = DockerSandbox(config(engine, image="no/such:1"))
-    with pytest.raises(SandboxError, match=r"has no image 'no/such:1': docker pull no/such:1, or set pull: true"):
+    with pytest.raises(
+        SandboxError, match=r"has no image 'no/such:1': docker pull no/such:1, or set pull: true"
+    ):
         run(absent, "pass")
     absent.close()
     fetching = DockerSandbox(config(engine, image="busybox", pull=True))
@@ -166,7 +204,9 @@ def test_no_engine_and_engines_that_are_too_old_or_too_weak_are_refused_at_once(
     with pytest.raises(SandboxError, match=r"speaks API 1\.24: 1\.41"):
         DockerSandbox(config(engine))
     engine.version = "1.47"
-    with pytest.raises(SandboxError, match=r"by namespaces only, weaker than the declared kernel \(runtime"):
+    with pytest.raises(
+        SandboxError, match=r"by namespaces only, weaker than the declared kernel \(runtime"
+    ):
         DockerSandbox(config(engine), at_least=Isolation.KERNEL)
     with pytest.raises(SandboxError, match="no runtime 'runsc', only runc"):
         DockerSandbox(config(engine, runtime="runsc"))
@@ -197,7 +237,11 @@ def test_a_session_keeps_its_directory_variables_and_files(engine, sandbox):
     async def main():
         session = await sandbox.open(limits=PATIENT)
         await session.put({"in/a.txt": b"alpha", "b": b"\x00\xff"})
-        assert (await session.run("cat in/a.txt; export NAME='x y'; mkdir deep; cd deep; echo one > f", 60)).stdout == b"alpha"
+        assert (
+            await session.run(
+                "cat in/a.txt; export NAME='x y'; mkdir deep; cd deep; echo one > f", 60
+            )
+        ).stdout == b"alpha"
         said = await session.run('echo "$NAME"; pwd; false', 60)
         assert (said.stdout, said.exit) == (b"x y\n/tmp/deep\n", 1)
         assert (await session.run("exit 7", 60)).exit == 7
@@ -243,7 +287,9 @@ def test_a_session_whose_stream_is_cut_is_no_verdict(engine, sandbox):
 
 def test_a_cancelled_caller_leaves_no_container(engine, sandbox):
     async def main():
-        running = asyncio.ensure_future(sandbox.run("import time; time.sleep(1000)", b"", Limits(wall_s=1000)))
+        running = asyncio.ensure_future(
+            sandbox.run("import time; time.sleep(1000)", b"", Limits(wall_s=1000))
+        )
         while not any(told["process"] for told in list(engine.execs.values())):
             await asyncio.sleep(0.005)
         running.cancel()
@@ -258,17 +304,21 @@ def test_a_cancelled_caller_leaves_no_container(engine, sandbox):
 def test_when_the_trainer_dies_its_containers_end_and_those_never_started_are_reaped(engine):
     script = (
         "import asyncio, sys\nfrom ratchet.sandbox.docker import DockerSandbox\n"
-        "from ratchet.sandbox.config import DockerSandboxConfig\nfrom ratchet.sandbox.base import Limits\n"
+        "from ratchet.sandbox.config import DockerSandboxConfig\nfrom ratchet.sandbox.base import "
+        "Limits\n"
         f"sandbox = DockerSandbox(DockerSandboxConfig(address={engine.address!r}))\n"
         "session = asyncio.run(sandbox.open())\nprint('ready', flush=True)\nsys.stdin.read()\n"
     )
     root = Path(__file__).resolve().parent.parent.parent
     command, environment = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": str(root)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as owner:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as owner:
         assert owner.stdout.readline() == b"ready\n"
         assert len(engine.containers) == 1
         owner.kill()
-    assert asyncio.run(_gone(engine))  # the connection broke, the first process ended, the engine removed it
+    # the connection broke, the first process ended, the engine removed it
+    assert asyncio.run(_gone(engine))
     owned = engine.created[-1]
     for number, label in enumerate([owned["Labels"], {OWNER: "another-boot/1/1"}, {}]):
         engine.containers[f"x{number}"] = Container(owned | {"Labels": label})
@@ -288,8 +338,16 @@ async def _gone(engine):
 def test_the_code_reward_runs_there_and_a_broken_engine_is_a_failure_not_a_zero(engine):
     keys = {"kind": "docker", "address": engine.address, "python": PYTHON}
     reward = construct(resolve("rewards", {"kind": "code", "sandbox": keys, "timeout_s": 20}))
-    task = Task("double", (Message("user", "Double it."),), meta={"tests": [{"stdin": "21", "stdout": "42"}]})
-    function = Task("f", (), meta={"prompt": "", "entry_point": "f", "test": "def check(f):\n    assert f(2) == 4\n"})
+    task = Task(
+        "double",
+        (Message("user", "Double it."),),
+        meta={"tests": [{"stdin": "21", "stdout": "42"}]},
+    )
+    function = Task(
+        "f",
+        (),
+        meta={"prompt": "", "entry_point": "f", "test": "def check(f):\n    assert f(2) == 4\n"},
+    )
 
     def judge(text, task):
         return asyncio.run(reward.score([answered(task, text)], task))[0]

@@ -21,40 +21,71 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[LocalSandbox]:
     sandbox.close()
 
 
-def run(sandbox: LocalSandbox, program: str | list[str], stdin: bytes = b"", limits: Limits = PATIENT) -> Result:
+def run(
+    sandbox: LocalSandbox, program: str | list[str], stdin: bytes = b"", limits: Limits = PATIENT
+) -> Result:
     return asyncio.run(sandbox.run(program, stdin, limits))
 
 
 HONEST = {
     "input and print": ("print(int(input()) * 2)", b"21\n", "42"),
     "all of stdin": ("import sys; print(sum(map(int, sys.stdin)))", b"1\n2\n3\n", "6"),
-    "bytes": ("import sys; sys.stdout.buffer.write(sys.stdin.buffer.read()[::-1])", b"\xff\x00a", b"a\x00\xff"),
+    "bytes": (
+        "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read()[::-1])",
+        b"\xff\x00a",
+        b"a\x00\xff",
+    ),
     "unicode": ("print(input().upper())", "grüße ☃\n".encode(), "GRÜSSE ☃"),
     "main guard": ("if __name__ == '__main__': print('main')", b"", "main"),
-    "classes": ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nprint(A(1))", b"", "A(x=1)"),
-    "pickling": ("import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)", b"", "True"),
+    "classes": (
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nprint(A(1))",
+        b"",
+        "A(x=1)",
+    ),
+    "pickling": (
+        "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
+        b"",
+        "True",
+    ),
     "late imports": ("import sqlite3, zlib, ssl, xml.etree, decimal, bz2; print('ok')", b"", "ok"),
     "deep recursion": (
-        "import sys\nsys.setrecursionlimit(10**5)\ndef f(n): return n and 1 + f(n - 1)\nprint(f(50000))",
+        "import sys\nsys.setrecursionlimit(10**5)\ndef f(n): return n and 1 + f(n - "
+        "1)\nprint(f(50000))",
         b"",
         "50000",
     ),
     "threads": (
-        "import threading\nout = []\nts = [threading.Thread(target=out.append, args=(i,)) for i in range(8)]\n"
+        "import threading\nout = []\nts = [threading.Thread(target=out.append, args=(i,)) for i in "
+        "range(8)]\n"
         "[t.start() for t in ts]; [t.join() for t in ts]\nprint(sorted(out))",
         b"",
         "[0, 1, 2, 3, 4, 5, 6, 7]",
     ),
-    "a thread that outlives main": ("import threading\nthreading.Timer(0.01, print, ('late',)).start()", b"", "late"),
-    "exit handlers": ("import atexit\natexit.register(print, 'bye')\nprint('hello')", b"", "hello\nbye"),
-    "asyncio": ("import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    return 3\nprint(asyncio.run(f()))", b"", "3"),
+    "a thread that outlives main": (
+        "import threading\nthreading.Timer(0.01, print, ('late',)).start()",
+        b"",
+        "late",
+    ),
+    "exit handlers": (
+        "import atexit\natexit.register(print, 'bye')\nprint('hello')",
+        b"",
+        "hello\nbye",
+    ),
+    "asyncio": (
+        "import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    return "
+        "3\nprint(asyncio.run(f()))",
+        b"",
+        "3",
+    ),
     "executors": (
-        "from concurrent.futures import *\nwith ThreadPoolExecutor(2) as e: print(list(e.map(abs, [-1, 2])))",
+        "from concurrent.futures import *\nwith ThreadPoolExecutor(2) as e: print(list(e.map(abs, "
+        "[-1, 2])))",
         b"",
         "[1, 2]",
     ),
     "alarms": (
-        "import signal\nsignal.signal(signal.SIGALRM, lambda *a: print('rang'))\nsignal.setitimer(0, .01)\nsignal.pause()",
+        "import signal\nsignal.signal(signal.SIGALRM, lambda *a: "
+        "print('rang'))\nsignal.setitimer(0, .01)\nsignal.pause()",
         b"",
         "rang",
     ),
@@ -64,11 +95,23 @@ HONEST = {
         "got",
     ),
     "exit with zero": ("print('done'); exit(0)", b"", "done"),
-    "handled errors": ("try: 1 / 0\nexcept ZeroDivisionError as e: print(e)", b"", "division by zero"),
-    "source of itself": ("import inspect\ndef f(): return 1\nprint(inspect.getsource(f))", b"", "def f(): return 1"),
+    "handled errors": (
+        "try: 1 / 0\nexcept ZeroDivisionError as e: print(e)",
+        b"",
+        "division by zero",
+    ),
+    "source of itself": (
+        "import inspect\ndef f(): return 1\nprint(inspect.getsource(f))",
+        b"",
+        "def f(): return 1",
+    ),
     "null device": ("import os\nprint('x', file=open(os.devnull, 'w')); print('ok')", b"", "ok"),
     "windows line ends": ("print(1)\r\nprint(2)\r\n", b"", "1\n2"),
-    "time": ("import time, datetime; print(time.time() > 1e9, datetime.datetime.now().year > 2000)", b"", "True True"),
+    "time": (
+        "import time, datetime; print(time.time() > 1e9, datetime.datetime.now().year > 2000)",
+        b"",
+        "True True",
+    ),
 }
 
 
@@ -92,10 +135,17 @@ def test_honest_programs_pass(sandbox: LocalSandbox, name: str) -> None:
 )
 def test_exit_codes_are_those_of_python(sandbox: LocalSandbox, source: str, code: int) -> None:
     result = run(sandbox, source)
-    assert (result.exit, result.signal, result.reason, result.ok) == (code, None, Reason.EXIT, code == 0)
+    assert (result.exit, result.signal, result.reason, result.ok) == (
+        code,
+        None,
+        Reason.EXIT,
+        code == 0,
+    )
 
 
-def test_an_exception_shows_its_traceback_with_the_source_and_without_the_sandbox(sandbox: LocalSandbox) -> None:
+def test_an_exception_shows_its_traceback_with_the_source_and_without_the_sandbox(
+    sandbox: LocalSandbox,
+) -> None:
     result = run(sandbox, "def f(x):\n    return 1 / x\nprint('before')\nf(0)\n")
     assert result.stdout == b"before\n"
     assert result.stderr.decode().splitlines() == [
@@ -131,7 +181,10 @@ def test_the_environment_is_fixed(sandbox: LocalSandbox) -> None:
 
 
 def test_executions_share_no_state_and_no_secrets(sandbox: LocalSandbox) -> None:
-    leave = "import os, sys, builtins, json\nprint(hasattr(builtins, 'left'), hasattr(json, 'left'), os.urandom(8))\n"
+    leave = (
+        "import os, sys, builtins, json\nprint(hasattr(builtins, 'left'), hasattr(json, "
+        "'left'), os.urandom(8))\n"
+    )
     leave += "builtins.left = json.left = 1\ntry: open('left', 'x')\nexcept PermissionError: pass"
     first, second = run(sandbox, leave), run(sandbox, leave)
     assert first.ok
@@ -158,8 +211,13 @@ def test_output_is_cut_at_its_limit_and_none_is_lost_below(sandbox: LocalSandbox
     assert (above.reason, len(above.stdout), above.exit) == (Reason.OUTPUT, 128 << 10, None)
 
 
-def test_a_scratch_directory_is_there_with_namespaces_and_nothing_is_writable_without(sandbox: LocalSandbox) -> None:
-    source = "open('a', 'w').write('1')\nimport os, tempfile\nprint(os.listdir('.'), tempfile.gettempdir())"
+def test_a_scratch_directory_is_there_with_namespaces_and_nothing_is_writable_without(
+    sandbox: LocalSandbox,
+) -> None:
+    source = (
+        "open('a', 'w').write('1')\nimport os, tempfile\nprint(os.listdir('.'), "
+        "tempfile.gettempdir())"
+    )
     if sandbox.isolation is Isolation.NAMESPACES:
         assert run(sandbox, source).stdout == b"['a'] /tmp\n"
         assert run(sandbox, "import os; print(os.listdir('.'))").stdout == b"[]\n"

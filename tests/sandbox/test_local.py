@@ -40,16 +40,23 @@ def soon(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, 60))
 
 
-def run(sandbox: Sandbox, program: str | list[str], stdin: bytes = b"", limits: Limits = PATIENT) -> Result:
+def run(
+    sandbox: Sandbox, program: str | list[str], stdin: bytes = b"", limits: Limits = PATIENT
+) -> Result:
     return asyncio.run(sandbox.run(program, stdin, limits))
 
 
 @pytest.mark.fault("S12")
 def test_weaker_than_declared_is_refused_with_the_level_the_reason_and_the_fix() -> None:
     before = descendants(os.getpid())
-    with pytest.raises(SandboxError, match=r"by seccomp only, weaker than the declared landlock.*at_least=Isolation\.SECCOMP"):
+    with pytest.raises(
+        SandboxError,
+        match=r"by seccomp only, weaker than the declared landlock.*at_least=Isolation\.SECCOMP",
+    ):
         LocalSandbox(at_most=Isolation.SECCOMP)
-    with pytest.raises(SandboxError, match=r"by landlock only, weaker than the declared namespaces"):
+    with pytest.raises(
+        SandboxError, match=r"by landlock only, weaker than the declared namespaces"
+    ):
         LocalSandbox(at_least=Isolation.NAMESPACES, at_most=Isolation.LANDLOCK)
     assert descendants(os.getpid()) == before
 
@@ -63,7 +70,9 @@ def test_the_level_and_its_mechanisms_are_named(sandbox: LocalSandbox) -> None:
     assert not any("Landlock" in name for name in weaker.strength.by)
 
 
-def test_an_interpreter_that_cannot_start_is_refused_with_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_cannot_start_is_refused_with_its_own_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(SandboxError, match="could not start the sandbox's interpreter"):
         LocalSandbox()
@@ -73,7 +82,8 @@ def test_an_interpreter_that_cannot_start_is_refused_with_its_own_words(monkeypa
 
 
 @pytest.mark.parametrize(
-    "limits", [{"wall_s": 0}, {"cpu_s": -1}, {"wall_s": float("nan")}, {"memory_mib": 8}, {"processes": 0}]
+    "limits",
+    [{"wall_s": 0}, {"cpu_s": -1}, {"wall_s": float("nan")}, {"memory_mib": 8}, {"processes": 0}],
 )
 def test_limits_that_make_no_sense_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(SandboxError, match=f"Limits.{next(iter(limits))}"):
@@ -82,13 +92,20 @@ def test_limits_that_make_no_sense_are_refused(limits: dict[str, float]) -> None
 
 def test_commands_run_where_there_are_namespaces(sandbox: LocalSandbox) -> None:
     need(Isolation.NAMESPACES)
-    assert run(sandbox, ["sh", "-c", "tr a-z A-Z | rev; exit 3"], b"abc\n", COMMANDS).stdout == b"CBA\n"
+    assert (
+        run(sandbox, ["sh", "-c", "tr a-z A-Z | rev; exit 3"], b"abc\n", COMMANDS).stdout
+        == b"CBA\n"
+    )
     assert run(sandbox, ["sh", "-c", "exit 3"], b"", COMMANDS).exit == 3
     assert b"PATH=/usr/local/sbin:" in run(sandbox, ["env"], b"", COMMANDS).stdout
     missing = run(sandbox, ["no-such-command"], b"", COMMANDS)
     assert (missing.exit, missing.stderr) == (127, b"no-such-command: No such file or directory\n")
     piped = run(
-        sandbox, "import subprocess as s\nprint(s.run(['wc', '-c'], input=b'abc', capture_output=True).stdout)", b"", COMMANDS
+        sandbox,
+        "import subprocess as s\nprint(s.run(['wc', '-c'], input=b'abc', "
+        "capture_output=True).stdout)",
+        b"",
+        COMMANDS,
     )
     assert piped.stdout == b"b'3\\n'\n"
 
@@ -105,7 +122,11 @@ def test_commands_and_processes_are_refused_where_nobody_could_end_them_all() ->
 
 def test_memory_of_all_processes_together_is_bounded(sandbox: LocalSandbox) -> None:
     need(Isolation.NAMESPACES)
-    hungry = "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\nx = b'x' * (60 << 20)\ntime.sleep(1000)"
+    hungry = (
+        "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\nx = b'x' * (60 "
+        "<< "
+        "20)\ntime.sleep(1000)"
+    )
     result = run(sandbox, hungry, b"", Limits(wall_s=60, cpu_s=30, memory_mib=128, processes=8))
     assert (result.reason, result.exit, result.signal) == (Reason.MEMORY, None, None)
 
@@ -126,7 +147,10 @@ def test_many_callers_from_several_event_loops_get_their_own_answers() -> None:
     sandbox = LocalSandbox(slots=2)
 
     async def several(first: int) -> list[bytes]:
-        runs = [sandbox.run("print(int(input()) ** 2)", str(n).encode(), PATIENT) for n in range(first, first + 10)]
+        runs = [
+            sandbox.run("print(int(input()) ** 2)", str(n).encode(), PATIENT)
+            for n in range(first, first + 10)
+        ]
         return [result.stdout for result in await asyncio.gather(*runs)]
 
     for first in (0, 10):
@@ -135,7 +159,9 @@ def test_many_callers_from_several_event_loops_get_their_own_answers() -> None:
 
 
 def test_large_programs_and_inputs_arrive_whole(sandbox: LocalSandbox) -> None:
-    source = "x = '" + "y" * 3_000_000 + "'\nimport sys\nprint(len(x), len(sys.stdin.buffer.read()))"
+    source = (
+        "x = '" + "y" * 3_000_000 + "'\nimport sys\nprint(len(x), len(sys.stdin.buffer.read()))"
+    )
     assert run(sandbox, source, b"z" * 5_000_000).stdout == b"3000000 5000000\n"
 
 
@@ -153,14 +179,18 @@ def test_a_cancelled_caller_stops_its_program_and_frees_the_slot(sandbox: LocalS
     assert soon(main()).stdout == b"next\n"
 
 
-def test_a_fork_server_that_dies_is_replaced_and_the_program_runs_again(sandbox: LocalSandbox) -> None:
+def test_a_fork_server_that_dies_is_replaced_and_the_program_runs_again(
+    sandbox: LocalSandbox,
+) -> None:
     assert run(sandbox, "pass").ok
     for pid in descendants(os.getpid()):
         os.kill(pid, signal.SIGKILL)
     assert run(sandbox, "print('again')").stdout == b"again\n"
 
 
-def test_a_fork_server_that_dies_in_the_middle_is_no_verdict_on_the_program(sandbox: LocalSandbox) -> None:
+def test_a_fork_server_that_dies_in_the_middle_is_no_verdict_on_the_program(
+    sandbox: LocalSandbox,
+) -> None:
     async def main() -> None:
         running = asyncio.ensure_future(sandbox.run("while True: pass", b"", FOR_EVER))
         while not running.done():  # the first try and the second one, whatever they are at
@@ -180,7 +210,9 @@ def test_closing_in_the_middle_is_no_verdict_and_leaves_no_process() -> None:
 
     async def main() -> list[BaseException | Result]:
         idle = len(descendants(os.getpid()))
-        running = [asyncio.ensure_future(sandbox.run("while True: pass", b"", FOR_EVER)) for _ in range(2)]
+        running = [
+            asyncio.ensure_future(sandbox.run("while True: pass", b"", FOR_EVER)) for _ in range(2)
+        ]
         while len(descendants(os.getpid())) < 2 * idle - 1:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(sandbox.close)
@@ -212,18 +244,25 @@ def test_it_may_be_collected_in_one_of_its_own_threads() -> None:
 
 @pytest.mark.parametrize("level", [Isolation.NAMESPACES, Isolation.LANDLOCK])
 def test_when_the_trainer_is_killed_everything_it_started_ends(level: Isolation) -> None:
-    """Even while a process that it forked holds copies of all its descriptors, and programs have forked daemons."""
+    """Even while a process that it forked holds copies of all its descriptors, and programs have
+    forked daemons."""
     need(level)
     environment = {"PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}"}
     command = [sys.executable, str(HERE / "owner.py"), "2", level.name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as owner:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as owner:
         assert owner.stdin
         assert owner.stdout
         assert owner.stdout.readline() == b"ready\n"
         started = [pid for pid, line in descendants(owner.pid).items() if "owner.py" not in line]
         handles = [os.pidfd_open(pid) for pid in started]
         owner.kill()
-        outlived = [pid for pid, handle in zip(started, handles, strict=True) if not select.select([handle], [], [], 20)[0]]
+        outlived = [
+            pid
+            for pid, handle in zip(started, handles, strict=True)
+            if not select.select([handle], [], [], 20)[0]
+        ]
         owner.stdin.close()
     for handle in handles:
         os.close(handle)
@@ -231,6 +270,8 @@ def test_when_the_trainer_is_killed_everything_it_started_ends(level: Isolation)
 
 
 @pytest.mark.skipif(not seccomp.available(), reason="no filter for this machine")
-def test_the_filter_is_refused_on_machines_whose_call_numbers_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_filter_is_refused_on_machines_whose_call_numbers_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(seccomp, "MACHINE", "aarch64")
     assert not seccomp.available()

@@ -1,4 +1,5 @@
-"""The remote sandbox against a service that speaks SandboxFusion's API: an error on the way is never a verdict."""
+"""The remote sandbox against a service that speaks SandboxFusion's API: an error on the way is
+never a verdict."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ def service():
 
 
 def made(service, at_least=Isolation.NAMESPACES, **keys):
-    keys = {"address": service.address, "offers": "namespaces", "retry_wait_s": 0.001, "retries": 2, **keys}
+    keys = {
+        "address": service.address,
+        "offers": "namespaces",
+        "retry_wait_s": 0.001,
+        "retries": 2,
+        **keys,
+    }
     return RemoteSandbox(RemoteSandboxConfig(**keys), at_least=at_least)
 
 
@@ -45,11 +52,20 @@ def run(sandbox, program, stdin=b"", limits=PATIENT):
 def test_programs_and_commands_run(service, sandbox):
     assert passed(run(sandbox, "print(int(input()) * 2)", b"21\n"), "42")
     said = run(sandbox, "import sys; print('out'); sys.exit('why')")
-    assert (said.exit, said.stdout, said.stderr, said.reason) == (1, b"out\n", b"why\n", Reason.EXIT)
+    assert (said.exit, said.stdout, said.stderr, said.reason) == (
+        1,
+        b"out\n",
+        b"why\n",
+        Reason.EXIT,
+    )
     assert run(sandbox, ["printf", "%s|", "a b", "$c"]).stdout == b"a b|$c|"
     assert run(sandbox, "print(input())", "grüße".encode()).stdout == "grüße\n".encode()
     asked = service.asked[-1]
-    assert (asked["language"], asked["run_timeout"], asked["memory_limit_MB"]) == ("python", 60, 512)
+    assert (asked["language"], asked["run_timeout"], asked["memory_limit_MB"]) == (
+        "python",
+        60,
+        512,
+    )
 
 
 def test_ends_of_every_kind(sandbox):
@@ -58,11 +74,16 @@ def test_ends_of_every_kind(sandbox):
     assert run(sandbox, ["sh", "-c", "kill -9 $$"]).signal == 9
     flood = run(sandbox, "print('x' * 5000)", limits=Limits(output_kib=4, wall_s=60))
     assert (flood.reason, len(flood.stdout)) == (Reason.OUTPUT, 4096)
-    assert run(sandbox, "print('x' * 2**20)", limits=Limits(output_kib=4096, wall_s=60)).reason is Reason.OUTPUT
+    assert (
+        run(sandbox, "print('x' * 2**20)", limits=Limits(output_kib=4096, wall_s=60)).reason
+        is Reason.OUTPUT
+    )
     assert not run(sandbox, r"import sys; sys.stdout.buffer.write(b'\xff')").ok
 
 
-@pytest.mark.parametrize("fault", ["500", "502", "429", "sandbox", "pod", "drop", "short", "garbage"])
+@pytest.mark.parametrize(
+    "fault", ["500", "502", "429", "sandbox", "pod", "drop", "short", "garbage"]
+)
 def test_what_breaks_is_tried_again_and_what_stays_broken_is_no_verdict(service, sandbox, fault):
     service.faults = [fault, fault]
     assert run(sandbox, "print('again')").stdout == b"again\n"
@@ -94,7 +115,9 @@ def test_absent_and_weak_services_are_refused_at_once(service, tmp_path):
     with pytest.raises(SandboxError, match="by landlock only, weaker than the declared namespaces"):
         made(service, offers="landlock")
     service.shared = str(tmp_path)
-    with pytest.raises(SandboxError, match="leave files for the next one, weaker than the declared namespaces"):
+    with pytest.raises(
+        SandboxError, match="leave files for the next one, weaker than the declared namespaces"
+    ):
         made(service)
     made(service, at_least=Isolation.SECCOMP, offers="seccomp").close()
     service.faults = ["500"] * 3
@@ -118,7 +141,11 @@ def test_a_session_keeps_files_directory_and_variables(sandbox):
     async def main():
         session = await sandbox.open(limits=PATIENT)
         await session.put({"in/a": b"alpha"})
-        assert (await session.run("cat in/a; mkdir deep; cd deep; export B='x y'; echo one > f; touch /dev/null", 30)).exit == 0
+        assert (
+            await session.run(
+                "cat in/a; mkdir deep; cd deep; export B='x y'; echo one > f; touch /dev/null", 30
+            )
+        ).exit == 0
         said = await session.run('echo "$B"; cat f; basename "$PWD"; exit 3', 30)
         assert (said.exit, said.stdout) == (3, b"x y\none\ndeep\n")
         slow = await session.run("echo kept > g; echo begun; sleep 1000", 0.5)
@@ -137,8 +164,16 @@ def test_a_session_keeps_files_directory_and_variables(sandbox):
 
 def test_the_code_reward_runs_there_and_a_broken_service_is_a_failure_not_a_zero(service):
     section = {"kind": "remote", "address": service.address, "offers": "namespaces", "retries": 0}
-    reward = construct(resolve("rewards", {"kind": "code", "sandbox": section, "timeout_s": 20, "memory_mib": 1024}))
-    task = Task("double", (Message("user", "Double it."),), meta={"tests": [{"stdin": "21", "stdout": "42"}]})
+    reward = construct(
+        resolve(
+            "rewards", {"kind": "code", "sandbox": section, "timeout_s": 20, "memory_mib": 1024}
+        )
+    )
+    task = Task(
+        "double",
+        (Message("user", "Double it."),),
+        meta={"tests": [{"stdin": "21", "stdout": "42"}]},
+    )
 
     def judge(text):
         return asyncio.run(reward.score([answered(task, text)], task))[0]

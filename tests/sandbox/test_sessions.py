@@ -1,4 +1,5 @@
-"""Sessions of the local sandbox, as this user and as an unprivileged one: their files are kept outside, and travel."""
+"""Sessions of the local sandbox, as this user and as an unprivileged one: their files are kept
+outside, and travel."""
 
 from __future__ import annotations
 
@@ -27,11 +28,17 @@ async def talk(sandbox):
     """What a session answers, by command."""
     session = await sandbox.open(limits=PATIENT)
     await session.put({"in/a": b"alpha"})
-    commands = ("cat in/a", "mkdir deep; cd deep; export B='x y'; echo one > f", 'echo "$B"; cat f; basename "$PWD"; exit 3')
+    commands = (
+        "cat in/a",
+        "mkdir deep; cd deep; export B='x y'; echo one > f",
+        'echo "$B"; cat f; basename "$PWD"; exit 3',
+    )
     said = {command: (await session.run(command, 30)) for command in commands}
     files = await session.get()
     await session.close()
-    return {command: [result.exit, result.stdout.decode()] for command, result in said.items()}, sorted(files)
+    return {
+        command: [result.exit, result.stdout.decode()] for command, result in said.items()
+    }, sorted(files)
 
 
 def test_a_session_keeps_files_directory_and_variables(sandbox):
@@ -48,7 +55,8 @@ def test_commands_that_end_badly_leave_the_session_usable(sandbox):
         assert (await session.run("head -c 200000 /dev/zero", 30)).reason is Reason.OUTPUT
         assert (await session.run("head -c 700000 /dev/zero > large", 30)).reason is Reason.OUTPUT
         assert (await session.run("kill -9 $$", 30)).signal == 9
-        assert (await session.run("rm f; kill -9 $PPID; sleep 1000", 30)).signal == 9  # ended its own end: undone
+        # ended its own end: undone
+        assert (await session.run("rm f; kill -9 $PPID; sleep 1000", 30)).signal == 9
         assert (await session.run("cat f; ls -la", 30)).stderr == b""
         assert await session.get() == {"f": b"kept\n"}
         with pytest.raises(SandboxError, match="inside the working directory"):

@@ -28,36 +28,77 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms" / "properties
 VARIANTS = {
     "token correction": ("grpo", {"correction": {"weight": "token", "mask": "geometric"}}),
     "turn correction": ("grpo", {"correction": {"weight": "turn", "mask": "token"}}),
-    "sequence correction": ("gspo", {"correction": {"weight": "sequence", "mask": "turn", "mask_denominator": "kept"}}),
+    "sequence correction": (
+        "gspo",
+        {"correction": {"weight": "sequence", "mask": "turn", "mask_denominator": "kept"}},
+    ),
     "geometric correction": ("gmpo", {"correction": {"weight": "geometric", "mask": "sequence"}}),
-    "mask alone": ("sapo", {"correction": {"weight": "none", "mask": "token"}, "weighting": "prompt_mean"}),
-    "forward kl in the loss": ("grpo", {"kl": {"coef": 0.1, "objective": "forward"}, "entropy_coef": 0.01}),
-    "corrected k1 in the loss": ("grpo", {"kl": {"coef": 0.1, "estimator": "k1"}, "correction": {}}),
-    "adaptive k2 in the loss": ("rloo", {"kl": {"coef": 0.1, "estimator": "k2", "target": 0.1}, "weighting": "token_sum"}),
+    "mask alone": (
+        "sapo",
+        {"correction": {"weight": "none", "mask": "token"}, "weighting": "prompt_mean"},
+    ),
+    "forward kl in the loss": (
+        "grpo",
+        {"kl": {"coef": 0.1, "objective": "forward"}, "entropy_coef": 0.01},
+    ),
+    "corrected k1 in the loss": (
+        "grpo",
+        {"kl": {"coef": 0.1, "estimator": "k1"}, "correction": {}},
+    ),
+    "adaptive k2 in the loss": (
+        "rloo",
+        {"kl": {"coef": 0.1, "estimator": "k2", "target": 0.1}, "weighting": "token_sum"},
+    ),
     "kl in the reward": ("rloo", {"kl": {"coef": 0.1, "place": "reward"}}),
     "kl in the reward-to-go against the group": (
         "reinforce_pp",
-        {"kl": {"coef": 0.1, "place": "reward"}, "advantage": {"baseline": "group"}, "group_size": 3},
+        {
+            "kl": {"coef": 0.1, "place": "reward"},
+            "advantage": {"baseline": "group"},
+            "group_size": 3,
+        },
     ),
-    "kl in the reward-to-go": ("reinforce_pp", {"kl": {"coef": 0.1, "place": "reward"}, "weighting": "sequence_mean"}),
-    "group baseline, whitened": ("reinforce_pp", {"advantage": {"baseline": "group"}, "group_size": 3}),
-    "kl in the critic's reward": ("ppo", {"kl": {"coef": 0.1, "place": "reward"}, "critic": {"value_clip": None}}),
+    "kl in the reward-to-go": (
+        "reinforce_pp",
+        {"kl": {"coef": 0.1, "place": "reward"}, "weighting": "sequence_mean"},
+    ),
+    "group baseline, whitened": (
+        "reinforce_pp",
+        {"advantage": {"baseline": "group"}, "group_size": 3},
+    ),
+    "kl in the critic's reward": (
+        "ppo",
+        {"kl": {"coef": 0.1, "place": "reward"}, "critic": {"value_clip": None}},
+    ),
     "kl in the turns' reward": (
         "gigpo",
-        {"kl": {"coef": 0.1, "place": "reward"}, "advantage": {"scale": "none", "step_weight": 0.0}, "whiten": True},
+        {
+            "kl": {"coef": 0.1, "place": "reward"},
+            "advantage": {"scale": "none", "step_weight": 0.0},
+            "whiten": True,
+        },
     ),
     "scaled leave-one-out": ("rloo", {"advantage": {"scale": "std"}, "advantage_clip": 1.0}),
-    "returns of turns": ("policy_gradient", {"advantage": {"kind": "turn_returns"}, "loss": {"kind": "gspo_token"}}),
+    "returns of turns": (
+        "policy_gradient",
+        {"advantage": {"kind": "turn_returns"}, "loss": {"kind": "gspo_token"}},
+    ),
     "returns of turns against the group": (
         "policy_gradient",
-        {"advantage": {"kind": "turn_returns", "gamma": 0.9, "baseline": "group"}, "loss": {"kind": "reinforce"}},
+        {
+            "advantage": {"kind": "turn_returns", "gamma": 0.9, "baseline": "group"},
+            "loss": {"kind": "reinforce"},
+        },
     ),
     "mixture": (
         "policy_gradient",
         {
             "advantage": {
                 "kind": "mixture",
-                "parts": [{"kind": "group_relative"}, {"kind": "on_policy_distillation", "weight": 0.1}],
+                "parts": [
+                    {"kind": "group_relative"},
+                    {"kind": "on_policy_distillation", "weight": 0.1},
+                ],
             },
             "teacher": {"": "path", "other": "path"},
         },
@@ -67,28 +108,52 @@ VARIANTS = {
         "on_policy_distillation",
         {"teacher": {"": "path", "other": "path"}, "teacher_tokens": "aligned"},
     ),
-    "mini-batches": ("grpo", {"minibatches": 2, "epochs": 2, "loss": {"kind": "ppo", "dual_clip": 3.0}}),
+    "mini-batches": (
+        "grpo",
+        {"minibatches": 2, "epochs": 2, "loss": {"kind": "ppo", "dual_clip": 3.0}},
+    ),
     "mini-batches with a critic": ("ppo", {"minibatches": 3}),
     "sampler's logprobs": ("dapo", {"old_logprobs": "sampler", "truncated": "drop", "epochs": 2}),
     "dapo shaped by length": (
         "dapo",
         {"shaping": [{"kind": "overlong_penalty", "max_length": 4096, "buffer": 512}]},
     ),
-    "shaped by length": ("grpo", {"shaping": [{"kind": "overlong_penalty", "max_length": 4096, "buffer": 512}]}),
-    "shaped by its end": ("opo", {"shaping": [{"kind": "stop_properly", "coef": 0.2}, {"kind": "clip", "high": 2.0}]}),
+    "shaped by length": (
+        "grpo",
+        {"shaping": [{"kind": "overlong_penalty", "max_length": 4096, "buffer": 512}]},
+    ),
+    "shaped by its end": (
+        "opo",
+        {"shaping": [{"kind": "stop_properly", "coef": 0.2}, {"kind": "clip", "high": 2.0}]},
+    ),
     "normalised by the batch": (
         "grpo",
         {"shaping": [{"kind": "normalise", "over": "batch"}, {"kind": "scale", "factor": 3.0}]},
     ),
-    "normalised by the run": ("remax", {"shaping": [{"kind": "normalise", "over": "running"}], "group_size": 2}),
-    "weighed parts": ("grpo", {"shaping": [{"kind": "component_weights", "weights": {"right": 1.0, "short": 0.3}}]}),
+    "normalised by the run": (
+        "remax",
+        {"shaping": [{"kind": "normalise", "over": "running"}], "group_size": 2},
+    ),
+    "weighed parts": (
+        "grpo",
+        {"shaping": [{"kind": "component_weights", "weights": {"right": 1.0, "short": 0.3}}]},
+    ),
     "parts normalised apart": ("gdpo", {"advantage": {"weights": {"right": 1.0, "short": 0.3}}}),
     "likelihood of good answers": ("grpo", {"positive_nll_coef": 0.1, "positive_nll_above": 0.5}),
-    "losses of routers": ("grpo", {"router": {"balance_coef": 0.1, "z_coef": 0.1}, "minibatches": 2}),
+    "losses of routers": (
+        "grpo",
+        {"router": {"balance_coef": 0.1, "z_coef": 0.1}, "minibatches": 2},
+    ),
     "last turn": ("sft", {"train": "last", "weighting": "sequence_mean"}),
-    "mean ratios and likelihood": ("dpo", {"normalize": "mean", "sft_coef": 0.2, "label_smoothing": 0.1, "minibatches": 2}),
+    "mean ratios and likelihood": (
+        "dpo",
+        {"normalize": "mean", "sft_coef": 0.2, "label_smoothing": 0.1, "minibatches": 2},
+    ),
     "likeliest tokens": ("distill_off_policy", {"top_k": 3, "objective": "js", "temperature": 2.0}),
-    "teachers by tag": ("distill_on_policy", {"teacher": {"a": "path", "b": "path"}, "group_size": 2, "top_k": 4}),
+    "teachers by tag": (
+        "distill_on_policy",
+        {"teacher": {"a": "path", "b": "path"}, "group_size": 2, "top_k": 4},
+    ),
 }
 
 
@@ -100,7 +165,9 @@ def test_every_built_in_algorithm_passes_with_its_defaults(kind: str):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_options_keep_what_is_promised(name: str):
     kind, keys = VARIANTS[name]
-    small = {"group_size": 3} if "group_size" in section_class("algorithm", kind).model_fields else {}
+    small = (
+        {"group_size": 3} if "group_size" in section_class("algorithm", kind).model_fields else {}
+    )
     check_algorithm(built_in(kind, **{**small, **keys}))
 
 
@@ -112,10 +179,16 @@ def test_the_page_of_properties_says_what_the_algorithms_say():
 # --- broken on purpose
 
 
-def algorithm(term=reinforce, *, weighting=token_mean, level="token", advantage=group_relative, **more) -> Algorithm:
+def algorithm(
+    term=reinforce, *, weighting=token_mean, level="token", advantage=group_relative, **more
+) -> Algorithm:
     """One term on attempts in groups of three."""
-    terms = (Term("mine", term, weighting, level=level, needs=frozenset({"logprobs", "old_logprobs"})),)
-    return Algorithm("mine", {"policy": terms}, "rollouts", advantage=advantage, group_size=3, **more)
+    terms = (
+        Term("mine", term, weighting, level=level, needs=frozenset({"logprobs", "old_logprobs"})),
+    )
+    return Algorithm(
+        "mine", {"policy": terms}, "rollouts", advantage=advantage, group_size=3, **more
+    )
 
 
 def verdicts(algo: Algorithm) -> dict[str, str]:
@@ -143,7 +216,11 @@ def mean_here(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 def test_a_mean_over_a_micro_batch_is_found():
     fails(
-        algorithm(mean_here, weighting=token_sum), "cut into micro-batches, the loss is", "micro_batches", "packing", "shards"
+        algorithm(mean_here, weighting=token_sum),
+        "cut into micro-batches, the loss is",
+        "micro_batches",
+        "packing",
+        "shards",
     )
 
 
@@ -155,7 +232,14 @@ def baseline_here(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]
 
 
 def test_statistics_of_the_group_inside_a_term_are_found():
-    fails(algorithm(baseline_here), "one unit at a time, the", "micro_batches", "packing", "shards", "on_policy")
+    fails(
+        algorithm(baseline_here),
+        "one unit at a time, the",
+        "micro_batches",
+        "packing",
+        "shards",
+        "on_policy",
+    )
 
 
 def over_the_edge(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -165,7 +249,13 @@ def over_the_edge(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]
 
 
 def test_a_leak_from_the_neighbour_is_found():
-    fails(algorithm(over_the_edge), "gives a row another value when other rows' tokens change", "isolated", "order", "packing")
+    fails(
+        algorithm(over_the_edge),
+        "gives a row another value when other rows' tokens change",
+        "isolated",
+        "order",
+        "packing",
+    )
 
 
 def metric_of_the_batch(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -239,18 +329,30 @@ def first_come(batch: Batch, state: AlgoState) -> Batch:
 
 
 def test_an_estimator_that_goes_by_order_is_found():
-    fails(algorithm(advantage=first_come), "with groups and rows in another order", "order", "equal_rewards", "lone_attempt")
+    fails(
+        algorithm(advantage=first_come),
+        "with groups and rows in another order",
+        "order",
+        "equal_rewards",
+        "lone_attempt",
+    )
 
 
 def nearly_nothing(batch: Batch, state: AlgoState) -> Batch:
     """Blows the rounding of a mean up into a signal."""
     means_G = batch.group_sum(batch.rewards_S) / torch.bincount(batch.group_S)
     centred_S = batch.rewards_S - means_G[batch.group_S]
-    return spread(batch, centred_S / (batch.group_sum(centred_S.square())[batch.group_S].sqrt() + 1e-16))
+    return spread(
+        batch, centred_S / (batch.group_sum(centred_S.square())[batch.group_S].sqrt() + 1e-16)
+    )
 
 
 def test_an_estimator_that_normalises_rounding_is_found():
-    fails(algorithm(advantage=nearly_nothing), "rewards are equal in every group, and advantages reach", "equal_rewards")
+    fails(
+        algorithm(advantage=nearly_nothing),
+        "rewards are equal in every group, and advantages reach",
+        "equal_rewards",
+    )
 
 
 # --- claims and exemptions
@@ -263,7 +365,8 @@ def compared(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def test_a_false_claim_is_found():
-    """Whole groups stay together, so that all invariances hold; rows are not isolated, and nobody said so."""
+    """Whole groups stay together, so that all invariances hold; rows are not isolated, and nobody
+    said so."""
     algo = algorithm(compared, level="group")
     fails(algo, "isolated: term 'mine' gives a row", "isolated")
     assert {verdicts(algo)[name] for name in INVARIANCES} == {"holds"}
@@ -274,11 +377,19 @@ def test_a_false_claim_is_found():
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_false_exemption_is_found(name: str):
-    fails(algorithm(exempt={name: "too hard"}), rf"{name}: is exempt \(too hard\), but it holds on every batch", name)
+    fails(
+        algorithm(exempt={name: "too hard"}),
+        rf"{name}: is exempt \(too hard\), but it holds on every batch",
+        name,
+    )
 
 
 def test_an_exemption_for_want_of_advantages_is_held_to_that():
-    fails(algorithm(exempt={"equal_rewards": "no advantages: none"}), "does make a column 'advantages'", "equal_rewards")
+    fails(
+        algorithm(exempt={"equal_rewards": "no advantages: none"}),
+        "does make a column 'advantages'",
+        "equal_rewards",
+    )
 
 
 def test_a_claim_about_advantages_needs_some():
@@ -297,6 +408,8 @@ def constant(batch: Batch, state: AlgoState, *, value: float) -> Batch:
 
 def test_true_exemptions_pass():
     never_zero = {"equal_rewards": "always the same", "lone_attempt": "always the same"}
-    algo = algorithm(weighting=sequence_mean, advantage=partial(constant, value=0.5), exempt=never_zero)
+    algo = algorithm(
+        weighting=sequence_mean, advantage=partial(constant, value=0.5), exempt=never_zero
+    )
     check_algorithm(algo)
     assert verdicts(algo)["equal_rewards"] == "exempt"

@@ -1,5 +1,5 @@
-"""The kit's invariances and properties on batches that hypothesis draws, of every built-in algorithm: a batch that breaks one
-is shrunk to its seed."""
+"""The kit's invariances and properties on batches that hypothesis draws, of every built-in
+algorithm: a batch that breaks one is shrunk to its seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`ratchet check my_pkg.my_algo:MINE`: what the path may name, what is said of it, and what is wrong with others."""
+"""`ratchet check my_pkg.my_algo:MINE`: what the path may name, what is said of it, and what is
+wrong with others."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ class Margin(SimPOConfig):
 
 
 def make(coef: float, steps: int = 1) -> Algorithm:
-    return Algorithm("made", {"policy": (Term("nll", nll, token_mean, coef=coef),)}, "rows", epochs=steps, exempt=GIVEN)
+    return Algorithm(
+        "made",
+        {"policy": (Term("nll", nll, token_mean, coef=coef),)},
+        "rows",
+        epochs=steps,
+        exempt=GIVEN,
+    )
 
 
 def other(size: int = 1) -> list[int]:
@@ -51,7 +58,11 @@ def module(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_algorithm_a_section_and_a_function_are_all_found():
     assert named("algorithms_for_test:MINE") is MINE
     made = named("algorithms_for_test:Margin", ["minibatches=2", "sft_coef=0.5"])
-    assert (made.name, made.minibatches, len(made.losses["policy"])) == ("algorithms_for_test:Margin", 2, 2)
+    assert (made.name, made.minibatches, len(made.losses["policy"])) == (
+        "algorithms_for_test:Margin",
+        2,
+        2,
+    )
     made = named("algorithms_for_test:make", ["coef=0.25", "steps=3"])
     assert (made.name, made.epochs, made.losses["policy"][0].coef) == ("made", 3, 0.25)
 
@@ -61,12 +72,20 @@ def test_an_algorithm_a_section_and_a_function_are_all_found():
     [
         ("algorithms_for_test:MNIE", [], "has no 'MNIE'; did you mean 'algorithms_for_test:MINE'"),
         ("absent_for_test:MINE", [], "'absent_for_test:MINE' can't be imported"),
-        ("algorithms_for_test:NUMBER", [], "is an int: name an Algorithm, a section, or a function"),
+        (
+            "algorithms_for_test:NUMBER",
+            [],
+            "is an int: name an Algorithm, a section, or a function",
+        ),
         ("algorithms_for_test:other", [], "makes a list, not an Algorithm"),
         ("algorithms_for_test:MINE", ["coef=1"], "is an Algorithm, complete as it stands"),
         ("algorithms_for_test:make", [], "coef"),
         ("algorithms_for_test:make", ["coef"], "override 'coef' is not of the form key=value"),
-        ("algorithms_for_test:Margin", ["bta=1"], "command line: bta: unknown key; did you mean 'beta'"),
+        (
+            "algorithms_for_test:Margin",
+            ["bta=1"],
+            "command line: bta: unknown key; did you mean 'beta'",
+        ),
         ("algorithms_for_test:Margin", ["beta=0"], "command line: beta: 0 must be more than 0"),
     ],
 )
@@ -97,7 +116,10 @@ def test_the_command_ends_with_1_where_something_fails():
     good = CliRunner().invoke(app, ["check", "algorithms_for_test:MINE"])
     assert (good.exit_code, "mine: rows" in good.output) == (0, True)
     bad = CliRunner().invoke(app, ["check", "algorithms_for_test:CLAIMS"])
-    assert (bad.exit_code, "on_policy      fails   is claimed, but there are no advantages" in bad.output) == (1, True)
+    assert (
+        bad.exit_code,
+        "on_policy      fails   is claimed, but there are no advantages" in bad.output,
+    ) == (1, True)
 
 
 def test_a_recipe_is_still_a_recipe(tmp_path: Path):
@@ -106,9 +128,22 @@ def test_a_recipe_is_still_a_recipe(tmp_path: Path):
 
 
 def test_the_directory_that_one_starts_from_is_searched(tmp_path: Path):
-    source = "from ratchet.algorithms.config.sft import SFTConfig\n\n\nclass Mine(SFTConfig):\n    '''Mine.'''\n"
+    source = (
+        "from ratchet.algorithms.config.sft import SFTConfig\n\n\nclass Mine(SFTConfig):\n   "
+        " "
+        "'''Mine.'''\n"
+    )
     (tmp_path / "beside_the_recipe.py").write_text(source, encoding="utf-8")
-    command = [sys.executable, "-m", "ratchet.cli.main", "check", "beside_the_recipe:Mine", "weighting=sequence_mean"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "ratchet.cli.main",
+        "check",
+        "beside_the_recipe:Mine",
+        "weighting=sequence_mean",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "micro_batches  holds" in done.stdout

@@ -35,7 +35,11 @@ class Guessing(Good):
     """Several turns, whose demonstration is played against it."""
 
     def demonstration(self, task):
-        return (Message("assistant", "0"), Message("user", "higher"), Message("assistant", task.answer))
+        return (
+            Message("assistant", "0"),
+            Message("user", "higher"),
+            Message("assistant", task.answer),
+        )
 
     async def reset(self, task):
         self.task = task
@@ -74,7 +78,9 @@ class Leaky(Good):
         if split == "train":
             return super().tasks(split, seed=seed, start=start)
         first = super().tasks("train", seed=0)
-        return islice((replace(t, id=f"test/{i}") for i, t in enumerate(islice(first, 50))), start, None)
+        return islice(
+            (replace(t, id=f"test/{i}") for i, t in enumerate(islice(first, 50))), start, None
+        )
 
 
 class RepeatsTest(Good):
@@ -218,7 +224,10 @@ class Shares(Guessing):
     async def step(self, message):
         await asyncio.sleep(0)
         right = message.text == self.state["answer"]
-        return Step(() if right or not message.text else (Message("user", "higher"),), done=right or not message.text)
+        return Step(
+            () if right or not message.text else (Message("user", "higher"),),
+            done=right or not message.text,
+        )
 
 
 class Excuses(Good):
@@ -286,7 +295,9 @@ class Stubborn(Good):
 
 class Unpicklable(Good):
     def tasks(self, split, *, seed, start=0):
-        return (replace(t, meta={"check": check}) for t in super().tasks(split, seed=seed, start=start))
+        return (
+            replace(t, meta={"check": check}) for t in super().tasks(split, seed=seed, start=start)
+        )
 
 
 check = lambda text: True  # noqa: E731
@@ -300,7 +311,8 @@ check = lambda text: True  # noqa: E731
         (
             Excuses,
             30,
-            r"out of reach, step 1 gives reward 0.0.*else 1.0 .*: an infrastructure fault is no reward; let it raise",
+            r"out of reach, step 1 gives reward 0.0.*else 1.0 .*: an infrastructure fault is no "
+            r"reward; let it raise",
         ),
         (Mortal, 30, "killed, step 1 gives reward 0.0.*else 1.0"),
         (Leaks, 30, "4 instances left 4 files behind: `close` must release"),

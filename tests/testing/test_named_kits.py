@@ -43,14 +43,20 @@ class Halves:
             "Untyped",
             [],
             1,
-            ["episodes and shapes", "fails  step in 'echo/train/0' gives dict, not Step", "n/a    after what fails"],
+            [
+                "episodes and shapes",
+                "fails  step in 'echo/train/0' gives dict, not Step",
+                "n/a    after what fails",
+            ],
         ),
         ("Rude", [], 1, ["KeyError: 'no such room'"]),
         ("brief", ["limit=5"], 0, ["a reward", "faults are no rewards", "holds"]),
         ("Halves", [], 1, ["1 outcomes for 3 trajectories"]),
     ],
 )
-def test_what_holds_is_shown_and_the_command_ends_with_1_where_something_fails(name, words, status, said):
+def test_what_holds_is_shown_and_the_command_ends_with_1_where_something_fails(
+    name, words, status, said
+):
     result = CliRunner().invoke(app, ["check", f"{__name__}:{name}", *words])
     assert result.exit_code == status, result.output
     assert all(text in result.output for text in said), result.output

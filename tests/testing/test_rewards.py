@@ -103,7 +103,9 @@ class Helped:
             self.helper = None
         if not alive and not self.judges_dead:
             raise RuntimeError("the helper died")
-        return await exact.score(trajectories, task) if alive else [Scored(-1.0) for _ in trajectories]
+        return (
+            await exact.score(trajectories, task) if alive else [Scored(-1.0) for _ in trajectories]
+        )
 
     def ask(self):
         try:
@@ -127,11 +129,24 @@ def blocks(trajectory, task):
 @pytest.mark.parametrize(
     ("reward", "deadline_s", "error"),
     [
-        (Excuses(), 30, r"out of reach it gives Scored\(reward=0.0.*, else Scored\(reward=1.0.*is no reward; let it raise"),
-        (Helped(judges_dead=True), 30, r"killed it gives Scored\(reward=-1.0.*, else Scored\(reward=1.0"),
+        (
+            Excuses(),
+            30,
+            r"out of reach it gives Scored\(reward=0.0.*, else Scored\(reward=1.0.*is no reward; "
+            r"let it raise",
+        ),
+        (
+            Helped(judges_dead=True),
+            30,
+            r"killed it gives Scored\(reward=-1.0.*, else Scored\(reward=1.0",
+        ),
         (Helped(again=False), 30, "3 calls after a fault has passed it still gives Failed"),
         (Hangs(), 0.1, "score gave nothing within 0.1 s: bound what it waits for"),
-        (FunctionReward(blocks), 0.1, "score does not give way 0.2 s after it began: it blocks the event loop"),
+        (
+            FunctionReward(blocks),
+            0.1,
+            "score does not give way 0.2 s after it began: it blocks the event loop",
+        ),
     ],
 )
 def test_faults_and_hangs_are_caught(reward, deadline_s, error):

@@ -13,5 +13,8 @@ from ratchet.training.stage import Policy
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_both_sizes():
     tokenizer = character_tokenizer("0123456789")
     model = init_policy(preset("tiny", vocab_size=tokenizer.vocab_size - 1), seed=0)
-    with pytest.raises(ModelError, match=f"has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size}"):
+    with pytest.raises(
+        ModelError,
+        match=f"has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size}",
+    ):
         Policy.of(model, tokenizer)

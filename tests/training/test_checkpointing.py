@@ -36,7 +36,8 @@ def forks(tmp_path_factory):
 
 @pytest.fixture
 def training(forks, tmp_path):
-    """Starts, or goes on with, the run of a folder: its status. It has these keys of `checkpoint`, and maybe a fault."""
+    """Starts, or goes on with, the run of a folder: its status. It has these keys of `checkpoint`,
+    and maybe a fault."""
 
     def start(name, checkpoint, fault=""):
         folder = tmp_path / name
@@ -50,7 +51,8 @@ def training(forks, tmp_path):
 
 def test_what_has_no_time_for_another_step_saves_and_can_be_resumed(training, tmp_path):
     assert training("whole", {}) == 0
-    statuses = [training("limited", {"limit_s": 0.001}) for _ in range(5)]  # each process has time for one step
+    # each process has time for one step
+    statuses = [training("limited", {"limit_s": 0.001}) for _ in range(5)]
     assert statuses == [OUT_OF_TIME] * 4 + [0]
     different = differences(tmp_path / "whole" / "run", tmp_path / "limited" / "run")
     assert different == ["config.yaml differs"]
@@ -76,13 +78,17 @@ def test_or_goes_on_and_warns_where_the_recipe_says_so(training, tmp_path):
     assert "step 2 can't be written" in (tmp_path / "run" / "run" / "run.log").read_text()
 
 
-@pytest.mark.parametrize(("metric", "best"), [("policy/grad_norm", max), ("-policy/grad_norm", min)])
+@pytest.mark.parametrize(
+    ("metric", "best"), [("policy/grad_norm", max), ("-policy/grad_norm", min)]
+)
 def test_the_best_by_a_metric_stay(metric, best, training, tmp_path):
     assert training("run", {"keep": 1, "keep_best": 1, "metric": metric}) == 0
     run = tmp_path / "run" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     measured = {row["step"]: row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row}
-    assert CheckpointStore(run / "checkpoints").steps() == sorted({4, best(measured, key=measured.__getitem__)})
+    assert CheckpointStore(run / "checkpoints").steps() == sorted(
+        {4, best(measured, key=measured.__getitem__)}
+    )
 
 
 # --- beside the training
@@ -96,7 +102,15 @@ def test_what_is_written_beside_the_training_is_the_same(training, tmp_path):
     assert CheckpointStore(other / "checkpoints").steps() == [1, 2, 3, 4]
 
 
-POINTS = ("begin", "between_files", "after_write", "after_manifest", "after_sync", "after_rename", "published")
+POINTS = (
+    "begin",
+    "between_files",
+    "after_write",
+    "after_manifest",
+    "after_sync",
+    "after_rename",
+    "published",
+)
 
 
 @pytest.mark.fault("P6")
@@ -105,7 +119,10 @@ POINTS = ("begin", "between_files", "after_write", "after_manifest", "after_sync
     [
         "checkpoint.copied:2:kill",
         f"checkpoint.{POINTS[-1]}:2:kill",
-        *(pytest.param(f"checkpoint.{point}:2:kill", marks=pytest.mark.slow) for point in POINTS[:-1]),
+        *(
+            pytest.param(f"checkpoint.{point}:2:kill", marks=pytest.mark.slow)
+            for point in POINTS[:-1]
+        ),
     ],
 )
 def test_a_kill_beside_the_training_leaves_the_checkpoint_before_whole(kill, training, tmp_path):
@@ -122,7 +139,9 @@ def test_a_kill_beside_the_training_leaves_the_checkpoint_before_whole(kill, tra
 
 @pytest.mark.fault("P10")
 @pytest.mark.parametrize("at", [2, 3])
-def test_a_disk_that_is_full_beside_the_training_is_told_at_the_next_step(at, training, forks, tmp_path):
+def test_a_disk_that_is_full_beside_the_training_is_told_at_the_next_step(
+    at, training, forks, tmp_path
+):
     fault = f"checkpoint.after_write:{at}:enospc"
     assert training("stops", {"background": True}, fault) == 1
     assert f"CheckpointError: the checkpoint of step {at} can't be written" in forks.log.read_text()
@@ -136,7 +155,10 @@ def test_a_disk_that_is_full_beside_the_training_is_told_at_the_next_step(at, tr
 
 
 def test_a_signal_while_it_is_written_waits_for_both(training, tmp_path):
-    assert training("run", {"background": True, "keep": 4}, "checkpoint.after_write:2:interrupt") == 130
+    assert (
+        training("run", {"background": True, "keep": 4}, "checkpoint.after_write:2:interrupt")
+        == 130
+    )
     steps = CheckpointStore(tmp_path / "run" / "run" / "checkpoints").steps()
     assert steps[:2] == [1, 2]
     assert training("run", {"background": True, "keep": 4}) == 0
@@ -144,8 +166,15 @@ def test_a_signal_while_it_is_written_waits_for_both(training, tmp_path):
 
 @pytest.mark.parametrize("learner", ["dtensor", "megatron"])
 def test_learners_that_write_their_own_parts_are_refused(learner):
-    stage = {**{key: RECIPE[key] for key in ("environment", "algorithm")}, "name": "a", "learner": {"kind": learner}}
+    stage = {
+        **{key: RECIPE[key] for key in ("environment", "algorithm")},
+        "name": "a",
+        "learner": {"kind": learner},
+    }
     stage["checkpoint"] = {"background": True}
     recipe = {"model": RECIPE["model"], "tokenizer": RECIPE["tokenizer"], "stages": [stage]}
     found = [conflict.message for conflict in conflicts(RunConfig.model_validate(recipe))]
-    assert any(message.startswith("checkpoint.background copies what this process holds") for message in found)
+    assert any(
+        message.startswith("checkpoint.background copies what this process holds")
+        for message in found
+    )

@@ -1,4 +1,5 @@
-"""Learner and generator take turns on an accelerator: never both, whatever asks whom, and to the same result."""
+"""Learner and generator take turns on an accelerator: never both, whatever asks whom, and to the
+same result."""
 
 import asyncio
 from contextlib import suppress
@@ -103,7 +104,9 @@ def test_never_both_whoever_asks(device, parts):
     learners, generator, link = take_turns(*parts)
 
     async def ask():
-        await asyncio.gather(*(generator.generate([1], Sampling(max_new_tokens=1)) for _ in range(3)))
+        await asyncio.gather(
+            *(generator.generate([1], Sampling(max_new_tokens=1)) for _ in range(3))
+        )
         await learners["policy"].update(BATCH, [])
         await link.push(1)
         # At once: an order that nobody chose.
@@ -184,11 +187,18 @@ def test_an_error_or_a_cancelled_wait_ends_the_turn(device, parts):
 
 def test_who_cannot_leave_is_refused():
     generator = FakeGenerator(lambda tokens, sampling: [3])
-    with pytest.raises(ConfigError, match=r"cluster\.colocated=true .* and FakeGenerator can't leave it"):
+    with pytest.raises(
+        ConfigError, match=r"cluster\.colocated=true .* and FakeGenerator can't leave it"
+    ):
         Turns({GENERATOR: [generator]})
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator"))]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+    ),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -199,7 +209,9 @@ def test_a_learner_that_left_goes_on_with_the_same_bits(device, tmp_path):
 
     def run(*, leaves):
         learner = LocalLearner(
-            LocalConfig(), init_policy(shape, seed=0, device=torch.device(device)), optimizer=OptimizerConfig()
+            LocalConfig(),
+            init_policy(shape, seed=0, device=torch.device(device)),
+            optimizer=OptimizerConfig(),
         )
         before = [id(parameter) for parameter in learner.model.parameters()]
 

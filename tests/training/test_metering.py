@@ -40,8 +40,17 @@ def test_mfu_and_idle_share_by_hand():
         spent.flop += 1e9
         clock.now += 3.0
     clock.now += 1.0
-    groups = [make_group("g", [make_trajectory([1], [2, 3], reward=1.0), make_trajectory([1], [2], reward=0.0, attempt=1)])]
-    old = replace(make_group("h", [make_trajectory([1], [2, 3], reward=1.0)]), uses=1)  # was sampled in another step
+    groups = [
+        make_group(
+            "g",
+            [
+                make_trajectory([1], [2, 3], reward=1.0),
+                make_trajectory([1], [2], reward=0.0, attempt=1),
+            ],
+        )
+    ]
+    # was sampled in another step
+    old = replace(make_group("h", [make_trajectory([1], [2, 3], reward=1.0)]), uses=1)
     found = meter.measure([*groups, old], 4.0)
     flop = 1e9 + WORK.forward_flop(3, 2) + WORK.forward_flop(2, 1.5)
     assert found["system"] == {}
@@ -96,7 +105,8 @@ def test_a_run_measures_itself_and_its_resumption_goes_on(tmp_path: Path):
     names = [event["name"] for event in events if event["ph"] == "X"]
     assert [name for name in names if name.startswith("step")] == ["step 1", "step 2"]
     assert {"sample", "score", "update", "sync", "after", "evaluate", "save"} <= set(names)
-    assert sum(event["ph"] == "b" for event in events) == 2 * (2 * 2) + 2 * 2  # attempts of both steps, and evaluated ones
+    # attempts of both steps, and evaluated ones
+    assert sum(event["ph"] == "b" for event in events) == 2 * (2 * 2) + 2 * 2
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert tracks == {"steps", "policy"}
 
@@ -106,4 +116,9 @@ def test_what_is_not_wanted_is_left_out(tmp_path: Path):
     recipe.write_text(RECIPE)
     assert start_run(recipe, ["logging.trace=false", "logging.system=false"], path, command="") == 0
     assert not (path / "trace.json").exists()
-    assert not [name for row in read_jsonl(path / "metrics.jsonl") for name in row if name.startswith("system/")]
+    assert not [
+        name
+        for row in read_jsonl(path / "metrics.jsonl")
+        for name in row
+        if name.startswith("system/")
+    ]

@@ -25,7 +25,12 @@ RECIPE = {
     "logging": {"tensorboard": False},
     "stages": [
         {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 1, "batch_size": 4},
-        {"name": "rl", "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}}, "steps": 5, "batch_size": 4},
+        {
+            "name": "rl",
+            "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}},
+            "steps": 5,
+            "batch_size": 4,
+        },
     ],
 }
 
@@ -33,7 +38,9 @@ RECIPE = {
 def ratchet(*arguments: object, faults: str = "") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "RATCHET_FAULTS": faults, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ratchet.cli.main", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +57,15 @@ def weights(run: Path) -> bytes:
 def table(run: Path) -> dict[str, list[str]]:
     """The cells of each row, by its name."""
     lines = (run / "profile" / "table.txt").read_text().split("\n\n")[1].splitlines()[1:]
-    return {name: cells for name, *cells in (line.replace(" %", "").replace(",", "").split() for line in lines)}
+    return {
+        name: cells
+        for name, *cells in (line.replace(" %", "").replace(",", "").split() for line in lines)
+    }
 
 
-def test_a_profiled_run_learns_the_same_and_says_where_its_time_went(recipe: Path, tmp_path: Path) -> None:
+def test_a_profiled_run_learns_the_same_and_says_where_its_time_went(
+    recipe: Path, tmp_path: Path
+) -> None:
     plain = ratchet("train", recipe, "--run-dir", tmp_path / "plain")
     assert plain.returncode == 0, plain.stderr
     assert not (tmp_path / "plain" / "profile").exists()
@@ -72,16 +84,21 @@ def test_a_profiled_run_learns_the_same_and_says_where_its_time_went(recipe: Pat
         seconds, share, speed, rows_per_token, gflops, of_rate = map(float, rows[name])
         assert min(seconds, share, speed, rows_per_token) > 0, name
         assert min(gflops, of_rate) >= 0  # so small a model may round to 0
-    # Prompts are shared: the learner computes fewer rows than there are tokens, the engine pads its own to a multiple.
+    # Prompts are shared: the learner computes fewer rows than there are tokens, the engine pads its
+    # own to a multiple.
     assert float(rows["sample"][3]) >= 1 >= float(rows["update"][3])
-    assert sum(float(cells[1]) for name, cells in rows.items() if name != "step") == pytest.approx(100, abs=0.5)
+    assert sum(float(cells[1]) for name, cells in rows.items() if name != "step") == pytest.approx(
+        100, abs=0.5
+    )
     assert not re.search(r"nan|inf\b", found)
 
     with gzip.open(run / "profile" / "trace.json.gz") as file:
         events = json.load(file)["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert all(names.count(phase) == 2 for phase in ("sample", "score", "update", "sync")), names
-    assert any(event.get("name") == "aten::addmm" or event.get("name") == "aten::mm" for event in events)
+    assert any(
+        event.get("name") == "aten::addmm" or event.get("name") == "aten::mm" for event in events
+    )
 
 
 @pytest.mark.slow
@@ -91,7 +108,10 @@ def test_a_resumed_run_is_profiled_as_far_as_it_goes(recipe: Path, tmp_path: Pat
     assert killed.returncode < 0
     resumed = ratchet("train", "--resume", run, "--profile", 9)
     assert resumed.returncode == 0, resumed.stderr
-    assert "Profile of stage rl, step 6 (of 9 that were asked for: there were no more)" in resumed.stdout
+    assert (
+        "Profile of stage rl, step 6 (of 9 that were asked for: there were no more)"
+        in resumed.stdout
+    )
     again = ratchet("train", "--resume", run, "--profile", 1)
     assert again.returncode == 0, again.stderr
     assert "Nothing is profiled: stage rl has no step left." in again.stdout

@@ -1,4 +1,5 @@
-"""Models beside the policy: padded vocabularies, what is refused before anything trains, and what a teacher can read."""
+"""Models beside the policy: padded vocabularies, what is refused before anything trains, and what a
+teacher can read."""
 
 import asyncio
 from dataclasses import replace
@@ -47,23 +48,44 @@ def algorithm(kind, **keys):
 
 
 def roles_of(net, algo):
-    return make_roles(net, TOKENIZER, algo, section=LocalConfig(), optimizer=OptimizerConfig(lr=0.01), steps=1)
+    return make_roles(
+        net, TOKENIZER, algo, section=LocalConfig(), optimizer=OptimizerConfig(lr=0.01), steps=1
+    )
 
 
 def test_a_learner_of_several_processes_without_any_is_refused():
     with pytest.raises(ConfigError, match="there is none here: give Policy"):
-        make_roles(model(), TOKENIZER, algorithm("sft"), section=DTensorConfig(), optimizer=OptimizerConfig(), steps=1)
+        make_roles(
+            model(),
+            TOKENIZER,
+            algorithm("sft"),
+            section=DTensorConfig(),
+            optimizer=OptimizerConfig(),
+            steps=1,
+        )
 
 
 def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided():
     algo, spec = algorithm("sft"), resolve("algorithm", {"kind": "sft"})
-    options = {"section": DTensorConfig(), "optimizer": MuonConfig(), "ranks": object(), "spec": spec}
-    with pytest.raises(ConfigError, match=r"MuonConfig computes with whole matrices.*set optimizer.kind=adamw"):
+    options = {
+        "section": DTensorConfig(),
+        "optimizer": MuonConfig(),
+        "ranks": object(),
+        "spec": spec,
+    }
+    with pytest.raises(
+        ConfigError, match=r"MuonConfig computes with whole matrices.*set optimizer.kind=adamw"
+    ):
         make_roles(model(), TOKENIZER, algo, steps=1, **options)
 
 
 def batch(rows=ROWS):
-    return pack([make_group(f"g{i}", [make_trajectory(*row, temperature=1.0 - 0.2 * i)]) for i, row in enumerate(rows)])
+    return pack(
+        [
+            make_group(f"g{i}", [make_trajectory(*row, temperature=1.0 - 0.2 * i)])
+            for i, row in enumerate(rows)
+        ]
+    )
 
 
 def log_p(net, made, count):
@@ -73,10 +95,14 @@ def log_p(net, made, count):
     return (net.logits(hidden).roll(1, 0) / temperature_T)[:, :count].log_softmax(-1)
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [(V + 8, V + 16), (V + 16, V + 8), (V, V + 8), (V + 8, V), (V + 8, V + 8)])
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(V + 8, V + 16), (V + 16, V + 8), (V, V + 8), (V + 8, V), (V + 8, V + 8)]
+)
 @pytest.mark.parametrize("top_k", [None, 3, 64])
 @pytest.mark.parametrize("kind", ["distill_off_policy", "distill_on_policy"])
-def test_embeddings_of_different_sizes_are_compared_over_the_tokens_of_both(mine, theirs, top_k, kind, saved):
+def test_embeddings_of_different_sizes_are_compared_over_the_tokens_of_both(
+    mine, theirs, top_k, kind, saved
+):
     """Value and gradient, by the models' own softmax over the first min(mine, theirs) tokens."""
     path, made = saved(model(theirs, seed=5).float()), batch()
     algo = algorithm(kind, teacher=path, top_k=top_k, objective="forward")
@@ -91,7 +117,10 @@ def test_embeddings_of_different_sizes_are_compared_over_the_tokens_of_both(mine
     if top_k == 3:
         ids = log_t.topk(3).indices
         with_rest = [
-            torch.cat([x.gather(1, ids), x.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)], 1) for x in (log_q, log_t)
+            torch.cat(
+                [x.gather(1, ids), x.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)], 1
+            )
+            for x in (log_q, log_t)
         ]
         log_q, log_t = with_rest
     expected = (log_t.exp() * (log_t - log_q)).sum(-1)[made.trainable_T].mean()
@@ -116,7 +145,9 @@ def test_a_teacher_of_several_tags_is_loaded_once(saved, monkeypatch):
     from ratchet.training import roles
 
     loaded, plain = [], roles.load_policy
-    monkeypatch.setattr(roles, "load_policy", lambda path, **options: loaded.append(path) or plain(path, **options))
+    monkeypatch.setattr(
+        roles, "load_policy", lambda path, **options: loaded.append(path) or plain(path, **options)
+    )
     path = saved(model(seed=5))
     made = roles_of(model(), algorithm("distill_on_policy", teacher={"a": path, "b": path}))
     assert loaded == [path]
@@ -135,7 +166,11 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path):
     algo = algorithm("distill_on_policy", teacher={"": str(tmp_path), "b": str(tmp_path / "none")})
     refused(algo, "teacher: .* is no model directory: it has no config.json")
     algo = algorithm("on_policy_distillation", teacher={"b": str(tmp_path / "none")})
-    refused(algo, "teacher/b: there is no model directory .*none': .* a model that another run makes is trained before")
+    refused(
+        algo,
+        "teacher/b: there is no model directory .*none': .* a model that another run makes is "
+        "trained before",
+    )
 
 
 def test_a_teacher_that_reads_less_than_an_attempt_is_refused(saved):
@@ -143,24 +178,39 @@ def test_a_teacher_that_reads_less_than_an_attempt_is_refused(saved):
     for kind in ("distill_on_policy", "on_policy_distillation"):
         algo = algorithm(kind, teacher=path)
         check_roles(model(), TOKENIZER, algo, longest=32)
-        refused(algo, "reads 32 tokens, and attempts may have 33: lower sampling.max_new_tokens", longest=33)
+        refused(
+            algo,
+            "reads 32 tokens, and attempts may have 33: lower sampling.max_new_tokens",
+            longest=33,
+        )
 
 
 def test_a_teacher_of_other_tokens_is_refused(saved):
     other = saved(model(), character_tokenizer("=9876543210"))
     refused(algorithm("distill_on_policy", teacher=other), "another tokenizer than the policy")
-    check_roles(model(), TOKENIZER, algorithm("on_policy_distillation", teacher=other, teacher_tokens="aligned"))
+    check_roles(
+        model(),
+        TOKENIZER,
+        algorithm("on_policy_distillation", teacher=other, teacher_tokens="aligned"),
+    )
 
 
 def test_a_teacher_whose_embedding_lacks_tokens_is_refused(saved):
-    refused(algorithm("distill_on_policy", teacher=saved(model(V - 4))), f"has {V} tokens, the model's embedding {V - 4}")
+    refused(
+        algorithm("distill_on_policy", teacher=saved(model(V - 4))),
+        f"has {V} tokens, the model's embedding {V - 4}",
+    )
 
 
 def test_a_large_vocabulary_is_not_compared_whole(saved):
     large = model(WHOLE_VOCABULARY + 1)
     path = saved(large)
     whole = algorithm("distill_on_policy", teacher=path, top_k=None)
-    refused(whole, r"top_k=null keeps 4,097 numbers for each token of a batch.*set algorithm.top_k", net=large)
+    refused(
+        whole,
+        r"top_k=null keeps 4,097 numbers for each token of a batch.*set algorithm.top_k",
+        net=large,
+    )
     check_roles(model(), TOKENIZER, whole)  # they have few tokens in common
     check_roles(large, TOKENIZER, algorithm("distill_on_policy", teacher=path))
 
@@ -182,7 +232,9 @@ def test_given_text_that_a_teacher_cannot_read_is_refused(saved):
     algo = algorithm("distill_off_policy", teacher=saved(model(max_positions=4)))
     roles = roles_of(model(), algo)
     asyncio.run(fill(batch([([10, 11], [12, 13])]), algo, roles))
-    with pytest.raises(DataError, match="teacher reads 4 tokens, and a row has 5: shorten or drop it"):
+    with pytest.raises(
+        DataError, match="teacher reads 4 tokens, and a row has 5: shorten or drop it"
+    ):
         asyncio.run(fill(batch([([10, 11], [12, 13, 14])]), algo, roles))
 
 
@@ -210,12 +262,15 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(tensor, torch.Tensor):
-                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.numbers = max(
+                    self.numbers, tensor.untyped_storage().nbytes() // tensor.element_size()
+                )
         return out
 
 
 def test_a_teacher_holds_a_chunk_of_the_distributions_at_a_time(saved):
-    """4 rows of 256 tokens in two micro-batches, of a vocabulary of 2,000: never [T, V], which is 2 million numbers."""
+    """4 rows of 256 tokens in two micro-batches, of a vocabulary of 2,000: never [T, V], which is 2
+    million numbers."""
     net = model(2000).float()
     algo = algorithm("distill_off_policy", teacher=saved(net), top_k=8)
     section = LocalConfig(micro_batch_tokens=512, logprob_chunk_mib=1)
@@ -225,7 +280,12 @@ def test_a_teacher_holds_a_chunk_of_the_distributions_at_a_time(saved):
         filled = asyncio.run(fill(made, algo, roles))
     assert filled.need("teacher_topk_logprobs").shape == (1024, 9)
     assert largest.numbers <= 2**20 // 4
-    whole = replace(algo, passes=tuple(replace(item, top_k=0) for item in algo.passes if item.wanted == "topk_logprobs"))
+    whole = replace(
+        algo,
+        passes=tuple(
+            replace(item, top_k=0) for item in algo.passes if item.wanted == "topk_logprobs"
+        ),
+    )
     with Largest() as largest:
         filled = asyncio.run(fill(made, whole, roles))
     assert not filled.has("teacher_ids")

@@ -21,7 +21,13 @@ from ratchet.training.stage import Arena, Plan
 from ratchet.types import Group, Scored
 
 SORTING = {"kind": "sorting"}
-STAGE = {"name": "a", "algorithm": {"kind": "grpo"}, "environment": SORTING, "steps": 1, "batch_size": 1}
+STAGE = {
+    "name": "a",
+    "algorithm": {"kind": "grpo"},
+    "environment": SORTING,
+    "steps": 1,
+    "batch_size": 1,
+}
 
 
 def run_of(algorithm: Algorithm, groups: list[Group]) -> Run:
@@ -49,26 +55,34 @@ def group(*parts: dict[str, float]) -> Group:
     return make_group("g", rows)
 
 
-TRADED = group({"a": 1.0, "b": 0.0, "c": 0.0}, {"a": 0.0, "b": 1.0, "c": 0.0}, {"a": 0.0, "b": 0.5, "c": 0.5})
+TRADED = group(
+    {"a": 1.0, "b": 0.0, "c": 0.0}, {"a": 0.0, "b": 1.0, "c": 0.0}, {"a": 0.0, "b": 0.5, "c": 0.5}
+)
 SAME = group(*[{"a": 0.5, "b": 0.5, "c": 0.0}] * 3)
 
 
 @pytest.mark.parametrize(("kind", "silent"), [("gdpo", 1), ("grpo", 2)])
-def test_a_step_is_silent_where_no_advantage_is_left_whatever_the_sums_of_rewards(kind: str, silent: int):
+def test_a_step_is_silent_where_no_advantage_is_left_whatever_the_sums_of_rewards(
+    kind: str, silent: int
+):
     run = run_of(construct(resolve("algorithm", {"kind": kind})), [TRADED, SAME])
     asyncio.run(train(run))
     assert run.progress.silent_steps == silent
 
 
 def test_a_supervised_step_is_never_silent():
-    run = run_of(construct(resolve("algorithm", {"kind": "sft"})), [make_group("g", [make_trajectory([65], [66])])])
+    run = run_of(
+        construct(resolve("algorithm", {"kind": "sft"})),
+        [make_group("g", [make_trajectory([65], [66])])],
+    )
     asyncio.run(train(run))
     assert run.progress.silent_steps == 0
 
 
 @pytest.mark.parametrize(("kind", "pushed"), [("sft", [2, 4, 5]), ("grpo", [1, 2, 3, 4, 5])])
 def test_weights_are_sent_when_somebody_reads_them(kind: str, pushed: list[int]):
-    """Before every step that samples; where rows are given, before an evaluation, and at the end."""
+    """Before every step that samples; where rows are given, before an evaluation, and at the
+    end."""
     run = run_of(construct(resolve("algorithm", {"kind": kind})), [SAME] * 5)
     run.link, run.evaluate_every = FakeLink(), 2
     asyncio.run(train(run))

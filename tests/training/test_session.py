@@ -1,4 +1,5 @@
-"""Whole runs through the command line: what they leave behind, and that nothing that happens to the process changes it."""
+"""Whole runs through the command line: what they leave behind, and that nothing that happens to the
+process changes it."""
 
 import json
 import os
@@ -26,7 +27,12 @@ RECIPE = {
     "optimizer": {"lr": 0.01, "ema_decay": 0.8},
     "stages": [
         {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 4, "batch_size": 8, "examples": 20},
-        {"name": "rl", "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}}, "steps": 5, "batch_size": 6},
+        {
+            "name": "rl",
+            "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coef": 0.01}},
+            "steps": 5,
+            "batch_size": 6,
+        },
     ],
 }
 
@@ -34,14 +40,24 @@ RECIPE = {
 def ratchet(*arguments, faults="", timeout=120):
     environment = {**os.environ, "RATCHET_FAULTS": faults, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ratchet.cli.main", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 def results(run: Path, apart: tuple[str, ...]):
-    """Weights and metrics of a run, without what depends on the clock and other things set apart."""
+    """Weights and metrics of a run, without what depends on the clock and other things set
+    apart."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "system/", *apart))} for row in rows]
-    weights = {f"{name}/{key}": weight for name in ("model", "model-ema") for key, weight in _weights(run / name).items()}
+    kept = [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "system/", *apart))}
+        for row in rows
+    ]
+    weights = {
+        f"{name}/{key}": weight
+        for name in ("model", "model-ema")
+        for key, weight in _weights(run / name).items()
+    }
     return weights, kept
 
 
@@ -88,7 +104,10 @@ def test_a_run_leaves_everything_where_it_says(whole):
         assert (run / name).is_file(), name
     assert list((run / "tensorboard").iterdir())
     summary = json.loads((run / "summary.json").read_text())
-    assert [(s["name"], s["algorithm"], s["steps"]) for s in summary["stages"]] == [("sft", "sft", 4), ("rl", "grpo", 5)]
+    assert [(s["name"], s["algorithm"], s["steps"]) for s in summary["stages"]] == [
+        ("sft", "sft", 4),
+        ("rl", "grpo", 5),
+    ]
     assert summary["seed"] == 0
     assert summary["command"].startswith("ratchet train ")
     assert set(summary["versions"]) == {"ratchet", "torch", "transformers", "python"}
@@ -99,7 +118,10 @@ def test_a_run_leaves_everything_where_it_says(whole):
     assert summary["stages"][1]["accuracy_before"] == summary["stages"][0]["accuracy_after"]
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(10))
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000008", "step-00000009"]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
+        "step-00000008",
+        "step-00000009",
+    ]
 
 
 def test_the_same_recipe_gives_the_same_bits(whole, recipe, tmp_path):
@@ -111,7 +133,8 @@ def test_the_same_recipe_gives_the_same_bits(whole, recipe, tmp_path):
     "fault",
     [
         "step.sample:2:kill",  # before the first checkpoint: it starts anew
-        pytest.param("step.update:4:kill", marks=pytest.mark.slow),  # inside a step of the first stage
+        # inside a step of the first stage
+        pytest.param("step.update:4:kill", marks=pytest.mark.slow),
         pytest.param("step.sample:5:kill", marks=pytest.mark.slow),  # between the stages
         # inside a step of the second, whose reference is the first stage's model
         pytest.param("step.update:8:kill", marks=pytest.mark.slow),
@@ -160,7 +183,9 @@ def test_whatever_an_algorithm_remembers_survives_a_kill(name, tmp_path):
     resumed = ratchet("train", "--resume", tmp_path / "run")
     assert resumed.returncode == 0, resumed.stderr
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
-    heads = [path / "model" / "score.safetensors" for path in (tmp_path / "whole", tmp_path / "run")]
+    heads = [
+        path / "model" / "score.safetensors" for path in (tmp_path / "whole", tmp_path / "run")
+    ]
     assert [head.exists() for head in heads] == [name == "scalar head"] * 2
     if heads[0].exists():
         assert heads[0].read_bytes() == heads[1].read_bytes()
@@ -171,20 +196,27 @@ SIGNALS = {"interrupt": 130, "terminate": 143, "hang_up": 129}
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    with Forks(["ratchet.testing.kill_and_resume"], log=tmp_path_factory.mktemp("forks") / "log") as forks:
+    with Forks(
+        ["ratchet.testing.kill_and_resume"], log=tmp_path_factory.mktemp("forks") / "log"
+    ) as forks:
         yield forks
 
 
 @pytest.mark.fault("P8")
 @pytest.mark.parametrize("fault", SIGNALS)
-def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(fault, forks, whole, recipe, tmp_path):
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
+    fault, forks, whole, recipe, tmp_path
+):
     run = tmp_path / "run"
     train = "ratchet.testing.kill_and_resume:train_here"
-    assert forks.call(train, str(recipe), str(run), f"step.update:7:{fault}") == SIGNALS[fault], forks.log.read_text()
+    assert forks.call(train, str(recipe), str(run), f"step.update:7:{fault}") == SIGNALS[fault], (
+        forks.log.read_text()
+    )
     assert max(CheckpointStore(run / "checkpoints").steps()) == 7
     assert f"ratchet train --resume {run}" in forks.log.read_text()
     assert forks.call(train, str(recipe), str(run), "") == 0, forks.log.read_text()
-    assert_equal_runs(whole[0], run, apart=("eval/",))  # a signal saves at once: it skips an evaluation that was due
+    # a signal saves at once: it skips an evaluation that was due
+    assert_equal_runs(whole[0], run, apart=("eval/",))
 
 
 def test_resuming_a_finished_run_changes_nothing(whole, tmp_path):
@@ -208,7 +240,9 @@ def test_resuming_a_finished_run_changes_nothing(whole, tmp_path):
         (["check", "{recipe}", "seed=-1"], 2, "seed"),
     ],
 )
-def test_mistakes_are_named_without_a_traceback(arguments, status, message, whole, recipe, tmp_path):
+def test_mistakes_are_named_without_a_traceback(
+    arguments, status, message, whole, recipe, tmp_path
+):
     filled = [a.format(recipe=recipe, run=whole[0], tmp=tmp_path) for a in arguments]
     done = ratchet(*filled)
     assert done.returncode == status, done.stderr
@@ -223,7 +257,8 @@ def test_eval_and_chat_read_the_run(whole):
     assert "mean@2" in evaluated.stdout
     said = ratchet("chat", run, "--prompt", "21=", "--prompt", "hello")
     assert said.returncode == 0, said.stderr
-    assert "'h'" in said.stdout  # a character that the tokenizer doesn't know: named, and the chat goes on
+    # a character that the tokenizer doesn't know: named, and the chat goes on
+    assert "'h'" in said.stdout
 
 
 def test_check_and_doctor(recipe):
@@ -245,7 +280,16 @@ print(sorted({"torch._dynamo", "torch._inductor", "sympy", "torch.distributed.te
 
 
 def test_a_run_never_imports_what_takes_longer_than_torch_itself(recipe, tmp_path):
-    command = [sys.executable, "-c", STARTING, "train", str(recipe), "--run-dir", str(tmp_path / "run"), "stages.rl.steps=1"]
+    command = [
+        sys.executable,
+        "-c",
+        STARTING,
+        "train",
+        str(recipe),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "stages.rl.steps=1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
@@ -255,6 +299,8 @@ def test_what_a_link_leaves_lies_in_the_runs_directory(recipe, tmp_path):
     """And not in the one that the recipe's name suggests, which may be another run's."""
     run = tmp_path / "elsewhere"
     link = ["link.kind=files", "learner.kind=dtensor"]
-    done = ratchet("train", recipe, "--run-dir", run, *link, "stages.sft.steps=1", "stages.rl.steps=1")
+    done = ratchet(
+        "train", recipe, "--run-dir", run, *link, "stages.sft.steps=1", "stages.rl.steps=1"
+    )
     assert done.returncode == 0, done.stderr
     assert (run / "links").is_dir()

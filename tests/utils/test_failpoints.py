@@ -52,7 +52,9 @@ def test_arming_again_replaces() -> None:
 
 def test_kill_is_sigkill() -> None:
     code = "from ratchet import faults; faults.arm('x:kill'); faults.point('x'); print('survived')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=False, stdin=subprocess.DEVNULL
+    )
     assert (done.returncode, done.stdout) == (-9, b"")
 
 
@@ -62,7 +64,9 @@ def test_interrupt_is_ctrl_c() -> None:
         failpoints.point("x")
 
 
-@pytest.mark.parametrize("spec", ["x", "x:explode", "x:0:kill", "x:-1:kill", "x:one:kill", "x:1:2:kill", ":kill", "x:1"])
+@pytest.mark.parametrize(
+    "spec", ["x", "x:explode", "x:0:kill", "x:-1:kill", "x:one:kill", "x:1:2:kill", ":kill", "x:1"]
+)
 def test_a_malformed_spec_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match="kill, interrupt, terminate, hang_up, raise, enospc"):
         failpoints.arm(spec)

@@ -9,7 +9,14 @@ from broken_store import Broken, contents, telling
 
 from ratchet.errors import DataError, MissingDependency
 from ratchet.utils import object_store
-from ratchet.utils.object_store import Store, cached, fetch_directory, put_directory, stays_inside, unfit
+from ratchet.utils.object_store import (
+    Store,
+    cached,
+    fetch_directory,
+    put_directory,
+    stays_inside,
+    unfit,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +27,9 @@ def cache(tmp_path, monkeypatch):
     object_store.keep_as({})
 
 
-@pytest.fixture(params=["memory://{id}", "file://{tmp}/{id}", "local://{tmp}/{id}", "broken://{id}"])
+@pytest.fixture(
+    params=["memory://{id}", "file://{tmp}/{id}", "local://{tmp}/{id}", "broken://{id}"]
+)
 def address(request, tmp_path):
     return request.param.format(id=uuid.uuid4().hex, tmp=tmp_path)
 
@@ -33,7 +42,10 @@ def test_files_come_back_as_they_were(address, tmp_path):
     (tmp_path / "here").write_bytes(b"12345")
     store.write("a.json", b"{}")
     store.put(tmp_path / "here", "deep/er/b")
-    assert {name: entry.size for name, entry in store.entries().items()} == {"a.json": 2, "deep/er/b": 5}
+    assert {name: entry.size for name, entry in store.entries().items()} == {
+        "a.json": 2,
+        "deep/er/b": 5,
+    }
     assert list(store.entries("deep")) == ["deep/er/b"]
     before = store.entries()["deep/er/b"]
     (tmp_path / "here").write_bytes(b"54321")
@@ -54,7 +66,12 @@ def test_files_come_back_as_they_were(address, tmp_path):
 def test_no_name_leads_outside(name, tmp_path):
     assert not stays_inside(name)
     store = Store("memory://inside")
-    for use in (store.read, store.remove, lambda n: store.write(n, b""), lambda n: store.get(n, tmp_path / "x")):
+    for use in (
+        store.read,
+        store.remove,
+        lambda n: store.write(n, b""),
+        lambda n: store.get(n, tmp_path / "x"),
+    ):
         with pytest.raises(OSError, match="could lead outside"):
             use(name)
 
@@ -77,15 +94,25 @@ def test_what_fails_is_asked_for_again_and_what_is_refused_is_not(caplog):
     assert contents("broken://again") == {"a": b"whole"}
     assert asked == ["write"] * 3
     assert "of the client's own; once more" in caplog.text
-    with telling(fails(ConnectionError("gone"), 3)), pytest.raises(OSError, match=r"broken://again: writing a: .*gone"):
+    with (
+        telling(fails(ConnectionError("gone"), 3)),
+        pytest.raises(OSError, match=r"broken://again: writing a: .*gone"),
+    ):
         store.write("a", b"other")
-    with telling(fails(PermissionError("read-only"), 3)), pytest.raises(PermissionError, match="read-only"):
+    with (
+        telling(fails(PermissionError("read-only"), 3)),
+        pytest.raises(PermissionError, match="read-only"),
+    ):
         store.write("a", b"other")
     assert asked == ["write"]
 
 
 def test_what_arrives_short_is_an_error(monkeypatch):
-    monkeypatch.setattr(Broken, "pipe_file", lambda self, path, value: super(Broken, self).pipe_file(path, value[:-1]))
+    monkeypatch.setattr(
+        Broken,
+        "pipe_file",
+        lambda self, path, value: super(Broken, self).pipe_file(path, value[:-1]),
+    )
     with pytest.raises(OSError, match="4 of 5 bytes arrived"):
         Store("broken://short").write("a", b"whole")
 
@@ -105,14 +132,19 @@ def test_what_is_no_place_for_a_run_is_said(address, why):
     assert why in unfit(address)
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/r", "hf://org/name", "memory://x", "file:///tmp/x"])
+@pytest.mark.parametrize(
+    "address", ["s3://bucket/run", "gs://b/r", "hf://org/name", "memory://x", "file:///tmp/x"]
+)
 def test_what_is_one_is_not(address):
     assert unfit(address) is None
 
 
 def test_a_missing_package_and_an_unknown_store_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(MissingDependency, match=r"reading s3:// needs the package 's3fs': pip install 'ratchet\[stores\]'"):
+    with pytest.raises(
+        MissingDependency,
+        match=r"reading s3:// needs the package 's3fs': pip install 'ratchet\[stores\]'",
+    ):
         Store("s3://bucket/run")
     with pytest.raises(DataError, match="nothing reads nowhere://"):
         Store("nowhere://bucket/run")
@@ -124,7 +156,9 @@ def test_a_store_that_can_not_even_be_named_is_said(monkeypatch):
 
     monkeypatch.setattr(Broken, "__init__", fails)
     Broken.clear_instance_cache()
-    with pytest.raises(DataError, match="broken://a/b: its store can't be used: RuntimeError: no credentials"):
+    with pytest.raises(
+        DataError, match="broken://a/b: its store can't be used: RuntimeError: no credentials"
+    ):
         Store("broken://a/b")
 
 
@@ -141,14 +175,25 @@ def test_the_cache_lies_where_the_variables_say(tmp_path):
 def test_a_directory_is_fetched_once_and_only_what_changed_again(address, tmp_path, monkeypatch):
     made = tmp_path / "made"
     (made / "deep").mkdir(parents=True)
-    for name, text in {"config.json": "{}", "a.safetensors": "weights", "pickle.bin": "no", "deep/b.json": "1"}.items():
+    for name, text in {
+        "config.json": "{}",
+        "a.safetensors": "weights",
+        "pickle.bin": "no",
+        "deep/b.json": "1",
+    }.items():
         (made / name).write_text(text)
     put_directory(made, address, last="config.json")
     fetched, get = [], Store.get
-    monkeypatch.setattr(Store, "get", lambda self, name, target: (fetched.append(name), get(self, name, target)))
+    monkeypatch.setattr(
+        Store, "get", lambda self, name, target: (fetched.append(name), get(self, name, target))
+    )
     patterns = ("*.json", "*.safetensors")
     copy = fetch_directory(address, patterns, deep=False)
-    assert sorted(path.name for path in copy.iterdir()) == [".fetched.json", "a.safetensors", "config.json"]
+    assert sorted(path.name for path in copy.iterdir()) == [
+        ".fetched.json",
+        "a.safetensors",
+        "config.json",
+    ]
     assert fetch_directory(address, patterns, deep=False) == copy
     assert fetched == ["a.safetensors", "config.json"]
     Store(address).write("a.safetensors", b"WEIGHTS")  # as long as before

@@ -1,4 +1,5 @@
-"""Files and JSON read within bounds: what is refused, and that what is ordinary is read as before."""
+"""Files and JSON read within bounds: what is refused, and that what is ordinary is read as
+before."""
 
 import json
 import os
@@ -63,7 +64,10 @@ def test_json_within_the_depth_is_what_the_standard_library_reads(depth):
             safe_read.parse_json(text)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 900 + "1" + "}" * 900, "9" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 900 + "1" + "}" * 900, "9" * 5000],
+)
 def test_json_that_breaks_a_parser_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"."):
         safe_read.parse_json(text)
@@ -111,7 +115,11 @@ def test_each_kind_of_error_has_its_status():
     assert sentence(LinkError("x")) == ("LinkError: x", 1)
     assert len(sentence(DataError("x" * 100_000))[0]) < 12_000
     assert sentence(ValueError("a bug")) is None
-    for error in (MemoryError(), ImportError("libx.so: failed to map segment"), RuntimeError("can't allocate memory")):
+    for error in (
+        MemoryError(),
+        ImportError("libx.so: failed to map segment"),
+        RuntimeError("can't allocate memory"),
+    ):
         text, status = sentence(error)
         assert status == 2
         assert text.startswith("there is not enough memory")

@@ -35,7 +35,9 @@ def place(tmp_path, monkeypatch):
 @pytest.fixture
 def owner(place):
     """A process that has a folder; its end of the input ends it."""
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield process, Path(process.stdout.readline().strip())
         process.kill()
 

@@ -18,7 +18,9 @@ def test_results_come_in_order(size):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_each_piece_has_its_result(size):
-    assert Crew(size).each(lambda i: i * i, range(7), [1, 9, 2, 2, 0, 5, 1]) == [i * i for i in range(7)]
+    assert Crew(size).each(lambda i: i * i, range(7), [1, 9, 2, 2, 0, 5, 1]) == [
+        i * i for i in range(7)
+    ]
     assert Crew(size).each(len, ["ab"], [2]) == [2]
     assert Crew(size).each(len, [], []) == []
 

@@ -1,4 +1,5 @@
-"""The server that all others run on: connections that hold nothing up, and clients that may do what they want."""
+"""The server that all others run on: connections that hold nothing up, and clients that may do what
+they want."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ class App:
             self.entered.set()
             await self.release.wait()
         body = b"x" * self.size if path == "/large" else b"hello"
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", b"%d" % len(body))],
+            }
+        )
         await send({"type": "http.response.body", "body": body})
 
 
@@ -52,7 +59,9 @@ async def serving(app: Any, limits: Limits = LONG) -> AsyncIterator[Server]:
         await asyncio.wait_for(task, 30)
 
 
-async def connect(server: Server, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(
+    server: Server, data: bytes = b""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(data)
     return reader, writer
@@ -60,7 +69,9 @@ async def connect(server: Server, data: bytes = b"") -> tuple[asyncio.StreamRead
 
 async def ask(server: Server, data: bytes = GET) -> bytes:
     """Return the answer's head and body, as the connection is closed after it."""
-    reader, writer = await connect(server, data.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1))
+    reader, writer = await connect(
+        server, data.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)
+    )
     answer = await asyncio.wait_for(reader.read(), 30)
     writer.close()
     return answer
@@ -116,7 +127,9 @@ def test_requests_that_are_answered_keep_their_place() -> None:
     async def scene() -> list[bytes]:
         app = App()
         async with serving(app, replace(LONG, connections=2)) as server:
-            held = [asyncio.create_task(ask(server, GET.replace(b"/ ", b"/held "))) for _ in range(2)]
+            held = [
+                asyncio.create_task(ask(server, GET.replace(b"/ ", b"/held "))) for _ in range(2)
+            ]
             while len(server._connections.open - server._connections.waiting.keys()) < 2:
                 await asyncio.sleep(0)
             late = asyncio.create_task(ask(server))  # waits in the kernel's queue
@@ -170,7 +183,9 @@ NOISE = [
 
 
 @pytest.mark.fault("S15")
-def test_what_is_no_http_is_refused_without_a_word_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_http_is_refused_without_a_word_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scene() -> list[bytes]:
         async with serving(Guard(App())) as server:
             answers = []
@@ -188,7 +203,9 @@ def test_what_is_no_http_is_refused_without_a_word_in_the_log(caplog: pytest.Log
     assert [record for record in caplog.records if record.name != "asyncio"] == []
 
 
-def test_a_fault_is_an_answer_with_a_number_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_is_an_answer_with_a_number_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scene() -> bytes:
         async with serving(Guard(App())) as server:
             return await ask(server, GET.replace(b"/ ", b"/broken "))
@@ -302,8 +319,11 @@ asyncio.run(main())
 
 @pytest.mark.fault("S15")
 def test_few_descriptors_and_many_connections() -> None:
-    """Of 120 silent connections to a process with 64 descriptors none is in the way, and accepting hardly ever fails."""
-    with subprocess.Popen([sys.executable, "-c", FEW], stdout=subprocess.PIPE, text=True, env=os.environ) as child:
+    """Of 120 silent connections to a process with 64 descriptors none is in the way, and accepting
+    hardly ever fails."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FEW], stdout=subprocess.PIPE, text=True, env=os.environ
+    ) as child:
         assert child.stdout is not None
         try:
             port = int(child.stdout.readline())

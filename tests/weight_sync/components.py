@@ -24,7 +24,9 @@ class SpreadRank:
 
     def __init__(self, rank, world, topology, shape):
         self.rank, self.world = rank, world
-        self.learner = made(Mesh(Topology(**topology), "cpu"), shape, torch.float32, DTensorConfig())
+        self.learner = made(
+            Mesh(Topology(**topology), "cpu"), shape, torch.float32, DTensorConfig()
+        )
 
     def send(self, sender, options):
         return imported(sender)(self.learner.weights(), self.rank, self.world, **options)
@@ -39,7 +41,8 @@ class SpreadRank:
 
 
 class RowsRank:
-    """A rank that has some rows of each of `n` matrices, and may kill itself, or raise, when so many have been sent."""
+    """A rank that has some rows of each of `n` matrices, and may kill itself, or raise, when so
+    many have been sent."""
 
     def __init__(self, rank, world, n=4, rows=6, columns=5):
         self.rank, self.world, self.die_at, self.raise_at = rank, world, None, None
@@ -52,7 +55,12 @@ class RowsRank:
             if index == self.raise_at:
                 raise RuntimeError("out of memory")
             size = len(whole) // self.world
-            yield Shard(name, tuple(whole.shape), (size * self.rank, 0), whole[size * self.rank : size * (self.rank + 1)])
+            yield Shard(
+                name,
+                tuple(whole.shape),
+                (size * self.rank, 0),
+                whole[size * self.rank : size * (self.rank + 1)],
+            )
 
     def send(self, sender, options):
         return imported(sender)(self.weights(), self.rank, self.world, **options)
@@ -88,8 +96,14 @@ class Kept:
 
     async def commit(self, version):
         for shard in self.staged:
-            whole = self.held.setdefault(shard.name, torch.zeros(shard.shape, dtype=shard.tensor.dtype))
-            whole[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))] = shard.tensor
+            whole = self.held.setdefault(
+                shard.name, torch.zeros(shard.shape, dtype=shard.tensor.dtype)
+            )
+            whole[
+                tuple(
+                    slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True)
+                )
+            ] = shard.tensor
         self.version, self.staged = version, []
 
     async def rollback(self):

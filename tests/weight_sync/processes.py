@@ -21,7 +21,8 @@ class RankDied(RatchetError):
 
 
 class Processes:
-    """Implements `Ranks`. factory: "module:callable", called with (rank, world, *arguments). gloo: with a default group."""
+    """Implements `Ranks`. factory: "module:callable", called with (rank, world, *arguments). gloo:
+    with a default group."""
 
     def __init__(self, world, factory, *arguments, gloo=False):
         self._directory = tempfile.TemporaryDirectory()
@@ -29,7 +30,9 @@ class Processes:
         self.pipes, self.processes = [], []
         for rank in range(world):
             here, there = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(rank, world, store, factory, arguments, there), daemon=True)
+            process = CONTEXT.Process(
+                target=_serve, args=(rank, world, store, factory, arguments, there), daemon=True
+            )
             process.start()
             there.close()
             self.pipes.append(here)
@@ -40,7 +43,8 @@ class Processes:
             with contextlib.suppress(OSError):  # a dead one is found below
                 pipe.send_bytes(pickle.dumps((method, arguments)))
         results = await asyncio.gather(
-            *(asyncio.to_thread(_answer, rank, pipe) for rank, pipe in enumerate(self.pipes)), return_exceptions=True
+            *(asyncio.to_thread(_answer, rank, pipe) for rank, pipe in enumerate(self.pipes)),
+            return_exceptions=True,
         )
         for result in results:
             if isinstance(result, BaseException):
@@ -77,7 +81,11 @@ def _serve(rank, world, store, factory, arguments, pipe):
         import torch.distributed as dist
 
         dist.init_process_group(
-            "gloo", rank=rank, world_size=world, init_method=f"file://{store}", timeout=timedelta(seconds=60)
+            "gloo",
+            rank=rank,
+            world_size=world,
+            init_method=f"file://{store}",
+            timeout=timedelta(seconds=60),
         )
     module, _, name = factory.partition(":")
     component = getattr(importlib.import_module(module), name)(rank, world, *arguments)

@@ -1,4 +1,5 @@
-"""An adapter travels alone, behind a first push that brings its base too: checked and committed as all weights are."""
+"""An adapter travels alone, behind a first push that brings its base too: checked and committed as
+all weights are."""
 
 import asyncio
 
@@ -77,7 +78,9 @@ def test_a_push_that_fails_leaves_the_adapter_before(monkeypatch):
     asyncio.run(link.push(2))
     before = {shard.name: shard.tensor.clone() for shard in generator.weights()}
     step(made)
-    monkeypatch.setattr("ratchet.weight_sync.endpoints.claim", lambda numbers, wanted: lambda: False)
+    monkeypatch.setattr(
+        "ratchet.weight_sync.endpoints.claim", lambda numbers, wanted: lambda: False
+    )
     with pytest.raises(LinkError, match="lora_A"):
         asyncio.run(link.push(3))
     assert generator.version == 2
@@ -96,13 +99,24 @@ def test_the_parity_gate_sees_an_adapter_that_did_not_arrive():
     step(made)
     found = asyncio.run(ParityGate(Ends(made, generator, link, {}), ParityConfig())._weights())
     assert found.guilty
-    assert "tensors differ, the first is base_model.model.model.layers.0.self_attn.q_proj.lora_" in found.text
+    assert (
+        "tensors differ, the first is base_model.model.model.layers.0.self_attn.q_proj.lora_"
+        in found.text
+    )
     asyncio.run(link.close())
 
 
 def test_a_generator_has_one_adapter_of_a_learner():
     generator = Engine(ENGINE, init_policy(SHAPE, seed=0))
-    asyncio.run(SharedMemoryLink(OneRank(Outlet(learner())), OneRank(Intake(generator)), adapter=ADAPTER).push(1))
+    asyncio.run(
+        SharedMemoryLink(
+            OneRank(Outlet(learner())), OneRank(Intake(generator)), adapter=ADAPTER
+        ).push(1)
+    )
     other = Adapter(LoRAConfig(rank=3))
     with pytest.raises(LinkError, match="another adapter"):
-        asyncio.run(SharedMemoryLink(OneRank(Outlet(learner())), OneRank(Intake(generator)), adapter=other).push(2))
+        asyncio.run(
+            SharedMemoryLink(
+                OneRank(Outlet(learner())), OneRank(Intake(generator)), adapter=other
+            ).push(2)
+        )

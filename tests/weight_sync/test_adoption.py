@@ -1,4 +1,5 @@
-"""A generator uses weights where a rank has put them: nothing that serves is ever written, whatever fails on the way."""
+"""A generator uses weights where a rank has put them: nothing that serves is ever written, whatever
+fails on the way."""
 
 import asyncio
 
@@ -143,7 +144,9 @@ def test_what_has_another_dtype_is_copied(sent, kept):
     for version in (1, 2):
         asyncio.run(link.push(version))
         assert not generator.adopted
-        wanted = {name: tensor.to(torch.bfloat16).to(kept) for name, tensor in weights_of(policy).items()}
+        wanted = {
+            name: tensor.to(torch.bfloat16).to(kept) for name, tensor in weights_of(policy).items()
+        }
         assert_bit_equal(held(generator), wanted)
         change(policy, 1.5)
     assert link.shared_bytes < 1.1 * sum(parameter.nbytes for parameter in policy.parameters())
@@ -153,7 +156,9 @@ def test_pieces_that_do_not_lie_as_the_weight_does_are_copied():
     weight = torch.nn.Parameter(torch.zeros(4, 6), requires_grad=False)
     staging = Staging(lambda: [("w", weight.data)], lambda: [weight])
     wanted = torch.arange(24.0).view(4, 6)
-    memory = torch.cat([wanted[:, :3].flatten(), wanted[:, 3:].flatten(), wanted.flatten(), wanted.flatten()])
+    memory = torch.cat(
+        [wanted[:, :3].flatten(), wanted[:, 3:].flatten(), wanted.flatten(), wanted.flatten()]
+    )
 
     def receives(*pieces, lasting=True):
         staging.prepare({"weights": {"w": {"shape": (4, 6)}}, "stable": True, "lasting": lasting})
@@ -163,9 +168,11 @@ def test_pieces_that_do_not_lie_as_the_weight_does_are_copied():
         assert torch.equal(staging.views["w"], wanted)
         return staging.adopted
 
-    assert not receives(((0, 0), memory[:12].view(4, 3)), ((0, 3), memory[12:24].view(4, 3)))  # columns
+    # columns
+    assert not receives(((0, 0), memory[:12].view(4, 3)), ((0, 3), memory[12:24].view(4, 3)))
     assert not receives(((0, 0), memory[24:48].view(4, 6)), lasting=False)
-    assert not receives(((0, 0), memory[24:36].view(2, 6)), ((2, 0), memory[60:72].view(2, 6)))  # not together
+    # not together
+    assert not receives(((0, 0), memory[24:36].view(2, 6)), ((2, 0), memory[60:72].view(2, 6)))
     assert receives(((2, 0), memory[36:48].view(2, 6)), ((0, 0), memory[24:36].view(2, 6)))
     assert weight.data_ptr() == memory[24:].data_ptr()
     wanted = wanted + 1

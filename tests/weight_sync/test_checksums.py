@@ -7,13 +7,24 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.weight_sync.checksums import ROW, SUMS, XXH3, _checksum, agrees, as_bytes, checksum, copy_summed
+from ratchet.weight_sync.checksums import (
+    ROW,
+    SUMS,
+    XXH3,
+    _checksum,
+    agrees,
+    as_bytes,
+    checksum,
+    copy_summed,
+)
 
 SIZES = [0, 1, 7, 8, ROW - 1, ROW, ROW + 1, 3 * ROW + 5, 200 * ROW + 24, 600 * ROW + 24]
 
 
 def data(size, seed=0):
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,4 +1,5 @@
-"""Changes are applied bit by bit, once, in order, and to nothing else than what they were made of."""
+"""Changes are applied bit by bit, once, in order, and to nothing else than what they were made
+of."""
 
 import asyncio
 
@@ -19,7 +20,15 @@ from ratchet.weight_sync.files import FilesLink
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
 from ratchet.weight_sync.weight_blocks import block_of
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int8,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
 
 
 @st.composite
@@ -57,9 +66,13 @@ def test_what_a_rank_sends_of_any_change_is_what_the_receiver_gets(pairs):
     forget(session)
     try:
         for version, which in ((1, 0), (2, 1)):
-            shards = [Shard(f"w{i}", tuple(p[which].shape), (0,), p[which]) for i, p in enumerate(pairs)]
+            shards = [
+                Shard(f"w{i}", tuple(p[which].shape), (0,), p[which]) for i, p in enumerate(pairs)
+            ]
             taken = deliver(received, shards, session, version - 1 or None, version)
-            assert all(torch.equal(words(a), words(b.tensor)) for a, b in zip(taken, shards, strict=True))
+            assert all(
+                torch.equal(words(a), words(b.tensor)) for a, b in zip(taken, shards, strict=True)
+            )
     finally:
         forget(session)
 
@@ -68,7 +81,9 @@ def deliver(received, shards, session, base, version, *, sent=None):
     """Applies what a rank sends, and commits. sent: what it sent before, again."""
     blocks = [[block_of(shard, None) for shard in shards]]
     parts, numbers = sent or outgoing(shards, session, base, version)
-    taken = received.take(blocks, [parts], lambda rank, part: numbers[part], base=base, version=version)
+    taken = received.take(
+        blocks, [parts], lambda rank, part: numbers[part], base=base, version=version
+    )
     found = [tensor.clone() for *_, tensor in taken]
     received.version = version
     return found
@@ -98,10 +113,14 @@ def history():
 
 def test_changes_apply_once_and_in_order(history):
     received, shards, sent = history
-    with pytest.raises(DeltaRefused, match="changes from version 2 to 3 were refused: the receiver has version 1"):
+    with pytest.raises(
+        DeltaRefused, match="changes from version 2 to 3 were refused: the receiver has version 1"
+    ):
         deliver(received, shards[3], "", 2, 3, sent=sent[3])
     deliver(received, shards[2], "", 1, 2, sent=sent[2])
-    with pytest.raises(DeltaRefused, match="changes from version 1 to 2 were refused: the receiver has version 2"):
+    with pytest.raises(
+        DeltaRefused, match="changes from version 1 to 2 were refused: the receiver has version 2"
+    ):
         deliver(received, shards[2], "", 1, 2, sent=sent[2])
     with pytest.raises(DeltaRefused, match="from version 2 to 2"):
         deliver(received, shards[3], "", 2, 2, sent=sent[3])
@@ -112,7 +131,9 @@ def test_changes_apply_once_and_in_order(history):
 def test_what_comes_out_wrong_is_refused_and_nothing_applies_to_it_any_more(history):
     received, shards, sent = history
     received.blocks[0, 0][50] = 5.0
-    with pytest.raises(LinkError, match="weight 'w' of rank 0 is not what it should be after its changes"):
+    with pytest.raises(
+        LinkError, match="weight 'w' of rank 0 is not what it should be after its changes"
+    ):
         deliver(received, shards[2], "", 1, 2, sent=sent[2])
     with pytest.raises(DeltaRefused, match="the receiver has none"):
         deliver(received, shards[2], "", 1, 2, sent=sent[2])
@@ -120,7 +141,11 @@ def test_what_comes_out_wrong_is_refused_and_nothing_applies_to_it_any_more(hist
 
 def test_a_position_outside_of_the_block_is_refused():
     with pytest.raises(LinkError, match="outside of its block"):
-        apply(torch.zeros(3), torch.tensor([3], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
+        apply(
+            torch.zeros(3),
+            torch.tensor([3], dtype=torch.int32),
+            torch.tensor([1], dtype=torch.int32),
+        )
 
 
 # --- through a link
@@ -133,7 +158,11 @@ def test_a_push_is_whole_where_changes_would_not_apply(through, ranks, tmp_path)
     kept = Kept()
     receiver = OneRank(Intake(kept))
     by_files = lambda *ends: FilesLink(*ends, directory=tmp_path, changes_only=True)  # noqa: E731
-    link = by_files(ranks, receiver) if through == "files" else SharedMemoryLink(ranks, receiver, changes_only=True)
+    link = (
+        by_files(ranks, receiver)
+        if through == "files"
+        else SharedMemoryLink(ranks, receiver, changes_only=True)
+    )
 
     def pushed(version):
         asyncio.run(link.push(version))

@@ -41,7 +41,11 @@ RANKS, ALONE = OneRank(None), FakeLearner(2)
         ({"kind": "collective"}, {"learner": RANKS, "generator": Kept()}, CollectiveLink),
         ({"kind": "files"}, {"learner": RANKS, "generator": Kept()}, FilesLink),
         ({"kind": "delta"}, {"learner": RANKS, "generator": Kept()}, FilesLink),
-        ({"kind": "delta", "through": "shared_memory"}, {"learner": RANKS, "generator": Kept()}, SharedMemoryLink),
+        (
+            {"kind": "delta", "through": "shared_memory"},
+            {"learner": RANKS, "generator": Kept()},
+            SharedMemoryLink,
+        ),
     ],
 )
 def test_each_kind_is_its_link(recipe, between, made):
@@ -51,14 +55,27 @@ def test_each_kind_is_its_link(recipe, between, made):
 
 
 def test_keys_reach_the_link(tmp_path):
-    between = Between(RANKS, Kept(), receivers=RANKS, receivers_count=3, directory=tmp_path, run="mine")
+    between = Between(
+        RANKS, Kept(), receivers=RANKS, receivers_count=3, directory=tmp_path, run="mine"
+    )
     own = {"dtype": "float16", "timeout_s": 5.0}
-    for recipe in ({"kind": "auto"}, {"kind": "shared_memory"}, {"kind": "collective"}, {"kind": "files"}, {"kind": "delta"}):
+    for recipe in (
+        {"kind": "auto"},
+        {"kind": "shared_memory"},
+        {"kind": "collective"},
+        {"kind": "files"},
+        {"kind": "delta"},
+    ):
         link = make_link(resolve("link", {**recipe, **own}), between)
         assert (link.dtype, link.timeout_s, link.receivers) == ("float16", 5.0, RANKS)
     network = {"kind": "collective", "backend": "nccl", "host": "10.0.0.1", "bucket_mib": 3}
     link = make_link(resolve("link", network), between)
-    assert (link.backend, link.host, link.bucket_mib, link.receivers_count) == ("nccl", "10.0.0.1", 3, 3)
+    assert (link.backend, link.host, link.bucket_mib, link.receivers_count) == (
+        "nccl",
+        "10.0.0.1",
+        3,
+        3,
+    )
     assert make_link(resolve("link", {"kind": "files"}), between).directory == tmp_path / "links"
     chosen = {"kind": "files", "directory": str(tmp_path / "other")}
     assert make_link(resolve("link", chosen), between).directory == tmp_path / "other"
@@ -70,7 +87,10 @@ def test_keys_reach_the_link(tmp_path):
 def test_others_reach_the_driver_at_an_address_that_they_can(one_host, host):
     between = Between(RANKS, Kept(), one_host=one_host)
     assert make_link(resolve("link", {"kind": "collective"}), between).host == host
-    assert make_link(resolve("link", {"kind": "collective", "host": "10.0.0.1"}), between).host == "10.0.0.1"
+    assert (
+        make_link(resolve("link", {"kind": "collective", "host": "10.0.0.1"}), between).host
+        == "10.0.0.1"
+    )
 
 
 SHARED = """
@@ -85,7 +105,9 @@ print(*sorted(name for name in sys.modules if name in {"torch", "safetensors"} o
 
 
 def test_shared_weights_need_no_transport():
-    done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SHARED], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == [
         "ratchet.weight_sync.config",
         "ratchet.weight_sync.factory",

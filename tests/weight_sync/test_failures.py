@@ -1,4 +1,5 @@
-"""Whatever goes wrong on the way, the old version keeps serving, and the error says which weight of which rank."""
+"""Whatever goes wrong on the way, the old version keeps serving, and the error says which weight of
+which rank."""
 
 import asyncio
 import contextlib
@@ -168,7 +169,9 @@ def test_a_generator_that_refuses_keeps_what_it_has(kind, ranks, tmp_path):
         raise ModelError("no room")
 
     kept.receive, receive = refuse, kept.receive
-    with pytest.raises(LinkError, match=re.escape("(a receiver compares checksums: ModelError: no room)")):
+    with pytest.raises(
+        LinkError, match=re.escape("(a receiver compares checksums: ModelError: no room)")
+    ):
         asyncio.run(link.push(2))
     serves(kept, 1, matrices(0, 4, 6, 5))
     kept.receive = receive
@@ -241,7 +244,11 @@ def segments(pids):
     found = []
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            found += [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:ratchet-" in line]
+            found += [
+                line
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+                if "memfd:ratchet-" in line
+            ]
     return found
 
 
@@ -269,14 +276,18 @@ DRIVER = textwrap.dedent(
 def test_no_memory_is_left_behind_by_a_driver_that_was_killed():
     before = set(Path("/dev/shm").iterdir())
     code = DRIVER.format(path=[str(Path(__file__).parents[1])])
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "pushed\n"
         assert segments([driver.pid])
         driver.send_signal(signal.SIGKILL)
         driver.wait()
     assert segments([driver.pid]) == []
-    assert not [path for path in set(Path("/dev/shm").iterdir()) - before if "ratchet-killed" in path.name]
+    assert not [
+        path for path in set(Path("/dev/shm").iterdir()) - before if "ratchet-killed" in path.name
+    ]
 
 
 def test_a_receiver_that_was_killed_is_named_and_another_gets_everything(ranks):

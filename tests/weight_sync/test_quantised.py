@@ -1,4 +1,5 @@
-"""Weights are pushed plain, checked by their checksums, and quantised by the generator that receives them."""
+"""Weights are pushed plain, checked by their checksums, and quantised by the generator that
+receives them."""
 
 import asyncio
 
@@ -41,18 +42,24 @@ def shown(generator):
 @pytest.mark.parametrize("kind", LINKS)
 def test_what_arrives_is_quantised_within_the_bound_of_its_form(kind, sent, tmp_path):
     learner, generator = ends("float8")
-    link = LINKS[kind](OneRank(Outlet(learner)), OneRank(Intake(generator)), tmp_path / "links", dtype=sent)
+    link = LINKS[kind](
+        OneRank(Outlet(learner)), OneRank(Intake(generator)), tmp_path / "links", dtype=sent
+    )
     for version in (1, 2):
         asyncio.run(link.push(version))
         rounded = getattr(torch, sent or "float32")
-        weights = {name: tensor.to(rounded).float() for name, tensor in learner.model.canonical_weights()}
+        weights = {
+            name: tensor.to(rounded).float() for name, tensor in learner.model.canonical_weights()
+        }
         found = shown(generator)
         for name, plain in weights.items():
             wanted = Quantised(plain, "float8").plain() if "proj.weight" in name else plain
             assert torch.equal(found[name], wanted), name
             assert (found[name] - weights[name]).abs().max() <= weights[name].abs().max() / 16
         assert generator.version == version
-        assert all(linear.quantised.opened is None for _, linear in generator.policy.decoder.inner_maps)
+        assert all(
+            linear.quantised.opened is None for _, linear in generator.policy.decoder.inner_maps
+        )
         with torch.no_grad():
             for parameter in learner.model.parameters():
                 parameter.mul_(1.3)
@@ -93,4 +100,7 @@ def test_the_parity_gate_names_the_form():
     report = asyncio.run(gate.report(batch, asyncio.run(gate._difference(batch))))
     assert "the cause is: dtype (learner float32, generator float8)" in report
     assert "weights      not compared: the generator rounds those that come to float8" in report
-    assert asyncio.run(ParityGate(gate.ends, ParityConfig(threshold=0.3)).check(batch, 1))["mean"] < 0.3
+    assert (
+        asyncio.run(ParityGate(gate.ends, ParityConfig(threshold=0.3)).check(batch, 1))["mean"]
+        < 0.3
+    )

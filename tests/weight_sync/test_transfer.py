@@ -23,9 +23,15 @@ from ratchet.weight_sync.shared_memory import SharedMemoryLink
 from ratchet.weight_sync.weight_blocks import Block, check_cover
 
 LINKS = {
-    "shared_memory": lambda senders, receivers, path, **o: SharedMemoryLink(senders, receivers, run="test", **o),
-    "collective": lambda senders, receivers, path, **o: CollectiveLink(senders, receivers, bucket_mib=1, timeout_s=30, **o),
-    "files": lambda senders, receivers, path, **o: FilesLink(senders, receivers, directory=path, **o),
+    "shared_memory": lambda senders, receivers, path, **o: SharedMemoryLink(
+        senders, receivers, run="test", **o
+    ),
+    "collective": lambda senders, receivers, path, **o: CollectiveLink(
+        senders, receivers, bucket_mib=1, timeout_s=30, **o
+    ),
+    "files": lambda senders, receivers, path, **o: FilesLink(
+        senders, receivers, directory=path, **o
+    ),
     "delta by files": lambda senders, receivers, path, **o: FilesLink(
         senders, receivers, directory=path, changes_only=True, **o
     ),
@@ -43,7 +49,13 @@ TOPOLOGIES = {
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def learner(request):
     topology = TOPOLOGIES[request.param]
-    made = Processes(math.prod(topology.values()), "weight_sync.components:SpreadRank", topology, UNTIED, gloo=True)
+    made = Processes(
+        math.prod(topology.values()),
+        "weight_sync.components:SpreadRank",
+        topology,
+        UNTIED,
+        gloo=True,
+    )
     yield made
     made.close()
 
@@ -95,7 +107,9 @@ def test_a_learner_of_this_process_has_one_rank_and_sends_bfloat16_where_asked(k
     generator = engine(dtype=torch.bfloat16)
     link = LINKS[kind](outlet, OneRank(Intake(generator)), tmp_path, dtype="bfloat16")
     asyncio.run(link.push(1))
-    assert_bit_equal(held(generator), {name: tensor.bfloat16() for name, tensor in policy.canonical_weights()})
+    assert_bit_equal(
+        held(generator), {name: tensor.bfloat16() for name, tensor in policy.canonical_weights()}
+    )
     assert asyncio.run(link.audit()) == []
     half = sum(parameter.numel() for parameter in policy.parameters()) * 2
     assert link.sent_bytes == half
@@ -103,13 +117,25 @@ def test_a_learner_of_this_process_has_one_rank_and_sends_bfloat16_where_asked(k
         policy.decoder.layers["0"].mlp.down_proj.weight[0, 0] += 1
     asyncio.run(link.push(2))
     assert link.sent_bytes == (6 if link.changes_only else half)  # a position and a value
-    assert_bit_equal(held(generator), {name: tensor.bfloat16() for name, tensor in policy.canonical_weights()})
+    assert_bit_equal(
+        held(generator), {name: tensor.bfloat16() for name, tensor in policy.canonical_weights()}
+    )
     asyncio.run(link.close())
 
 
 def test_experts_travel_by_their_own_names():
     shape = DecoderConfig(
-        VOCAB, 16, 2, 4, 2, 8, 24, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=12
+        VOCAB,
+        16,
+        2,
+        4,
+        2,
+        8,
+        24,
+        family="qwen3_moe",
+        n_experts=4,
+        experts_per_token=2,
+        expert_intermediate_size=12,
     )
     policy, outlet = local(shape)
     generator = engine(shape)
@@ -130,7 +156,11 @@ def test_a_tied_learner_fills_the_head_of_an_untied_generator():
 
 @pytest.mark.parametrize(
     ("shape", "said"),
-    [(replace(SHAPE, n_layers=5), "layers.4"), (replace(SHAPE, n_layers=3), "none of that name"), (UNTIED, "weight '")],
+    [
+        (replace(SHAPE, n_layers=5), "layers.4"),
+        (replace(SHAPE, n_layers=3), "none of that name"),
+        (UNTIED, "weight '"),
+    ],
 )
 def test_a_generator_of_another_model_refuses_before_anything_moves(shape, said):
     _, outlet = local(SHAPE)
@@ -147,7 +177,10 @@ def test_several_receivers_get_the_same(tmp_path):
     ranks = Processes(2, "weight_sync.components:RowsRank")
     receivers = Processes(2, "weight_sync.components:KeptIntake")
     try:
-        for make in (LINKS["shared_memory"], lambda *a: CollectiveLink(*a[:2], receivers_count=2, timeout_s=30)):
+        for make in (
+            LINKS["shared_memory"],
+            lambda *a: CollectiveLink(*a[:2], receivers_count=2, timeout_s=30),
+        ):
             link = make(ranks, receivers, tmp_path)
             asyncio.run(link.push(7))
             (version, first), (_, second) = receivers.ask("held")
@@ -166,9 +199,18 @@ def block(offsets, sizes, name="w", shape=(4, 4), dtype="float32"):
 @pytest.mark.parametrize(
     ("by_rank", "said"),
     [
-        ([[block((0, 0), (2, 4))], [block((2, 0), (1, 4))]], "no rank sends 4 of the numbers of weight 'w'"),
-        ([[block((0, 0), (3, 4))], [block((2, 0), (1, 4))]], "two ranks send the same numbers of weight 'w'"),
-        ([[block((0, 0), (2, 4))], [block((2, 0), (2, 4), dtype="bfloat16")]], "the ranks run different models"),
+        (
+            [[block((0, 0), (2, 4))], [block((2, 0), (1, 4))]],
+            "no rank sends 4 of the numbers of weight 'w'",
+        ),
+        (
+            [[block((0, 0), (3, 4))], [block((2, 0), (1, 4))]],
+            "two ranks send the same numbers of weight 'w'",
+        ),
+        (
+            [[block((0, 0), (2, 4))], [block((2, 0), (2, 4), dtype="bfloat16")]],
+            "the ranks run different models",
+        ),
     ],
 )
 def test_ranks_that_do_not_add_up_to_a_model_are_found(by_rank, said):

@@ -1,7 +1,9 @@
-"""What the estimators share: attempts and their returns, steps of an attempt, sums by index, spreading over tokens.
+"""What the estimators share: attempts and their returns, steps of an attempt, sums by index,
+spreading over tokens.
 
-T = tokens, S = sequences, A = attempts, G = groups. Statistics are float64 and count *attempts*: an attempt whose history
-forked is several sequences, but one draw from the policy. Only scored training attempts enter them.
+T = tokens, S = sequences, A = attempts, G = groups. Statistics are float64 and count *attempts*: an
+attempt whose history forked is several sequences, but one draw from the policy. Only scored
+training attempts enter them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Index = tuple[Tensor, int]  # [n] of 0..size-1, size
 class Attempts:
     """The scored training attempts of a batch.
 
-    row_S: whether a sequence belongs to one; attempt_R: its attempt, for those R rows; group_A; rewards_A: as judged.
+    row_S: whether a sequence belongs to one; attempt_R: its attempt, for those R rows; group_A;
+    rewards_A: as judged.
     """
 
     batch: Batch
@@ -46,7 +49,9 @@ class Attempts:
         """The reward, and all token rewards of the attempt's rows."""
         if not self.batch.has("token_rewards"):
             return self.rewards_A
-        return self.rewards_A + self.sum_rows(self.batch.sequence_sum(self.batch.need("token_rewards")))
+        return self.rewards_A + self.sum_rows(
+            self.batch.sequence_sum(self.batch.need("token_rewards"))
+        )
 
     @property
     def groups(self) -> Index:
@@ -54,7 +59,8 @@ class Attempts:
 
 
 def attempts_of(batch: Batch) -> Attempts:
-    """Raises DataError where the sequences of one attempt carry different rewards: there would be no telling its own."""
+    """Raises DataError where the sequences of one attempt carry different rewards: there would be
+    no telling its own."""
     row_S = batch.train_S & batch.scored_S
     keys = torch.stack([batch.group_S[row_S], batch.attempt_S[row_S]], dim=1)
     pairs, attempt_R = torch.unique(keys, dim=0, return_inverse=True)
@@ -65,15 +71,19 @@ def attempts_of(batch: Batch) -> Attempts:
     if bool(differs.any()):
         group, attempt = keys[differs][0].tolist()
         raise DataError(
-            f"group {batch.group_ids[group]}: the sequences of attempt {attempt} carry different rewards; "
+            f"group {batch.group_ids[group]}: the sequences of attempt {attempt} carry different "
+            "rewards; "
             "an attempt has one reward, however many sequences its history forked into"
         )
     return Attempts(batch, row_S, attempt_R, pairs[:, 0], rewards_A)
 
 
 def attempt_index(batch: Batch) -> Index:
-    """The attempt of each sequence: several sequences of one are its stretches, in the batch's order."""
-    pairs, attempt_S = torch.unique(torch.stack([batch.group_S, batch.attempt_S], dim=1), dim=0, return_inverse=True)
+    """The attempt of each sequence: several sequences of one are its stretches, in the batch's
+    order."""
+    pairs, attempt_S = torch.unique(
+        torch.stack([batch.group_S, batch.attempt_S], dim=1), dim=0, return_inverse=True
+    )
     return attempt_S, len(pairs)
 
 
@@ -93,7 +103,8 @@ def mean_by(by: Index, x: Tensor) -> Tensor:
 
 
 def equal_by(by: Index, x: Tensor) -> Tensor:
-    """Whether all x of an index are the same; true for a lone one, and for an index that does not occur."""
+    """Whether all x of an index are the same; true for a lone one, and for an index that does not
+    occur."""
     index, size = by
     low = torch.full((size,), torch.inf, dtype=x.dtype).scatter_reduce(0, index, x, "amin")
     high = torch.full((size,), -torch.inf, dtype=x.dtype).scatter_reduce(0, index, x, "amax")
@@ -108,10 +119,11 @@ def std_by(by: Index, x: Tensor) -> Tensor:
 
 
 def normalised_by(by: Index, x: Tensor, *, scale: str, epsilon: float) -> Tensor:
-    """(x - mean) / (std + epsilon) within each index, with the sample standard deviation (ddof 1); scale="none": x - mean.
+    """(x - mean) / (std + epsilon) within each index, with the sample standard deviation (ddof 1);
+    scale="none": x - mean.
 
-    Exactly 0 where all are equal: rounding leaves the mean of equal numbers a hair off, and a division by a tiny standard
-    deviation would blow that up into a signal.
+    Exactly 0 where all are equal: rounding leaves the mean of equal numbers a hair off, and a
+    division by a tiny standard deviation would blow that up into a signal.
     """
     index, _ = by
     centred = x - mean_by(by, x)[index]
@@ -126,7 +138,8 @@ def whole(x: Tensor) -> Index:
 
 
 def standardised(x: Tensor, *, epsilon: float) -> Tensor:
-    """(x - mean) / (std + epsilon) with the population standard deviation (ddof 0); exactly 0 where all are equal."""
+    """(x - mean) / (std + epsilon) with the population standard deviation (ddof 0); exactly 0 where
+    all are equal."""
     if len(x) == 0 or bool((x == x[0]).all()):
         return torch.zeros_like(x)
     return (x - x.mean()) / (x.std(correction=0) + epsilon)
@@ -134,7 +147,9 @@ def standardised(x: Tensor, *, epsilon: float) -> Tensor:
 
 def spread(batch: Batch, advantages_S: Tensor) -> Batch:
     """One advantage a sequence, given to each of its trainable tokens; 0 elsewhere."""
-    return batch.fill_tokens(advantages=torch.where(batch.trainable_T, advantages_S[batch.sequence_T], 0.0))
+    return batch.fill_tokens(
+        advantages=torch.where(batch.trainable_T, advantages_S[batch.sequence_T], 0.0)
+    )
 
 
 # --- along attempts. N = steps, L = most steps of an attempt
@@ -152,9 +167,9 @@ def discounted_sums(x_AL: Tensor, factor_A: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of ragged attempts (the trainable tokens of their rows, in order) as a padded matrix and back: padding is 0 and
-    comes last, so it adds nothing to earlier steps. Where a history forked, the first step of a row follows the last one of
-    the row before it."""
+    """The steps of ragged attempts (the trainable tokens of their rows, in order) as a padded
+    matrix and back: padding is 0 and comes last, so it adds nothing to earlier steps. Where a
+    history forked, the first step of a row follows the last one of the row before it."""
 
     step_N: Tensor  # flat token index of every step
     attempt_N: Tensor

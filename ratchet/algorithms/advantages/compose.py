@@ -28,7 +28,8 @@ def clip_advantages(batch: Batch, state: AlgoState, *, limit: float) -> Batch:
 
 
 def whiten(batch: Batch, state: AlgoState, *, epsilon: float = 1e-8) -> Batch:
-    """(A - mean) / (std + epsilon) over all trainable tokens of the batch (ddof 0); equal ones give exactly 0."""
+    """(A - mean) / (std + epsilon) over all trainable tokens of the batch (ddof 0); equal ones give
+    exactly 0."""
     mask_T = batch.trainable_T
     advantages_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
     advantages_T[mask_T] = standardised(batch.need("advantages")[mask_T], epsilon=epsilon)
@@ -36,7 +37,8 @@ def whiten(batch: Batch, state: AlgoState, *, epsilon: float = 1e-8) -> Batch:
 
 
 def pipeline(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform]) -> Batch:
-    """One after the other. Measures "advantage/zero_share" of the trainable tokens: at 1 the batch teaches nothing."""
+    """One after the other. Measures "advantage/zero_share" of the trainable tokens: at 1 the batch
+    teaches nothing."""
     for transform in transforms:
         batch = transform(batch, state)
     teaches_N = batch.need("advantages")[batch.trainable_T] != 0

@@ -1,7 +1,8 @@
 """Estimators with one advantage an attempt: its return against a baseline.
 
-A = attempts, S = sequences, T = tokens, G = groups. An attempt's return R is its reward plus its token rewards, if it has
-any. A sequence that was not scored, or is not for training, gets 0 and enters no statistic.
+A = attempts, S = sequences, T = tokens, G = groups. An attempt's return R is its reward plus its
+token rewards, if it has any. A sequence that was not scored, or is not for training, gets 0 and
+enters no statistic.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ from ratchet.batch import Batch
 from ratchet.errors import ConfigError
 
 
-def group_relative(batch: Batch, state: AlgoState, *, scale: Scale = "std", epsilon: float = 1e-6) -> Batch:
-    """A = (R - mean(R of the group)) / (std(R of the group) + epsilon), the same for every trainable token of a sequence.
+def group_relative(
+    batch: Batch, state: AlgoState, *, scale: Scale = "std", epsilon: float = 1e-6
+) -> Batch:
+    """A = (R - mean(R of the group)) / (std(R of the group) + epsilon), the same for every
+    trainable token of a sequence.
 
-    GRPO (arXiv:2402.03300) section 4.1.2, with the sample standard deviation (ddof 1); `scale="none"` drops the division:
-    Dr. GRPO (arXiv:2503.20783). Equal returns, a lone attempt among them, give exactly 0.
+    GRPO (arXiv:2402.03300) section 4.1.2, with the sample standard deviation (ddof 1);
+    `scale="none"` drops the division: Dr. GRPO (arXiv:2503.20783). Equal returns, a lone attempt
+    among them, give exactly 0.
     """
     attempts = attempts_of(batch)
     advantages_A = normalised_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
@@ -46,9 +51,11 @@ def group_relative(batch: Batch, state: AlgoState, *, scale: Scale = "std", epsi
 
 
 def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: float = 1e-6) -> Batch:
-    """A_i = R_i - mean of the other attempts' R. RLOO (arXiv:2402.14740) section 2.3. A lone attempt gets 0.
+    """A_i = R_i - mean of the other attempts' R. RLOO (arXiv:2402.14740) section 2.3. A lone
+    attempt gets 0.
 
-    scale="std" divides by the group's standard deviation (ddof 1) + epsilon; with two attempts only signs would be left.
+    scale="std" divides by the group's standard deviation (ddof 1) + epsilon; with two attempts only
+    signs would be left.
     """
     attempts = attempts_of(batch)
     returns_A = attempts.returns_A
@@ -56,13 +63,15 @@ def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: floa
     total_A = sum_by(attempts.group_A, returns_A, batch.n_groups)[attempts.group_A]
     advantages_A = returns_A - (total_A - returns_A) / others_A
     if scale == "std":
-        advantages_A = advantages_A / (std_by(attempts.groups, returns_A) + epsilon)[attempts.group_A]
+        advantages_A = (
+            advantages_A / (std_by(attempts.groups, returns_A) + epsilon)[attempts.group_A]
+        )
     return spread(batch, _unless_equal(attempts, advantages_A))
 
 
 def opo(batch: Batch, state: AlgoState) -> Batch:
-    """A_i = R_i - sum_j l_j R_j / sum_j l_j, l = trainable tokens of the attempt: the baseline of least variance where
-    longer answers have larger gradients. OPO (arXiv:2505.23585) eq. 7."""
+    """A_i = R_i - sum_j l_j R_j / sum_j l_j, l = trainable tokens of the attempt: the baseline of
+    least variance where longer answers have larger gradients. OPO (arXiv:2505.23585) eq. 7."""
     attempts = attempts_of(batch)
     lengths_A = attempts.sum_rows(batch.sequence_sum(batch.trainable_T.double()))
     total_G = sum_by(attempts.group_A, lengths_A, batch.n_groups)
@@ -72,13 +81,15 @@ def opo(batch: Batch, state: AlgoState) -> Batch:
 
 
 def _unless_equal(attempts: Attempts, advantages_A: Tensor) -> Tensor:
-    """By sequence; exactly 0 in groups of equal returns, where rounding would leave a hair of signal."""
+    """By sequence; exactly 0 in groups of equal returns, where rounding would leave a hair of
+    signal."""
     equal_A = equal_by(attempts.groups, attempts.returns_A)[attempts.group_A]
     return attempts.to_rows(torch.where(equal_A, 0.0, advantages_A))
 
 
 def remax(batch: Batch, state: AlgoState) -> Batch:
-    """A_i = R_i - R of the group's greedy attempt (the row with use="baseline"). ReMax (arXiv:2310.10505) eq. 5.
+    """A_i = R_i - R of the group's greedy attempt (the row with use="baseline"). ReMax
+    (arXiv:2310.10505) eq. 5.
 
     A group whose greedy attempt was not scored has no baseline: it leaves the final mask.
     """
@@ -91,11 +102,16 @@ def remax(batch: Batch, state: AlgoState) -> Batch:
 
 
 def reinforce_pp(
-    batch: Batch, state: AlgoState, *, baseline: Literal["none", "group"] = "none", epsilon: float = 1e-8
+    batch: Batch,
+    state: AlgoState,
+    *,
+    baseline: Literal["none", "group"] = "none",
+    epsilon: float = 1e-8,
 ) -> Batch:
-    """A_t = (G_t - mean(G)) / (std(G) + epsilon), G_t = reward + the token rewards from t on, whitened over all trainable
-    tokens of the batch (ddof 0). REINFORCE++ (arXiv:2501.03262) eq. 8 to 10; with `baseline="group"` the group's mean reward is
-    taken off first. Equal G give exactly 0."""
+    """A_t = (G_t - mean(G)) / (std(G) + epsilon), G_t = reward + the token rewards from t on,
+    whitened over all trainable tokens of the batch (ddof 0). REINFORCE++ (arXiv:2501.03262) eq. 8
+    to 10; with `baseline="group"` the group's mean reward is taken off first. Equal G give exactly
+    0."""
     attempts = attempts_of(batch)
     rewards_A = attempts.rewards_A
     if baseline == "group":
@@ -103,7 +119,9 @@ def reinforce_pp(
     returns_T = attempts.to_rows(rewards_A)[batch.sequence_T]
     if batch.has("token_rewards"):
         steps = Steps.of(batch)
-        following_AL = discounted_sums(steps.pad(batch.need("token_rewards")), torch.ones(len(steps.count_A)).double())
+        following_AL = discounted_sums(
+            steps.pad(batch.need("token_rewards")), torch.ones(len(steps.count_A)).double()
+        )
         returns_T = returns_T + steps.unpad(following_AL)
     counted_T = batch.trainable_T & attempts.row_S[batch.sequence_T]
     advantages_T = torch.zeros_like(returns_T)
@@ -111,15 +129,26 @@ def reinforce_pp(
     return batch.fill_tokens(advantages=advantages_T)
 
 
-def gdpo(batch: Batch, state: AlgoState, *, weights: Mapping[str, float] | None = None, epsilon: float = 1e-6) -> Batch:
-    """Each named part of the reward is normalised within its group by itself, as in `group_relative`; their weighted sum is
-    normalised over the whole batch (ddof 1). GDPO (arXiv:2601.05242): parts of different scale or spread keep a signal each.
+def gdpo(
+    batch: Batch,
+    state: AlgoState,
+    *,
+    weights: Mapping[str, float] | None = None,
+    epsilon: float = 1e-6,
+) -> Batch:
+    """Each named part of the reward is normalised within its group by itself, as in
+    `group_relative`; their weighted sum is normalised over the whole batch (ddof 1). GDPO
+    (arXiv:2601.05242): parts of different scale or spread keep a signal each.
 
-    weights: by part; every part counts 1 by default. An attempt without a part gets 0 for it. Raises ConfigError where the
-    attempts carry no parts, or none of a name in `weights`.
+    weights: by part; every part counts 1 by default. An attempt without a part gets 0 for it.
+    Raises ConfigError where the attempts carry no parts, or none of a name in `weights`.
     """
     attempts = attempts_of(batch)
-    names = [name.removeprefix("reward/") for name in batch.sequence_columns if name.startswith("reward/")]
+    names = [
+        name.removeprefix("reward/")
+        for name in batch.sequence_columns
+        if name.startswith("reward/")
+    ]
     if batch.n_sequences:
         require_parts(names, weights)
     total_A = torch.zeros_like(attempts.rewards_A)
@@ -128,8 +157,11 @@ def gdpo(batch: Batch, state: AlgoState, *, weights: Mapping[str, float] | None 
         part_A[attempts.attempt_R] = batch.need(f"reward/{name}")[attempts.row_S]
         there_A = ~part_A.isnan()
         groups = (attempts.group_A[there_A], batch.n_groups)
-        total_A[there_A] += weight * normalised_by(groups, part_A[there_A], scale="std", epsilon=epsilon)
-    # Every group's parts sum to 0, so the mean over the batch is 0 but for rounding: no signal must stay none.
+        total_A[there_A] += weight * normalised_by(
+            groups, part_A[there_A], scale="std", epsilon=epsilon
+        )
+    # Every group's parts sum to 0, so the mean over the batch is 0 but for rounding: no signal must
+    # stay none.
     normal_A = normalised_by(whole(total_A), total_A, scale="std", epsilon=epsilon)
     return spread(batch, attempts.to_rows(torch.where(total_A == 0, 0.0, normal_A)))
 
@@ -137,6 +169,12 @@ def gdpo(batch: Batch, state: AlgoState, *, weights: Mapping[str, float] | None 
 def require_parts(names: list[str], weights: Mapping[str, float] | None) -> None:
     missing = sorted(set(weights or {}) - set(names))
     if missing or not names:
-        has = f"the rewards have the parts {', '.join(names)}" if names else "the rewards have no named parts"
+        has = (
+            f"the rewards have the parts {', '.join(names)}"
+            if names
+            else "the rewards have no named parts"
+        )
         wanted = f"weights name {', '.join(missing)}" if missing else "parts are needed"
-        raise ConfigError(f"{wanted}, but {has}: name rewards of the stage, or the parts that they return")
+        raise ConfigError(
+            f"{wanted}, but {has}: name rewards of the stage, or the parts that they return"
+        )

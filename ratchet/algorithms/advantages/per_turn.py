@@ -1,8 +1,8 @@
-"""Estimators that look along an attempt: its steps are the trainable tokens of its rows in order; what an environment wrote
-between them is skipped. An attempt is one row, unless its history forked.
+"""Estimators that look along an attempt: its steps are the trainable tokens of its rows in order;
+what an environment wrote between them is skipped. An attempt is one row, unless its history forked.
 
-T = tokens, S = sequences, A = attempts, N = steps (trainable tokens), L = most steps of an attempt, U = policy turns with at
-least one step, K = those of them with a state key.
+T = tokens, S = sequences, A = attempts, N = steps (trainable tokens), L = most steps of an attempt,
+U = policy turns with at least one step, K = those of them with a state key.
 """
 
 from __future__ import annotations
@@ -13,20 +13,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.advantages.common import Steps, attempt_index, attempts_of, discounted_sums, normalised_by, sum_by
+from ratchet.algorithms.advantages.common import (
+    Steps,
+    attempt_index,
+    attempts_of,
+    discounted_sums,
+    normalised_by,
+    sum_by,
+)
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.advantages import Scale
 from ratchet.batch import Batch
 
 
 def step_rewards(batch: Batch) -> Tensor:
-    """Reward of every step, float64 [T], 0 elsewhere: token rewards, a turn's own reward at its end, and at the attempt's last
-    step whatever is left of its reward, so that they sum to it. An attempt without a reward has none."""
+    """Reward of every step, float64 [T], 0 elsewhere: token rewards, a turn's own reward at its
+    end, and at the attempt's last step whatever is left of its reward, so that they sum to it. An
+    attempt without a reward has none."""
     mask_T, (attempt_S, size) = batch.trainable_T, attempt_index(batch)
     turn_T = torch.where(mask_T, batch.turn_rewards_T.nan_to_num(0.0), 0.0)
     paid_A = sum_by(attempt_S, batch.sequence_sum(turn_T), size)
     step_T, sequence_T = mask_T.nonzero()[:, 0], batch.sequence_T
-    last_A = torch.full((size,), -1).scatter_reduce(0, attempt_S[sequence_T[step_T]], step_T, "amax")
+    last_A = torch.full((size,), -1).scatter_reduce(
+        0, attempt_S[sequence_T[step_T]], step_T, "amax"
+    )
     last_T = last_A[last_A >= 0]
     rewards_T = torch.where(batch.scored_S[sequence_T], turn_T, 0.0)
     left_S = torch.where(batch.scored_S, batch.rewards_S - paid_A[attempt_S], 0.0)
@@ -46,24 +56,31 @@ def gae(
     length_alpha: float | None = None,
     bootstrap: bool = True,
 ) -> Batch:
-    """delta_k = r_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lam A_{k+1} over the steps k of an attempt. GAE
-    (arXiv:1506.02438) eq. 11 to 16. Fills `advantages`, and `returns` = A(value_lam) + V, what the critic is trained towards at
-    the steps that `valued` names.
+    """delta_k = r_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lam A_{k+1} over the steps k of an
+    attempt. GAE (arXiv:1506.02438) eq. 11 to 16. Fills `advantages`, and `returns` = A(value_lam) +
+    V, what the critic is trained towards at the steps that `valued` names.
 
-    After the last step V is `bootstrap_values` where the attempt was truncated, as the episode would have gone on, and 0 where
-    it ended, or everywhere with `bootstrap=False`: where a limit is part of the task, an answer cut off by it is over. A row
-    that was not scored gets advantage 0 and its own values as returns.
+    After the last step V is `bootstrap_values` where the attempt was truncated, as the episode
+    would have gone on, and 0 where it ended, or everywhere with `bootstrap=False`: where a limit is
+    part of the task, an answer cut off by it is over. A row that was not scored gets advantage 0
+    and its own values as returns.
 
-    Measures the critic as it is before its update, as "value/explained_variance": 1 - Var(returns - values) / Var(returns) over
-    the steps of scored rows. 1 is a perfect critic, 0 one no better than a constant. Not there where all returns are equal.
+    Measures the critic as it is before its update, as "value/explained_variance": 1 - Var(returns -
+    values) / Var(returns) over the steps of scored rows. 1 is a perfect critic, 0 one no better
+    than a constant. Not there where all returns are equal.
 
-    VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the policy's, and `length_alpha` = a
-    sets the policy's to 1 - 1 / (a l) for an attempt of l steps (at least 0).
+    VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the
+    policy's, and `length_alpha` = a sets the policy's to 1 - 1 / (a l) for an attempt of l steps
+    (at least 0).
     """
     steps = Steps.of(batch)
     values_AL = steps.pad(batch.need("values").double())
     end_S = torch.where(batch.truncated_S & bootstrap, batch.need("bootstrap_values").double(), 0.0)
-    deltas_AL = steps.pad(step_rewards(batch)) + gamma * steps.shift(values_AL, end_S[_last_rows(batch)]) - values_AL
+    deltas_AL = (
+        steps.pad(step_rewards(batch))
+        + gamma * steps.shift(values_AL, end_S[_last_rows(batch)])
+        - values_AL
+    )
     lam_A = torch.full_like(steps.count_A, lam, dtype=torch.float64)
     if length_alpha is not None:
         lam_A = (1 - 1 / (length_alpha * steps.count_A.double().clamp(min=1))).clamp(min=0)
@@ -71,7 +88,9 @@ def gae(
     advantages_T = steps.unpad(discounted_sums(deltas_AL, gamma * lam_A))
     value_lam_A = torch.full_like(lam_A, lam if value_lam is None else value_lam)
     values_T = batch.need("values").double()
-    returns_T = values_T + torch.where(scored_T, steps.unpad(discounted_sums(deltas_AL, gamma * value_lam_A)), 0.0)
+    returns_T = values_T + torch.where(
+        scored_T, steps.unpad(discounted_sums(deltas_AL, gamma * value_lam_A)), 0.0
+    )
     valued_T = batch.trainable_T & scored_T
     batch = batch.note(**_explained_variance(values_T[valued_T], returns_T[valued_T]))
     advantages_T = torch.where(scored_T, advantages_T, 0.0)
@@ -81,14 +100,19 @@ def gae(
 def _last_rows(batch: Batch) -> Tensor:
     """The last sequence of each attempt, int64 [A]."""
     attempt_S, size = attempt_index(batch)
-    return torch.full((size,), -1).scatter_reduce(0, attempt_S, torch.arange(batch.n_sequences), "amax")
+    return torch.full((size,), -1).scatter_reduce(
+        0, attempt_S, torch.arange(batch.n_sequences), "amax"
+    )
 
 
 def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
     if len(returns_N) == 0:
         return {}
-    # What rounding leaves of equal returns is no spread: they are the values and what is added to them.
-    if float(returns_N.max() - returns_N.min()) <= 1e-12 * float(torch.cat([values_N, returns_N]).abs().max()):
+    # What rounding leaves of equal returns is no spread: they are the values and what is added to
+    # them.
+    if float(returns_N.max() - returns_N.min()) <= 1e-12 * float(
+        torch.cat([values_N, returns_N]).abs().max()
+    ):
         return {}
     unexplained = (returns_N - values_N).var(correction=0) / returns_N.var(correction=0)
     return {"value/explained_variance": 1 - float(unexplained)}
@@ -96,8 +120,9 @@ def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]
 
 @dataclass(frozen=True)
 class _Turns:
-    """Policy turns with at least one step. step_N: flat token index of every step that lies in one; turn_N: its turn;
-    row_U, returns_U: the discounted sum of the attempt's step rewards from the turn on; state_U."""
+    """Policy turns with at least one step. step_N: flat token index of every step that lies in one;
+    turn_N: its turn; row_U, returns_U: the discounted sum of the attempt's step rewards from the
+    turn on; state_U."""
 
     step_N: Tensor
     turn_N: Tensor
@@ -112,9 +137,13 @@ class _Turns:
         sequence_N = batch.sequence_T[step_N]
         number_N = batch.turn_T[step_N].long() + _earlier_turns(batch)[sequence_N]
         keys_N = torch.stack([attempt_index(batch)[0][sequence_N], number_N], dim=1)
-        keys_U, turn_N = torch.unique(keys_N, dim=0, return_inverse=True)  # sorted: by attempt, then by turn
+        # sorted: by attempt, then by turn
+        keys_U, turn_N = torch.unique(keys_N, dim=0, return_inverse=True)
         rewards_U = sum_by(turn_N, step_rewards(batch)[step_N], len(keys_U))
-        state_U, row_U = (torch.zeros_like(keys_U[:, 0]).scatter(0, turn_N, x_N) for x_N in (batch.state_T[step_N], sequence_N))
+        state_U, row_U = (
+            torch.zeros_like(keys_U[:, 0]).scatter(0, turn_N, x_N)
+            for x_N in (batch.state_T[step_N], sequence_N)
+        )
         keys, returns = keys_U.tolist(), rewards_U.tolist()
         for u in range(len(keys) - 2, -1, -1):
             (attempt, turn), (next_attempt, next_turn) = keys[u], keys[u + 1]
@@ -140,10 +169,16 @@ def _earlier_turns(batch: Batch) -> Tensor:
     return torch.tensor(earlier, dtype=torch.int64)
 
 
-def turn_returns(batch: Batch, state: AlgoState, *, gamma: float = 1.0, baseline: Literal["none", "group"] = "none") -> Batch:
-    """A = G_j = r_j + gamma G_{j+1} for every step of turn j, r_j the sum of the turn's step rewards: one discount a turn, not
-    a token. `baseline="group"` takes off the mean G of all turns of the group. REINFORCE over turns: Sutton and Barto, 2nd
-    edition, section 13.3."""
+def turn_returns(
+    batch: Batch,
+    state: AlgoState,
+    *,
+    gamma: float = 1.0,
+    baseline: Literal["none", "group"] = "none",
+) -> Batch:
+    """A = G_j = r_j + gamma G_{j+1} for every step of turn j, r_j the sum of the turn's step
+    rewards: one discount a turn, not a token. `baseline="group"` takes off the mean G of all turns
+    of the group. REINFORCE over turns: Sutton and Barto, 2nd edition, section 13.3."""
     turns = _Turns.of(batch, gamma=gamma)
     advantages_U = turns.returns_U
     if baseline == "group":
@@ -161,16 +196,21 @@ def gigpo(
     scale: Scale = "std",
     epsilon: float = 1e-6,
 ) -> Batch:
-    """A = A_episode + step_weight A_step. GiGPO (arXiv:2505.10978) eq. 3 to 9: A_episode as in `group_relative`; A_step
-    normalises the discounted return of a turn over all turns of the group that began in the same state (`Turn.state_key`).
-    A state met once, and a turn without a key, have A_step = 0."""
+    """A = A_episode + step_weight A_step. GiGPO (arXiv:2505.10978) eq. 3 to 9: A_episode as in
+    `group_relative`; A_step normalises the discounted return of a turn over all turns of the group
+    that began in the same state (`Turn.state_key`). A state met once, and a turn without a key,
+    have A_step = 0."""
     attempts = attempts_of(batch)
-    episode_S = attempts.to_rows(normalised_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon))
+    episode_S = attempts.to_rows(
+        normalised_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
+    )
     turns = _Turns.of(batch, gamma=gamma)
     step_U = torch.zeros_like(turns.returns_U)
     keyed_U = turns.state_U >= 0
     states, state_K = torch.unique(turns.state_U[keyed_U], return_inverse=True)
-    step_U[keyed_U] = normalised_by((state_K, len(states)), turns.returns_U[keyed_U], scale=scale, epsilon=epsilon)
+    step_U[keyed_U] = normalised_by(
+        (state_K, len(states)), turns.returns_U[keyed_U], scale=scale, epsilon=epsilon
+    )
     advantages_T = turns.spread(batch, step_weight * step_U).need("advantages")
     episode_T = torch.where(batch.trainable_T, episode_S[batch.sequence_T], 0.0)
     return batch.fill_tokens(advantages=advantages_T + episode_T)

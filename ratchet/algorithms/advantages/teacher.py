@@ -10,12 +10,14 @@ from ratchet.batch import Batch
 
 
 def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
-    """A_t = log teacher(t) - log policy(t) on every trainable token: the policy gradient of it is that of the reverse KL
-    from policy to teacher at each state visited, later states aside (https://thinkingmachines.ai/blog/on-policy-distillation).
-    It needs no reward: rows that nobody scored train too.
+    """A_t = log teacher(t) - log policy(t) on every trainable token: the policy gradient of it is
+    that of the reverse KL from policy to teacher at each state visited, later states aside
+    (https://thinkingmachines.ai/blog/on-policy-distillation). It needs no reward: rows that nobody
+    scored train too.
 
-    With a column `teacher_spans`, of a teacher whose tokens are others, a span of text is one action: all of its tokens get
-    the span's log teacher - log policy. What no span covers gets 0, and its share is measured.
+    With a column `teacher_spans`, of a teacher whose tokens are others, a span of text is one
+    action: all of its tokens get the span's log teacher - log policy. What no span covers gets 0,
+    and its share is measured.
     """
     gap_T = batch.need("teacher_logprobs").double() - batch.need("old_logprobs").double()
     gap_T = torch.where(batch.trainable_T, gap_T, 0.0)
@@ -27,5 +29,10 @@ def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
         total_T = sum_by(number_T, gap_T, len(keys))[number_T]
         covered_T = (span_T >= 0) & batch.trainable_T
         gap_T = torch.where(covered_T, total_T, 0.0)
-        batch = batch.note(**{"teacher/uncovered_share": 1 - float(covered_T.sum() / batch.trainable_T.sum().clamp(min=1))})
+        batch = batch.note(
+            **{
+                "teacher/uncovered_share": 1
+                - float(covered_T.sum() / batch.trainable_T.sum().clamp(min=1))
+            }
+        )
     return batch.fill_tokens(advantages=gap_T)

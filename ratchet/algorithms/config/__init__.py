@@ -1,1 +1,2 @@
-"""Configuration of the algorithms and of their parts. Free of torch, so that a recipe is checked in no time."""
+"""Configuration of the algorithms and of their parts. Free of torch, so that a recipe is checked in
+no time."""

@@ -14,20 +14,29 @@ GROUP = "ratchet.algorithms.advantages.group_baselines"
 TEMPORAL = "ratchet.algorithms.advantages.per_turn"
 
 Scale = Literal["std", "none"]
-ScaleField = Annotated[Scale, Field(description="Divide by the standard deviation (ddof 1) or not.")]
+ScaleField = Annotated[
+    Scale, Field(description="Divide by the standard deviation (ddof 1) or not.")
+]
 Epsilon = Annotated[float, Field(gt=0, description="Added to the standard deviation.")]
 
 WHOLE_BATCH = "normalised over the whole batch: the reward of one row moves the advantages of all"
-SAME_STATE = "a state met at two turns has two returns, be it by attempts of equal reward or twice by one attempt"
-NO_BASELINE = "no baseline of the group's own: equal rewards are a signal where others earned another"
+SAME_STATE = (
+    "a state met at two turns has two returns, be it by attempts of equal reward or "
+    "twice "
+    "by one attempt"
+)
+NO_BASELINE = (
+    "no baseline of the group's own: equal rewards are a signal where others earned another"
+)
 
 
 KL_BY_TOKEN = "a KL penalty in the reward differs from token to token, and so do returns"
 
 
 class Estimator(Part):
-    """signal: what advantages are made of: the attempt's reward, its parts each by itself, or what a teacher says.
-    exempt_under_kl: further properties that it does not have where a KL penalty is part of the reward."""
+    """signal: what advantages are made of: the attempt's reward, its parts each by itself, or what
+    a teacher says. exempt_under_kl: further properties that it does not have where a KL penalty is
+    part of the reward."""
 
     signal: ClassVar[Literal["reward", "parts", "teacher"]] = "reward"
     exempt_under_kl: ClassVar[Mapping[str, str]] = {"equal_rewards": KL_BY_TOKEN}
@@ -70,7 +79,8 @@ class ReMax(Estimator):
     function: ClassVar[str] = f"{GROUP}:remax"
     reads: ClassVar[frozenset[str]] = frozenset({"greedy"})
     exempt: ClassVar[Mapping[str, str]] = {
-        "equal_rewards": "the baseline is the greedy attempt's reward, which may differ from that of all sampled ones",
+        "equal_rewards": "the baseline is the greedy attempt's reward, which may differ from that "
+        "of all sampled ones",
         "lone_attempt": "the greedy attempt is the baseline: one sampled attempt is enough",
     }
 
@@ -81,10 +91,15 @@ class ReinforcePP(Estimator):
     """Reward-to-go, whitened over all tokens of the batch (REINFORCE++)."""
 
     function: ClassVar[str] = f"{GROUP}:reinforce_pp"
-    exempt_under_kl: ClassVar[Mapping[str, str]] = {"equal_rewards": KL_BY_TOKEN, "lone_attempt": KL_BY_TOKEN}
+    exempt_under_kl: ClassVar[Mapping[str, str]] = {
+        "equal_rewards": KL_BY_TOKEN,
+        "lone_attempt": KL_BY_TOKEN,
+    }
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
-    baseline: Literal["none", "group"] = Field(default="none", description="Take the group's mean reward off first.")
+    baseline: Literal["none", "group"] = Field(
+        default="none", description="Take the group's mean reward off first."
+    )
     epsilon: Epsilon = 1e-8
 
     @property
@@ -94,7 +109,11 @@ class ReinforcePP(Estimator):
     @property
     def exempt(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """With the group's mean taken off, a group of equal rewards is left with nothing."""
-        return {} if self.baseline == "group" else {"equal_rewards": WHOLE_BATCH, "lone_attempt": WHOLE_BATCH}
+        return (
+            {}
+            if self.baseline == "group"
+            else {"equal_rewards": WHOLE_BATCH, "lone_attempt": WHOLE_BATCH}
+        )
 
 
 class GDPO(Estimator):
@@ -105,7 +124,9 @@ class GDPO(Estimator):
     signal: ClassVar[Literal["reward", "parts", "teacher"]] = "parts"
 
     kind: Literal["gdpo"] = "gdpo"
-    weights: dict[str, float] | None = Field(default=None, description="By name of the reward's part; null: 1 for every part.")
+    weights: dict[str, float] | None = Field(
+        default=None, description="By name of the reward's part; null: 1 for every part."
+    )
     epsilon: Epsilon = 1e-6
 
 
@@ -121,21 +142,33 @@ class GAE(Estimator):
 
     kind: Literal["gae"] = "gae"
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount a token.")
-    lam: float = Field(default=0.95, ge=0, le=1, description="Between one-step (0) and whole-episode (1) estimates.")
-    value_lam: float | None = Field(default=None, ge=0, le=1, description="The same for the critic's targets; null: lam.")
+    lam: float = Field(
+        default=0.95,
+        ge=0,
+        le=1,
+        description="Between one-step (0) and whole-episode (1) estimates.",
+    )
+    value_lam: float | None = Field(
+        default=None, ge=0, le=1, description="The same for the critic's targets; null: lam."
+    )
     length_alpha: float | None = Field(
-        default=None, gt=0, description="lam = 1 - 1 / (length_alpha * length) instead, for each answer (VAPO)."
+        default=None,
+        gt=0,
+        description="lam = 1 - 1 / (length_alpha * length) instead, for each answer (VAPO).",
     )
     bootstrap: bool = Field(
         default=True,
-        description="A truncated attempt goes on, worth what the critic says; false: it is over, as where a limit is part of "
+        description="A truncated attempt goes on, worth what the critic says; false: it is over, "
+        "as where a limit is part of "
         "the task (else not to stop can pay).",
     )
 
     @model_validator(mode="after")
     def _lam_is_read(self) -> GAE:
         if "lam" in self.changed and self.length_alpha is not None and self.value_lam is not None:
-            raise ValueError("lam is not read with length_alpha and value_lam, which set both lambdas: remove it")
+            raise ValueError(
+                "lam is not read with length_alpha and value_lam, which set both lambdas: remove it"
+            )
         return self
 
 
@@ -143,11 +176,16 @@ class TurnReturns(Estimator):
     """Discounted return from each turn on."""
 
     function: ClassVar[str] = f"{TEMPORAL}:turn_returns"
-    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": NO_BASELINE, "lone_attempt": NO_BASELINE}
+    exempt: ClassVar[Mapping[str, str]] = {
+        "equal_rewards": NO_BASELINE,
+        "lone_attempt": NO_BASELINE,
+    }
 
     kind: Literal["turn_returns"] = "turn_returns"
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount a turn.")
-    baseline: Literal["none", "group"] = Field(default="none", description="Take off the mean return of the group's turns.")
+    baseline: Literal["none", "group"] = Field(
+        default="none", description="Take off the mean return of the group's turns."
+    )
 
     @property
     def reads(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -162,7 +200,9 @@ class GiGPO(Estimator):
 
     kind: Literal["gigpo"] = "gigpo"
     gamma: float = Field(default=0.95, gt=0, le=1, description="Discount a turn.")
-    step_weight: float = Field(default=1.0, ge=0, description="Of the turns' part beside the episodes'.")
+    step_weight: float = Field(
+        default=1.0, ge=0, description="Of the turns' part beside the episodes'."
+    )
     scale: ScaleField = "std"
     epsilon: Epsilon = 1e-6
 

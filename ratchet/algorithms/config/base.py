@@ -11,12 +11,14 @@ from ratchet.config.base import Section
 
 Source = Literal["rows", "pairs", "labelled", "steps", "rollouts"]
 Chosen = SerializeAsAny[Section]
-Teacher = str | Annotated[dict[str, str], Field(min_length=1)]  # directory of a model; or one by task tag
+# directory of a model; or one by task tag
+Teacher = str | Annotated[dict[str, str], Field(min_length=1)]
 
 
 class AlgorithmConfig(Section):
-    """`source`: what the algorithm learns from: "rows" of given text, "pairs" of better and worse answers, "labelled" answers,
-    answers with labelled "steps", or "rollouts" (attempts of its own)."""
+    """`source`: what the algorithm learns from: "rows" of given text, "pairs" of better and worse
+    answers, "labelled" answers, answers with labelled "steps", or "rollouts" (attempts of its
+    own)."""
 
     source: ClassVar[Source]
 
@@ -30,13 +32,16 @@ class AlgorithmConfig(Section):
         """Whether anything learned depends on rewards; else attempts need none."""
         return True
 
-    minibatches: int = Field(default=1, ge=1, description="Optimizer steps that a batch is split into.")
+    minibatches: int = Field(
+        default=1, ge=1, description="Optimizer steps that a batch is split into."
+    )
     epochs: int = Field(default=1, ge=1, description="Times that a batch is gone through.")
 
     @model_validator(mode="before")
     @classmethod
     def _complete_parts(cls, values: Any) -> Any:
-        """A part given without its kind is of the algorithm's own kind, and keeps what it doesn't say."""
+        """A part given without its kind is of the algorithm's own kind, and keeps what it doesn't
+        say."""
         if not isinstance(values, Mapping):
             return values
         given = dict(values)
@@ -53,7 +58,8 @@ class Part(Section):
     """A pure function with options: `function` ("module:name") is what the keys are handed to.
 
     reads: columns and attempts that it needs, beyond what every batch has. exempt: properties (see
-    `ratchet.algorithms.properties`) that an algorithm with this part does not have, with the reason.
+    `ratchet.algorithms.properties`) that an algorithm with this part does not have, with the
+    reason.
     """
 
     builds: ClassVar[str] = "ratchet.algorithms.config_binding:bind"

@@ -24,12 +24,16 @@ class DistillationConfig(AlgorithmConfig):
     teacher: Teacher = Field(description="Directory of the teacher's model, or one by task tag.")
     objective: Objective = "forward"
     mix: float | None = Field(
-        default=None, gt=0, lt=1, description="Share of the teacher in js and skewed ones, of forward in mixed; null: 0.5."
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share of the teacher in js and skewed ones, of forward in mixed; null: 0.5.",
     )
     top_k: int | None = Field(
         default=64,
         ge=1,
-        description="Teacher's likeliest tokens compared, and any other; null: the whole vocabulary, if small.",
+        description="Teacher's likeliest tokens compared, and any other; null: the whole "
+        "vocabulary, if small.",
     )
 
     @property
@@ -45,7 +49,8 @@ class DistillationConfig(AlgorithmConfig):
     def _keys_agree(self) -> DistillationConfig:
         if self.mix is not None and self.objective not in MIXED:
             raise ValueError(
-                f"mix is not read with objective={self.objective}: set objective to {', '.join(MIXED)}, or remove mix"
+                f"mix is not read with objective={self.objective}: set objective to "
+                f"{', '.join(MIXED)}, or remove mix"
             )
         return self
 
@@ -55,7 +60,9 @@ class OffPolicyDistillationConfig(DistillationConfig):
 
     source: ClassVar[Source] = "rows"
 
-    temperature: Temperature = Field(default=1.0, gt=0, description="Both softmaxes are taken at this temperature.")
+    temperature: Temperature = Field(
+        default=1.0, gt=0, description="Both softmaxes are taken at this temperature."
+    )
 
     @property
     def tau(self) -> float:
@@ -63,7 +70,8 @@ class OffPolicyDistillationConfig(DistillationConfig):
 
 
 class DivergenceOnPolicyConfig(DistillationConfig):
-    """On the student's own attempts (GKD, arXiv:2306.13649), both softmaxes at the sampling temperature."""
+    """On the student's own attempts (GKD, arXiv:2306.13649), both softmaxes at the sampling
+    temperature."""
 
     source: ClassVar[Source] = "rollouts"
 

@@ -45,34 +45,53 @@ GroupSize = Annotated[int, Field(ge=1, description="Sampled attempts at each pro
 Weighting = Annotated[
     Literal["token_mean", "sequence_mean", "prompt_mean", "token_sum", "fixed_length"],
     Field(
-        description="What weighs the same within an optimizer step: each token (DAPO), each answer (GRPO), each prompt, each "
+        description="What weighs the same within an optimizer step: each token (DAPO), each answer "
+        "(GRPO), each prompt, each "
         "token by the count of answers (token_sum), or each token over a fixed total (Dr. GRPO)."
     ),
 ]
 EqualRewards = Annotated[
     Literal["keep", "drop", "drop_shaped"],
     Field(
-        description="Groups whose rewards are all equal have no signal. drop: nor any part in the means over the batch; "
-        "rewards are compared without penalties for length or truncation (DAPO). drop_shaped: compared with them."
+        description="Groups whose rewards are all equal have no signal. drop: nor any part in the "
+        "means over the batch; "
+        "rewards are compared without penalties for length or truncation (DAPO). drop_shaped: "
+        "compared with them."
     ),
 ]
 OldLogprobs = Annotated[
     Literal["learner", "sampler"],
-    Field(description="What ratios are taken against: the learner's own before the update, or the sampler's."),
+    Field(
+        description="What ratios are taken against: the learner's own before the update, or the "
+        "sampler's."
+    ),
 ]
 Whiten = Annotated[bool, Field(description="Normalise advantages over all tokens of the batch.")]
 PositiveNLL = Annotated[
-    float, Field(ge=0, description="Weight of the likelihood of attempts with a reward above positive_nll_above (VAPO).")
+    float,
+    Field(
+        ge=0,
+        description="Weight of the likelihood of attempts with a reward above positive_nll_above "
+        "(VAPO).",
+    ),
 ]
 
 
 class CriticConfig(Section):
     """The model of values that gae reads: a copy of the policy with a scalar head."""
 
-    lr: float | None = Field(default=None, gt=0, description="Its own peak learning rate; null: the policy's.")
-    warmup_steps: int = Field(default=0, ge=0, description="Batches for which it learns alone, before the policy begins to.")
+    lr: float | None = Field(
+        default=None, gt=0, description="Its own peak learning rate; null: the policy's."
+    )
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Batches for which it learns alone, before the policy begins to.",
+    )
     value_clip: float | None = Field(
-        default=0.2, gt=0, description="Values move by this much in a batch before they are clipped; null: no clip."
+        default=0.2,
+        gt=0,
+        description="Values move by this much in a batch before they are clipped; null: no clip.",
     )
 
 
@@ -85,33 +104,51 @@ class PolicyGradientConfig(AlgorithmConfig):
     group_size: GroupSize = 8
     minibatches_of: Literal["groups", "attempts"] = Field(
         default="groups",
-        description="What a mini-batch has: some groups whole, whose prompts are then computed once, or some attempts of every "
+        description="What a mini-batch has: some groups whole, whose prompts are then computed "
+        "once, or some attempts of every "
         "group, which learns more a step from short prompts.",
     )
-    shaping: Shaping = Field(default=(), description="What is done to rewards first, in this order.")
-    advantage: Advantage = Field(default=GroupRelative(), description="How much better than expected an attempt was.")
+    shaping: Shaping = Field(
+        default=(), description="What is done to rewards first, in this order."
+    )
+    advantage: Advantage = Field(
+        default=GroupRelative(), description="How much better than expected an attempt was."
+    )
     advantage_clip: float | None = Field(
         default=None, gt=0, description="Advantages are kept within this of 0; null: no bound."
     )
     whiten: Whiten = False
     equal_rewards: EqualRewards = "keep"
     truncated: Literal["keep", "drop"] = Field(
-        default="keep", description="drop: attempts that were cut off count in the statistics, and don't train (DAPO)."
+        default="keep",
+        description="drop: attempts that were cut off count in the statistics, and don't train "
+        "(DAPO).",
     )
     loss: Loss = Field(default=PPO(), description="What is minimised.")
     old_logprobs: OldLogprobs = "learner"
-    correction: CorrectionConfig | None = Field(default=None, description="For a sampler that disagrees with the learner.")
+    correction: CorrectionConfig | None = Field(
+        default=None, description="For a sampler that disagrees with the learner."
+    )
     kl: KLConfig = KLConfig()
-    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the reward for entropy (nats a token).")
+    entropy_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the reward for entropy (nats a token)."
+    )
     positive_nll_coef: PositiveNLL = 0.0
     positive_nll_above: float = Field(default=0.0, description="See positive_nll_coef.")
-    router: RouterConfig | None = Field(default=None, description="Replay and losses of the routers of a mixture of experts.")
-    critic: CriticConfig | None = Field(default=None, description="Needed by advantage gae, and by no other.")
+    router: RouterConfig | None = Field(
+        default=None, description="Replay and losses of the routers of a mixture of experts."
+    )
+    critic: CriticConfig | None = Field(
+        default=None, description="Needed by advantage gae, and by no other."
+    )
     teacher: Teacher | None = Field(
-        default=None, description="Directory of the model that on_policy_distillation learns from, or one by task tag."
+        default=None,
+        description="Directory of the model that on_policy_distillation learns from, or one by "
+        "task tag.",
     )
     teacher_tokens: Literal["same", "aligned"] = Field(
-        default="same", description="aligned: the teacher has another tokenizer, and is asked about the same text."
+        default="same",
+        description="aligned: the teacher has another tokenizer, and is asked about the same text.",
     )
     weighting: Weighting = "token_mean"
     fixed_length: int | None = Field(
@@ -132,56 +169,88 @@ class PolicyGradientConfig(AlgorithmConfig):
     @property
     def reads_reward(self) -> bool:
         signals = (getattr(part, "signal", "reward") for part in self.estimators)
-        return bool(self.shaping) or self.positive_nll_coef > 0 or any(signal != "teacher" for signal in signals)
+        return (
+            bool(self.shaping)
+            or self.positive_nll_coef > 0
+            or any(signal != "teacher" for signal in signals)
+        )
 
     @model_validator(mode="after")
     def _keys_agree(self) -> PolicyGradientConfig:
         for check in self._checks:
             check()
         if "positive_nll_above" in self.changed and not self.positive_nll_coef:
-            raise ValueError("positive_nll_above is not read with positive_nll_coef=0: set positive_nll_coef, or remove it")
+            raise ValueError(
+                "positive_nll_above is not read with positive_nll_coef=0: set positive_nll_coef, "
+                "or remove it"
+            )
         if self.minibatches_of == "attempts" and self.minibatches == 1:
-            raise ValueError("minibatches_of=attempts divides nothing with minibatches=1: set minibatches, or remove it")
+            raise ValueError(
+                "minibatches_of=attempts divides nothing with minibatches=1: set minibatches, or "
+                "remove it"
+            )
         if self.old_logprobs == "sampler" and self.correction is not None:
             raise ValueError(
-                "old_logprobs=sampler makes sampler and learner the same for correction, which then does nothing: "
+                "old_logprobs=sampler makes sampler and learner the same for correction, which "
+                "then does nothing: "
                 "set old_logprobs=learner, or remove correction"
             )
         return self
 
     @property
     def _checks(self) -> tuple[Callable[[], None], ...]:
-        return self._group, self._rloo, self._signal, self._silent, self._critic, self._teacher, self._weighting, self._levels
+        return (
+            self._group,
+            self._rloo,
+            self._signal,
+            self._silent,
+            self._critic,
+            self._teacher,
+            self._weighting,
+            self._levels,
+        )
 
     def _group(self) -> None:
         if self.group_size == 1 and "group" in self.reads:
             raise ValueError(
-                "group_size=1 leaves the group's baseline no other attempt and every advantage is 0: set group_size=2 or more"
+                "group_size=1 leaves the group's baseline no other attempt and every advantage is "
+                "0: set group_size=2 or more"
             )
 
     def _rloo(self) -> None:
         fewest = 3
-        scaled = any(getattr(part, "kind", "") == "normalise" and getattr(part, "over", "") == "group" for part in self.shaping)
+        scaled = any(
+            getattr(part, "kind", "") == "normalise" and getattr(part, "over", "") == "group"
+            for part in self.shaping
+        )
         for part in self.estimators:
-            if isinstance(part, RLOO) and (part.scale == "std" or scaled) and self.group_size < fewest:
+            if (
+                isinstance(part, RLOO)
+                and (part.scale == "std" or scaled)
+                and self.group_size < fewest
+            ):
                 raise ValueError(
-                    f"group_size={self.group_size} with leave-one-out and a standard deviation leaves no more than a sign of "
+                    f"group_size={self.group_size} with leave-one-out and a standard deviation "
+                    "leaves no more than a sign of "
                     "each reward: set group_size=3 or more, or advantage.scale=none"
                 )
 
     def _signal(self) -> None:
-        """What is done to the attempts' rewards must reach advantages, at the strength that it has."""
+        """What is done to the attempts' rewards must reach advantages, at the strength that it
+        has."""
         in_reward = self.kl.coef > 0 and self.kl.place == "reward"
         if all(getattr(part, "signal", "reward") != "reward" for part in self.estimators):
             for key, given in (("shaping", self.shaping), ("kl.place=reward", in_reward)):
                 if given:
                     raise ValueError(
-                        f"{key} changes the reward of an attempt, which advantage {_kind(self.advantage)} does not read: "
+                        f"{key} changes the reward of an attempt, which advantage "
+                        f"{_kind(self.advantage)} does not read: "
                         "remove it, or mix in an advantage that does"
                     )
         if in_reward and any(getattr(part, "scale", "none") == "std" for part in self.estimators):
             raise ValueError(
-                "kl.place=reward with advantage.scale=std divides the penalty by the spread of the group's returns, which "
+                "kl.place=reward with advantage.scale=std divides the penalty by the spread of the "
+                "group's returns, which "
                 "blows it up in groups of equal rewards: set advantage.scale=none, or kl.place=loss"
             )
 
@@ -189,33 +258,56 @@ class PolicyGradientConfig(AlgorithmConfig):
         if self.equal_rewards == "keep":
             return
         drops = f"equal_rewards={self.equal_rewards} leaves out groups without a signal"
-        others = [part for part in self.estimators if "group" not in getattr(part, "reads", frozenset())]
+        others = [
+            part for part in self.estimators if "group" not in getattr(part, "reads", frozenset())
+        ]
         if others:
             raise ValueError(
-                f"{drops}, and advantage {_kind(others[0])} has one for groups of equal rewards too: set equal_rewards=keep"
+                f"{drops}, and advantage {_kind(others[0])} has one for groups of equal rewards "
+                "too: set equal_rewards=keep"
             )
         if self.kl.coef > 0 and self.kl.place == "reward":
-            raise ValueError(f"{drops}, and with kl.place=reward every group has one: set kl.place=loss, or equal_rewards=keep")
+            raise ValueError(
+                f"{drops}, and with kl.place=reward every group has one: set kl.place=loss, or "
+                "equal_rewards=keep"
+            )
 
     def _critic(self) -> None:
         if sum("values" in getattr(part, "reads", frozenset()) for part in self.estimators) > 1:
-            raise ValueError("advantage mixture has gae twice, and the critic one target: leave one of them")
+            raise ValueError(
+                "advantage mixture has gae twice, and the critic one target: leave one of them"
+            )
         if "values" in self.reads and self.critic is None:
-            raise ValueError("advantage gae reads a critic's values: set critic: {}, or another advantage")
+            raise ValueError(
+                "advantage gae reads a critic's values: set critic: {}, or another advantage"
+            )
         if "values" not in self.reads and self.critic is not None:
-            raise ValueError("critic is not read without advantage gae: remove it, or set advantage.kind=gae")
+            raise ValueError(
+                "critic is not read without advantage gae: remove it, or set advantage.kind=gae"
+            )
 
     def _teacher(self) -> None:
         if "teacher_logprobs" in self.reads and self.teacher is None:
-            raise ValueError("advantage on_policy_distillation needs a teacher: set teacher to the directory of a model")
+            raise ValueError(
+                "advantage on_policy_distillation needs a teacher: set teacher to the directory of "
+                "a model"
+            )
         if "teacher_logprobs" not in self.reads and self.teacher is not None:
-            raise ValueError("teacher is not read without advantage on_policy_distillation: remove it, or mix that in")
+            raise ValueError(
+                "teacher is not read without advantage on_policy_distillation: remove it, or mix "
+                "that in"
+            )
         if self.teacher is None and self.teacher_tokens == "aligned":
-            raise ValueError("teacher_tokens is not read without teacher: set teacher, or remove it")
+            raise ValueError(
+                "teacher_tokens is not read without teacher: set teacher, or remove it"
+            )
 
     def _weighting(self) -> None:
         if self.weighting == "fixed_length" and self.fixed_length is None:
-            raise ValueError("weighting=fixed_length needs fixed_length: set it to the stage's sampling.max_new_tokens")
+            raise ValueError(
+                "weighting=fixed_length needs fixed_length: set it to the stage's "
+                "sampling.max_new_tokens"
+            )
         if self.weighting != "fixed_length" and self.fixed_length is not None:
             raise ValueError(
                 f"fixed_length={self.fixed_length} is not read with weighting={self.weighting}: "
@@ -228,13 +320,16 @@ class PolicyGradientConfig(AlgorithmConfig):
             return
         if correction.weight in ("token", "turn"):
             raise ValueError(
-                f"correction.weight={correction.weight} has a weight for each token, and loss {_kind(self.loss)} one value "
+                f"correction.weight={correction.weight} has a weight for each token, and loss "
+                f"{_kind(self.loss)} one value "
                 "for a sequence: set correction.weight=geometric or sequence"
             )
         if correction.mask in ("token", "turn") and correction.mask_denominator == "all":
             raise ValueError(
-                f"correction.mask={correction.mask} gives some tokens of an answer the weight 0, and loss "
-                f"{_kind(self.loss)} has one value for all of them: set correction.mask=geometric or sequence, or "
+                f"correction.mask={correction.mask} gives some tokens of an answer the weight 0, "
+                "and loss "
+                f"{_kind(self.loss)} has one value for all of them: set correction.mask=geometric "
+                "or sequence, or "
                 "correction.mask_denominator=kept, which takes the tokens out of its ratio"
             )
 
@@ -260,7 +355,8 @@ class DrGRPOConfig(PolicyGradientConfig):
 
 
 class DAPOConfig(PolicyGradientConfig):
-    """Clip-higher, token mean, groups without signal left out (arXiv:2503.14476). Its overlong penalty is a shaping."""
+    """Clip-higher, token mean, groups without signal left out (arXiv:2503.14476). Its overlong
+    penalty is a shaping."""
 
     equal_rewards: EqualRewards = "drop"
     loss: Loss = PPO(clip_high=0.28)
@@ -330,8 +426,8 @@ class PPOConfig(PolicyGradientConfig):
 
 
 class VAPOConfig(PolicyGradientConfig):
-    """PPO for long answers: length-adaptive GAE, a warmed-up critic, clip-higher, the likelihood of correct answers
-    (arXiv:2504.05118)."""
+    """PPO for long answers: length-adaptive GAE, a warmed-up critic, clip-higher, the likelihood of
+    correct answers (arXiv:2504.05118)."""
 
     advantage: Advantage = GAE(value_lam=1.0, length_alpha=0.05)
     loss: Loss = PPO(clip_high=0.28)
@@ -371,14 +467,15 @@ class KimiConfig(PolicyGradientConfig):
 
 
 class DecoupledPPOConfig(PolicyGradientConfig):
-    """PPO for stale attempts: clipped against the learner before the update, weighed by what sampled them
-    (arXiv:2505.24298)."""
+    """PPO for stale attempts: clipped against the learner before the update, weighed by what
+    sampled them (arXiv:2505.24298)."""
 
     correction: StaleCorrectionConfig | None = StaleCorrectionConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class OnPolicyDistillationConfig(PolicyGradientConfig):
-    """The teacher judges each sampled token (https://thinkingmachines.ai/blog/on-policy-distillation)."""
+    """The teacher judges each sampled token
+    (https://thinkingmachines.ai/blog/on-policy-distillation)."""
 
     group_size: GroupSize = 1
     advantage: Advantage = OnPolicyDistillation()

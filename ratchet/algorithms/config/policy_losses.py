@@ -1,4 +1,5 @@
-"""Sections of the policy losses (`algorithm.loss`), of the rollout correction, of the KL penalty and of the routers."""
+"""Sections of the policy losses (`algorithm.loss`), of the rollout correction, of the KL penalty
+and of the routers."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ High = Annotated[float, Field(gt=0, description="The ratio is clipped above 1 + 
 
 
 class PolicyLoss(Part):
-    """level: that of its values; a correction must be at a level that it has. reads_old: False where no ratio to the old policy
-    enters the loss."""
+    """level: that of its values; a correction must be at a level that it has. reads_old: False
+    where no ratio to the old policy enters the loss."""
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
     reads_old: ClassVar[bool] = True
@@ -75,7 +76,9 @@ class CISPO(PolicyLoss):
     function: ClassVar[str] = f"{POLICY}:cispo"
 
     kind: Literal["cispo"] = "cispo"
-    clip_low: Low | None = Field(default=None, description="The weight is clipped below 1 - clip_low; null: no lower bound.")
+    clip_low: Low | None = Field(
+        default=None, description="The weight is clipped below 1 - clip_low; null: no lower bound."
+    )
     clip_high: High = 2.0
 
 
@@ -86,7 +89,9 @@ class TOPR(PolicyLoss):
 
     kind: Literal["topr"] = "topr"
     negative_low: float = Field(default=0.0, ge=0, description="Least weight of a negative answer.")
-    negative_high: float = Field(default=1.0, gt=0, description="Greatest weight of a negative answer.")
+    negative_high: float = Field(
+        default=1.0, gt=0, description="Greatest weight of a negative answer."
+    )
 
 
 class GMPO(PolicyLoss):
@@ -96,8 +101,12 @@ class GMPO(PolicyLoss):
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
 
     kind: Literal["gmpo"] = "gmpo"
-    clip_low: float = Field(default=0.4, gt=0, description="Log-ratios are clipped below -clip_low.")
-    clip_high: float = Field(default=0.4, gt=0, description="Log-ratios are clipped above clip_high.")
+    clip_low: float = Field(
+        default=0.4, gt=0, description="Log-ratios are clipped below -clip_low."
+    )
+    clip_high: float = Field(
+        default=0.4, gt=0, description="Log-ratios are clipped above clip_high."
+    )
 
 
 class SAPO(PolicyLoss):
@@ -106,7 +115,9 @@ class SAPO(PolicyLoss):
     function: ClassVar[str] = f"{POLICY}:sapo"
 
     kind: Literal["sapo"] = "sapo"
-    tau_pos: float = Field(default=1.0, gt=0, description="Sharpness of the gate where the advantage is positive.")
+    tau_pos: float = Field(
+        default=1.0, gt=0, description="Sharpness of the gate where the advantage is positive."
+    )
     tau_neg: float = Field(default=1.05, gt=0, description="The same where it is negative.")
 
 
@@ -115,7 +126,9 @@ class Kimi(PolicyLoss):
 
     function: ClassVar[str] = f"{POLICY}:kimi"
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
-    exempt: ClassVar[Mapping[str, str]] = {"on_policy": "a sum over each row, not a mean: its gradient is A sum grad log p"}
+    exempt: ClassVar[Mapping[str, str]] = {
+        "on_policy": "a sum over each row, not a mean: its gradient is A sum grad log p"
+    }
 
     kind: Literal["kimi"] = "kimi"
     tau: float = Field(default=0.1, gt=0, description="Pull towards the old policy.")
@@ -126,29 +139,44 @@ Denominator = Literal["all", "kept"]
 
 
 class CorrectionConfig(Part):
-    """For sampler and learner that disagree: weights and masks by the ratio of their probabilities."""
+    """For sampler and learner that disagree: weights and masks by the ratio of their
+    probabilities."""
 
     function: ClassVar[str] = "ratchet.algorithms.rollout_correction:correct"
 
-    weight: At = Field(default="token", description="Level of the importance weight; geometric: the mean over the answer.")
+    weight: At = Field(
+        default="token",
+        description="Level of the importance weight; geometric: the mean over the answer.",
+    )
     weight_low: float = Field(default=0.0, ge=0, description="Least weight.")
-    weight_high: float | None = Field(default=2.0, gt=0, description="Greatest weight; null: no bound.")
+    weight_high: float | None = Field(
+        default=2.0, gt=0, description="Greatest weight; null: no bound."
+    )
     mask: At = Field(
-        default="none", description="Level at which tokens are masked: their ratio is out of bounds, and they don't train."
+        default="none",
+        description="Level at which tokens are masked: their ratio is out of bounds, and they "
+        "don't train.",
     )
     mask_low: float = Field(default=0.5, ge=0, description="Those below are masked.")
     mask_high: float = Field(default=2.0, gt=0, description="Those above are masked.")
     mask_denominator: Denominator = Field(
         default="all",
-        description="Tokens that the loss is divided by. all: masked ones count, as in IcePop and masked importance sampling; "
+        description="Tokens that the loss is divided by. all: masked ones count, as in IcePop and "
+        "masked importance sampling; "
         "kept: they don't, as in rejection sampling.",
     )
 
     @model_validator(mode="after")
     def _keys_agree(self) -> CorrectionConfig:
         if self.weight == self.mask == "none":
-            raise ValueError("correction with weight=none and mask=none does nothing: set one of them, or remove it")
-        for key, low, high in (("weight", self.weight_low, self.weight_high), ("mask", self.mask_low, self.mask_high)):
+            raise ValueError(
+                "correction with weight=none and mask=none does nothing: set one of them, or "
+                "remove it"
+            )
+        for key, low, high in (
+            ("weight", self.weight_low, self.weight_high),
+            ("mask", self.mask_low, self.mask_high),
+        ):
             named = sorted({f"{key}_low", f"{key}_high", f"{key}_denominator"} & self.changed)
             if getattr(self, key) == "none" and named:
                 raise ValueError(f"{named[0]} is not read with {key}=none: set {key}, or remove it")
@@ -158,11 +186,16 @@ class CorrectionConfig(Part):
 
 
 class StaleCorrectionConfig(CorrectionConfig):
-    """The same for attempts of weights that are some steps old: a token of a weight above 5 is masked, as in AReaL's code."""
+    """The same for attempts of weights that are some steps old: a token of a weight above 5 is
+    masked, as in AReaL's code."""
 
-    weight_high: float | None = Field(default=None, gt=0, description="Greatest weight; null: no bound.")
+    weight_high: float | None = Field(
+        default=None, gt=0, description="Greatest weight; null: no bound."
+    )
     mask: At = Field(
-        default="token", description="Level at which tokens are masked: their ratio is out of bounds, and they don't train."
+        default="token",
+        description="Level at which tokens are masked: their ratio is out of bounds, and they "
+        "don't train.",
     )
     mask_low: float = Field(default=0.0, ge=0, description="Those below are masked.")
     mask_high: float = Field(default=5.0, gt=0, description="Those above are masked.")
@@ -176,36 +209,59 @@ class KLConfig(Section):
         default="reverse", description="KL(policy || reference), or KL(reference || policy)."
     )
     estimator: Literal["k1", "k2", "k3"] | None = Field(
-        default=None, description="http://joschu.net/blog/kl-approx.html; null: k3 in the loss, k1 in the reward."
+        default=None,
+        description="http://joschu.net/blog/kl-approx.html; null: k3 in the loss, k1 in the "
+        "reward.",
     )
     importance_weight: bool = Field(
         default=True,
-        description="Weigh a token by its ratio to what drew it: the gradient then stays right over several optimizer steps; "
+        description="Weigh a token by its ratio to what drew it: the gradient then stays right "
+        "over several optimizer steps; "
         "false: as GRPO was published, with objective=forward.",
     )
-    place: Literal["loss", "reward"] = Field(default="loss", description="A term of the loss, or part of each token's reward.")
-    target: float | None = Field(
-        default=None, gt=0, description="KL (nats a token) that the coefficient adapts towards; null: it is fixed."
+    place: Literal["loss", "reward"] = Field(
+        default="loss", description="A term of the loss, or part of each token's reward."
     )
-    rate: float = Field(default=0.1, gt=0, le=1, description="Speed of that adaptation: a step changes coef by a fifth of it.")
+    target: float | None = Field(
+        default=None,
+        gt=0,
+        description="KL (nats a token) that the coefficient adapts towards; null: it is fixed.",
+    )
+    rate: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Speed of that adaptation: a step changes coef by a fifth of it.",
+    )
 
     @model_validator(mode="after")
     def _keys_agree(self) -> KLConfig:
         if self.coef == 0 and self.changed - {"coef"}:
-            raise ValueError(f"{min(self.changed - {'coef'})} is not read with coef=0: set coef, or remove it")
+            raise ValueError(
+                f"{min(self.changed - {'coef'})} is not read with coef=0: set coef, or remove it"
+            )
         if self.objective == "forward" and self.estimator in ("k1", "k2"):
-            raise ValueError(f"objective=forward has no estimator {self.estimator}: set estimator=k3")
+            raise ValueError(
+                f"objective=forward has no estimator {self.estimator}: set estimator=k3"
+            )
         if self.place == "reward" and self.objective == "forward":
-            raise ValueError("place=reward has the gradient of the reverse KL alone: set objective=reverse, or place=loss")
+            raise ValueError(
+                "place=reward has the gradient of the reverse KL alone: set objective=reverse, or "
+                "place=loss"
+            )
         if self.place == "reward" and self.estimator in ("k2", "k3"):
             raise ValueError(
-                f"estimator={self.estimator} as a reward has the gradient of no divergence: set estimator=k1, or place=loss"
+                f"estimator={self.estimator} as a reward has the gradient of no divergence: set "
+                "estimator=k1, or place=loss"
             )
         if not self.importance_weight and self.place == "reward":
-            raise ValueError("importance_weight is not read with place=reward: set place=loss, or remove it")
+            raise ValueError(
+                "importance_weight is not read with place=reward: set place=loss, or remove it"
+            )
         if not self.importance_weight and self.objective == "reverse" and self.estimator != "k2":
             raise ValueError(
-                f"estimator={self.estimator or 'k3'} has its gradient through importance_weight: set objective=forward, "
+                f"estimator={self.estimator or 'k3'} has its gradient through importance_weight: "
+                "set objective=forward, "
                 "estimator=k2, or importance_weight=true"
             )
         if self.target is None and "rate" in self.changed:
@@ -218,14 +274,22 @@ class RouterConfig(Section):
 
     replay: bool = Field(
         default=False,
-        description="The policy's learner sends each token to the experts that the sampler sent it to (arXiv:2510.11370).",
+        description="The policy's learner sends each token to the experts that the sampler sent it "
+        "to (arXiv:2510.11370).",
     )
     balance_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the load-balance loss of each sequence (arXiv:2412.19437, section 2.1.2)."
+        default=0.0,
+        ge=0,
+        description="Weight of the load-balance loss of each sequence (arXiv:2412.19437, section "
+        "2.1.2).",
     )
-    z_coef: float = Field(default=0.0, ge=0, description="Weight of the router z-loss (arXiv:2202.08906, eq. 5).")
+    z_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the router z-loss (arXiv:2202.08906, eq. 5)."
+    )
     measure: bool = Field(
-        default=True, description="Measure loads and entropy, and which choices a replay has changed; false: where ranks can't."
+        default=True,
+        description="Measure loads and entropy, and which choices a replay has changed; false: "
+        "where ranks can't.",
     )
 
     @property
@@ -236,7 +300,12 @@ class RouterConfig(Section):
     @model_validator(mode="after")
     def _does_something(self) -> RouterConfig:
         if not self.measure and (self.balance_coef or self.z_coef):
-            raise ValueError("measure=false is not read with a loss of the routers, which measures: remove one of them")
+            raise ValueError(
+                "measure=false is not read with a loss of the routers, which measures: remove one "
+                "of them"
+            )
         if not (self.replay or self.watches):
-            raise ValueError("router neither replays nor measures anything: set replay=true, or remove it")
+            raise ValueError(
+                "router neither replays nor measures anything: set replay=true, or remove it"
+            )
         return self

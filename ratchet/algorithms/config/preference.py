@@ -1,4 +1,5 @@
-"""Preference algorithms: from pairs of a better and a worse answer, or from answers labelled good or bad."""
+"""Preference algorithms: from pairs of a better and a worse answer, or from answers labelled good
+or bad."""
 
 from __future__ import annotations
 
@@ -10,15 +11,23 @@ from ratchet.algorithms.config.base import AlgorithmConfig, Source
 
 LOSSES = "ratchet.algorithms.losses.preference"
 
-Beta = Annotated[float, Field(gt=0, description="Strength of the pull towards the reference: the smaller, the looser.")]
-SFTCoef = Annotated[float, Field(ge=0, description="Weight of the likelihood of the chosen answers beside the loss.")]
+Beta = Annotated[
+    float,
+    Field(gt=0, description="Strength of the pull towards the reference: the smaller, the looser."),
+]
+SFTCoef = Annotated[
+    float,
+    Field(ge=0, description="Weight of the likelihood of the chosen answers beside the loss."),
+]
 Normalize = Annotated[
-    Literal["sum", "mean"], Field(description="The log-ratio of an answer: the sum over its tokens, or their mean.")
+    Literal["sum", "mean"],
+    Field(description="The log-ratio of an answer: the sum over its tokens, or their mean."),
 ]
 
 
 class PreferenceConfig(AlgorithmConfig):
-    """A loss on pairs. function: what the section's own keys are handed to. needs_reference: the model at the stage's start."""
+    """A loss on pairs. function: what the section's own keys are handed to. needs_reference: the
+    model at the stage's start."""
 
     builds: ClassVar[str] = "ratchet.algorithms.preference:build_pairs"
     source: ClassVar[Source] = "pairs"
@@ -35,7 +44,10 @@ class DPOConfig(PreferenceConfig):
 
     beta: Beta = 0.1
     label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="Share of pairs taken to be the wrong way round (cDPO)."
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="Share of pairs taken to be the wrong way round (cDPO).",
     )
     normalize: Normalize = "sum"
 
@@ -50,7 +62,8 @@ class IPOConfig(PreferenceConfig):
 
 
 class RPOConfig(PreferenceConfig):
-    """Reward-aware preference optimisation (arXiv:2406.11704); the environment's pairs carry rewards."""
+    """Reward-aware preference optimisation (arXiv:2406.11704); the environment's pairs carry
+    rewards."""
 
     function: ClassVar[str] = f"{LOSSES}:rpo"
 
@@ -66,7 +79,9 @@ class SimPOConfig(PreferenceConfig):
     needs_reference: ClassVar[bool] = False
 
     beta: float = Field(default=2.0, gt=0, description="Factor on the mean log-probabilities.")
-    gamma: float = Field(default=1.0, ge=0, description="Margin that the chosen answer must win by.")
+    gamma: float = Field(
+        default=1.0, ge=0, description="Margin that the chosen answer must win by."
+    )
 
 
 class ORPOConfig(PreferenceConfig):
@@ -76,7 +91,9 @@ class ORPOConfig(PreferenceConfig):
     needs_reference: ClassVar[bool] = False
 
     sft_coef: SFTCoef = 1.0
-    odds_coef: float = Field(default=0.1, gt=0, description="Weight of the odds ratio beside it (the paper's lambda).")
+    odds_coef: float = Field(
+        default=0.1, gt=0, description="Weight of the odds ratio beside it (the paper's lambda)."
+    )
 
 
 class KTOConfig(AlgorithmConfig):

@@ -19,5 +19,6 @@ class SFTConfig(AlgorithmConfig):
         default="all", description="Assistant messages that train: every one, or the last alone."
     )
     weighting: Literal["token_mean", "sequence_mean"] = Field(
-        default="token_mean", description="What weighs the same within an optimizer step: each token, or each row."
+        default="token_mean",
+        description="What weighs the same within an optimizer step: each token, or each row.",
     )

@@ -27,7 +27,9 @@ class OverlongPenalty(Part):
     @model_validator(mode="after")
     def _fits(self) -> OverlongPenalty:
         if self.buffer > self.max_length:
-            raise ValueError(f"buffer={self.buffer} is more than max_length={self.max_length}: lower it")
+            raise ValueError(
+                f"buffer={self.buffer} is more than max_length={self.max_length}: lower it"
+            )
         return self
 
 
@@ -35,7 +37,9 @@ class StopProperly(Part):
     """Truncated answers keep only a share of their reward."""
 
     function: ClassVar[str] = f"{SHAPING}:stop_properly"
-    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": "truncated answers earn less after shaping"}
+    exempt: ClassVar[Mapping[str, str]] = {
+        "equal_rewards": "truncated answers earn less after shaping"
+    }
 
     kind: Literal["stop_properly"] = "stop_properly"
     coef: float = Field(ge=0, lt=1, description="That share; a negative reward stays as it is.")
@@ -73,7 +77,9 @@ class ClipRewards(Part):
     @model_validator(mode="after")
     def _bounds(self) -> ClipRewards:
         if self.low is None and self.high is None:
-            raise ValueError("clip without low and high does nothing: set one of them, or remove it")
+            raise ValueError(
+                "clip without low and high does nothing: set one of them, or remove it"
+            )
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ValueError(f"low={self.low:g} is not below high={self.high:g}: lower it")
         return self
@@ -85,7 +91,9 @@ class NormaliseRewards(Part):
     function: ClassVar[str] = f"{SHAPING}:normalise_rewards"
 
     kind: Literal["normalise"] = "normalise"
-    over: Literal["group", "batch", "running"] = Field(description="Statistics of the group, the batch, or all batches so far.")
+    over: Literal["group", "batch", "running"] = Field(
+        description="Statistics of the group, the batch, or all batches so far."
+    )
     center: bool = Field(default=True, description="Take the mean off.")
     epsilon: float = Field(default=1e-6, gt=0, description="Added to the standard deviation.")
 
@@ -101,4 +109,6 @@ class ComponentWeights(Part):
     reads: ClassVar[frozenset[str]] = frozenset({"parts"})
 
     kind: Literal["component_weights"] = "component_weights"
-    weights: dict[str, float] = Field(min_length=1, description="By name of the part; others count nothing.")
+    weights: dict[str, float] = Field(
+        min_length=1, description="By name of the part; others count nothing."
+    )

@@ -1,8 +1,8 @@
-"""Losses that many algorithms share: pure functions `(out, batch, *, options) -> (x, metrics)`, x at the term's level, to be
-minimised, before its weight.
+"""Losses that many algorithms share: pure functions `(out, batch, *, options) -> (x, metrics)`, x
+at the term's level, to be minimised, before its weight.
 
-T = tokens. Entry t of a [T] column belongs to the prediction of token t. Metrics are detached, at the level of x, and weighted
-like it.
+T = tokens. Entry t of a [T] column belongs to the prediction of token t. Metrics are detached, at
+the level of x, and weighted like it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ def nll(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
 
 
 def entropy_bonus(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    """-H(policy at token t), exact over the vocabulary, under the row's temperature; minimising it raises entropy. [T]."""
+    """-H(policy at token t), exact over the vocabulary, under the row's temperature; minimising it
+    raises entropy. [T]."""
     entropy_T = out.need("entropy")
     return -entropy_T, {"entropy": entropy_T.detach()}
 
 
 def value_loss(out: Outputs, batch: Batch, *, clip: float | None = None) -> tuple[Tensor, Metrics]:
-    """(V - returns)^2 / 2; with `clip` = c the larger of that and the same for V kept within c of the values before the update:
-    PPO's critic (https://arxiv.org/abs/2005.12729, section 3, "value function clipping"). Metric `clipped`: the
-    share of tokens whose value the clip stops. Token level."""
+    """(V - returns)^2 / 2; with `clip` = c the larger of that and the same for V kept within c of
+    the values before the update: PPO's critic (https://arxiv.org/abs/2005.12729, section 3, "value
+    function clipping"). Metric `clipped`: the share of tokens whose value the clip stops. Token
+    level."""
     values_T, returns_T = out.need("values"), batch.need("returns")
     errors_T = (values_T - returns_T).square()
     metrics = {"value": values_T.detach(), "return": returns_T}
@@ -44,7 +46,8 @@ def value_loss(out: Outputs, batch: Batch, *, clip: float | None = None) -> tupl
 
 
 def row_mean(out: Outputs, batch: Batch, x_T: Tensor) -> Tensor:
-    """Mean of a token column over the trainable tokens of each row, 0 for a row without. [T] -> [S], differentiable."""
+    """Mean of a token column over the trainable tokens of each row, 0 for a row without. [T] ->
+    [S], differentiable."""
     return row_sum(out, batch, x_T) / trainable_counts(out, batch).clamp(min=1)
 
 

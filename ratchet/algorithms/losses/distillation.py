@@ -1,7 +1,9 @@
-"""Distillation: divergences between teacher and student over the vocabulary, or over the teacher's likeliest tokens.
+"""Distillation: divergences between teacher and student over the vocabulary, or over the teacher's
+likeliest tokens.
 
-T = tokens, N = those that train, K = outcomes: the vocabulary, or the teacher's likeliest tokens and "any other" with the
-remaining mass, which bounds the divergence over the vocabulary from below and tends to it the more tokens there are.
+T = tokens, N = those that train, K = outcomes: the vocabulary, or the teacher's likeliest tokens
+and "any other" with the remaining mass, which bounds the divergence over the vocabulary from below
+and tends to it the more tokens there are.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from ratchet.protocols import Outputs
 Objective = Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"]
 
 
-def divergence(out: Outputs, batch: Batch, *, objective: Objective = "forward", mix: float = 0.5) -> tuple[Tensor, Metrics]:
+def divergence(
+    out: Outputs, batch: Batch, *, objective: Objective = "forward", mix: float = 0.5
+) -> tuple[Tensor, Metrics]:
     """Divergence between teacher p and student q at each trainable token. Token level.
 
-    forward: KL(p || q); reverse: KL(q || p); mixed: mix forward + (1 - mix) reverse; js: mix KL(p || m) + (1 - mix) KL(q || m),
-    m = mix p + (1 - mix) q (GKD, arXiv:2306.13649, eq. 2); skewed_forward: KL(p || mix p + (1 - mix) q), skewed_reverse:
-    KL(q || (1 - mix) p + mix q) (DistiLLM, arXiv:2402.03898, eq. 4, 5). Reads `teacher_topk_logprobs`; the student's
+    forward: KL(p || q); reverse: KL(q || p); mixed: mix forward + (1 - mix) reverse; js: mix KL(p
+    || m) + (1 - mix) KL(q || m), m = mix p + (1 - mix) q (GKD, arXiv:2306.13649, eq. 2);
+    skewed_forward: KL(p || mix p + (1 - mix) q), skewed_reverse: KL(q || (1 - mix) p + mix q)
+    (DistiLLM, arXiv:2402.03898, eq. 4, 5). Reads `teacher_topk_logprobs`; the student's
     `topk_logprobs` are of the same outcomes.
     """
     mask_T = batch.trainable_T
@@ -38,21 +43,28 @@ def divergence(out: Outputs, batch: Batch, *, objective: Objective = "forward", 
         "skewed_forward": lambda: kl(p_NK, _blend(p_NK, q_NK, mix)),
         "skewed_reverse": lambda: kl(q_NK, _blend(q_NK, p_NK, mix)),
     }[objective]()
-    x_T, forward_T = (torch.zeros_like(mask_T, dtype=x_N.dtype).masked_scatter(mask_T, x) for x in (x_N, forward_N.detach()))
+    x_T, forward_T = (
+        torch.zeros_like(mask_T, dtype=x_N.dtype).masked_scatter(mask_T, x)
+        for x in (x_N, forward_N.detach())
+    )
     return x_T, {"forward_kl": forward_T}
 
 
 def kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
-    """sum p log(p / q) over the last dimension, from logs. An outcome that p excludes (-inf) counts nothing. [N]"""
+    """sum p log(p / q) over the last dimension, from logs. An outcome that p excludes (-inf) counts
+    nothing. [N]"""
     there_NK = p_NK > -torch.inf
     safe_NK = torch.where(there_NK, p_NK, 0.0)
     return torch.where(there_NK, safe_NK.exp() * (safe_NK - q_NK), 0.0).sum(-1)
 
 
 def _blend(a_NK: Tensor, b_NK: Tensor, share: float) -> Tensor:
-    """log(share a + (1 - share) b). What both exclude stays finite: the gradient of logaddexp(-inf, -inf) is NaN."""
+    """log(share a + (1 - share) b). What both exclude stays finite: the gradient of logaddexp(-inf,
+    -inf) is NaN."""
     log_share = torch.tensor([share, 1 - share], dtype=a_NK.dtype, device=a_NK.device).log()
-    return torch.logaddexp(a_NK.clamp(min=torch.finfo(a_NK.dtype).min) + log_share[0], b_NK + log_share[1])
+    return torch.logaddexp(
+        a_NK.clamp(min=torch.finfo(a_NK.dtype).min) + log_share[0], b_NK + log_share[1]
+    )
 
 
 def _jensen_shannon(p_NK: Tensor, q_NK: Tensor, mix: float) -> Tensor:

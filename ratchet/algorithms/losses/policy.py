@@ -1,8 +1,9 @@
 """Policy losses: pure functions `(out, batch, *, options) -> (x, metrics)`, to be minimised.
 
-T = tokens, S = sequences. r_t = exp(logprobs - old_logprobs), A = advantages, |y| = trainable tokens of a row. Every loss is
-homogeneous in A for a positive factor, so that a rollout correction may multiply x. Every
-exponential is bounded (`ratchet.algorithms.ratios`): values and gradients are finite.
+T = tokens, S = sequences. r_t = exp(logprobs - old_logprobs), A = advantages, |y| = trainable
+tokens of a row. Every loss is homogeneous in A for a positive factor, so that a rollout correction
+may multiply x. Every exponential is bounded (`ratchet.algorithms.ratios`): values and gradients are
+finite.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from ratchet.protocols import Outputs
 def clipped_surrogate(
     out: Outputs, batch: Batch, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Metrics]:
-    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(logprobs - old_logprobs). Token level.
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(logprobs -
+    old_logprobs). Token level.
 
-    PPO (arXiv:1707.06347) eq. 7; asymmetric clip as in DAPO (arXiv:2503.14476) eq. 8; `dual_clip=c > 1` bounds the loss of
-    a negative advantage by -c A (arXiv:1912.09729, eq. 5).
+    PPO (arXiv:1707.06347) eq. 7; asymmetric clip as in DAPO (arXiv:2503.14476) eq. 8; `dual_clip=c
+    > 1` bounds the loss of a negative advantage by -c A (arXiv:1912.09729, eq. 5).
     """
     ratio_T = bounded_ratio(_log_ratio(out))
     advantages_T = batch.need("advantages")
@@ -31,7 +33,9 @@ def clipped_surrogate(
     surrogate_T = torch.minimum(plain_T, clipped_T)
     if dual_clip is not None:
         floor_T = dual_clip * advantages_T
-        surrogate_T = torch.where(advantages_T < 0, torch.maximum(surrogate_T, floor_T), surrogate_T)
+        surrogate_T = torch.where(
+            advantages_T < 0, torch.maximum(surrogate_T, floor_T), surrogate_T
+        )
     return -surrogate_T, _metrics(out, batch, clipped=surrogate_T != plain_T)
 
 
@@ -40,9 +44,12 @@ def reinforce(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
     return -batch.need("advantages") * out.need("logprobs"), _metrics(out, batch)
 
 
-def gspo(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
-    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the row of log r_t): the ratio of the sequence,
-    normalised by its length. GSPO (arXiv:2507.18071) eq. 5 to 7. A is the mean of the row's. Sequence level."""
+def gspo(
+    out: Outputs, batch: Batch, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Metrics]:
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the row of log r_t): the
+    ratio of the sequence, normalised by its length. GSPO (arXiv:2507.18071) eq. 5 to 7. A is the
+    mean of the row's. Sequence level."""
     ratio_S = bounded_ratio(row_mean(out, batch, _log_ratio(out)))
     advantages_S = row_mean(out, batch, batch.need("advantages"))
     plain_S = ratio_S * advantages_S
@@ -50,12 +57,15 @@ def gspo(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tu
     return -surrogate_S, _sequence_metrics(out, batch, ratio_S, clipped=surrogate_S != plain_S)
 
 
-def gspo_token(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
-    """-min(s_t A_t, clip(s_t) A_t), s_t = sg[s] r_t / sg[r_t]: GSPO's ratio with an advantage of each token's own
-    (arXiv:2507.18071 eq. 13, 14). Token level."""
+def gspo_token(
+    out: Outputs, batch: Batch, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Metrics]:
+    """-min(s_t A_t, clip(s_t) A_t), s_t = sg[s] r_t / sg[r_t]: GSPO's ratio with an advantage of
+    each token's own (arXiv:2507.18071 eq. 13, 14). Token level."""
     mean_S = row_mean(out, batch, _log_ratio(out)).detach()
     logprobs_T = out.need("logprobs")
-    # The difference is 0 and has the gradient of log r_t; that of the log-ratios is NaN where one is infinite.
+    # The difference is 0 and has the gradient of log r_t; that of the log-ratios is NaN where one
+    # is infinite.
     ratio_T = bounded_ratio(mean_S[batch.sequence_T] + (logprobs_T - logprobs_T.detach()))
     advantages_T = batch.need("advantages")
     plain_T = ratio_T * advantages_T
@@ -63,18 +73,24 @@ def gspo_token(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float)
     return -surrogate_T, _metrics(out, batch, clipped=surrogate_T != plain_T)
 
 
-def cispo(out: Outputs, batch: Batch, *, clip_low: float | None, clip_high: float) -> tuple[Tensor, Metrics]:
-    """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p: the clip bounds a token's weight, and never silences its gradient.
-    CISPO (MiniMax-M1, arXiv:2506.13585) eq. 4, 5; `clip_low=None`: no lower bound. Token level."""
+def cispo(
+    out: Outputs, batch: Batch, *, clip_low: float | None, clip_high: float
+) -> tuple[Tensor, Metrics]:
+    """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p: the clip bounds a token's weight, and
+    never silences its gradient. CISPO (MiniMax-M1, arXiv:2506.13585) eq. 4, 5; `clip_low=None`: no
+    lower bound. Token level."""
     ratio_T = bounded_ratio(_log_ratio(out).detach())
     weight_T = ratio_T.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
     x_T = -weight_T * batch.need("advantages") * out.need("logprobs")
     return x_T, _metrics(out, batch, clipped=weight_T != ratio_T)
 
 
-def topr(out: Outputs, batch: Batch, *, negative_low: float = 0.0, negative_high: float = 1.0) -> tuple[Tensor, Metrics]:
-    """-A log p where A >= 0; -sg[clip(product of r over the row, negative_low, negative_high)] A log p where A < 0: what
-    went wrong counts the less, the less the policy still does it. TOPR (arXiv:2503.14286) eq. 5. Token level."""
+def topr(
+    out: Outputs, batch: Batch, *, negative_low: float = 0.0, negative_high: float = 1.0
+) -> tuple[Tensor, Metrics]:
+    """-A log p where A >= 0; -sg[clip(product of r over the row, negative_low, negative_high)] A
+    log p where A < 0: what went wrong counts the less, the less the policy still does it. TOPR
+    (arXiv:2503.14286) eq. 5. Token level."""
     ratio_S = bounded_ratio(row_sum(out, batch, _log_ratio(out)).detach())
     weight_S = ratio_S.clamp(negative_low, negative_high)
     advantages_T = batch.need("advantages")
@@ -83,9 +99,12 @@ def topr(out: Outputs, batch: Batch, *, negative_low: float = 0.0, negative_high
     return -weight_T * advantages_T * out.need("logprobs"), _metrics(out, batch, clipped=tapered_T)
 
 
-def gmpo(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
-    """-A exp(mean over the row of c_t): the geometric mean of ratios, each clipped to [exp(-clip_low), exp(clip_high)] on the
-    side that PPO clips. GMPO (arXiv:2507.20673) eq. 4. Sequence level."""
+def gmpo(
+    out: Outputs, batch: Batch, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Metrics]:
+    """-A exp(mean over the row of c_t): the geometric mean of ratios, each clipped to
+    [exp(-clip_low), exp(clip_high)] on the side that PPO clips. GMPO (arXiv:2507.20673) eq. 4.
+    Sequence level."""
     log_ratio_T = _log_ratio(out)
     advantages_S = row_mean(out, batch, batch.need("advantages"))
     near_T = log_ratio_T.clamp(-clip_low, clip_high)
@@ -97,9 +116,11 @@ def gmpo(out: Outputs, batch: Batch, *, clip_low: float, clip_high: float) -> tu
     return -advantages_S * ratio_S, _sequence_metrics(out, batch, ratio_S, clipped=clipped_S)
 
 
-def sapo(out: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> tuple[Tensor, Metrics]:
-    """-A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A: a soft gate in place of the clip, of slope 1 at r = 1.
-    SAPO (arXiv:2511.20347) eq. 5, 6. Token level."""
+def sapo(
+    out: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float = 1.05
+) -> tuple[Tensor, Metrics]:
+    """-A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A: a soft gate in place of the clip, of
+    slope 1 at r = 1. SAPO (arXiv:2511.20347) eq. 5, 6. Token level."""
     advantages_T = batch.need("advantages")
     tau_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
     gate_T = torch.sigmoid(tau_T * (bounded_ratio(_log_ratio(out)) - 1)) * 4 / tau_T
@@ -107,11 +128,13 @@ def sapo(out: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float = 1
 
 
 def kimi(out: Outputs, batch: Batch, *, tau: float) -> tuple[Tensor, Metrics]:
-    """-sum of A_t log p_t + tau / 2 (sum of log r_t)^2: policy mirror descent with the old policy as its centre.
-    Kimi k1.5 (arXiv:2501.12599) eq. 3. Sequence level."""
+    """-sum of A_t log p_t + tau / 2 (sum of log r_t)^2: policy mirror descent with the old policy
+    as its centre. Kimi k1.5 (arXiv:2501.12599) eq. 3. Sequence level."""
     log_ratio_S = row_sum(out, batch, _log_ratio(out))
     gain_S = row_sum(out, batch, batch.need("advantages") * out.need("logprobs"))
-    metrics = _sequence_metrics(out, batch, bounded_ratio(log_ratio_S), clipped=torch.zeros_like(log_ratio_S))
+    metrics = _sequence_metrics(
+        out, batch, bounded_ratio(log_ratio_S), clipped=torch.zeros_like(log_ratio_S)
+    )
     return tau / 2 * log_ratio_S.square() - gain_S, metrics
 
 

@@ -1,7 +1,8 @@
 """Preference losses. A pair is a group of two training rows, the chosen one first.
 
-T = tokens, S = sequences, G = groups. The logratio of a row is the sum, or with normalize="mean" the mean, of logprobs -
-ref_logprobs over its trainable tokens; D is that of the chosen row minus that of the rejected one. Group level unless said.
+T = tokens, S = sequences, G = groups. The logratio of a row is the sum, or with normalize="mean"
+the mean, of logprobs - ref_logprobs over its trainable tokens; D is that of the chosen row minus
+that of the rejected one. Group level unless said.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         group = int(wrong_G.nonzero()[0])
         raise DataError(
             f"group {batch.group_ids[group]} is no pair: it has {int(sizes_G[group])} rows, "
-            f"{int(trained_G[group])} of them to train on; a preference is two such rows alone, the chosen one first"
+            f"{int(trained_G[group])} of them to train on; a preference is two such rows alone, "
+            "the chosen one first"
         )
     return x_S[0::2], x_S[1::2]
 
@@ -40,7 +42,10 @@ def rewards_of(batch: Batch) -> Tensor:
     lacks_S = batch.train_S & ~batch.scored_S
     if bool(lacks_S.any()):
         group = batch.group_ids[int(batch.group_S[lacks_S][0])]
-        raise DataError(f"group {group} has a row without a reward, which this loss is about: give every answer one")
+        raise DataError(
+            f"group {group} has a row without a reward, which this loss is about: give every "
+            "answer one"
+        )
     return batch.rewards_S.nan_to_num(0.0)
 
 
@@ -72,17 +77,27 @@ def right(margin_G: Tensor) -> Tensor:
 
 
 def dpo(
-    out: Outputs, batch: Batch, *, beta: float, label_smoothing: float = 0.0, normalize: Normalize = "sum"
+    out: Outputs,
+    batch: Batch,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    normalize: Normalize = "sum",
 ) -> tuple[Tensor, Metrics]:
-    """-(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D). DPO (arXiv:2305.18290) eq. 7; e = `label_smoothing`, the share of
-    pairs taken to be the wrong way round: conservative DPO (https://ericmitchell.ai/cdpo.pdf); normalize="mean": per token, as
-    in Tulu 3 (arXiv:2411.15124) section 5.1."""
+    """-(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D). DPO (arXiv:2305.18290) eq. 7; e =
+    `label_smoothing`, the share of pairs taken to be the wrong way round: conservative DPO
+    (https://ericmitchell.ai/cdpo.pdf); normalize="mean": per token, as in Tulu 3 (arXiv:2411.15124)
+    section 5.1."""
     margin_G, metrics = _margin(out, batch, normalize)
     scaled_G = beta * margin_G
-    return -(1 - label_smoothing) * F.logsigmoid(scaled_G) - label_smoothing * F.logsigmoid(-scaled_G), metrics
+    return -(1 - label_smoothing) * F.logsigmoid(scaled_G) - label_smoothing * F.logsigmoid(
+        -scaled_G
+    ), metrics
 
 
-def ipo(out: Outputs, batch: Batch, *, beta: float, normalize: Normalize = "mean") -> tuple[Tensor, Metrics]:
+def ipo(
+    out: Outputs, batch: Batch, *, beta: float, normalize: Normalize = "mean"
+) -> tuple[Tensor, Metrics]:
     """(D - 1 / (2 beta))^2: the margin is drawn to a finite value. IPO (arXiv:2310.12036) eq. 17.
 
     D is made of means over the tokens of an answer: the equation leaves that open for text, and the
@@ -92,9 +107,12 @@ def ipo(out: Outputs, batch: Batch, *, beta: float, normalize: Normalize = "mean
     return (margin_G - 1 / (2 * beta)).square(), metrics
 
 
-def rpo(out: Outputs, batch: Batch, *, beta: float, eta: float, normalize: Normalize = "sum") -> tuple[Tensor, Metrics]:
-    """KL(Bernoulli(b) || Bernoulli(a)), b = sigmoid(eta (reward of chosen - reward of rejected)), a = sigmoid(beta D): how much
-    better the chosen one is counts too. Reward-aware preference optimisation (arXiv:2406.11704, section 3.3.2)."""
+def rpo(
+    out: Outputs, batch: Batch, *, beta: float, eta: float, normalize: Normalize = "sum"
+) -> tuple[Tensor, Metrics]:
+    """KL(Bernoulli(b) || Bernoulli(a)), b = sigmoid(eta (reward of chosen - reward of rejected)), a
+    = sigmoid(beta D): how much better the chosen one is counts too. Reward-aware preference
+    optimisation (arXiv:2406.11704, section 3.3.2)."""
     margin_G, metrics = _margin(out, batch, normalize)
     better_G, worse_G = pairs(rewards_of(batch), batch)
     wanted_G, given_G = eta * (better_G - worse_G), beta * margin_G
@@ -112,32 +130,43 @@ def simpo(out: Outputs, batch: Batch, *, beta: float, gamma: float) -> tuple[Ten
 
 
 def odds_ratio(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    """-log sigmoid(log odds of chosen - log odds of rejected), odds = p / (1 - p), log p the mean over the row. The second part
-    of ORPO (arXiv:2403.07691) eq. 5 to 7; the first is the likelihood of the chosen row."""
+    """-log sigmoid(log odds of chosen - log odds of rejected), odds = p / (1 - p), log p the mean
+    over the row. The second part of ORPO (arXiv:2403.07691) eq. 5 to 7; the first is the likelihood
+    of the chosen row."""
     mean_S = row_mean(out, batch, out.need("logprobs"))
     chosen_G, rejected_G = pairs(_log_odds(mean_S), batch)
     return -F.logsigmoid(chosen_G - rejected_G), _measured(chosen_G, rejected_G)
 
 
 def _log_odds(logprob_S: Tensor) -> Tensor:
-    """log(p / (1 - p)). A p of 1 (of an empty row, a sum of nothing) stays just below it: infinite odds teach nothing."""
+    """log(p / (1 - p)). A p of 1 (of an empty row, a sum of nothing) stays just below it: infinite
+    odds teach nothing."""
     below_S = logprob_S.clamp(max=-torch.finfo(logprob_S.dtype).eps)
     return below_S - torch.log(-torch.expm1(below_S))
 
 
 def kto_reference_point(batch: Batch, state: AlgoState) -> Batch:
-    """z0 = max(0, mean over rows with use="reference" of the sum of old_logprobs - ref_logprobs): the batch's estimate of
-    KL(policy || reference) on answers to other prompts (KTO, arXiv:2402.01306, section 4.1). One detached number for all rows,
-    in the sequence column `kto_z0`."""
-    gap_T = torch.where(batch.predicted_T, batch.need("old_logprobs").double() - batch.need("ref_logprobs").double(), 0.0)
+    """z0 = max(0, mean over rows with use="reference" of the sum of old_logprobs - ref_logprobs):
+    the batch's estimate of KL(policy || reference) on answers to other prompts (KTO,
+    arXiv:2402.01306, section 4.1). One detached number for all rows, in the sequence column
+    `kto_z0`."""
+    gap_T = torch.where(
+        batch.predicted_T,
+        batch.need("old_logprobs").double() - batch.need("ref_logprobs").double(),
+        0.0,
+    )
     other_S = batch.reference_S
     z0 = max(0.0, float(batch.sequence_sum(gap_T)[other_S].mean())) if bool(other_S.any()) else 0.0
-    return batch.fill_sequences(kto_z0=torch.full((batch.n_sequences,), z0, dtype=torch.float64)).note(**{"kto/z0": z0})
+    return batch.fill_sequences(
+        kto_z0=torch.full((batch.n_sequences,), z0, dtype=torch.float64)
+    ).note(**{"kto/z0": z0})
 
 
-def kto(out: Outputs, batch: Batch, *, beta: float, desirable: float = 1.0, undesirable: float = 1.0) -> tuple[Tensor, Metrics]:
-    """desirable (1 - sigmoid(v)) for a row whose reward is above 0, undesirable (1 - sigmoid(-v)) for another,
-    v = beta (logratio - z0). KTO (arXiv:2402.01306) eq. 8. Sequence level."""
+def kto(
+    out: Outputs, batch: Batch, *, beta: float, desirable: float = 1.0, undesirable: float = 1.0
+) -> tuple[Tensor, Metrics]:
+    """desirable (1 - sigmoid(v)) for a row whose reward is above 0, undesirable (1 - sigmoid(-v))
+    for another, v = beta (logratio - z0). KTO (arXiv:2402.01306) eq. 8. Sequence level."""
     ratio_S = logratios(out, batch, "sum")
     v_S = beta * (ratio_S - batch.need("kto_z0"))
     good_S = rewards_of(batch) > 0

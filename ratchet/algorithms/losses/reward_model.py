@@ -17,7 +17,8 @@ from ratchet.protocols import Outputs
 
 
 def bradley_terry(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    """-log sigmoid(score of chosen - score of rejected). Bradley and Terry (1952); arXiv:2203.02155 eq. 1. Group level."""
+    """-log sigmoid(score of chosen - score of rejected). Bradley and Terry (1952); arXiv:2203.02155
+    eq. 1. Group level."""
     chosen_G, rejected_G = pairs(out.need("scores"), batch)
     margin_G = (chosen_G - rejected_G).detach()
     metrics = {"margin": margin_G, "accuracy": right(margin_G)}
@@ -31,16 +32,22 @@ def score_regression(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
 
 
 def process_reward(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    """Binary cross entropy of sigmoid(score at the last token of a step) with the step's label in [0, 1], a turn's own reward;
-    0 at other tokens. Let's verify step by step (arXiv:2305.20050), section 2.6. Token level. Raises DataError for a label
-    outside: the score would run away without end."""
+    """Binary cross entropy of sigmoid(score at the last token of a step) with the step's label in
+    [0, 1], a turn's own reward; 0 at other tokens. Let's verify step by step (arXiv:2305.20050),
+    section 2.6. Token level. Raises DataError for a label outside: the score would run away without
+    end."""
     labelled_T = ~batch.turn_rewards_T.isnan()
     outside_T = (batch.turn_rewards_T < 0) | (batch.turn_rewards_T > 1)
     if bool(outside_T.any()):
         group = batch.group_ids[int(batch.group_S[batch.sequence_T[outside_T][0]])]
-        raise DataError(f"group {group}: a step has the label {batch.turn_rewards_T[outside_T][0]:g}: it must lie in [0, 1]")
+        raise DataError(
+            f"group {group}: a step has the label {batch.turn_rewards_T[outside_T][0]:g}: it must "
+            "lie in [0, 1]"
+        )
     labels_T = batch.turn_rewards_T.nan_to_num(0.0)
     scores_T = out.need("token_scores")
-    x_T = F.binary_cross_entropy_with_logits(scores_T, labels_T.to(scores_T.dtype), reduction="none")
+    x_T = F.binary_cross_entropy_with_logits(
+        scores_T, labels_T.to(scores_T.dtype), reduction="none"
+    )
     hit_T = ((scores_T > 0) == (labels_T > 0.5)).to(x_T.dtype)
     return torch.where(labelled_T, x_T, 0.0), {"accuracy": torch.where(labelled_T, hit_T, 0.0)}

@@ -1,7 +1,8 @@
 """`ratchet convert`: the weights of a model from one form into another.
 
-The new directory is made beside its place, under a hidden name, file by file. What is interrupted goes on with the first file
-that is not there; what is complete has been compared with its source, and only then gets its name.
+The new directory is made beside its place, under a hidden name, file by file. What is interrupted
+goes on with the first file that is not there; what is complete has been compared with its source,
+and only then gets its name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ratchet.commands.convert.formats import FORMS, READABLE, Config, Entry, Record, Weights, form_of
+from ratchet.commands.convert.formats import (
+    FORMS,
+    READABLE,
+    Config,
+    Entry,
+    Record,
+    Weights,
+    form_of,
+)
 from ratchet.commands.convert.merge_lora import with_adapter
 from ratchet.commands.convert.verify import TOKENS, sample_logits, why_not
 from ratchet.errors import CheckpointError, ConfigError, ModelError
@@ -36,7 +45,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk. beside: where its config.json and tokenizer are. adapter: that its weights are read with."""
+    """A model on disk. beside: where its config.json and tokenizer are. adapter: that its weights
+    are read with."""
 
     directory: Path
     form: str
@@ -46,7 +56,8 @@ class StoredModel:
 
     @property
     def runner(self) -> str:
-        """The form whose logits it has: Megatron reads files itself, and these are without the adapter."""
+        """The form whose logits it has: Megatron reads files itself, and these are without the
+        adapter."""
         return self.form if self.adapter is None else "hf"
 
     def open(self) -> Weights:
@@ -86,9 +97,10 @@ def convert(
     adapter: Path | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """source: a model in any form, a run directory with a trained one, or a Hub id. config: a Hugging Face directory with the
-    config.json and the tokenizer, where the source has none. adapter: a directory in peft's form, to be merged into the
-    weights. Raises ConfigError, CheckpointError or ModelError."""
+    """source: a model in any form, a run directory with a trained one, or a Hub id. config: a
+    Hugging Face directory with the config.json and the tokenizer, where the source has none.
+    adapter: a directory in peft's form, to be merged into the weights. Raises ConfigError,
+    CheckpointError or ModelError."""
     if to not in FORMS:
         raise ConfigError(f"--to {to} is no form of weights: there are {', '.join(FORMS)}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -112,23 +124,31 @@ def convert(
             _compare_logits(stored, made, weights, say)
         work.replace(target)
     shutil.rmtree(target / WORK)
-    say(f"{source} ({stored.form}) -> {target} ({to}): {len(weights.shapes)} weights, files: {len(files)}")
+    say(
+        f"{source} ({stored.form}) -> {target} ({to}): {len(weights.shapes)} weights, files: "
+        f"{len(files)}"
+    )
 
 
 def find_stored(source: str, config: Path | None = None) -> StoredModel:
-    """Raises CheckpointError or ModelError where there is no model, or nothing says of what shape it is."""
+    """Raises CheckpointError or ModelError where there is no model, or nothing says of what shape
+    it is."""
     run = (Path(source) / "config.yaml").is_file()
     directory = find_model(Path(source) / MODEL if run else source)
     form, beside = form_of(directory), config or directory
     if not (beside / "config.json").exists():
-        raise ModelError(f"{beside} has no config.json: name a Hugging Face directory of this model by --config DIRECTORY")
+        raise ModelError(
+            f"{beside} has no config.json: name a Hugging Face directory of this model by --config "
+            "DIRECTORY"
+        )
     return StoredModel(directory, form, beside, read_json(beside / "config.json"))
 
 
 def _adapter_for(source: str, adapter: Path) -> Stored:
     if (Path(source) / "config.yaml").is_file() and (Path(source) / ADAPTER).is_dir():
         raise ConfigError(
-            f"{source} trained an adapter, which its {MODEL}/ has already: name the base (adapter_config.json says which) or "
+            f"{source} trained an adapter, which its {MODEL}/ has already: name the base "
+            "(adapter_config.json says which) or "
             "leave out --merge-lora"
         )
     return load_adapter(adapter)
@@ -143,7 +163,9 @@ def _held(work: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise CheckpointError(f"another process is writing to {work}: wait for it, or end it") from None
+        raise CheckpointError(
+            f"another process is writing to {work}: wait for it, or end it"
+        ) from None
     finally:
         os.close(descriptor)
 
@@ -151,7 +173,12 @@ def _held(work: Path) -> Iterator[None]:
 def _fingerprint(stored: StoredModel) -> dict[str, Any]:
     files = sorted(path for path in stored.directory.iterdir() if path.is_file())
     sizes = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
-    found = {"directory": str(stored.directory.resolve()), "form": stored.form, "files": sizes, "config": dict(stored.config)}
+    found = {
+        "directory": str(stored.directory.resolve()),
+        "form": stored.form,
+        "files": sizes,
+        "config": dict(stored.config),
+    }
     if stored.adapter is None:
         return found
     weights = {name: checksum(weight) for name, weight in stored.adapter.weights.items()}
@@ -172,12 +199,15 @@ def _settle(work: Path, plan: Mapping[str, Any]) -> None:
         write_json(path, plan)
     elif _plan_in(path) != json.loads(json.dumps(plan)):
         raise CheckpointError(
-            f"{work} was begun from another source or adapter, with another --to, or the source has changed since: delete it "
+            f"{work} was begun from another source or adapter, with another --to, or the source "
+            "has changed since: delete it "
             "to begin anew"
         )
 
 
-def _plan(entries: Iterator[Entry], work: Path, name: Callable[[int, int], str], file_bytes: int) -> list[File]:
+def _plan(
+    entries: Iterator[Entry], work: Path, name: Callable[[int, int], str], file_bytes: int
+) -> list[File]:
     """As many entries to a file as there is room for, in their order."""
     runs: list[list[Entry]] = []
     room = 0
@@ -190,11 +220,16 @@ def _plan(entries: Iterator[Entry], work: Path, name: Callable[[int, int], str],
     return [File(work / name(number, len(runs)), tuple(run)) for number, run in enumerate(runs)]
 
 
-def _write_files(files: Sequence[File], write: Callable[[Path, Sequence[Entry]], list[Record]], say: Say) -> list[Record]:
+def _write_files(
+    files: Sequence[File], write: Callable[[Path, Sequence[Entry]], list[Record]], say: Say
+) -> list[Record]:
     made: list[Record] = []
     there = [file.records() for file in files]
     if any(there):
-        say(f"going on: {sum(records is not None for records in there)} of {len(files)} files are there")
+        say(
+            f"going on: {sum(records is not None for records in there)} of {len(files)} files are "
+            "there"
+        )
     for file, records in zip(files, there, strict=True):
         if records is None:
             records = write(file.path, file.entries)
@@ -203,10 +238,17 @@ def _write_files(files: Sequence[File], write: Callable[[Path, Sequence[Entry]],
     return made
 
 
-def _compare_weights(weights: Weights, made: StoredModel, files: Sequence[File], source: str, say: Say) -> None:
-    """Every weight, by its checksum. Files with a wrong one are forgotten, so that the next attempt writes them again."""
+def _compare_weights(
+    weights: Weights, made: StoredModel, files: Sequence[File], source: str, say: Say
+) -> None:
+    """Every weight, by its checksum. Files with a wrong one are forgotten, so that the next attempt
+    writes them again."""
     copies = made.open()
-    wrong = [name for name in weights.shapes if name not in copies.shapes or not _same(weights, copies, name)]
+    wrong = [
+        name
+        for name in weights.shapes
+        if name not in copies.shapes or not _same(weights, copies, name)
+    ]
     if not wrong:
         say(f"compared: all {len(weights.shapes)} weights have the checksums of the source")
         return
@@ -214,7 +256,8 @@ def _compare_weights(weights: Weights, made: StoredModel, files: Sequence[File],
         if any(name in wrong for entry in file.entries for name in entry.weights):
             file.forget()
     raise CheckpointError(
-        f"{len(wrong)} weights in {made.directory} are not those of {source}: {some(wrong)}; repeat the command, which writes "
+        f"{len(wrong)} weights in {made.directory} are not those of {source}: {some(wrong)}; "
+        "repeat the command, which writes "
         "their files again"
     )
 
@@ -223,11 +266,16 @@ def _compare_logits(stored: StoredModel, made: StoredModel, weights: Weights, sa
     if reason := why_not(weights, stored.config, (stored.runner, made.runner)):
         say(f"logits not compared: {reason}")
         return
-    before, after = (sample_logits(x.runner, x.directory, x.open(), x.config) for x in (stored, made))
+    before, after = (
+        sample_logits(x.runner, x.directory, x.open(), x.config) for x in (stored, made)
+    )
     most = float((after - before).abs().max())
     say(f"logits of {TOKENS} tokens, vocabulary {before.shape[1]}: max difference {most:.1e}")
     if most > TOLERANCE * max(1.0, float(before.abs().max())):
-        raise CheckpointError(f"the logits of {made.directory} differ by up to {most:.1e}, though its weights are the same")
+        raise CheckpointError(
+            f"the logits of {made.directory} differ by up to {most:.1e}, though its weights are "
+            "the same"
+        )
 
 
 def _same(weights: Weights, copies: Weights, name: str) -> bool:

@@ -1,8 +1,9 @@
-"""Directories of torch.distributed.checkpoint, which Megatron's dist_checkpointing writes too: tensors in `*.distcp`, and where
-each chunk of each lies in `.metadata`.
+"""Directories of torch.distributed.checkpoint, which Megatron's dist_checkpointing writes too:
+tensors in `*.distcp`, and where each chunk of each lies in `.metadata`.
 
-That index is a pickle. It is read by a list of the names that it may contain, all of which only hold data; the tensors are read
-as torch does with `weights_only=True`. So nothing in such a directory can be executed.
+That index is a pickle. It is read by a list of the names that it may contain, all of which only
+hold data; the tensors are read as torch does with `weights_only=True`. So nothing in such a
+directory can be executed.
 """
 
 from __future__ import annotations
@@ -25,26 +26,37 @@ from ratchet.protocols import Shard
 from ratchet.utils.atomic_files import atomic_path
 
 INDEX, NOTHING = ".metadata", "nothing.distcp"
-INERT: Mapping[str, frozenset[str]] = {  # what an index may name: holders of data, and what makes a layout of its name
-    "torch": frozenset({"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}),
+# what an index may name: holders of data, and what makes a layout of its name
+INERT: Mapping[str, frozenset[str]] = {
+    "torch": frozenset(
+        {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    ),
     "torch.serialization": frozenset({"_get_layout"}),
     "torch.distributed.checkpoint.metadata": frozenset({*dcp.__all__, "_MEM_FORMAT_ENCODING"}),
-    "torch.distributed.checkpoint.planner": frozenset({"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}),
+    "torch.distributed.checkpoint.planner": frozenset(
+        {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}
+    ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
     "pathlib": frozenset({"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}),
-    "pathlib._local": frozenset({"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}),  # Python 3.13
+    # Python 3.13
+    "pathlib._local": frozenset(
+        {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
+    ),
     "collections": frozenset({"OrderedDict"}),
 }
 
 
-# What unpickling raises where the bytes are not what was written, and `_chunks` where they are another index than ours.
+# What unpickling raises where the bytes are not what was written, and `_chunks` where they are
+# another index than ours.
 DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, LookupError)
 
 
 class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in INERT.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs")
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no index of tensors needs"
+            )
         return super().find_class(module, name)
 
 
@@ -63,7 +75,8 @@ class Chunk:
 
 
 class DcpFiles:
-    """tensors: the chunks of each, by its key. What else a directory may hold, such as a step's number, is not read."""
+    """tensors: the chunks of each, by its key. What else a directory may hold, such as a step's
+    number, is not read."""
 
     def __init__(self, directory: Path) -> None:
         """Raises CheckpointError where there is no index, or it can't be read."""
@@ -72,7 +85,9 @@ class DcpFiles:
             with (directory / INDEX).open("rb") as file:
                 self.tensors = _chunks(_Index(file).load())
         except (OSError, *DAMAGED) as error:
-            raise CheckpointError(f"the index {directory / INDEX} can't be read: {error}") from error
+            raise CheckpointError(
+                f"the index {directory / INDEX} can't be read: {error}"
+            ) from error
         self._last: tuple[Chunk, Tensor] | None = None
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -82,8 +97,8 @@ class DcpFiles:
         return self.tensors[key][0].dtype
 
     def block(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Of one tensor, on the CPU. A chunk is read as a whole, and kept until the next. Raises CheckpointError where some of
-        it is nowhere, or a file is damaged."""
+        """Of one tensor, on the CPU. A chunk is read as a whole, and kept until the next. Raises
+        CheckpointError where some of it is nowhere, or a file is damaged."""
         made, missing = assemble(self.tensors.get(key, ()), offsets, sizes, self._cut)
         if missing or made is None:
             raise CheckpointError(f"{self.directory} lacks {missing} numbers of '{key}'")
@@ -92,16 +107,22 @@ class DcpFiles:
     def _cut(self, chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> Tensor:
         if self._last is None or self._last[0] != chunk:
             self._last = (chunk, self._read(chunk))
-        return self._last[1][tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))]
+        return self._last[1][
+            tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+        ]
 
     def _read(self, chunk: Chunk) -> Tensor:
         path = self.directory / chunk.file
         try:
             with path.open("rb") as file:
                 file.seek(chunk.start)
-                tensor = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
+                tensor = torch.load(
+                    io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True
+                )
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise CheckpointError(f"'{chunk.key}' in {path} is missing or damaged: {error}") from error
+            raise CheckpointError(
+                f"'{chunk.key}' in {path} is missing or damaged: {error}"
+            ) from error
         if not isinstance(tensor, Tensor) or tensor.numel() != torch.Size(chunk.sizes).numel():
             raise CheckpointError(f"'{chunk.key}' in {path} is not what the index says")
         return tensor.reshape(chunk.sizes)  # dimensions of 1 may be in the index alone
@@ -110,11 +131,17 @@ class DcpFiles:
 def _chunks(index: dcp.Metadata) -> dict[str, tuple[Chunk, ...]]:
     """Only of what the index has a place for: files of other keys may have been taken away."""
     lies = {(at.fqn, at.offset): info for at, info in index.storage_data.items()}
-    tensors = {key: found for key, found in index.state_dict_metadata.items() if isinstance(found, dcp.TensorStorageMetadata)}
+    tensors = {
+        key: found
+        for key, found in index.state_dict_metadata.items()
+        if isinstance(found, dcp.TensorStorageMetadata)
+    }
     return {key: tuple(_of_tensor(key, found, lies)) for key, found in tensors.items()}
 
 
-def _of_tensor(key: str, found: dcp.TensorStorageMetadata, lies: Mapping[Any, Any]) -> Iterator[Chunk]:
+def _of_tensor(
+    key: str, found: dcp.TensorStorageMetadata, lies: Mapping[Any, Any]
+) -> Iterator[Chunk]:
     for chunk in found.chunks:
         info = lies[key, chunk.offsets]
         at = (tuple(found.size), found.properties.dtype, tuple(chunk.offsets), tuple(chunk.sizes))
@@ -125,7 +152,8 @@ def _of_tensor(key: str, found: dcp.TensorStorageMetadata, lies: Mapping[Any, An
 
 
 def write_chunks(path: Path, chunks: Iterable[Shard]) -> list[Chunk]:
-    """One file, whole or not at all; with one chunk in memory at a time. Returns what `write_index` needs."""
+    """One file, whole or not at all; with one chunk in memory at a time. Returns what `write_index`
+    needs."""
     made: list[Chunk] = []
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         for chunk in chunks:
@@ -134,12 +162,24 @@ def write_chunks(path: Path, chunks: Iterable[Shard]) -> list[Chunk]:
             start = file.tell()
             torch.save(tensor, file)
             sizes, length = tuple(tensor.shape), file.tell() - start
-            made.append(Chunk(chunk.name, chunk.shape, tensor.dtype, chunk.offsets, sizes, path.name, start, length))
+            made.append(
+                Chunk(
+                    chunk.name,
+                    chunk.shape,
+                    tensor.dtype,
+                    chunk.offsets,
+                    sizes,
+                    path.name,
+                    start,
+                    length,
+                )
+            )
     return made
 
 
 def write_index(directory: Path, chunks: Iterable[Chunk], empty: Sequence[str] = ()) -> None:
-    """The directory is complete with it. empty: keys that readers ask for, and which hold nothing."""
+    """The directory is complete with it. empty: keys that readers ask for, and which hold
+    nothing."""
     tensors: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, Any] = {}
     for chunk in chunks:

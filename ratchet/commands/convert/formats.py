@@ -1,7 +1,9 @@
-"""The forms in which the weights of a model lie on disk: Hugging Face's safetensors, torch's distributed checkpoint (DCP), and
-Megatron-core's checkpoint. Each can be read as canonical weights, block by block, and written file by file.
+"""The forms in which the weights of a model lie on disk: Hugging Face's safetensors, torch's
+distributed checkpoint (DCP), and Megatron-core's checkpoint. Each can be read as canonical weights,
+block by block, and written file by file.
 
-In all of them `config.json`, the tokenizer and what else belongs to a model lie beside the weights, as Hugging Face names them.
+In all of them `config.json`, the tokenizer and what else belongs to a model lie beside the weights,
+as Hugging Face names them.
 """
 
 from __future__ import annotations
@@ -24,13 +26,21 @@ from ratchet.errors import CheckpointError, ModelError
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import Place, megatron_layout
 from ratchet.models.model_source import Read
-from ratchet.models.weights.hf_weights import HEAD, IGNORED_SUFFIXES, INDEX, WEIGHTS, WeightFiles, some
+from ratchet.models.weights.hf_weights import (
+    HEAD,
+    IGNORED_SUFFIXES,
+    INDEX,
+    WEIGHTS,
+    WeightFiles,
+    some,
+)
 from ratchet.models.weights.weight_layout import Piece
 from ratchet.protocols import Shard
 from ratchet.utils.atomic_files import atomic_path, write_json
 
 EMBEDDING = "model.embed_tokens.weight"
-BEGINNINGS = ("model.", "lm_head.", "score.")  # of the weights of a causal model, beside which a DCP may hold other things
+# of the weights of a causal model, beside which a DCP may hold other things
+BEGINNINGS = ("model.", "lm_head.", "score.")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 Config = Mapping[str, Any]  # the content of config.json
 Record = Mapping[str, Any]  # what `finish` has to know of a tensor that was written, as JSON
@@ -38,7 +48,8 @@ Record = Mapping[str, Any]  # what `finish` has to know of a tensor that was wri
 
 @dataclass(frozen=True)
 class Weights:
-    """Those of a model, by canonical name. left_out: such as are there, and belong to no layer that config.json counts."""
+    """Those of a model, by canonical name. left_out: such as are there, and belong to no layer that
+    config.json counts."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
@@ -97,7 +108,9 @@ class HuggingFace:
         files = WeightFiles.find(directory)
         headers = list(files.headers())
         shapes = {name: shape for name, shape, _ in headers}
-        return _canonical(Weights(shapes, {name: dtype for name, _, dtype in headers}, files.block), config)
+        return _canonical(
+            Weights(shapes, {name: dtype for name, _, dtype in headers}, files.block), config
+        )
 
     def entries(self, weights: Weights, config: Config) -> Iterator[Entry]:
         return _each_weight(weights)
@@ -107,34 +120,51 @@ class HuggingFace:
 
     def write(self, path: Path, entries: Sequence[Entry]) -> list[Record]:
         with atomic_path(path) as temporary:
-            save_file({entry.key: entry.make().contiguous() for entry in entries}, temporary, metadata={"format": "pt"})
+            save_file(
+                {entry.key: entry.make().contiguous() for entry in entries},
+                temporary,
+                metadata={"format": "pt"},
+            )
         return [{"key": entry.key, "file": path.name, "bytes": entry.bytes} for entry in entries]
 
     def finish(self, directory: Path, records: Sequence[Record], config: Config) -> None:
         if {record["file"] for record in records} != {WEIGHTS}:
             total = {"total_size": sum(record["bytes"] for record in records)}
-            write_json(directory / INDEX, {"metadata": total, "weight_map": {r["key"]: r["file"] for r in records}})
+            write_json(
+                directory / INDEX,
+                {"metadata": total, "weight_map": {r["key"]: r["file"] for r in records}},
+            )
 
 
 class Dcp:
     def is_in(self, directory: Path) -> bool:
-        return (directory / DCP_INDEX).exists() and not (directory / megatron_format.FORMAT).exists()
+        return (directory / DCP_INDEX).exists() and not (
+            directory / megatron_format.FORMAT
+        ).exists()
 
     def open(self, directory: Path, config: Config) -> Weights:
-        """A trainer may have put its model under a name, and other things beside it: `{"model": ..., "optim": ...}`."""
+        """A trainer may have put its model under a name, and other things beside it: `{"model":
+        ..., "optim": ...}`."""
         files = DcpFiles(directory)
-        prefix = min((key.removesuffix(EMBEDDING) for key in files.tensors if key.endswith(EMBEDDING)), key=len, default=None)
+        prefix = min(
+            (key.removesuffix(EMBEDDING) for key in files.tensors if key.endswith(EMBEDDING)),
+            key=len,
+            default=None,
+        )
         keys = {
             key.removeprefix(prefix or ""): key
             for key in files.tensors
-            if prefix is None or (key.startswith(prefix) and key.removeprefix(prefix).startswith(BEGINNINGS))
+            if prefix is None
+            or (key.startswith(prefix) and key.removeprefix(prefix).startswith(BEGINNINGS))
         }
 
         def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
             return files.block(keys[name], offsets, sizes)
 
         shapes = {name: files.shape(key) for name, key in keys.items()}
-        return _canonical(Weights(shapes, {name: files.dtype(key) for name, key in keys.items()}, read), config)
+        return _canonical(
+            Weights(shapes, {name: files.dtype(key) for name, key in keys.items()}, read), config
+        )
 
     def entries(self, weights: Weights, config: Config) -> Iterator[Entry]:
         return _each_weight(weights)
@@ -143,8 +173,14 @@ class Dcp:
         return f"__{number}_0.distcp"
 
     def write(self, path: Path, entries: Sequence[Entry]) -> list[Record]:
-        shards = (Shard(entry.key, entry.shape, entry.offsets, entry.make().reshape(entry.sizes)) for entry in entries)
-        return [{**asdict(chunk), "dtype": str(chunk.dtype).removeprefix("torch.")} for chunk in write_chunks(path, shards)]
+        shards = (
+            Shard(entry.key, entry.shape, entry.offsets, entry.make().reshape(entry.sizes))
+            for entry in entries
+        )
+        return [
+            {**asdict(chunk), "dtype": str(chunk.dtype).removeprefix("torch.")}
+            for chunk in write_chunks(path, shards)
+        ]
 
     def finish(self, directory: Path, records: Sequence[Record], config: Config) -> None:
         write_index(directory, (_chunk(record) for record in records))
@@ -156,12 +192,16 @@ class Megatron(Dcp):
 
     def open(self, directory: Path, config: Config) -> Weights:
         files = megatron_format.MegatronFiles(directory, Dimensions.from_hf(config))
-        return Weights(files.shapes, {name: files.dtype(name) for name in files.shapes}, files.block)
+        return Weights(
+            files.shapes, {name: files.dtype(name) for name in files.shapes}, files.block
+        )
 
     def entries(self, weights: Weights, config: Config) -> Iterator[Entry]:
         dimensions = Dimensions.from_hf(config)
         layout = megatron_layout(dimensions, Place())
-        _check_weights(weights, {piece.name: piece.shape for pieces in layout.values() for piece in pieces})
+        _check_weights(
+            weights, {piece.name: piece.shape for pieces in layout.values() for piece in pieces}
+        )
         for parameter, pieces in layout.items():
             shape = (pieces[-1].rows.stop, *pieces[0].shape[1:])
             names = tuple(dict.fromkeys(piece.name for piece in pieces))
@@ -179,19 +219,29 @@ class Megatron(Dcp):
     def finish(self, directory: Path, records: Sequence[Record], config: Config) -> None:
         dimensions = Dimensions.from_hf(config)
         megatron_format.write_format(directory, dimensions)
-        write_index(directory, (_chunk(record) for record in records), megatron_format.empty_states(dimensions))
+        write_index(
+            directory,
+            (_chunk(record) for record in records),
+            megatron_format.empty_states(dimensions),
+        )
 
 
 class LearnerBlocks:
-    """The checkpoint of a learner in several processes, with what its optimizer keeps beside the weights. Only read."""
+    """The checkpoint of a learner in several processes, with what its optimizer keeps beside the
+    weights. Only read."""
 
     def is_in(self, directory: Path) -> bool:
         return any(directory.glob("rank-*.json"))
 
     def open(self, directory: Path, config: Config) -> Weights:
         blocks = Blocks(directory)
-        shapes = {name: shape for name, shape in blocks.shapes.items() if name.startswith(BEGINNINGS)}
-        dtypes = {name: blocks.read(name, (0,) * len(shape), (1,) * len(shape)).dtype for name, shape in shapes.items()}
+        shapes = {
+            name: shape for name, shape in blocks.shapes.items() if name.startswith(BEGINNINGS)
+        }
+        dtypes = {
+            name: blocks.read(name, (0,) * len(shape), (1,) * len(shape)).dtype
+            for name, shape in shapes.items()
+        }
         return _canonical(Weights(shapes, dtypes, blocks.read), config)
 
 
@@ -204,7 +254,8 @@ def form_of(directory: Path) -> str:
     found = next((name for name, form in READABLE.items() if form.is_in(directory)), None)
     if found is None:
         raise CheckpointError(
-            f"{directory} holds no weights of a model: neither {WEIGHTS} (Hugging Face), nor {megatron_format.FORMAT} "
+            f"{directory} holds no weights of a model: neither {WEIGHTS} (Hugging Face), nor "
+            f"{megatron_format.FORMAT} "
             f"(Megatron), "
             f"{DCP_INDEX} (torch.distributed.checkpoint) or rank-0.json (a learner's checkpoint)"
         )
@@ -214,11 +265,22 @@ def form_of(directory: Path) -> str:
 def _each_weight(weights: Weights) -> Iterator[Entry]:
     for name, shape in weights.shapes.items():
         at = (0,) * len(shape)
-        yield Entry(name, shape, at, shape, weights.dtypes[name], (name,), lambda name=name: weights.whole(name))
+        yield Entry(
+            name,
+            shape,
+            at,
+            shape,
+            weights.dtypes[name],
+            (name,),
+            lambda name=name: weights.whole(name),
+        )
 
 
 def _put_together(weights: Weights, pieces: Sequence[Piece]) -> Tensor:
-    blocks = [weights.read(piece.name, piece.offsets, (len(piece.rows), *piece.shape[1:])) for piece in pieces]
+    blocks = [
+        weights.read(piece.name, piece.offsets, (len(piece.rows), *piece.shape[1:]))
+        for piece in pieces
+    ]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
@@ -228,18 +290,23 @@ def _chunk(record: Record) -> Chunk:
 
 
 def _canonical(weights: Weights, config: Config) -> Weights:
-    """Without constants that old checkpoints carry, layers for the prediction of several tokens, which transformers does not
-    load either, and a second copy of a tied head. Raises ModelError where that is none."""
+    """Without constants that old checkpoints carry, layers for the prediction of several tokens,
+    which transformers does not load either, and a second copy of a tied head. Raises ModelError
+    where that is none."""
     layers = config.get("num_hidden_layers", 0)
     left_out = [
         name
         for name in weights.shapes
-        if name.endswith(IGNORED_SUFFIXES) or ((layer := LAYER.match(name)) and int(layer[1]) >= layers)
+        if name.endswith(IGNORED_SUFFIXES)
+        or ((layer := LAYER.match(name)) and int(layer[1]) >= layers)
     ]
     dropped = set(left_out)
     if config.get("tie_word_embeddings") and {HEAD, EMBEDDING} <= weights.shapes.keys():
         if not torch.equal(weights.whole(HEAD), weights.whole(EMBEDDING)):
-            raise ModelError(f"{HEAD} differs from the embedding, though tie_word_embeddings says that it is the same")
+            raise ModelError(
+                f"{HEAD} differs from the embedding, though tie_word_embeddings says that it is "
+                "the same"
+            )
         dropped.add(HEAD)
     shapes = {name: shape for name, shape in weights.shapes.items() if name not in dropped}
     return Weights(shapes, weights.dtypes, weights.read, tuple(left_out))
@@ -252,4 +319,6 @@ def _check_weights(weights: Weights, wanted: Mapping[str, tuple[int, ...]]) -> N
         raise ModelError(f"Megatron has no place for these weights: {some(unknown)}")
     for name, shape in wanted.items():
         if weights.shapes[name] != shape:
-            raise ModelError(f"weight '{name}' has shape {weights.shapes[name]}, config.json says {shape}")
+            raise ModelError(
+                f"weight '{name}' has shape {weights.shapes[name]}, config.json says {shape}"
+            )

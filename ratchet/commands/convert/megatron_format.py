@@ -1,8 +1,9 @@
-"""Checkpoints of Megatron-core (`dist_checkpointing`, format "torch_dist") as canonical weights, and canonical weights as such
-checkpoints. Nothing of Megatron is needed for it.
+"""Checkpoints of Megatron-core (`dist_checkpointing`, format "torch_dist") as canonical weights,
+and canonical weights as such checkpoints. Nothing of Megatron is needed for it.
 
-A checkpoint says nothing of how ranks divided the model: its tensors are those of a single rank, in which the layers of a dense
-model are stacked along a first dimension, and experts along one of their own. Where layers differ, each has its own tensors.
+A checkpoint says nothing of how ranks divided the model: its tensors are those of a single rank, in
+which the layers of a dense model are stacked along a first dimension, and experts along one of
+their own. Where layers differ, each has its own tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ ENDS = (*EMBEDDING, *HEAD)  # of which the vocabulary may be padded
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a parameter lies: at `index` of the first dimensions of tensor `key`, which has `of` there."""
+    """Where a parameter lies: at `index` of the first dimensions of tensor `key`, which has `of`
+    there."""
 
     key: str
     index: tuple[int, ...] = ()
@@ -59,7 +61,8 @@ class MegatronFiles:
     """The canonical weights of a checkpoint. shapes: by their names."""
 
     def __init__(self, directory: Path, dimensions: Dimensions) -> None:
-        """Raises CheckpointError where parameters of such a model are missing, or have another shape."""
+        """Raises CheckpointError where parameters of such a model are missing, or have another
+        shape."""
         self.files = DcpFiles(directory)
         self.layout: Layout = megatron_layout(dimensions, Place())
         self.spots = {name: self._find(name, dimensions) for name in self.layout}
@@ -87,11 +90,15 @@ class MegatronFiles:
 
     def _read(self, spot: Spot, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         lead = (1,) * len(spot.index)
-        return self.files.block(spot.key, (*spot.index, *offsets), (*lead, *sizes)).reshape(tuple(sizes))
+        return self.files.block(spot.key, (*spot.index, *offsets), (*lead, *sizes)).reshape(
+            tuple(sizes)
+        )
 
     def _cut(self, rows: _Rows, low: Sequence[int], high: Sequence[int]) -> Tensor:
         spot, down = self.spots[rows.parameter], rows.piece.rows.start - rows.piece.offsets[0]
-        return self._read(spot, (low[0] + down, *low[1:]), [b - a for a, b in zip(low, high, strict=True)])
+        return self._read(
+            spot, (low[0] + down, *low[1:]), [b - a for a, b in zip(low, high, strict=True)]
+        )
 
     def _find(self, parameter: str, dimensions: Dimensions) -> Spot:
         tried = [
@@ -101,13 +108,18 @@ class MegatronFiles:
             if (spot := spot_of(spelled, dimensions, stacked=stacked)).key in self.files.tensors
         ]
         if not tried:
-            raise CheckpointError(f"{self.files.directory} lacks '{parameter}': is it of the model that config.json describes?")
+            raise CheckpointError(
+                f"{self.files.directory} lacks '{parameter}': is it of the model that config.json "
+                "describes?"
+            )
         (spot, *_), pieces = tried, self.layout[parameter]
         rows, found = pieces[-1].rows.stop, self.files.shape(spot.key)
         wanted = (*spot.of, rows, *pieces[0].shape[1:])
         padded = parameter in ENDS and found[0] > rows and found[1:] == wanted[1:]
         if found != wanted and not padded:
-            raise CheckpointError(f"'{spot.key}' in {self.files.directory} is {found}, by config.json it is {wanted}")
+            raise CheckpointError(
+                f"'{spot.key}' in {self.files.directory} is {found}, by config.json it is {wanted}"
+            )
         return spot
 
 
@@ -129,14 +141,17 @@ def spot_of(parameter: str, dimensions: Dimensions, *, stacked: bool) -> Spot:
     if expert := OF_EXPERT.fullmatch(rest):
         index, of = (*index, int(expert[1])), (*of, dimensions.experts)
         rest = f"mlp.experts.experts.{expert[2]}"
-    return Spot(f"decoder.layers.{rest}" if stacked else f"decoder.layers.{layer}.{rest}", index, of)
+    return Spot(
+        f"decoder.layers.{rest}" if stacked else f"decoder.layers.{layer}.{rest}", index, of
+    )
 
 
 # --- writing
 
 
 def written_spots(parameter: str, dimensions: Dimensions) -> Iterator[Spot]:
-    """Where a checkpoint for any kind of layers has it: norms, which are small, under both their names."""
+    """Where a checkpoint for any kind of layers has it: norms, which are small, under both their
+    names."""
     stacked = not dimensions.experts
     yield spot_of(parameter, dimensions, stacked=stacked)
     inside = IN_LAYER.fullmatch(parameter)
@@ -148,8 +163,13 @@ def written_spots(parameter: str, dimensions: Dimensions) -> Iterator[Spot]:
 
 
 def empty_states(dimensions: Dimensions) -> list[str]:
-    """Keys of what matrices keep beside their weights, which is nothing; Megatron's own layers ask for it all the same."""
-    matrices = [name for name in megatron_layout(dimensions, Place()) if ".linear_" in name and name.endswith(".weight")]
+    """Keys of what matrices keep beside their weights, which is nothing; Megatron's own layers ask
+    for it all the same."""
+    matrices = [
+        name
+        for name in megatron_layout(dimensions, Place())
+        if ".linear_" in name and name.endswith(".weight")
+    ]
     spots = [next(written_spots(name, dimensions)) for name in matrices]
     return [
         f"{spot.key.removesuffix('weight')}_extra_state/shard_{_joined(spot.index or (0,))}_{_joined(spot.of or (1,))}"
@@ -164,6 +184,10 @@ def _joined(numbers: tuple[int, ...]) -> str:
 def write_format(directory: Path, dimensions: Dimensions) -> None:
     """What Megatron wants beside the index."""
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    content: Mapping[str, object] = {"content_metadata": {"non_homogeneous_layers": bool(dimensions.experts)}}
+    content: Mapping[str, object] = {
+        "content_metadata": {"non_homogeneous_layers": bool(dimensions.experts)}
+    }
     torch.save(content, directory / COMMON)
-    write_json(directory / FORMAT, {**backend, "common_backend": "torch", "common_backend_version": 1})
+    write_json(
+        directory / FORMAT, {**backend, "common_backend": "torch", "common_backend_version": 1}
+    )

@@ -1,4 +1,5 @@
-"""The weights of a model with an adapter in them, as a view of both: nothing is computed before it is read."""
+"""The weights of a model with an adapter in them, as a view of both: nothing is computed before it
+is read."""
 
 from __future__ import annotations
 
@@ -29,9 +30,14 @@ class _OnDisk:
 
 
 def with_adapter(weights: Weights, stored: Stored) -> Weights:
-    """Added in float32 or better; each weight keeps its dtype. Raises ModelError where the adapter has another base."""
+    """Added in float32 or better; each weight keeps its dtype. Raises ModelError where the adapter
+    has another base."""
     stored.check(weights.shapes)
-    made = merged({name: _OnDisk(weights, name) for name in weights.shapes}, stored.weights, stored.adapter.lora.scale)
+    made = merged(
+        {name: _OnDisk(weights, name) for name in weights.shapes},
+        stored.weights,
+        stored.adapter.lora.scale,
+    )
 
     @lru_cache(maxsize=3)  # a fused matrix of Megatron's takes blocks of three weights by turns
     def whole(name: str) -> Tensor:
@@ -40,7 +46,10 @@ def with_adapter(weights: Weights, stored: Stored) -> Weights:
     def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         if not isinstance(made[name], Merged):
             return weights.read(name, offsets, sizes)
-        # Cut from the whole, whose bits are always the same: a product of another shape may be rounded otherwise.
-        return whole(name)[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+        # Cut from the whole, whose bits are always the same: a product of another shape may be
+        # rounded otherwise.
+        return whole(name)[
+            tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        ]
 
     return replace(weights, read=read)

@@ -13,10 +13,17 @@ LAST = "config.json"  # nothing is taken for a model without it
 
 
 def convert_places(
-    source: str, target: str, *, to: str, config: str | None, verify: bool, say: Say, adapter: str | None = None
+    source: str,
+    target: str,
+    *,
+    to: str,
+    config: str | None,
+    verify: bool,
+    say: Say,
+    adapter: str | None = None,
 ) -> None:
-    """As `convert`. What goes to an address is made in the cache first, and stays there until all of it has arrived: the same
-    command tries again."""
+    """As `convert`. What goes to an address is made in the cache first, and stays there until all
+    of it has arrived: the same command tries again."""
     away = is_address(target)
     if away:
         check_address(target)
@@ -27,13 +34,17 @@ def convert_places(
     found = str(weights_of(source)) if is_address(source) else source
     if not (away and made.exists()):
         made.parent.mkdir(parents=True, exist_ok=True)
-        convert(found, made, to=to, config=_here(config), verify=verify, say=say, adapter=_here(adapter))
+        convert(
+            found, made, to=to, config=_here(config), verify=verify, say=say, adapter=_here(adapter)
+        )
     if not away:
         return
     try:
         put_directory(made, target, last=LAST)
     except OSError as error:
-        raise CheckpointError(f"{error}; what was converted lies in {made}: the same command tries again") from error
+        raise CheckpointError(
+            f"{error}; what was converted lies in {made}: the same command tries again"
+        ) from error
     forget(made)
     say(f"{made.name} is at {target}")
 

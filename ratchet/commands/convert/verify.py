@@ -1,5 +1,6 @@
-"""Logits of a few tokens by a model on disk, run as its form wants it: a Megatron checkpoint by Megatron-core itself, any other
-by the built-in decoder. So a conversion between the two compares two implementations.
+"""Logits of a few tokens by a model on disk, run as its form wants it: a Megatron checkpoint by
+Megatron-core itself, any other by the built-in decoder. So a conversion between the two compares
+two implementations.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def why_not(weights: Weights, config: Config, forms: tuple[str, str]) -> str | N
         return f"the built-in decoder can't run this model: {reason}"
     if SCORE in weights.shapes:
         return "a model with a scalar head has none"
-    if "megatron" in forms and (find_spec("megatron") is None or find_spec("megatron.core") is None):
+    if "megatron" in forms and (
+        find_spec("megatron") is None or find_spec("megatron.core") is None
+    ):
         return "megatron-core is not installed: pip install 'ratchet[megatron]'"
     if needed > _available_bytes():
         return f"the model takes {needed / 2**30:.1f} GiB in float32, and there is less memory here"
@@ -77,7 +80,9 @@ RUN: Mapping[str, Callable[[DecoderConfig, Path, Weights, Config], Tensor]] = {
 
 def _logits(policy: PolicyModel) -> Tensor:
     device = next(policy.parameters()).device
-    tokens_T = torch.randint(policy.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(device)
+    tokens_T = torch.randint(
+        policy.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0)
+    ).to(device)
     with torch.no_grad():
         hidden_Td = policy.hidden(tokens_T, torch.arange(TOKENS, device=device), [TOKENS])
         return policy.logits(hidden_Td).cpu()
@@ -86,7 +91,12 @@ def _logits(policy: PolicyModel) -> Tensor:
 @contextmanager
 def _alone() -> Iterator[None]:
     """A group of one process, which Megatron wants to have."""
-    dist.init_process_group("gloo" if not torch.cuda.is_available() else None, rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group(
+        "gloo" if not torch.cuda.is_available() else None,
+        rank=0,
+        world_size=1,
+        store=dist.HashStore(),
+    )
     try:
         yield
     finally:
@@ -96,7 +106,9 @@ def _alone() -> Iterator[None]:
 def _available_bytes() -> float:
     """Without bound where the system does not say."""
     try:
-        lines = dict(line.split(":", 1) for line in MEMINFO.read_text(encoding="utf-8").splitlines())
+        lines = dict(
+            line.split(":", 1) for line in MEMINFO.read_text(encoding="utf-8").splitlines()
+        )
         return 1024 * int(lines["MemAvailable"].split()[0])
     except (OSError, ValueError, KeyError):
         return float("inf")

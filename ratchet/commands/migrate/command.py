@@ -19,10 +19,12 @@ SHOWN = 48  # characters of a value
 
 
 def import_file(file: Path, peer: str | None, out: Path | None) -> None:
-    """Raises ConfigError where nothing can be read, where `out` is there already, and, after writing, where what came of it is
-    not yet a recipe that can run."""
+    """Raises ConfigError where nothing can be read, where `out` is there already, and, after
+    writing, where what came of it is not yet a recipe that can run."""
     if out is not None and out.exists():
-        raise ConfigError(f"{out} is there already, and is not overwritten: give another --out, or remove it")
+        raise ConfigError(
+            f"{out} is there already, and is not overwritten: give another --out, or remove it"
+        )
     result = read_config(file, peer)
     text = recipe_text(result, file.name)
     said = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -37,32 +39,46 @@ def import_file(file: Path, peer: str | None, out: Path | None) -> None:
         out.write_text(text, encoding="utf-8")
         said.print(f"\nnext: ratchet check {out}")
     if result.refused:
-        raise ConfigError("; ".join(f"{problem.origin.path or 'recipe'}: {problem.message}" for problem in result.refused))
+        raise ConfigError(
+            "; ".join(
+                f"{problem.origin.path or 'recipe'}: {problem.message}"
+                for problem in result.refused
+            )
+        )
 
 
 def recipe_text(result: Imported, name: str) -> str:
-    head = [f"From {name}, a configuration of {result.peer.title} ({result.method}), by `ratchet import`."]
+    head = [
+        f"From {name}, a configuration of {result.peer.title} ({result.method}), by `ratchet "
+        "import`."
+    ]
     comments = "\n".join(f"# {line}".rstrip() for line in [*head, *account(result)])
     return f"{comments}\n{write_text(result.recipe)}"
 
 
 def account(result: Imported) -> Iterator[str]:
-    """Every key that means something else here, every key without a counterpart or effect, and what could not be read."""
+    """Every key that means something else here, every key without a counterpart or effect, and what
+    could not be read."""
     yield from _section("Means something else here", _pairs(result.different))
     yield from _section("Without counterpart", _pairs(result.without))
     yield from _section("Without effect on a result here", _pairs(result.idle))
     chosen = ", ".join(f"{key}={_short(value)}" for key, value in result.chosen.items())
     yield from _section(
-        "Not in the file, and set as a beginning", [(chosen, "see that they are what you want")] if chosen else []
+        "Not in the file, and set as a beginning",
+        [(chosen, "see that they are what you want")] if chosen else [],
     )
     yield from _section("Could not be resolved", [(key, why) for key, why in result.unread.items()])
     yield from _section(
         "Set more than once in the file: the last counts, not these",
         [(f"{key}={_short(text)}", "") for key, text in result.repeated.items()],
     )
-    yield from _section("Null there, so nothing to take over", [(", ".join(result.unset), "")] if result.unset else [])
     yield from _section(
-        "To be mended before it runs", [(problem.origin.path or "recipe", problem.message) for problem in result.refused]
+        "Null there, so nothing to take over",
+        [(", ".join(result.unset), "")] if result.unset else [],
+    )
+    yield from _section(
+        "To be mended before it runs",
+        [(problem.origin.path or "recipe", problem.message) for problem in result.refused],
     )
 
 

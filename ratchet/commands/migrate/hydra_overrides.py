@@ -14,7 +14,9 @@ from ratchet.errors import ConfigError
 OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 REMOVED = re.compile(r"~([A-Za-z_]\w*(?:\.\w+)+)")
 KEY = re.compile(r"(?<![\w.$/])([A-Za-z_]\w*(?:\.\w+)+)=")
-ASSIGNMENT = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;#]*)\s*(?:[;#].*)?")
+ASSIGNMENT = re.compile(
+    r"\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;#]*)\s*(?:[;#].*)?"
+)
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 ARRAY = re.compile(r"\s*[A-Za-z_]\w*\+?=\(\s*(?:#.*)?")
 NOT_COMMANDS = ("export", "local", "declare", "readonly", "unset", "set", "alias")
@@ -29,16 +31,19 @@ class NotRead(ValueError):
 
 @dataclass
 class Script:
-    """What a script says. `unread`: by key what can't be read and why; `repeated`: what a later word replaces."""
+    """What a script says. `unread`: by key what can't be read and why; `repeated`: what a later
+    word replaces."""
 
     nested: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
     repeated: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
-    plain: dict[str, str] = field(default_factory=dict)  # keys without a dot, which may choose files of Hydra
+    # keys without a dot, which may choose files of Hydra
+    plain: dict[str, str] = field(default_factory=dict)
 
     def read(self, text: str) -> None:
-        """Fill in the overrides; the script's own plain variables are filled into them. Raises ConfigError."""
+        """Fill in the overrides; the script's own plain variables are filled into them. Raises
+        ConfigError."""
         in_array = False
         for line in re.sub(r"\\\s*\n", " ", text).splitlines():
             if in_array and line.strip() == ")":
@@ -56,18 +61,25 @@ class Script:
             except ValueError:
                 words = []
                 for match in KEY.finditer(line):
-                    self.unread[match[1]] = "stands in a line whose quotes end in another one: write it in a line of its own"
+                    self.unread[match[1]] = (
+                        "stands in a line whose quotes end in another one: write it in a line of "
+                        "its own"
+                    )
             self._read_words(words, in_array)
         for key, content in self.plain.items():
             if isinstance(self.nested.get(key), dict):
-                self.unread[key] = f"{content}: chooses a file of theirs, which is not read: import it, and set these over it"
+                self.unread[key] = (
+                    f"{content}: chooses a file of theirs, which is not read: import it, and set "
+                    "these over it"
+                )
             else:
                 self._put(key, content)
         if not self.nested and not self.unread:
             raise ConfigError("holds no override of the form a.b=value")
 
     def _read_words(self, words: list[str], in_array: bool) -> None:
-        """Read words; a key without a dot (`model_engine=megatron`) counts where nothing else is meant."""
+        """Read words; a key without a dot (`model_engine=megatron`) counts where nothing else is
+        meant."""
         plain = in_array or any(word in ("-m", "run") or word.endswith(".py") for word in words)
         begun = in_array
         for index, word in enumerate(words):
@@ -86,7 +98,9 @@ class Script:
                     self.plain[match[2]] = self._filled(match[3])
 
     def _filled(self, text: str) -> str:
-        return VARIABLE.sub(lambda found: self.variables.get(found[1] or found[3], found[2] or found[0]), text)
+        return VARIABLE.sub(
+            lambda found: self.variables.get(found[1] or found[3], found[2] or found[0]), text
+        )
 
     def _put(self, key: str, text: str) -> None:
         self.unread.pop(key, None)
@@ -113,7 +127,8 @@ class Script:
 
 
 def parse(text: str, depth: int = 0) -> Any:
-    """Return the value of an override's text by Hydra's grammar: a list, a section, quoted text, or a primitive.
+    """Return the value of an override's text by Hydra's grammar: a list, a section, quoted text, or
+    a primitive.
 
     Raises NotRead where it is several values (a sweep), a function or unbalanced.
     Source: https://hydra.cc/docs/advanced/override_grammar/basic/.

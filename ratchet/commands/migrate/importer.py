@@ -27,8 +27,22 @@ from ratchet.config.yaml_tree import read_text, write_text
 from ratchet.errors import ConfigError
 
 PEERS: Mapping[str, Peer] = {peer.name: peer for peer in (TRL, VERL, NEMO_RL, ROLL)}
-UNKNOWN = "is not in the table of {title}'s keys ({version}): look for what it does in docs/migrate.md"
-ORDER = ("name", "seed", "run_dir", "model", "tokenizer", "cluster", "logging", "environment", "rewards", "algorithm", "steps")
+UNKNOWN = (
+    "is not in the table of {title}'s keys ({version}): look for what it does in docs/migrate.md"
+)
+ORDER = (
+    "name",
+    "seed",
+    "run_dir",
+    "model",
+    "tokenizer",
+    "cluster",
+    "logging",
+    "environment",
+    "rewards",
+    "algorithm",
+    "steps",
+)
 
 
 Fate = Literal["same", "different", "without", "idle"]
@@ -36,9 +50,10 @@ Fate = Literal["same", "different", "without", "idle"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What became of a key. `ours` is empty where it has no counterpart, and then `note` says why; with both, `note` says what
-    means something else. assumed: the file doesn't say it, it is their default. within: their key that was
-    converted with it. idle: nothing that it says changes a result here."""
+    """What became of a key. `ours` is empty where it has no counterpart, and then `note` says why;
+    with both, `note` says what means something else. assumed: the file doesn't say it, it is their
+    default. within: their key that was converted with it. idle: nothing that it says changes a
+    result here."""
 
     theirs: str
     value: Any
@@ -50,7 +65,8 @@ class Item:
 
     @property
     def fate(self) -> Fate:
-        """Exactly one for each key: taken over as it is, with a change that `note` names, not at all, or without effect."""
+        """Exactly one for each key: taken over as it is, with a change that `note` names, not at
+        all, or without effect."""
         if self.within or self.ours:
             return "different" if self.note else "same"
         return "idle" if self.idle else "without"
@@ -58,9 +74,9 @@ class Item:
 
 @dataclass
 class Imported:
-    """`flat`: the recipe by dotted key. `unset`: keys that are null there. `unread`: what could not be resolved. `repeated`:
-    earlier values of what a script says twice. `refused`: what `ratchet check` would say of the whole; nothing where it
-    accepts it."""
+    """`flat`: the recipe by dotted key. `unset`: keys that are null there. `unread`: what could not
+    be resolved. `repeated`: earlier values of what a script says twice. `refused`: what `ratchet
+    check` would say of the whole; nothing where it accepts it."""
 
     peer: Peer
     method: str
@@ -101,7 +117,9 @@ class Imported:
     def recipe(self) -> dict[str, Any]:
         places = {key: place for place, key in enumerate(ORDER)}
         nested: dict[str, Any] = {}
-        for key, value in sorted(self.flat.items(), key=lambda pair: places.get(pair[0].partition(".")[0], len(ORDER))):
+        for key, value in sorted(
+            self.flat.items(), key=lambda pair: places.get(pair[0].partition(".")[0], len(ORDER))
+        ):
             *sections, last = key.split(".")
             section = nested
             for name in sections:
@@ -111,8 +129,8 @@ class Imported:
 
 
 def read_config(path: Path, peer: str | None = None) -> Imported:
-    """Raises ConfigError where the file can't be read, where its keys are no peer's, or where what kind of training it is can't
-    be told."""
+    """Raises ConfigError where the file can't be read, where its keys are no peer's, or where what
+    kind of training it is can't be told."""
     source = read_source(path)
     chosen = PEERS[peer] if peer is not None else _told(source.values, path)
     if path.suffix not in (".sh", ".bash", ".txt") and chosen.dialect != "omegaconf":
@@ -120,7 +138,8 @@ def read_config(path: Path, peer: str | None = None) -> Imported:
     name = chosen.method(source.values)
     if not name:
         raise ConfigError(
-            f"{path}: what kind of training it is can't be told from its keys: {chosen.title}'s are {', '.join(chosen.methods)}"
+            f"{path}: what kind of training it is can't be told from its keys: {chosen.title}'s "
+            f"are {', '.join(chosen.methods)}"
         )
     result = convert(chosen, name, source)
     if not {f"environment.{key}" for key in ("train", "hub", "preset")} & set(result.flat):
@@ -133,7 +152,9 @@ def read_config(path: Path, peer: str | None = None) -> Imported:
 def convert(peer: Peer, name: str, source: Source) -> Imported:
     """Return what a method's table makes of a source, before `ratchet check` has seen it."""
     method = peer.methods[name]
-    result = Imported(peer, name, [], dict(method.fixed), unread=source.unread, repeated=source.repeated)
+    result = Imported(
+        peer, name, [], dict(method.fixed), unread=source.unread, repeated=source.repeated
+    )
     _apply(result, method, Config(source.values, method.defaults))
     return result
 
@@ -141,7 +162,10 @@ def convert(peer: Peer, name: str, source: Source) -> Imported:
 def _told(values: Mapping[str, Any], path: Path) -> Peer:
     ranked = sorted(PEERS.values(), key=lambda peer: peer.likeness(values), reverse=True)
     if ranked[0].likeness(values) == ranked[1].likeness(values):
-        raise ConfigError(f"{path}: whose configuration it is can't be told from its keys: say it by --from {', '.join(PEERS)}")
+        raise ConfigError(
+            f"{path}: whose configuration it is can't be told from its keys: say it by --from "
+            f"{', '.join(PEERS)}"
+        )
     return ranked[0]
 
 
@@ -149,10 +173,16 @@ def _apply(result: Imported, method: Method, config: Config) -> None:
     """Rows in the table's order, so that what it puts last goes over what it puts first."""
     places = {row.theirs: place for place, row in enumerate(method.rows)}
     keys = [(key, value, method.row(key), False) for key, value in config.values.items()]
-    keys += [(key, value, method.row(key), True) for key, value in config.defaults.items() if key not in config.values]
+    keys += [
+        (key, value, method.row(key), True)
+        for key, value in config.defaults.items()
+        if key not in config.values
+    ]
     runs = Runs()
     laid_by: dict[str, str] = {}
-    for key, value, row, assumed in sorted(keys, key=lambda entry: places[entry[2].theirs] if entry[2] else -1):
+    for key, value, row, assumed in sorted(
+        keys, key=lambda entry: places[entry[2].theirs] if entry[2] else -1
+    ):
         item: Item | None = None
         if row is None and value is not None:
             why = UNKNOWN.format(title=result.peer.title, version=result.peer.version)
@@ -187,7 +217,8 @@ def _item(row: Row, key: str, value: Any, config: Config, assumed: bool) -> Item
         result = Without(str(error))
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
         result = Without(
-            "has not the form that it has there: set its counterpart by hand" + (f" ({row.ours})" if row.ours else "")
+            "has not the form that it has there: set its counterpart by hand"
+            + (f" ({row.ours})" if row.ours else "")
         )
     if isinstance(result, Without | Idle):
         return Item(key, value, {}, result.why, assumed, idle=isinstance(result, Idle))
@@ -197,9 +228,12 @@ def _item(row: Row, key: str, value: Any, config: Config, assumed: bool) -> Item
 
 
 def lay(flat: dict[str, Any], key: str, value: Any) -> None:
-    """Put a key into a recipe by dotted keys, over what is there at it, below it, or in a section above it."""
+    """Put a key into a recipe by dotted keys, over what is there at it, below it, or in a section
+    above it."""
     for name in list(flat):
-        if name.startswith(f"{key}.") or (key.startswith(f"{name}.") and not isinstance(flat[name], dict)):
+        if name.startswith(f"{key}.") or (
+            key.startswith(f"{name}.") and not isinstance(flat[name], dict)
+        ):
             del flat[name]
     above = next((name for name in flat if key.startswith(f"{name}.")), None)
     if above is None:
@@ -216,7 +250,8 @@ def lay(flat: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _account(result: Imported, runs: Runs, laid_by: Mapping[str, str], config: Config) -> None:
-    """Correct what the table says of each key by what the conversions did with its value, and by what stands in the end."""
+    """Correct what the table says of each key by what the conversions did with its value, and by
+    what stands in the end."""
     recipe = result.recipe
     standing = [_standing(item, recipe, laid_by) for item in result.items]
     by_key = {item.theirs: item for item in standing}
@@ -225,11 +260,16 @@ def _account(result: Imported, runs: Runs, laid_by: Mapping[str, str], config: C
 
 
 def _standing(item: Item, recipe: Mapping[str, Any], laid_by: Mapping[str, str]) -> Item:
-    """Return the item without those keys of ours that another of theirs set to something else afterwards."""
+    """Return the item without those keys of ours that another of theirs set to something else
+    afterwards."""
     lost = [key for key, value in item.ours.items() if not _stands(recipe, key, value)]
     if not lost:
         return item
-    by = {key: laid_by.get(key) or next((by for name, by in laid_by.items() if key.startswith(f"{name}.")), "") for key in lost}
+    by = {
+        key: laid_by.get(key)
+        or next((by for name, by in laid_by.items() if key.startswith(f"{name}.")), "")
+        for key in lost
+    }
     why = "; ".join(f"{key} goes under: {by[key] or 'another key'} sets it" for key in lost)
     kept = {key: value for key, value in item.ours.items() if key not in lost}
     return replace(item, ours=kept, note="; ".join(filter(None, [item.note, why])))
@@ -260,9 +300,18 @@ def _effective(item: Item, by_key: Mapping[str, Item], runs: Runs, config: Confi
         return replace(item, ours={}, note="; ".join(filter(None, [item.note, why])))
     main = by_key.get(_main(item))
     if main is None:
-        return replace(item, within="", note=f"counts with {_main(item)} alone, which the file doesn't set", idle=True)
+        return replace(
+            item,
+            within="",
+            note=f"counts with {_main(item)} alone, which the file doesn't set",
+            idle=True,
+        )
     if main.ours:
-        return replace(item, within="", note=f"is not taken over: {main.theirs}={main.value} was converted without it")
+        return replace(
+            item,
+            within="",
+            note=f"is not taken over: {main.theirs}={main.value} was converted without it",
+        )
     return replace(item, within="", note=f"{main.theirs}: {main.note}", idle=main.idle)
 
 
@@ -277,12 +326,20 @@ def _main(item: Item) -> str:
 
 
 def _settle(result: Imported) -> None:
-    """Takes out what `ratchet check` refuses, and says so; what can't be taken out stays, in `refused`."""
+    """Takes out what `ratchet check` refuses, and says so; what can't be taken out stays, in
+    `refused`."""
     for _ in range(len(result.flat)):
         result.refused = list(_problems(result.recipe))
         if not result.refused:
             return
-        wrong = next(((key, problem) for problem in result.refused if (key := _taken(result, problem.origin.path))), None)
+        wrong = next(
+            (
+                (key, problem)
+                for problem in result.refused
+                if (key := _taken(result, problem.origin.path))
+            ),
+            None,
+        )
         if wrong is None:
             return
         key, problem = wrong
@@ -300,7 +357,9 @@ def _less(item: Item, key: str, message: str) -> Item:
     if key not in item.ours:
         return item
     kept = {name: value for name, value in item.ours.items() if name != key}
-    return replace(item, ours=kept, note="; ".join(filter(None, [item.note, f"{key} was left out: {message}"])))
+    return replace(
+        item, ours=kept, note="; ".join(filter(None, [item.note, f"{key} was left out: {message}"]))
+    )
 
 
 def _problems(recipe: Mapping[str, Any]) -> Iterator[Problem]:
@@ -314,5 +373,6 @@ def _problems(recipe: Mapping[str, Any]) -> Iterator[Problem]:
     yield from found
     for conflict in conflicts(config):
         located = [locate(tree, key) for key in conflict.keys]
-        node = next((node for node, left in located if not left), located[0][0])  # the first that was written
+        # the first that was written
+        node = next((node for node, left in located if not left), located[0][0])
         yield Problem(node.origin, conflict.message)

@@ -1,4 +1,5 @@
-"""NVIDIA NeMo RL: the YAML of its GRPO, DPO, SFT and reward model examples. Keys are those of NeMo RL 0.4 to 0.7."""
+"""NVIDIA NeMo RL: the YAML of its GRPO, DPO, SFT and reward model examples. Keys are those of NeMo
+RL 0.4 to 0.7."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ from ratchet.commands.migrate.table import (
     within,
 )
 
-ANSWERS = "counted in answers there and in prompts here: minibatches is how many optimizer steps a batch is split into"
+ANSWERS = (
+    "counted in answers there and in prompts here: minibatches is how many optimizer steps "
+    "a "
+    "batch is split into"
+)
 EVERY = "greedy accuracy on evaluation.tasks held-out tasks; 0 is only before and after"
 
 
@@ -58,7 +63,8 @@ COMMON = (
     ),
     Row(f"{MEGATRON}.optimizer.adam_eps", "optimizer.eps", how=to.of_megatron(True, number)),
     Row(
-        f"{MEGATRON}.scheduler.lr_warmup_iters", "optimizer.warmup_steps", f"{to.RISES}; the rate rises from 0 here",
+        f"{MEGATRON}.scheduler.lr_warmup_iters", "optimizer.warmup_steps", f"{to.RISES}; the rate "
+                                                                           "rises from 0 here",
         to.of_megatron(True, to.batches),
     ),
     Row(
@@ -137,7 +143,8 @@ COMMON = (
     *within("logger.mlflow_enabled", "logger.mlflow.*"),
     *within("logger.swanlab_enabled", "logger.swanlab.*"),
     *idle("metrics go to metrics.jsonl and the terminal of themselves", "logger.*"),
-    *nothing("rewards are chosen by kind (docs/rewards.md), environments too (docs/environments.md)", "env.*"),
+    *nothing("rewards are chosen by kind (docs/rewards.md), environments too "
+             "(docs/environments.md)", "env.*"),
     *nothing("rewards judge such slips, each with its weight: malformed_tool_calls, format, regex", "reward_penalties.*"),
     *nothing("rollouts has max_staleness and order, and what is under way is the scheduler's own", "async_rl.*"),
     *idle("columns pass between processes of themselves", "data_plane.*"),
@@ -147,12 +154,25 @@ COMMON = (
 def _common(section: str) -> tuple[Row, ...]:
     """Keys that every one of its trainers has, with its own section's."""
     return (
-        Row(f"{section}.max_num_steps", "steps", "or fewer there, where max_num_epochs ends before", positive(shared.EPOCHS)),
+        Row(
+            f"{section}.max_num_steps",
+            "steps",
+            "or fewer there, where max_num_epochs ends before",
+            positive(shared.EPOCHS),
+        ),
         Row(f"{section}.max_num_epochs", note=shared.EPOCHS),
         Row(f"{section}.val_period", "evaluation.every", EVERY, at_least_0, default=10),
         Row(f"{section}.seed", "seed", how=whole, default=42),
-        *nothing("is before and after each stage here (evaluation)", f"{section}.val_at_start", f"{section}.val_at_end"),
-        *nothing("evaluation.tasks says how many held-out tasks", f"{section}.max_val_samples", f"{section}.val_*"),
+        *nothing(
+            "is before and after each stage here (evaluation)",
+            f"{section}.val_at_start",
+            f"{section}.val_at_end",
+        ),
+        *nothing(
+            "evaluation.tasks says how many held-out tasks",
+            f"{section}.max_val_samples",
+            f"{section}.val_*",
+        ),
         *COMMON,
     )
 
@@ -185,7 +205,8 @@ GRPO = (
     ),
     *nothing("a run ends with its steps: sentinels stop it before", "grpo.stop_at_validation_*"),
     *nothing("evaluation.samples says how many attempts a held-out task has", "grpo.num_val_generations_per_prompt"),
-    Row("grpo.dynamic_sampling_oversample_ratio", note="groups are replaced one by one here: no more are begun than needed"),
+    Row("grpo.dynamic_sampling_oversample_ratio", note="groups are replaced one by one here: no "
+                                                       "more are begun than needed"),
     Row("grpo.num_prompts_per_step", "batch_size", how=whole, default=32),
     Row("grpo.num_generations_per_prompt", "algorithm.group_size", how=whole, default=16),
     Row("policy.train_global_batch_size", "algorithm.minibatches", ANSWERS, to.minibatches),
@@ -195,19 +216,23 @@ GRPO = (
     Row(
         "grpo.dynamic_sampling_max_gen_batches", "rollouts.max_replaced",
         "groups replaced a step over batch_size; then they stay, where there the run stops",
-        when(lambda config: config.flag("grpo.use_dynamic_sampling"), whole, "use_dynamic_sampling is false there"),
+        when(lambda config: config.flag("grpo.use_dynamic_sampling"), whole, "use_dynamic_sampling "
+                                                                             "is false there"),
     ),
-    Row("grpo.batch_multiplier", note="groups are replaced one by one here: no more are begun than needed"),
+    Row("grpo.batch_multiplier", note="groups are replaced one by one here: no more are begun than "
+                                      "needed"),
     Row("grpo.reward_shaping.enabled", "algorithm.shaping", how=to.overlong),
     Row(
         "grpo.async_grpo.max_trajectory_age_steps", "rollouts.max_staleness",
-        how=when(lambda config: config.flag("grpo.async_grpo.enabled"), number, "async_grpo is off there"),
+        how=when(lambda config: config.flag("grpo.async_grpo.enabled"), number, "async_grpo is off "
+                                                                                "there"),
     ),
     *within("grpo.reward_shaping.enabled", "grpo.reward_shaping.*"),
     Row("grpo.async_grpo.enabled", within="grpo.async_grpo.max_trajectory_age_steps"),
     *nothing("algorithm.shaping has scale and clip", "grpo.reward_scaling.*"),
     *nothing(
-        "weights arrive at running requests when they are pushed; generator.keep_kv keeps their old cache",
+        "weights arrive at running requests when they are pushed; generator.keep_kv keeps their "
+        "old cache",
         "grpo.async_grpo.*",
     ),
     Row("loss_fn.ratio_clip_min", "algorithm.loss", how=to.clip, default=0.2),
@@ -245,7 +270,8 @@ GRPO = (
     Row(f"{GENERATION}.top_p", "sampling.top_p", how=real),
     Row(f"{GENERATION}.top_k", "sampling.top_k", how=at_least_0),
     Row(f"{GENERATION}.stop_strings", "sampling.stop", how=shared.listed),
-    Row(f"{GENERATION}.stop_token_ids", note="a model's own end tokens end an answer; others as text in sampling.stop"),
+    Row(f"{GENERATION}.stop_token_ids", note="a model's own end tokens end an answer; others as "
+                                             "text in sampling.stop"),
     Row(f"{GENERATION}.backend", "generator", how=to.generator_of),
     Row(
         f"{GENERATION}.vllm_cfg.enforce_eager",
@@ -255,7 +281,8 @@ GRPO = (
     Row("data.train.dataset_name", "environment", note=shared.ROWS, how=to.rows),
     Row("data.train.data_path", "environment", note=shared.ROWS, how=to.rows),
     Row("data.dataset_name", "environment", note=shared.ROWS, how=to.rows),
-    Row("data.default.prompt_file", note="environment.prompt is the text around a question: '{problem}\nThink first.'"),
+    Row("data.default.prompt_file", note="environment.prompt is the text around a question: "
+                                         "'{problem}\nThink first.'"),
     *within(
         f"{GENERATION}.backend", f"{GENERATION}.colocated.*", f"{GENERATION}.vllm_cfg.*_parallel_size",
         f"{GENERATION}.vllm_cfg.max_model_len",
@@ -282,10 +309,12 @@ DPO = (
         to.sft_coef,
     ),
     Row(
-        "dpo.preference_loss_weight", note="the loss has weight 1 here, and sft_coef is over it: scale optimizer.lr by it",
+        "dpo.preference_loss_weight", note="the loss has weight 1 here, and sft_coef is over it: "
+                                           "scale optimizer.lr by it",
         default=1,
     ),
-    Row("dpo.sft_average_log_probs", note="the likelihood of the chosen answers is a mean over their tokens"),
+    Row("dpo.sft_average_log_probs", note="the likelihood of the chosen answers is a mean over "
+                                          "their tokens"),
     *_given("dpo", shared.PAIRS),
 )  # fmt: skip
 SFT = (
@@ -304,7 +333,15 @@ NEMO_RL = Peer(
     "nemo-rl",
     "NeMo RL",
     "0.4 to 0.7",
-    ("policy.model_name", "loss_fn", "checkpointing", "cluster.gpus_per_node", "grpo", "dpo", "policy.generation"),
+    (
+        "policy.model_name",
+        "loss_fn",
+        "checkpointing",
+        "cluster.gpus_per_node",
+        "grpo",
+        "dpo",
+        "policy.generation",
+    ),
     _method,
     {
         "grpo": Method({"algorithm.kind": "grpo", **ROWS, "rewards": [{"kind": "math"}]}, GRPO),

@@ -16,7 +16,11 @@ RISES = "counted in batches there, in optimizer steps here (x minibatches)"
 
 
 def tokenizer(value: Any, config: Config) -> Any:
-    return Idle("the model's own, as here by default") if value == config["policy.model_name"] else value
+    return (
+        Idle("the model's own, as here by default")
+        if value == config["policy.model_name"]
+        else value
+    )
 
 
 def megatron(config: Config) -> bool:
@@ -34,11 +38,15 @@ def _estimated(name: str, config: Config) -> bool:
 
 
 def advantage(value: Any, config: Config) -> Any:
-    scale = {"algorithm.advantage.scale": "std" if _estimated("normalize_rewards", config) else "none"}
+    scale = {
+        "algorithm.advantage.scale": "std" if _estimated("normalize_rewards", config) else "none"
+    }
     if not _estimated("use_leave_one_out_baseline", config):
         return Sets({"algorithm.kind": "grpo", **scale})
     note = (
-        "a leave-one-out baseline is rloo here, over the group's own standard deviation; theirs leaves the answer out there too"
+        "a leave-one-out baseline is rloo here, over the group's own standard deviation; "
+        "theirs "
+        "leaves the answer out there too"
     )
     return Sets({"algorithm.kind": "rloo", **scale}, note)
 
@@ -48,16 +56,26 @@ def estimator(value: Any, config: Config) -> Any:
         return Idle("read into algorithm.kind with its baseline")
     if value == "reinforce_plus_plus":
         baseline = "group" if config.flag("grpo.adv_estimator.minus_baseline") else "none"
-        return Sets({"algorithm.kind": "reinforce_pp", "algorithm.advantage": {"baseline": baseline}})
+        return Sets(
+            {"algorithm.kind": "reinforce_pp", "algorithm.advantage": {"baseline": baseline}}
+        )
     if value == "gdpo":
         return Sets({"algorithm.kind": "gdpo", "algorithm.advantage": {}})
-    return Without("there are grpo, gdpo and reinforce_plus_plus: the recipe has grpo's or rloo's baseline")
+    return Without(
+        "there are grpo, gdpo and reinforce_plus_plus: the recipe has grpo's or rloo's baseline"
+    )
 
 
 def updates(config: Config) -> int:
     """Return the optimizer steps of a batch."""
-    answers = config.whole("grpo.num_prompts_per_step") * config.whole("grpo.num_generations_per_prompt")
-    return numbers.quotient(answers, config.whole("policy.train_global_batch_size"), "a batch over train_global_batch_size")
+    answers = config.whole("grpo.num_prompts_per_step") * config.whole(
+        "grpo.num_generations_per_prompt"
+    )
+    return numbers.quotient(
+        answers,
+        config.whole("policy.train_global_batch_size"),
+        "a batch over train_global_batch_size",
+    )
 
 
 def minibatches(value: Any, config: Config) -> int:
@@ -69,11 +87,16 @@ def clip(value: Any, config: Config) -> Any:
         return Sets({"algorithm.loss.kind": "reinforce"})
     low, high = config.number("loss_fn.ratio_clip_min"), config.number("loss_fn.ratio_clip_max")
     if config.flag("loss_fn.use_cispo"):
-        lowest = {"algorithm.loss.clip_low": low if low < 1 else None}  # at 1 there is no lower bound
+        # at 1 there is no lower bound
+        lowest = {"algorithm.loss.clip_low": low if low < 1 else None}
         return Sets({"algorithm.loss.kind": "cispo", **lowest, "algorithm.loss.clip_high": high})
     kind = "gspo" if config.flag("loss_fn.sequence_level_importance_ratios") else "ppo"
     return Sets(
-        {"algorithm.loss.kind": kind, "algorithm.loss.clip_low": low, "algorithm.loss.clip_high": high},
+        {
+            "algorithm.loss.kind": kind,
+            "algorithm.loss.clip_low": low,
+            "algorithm.loss.clip_high": high,
+        },
         "ratio_clip_min is clip_low, ratio_clip_max is clip_high",
     )
 
@@ -85,26 +108,40 @@ def kl(value: Any, config: Config) -> Any:
     if config.flag("loss_fn.use_kl_in_reward"):
         return Sets({"algorithm.kl.coef": coef, "algorithm.kl.place": "reward"}, "k1 of each token")
     kind = config["loss_fn.reference_policy_kl_type"]
-    note = "of KL(policy || reference), as theirs, but without their clamps of the log-ratio (20) and of the penalty (10)"
+    note = (
+        "of KL(policy || reference), as theirs, but without their clamps of the log-ratio (20) "
+        "and of the penalty (10)"
+    )
     return Sets({"algorithm.kl.coef": coef, "algorithm.kl.estimator": kind}, note)
 
 
 def correction(value: Any, config: Config) -> Any:
-    """Convert weights by the ratio to the sampler: clamped to [min, max] (tis), or 0 outside of it (icepop, seq-mask-tis)."""
+    """Convert weights by the ratio to the sampler: clamped to [min, max] (tis), or 0 outside of it
+    (icepop, seq-mask-tis)."""
     if not numbers.flag(value):
         return Idle("off there: algorithm.correction is null")
     weight = "sequence" if config.flag("loss_fn.sequence_level_importance_ratios") else "token"
     kind = config[f"{TIS}_type"] or "tis"
     level = {"tis": "none", "icepop": weight, "seq-mask-tis": "geometric"}.get(kind)
     if level is None:
-        return Without(f"{TIS}_type={kind}: algorithm.correction has weights and masks by token, turn, sequence and geometric")
-    low, high = (None if config[key] is None else config.number(key) for key in (f"{TIS}_ratio_min", f"{TIS}_ratio"))
+        return Without(
+            f"{TIS}_type={kind}: algorithm.correction has weights and masks by token, turn, "
+            "sequence and geometric"
+        )
+    low, high = (
+        None if config[key] is None else config.number(key)
+        for key in (f"{TIS}_ratio_min", f"{TIS}_ratio")
+    )
     if level == "none" or high is None:
         least = {} if low is None or high is None else {"weight_low": low}
         note = "" if high is not None else "without a bound, as there: set weight_high"
-        return Sets({"algorithm.correction": {"weight": weight, **least, "weight_high": high}}, note)
+        return Sets(
+            {"algorithm.correction": {"weight": weight, **least, "weight_high": high}}, note
+        )
     if low is None:
-        raise Misread(f"{TIS}_ratio_min is not set, and {kind} needs it: set algorithm.correction by hand")
+        raise Misread(
+            f"{TIS}_ratio_min is not set, and {kind} needs it: set algorithm.correction by hand"
+        )
     masked = {
         "weight": weight,
         "weight_high": None,
@@ -121,7 +158,9 @@ def overlong(value: Any, config: Config) -> Any:
         return Idle("off there")
     section = "grpo.reward_shaping"
     if config[f"{section}.stop_properly_penalty_coef"] is not None:
-        return Without("scales what a cut-off answer earns: algorithm.truncated, or a reward of yours")
+        return Without(
+            "scales what a cut-off answer earns: algorithm.truncated, or a reward of yours"
+        )
     length = config.whole(f"{section}.max_response_length")
     penalty = {
         "kind": "overlong_penalty",
@@ -129,7 +168,10 @@ def overlong(value: Any, config: Config) -> Any:
         "buffer": config.whole(f"{section}.overlong_buffer_length"),
         "factor": numbers.real(config[f"{section}.overlong_buffer_penalty"]),
     }
-    return Sets({"algorithm.shaping": [penalty]}, "never below -factor here (DAPO, eq. 13); theirs goes on with the length")
+    return Sets(
+        {"algorithm.shaping": [penalty]},
+        "never below -factor here (DAPO, eq. 13); theirs goes on with the length",
+    )
 
 
 def gpus(config: Config) -> int:
@@ -148,19 +190,32 @@ def of_learner(config: Config) -> int:
         return gpus(config)
     per_node, nodes = config.whole("cluster.gpus_per_node", 1), config.whole("cluster.num_nodes", 1)
     taken = config.whole(f"{GENERATION}.colocated.resources.gpus_per_node", per_node)
-    return max(1, gpus(config) - taken * config.whole(f"{GENERATION}.colocated.resources.num_nodes", 1 if nodes == 1 else 0, 0))
+    return max(
+        1,
+        gpus(config)
+        - taken
+        * config.whole(f"{GENERATION}.colocated.resources.num_nodes", 1 if nodes == 1 else 0, 0),
+    )
 
 
 def ranks(config: Config, ways: int) -> int:
-    return numbers.quotient(of_learner(config), ways, "the learner's accelerators over its parallel sizes")
+    return numbers.quotient(
+        of_learner(config), ways, "the learner's accelerators over its parallel sizes"
+    )
 
 
 def dtensor(value: Any, config: Config) -> Any:
     if not numbers.flag(value) or megatron(config):
-        return Idle(off("dtensor_cfg") if not numbers.flag(value) else "megatron_cfg is enabled there")
+        return Idle(
+            off("dtensor_cfg") if not numbers.flag(value) else "megatron_cfg is enabled there"
+        )
     if of_learner(config) == 1:
-        return Sets({"learner.kind": "local"}, "one accelerator: the learner is in the run's own process")
-    tensor, context = (config.whole(f"{DTENSOR}.{part}_parallel_size", 1) for part in ("tensor", "context"))
+        return Sets(
+            {"learner.kind": "local"}, "one accelerator: the learner is in the run's own process"
+        )
+    tensor, context = (
+        config.whole(f"{DTENSOR}.{part}_parallel_size", 1) for part in ("tensor", "context")
+    )
     sizes = {"tensor_parallel": tensor, "context_parallel": context}
     return Sets(
         {
@@ -175,13 +230,18 @@ def megatron_learner(value: Any, config: Config) -> Any:
     if not numbers.flag(value):
         return Idle(off("megatron_cfg"))
     sizes = {
-        part: config.whole(f"{MEGATRON}.{'context_parallel_size' if part == 'context' else part + '_model_parallel_size'}", 1)
+        part: config.whole(
+            f"{MEGATRON}.{'context_parallel_size' if part == 'context' else part + '_model_parallel_size'}",
+            1,
+        )
         for part in SCALES
     }
     return Sets(
         {
             "learner.kind": "megatron",
-            "learner.data_parallel": ranks(config, sizes["tensor"] * sizes["pipeline"] * sizes["context"]),
+            "learner.data_parallel": ranks(
+                config, sizes["tensor"] * sizes["pipeline"] * sizes["context"]
+            ),
             **{f"learner.{part}_parallel": size for part, size in sizes.items() if size > 1},
         }
     )
@@ -189,17 +249,30 @@ def megatron_learner(value: Any, config: Config) -> Any:
 
 def of_megatron(condition: bool, how: Convert | None = None) -> Convert:
     """Counts where Megatron trains, or where it does not."""
-    return when(lambda config: megatron(config) == condition, how, off("megatron_cfg" if condition else "dtensor_cfg"))
+    return when(
+        lambda config: megatron(config) == condition,
+        how,
+        off("megatron_cfg" if condition else "dtensor_cfg"),
+    )
 
 
 def spread(value: Any, config: Config) -> Any:
-    return numbers.flag(value) if of_learner(config) > 1 else Idle("learner.kind=local, on one accelerator, has no such key")
+    return (
+        numbers.flag(value)
+        if of_learner(config) > 1
+        else Idle("learner.kind=local, on one accelerator, has no such key")
+    )
 
 
 def generator_of(value: Any, config: Config) -> Any:
     if value != "vllm":
-        return Without("generator.kind is engine, vllm or hf here: the recipe has the engine that is built in")
-    keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": config.whole(f"{GENERATION}.vllm_cfg.tensor_parallel_size", 1)}
+        return Without(
+            "generator.kind is engine, vllm or hf here: the recipe has the engine that is built in"
+        )
+    keys: dict[str, Any] = {
+        "kind": "vllm",
+        "tensor_parallel": config.whole(f"{GENERATION}.vllm_cfg.tensor_parallel_size", 1),
+    }
     if (pipeline := config.whole(f"{GENERATION}.vllm_cfg.pipeline_parallel_size", 1)) > 1:
         keys["pipeline_parallel"] = pipeline
     if config[f"{GENERATION}.vllm_cfg.max_model_len"] is not None:
@@ -210,7 +283,8 @@ def generator_of(value: Any, config: Config) -> Any:
     generator = {"kind": "workers", "workers": copies, "of": keys} if copies > 1 else keys
     turns = {} if own or megatron(config) else {"cluster.colocated": True}
     note = (
-        "vLLM needs accelerators of its own beside learner.kind=megatron: lower data_parallel or workers"
+        "vLLM needs accelerators of its own beside learner.kind=megatron: lower data_parallel or "
+        "workers"
         if megatron(config) and not own
         else ""
     )
@@ -227,7 +301,10 @@ def nodes_of(value: Any, config: Config) -> Any:
 
 def batches(value: Any, config: Config) -> int:
     """Return steps of their scheduler, one for each batch, in optimizer steps."""
-    several = config["grpo.num_prompts_per_step"] is not None and config["policy.train_global_batch_size"] is not None
+    several = (
+        config["grpo.num_prompts_per_step"] is not None
+        and config["policy.train_global_batch_size"] is not None
+    )
     return numbers.whole(value, least=0) * (updates(config) if several else 1)
 
 
@@ -238,7 +315,11 @@ def warmup(value: Any, config: Config) -> Any:
     """
     chain = value if isinstance(value, list) else [value]
     parts = [part for part in chain if isinstance(part, Mapping)]
-    kinds = {str(part["name"]).rpartition(".")[2]: part.get("kwargs") or {} for part in parts if "name" in part}
+    kinds = {
+        str(part["name"]).rpartition(".")[2]: part.get("kwargs") or {}
+        for part in parts
+        if "name" in part
+    }
     values: dict[str, Any] = {}
     notes = [RISES]
     if "LinearLR" in kinds:
@@ -246,20 +327,36 @@ def warmup(value: Any, config: Config) -> Any:
         start = numbers.number(kinds["LinearLR"].get("start_factor", 1 / 3), "start_factor")
         notes.append(f"the rate rises from 0 here, from {start:g} x lr there")
         if numbers.number(kinds["LinearLR"].get("end_factor", 1.0), "end_factor") != 1:
-            return Without("an end_factor other than 1: set optimizer.lr, warmup_steps and schedule")
+            return Without(
+                "an end_factor other than 1: set optimizer.lr, warmup_steps and schedule"
+            )
     if "CosineAnnealingLR" in kinds:
         values["optimizer.schedule"] = "cosine"
-        values["optimizer.min_lr_ratio"] = _least(kinds["CosineAnnealingLR"].get("eta_min", 0), config)
-        notes.append(
-            f"the cosine ends with the steps here, after T_max={kinds['CosineAnnealingLR'].get('T_max')} batches there"
+        values["optimizer.min_lr_ratio"] = _least(
+            kinds["CosineAnnealingLR"].get("eta_min", 0), config
         )
-    if "ConstantLR" in kinds and numbers.number(kinds["ConstantLR"].get("factor", 1 / 3), "factor") != 1:
-        return Without("a ConstantLR with a factor other than 1: set optimizer.lr, warmup_steps and schedule")
+        notes.append(
+            "the cosine ends with the steps here, after "
+            f"T_max={kinds['CosineAnnealingLR'].get('T_max')} batches there"
+        )
+    if (
+        "ConstantLR" in kinds
+        and numbers.number(kinds["ConstantLR"].get("factor", 1 / 3), "factor") != 1
+    ):
+        return Without(
+            "a ConstantLR with a factor other than 1: set optimizer.lr, warmup_steps and schedule"
+        )
     if set(kinds) - {"LinearLR", "ConstantLR", "CosineAnnealingLR"} or not values:
-        return Without("set optimizer.warmup_steps and optimizer.schedule (constant, linear, cosine or wsd)")
+        return Without(
+            "set optimizer.warmup_steps and optimizer.schedule (constant, linear, cosine or wsd)"
+        )
     ends = [end for part in parts if "name" not in part for end in part.get("milestones", ())]
-    if ends and [numbers.whole(end, "milestones") for end in ends] != [_whole(kinds.get("LinearLR", {}).get("total_iters"))]:
-        notes.append(f"milestones {ends} are not where the warm-up ends: what follows begins at its end here")
+    if ends and [numbers.whole(end, "milestones") for end in ends] != [
+        _whole(kinds.get("LinearLR", {}).get("total_iters"))
+    ]:
+        notes.append(
+            f"milestones {ends} are not where the warm-up ends: what follows begins at its end here"
+        )
     return Sets(values, "; ".join(notes))
 
 
@@ -276,12 +373,23 @@ def _least(value: Any, config: Config) -> Any:
 def optimizer(value: Any, config: Config) -> Any:
     name = str(value).rpartition(".")[2].lower()
     if name == "adam" and config["policy.optimizer.kwargs.weight_decay"]:
-        return Sets({"optimizer.kind": "adamw"}, "weight decay is AdamW's here, apart from the gradient's statistics")
-    return "adamw" if name in ("adamw", "adam") else Without("optimizer.kind has adamw, adamw8bit and muon")
+        return Sets(
+            {"optimizer.kind": "adamw"},
+            "weight decay is AdamW's here, apart from the gradient's statistics",
+        )
+    return (
+        "adamw"
+        if name in ("adamw", "adam")
+        else Without("optimizer.kind has adamw, adamw8bit and muon")
+    )
 
 
 def lora(how: Convert | None = None) -> Convert:
-    return when(lambda config: config.flag(f"{DTENSOR}.lora_cfg.enabled"), how, "lora_cfg.enabled is false there")
+    return when(
+        lambda config: config.flag(f"{DTENSOR}.lora_cfg.enabled"),
+        how,
+        "lora_cfg.enabled is false there",
+    )
 
 
 def targets(value: Any, config: Config) -> Any:
@@ -292,7 +400,9 @@ def targets(value: Any, config: Config) -> Any:
 
 def rows(value: Any, config: Config) -> Any:
     """A path goes before the name of what reads it."""
-    return shared.rows(config["data.train.data_path"] or config["data.train_data_path"] or value, config)
+    return shared.rows(
+        config["data.train.data_path"] or config["data.train_data_path"] or value, config
+    )
 
 
 def column(usual: str) -> Convert:
@@ -304,9 +414,19 @@ def project_of(tracker: str) -> Convert:
         wanted = [name for name in shared.TRACKERS if config.flag(f"logger.{name}_enabled")]
         if not numbers.flag(value):
             return Idle("off there")
-        project = {name: config[f"logger.{name}.project"] or config[f"logger.{name}.experiment_name"] for name in wanted}
+        project = {
+            name: config[f"logger.{name}.project"] or config[f"logger.{name}.experiment_name"]
+            for name in wanted
+        }
         return [
-            {"kind": name, **({"experiment" if name == "mlflow" else "project": project[name]} if project[name] else {})}
+            {
+                "kind": name,
+                **(
+                    {"experiment" if name == "mlflow" else "project": project[name]}
+                    if project[name]
+                    else {}
+                ),
+            }
             for name in wanted
         ]
 
@@ -320,5 +440,7 @@ def sft_coef(value: Any, config: Config) -> float:
 def advantage_clip(value: Any, config: Config) -> Any:
     low, high = (config[f"grpo.advantage_clip_{side}"] for side in ("low", "high"))
     if low is None or high is None or numbers.number(low) != -numbers.number(high):
-        return Without(f"algorithm.advantage_clip bounds both sides alike: {low} and {high} are not")
+        return Without(
+            f"algorithm.advantage_clip bounds both sides alike: {low} and {high} are not"
+        )
     return numbers.real(high)

@@ -1,8 +1,9 @@
-"""Values as text or as another library's loader gives them: the one place of this package where text becomes a number.
+"""Values as text or as another library's loader gives them: the one place of this package where
+text becomes a number.
 
-A number is read exactly or refused by a sentence that names its key. `float` and `int` alone are too generous for that: Python
-reads "0.5_5" as 0.55, 2.5 as 2, True as 1 and " 3 " as 3. A hidden value is handed on: to check it
-is not yet to use it.
+A number is read exactly or refused by a sentence that names its key. `float` and `int` alone are
+too generous for that: Python reads "0.5_5" as 0.55, 2.5 as 2, True as 1 and " 3 " as 3. A hidden
+value is handed on: to check it is not yet to use it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from ratchet.commands.migrate.opaque_value import Unseen
 
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
-# Hydra's grammar of a value on the command line (hydra.cc/docs/advanced/override_grammar): digits may be grouped by single
-# underscores, a whole number has no leading zero, and words count in any mixture of case.
+# Hydra's grammar of a value on the command line (hydra.cc/docs/advanced/override_grammar): digits
+# may be grouped by single underscores, a whole number has no leading zero, and words count in any
+# mixture of case.
 _DIGITS = r"\d(?:_?\d)*"
 _UNSIGNED = r"(?:0|[1-9](?:_?\d)*)"
 HYDRA_WHOLE = re.compile(rf"[+-]?{_UNSIGNED}", re.ASCII)
@@ -48,7 +50,8 @@ def number(value: Any, key: str = "") -> int | float:
 
 
 def real(value: Any, key: str = "") -> float:
-    """Return a finite number in floating point. Raises Misread, also for a whole number that has no such form."""
+    """Return a finite number in floating point. Raises Misread, also for a whole number that has no
+    such form."""
     got = number(value, key)
     if type(value) is Unseen:
         return value
@@ -76,7 +79,8 @@ def whole(value: Any, key: str = "", least: int | None = None) -> int:
 
 
 def flag(value: Any, key: str = "") -> bool:
-    """Return a truth value; text and the numbers 0 and 1 count as transformers' parser counts them. Raises Misread."""
+    """Return a truth value; text and the numbers 0 and 1 count as transformers' parser counts them.
+    Raises Misread."""
     if type(value) is Unseen or isinstance(value, bool):
         return value
     text = str(value).lower() if isinstance(value, str | int) else ""
@@ -88,12 +92,15 @@ def flag(value: Any, key: str = "") -> bool:
 def quotient(total: int, part: int, what: str) -> int:
     """Return total / part where that is whole. Raises Misread, which names both by `what`."""
     if part <= 0 or total % part:
-        raise Misread(f"{what} is {total} / {part}, which is not a whole number: set its counterpart by hand")
+        raise Misread(
+            f"{what} is {total} / {part}, which is not a whole number: set its counterpart by hand"
+        )
     return total // part
 
 
 def bounds(value: Any, key: str) -> tuple[float | None, float]:
-    """Return (lower, upper) of one number, an upper bound alone (lower None), or of text "lower_upper". Raises Misread.
+    """Return (lower, upper) of one number, an upper bound alone (lower None), or of text
+    "lower_upper". Raises Misread.
 
     verl writes both bounds of a ratio so, and parts them at the first underscore.
     """
@@ -103,12 +110,15 @@ def bounds(value: Any, key: str) -> tuple[float | None, float]:
     else:
         limits = None, real(value.strip() if isinstance(value, str) else value, key)
     if limits[1] <= 0 or (limits[0] is not None and not 0 < limits[0] <= limits[1]):
-        raise Misread(_wrong(value, key, "a positive bound, or lower_upper with 0 < lower <= upper"))
+        raise Misread(
+            _wrong(value, key, "a positive bound, or lower_upper with 0 < lower <= upper")
+        )
     return limits
 
 
 def hydra(text: str) -> Any:
-    """Return the value of a word of a Hydra command line: null, a truth value, a number, or the word itself.
+    """Return the value of a word of a Hydra command line: null, a truth value, a number, or the
+    word itself.
 
     Source: https://hydra.cc/docs/advanced/override_grammar/basic/#primitives.
     """

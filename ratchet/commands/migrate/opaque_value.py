@@ -14,8 +14,12 @@ def _raise(*_arguments: Any, **_named: Any) -> Any:
 
 
 USES = (
-    "bool str repr format hash eq ne lt le gt ge len iter contains getitem call int float index complex round trunc floor ceil"
-    " add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod pow rpow neg pos abs getattr"
+    "bool str repr format hash eq ne lt le gt ge len iter contains getitem call int float index "
+    "complex round trunc floor ceil"
+    " add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod pow rpow neg "
+    "pos abs getattr"
 )
 # Only `is` and being handed on go unseen: a value handed on is found in what comes out.
-Unseen: type = type("Unseen", (), {f"__{use}__": _raise for use in USES.split()} | {"__class__": property(_raise)})
+Unseen: type = type(
+    "Unseen", (), {f"__{use}__": _raise for use in USES.split()} | {"__class__": property(_raise)}
+)

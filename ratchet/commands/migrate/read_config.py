@@ -1,4 +1,5 @@
-"""A peer's file as flat keys: YAML with `defaults:` and `${...}`, JSON, or the overrides in a shell script."""
+"""A peer's file as flat keys: YAML with `defaults:` and `${...}`, JSON, or the overrides in a shell
+script."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from ratchet.errors import ConfigError
 
 MISSING = "???"  # OmegaConf's sign for a value that the command line must give
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
-SUMS: Mapping[str, Callable[[Any, Any], Any]] = {  # the resolvers that NeMo RL registers, of two arguments each
+# the resolvers that NeMo RL registers, of two arguments each
+SUMS: Mapping[str, Callable[[Any, Any], Any]] = {
     "add": lambda first, second: first + second,
     "sum": lambda first, second: first + second,
     "mul": lambda first, second: first * second,
@@ -29,8 +31,8 @@ MAX_TEXT = 20_000  # characters and items of a value once its ${...} are filled 
 
 @dataclass
 class Source:
-    """`values`: by dotted key; a list is a value. `unread`: what could not be resolved, by key, each with what to do.
-    `repeated`: by key what a script says first of what it says twice."""
+    """`values`: by dotted key; a list is a value. `unread`: what could not be resolved, by key,
+    each with what to do. `repeated`: by key what a script says first of what it says twice."""
 
     values: dict[str, Any]
     unread: dict[str, str] = field(default_factory=dict)
@@ -38,7 +40,8 @@ class Source:
 
 
 def read_source(path: Path, dialect: Dialect = "omegaconf") -> Source:
-    """Raises ConfigError where the file is missing, or neither YAML nor JSON nor a script with overrides."""
+    """Raises ConfigError where the file is missing, or neither YAML nor JSON nor a script with
+    overrides."""
     source = Source({})
     reader = Reader(dialect)
     if path.suffix in (".sh", ".bash", ".txt"):
@@ -47,14 +50,18 @@ def read_source(path: Path, dialect: Dialect = "omegaconf") -> Source:
             script.read(reader.text(path))
             nested = script.nested
         except ConfigError as error:
-            raise error if str(error).startswith(str(path)) else ConfigError(f"{path} {error}") from error
+            raise (
+                error if str(error).startswith(str(path)) else ConfigError(f"{path} {error}")
+            ) from error
     elif path.suffix == ".json":
         nested = reader.json(path)
     else:
         nested = _yaml(path, source, reader, ())
     for key, value in _flat(nested):
         if key in source.values:
-            raise ConfigError(f"{path}: {key} is set twice, once by a name with dots: remove one of them")
+            raise ConfigError(
+                f"{path}: {key} is set twice, once by a name with dots: remove one of them"
+            )
         source.values[key] = value
     _Resolver(source).resolve()
     return source
@@ -72,9 +79,19 @@ def _yaml(path: Path, source: Source, reader: Reader, chain: tuple[Path, ...]) -
         if entry is None or entry == "_self_":
             continue
         for place, name in _files(entry):
-            below_file = next((file for file in (path.parent / name, path.parent / f"{name}.yaml") if _is_file(file)), None)
+            below_file = next(
+                (
+                    file
+                    for file in (path.parent / name, path.parent / f"{name}.yaml")
+                    if _is_file(file)
+                ),
+                None,
+            )
             if below_file is None:
-                why = "is not beside this file: what it sets is not read, and the peer's own defaults stand for it"
+                why = (
+                    "is not beside this file: what it sets is not read, and the peer's own "
+                    "defaults stand for it"
+                )
                 source.unread[f"defaults: {name}"] = why
                 continue
             below = _yaml(below_file, source, reader, (*chain, resolved))
@@ -92,7 +109,8 @@ def _is_file(path: Path) -> bool:
 
 
 def _files(entry: Any) -> Iterator[tuple[str, str]]:
-    """(place, file without its ending) of an entry of `defaults`: a file, or {group@place: file}."""
+    """(place, file without its ending) of an entry of `defaults`: a file, or {group@place:
+    file}."""
     if not isinstance(entry, Mapping):
         yield "", str(entry)
         return
@@ -107,7 +125,9 @@ def _laid(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if key == "_override_":
             continue
         below = joined.get(key)
-        joined[key] = _laid(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+        joined[key] = (
+            _laid(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+        )
     return joined
 
 
@@ -138,7 +158,9 @@ class _Resolver:
                 values[key] = self._of_key(key)
             except LookupError as error:
                 self.source.unread[key] = f"{value}: {error.args[0]}"
-        self.source.values = {key: value for key, value in values.items() if key not in self.source.unread}
+        self.source.values = {
+            key: value for key, value in values.items() if key not in self.source.unread
+        }
 
     def _of_key(self, key: str) -> Any:
         if key not in self.resolved:

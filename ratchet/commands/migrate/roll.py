@@ -1,4 +1,5 @@
-"""Alibaba ROLL: the YAML of its RLVR, DPO and SFT pipelines. Keys and defaults are those of ROLL 0.3."""
+"""Alibaba ROLL: the YAML of its RLVR, DPO and SFT pipelines. Keys and defaults are those of ROLL
+0.3."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ from ratchet.commands.migrate.table import (
     within,
 )
 
-COUNTED = "counted in answers of one data rank there, in prompts here: minibatches is how many optimizer steps a batch has"
+COUNTED = (
+    "counted in answers of one data rank there, in prompts here: minibatches is how many "
+    "optimizer steps a batch has"
+)
 ROWS_COUNTED = "rows over all data ranks here, of one of them there"
 EVERY = "greedy accuracy on evaluation.tasks held-out tasks"
 
@@ -34,7 +38,8 @@ def _train(role: str) -> tuple[Row, ...]:
     return (
         Row(f"{args}.learning_rate", "optimizer.lr", how=number, default=5e-5),
         Row(
-            f"{args}.lr_scheduler_type", "optimizer.schedule", "their default is linear, ours constant",
+            f"{args}.lr_scheduler_type", "optimizer.schedule", "their default is linear, ours "
+                                                               "constant",
             choose({"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}),
             default="linear",
         ),
@@ -136,11 +141,13 @@ RLVR = (
         default=0.95,
     ),
     Row(
-        "actor_infer.generating_args.top_p", "sampling.top_p", "there the learner's probabilities are not cut alike",
+        "actor_infer.generating_args.top_p", "sampling.top_p", "there the learner's probabilities "
+                                                               "are not cut alike",
         number, default=0.7,
     ),
     Row(
-        "actor_infer.generating_args.top_k", "sampling.top_k", "there the learner's probabilities are not cut alike",
+        "actor_infer.generating_args.top_k", "sampling.top_k", "there the learner's probabilities "
+                                                               "are not cut alike",
         at_least_0, default=50,
     ),
     Row("actor_infer.generating_args.stop_strings", "sampling.stop"),
@@ -157,7 +164,8 @@ RLVR = (
     Row("whiten_advantages", "algorithm.whiten", how=flag),
     Row("advantage_clip", "algorithm.advantage_clip", how=real),
     Row(
-        "reward_clip", "algorithm.shaping", "rewards are kept within it on both sides, before anything else",
+        "reward_clip", "algorithm.shaping", "rewards are kept within it on both sides, before "
+                                            "anything else",
         to.clipped_reward,
     ),
     Row(
@@ -183,15 +191,18 @@ RLVR = (
     ),
     Row("entropy_loss_coef", "algorithm.entropy_coef", how=real),
     Row(
-        "postive_loss_coef", "algorithm.positive_nll_coef", "the likelihood of answers that earned more than 0",
+        "postive_loss_coef", "algorithm.positive_nll_coef", "the likelihood of answers that earned "
+                                                            "more than 0",
         real,
     ),
     Row(
-        "positive_loss_coef", "algorithm.positive_nll_coef", "the likelihood of answers that earned more than 0",
+        "positive_loss_coef", "algorithm.positive_nll_coef", "the likelihood of answers that "
+                                                             "earned more than 0",
         real,
     ),
     Row(
-        "max_len_mask", "algorithm.truncated", "drop: answers that were cut off count in the statistics, and don't train",
+        "max_len_mask", "algorithm.truncated", "drop: answers that were cut off count in the "
+                                               "statistics, and don't train",
         choose({True: "drop", False: "keep"}),
     ),
     Row("async_generation_ratio", "rollouts.max_staleness", how=to.ahead),
@@ -203,19 +214,22 @@ RLVR = (
     *nothing("algorithm.correction has one weight and one mask, both without gradients", "train_infer_correction.*"),
     Row("actor_train.data_args.file_name", "environment.train", how=to.files),
     Row("validation.data_args.file_name", "environment.test", how=shared.listed),
-    Row("actor_train.data_args.domain_interleave_probs.*", note="environment.kind=mixture has parts with weights"),
+    Row("actor_train.data_args.domain_interleave_probs.*", note="environment.kind=mixture has "
+                                                                "parts with weights"),
     Row("actor_infer.strategy_args.strategy_name", "generator", how=to.generator_of),
     Row("train_env_manager.num_env_groups", "batch_size", "groups of attempts at one task", whole),
     Row("train_env_manager.group_size", "algorithm.group_size", how=whole),
     *nothing(
-        "an environment of many turns is chosen by environment.kind, by its path where it is yours (docs/environments.md)",
+        "an environment of many turns is chosen by environment.kind, by its path where it is yours "
+        "(docs/environments.md)",
         "train_env_manager.*", "val_env_manager.*", "custom_envs.*", "max_tokens_per_step", "default_history_length",
     ),
     *nothing("advantage gigpo has gamma and step_weight", "episode_reward_weight", "step_reward_weight"),
     *nothing("groups are whole whatever they hold: no row is copied or left out to fill a batch", "batch_adjust_mode"),
     Row("rewards.*.worker_cls", "rewards", how=to.rewards),
     Row("rewards.*.tag_included", within="rewards.*.worker_cls"),
-    *nothing("a reward's own keys are in docs/rewards.md; it runs in the run's own processes, on no accelerator", "rewards.*"),
+    *nothing("a reward's own keys are in docs/rewards.md; it runs in the run's own processes, on "
+             "no accelerator", "rewards.*"),
     *idle(shared.CACHE, "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
     *within(
         "actor_infer.strategy_args.strategy_name", "actor_infer.device_mapping",
@@ -226,17 +240,20 @@ RLVR = (
     *nothing("a learned reward is rewards: [{kind: reward_model, path: ...}]", "reward_pretrain", "reward_model.*", "reward.*"),
     *nothing(
         (
-            "prompts of equal rewards are left out by algorithm.equal_rewards=drop or replaced by rollouts.dynamic_sampling; "
+            "prompts of equal rewards are left out by algorithm.equal_rewards=drop or replaced by "
+            "rollouts.dynamic_sampling; "
             "difficulty has no weight"
         ),
         "difficulty_*", "length_loss_weight",
     ),
     *nothing(
-        "algorithm.shaping has normalise (over the group, the batch or all batches so far), scale and clip", "whiten_rewards",
+        "algorithm.shaping has normalise (over the group, the batch or all batches so far), scale "
+        "and clip", "whiten_rewards",
         "use_reward_*", "add_len_reward", "reward_norm", "reward_normalization.*", "reward_shift", "reward_scale",
     ),
     *nothing(
-        "rollouts has redundant_attempts and redundant_groups; what is under way is the scheduler's own",
+        "rollouts has redundant_attempts and redundant_groups; what is under way is the "
+        "scheduler's own",
         "is_use_additional_prompts", "max_additional_running_prompts", "is_num_return_sequences_expand", "generate_opt_level",
         "user_defined_rollout_loop_cls",
     ),
@@ -255,10 +272,27 @@ RLVR = (
 
 def _given(role: str) -> tuple[Row, ...]:
     return (
-        Row(f"{role}.training_args.per_device_train_batch_size", "batch_size", ROWS_COUNTED, to.rows(role), default=8),
-        Row(f"{role}.training_args.gradient_accumulation_steps", "batch_size", ROWS_COUNTED, to.rows(role), default=1),
+        Row(
+            f"{role}.training_args.per_device_train_batch_size",
+            "batch_size",
+            ROWS_COUNTED,
+            to.rows(role),
+            default=8,
+        ),
+        Row(
+            f"{role}.training_args.gradient_accumulation_steps",
+            "batch_size",
+            ROWS_COUNTED,
+            to.rows(role),
+            default=1,
+        ),
         Row(f"{role}.data_args.file_name", "environment.train", how=shared.rows),
-        *nothing("a row is never cut: the model's context is the bound", "sequence_length", "prompt_length", "response_length"),
+        *nothing(
+            "a row is never cut: the model's context is the bound",
+            "sequence_length",
+            "prompt_length",
+            "response_length",
+        ),
         *_train(role),
         *COMMON,
     )
@@ -266,9 +300,11 @@ def _given(role: str) -> tuple[Row, ...]:
 
 DPO = (
     Row("ipo", "algorithm.kind", how=choose({True: "ipo", False: "dpo"})),
-    Row("beta", "algorithm.beta", "taken here; ROLL 0.3 does not hand it to its loss, which has 0.1", real, default=0.1),
+    Row("beta", "algorithm.beta", "taken here; ROLL 0.3 does not hand it to its loss, which has "
+                                  "0.1", real, default=0.1),
     Row(
-        "label_smoothing", "algorithm.label_smoothing", "taken here; ROLL 0.3 does not hand it to its loss",
+        "label_smoothing", "algorithm.label_smoothing", "taken here; ROLL 0.3 does not hand it to "
+                                                        "its loss",
         when(lambda config: not config.flag("ipo"), real, "ipo has none"),
     ),
     Row("chosen_key", "environment.columns", how=to.column("chosen"), default="chosen"),
@@ -279,7 +315,10 @@ SFT = (
     Row("prompt_key", "environment.columns", how=to.column("prompt"), default="instruction"),
     Row("response_key", "environment.columns", how=to.column("solution"), default="output"),
     Row("system_key", "environment.columns", how=to.column("system")),
-    Row("query_key", note="environment.prompt makes one prompt of several columns: '{instruction}\n{input}'"),
+    Row(
+        "query_key",
+        note="environment.prompt makes one prompt of several columns: '{instruction}\n{input}'",
+    ),
     *_given("sft_train"),
 )
 
@@ -297,7 +336,15 @@ ROLL = Peer(
     "roll",
     "ROLL",
     "0.3",
-    ("pretrain", "actor_train", "actor_infer", "sft_train", "exp_name", "rollout_batch_size", "num_return_sequences_in_group"),
+    (
+        "pretrain",
+        "actor_train",
+        "actor_infer",
+        "sft_train",
+        "exp_name",
+        "rollout_batch_size",
+        "num_return_sequences_in_group",
+    ),
     _method,
     {
         "RLVR": Method({"algorithm.kind": "grpo", **ROWS, "rewards": [{"kind": "math"}]}, RLVR),

@@ -23,7 +23,8 @@ JUDGES: Mapping[str, Mapping[str, Any]] = {
 
 
 def accelerators(role: str, config: Config) -> int:
-    """Of a role, by its device_mapping, a sum of Python's ranges and lists that is read and not run."""
+    """Of a role, by its device_mapping, a sum of Python's ranges and lists that is read and not
+    run."""
     key = f"{role}.device_mapping"
     mapping = config[key]
     if mapping is None:
@@ -39,7 +40,10 @@ def _places(text: str, key: str) -> int:
     if (match := RANGE.fullmatch(text)) and len(text) < 100:
         places = numbers.span(match[1], match[2], match[3])
         return len(places[:MAX_DEVICES])
-    raise Misread(f"{key} is {text[:40]!r}, and not list(range(0,8)) or a list: set learner, generator and cluster by hand")
+    raise Misread(
+        f"{key} is {text[:40]!r}, and not list(range(0,8)) or a list: set learner, generator and "
+        "cluster by hand"
+    )
 
 
 def ways_of(role: str, part: str, config: Config) -> int:
@@ -52,21 +56,30 @@ def data_ranks(role: str, config: Config) -> int:
     for part in parts:
         ways *= ways_of(role, part, config)
     ways *= config.whole(f"{role}.model_args.ulysses_size", 1)
-    return numbers.quotient(accelerators(role, config), ways, f"{role}'s accelerators over its parallel sizes")
+    return numbers.quotient(
+        accelerators(role, config), ways, f"{role}'s accelerators over its parallel sizes"
+    )
 
 
 def step(role: str, config: Config) -> int:
     """Rows of an optimizer step."""
     args = f"{role}.training_args"
-    rows_of_rank = config.whole(f"{args}.per_device_train_batch_size") * config.whole(f"{args}.gradient_accumulation_steps")
+    rows_of_rank = config.whole(f"{args}.per_device_train_batch_size") * config.whole(
+        f"{args}.gradient_accumulation_steps"
+    )
     return rows_of_rank * data_ranks(role, config)
 
 
 def minibatches(value: Any, config: Config) -> int:
     answers = config.whole("rollout_batch_size") * config.whole("num_return_sequences_in_group")
-    count = numbers.quotient(answers, step("actor_train", config), "a batch's answers over those of an optimizer step")
+    count = numbers.quotient(
+        answers, step("actor_train", config), "a batch's answers over those of an optimizer step"
+    )
     if count > config.whole("rollout_batch_size"):
-        raise Misread(f"a batch has {count} optimizer steps there, more than prompts: set algorithm.minibatches by hand")
+        raise Misread(
+            f"a batch has {count} optimizer steps there, more than prompts: set "
+            "algorithm.minibatches by hand"
+        )
     return count
 
 
@@ -85,24 +98,47 @@ def estimator(value: Any, config: Config) -> Any:
             }
         )
     if value == "gigpo":
-        return Sets({"algorithm.kind": "gigpo", "algorithm.advantage.gamma": config.number("step_reward_gamma")})
+        return Sets(
+            {
+                "algorithm.kind": "gigpo",
+                "algorithm.advantage.gamma": config.number("step_reward_gamma"),
+            }
+        )
     if value not in ("grpo", "reinforce"):
-        return Without("there are ppo (gae), grpo, reinforce_pp (reinforce) and gigpo: the recipe is grpo's own")
+        return Without(
+            "there are ppo (gae), grpo, reinforce_pp (reinforce) and gigpo: the recipe is grpo's "
+            "own"
+        )
     mean, std = config["norm_mean_type"], config["norm_std_type"]
     if value == "grpo":
-        return Sets({"algorithm.kind": "grpo", "algorithm.advantage.scale": "std"}, "the baseline is the group's mean")
-    if mean not in (None, "batch", "group", "running") or std not in (None, "batch", "group", "running"):
-        return Without(f"norm_mean_type={mean} and norm_std_type={std} are not known here: set algorithm.shaping")
+        return Sets(
+            {"algorithm.kind": "grpo", "algorithm.advantage.scale": "std"},
+            "the baseline is the group's mean",
+        )
+    if mean not in (None, "batch", "group", "running") or std not in (
+        None,
+        "batch",
+        "group",
+        "running",
+    ):
+        return Without(
+            f"norm_mean_type={mean} and norm_std_type={std} are not known here: set "
+            "algorithm.shaping"
+        )
     if mean == "group" and std in ("group", None):
         scale = {"algorithm.advantage.scale": "std" if std == "group" else "none"}
         return Sets({"algorithm.kind": "grpo", **scale}, "the baseline is the group's mean")
-    shaping = _clip(config) + ([{"kind": "normalise", "over": std, "center": mean == std}] if std else [])
+    shaping = _clip(config) + (
+        [{"kind": "normalise", "over": std, "center": mean == std}] if std else []
+    )
     turns = {
         "algorithm.kind": "policy_gradient",
         "algorithm.advantage.kind": "turn_returns",
         **({"algorithm.shaping": shaping} if shaping else {}),
     }
-    note = f"no baseline but the mean of the {mean}" if mean else "no baseline, as there: grpo has one"
+    note = (
+        f"no baseline but the mean of the {mean}" if mean else "no baseline, as there: grpo has one"
+    )
     return Sets(turns, note)
 
 
@@ -115,13 +151,18 @@ def clip(value: Any, config: Config) -> Any:
     if level not in (None, "token", "seq"):
         return Without(f"importance_sampling={level} is not known here: set algorithm.loss")
     kind = "gspo" if level == "seq" else "ppo"
-    values: dict[str, Any] = {"algorithm.loss.kind": kind, "algorithm.loss.clip_low": low, "algorithm.loss.clip_high": high}
+    values: dict[str, Any] = {
+        "algorithm.loss.kind": kind,
+        "algorithm.loss.clip_low": low,
+        "algorithm.loss.clip_high": high,
+    }
     if not config.flag("dual_clip_loss"):
         return Sets(values)
     if kind != "ppo":
         return Sets(values, "their dual clip is on too, and gspo has none here")
     return Sets(
-        {**values, "algorithm.loss.dual_clip": 1 + 2 * config.number("pg_clip")}, "dual_clip is 1 + 2 x pg_clip, as there"
+        {**values, "algorithm.loss.dual_clip": 1 + 2 * config.number("pg_clip")},
+        "dual_clip is 1 + 2 x pg_clip, as there",
     )
 
 
@@ -130,18 +171,27 @@ def aggregation(value: Any, config: Config) -> Any:
     if value == "token-mean":
         return Sets({"algorithm.weighting": "token_mean"}, whole)
     if value == "seq-mean-token-mean":
-        return Sets({"algorithm.weighting": "sequence_mean"}, f"{whole}; their default, where here it is token_mean")
+        return Sets(
+            {"algorithm.weighting": "sequence_mean"},
+            f"{whole}; their default, where here it is token_mean",
+        )
     if value == "seq-mean-token-sum":
-        return Sets({"algorithm.weighting": "token_sum"}, "a sum over tokens, over the count of answers")
+        return Sets(
+            {"algorithm.weighting": "token_sum"}, "a sum over tokens, over the count of answers"
+        )
     if value == "seq-mean-token-sum-norm":
         return Sets(
             {
                 "algorithm.weighting": "fixed_length",
-                "algorithm.fixed_length": longest(config["actor_infer.generating_args.max_new_tokens"], config),
+                "algorithm.fixed_length": longest(
+                    config["actor_infer.generating_args.max_new_tokens"], config
+                ),
             },
             "the constant is max_new_tokens",
         )
-    return Without("algorithm.weighting has token_mean, sequence_mean, prompt_mean, token_sum and fixed_length")
+    return Without(
+        "algorithm.weighting has token_mean, sequence_mean, prompt_mean, token_sum and fixed_length"
+    )
 
 
 def kl_loss(value: Any, config: Config) -> Any:
@@ -156,9 +206,15 @@ def kl_loss(value: Any, config: Config) -> Any:
 def kl_reward(value: Any, config: Config) -> Any:
     if not numbers.flag(value):
         return Idle("off there, and here by default")
-    adaptive = {} if config["target_kl"] is None else {"algorithm.kl.target": config.number("target_kl")}
+    adaptive = (
+        {} if config["target_kl"] is None else {"algorithm.kl.target": config.number("target_kl")}
+    )
     return Sets(
-        {"algorithm.kl.coef": config.number("init_kl_coef"), "algorithm.kl.place": "reward", **adaptive},
+        {
+            "algorithm.kl.coef": config.number("init_kl_coef"),
+            "algorithm.kl.place": "reward",
+            **adaptive,
+        },
         "k1 of each token, whatever kl_penalty says there",
     )
 
@@ -170,25 +226,45 @@ def ahead(value: Any, config: Config) -> Any:
 def correction(value: Any, config: Config) -> Any:
     if not numbers.flag(value):
         return Idle("off there")
-    level, bound = config[f"{CORRECTION}.is_weight.weight_type"], config[f"{CORRECTION}.is_weight.upper_bound"]
+    level, bound = (
+        config[f"{CORRECTION}.is_weight.weight_type"],
+        config[f"{CORRECTION}.is_weight.upper_bound"],
+    )
     note = "a segment is what a turn is here" if level == "segment" else ""
     high = None if bound is None else numbers.number(bound, "upper_bound")
     return Sets(
-        {"algorithm.correction.weight": {"segment": "turn"}.get(level, level), "algorithm.correction.weight_high": high}, note
+        {
+            "algorithm.correction.weight": {"segment": "turn"}.get(level, level),
+            "algorithm.correction.weight_high": high,
+        },
+        note,
     )
 
 
 def filters(value: Any, config: Config) -> Any:
-    """Convert one filter by the ratio to the mask; there may be several there, or by differences."""
-    on = [rule for rule in shared.listed(value, config) if rule and numbers.flag(rule.get("enabled", False), "enabled")]
+    """Convert one filter by the ratio to the mask; there may be several there, or by
+    differences."""
+    on = [
+        rule
+        for rule in shared.listed(value, config)
+        if rule and numbers.flag(rule.get("enabled", False), "enabled")
+    ]
     if not on:
         return Idle("no filter is enabled there")
     rule = on[0]
-    ratio, difference = (numbers.flag(rule.get(f"{kind}_enabled", kind == "ratio"), kind) for kind in ("ratio", "diff"))
+    ratio, difference = (
+        numbers.flag(rule.get(f"{kind}_enabled", kind == "ratio"), kind)
+        for kind in ("ratio", "diff")
+    )
     if len(on) > 1 or difference or not ratio:
-        return Without("algorithm.correction.mask is one, by the ratio: set its level, mask_low and mask_high")
+        return Without(
+            "algorithm.correction.mask is one, by the ratio: set its level, mask_low and mask_high"
+        )
     level = rule.get("agg_type", "token")
-    low, high = (numbers.real(rule.get(f"ratio_{side}", usual), side) for side, usual in (("low", 0.8), ("high", 1.2)))
+    low, high = (
+        numbers.real(rule.get(f"ratio_{side}", usual), side)
+        for side, usual in (("low", 0.8), ("high", 1.2))
+    )
     masked = {"mask": {"segment": "turn"}.get(level, level), "mask_low": low, "mask_high": high}
     masked["mask_denominator"] = "kept"
     if not config.flag(f"{CORRECTION}.is_weight.enabled"):
@@ -207,16 +283,23 @@ def rewards(value: Any, config: Config) -> Any:
         if match and judge is None:
             unknown.append(match[1])
         elif match and judge is not None:
-            domains |= {tag: [dict(judge)] for tag in config[f"rewards.{match[1]}.tag_included"] or [match[1]]}
+            domains |= {
+                tag: [dict(judge)]
+                for tag in config[f"rewards.{match[1]}.tag_included"] or [match[1]]
+            }
     note = f"{', '.join(unknown)} is left out: {shared.OWN_REWARD}" if unknown else ""
     if not domains:
         return Without(
-            f"{', '.join(unknown)}: {shared.OWN_REWARD}; a judge is rewards: [{{kind: judge, url: ..., model: ...}}]"
+            f"{', '.join(unknown)}: {shared.OWN_REWARD}; a judge is rewards: [{{kind: judge, url: "
+            f"..., model: ...}}]"
         )
     kinds = [judge for judges in domains.values() for judge in judges]
     if all(judge == kinds[0] for judge in kinds) and not unknown:
         return Sets({"rewards": [kinds[0]]}, note)
-    return Sets({"rewards": [{"kind": "by_tag", "domains": domains}]}, note or "a task's tag says which rewards judge it")
+    return Sets(
+        {"rewards": [{"kind": "by_tag", "domains": domains}]},
+        note or "a task's tag says which rewards judge it",
+    )
 
 
 def learner(role: str) -> Convert:
@@ -225,7 +308,10 @@ def learner(role: str) -> Convert:
             return Without("learner.kind is local, dtensor (FSDP2) or megatron here")
         if value == "fsdp2_train":
             if accelerators(role, config) == 1:
-                return Sets({"learner.kind": "local"}, "one accelerator: the learner is in the run's own process")
+                return Sets(
+                    {"learner.kind": "local"},
+                    "one accelerator: the learner is in the run's own process",
+                )
             context = config.whole(f"{role}.model_args.ulysses_size", 1)
             return Sets(
                 {
@@ -240,14 +326,22 @@ def learner(role: str) -> Convert:
         }
         sizes["learner.context_parallel"] = ways_of(role, "context_parallel_size", config)
         divided = {key: size for key, size in sizes.items() if size > 1}
-        return Sets({"learner.kind": "megatron", "learner.data_parallel": data_ranks(role, config), **divided})
+        return Sets(
+            {
+                "learner.kind": "megatron",
+                "learner.data_parallel": data_ranks(role, config),
+                **divided,
+            }
+        )
 
     return how
 
 
 def generator_of(value: Any, config: Config) -> Any:
     if value != "vllm":
-        return Without("generator.kind is engine, vllm or hf here: the recipe has the engine that is built in")
+        return Without(
+            "generator.kind is engine, vllm or hf here: the recipe has the engine that is built in"
+        )
     ways = ways_of("actor_infer", "tensor_parallel_size", config)
     keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": ways}
     length = "actor_infer.strategy_args.strategy_config.max_model_len"
@@ -267,7 +361,10 @@ def generator_of(value: Any, config: Config) -> Any:
 def files(value: Any, config: Config) -> Any:
     columns = {"environment.columns.prompt": "prompt", "environment.columns.answer": "ground_truth"}
     rows = shared.rows(value, config)
-    return Sets({**rows.values, **columns}, "; ".join(filter(None, ["their columns, named in environment.columns", rows.note])))
+    return Sets(
+        {**rows.values, **columns},
+        "; ".join(filter(None, ["their columns, named in environment.columns", rows.note])),
+    )
 
 
 def column(usual: str) -> Convert:
@@ -279,18 +376,30 @@ def tracker(value: Any, config: Config) -> Any:
 
 
 def lora(role: str, how: Convert | None = None) -> Convert:
-    return when(lambda config: config[f"{role}.model_args.lora_target"], how, "lora_target is not set there: no adapter")
+    return when(
+        lambda config: config[f"{role}.model_args.lora_target"],
+        how,
+        "lora_target is not set there: no adapter",
+    )
 
 
 def targets(value: Any, config: Config) -> Any:
-    return "all-linear" if value in ("all-linear", "all") else [name.strip() for name in str(value).split(",")]
+    return (
+        "all-linear"
+        if value in ("all-linear", "all")
+        else [name.strip() for name in str(value).split(",")]
+    )
 
 
 def checkpointing(role: str) -> Convert:
     def plain(config: Config) -> bool:
         return config[f"{role}.strategy_args.strategy_name"] != "megatron_train"
 
-    return when(plain, lambda value, config: not numbers.flag(value), "learner.recompute says it with megatron")
+    return when(
+        plain,
+        lambda value, config: not numbers.flag(value),
+        "learner.recompute says it with megatron",
+    )
 
 
 def kept(value: Any, config: Config) -> Any:
@@ -306,19 +415,31 @@ def _clip(config: Config) -> list[dict[str, Any]]:
 
 
 def clipped_reward(value: Any, config: Config) -> Any:
-    """Return the clip, as the first part of what the estimator sets to shape rewards, if it does."""
+    """Return the clip, as the first part of what the estimator sets to shape rewards, if it
+    does."""
     estimated = estimator(config["adv_estimator"], config)
     whole = estimated.values.get("algorithm.shaping") if isinstance(estimated, Sets) else None
     return whole or _clip(config)
 
 
 def longest(value: Any, config: Config) -> Any:
-    """Return what sequence_length leaves after prompt_length, else response_length; they go over generating_args.
+    """Return what sequence_length leaves after prompt_length, else response_length; they go over
+    generating_args.
 
-    Not where environments are played: there these lengths are those of the whole, and generating_args counts.
+    Not where environments are played: there these lengths are those of the whole, and
+    generating_args counts.
     """
-    if any(key.startswith("train_env_manager.") and content is not None for key, content in config.values.items()):
+    if any(
+        key.startswith("train_env_manager.") and content is not None
+        for key, content in config.values.items()
+    ):
         return numbers.whole(value)
     if config["sequence_length"] is not None:
-        return numbers.whole(config.whole("sequence_length") - config.whole("prompt_length"), "an answer's length", 1)
-    return config.whole("response_length") if config["response_length"] is not None else numbers.whole(value)
+        return numbers.whole(
+            config.whole("sequence_length") - config.whole("prompt_length"), "an answer's length", 1
+        )
+    return (
+        config.whole("response_length")
+        if config["response_length"] is not None
+        else numbers.whole(value)
+    )

@@ -11,11 +11,13 @@ from ratchet.commands.migrate.table import Config, Sets, Without
 from ratchet.data.presets.datasets import PRESETS
 
 FLOAT32 = (
-    "weights train in float32, and on an accelerator products are in bfloat16; learner.kind=megatron has weights: bfloat16"
+    "weights train in float32, and on an accelerator products are in bfloat16; "
+    "learner.kind=megatron has weights: bfloat16"
 )
 PACKED = "rows are always packed end to end, without padding: there is nothing to set"
 MICRO = (
-    "a micro-batch is counted in tokens here (learner.micro_batch_tokens, auto by default), and its size changes memory and "
+    "a micro-batch is counted in tokens here (learner.micro_batch_tokens, auto by default), and "
+    "its size changes memory and "
     "speed, never the result"
 )
 BASE = "the file that the command begins with is not read: import it, and set these over it"
@@ -24,17 +26,24 @@ EPOCHS = "steps are counted here, not passes over the data: set steps to passes 
 NUMERICS = "has no switch here: the learner chooses how it computes"
 LOADER = "rows are drawn as a function of seed and position: there is no loader to set up"
 OWN_REWARD = (
-    "a function of yours takes (trajectory, task) here and returns a number or named parts: `ratchet new reward NAME` begins "
+    "a function of yours takes (trajectory, task) here and returns a number or named parts: "
+    "`ratchet new reward NAME` begins "
     "one; then set rewards: [{kind: NAME:NAME}]"
 )
-ROWS = "rows are read by their columns prompt and answer here, or as environment.columns says: see `ratchet data inspect`"
+ROWS = (
+    "rows are read by their columns prompt and answer here, or as environment.columns says: "
+    "see "
+    "`ratchet data inspect`"
+)
 PAIRS = (
-    "pairs are read by their columns prompt, chosen and rejected here, or as environment.columns says (`ratchet data inspect`)"
+    "pairs are read by their columns prompt, chosen and rejected here, or as "
+    "environment.columns says (`ratchet data inspect`)"
 )
 FILE = re.compile(r"\.(parquet|jsonl?|csv|arrow)$|^[~/.]|://")
 TRACKERS = ("wandb", "mlflow", "swanlab", "trackio")
 KL_FORWARD = (
-    "differentiated as it stands, their k3 has the gradient of KL(reference || policy): that is objective forward here; for "
+    "differentiated as it stands, their k3 has the gradient of KL(reference || policy): that is "
+    "objective forward here; for "
     "KL(policy || reference) set objective: reverse"
 )
 
@@ -45,7 +54,9 @@ def share(value: Any, steps: int | None, rounded: Callable[[float], int]) -> Any
     if part == 0:
         return 0
     if steps is None:
-        return Without("a share of all steps, whose number the file doesn't give: set optimizer.warmup_steps")
+        return Without(
+            "a share of all steps, whose number the file doesn't give: set optimizer.warmup_steps"
+        )
     return rounded(part * steps)
 
 
@@ -85,7 +96,11 @@ def sinks(value: Any, project: Any) -> Any:
     said = "tensorboard" in names or not names or names == ["none"]
     rest = {"logging.tensorboard": "tensorboard" in names} if said else {}
     values: dict[str, Any] = {**rest, **({"logging.sinks": known} if known else {})}
-    others = [name for name in names if name not in (*TRACKERS, "tensorboard", "none", "console", "stdout")]
+    others = [
+        name
+        for name in names
+        if name not in (*TRACKERS, "tensorboard", "none", "console", "stdout")
+    ]
     if not values:
         return Without(
             "metrics always go to metrics.jsonl and the terminal"
@@ -99,12 +114,19 @@ def rows(value: Any, config: Config) -> Any:
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if all(FILE.search(name) for name in names):
         return Sets({"environment.train": names})
-    others = f"{', '.join(names[1:])} beside it: environment.kind=mixture has parts" if len(names) > 1 else ""
-    ids = {_bare(name): name for name in PRESETS} | {_bare(preset.hub): name for name, preset in PRESETS.items()}
+    others = (
+        f"{', '.join(names[1:])} beside it: environment.kind=mixture has parts"
+        if len(names) > 1
+        else ""
+    )
+    ids = {_bare(name): name for name in PRESETS} | {
+        _bare(preset.hub): name for name, preset in PRESETS.items()
+    }
     known = ids.get(_bare(names[0]))
     note = "the preset says what its columns mean (docs/data.md)" if known else ""
     return Sets(
-        {"environment.preset": known} if known else {"environment.hub": names[0]}, "; ".join(filter(None, [note, others]))
+        {"environment.preset": known} if known else {"environment.hub": names[0]},
+        "; ".join(filter(None, [note, others])),
     )
 
 

@@ -17,7 +17,8 @@ ABSENT: Any = object()
 
 @dataclass(frozen=True)
 class Config:
-    """A peer's configuration, flat: `values` by dotted key as the file has them, `defaults` as the peer would add them.
+    """A peer's configuration, flat: `values` by dotted key as the file has them, `defaults` as the
+    peer would add them.
 
     `looked_up` receives every key that a conversion asks for.
     """
@@ -27,7 +28,8 @@ class Config:
     looked_up: set[str] = field(default_factory=set)
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value that counts there; None where it is null, or neither file nor peer gives one."""
+        """Return the value that counts there; None where it is null, or neither file nor peer gives
+        one."""
         self.looked_up.add(key)
         return self.values[key] if key in self.values else self.defaults.get(key)
 
@@ -75,11 +77,13 @@ Convert = Callable[[Any, Config], Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`theirs`: a dotted key; `*` in it stands for any characters. `ours`: key of a recipe; "" where there is none, and then
-    `note` says why, or what to do. With both, `note` says what means something else here. `how`: the value of `ours` from
-    theirs, or `Sets`, `Without` or `Idle`; None: as it is. `within`: their key that is converted together with this one.
-    `default`: theirs where a file says nothing and ours is another. `null`: the value of `ours` where theirs is null; without
-    it a null takes nothing over. `idle`: that there is no counterpart changes no result of the training.
+    """`theirs`: a dotted key; `*` in it stands for any characters. `ours`: key of a recipe; ""
+    where there is none, and then `note` says why, or what to do. With both, `note` says what means
+    something else here. `how`: the value of `ours` from theirs, or `Sets`, `Without` or `Idle`;
+    None: as it is. `within`: their key that is converted together with this one. `default`: theirs
+    where a file says nothing and ours is another. `null`: the value of `ours` where theirs is null;
+    without it a null takes nothing over. `idle`: that there is no counterpart changes no result of
+    the training.
     """
 
     theirs: str
@@ -94,7 +98,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Method:
-    """One kind of training of a peer. `fixed`: keys of every recipe that comes of it; rows go over them."""
+    """One kind of training of a peer. `fixed`: keys of every recipe that comes of it; rows go over
+    them."""
 
     fixed: Mapping[str, Any]
     rows: tuple[Row, ...]
@@ -104,9 +109,12 @@ class Method:
         return {row.theirs: row.default for row in self.rows if row.default is not ABSENT}
 
     def row(self, key: str) -> Row | None:
-        """Return that of the key itself, else the narrowest that stands for several; None: the key is unknown."""
+        """Return that of the key itself, else the narrowest that stands for several; None: the key
+        is unknown."""
         if key not in self._found:
-            self._found[key] = next((row for pattern, row in self._wide if pattern.match(key)), None)
+            self._found[key] = next(
+                (row for pattern, row in self._wide if pattern.match(key)), None
+            )
         return self._found[key]
 
     @cached_property
@@ -117,14 +125,19 @@ class Method:
     @cached_property
     def _wide(self) -> list[tuple[re.Pattern[str], Row]]:
         """Return the rows that stand for several keys, narrowest first."""
-        wide = sorted((row for row in self.rows if "*" in row.theirs), key=lambda row: len(row.theirs), reverse=True)
+        wide = sorted(
+            (row for row in self.rows if "*" in row.theirs),
+            key=lambda row: len(row.theirs),
+            reverse=True,
+        )
         return [(re.compile(translate(row.theirs)), row) for row in wide]
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """`version`: whose keys and defaults these are. `marks`: (prefixes of) keys that no other peer has. `method`: name of the
-    method that a configuration is of; "" where that can't be told. `dialect`: whose YAML its files are."""
+    """`version`: whose keys and defaults these are. `marks`: (prefixes of) keys that no other peer
+    has. `method`: name of the method that a configuration is of; "" where that can't be told.
+    `dialect`: whose YAML its files are."""
 
     name: str
     title: str
@@ -135,7 +148,9 @@ class Peer:
     dialect: Dialect = "omegaconf"
 
     def likeness(self, values: Mapping[str, Any]) -> int:
-        return sum(any(key == mark or key.startswith(f"{mark}.") for key in values) for mark in self.marks)
+        return sum(
+            any(key == mark or key.startswith(f"{mark}.") for key in values) for mark in self.marks
+        )
 
 
 def choose(choices: Mapping[Any, Any]) -> Convert:
@@ -148,7 +163,9 @@ def choose(choices: Mapping[Any, Any]) -> Convert:
             raise numbers.Misread(f"is {value!r}, and not one of {', '.join(map(str, choices))}")
         if value in choices:
             return choices[value]
-        return Without(f"{value} is not one of those that have a counterpart: {', '.join(map(str, choices))}")
+        return Without(
+            f"{value} is not one of those that have a counterpart: {', '.join(map(str, choices))}"
+        )
 
     return how
 
@@ -219,5 +236,6 @@ def nothing(why: str, *keys: str) -> Iterator[Row]:
 
 
 def idle(why: str, *keys: str) -> Iterator[Row]:
-    """Yield rows of keys that need no counterpart, as nothing that they say changes a result here, for one reason."""
+    """Yield rows of keys that need no counterpart, as nothing that they say changes a result here,
+    for one reason."""
     return (Row(key, note=why, idle=True) for key in keys)

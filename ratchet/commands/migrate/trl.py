@@ -1,4 +1,5 @@
-"""TRL: a GRPOConfig, DPOConfig, SFTConfig, RewardConfig, KTOConfig or RLOOConfig, or the file of `trl grpo --config`.
+"""TRL: a GRPOConfig, DPOConfig, SFTConfig, RewardConfig, KTOConfig or RLOOConfig, or the file of
+`trl grpo --config`.
 
 Keys and defaults are those of TRL 1.16 and of transformers' TrainingArguments.
 """
@@ -28,13 +29,23 @@ from ratchet.commands.migrate.table import (
 )
 
 COUNTED = (
-    "a batch is counted in prompts here, in answers of one process there: multiply batch_size by the processes that you launch;"
+    "a batch is counted in prompts here, in answers of one process there: multiply batch_size by "
+    "the processes that you launch;"
     " minibatches is how many optimizer steps a batch is split into"
 )
-OVER_ALL = "counted over all processes there, and read here as if there were one: divide it by them and import again"
+OVER_ALL = (
+    "counted over all processes there, and read here as if there were one: divide it by "
+    "them and import again"
+)
 ROWS_COUNTED = "counted for one process there: multiply batch_size by the processes that you launch"
-PLACED = "learner, generator and cluster say where it runs (docs/cluster.md), and nothing is launched beside `ratchet train`"
-HUB = "nothing is uploaded: the run leaves model/ in Hugging Face form, and `huggingface-cli upload` sends it"
+PLACED = (
+    "learner, generator and cluster say where it runs (docs/cluster.md), and nothing is "
+    "launched beside `ratchet train`"
+)
+HUB = (
+    "nothing is uploaded: the run leaves model/ in Hugging Face form, and `huggingface-cli "
+    "upload` sends it"
+)
 
 
 TRAINING = (
@@ -55,7 +66,8 @@ TRAINING = (
     Row("save_steps", "checkpoint.every", how=to.every("save_strategy", "checkpoint.every"), default=500),
     Row("save_total_limit", "checkpoint.keep", how=to.kept),
     Row(
-        "eval_steps", "evaluation.every", "what is evaluated is `evaluation` here: greedy accuracy on held-out tasks",
+        "eval_steps", "evaluation.every", "what is evaluated is `evaluation` here: greedy accuracy "
+                                          "on held-out tasks",
         to.every("eval_strategy", "evaluation.every"),
     ),
     Row("run_name", "name", how=shared.run_name),
@@ -116,7 +128,8 @@ TRAINING = (
     *nothing("model.path is loaded as it stands", "model_init_kwargs"),
     *nothing("set tokenizer.template to a .jinja file", "chat_template_path", "eos_token", "chat_template_kwargs"),
     *nothing(
-        "evaluation draws answers and judges them, before and after each stage, and every so many steps",
+        "evaluation draws answers and judges them, before and after each stage, and every so many "
+        "steps",
         "batch_eval_metrics",
         "bf16_full_eval", "fp16_full_eval", "eval_*", "include_*", "do_train", "do_predict", "prediction_loss_only",
         "label_names",
@@ -161,7 +174,8 @@ ATTEMPTS = (
     Row("generation_batch_size", "algorithm.minibatches, algorithm.minibatches_of", OVER_ALL, to.divided),
     Row("steps_per_generation", "algorithm.minibatches, algorithm.minibatches_of", COUNTED, to.divided),
     Row("num_iterations", "algorithm.epochs", how=whole, default=1),
-    Row("max_steps", "steps", "steps are batches here and optimizer steps there: theirs over minibatches x epochs", to.batches),
+    Row("max_steps", "steps", "steps are batches here and optimizer steps there: theirs over "
+                              "minibatches x epochs", to.batches),
     Row("num_train_epochs", note=shared.EPOCHS, how=to.epochs),
     Row("max_completion_length", "sampling.max_new_tokens", how=whole, default=512),
     Row("temperature", "sampling.temperature", how=number, default=1.0),
@@ -170,7 +184,8 @@ ATTEMPTS = (
     Row("min_p", "sampling.min_p", how=number),
     Row("beta", "algorithm.kl.coef, algorithm.kl.objective", how=to.kl, default=0.0),
     Row("scale_rewards", "algorithm.advantage.scale", how=to.reward_scale, default="group"),
-    Row("delta", note="algorithm.loss.dual_clip bounds negative advantages alone, at any sign theirs: set it if that will do"),
+    Row("delta", note="algorithm.loss.dual_clip bounds negative advantages alone, at any sign "
+                      "theirs: set it if that will do"),
     Row("mask_truncated_completions", "algorithm.truncated", how=choose({True: "drop", False: "keep"})),
     Row("entropy_coef", "algorithm.entropy_coef", how=number),
     Row("reward_funcs", "rewards", how=to.rewards),
@@ -210,7 +225,8 @@ ATTEMPTS = (
     *nothing("algorithm.loss has ppo, gspo, cispo, sapo, gmpo, topr and kimi", "vespo_*"),
     *idle(shared.CACHE, "vllm_gpu_memory_utilization"),
     *nothing(
-        "cluster.colocated says whether vLLM shares the accelerator, and vLLM is started by the run itself", "vllm_server_*",
+        "cluster.colocated says whether vLLM shares the accelerator, and vLLM is started by the "
+        "run itself", "vllm_server_*",
         "vllm_group_port", "vllm_enable_sleep_mode", "vllm_model_impl",
     ),
     *nothing(
@@ -235,7 +251,8 @@ GIVEN = (
     Row("max_steps", "steps", how=to.batches),
     Row("num_train_epochs", note=shared.EPOCHS, how=to.epochs),
     *nothing(
-        "rows are never cut: the model's context is the bound, and a longer row is an error that names it", "max_length",
+        "rows are never cut: the model's context is the bound, and a longer row is an error that "
+        "names it", "max_length",
         "max_prompt_length", "max_completion_length", "truncation_mode",
     ),
     *nothing("the reference is scored as the batch comes", "precompute_ref_*"),
@@ -261,11 +278,13 @@ SUPERVISED = (
     Row("learning_rate", "optimizer.lr", how=number, default=2e-5),
     Row("dataset_name", "environment", shared.ROWS, shared.rows),
     Row(
-        "assistant_only_loss", "algorithm.train", "only assistant messages ever train here: all of them, or the last",
+        "assistant_only_loss", "algorithm.train", "only assistant messages ever train here: all of "
+                                                  "them, or the last",
         choose({True: "all"}),
     ),
     Row(
-        "completion_only_loss", "algorithm.train", "only assistant messages ever train here: all of them, or the last",
+        "completion_only_loss", "algorithm.train", "only assistant messages ever train here: all "
+                                                   "of them, or the last",
         choose({True: "last"}),
     ),
     Row("loss_type", how=alone("nll", "the loss is the likelihood of the given tokens")),
@@ -294,7 +313,8 @@ OTHERWISE = ("loss_type", "num_generations", "beta", "epsilon", "epsilon_high", 
 RLOO = (
     Row("num_generations", "algorithm.group_size", how=whole, default=2),
     Row(
-        "beta", "algorithm.kl", "a penalty in the reward of each token, as there of the whole answer",
+        "beta", "algorithm.kl", "a penalty in the reward of each token, as there of the whole "
+                                "answer",
         to.kl_in_reward, default=0.05,
     ),
     Row("epsilon", "algorithm.loss.clip_low", how=number, default=0.2),
@@ -319,9 +339,19 @@ ROLLOUTS = frozenset(
     }
 )
 OF_DPO = frozenset(
-    {"beta", "precompute_ref_log_probs", "label_smoothing", "loss_weights", "ld_alpha", "f_divergence_type", "truncation_mode"}
+    {
+        "beta",
+        "precompute_ref_log_probs",
+        "label_smoothing",
+        "loss_weights",
+        "ld_alpha",
+        "f_divergence_type",
+        "truncation_mode",
+    }
 )
-OF_SFT = frozenset({"packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field", "eval_packing"})
+OF_SFT = frozenset(
+    {"packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field", "eval_packing"}
+)
 
 
 def _method(values: Mapping[str, Any]) -> str:
@@ -337,7 +367,13 @@ def _method(values: Mapping[str, Any]) -> str:
         return "GRPOConfig"
     if keys & OF_SFT:
         return "SFTConfig"
-    return "DPOConfig" if keys & OF_DPO else "SFTConfig" if "learning_rate" in keys or "max_length" in keys else ""
+    return (
+        "DPOConfig"
+        if keys & OF_DPO
+        else "SFTConfig"
+        if "learning_rate" in keys or "max_length" in keys
+        else ""
+    )
 
 
 DATA = {"environment.kind": "dataset"}
@@ -347,7 +383,15 @@ TRL = Peer(
     "trl",
     "TRL",
     "1.16",
-    ("per_device_train_batch_size", "model_name_or_path", "num_generations", "use_peft", "output_dir", "bf16", "learning_rate"),
+    (
+        "per_device_train_batch_size",
+        "model_name_or_path",
+        "num_generations",
+        "use_peft",
+        "output_dir",
+        "bf16",
+        "learning_rate",
+    ),
     _method,
     {
         "GRPOConfig": Method({"algorithm.kind": "grpo", **JUDGED}, (LR, *ATTEMPTS)),

@@ -11,10 +11,22 @@ from ratchet.commands.migrate.numbers import Misread
 from ratchet.commands.migrate.table import Config, Convert, Idle, Sets, Without, choose, when
 
 CORRECTION = "vllm_importance_sampling"
-WHOLE = ("adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused")
+WHOLE = (
+    "adamw_hf",
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_torch_xla",
+    "adamw_torch_npu_fused",
+    "adamw_apex_fused",
+)
 IN_8_BITS = ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit")
 OPTIMIZERS = dict.fromkeys(WHOLE, "adamw") | dict.fromkeys(IN_8_BITS, "adamw8bit")
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
 
 
 def micro(config: Config) -> int:
@@ -26,22 +38,35 @@ def answers(config: Config) -> int:
     """In a generation batch, of one process."""
     if config["generation_batch_size"] is not None:
         return config.whole("generation_batch_size")
-    steps = "gradient_accumulation_steps" if config["steps_per_generation"] is None else "steps_per_generation"
+    steps = (
+        "gradient_accumulation_steps"
+        if config["steps_per_generation"] is None
+        else "steps_per_generation"
+    )
     return config.whole("per_device_train_batch_size") * config.whole(steps)
 
 
 def prompts(value: Any, config: Config) -> int:
-    return numbers.quotient(answers(config), config.whole("num_generations"), "answers of a batch over num_generations")
+    return numbers.quotient(
+        answers(config), config.whole("num_generations"), "answers of a batch over num_generations"
+    )
 
 
 def minibatches(config: Config) -> int:
-    return numbers.quotient(answers(config), micro(config), "answers of a batch over those of an optimizer step")
+    return numbers.quotient(
+        answers(config), micro(config), "answers of a batch over those of an optimizer step"
+    )
 
 
 def divided(value: Any, config: Config) -> Sets:
     """There answers are shuffled before a batch is divided."""
     count = minibatches(config)
-    return Sets({"algorithm.minibatches": count, **({"algorithm.minibatches_of": "attempts"} if count > 1 else {})})
+    return Sets(
+        {
+            "algorithm.minibatches": count,
+            **({"algorithm.minibatches_of": "attempts"} if count > 1 else {}),
+        }
+    )
 
 
 def updates(config: Config) -> int:
@@ -54,7 +79,11 @@ def batches(value: Any, config: Config) -> Any:
     if steps <= 0:
         return Idle(shared.EPOCHS)
     taken = max(1, math.ceil(steps / each))
-    return taken if taken * each == steps else Sets({"steps": taken}, f"{steps} optimizer steps there, {taken * each} here")
+    return (
+        taken
+        if taken * each == steps
+        else Sets({"steps": taken}, f"{steps} optimizer steps there, {taken * each} here")
+    )
 
 
 def epochs(value: Any, config: Config) -> Any:
@@ -72,7 +101,10 @@ def rows(value: Any, config: Config) -> int:
 def every(strategy: str, ours: str) -> Convert:
     def how(value: Any, config: Config) -> Any:
         if config[strategy] != "steps":
-            return Without(f"{strategy} is {config[strategy]} there, and counted in steps here: 0 is only at the end")
+            return Without(
+                f"{strategy} is {config[strategy]} there, and counted in steps here: 0 is only at "
+                "the end"
+            )
         steps = numbers.number(value)
         if steps < 1:
             return Without("a share of all steps there: give their number")
@@ -80,7 +112,9 @@ def every(strategy: str, ours: str) -> Convert:
         taken = max(1, round(steps / each))
         if taken * each == steps:
             return taken
-        return Sets({ours: taken}, f"every {steps} optimizer steps there, every {taken * each} here")
+        return Sets(
+            {ours: taken}, f"every {steps} optimizer steps there, every {taken * each} here"
+        )
 
     return how
 
@@ -99,13 +133,16 @@ def warmup(value: Any, config: Config) -> Any:
 def schedule(value: Any, config: Config) -> Any:
     if value == "cosine_with_min_lr" and "min_lr_rate" in (options := _options(config)):
         return Sets(
-            {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": options["min_lr_rate"]}, _left(options, "min_lr_rate")
+            {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": options["min_lr_rate"]},
+            _left(options, "min_lr_rate"),
         )
     if value == "warmup_stable_decay" and "num_decay_steps" in (options := _options(config)):
         return Sets(
             {
                 "optimizer.schedule": "wsd",
-                "optimizer.decay_steps": numbers.whole(options["num_decay_steps"], "num_decay_steps", 1),
+                "optimizer.decay_steps": numbers.whole(
+                    options["num_decay_steps"], "num_decay_steps", 1
+                ),
             },
             _left(options, "num_decay_steps"),
         )
@@ -113,9 +150,14 @@ def schedule(value: Any, config: Config) -> Any:
 
 
 def _options(config: Config) -> Mapping[str, Any]:
-    """Return the keys of lr_scheduler_kwargs, which stand below it, or in it where it is one value."""
+    """Return the keys of lr_scheduler_kwargs, which stand below it, or in it where it is one
+    value."""
     inside = config["lr_scheduler_kwargs"]
-    below = {key.partition(".")[2]: config[key] for key in config.values if key.startswith("lr_scheduler_kwargs.")}
+    below = {
+        key.partition(".")[2]: config[key]
+        for key in config.values
+        if key.startswith("lr_scheduler_kwargs.")
+    }
     return below or (inside if isinstance(inside, Mapping) else {})
 
 
@@ -129,7 +171,11 @@ def optimizer(value: Any, config: Config) -> Any:
 
 
 def lora(how: Convert | None = None) -> Convert:
-    return when(lambda config: config.flag("use_peft"), how, "use_peft is false there, so no adapter is trained")
+    return when(
+        lambda config: config.flag("use_peft"),
+        how,
+        "use_peft is false there, so no adapter is trained",
+    )
 
 
 def reports(value: Any, config: Config) -> Any:
@@ -150,22 +196,41 @@ def loss(value: Any, config: Config) -> Any:
     if value == "cispo":
         high = _high(config)
         if high <= 1:
-            return Without(f"epsilon_high={high} is the greatest weight of a token there, and 1 + clip_high is above 1 here")
-        note = "their epsilon_high is the greatest weight itself; here the weight is clipped above 1 + clip_high"
+            return Without(
+                f"epsilon_high={high} is the greatest weight of a token there, and 1 + clip_high "
+                "is above 1 here"
+            )
+        note = (
+            "their epsilon_high is the greatest weight itself; here the weight is clipped "
+            "above "
+            "1 + clip_high"
+        )
         return Sets({"algorithm.kind": "cispo", "algorithm.loss.clip_high": high - 1}, note)
     if value not in ("grpo", "dapo", "bnpo", "dr_grpo"):
-        return Without("algorithm.loss has ppo, gspo, cispo, sapo, gmpo, topr and kimi: the recipe is grpo's own")
+        return Without(
+            "algorithm.loss has ppo, gspo, cispo, sapo, gmpo, topr and kimi: the recipe is grpo's "
+            "own"
+        )
     level = config["importance_sampling_level"]
     if level not in (None, "token", "sequence"):
         return Without(f"importance_sampling_level={level} is not known here: set algorithm.loss")
-    clip = {"algorithm.loss.clip_low": config.number("epsilon"), "algorithm.loss.clip_high": _high(config)}
+    clip = {
+        "algorithm.loss.clip_low": config.number("epsilon"),
+        "algorithm.loss.clip_high": _high(config),
+    }
     kind = {"algorithm.kind": "gspo" if level == "sequence" else "grpo", **clip}
     if value == "dr_grpo":
         length = config.whole("max_completion_length")
-        return Sets({**kind, "algorithm.weighting": "fixed_length", "algorithm.fixed_length": length})
+        return Sets(
+            {**kind, "algorithm.weighting": "fixed_length", "algorithm.fixed_length": length}
+        )
     over = {"grpo": "the mean over answers", "bnpo": "the mean over tokens"}.get(value)
-    note = f"{over} is over the whole optimizer step here, over each micro-batch there" if over else ""
-    return Sets({**kind, "algorithm.weighting": "sequence_mean" if value == "grpo" else "token_mean"}, note)
+    note = (
+        f"{over} is over the whole optimizer step here, over each micro-batch there" if over else ""
+    )
+    return Sets(
+        {**kind, "algorithm.weighting": "sequence_mean" if value == "grpo" else "token_mean"}, note
+    )
 
 
 def reward_scale(value: Any, config: Config) -> Any:
@@ -175,7 +240,8 @@ def reward_scale(value: Any, config: Config) -> Any:
     if value == "batch":
         return Sets(
             {"algorithm.advantage.scale": "none", "algorithm.whiten": True},
-            "whiten normalises advantages over all tokens of the batch; there they are over the rewards' standard deviation",
+            "whiten normalises advantages over all tokens of the batch; there they are over the "
+            "rewards' standard deviation",
         )
     return Without("algorithm.advantage.scale has std and none")
 
@@ -189,16 +255,27 @@ def rewards(value: Any, config: Config) -> Any:
     value = shared.listed(value, config)
     weights_there = config["reward_weights"]
     weights = (
-        [1.0] * len(value) if weights_there is None else [numbers.real(weight, "reward_weights") for weight in weights_there]
+        [1.0] * len(value)
+        if weights_there is None
+        else [numbers.real(weight, "reward_weights") for weight in weights_there]
     )
-    taken = [{**known[name], "weight": weight} for name, weight in zip(value, weights, strict=True) if name in known]
+    taken = [
+        {**known[name], "weight": weight}
+        for name, weight in zip(value, weights, strict=True)
+        if name in known
+    ]
     left = [name for name in value if name not in known and name != "get_soft_overlong_punishment"]
     values: dict[str, Any] = {"rewards": taken} if taken else {}
     notes = [f"{', '.join(left)} is left out: {shared.OWN_REWARD}"] if left else []
     if "get_soft_overlong_punishment" in value:
         factor = dict(zip(value, weights, strict=True))["get_soft_overlong_punishment"]
         length = config.whole("max_completion_length")
-        penalty = {"kind": "overlong_penalty", "max_length": length, "buffer": 256, "factor": factor}
+        penalty = {
+            "kind": "overlong_penalty",
+            "max_length": length,
+            "buffer": 256,
+            "factor": factor,
+        }
         values["algorithm.shaping"] = [penalty]
         notes.append("buffer is 256 here; the file doesn't say what the punishment was made with")
     if not values:
@@ -223,12 +300,18 @@ def correction(value: Any, config: Config) -> Any:
     if act not in ("mask", "truncate") or level not in ("token", "sequence"):
         return Without(f"{CORRECTION}_mode={mode} is not known here: set algorithm.correction")
     low, high = (
-        None if config[f"{CORRECTION}_clip_{side}"] is None else config.number(f"{CORRECTION}_clip_{side}")
+        None
+        if config[f"{CORRECTION}_clip_{side}"] is None
+        else config.number(f"{CORRECTION}_clip_{side}")
         for side in ("min", "max")
     )
     least = {} if low is None else {"weight_low": low}
     if act == "truncate" or high is None:
-        note = "" if act == "truncate" else "nothing is above a bound of null, so nothing is masked there either"
+        note = (
+            ""
+            if act == "truncate"
+            else "nothing is above a bound of null, so nothing is masked there either"
+        )
         return Sets({"algorithm.correction": {"weight": level, **least, "weight_high": high}}, note)
     masks = {"mask": level, "mask_low": low or 0.0, "mask_high": high, "mask_denominator": "all"}
     return Sets({"algorithm.correction": {"weight": level, "weight_high": None, **masks}})
@@ -247,7 +330,13 @@ def preference(value: Any, config: Config) -> Any:
     beta = {"algorithm.beta": numbers.real(config["beta"], "beta")}
     if first == "sigmoid":
         smoothing = 0 if config["label_smoothing"] is None else config.number("label_smoothing")
-        return Sets({"algorithm.kind": "dpo", **beta, **({"algorithm.label_smoothing": smoothing} if smoothing else {})})
+        return Sets(
+            {
+                "algorithm.kind": "dpo",
+                **beta,
+                **({"algorithm.label_smoothing": smoothing} if smoothing else {}),
+            }
+        )
     if first == "ipo":
         return Sets(
             {"algorithm.kind": "ipo", **beta, "algorithm.normalize": "mean"},
@@ -257,11 +346,27 @@ def preference(value: Any, config: Config) -> Any:
         return Sets({"algorithm.kind": "dpo", **beta, "algorithm.normalize": "mean"})
     if isinstance(value, list) and sorted(value) == ["sft", "sigmoid"]:
         weights_there = config["loss_weights"]
-        listed = [1.0, 1.0] if weights_there is None else [numbers.real(weight, "loss_weights") for weight in weights_there]
+        listed = (
+            [1.0, 1.0]
+            if weights_there is None
+            else [numbers.real(weight, "loss_weights") for weight in weights_there]
+        )
         weights = dict(zip(value, listed, strict=True))
-        scaled = f"; scale optimizer.lr by {weights['sigmoid']:g}" if weights["sigmoid"] != 1 else ""
-        note = f"the likelihood of the chosen answer beside the loss is sft_coef, over the loss's own weight{scaled}"
-        return Sets({"algorithm.kind": "dpo", **beta, "algorithm.sft_coef": weights["sft"] / weights["sigmoid"]}, note)
+        scaled = (
+            f"; scale optimizer.lr by {weights['sigmoid']:g}" if weights["sigmoid"] != 1 else ""
+        )
+        note = (
+            "the likelihood of the chosen answer beside the loss is sft_coef, over the loss's "
+            f"own weight{scaled}"
+        )
+        return Sets(
+            {
+                "algorithm.kind": "dpo",
+                **beta,
+                "algorithm.sft_coef": weights["sft"] / weights["sigmoid"],
+            },
+            note,
+        )
     return Without("there are dpo, ipo, rpo, simpo, orpo and kto here: the recipe is dpo's own")
 
 

@@ -15,7 +15,8 @@ from ratchet.commands.migrate.table import Config, Convert, Sets
 
 
 def looks_at(how: Convert, key: str, theirs: str, value: Any, config: Config) -> bool:
-    """Return whether the conversion of `theirs` (its value: `value`) depends on what the file says of `key`."""
+    """Return whether the conversion of `theirs` (its value: `value`) depends on what the file says
+    of `key`."""
     hidden = Unseen()
     values: Mapping[str, Any] = {**config.values, key: hidden}
     try:
@@ -41,7 +42,8 @@ def _holds(content: Any, hidden: Any) -> bool:
 
 @dataclass
 class Runs:
-    """The conversions that made something: by their key, what ran with which value, and the keys that each asked for."""
+    """The conversions that made something: by their key, what ran with which value, and the keys
+    that each asked for."""
 
     ran: dict[str, tuple[Convert, Any]] = field(default_factory=dict)
     asked: dict[str, list[str]] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""verl: the YAML of its trainers, or a shell script with overrides. Keys and defaults are those of verl 0.5 to 0.8."""
+"""verl: the YAML of its trainers, or a shell script with overrides. Keys and defaults are those of
+verl 0.5 to 0.8."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ ALGORITHM = (
     Row("algorithm.kl_ctrl.horizon", note="algorithm.kl.rate is the speed of the adaptation here"),
     Row(
         "algorithm.kl_penalty",
-        note="the penalty in the reward is k1, whose gradient alone is a divergence's (algorithm.kl.place)",
+        note="the penalty in the reward is k1, whose gradient alone is a divergence's "
+             "(algorithm.kl.place)",
     ),
     Row(
         "algorithm.filter_groups.enable", "rollouts.dynamic_sampling",
@@ -86,7 +88,8 @@ ALGORITHM = (
     *within(f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold", f"{CORRECTION}.rollout_rs_threshold_lower"),
     Row(
         f"{CORRECTION}.bypass_mode",
-        note="the old policy's probabilities are computed here, and the correction is apart from the clip (decoupled)",
+        note="the old policy's probabilities are computed here, and the correction is apart from "
+             "the clip (decoupled)",
     ),
     *nothing("algorithm.correction has a weight and a mask, each with bounds, and nothing else", f"{CORRECTION}.*"),
     *(
@@ -109,7 +112,8 @@ ALGORITHM = (
     ),
     Row("trainer.critic_warmup", "algorithm.critic.warmup_steps", how=when(to.ppo, whole, "only gae has a critic")),
     *nothing(
-        "the critic is a copy of the policy with a scalar head, and shares its batches and optimizer but for its rate",
+        "the critic is a copy of the policy with a scalar head, and shares its batches and "
+        "optimizer but for its rate",
         "critic.*",
     ),
     *nothing(
@@ -160,7 +164,8 @@ RUN = (
     Row("trainer.save_freq", "checkpoint.every", EVERY, at_least_0, default=-1),
     Row("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", how=whole),
     Row(
-        "trainer.test_freq", "evaluation.every", f"greedy accuracy on evaluation.tasks held-out tasks; {EVERY}",
+        "trainer.test_freq", "evaluation.every", "greedy accuracy on evaluation.tasks held-out "
+                                                 f"tasks; {EVERY}",
         at_least_0, default=-1,
     ),
     Row(
@@ -183,7 +188,8 @@ RUN = (
     ),
     Row(
         f"{ACTOR}.ppo_max_token_len_per_gpu", "learner.micro_batch_tokens",
-        how=when(lambda config: config.flag(f"{ACTOR}.use_dynamic_bsz"), whole, "use_dynamic_bsz is false there"),
+        how=when(lambda config: config.flag(f"{ACTOR}.use_dynamic_bsz"), whole, "use_dynamic_bsz "
+                                                                                "is false there"),
     ),
     Row(f"{ROLLOUT}.name", "generator", how=to.generator, default="vllm"),
     Row(f"{ROLLOUT}.tensor_model_parallel_size", within=f"{ROLLOUT}.name", default=2),
@@ -197,7 +203,8 @@ RUN = (
     Row("reward.reward_model.model_path", within="reward.reward_model.enable"),
     *nothing(shared.OWN_REWARD, "custom_reward_function.*", "reward.custom_reward_function.*"),
     *nothing(
-        "rewards are chosen by kind here; the recipe has math, which judges what verl's own do for maths", "reward_model.*",
+        "rewards are chosen by kind here; the recipe has math, which judges what verl's own do for "
+        "maths", "reward_model.*",
         "reward.*", "reward_manager.*", "data.reward_fn_key",
     ),
 )  # fmt: skip
@@ -224,7 +231,8 @@ REST = (
     *nothing("the learner and its checkpoints have no such switch", f"{ACTOR}.*"),
     *nothing("the reference is the model at the stage's start, held like the learner's", f"{ARR}.ref.*"),
     *nothing(
-        "an environment of many turns is chosen by environment.kind, with tools of its own (docs/environments.md)",
+        "an environment of many turns is chosen by environment.kind, with tools of its own "
+        "(docs/environments.md)",
         f"{ROLLOUT}.multi_turn.*", f"{ROLLOUT}.agent.*",
     ),
     *nothing(
@@ -265,7 +273,14 @@ VERL = Peer(
     "verl",
     "verl",
     "0.5 to 0.8",
-    (ARR, "trainer.total_epochs", "data.train_files", "data.train_batch_size", "algorithm.adv_estimator", "trainer.nnodes"),
+    (
+        ARR,
+        "trainer.total_epochs",
+        "data.train_files",
+        "data.train_batch_size",
+        "algorithm.adv_estimator",
+        "trainer.nnodes",
+    ),
     _method,
     {"PPO trainer": Method({"algorithm.kind": "grpo", **QUESTIONS}, (*ALGORITHM, *RUN, *REST))},
 )

@@ -18,7 +18,10 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
     "gae": {"algorithm.kind": "ppo", "algorithm.advantage.bootstrap": False},
     "rloo": {"algorithm.kind": "rloo"},
     "reinforce_plus_plus": {"algorithm.kind": "reinforce_pp"},
-    "reinforce_plus_plus_baseline": {"algorithm.kind": "reinforce_pp", "algorithm.advantage.baseline": "group"},
+    "reinforce_plus_plus_baseline": {
+        "algorithm.kind": "reinforce_pp",
+        "algorithm.advantage.baseline": "group",
+    },
     "remax": {"algorithm.kind": "remax"},
     "opo": {"algorithm.kind": "opo"},
     "gdpo": {"algorithm.kind": "gdpo"},
@@ -33,7 +36,8 @@ def estimator_of(value: Any, config: Config) -> Any:
     if value not in ESTIMATORS:
         return Without(f"there are {', '.join(ESTIMATORS)} here: the recipe is grpo's own")
     note = (
-        "a truncated attempt is over, as there (bootstrap: false); here the critic would say what it is still worth"
+        "a truncated attempt is over, as there (bootstrap: false); here the critic would say what "
+        "it is still worth"
         if value == "gae"
         else ""
     )
@@ -42,7 +46,10 @@ def estimator_of(value: Any, config: Config) -> Any:
 
 def loss_mode(value: Any, config: Config) -> Any:
     if value == "sapo":
-        taus = {f"algorithm.loss.tau_{sign}": config.number(f"{ACTOR}.tau_{sign}") for sign in ("pos", "neg")}
+        taus = {
+            f"algorithm.loss.tau_{sign}": config.number(f"{ACTOR}.tau_{sign}")
+            for sign in ("pos", "neg")
+        }
         return Sets({"algorithm.loss.kind": "sapo", **taus})
     if value == "gpg":
         return Sets({"algorithm.loss.kind": "reinforce"})
@@ -51,7 +58,13 @@ def loss_mode(value: Any, config: Config) -> Any:
         return Without("algorithm.loss has ppo, gspo, cispo, sapo, gmpo, reinforce, topr and kimi")
     low, high = (_side(f"{ACTOR}.clip_ratio_{side}", config) for side in ("low", "high"))
     lowest = low if kind != "cispo" or low < 1 else None  # at 1 there is no lower bound
-    return Sets({"algorithm.loss.kind": kind, "algorithm.loss.clip_low": lowest, "algorithm.loss.clip_high": high})
+    return Sets(
+        {
+            "algorithm.loss.kind": kind,
+            "algorithm.loss.clip_low": lowest,
+            "algorithm.loss.clip_high": high,
+        }
+    )
 
 
 def _side(key: str, config: Config) -> int | float:
@@ -60,10 +73,16 @@ def _side(key: str, config: Config) -> int | float:
 
 
 def aggregation(value: Any, config: Config) -> Any:
-    whole = "the mean is over the whole optimizer step here; older versions there take it over each micro-batch"
+    whole = (
+        "the mean is over the whole optimizer step here; older versions there take it over "
+        "each micro-batch"
+    )
     mode = config[f"{ACTOR}.policy_loss.loss_mode"]
     if mode in ("gspo", "sapo"):
-        return Sets({"algorithm.weighting": "sequence_mean"}, f"{mode} takes the mean over answers there, whatever it says")
+        return Sets(
+            {"algorithm.weighting": "sequence_mean"},
+            f"{mode} takes the mean over answers there, whatever it says",
+        )
     if value == "token-mean":
         return Sets({"algorithm.weighting": "token_mean"}, whole)
     if value == "seq-mean-token-mean":
@@ -80,17 +99,24 @@ def aggregation(value: Any, config: Config) -> Any:
             {"algorithm.weighting": "fixed_length", "algorithm.fixed_length": length},
             "divided by loss_scale_factor, or by max_response_length (Dr. GRPO)",
         )
-    return Without("algorithm.weighting has token_mean, sequence_mean, prompt_mean, token_sum and fixed_length")
+    return Without(
+        "algorithm.weighting has token_mean, sequence_mean, prompt_mean, token_sum and fixed_length"
+    )
 
 
 def kl_loss(value: Any, config: Config) -> Any:
     if not numbers.flag(value):
         return Idle("off there, and algorithm.kl.coef is 0 here by default")
-    coef, kind = numbers.real(config[f"{ACTOR}.kl_loss_coef"], f"{ACTOR}.kl_loss_coef"), config[f"{ACTOR}.kl_loss_type"]
+    coef, kind = (
+        numbers.real(config[f"{ACTOR}.kl_loss_coef"], f"{ACTOR}.kl_loss_coef"),
+        config[f"{ACTOR}.kl_loss_type"],
+    )
     if not coef:
         return Sets({"algorithm.kl.coef": 0.0})
     if kind in ("low_var_kl", "k3"):
-        return Sets({"algorithm.kl.coef": coef, "algorithm.kl.objective": "forward"}, shared.KL_FORWARD)
+        return Sets(
+            {"algorithm.kl.coef": coef, "algorithm.kl.objective": "forward"}, shared.KL_FORWARD
+        )
     if kind in ("low_var_kl+", "k3+", "kl+", "k1+", "mse", "k2"):
         estimator = "k2" if kind in ("mse", "k2") else "k3"
         return Sets(
@@ -99,7 +125,11 @@ def kl_loss(value: Any, config: Config) -> Any:
         )
     if kind not in ("kl", "k1", "abs"):
         return Without(f"{ACTOR}.kl_loss_type={kind} is not known here: set algorithm.kl")
-    note = f"as a loss, their {kind} has the gradient of no divergence (0 on average for kl); here it is the reverse KL's"
+    note = (
+        f"as a loss, their {kind} has the gradient of no divergence (0 on average for kl); "
+        "here "
+        "it is the reverse KL's"
+    )
     return Sets({"algorithm.kl.coef": coef}, note)
 
 
@@ -113,31 +143,44 @@ def kl_reward(value: Any, config: Config) -> Any:
         return Without(f"algorithm.kl_ctrl.type={kind} is not known here: set algorithm.kl")
     if kind == "adaptive":
         place["algorithm.kl.target"] = config.number("algorithm.kl_ctrl.target_kl")
-    return Sets(place, "k1 of each token, whatever kl_penalty says there; target is in nats a token")
+    return Sets(
+        place, "k1 of each token, whatever kl_penalty says there; target is in nats a token"
+    )
 
 
 def minibatches(value: Any, config: Config) -> int:
     part = numbers.whole(value, f"{ACTOR}.ppo_mini_batch_size", 1)
-    return numbers.quotient(config.whole("data.train_batch_size"), part, "train_batch_size over ppo_mini_batch_size")
+    return numbers.quotient(
+        config.whole("data.train_batch_size"), part, "train_batch_size over ppo_mini_batch_size"
+    )
 
 
 def updates(config: Config) -> int:
     """Return the optimizer steps of a batch. Their scheduler counts batches."""
-    return minibatches(config[f"{ACTOR}.ppo_mini_batch_size"], config) * config.whole(f"{ACTOR}.ppo_epochs")
+    return minibatches(config[f"{ACTOR}.ppo_mini_batch_size"], config) * config.whole(
+        f"{ACTOR}.ppo_epochs"
+    )
 
 
 def warmup(value: Any, config: Config) -> Any:
     steps = numbers.whole(value)
     if steps <= 0:
         return Idle("not above 0 there: the ratio beside it counts")
-    return Sets({"optimizer.warmup_steps": steps * updates(config)}, "counted in batches there, in optimizer steps here")
+    return Sets(
+        {"optimizer.warmup_steps": steps * updates(config)},
+        "counted in batches there, in optimizer steps here",
+    )
 
 
 def warmup_ratio(value: Any, config: Config) -> Any:
     key = f"{ACTOR}.optim.lr_warmup_steps"
     if config[key] is not None and config.whole(key, least=-1) > 0:
         return Idle("lr_warmup_steps goes first")
-    steps = None if config["trainer.total_training_steps"] is None else config.whole("trainer.total_training_steps")
+    steps = (
+        None
+        if config["trainer.total_training_steps"] is None
+        else config.whole("trainer.total_training_steps")
+    )
     batches = shared.share(value, steps, math.floor)
     return batches * updates(config) if isinstance(batches, int) and batches else batches
 
@@ -154,14 +197,17 @@ def gpus(config: Config) -> int:
 
 
 def engine(config: Config) -> Any:
-    """Return what trains: actor.strategy, else model_engine, else as the name of the configuration begun with says."""
+    """Return what trains: actor.strategy, else model_engine, else as the name of the configuration
+    begun with says."""
     if config.values.get(f"{ACTOR}.strategy") is not None:
         return config[f"{ACTOR}.strategy"]
     chosen = config["model_engine"]
     if chosen is not None:
         return "fsdp" if chosen == "dp" else chosen
     base = config["--config-name"]
-    return "megatron" if base is not None and "megatron" in str(base) else config[f"{ACTOR}.strategy"]
+    return (
+        "megatron" if base is not None and "megatron" in str(base) else config[f"{ACTOR}.strategy"]
+    )
 
 
 def learner(value: Any, config: Config) -> Any:
@@ -170,13 +216,19 @@ def learner(value: Any, config: Config) -> Any:
     what = "the accelerators over the learner's parallel sizes"
     if value in ("fsdp", "fsdp2"):
         if gpus(config) == 1:
-            return Sets({"learner.kind": "local"}, "one accelerator: the learner is in the run's own process")
+            return Sets(
+                {"learner.kind": "local"},
+                "one accelerator: the learner is in the run's own process",
+            )
         context = config.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1)
         sizes = {
             "learner.dp_shard": numbers.quotient(gpus(config), context, what),
             **({"learner.context_parallel": context} if context > 1 else {}),
         }
-        return Sets({"learner.kind": "dtensor", **sizes}, "dp_shard counts the ranks that share out rows and weights")
+        return Sets(
+            {"learner.kind": "dtensor", **sizes},
+            "dp_shard counts the ranks that share out rows and weights",
+        )
     if value != "megatron":
         return Without("learner.kind is local, dtensor (FSDP2) or megatron here")
     parts = {
@@ -187,13 +239,19 @@ def learner(value: Any, config: Config) -> Any:
     shared_out = parts["tensor_parallel"] * parts["pipeline_parallel"] * parts["context_parallel"]
     sizes = {f"learner.{part}": size for part, size in parts.items() if size > 1}
     return Sets(
-        {"learner.kind": "megatron", "learner.data_parallel": numbers.quotient(gpus(config), shared_out, what), **sizes}
+        {
+            "learner.kind": "megatron",
+            "learner.data_parallel": numbers.quotient(gpus(config), shared_out, what),
+            **sizes,
+        }
     )
 
 
 def generator(value: Any, config: Config) -> Any:
     if value not in ("vllm", "hf"):
-        return Without("generator.kind is engine, vllm or hf here: the recipe has the engine that is built in")
+        return Without(
+            "generator.kind is engine, vllm or hf here: the recipe has the engine that is built in"
+        )
     if value == "hf":
         return Sets({"generator.kind": "hf"})
     ways = config.whole(f"{ROLLOUT}.tensor_model_parallel_size", 1)
@@ -208,7 +266,8 @@ def generator(value: Any, config: Config) -> Any:
     note = (
         "learner and vLLM use the same accelerators by turns, as there"
         if turns
-        else "vLLM needs accelerators of its own beside learner.kind=megatron: lower data_parallel or workers"
+        else "vLLM needs accelerators of its own beside learner.kind=megatron: lower data_parallel "
+        "or workers"
     )
     return Sets({"generator": keys, **turns}, note)
 
@@ -218,7 +277,11 @@ def nodes(value: Any, config: Config) -> Any:
     if count == 1:
         return Idle("one node: cluster.kind=local, with every accelerator that it sees")
     return Sets(
-        {"cluster.kind": "ray", "cluster.nodes": count, "cluster.gpus_per_node": config.whole("trainer.n_gpus_per_node")}
+        {
+            "cluster.kind": "ray",
+            "cluster.nodes": count,
+            "cluster.gpus_per_node": config.whole("trainer.n_gpus_per_node"),
+        }
     )
 
 
@@ -229,12 +292,14 @@ def files(value: Any, config: Config) -> Any:
     }
     rows = shared.rows(value, config)
     return Sets(
-        {**rows.values, **columns}, "; ".join(filter(None, ["their columns are named in environment.columns", rows.note]))
+        {**rows.values, **columns},
+        "; ".join(filter(None, ["their columns are named in environment.columns", rows.note])),
     )
 
 
 def overlong(section: str, length: str) -> Convert:
-    """Convert DAPO's penalty of one of the sections that had it. length: their key of the longest answer."""
+    """Convert DAPO's penalty of one of the sections that had it. length: their key of the longest
+    answer."""
 
     def how(value: Any, config: Config) -> Any:
         if not numbers.flag(value):
@@ -247,7 +312,10 @@ def overlong(section: str, length: str) -> Convert:
             "buffer": config.whole(f"{section}.len"),
             "factor": 1.0 if factor is None else numbers.real(factor, f"{section}.penalty_factor"),
         }
-        return Sets({"algorithm.shaping": [penalty]}, "never below -factor here (DAPO, eq. 13); theirs goes on with the length")
+        return Sets(
+            {"algorithm.shaping": [penalty]},
+            "never below -factor here (DAPO, eq. 13); theirs goes on with the length",
+        )
 
     return how
 
@@ -260,15 +328,23 @@ def weight(value: Any, config: Config) -> Any:
     if value is False:
         return Idle("off there")
     if value not in ("token", "sequence"):
-        return Without("algorithm.correction.weight has token, turn, sequence and geometric: verl has token and sequence")
+        return Without(
+            "algorithm.correction.weight has token, turn, sequence and geometric: verl has token "
+            "and sequence"
+        )
     threshold = config[f"{CORRECTION}.rollout_is_threshold"]
     if threshold is None:
         return Without("rollout_is_threshold is null there, so nothing is weighed")
     low, high = numbers.bounds(threshold, f"{CORRECTION}.rollout_is_threshold")
     if low is None:
-        return Sets({"algorithm.correction.weight": value, "algorithm.correction.weight_high": high})
+        return Sets(
+            {"algorithm.correction.weight": value, "algorithm.correction.weight_high": high}
+        )
     if config[f"{CORRECTION}.rollout_rs"] is not None:
-        raise Misread(f"{CORRECTION}.rollout_is_threshold and rollout_rs are two masks, and there is one here: choose one")
+        raise Misread(
+            f"{CORRECTION}.rollout_is_threshold and rollout_rs are two masks, and there is one "
+            "here: choose one"
+        )
     masked = {
         "weight": value,
         "weight_high": None,
@@ -280,7 +356,11 @@ def weight(value: Any, config: Config) -> Any:
     return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()})
 
 
-MASKS: Mapping[str, str] = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+MASKS: Mapping[str, str] = {
+    "token_k1": "token",
+    "seq_sum_k1": "sequence",
+    "seq_mean_k1": "geometric",
+}
 OLDER = ("token", "sequence", "geometric")
 
 
@@ -294,10 +374,15 @@ def mask(value: Any, config: Config) -> Any:
         return Idle("off there")
     level = MASKS.get(names[0], names[0] if names[0] in OLDER else None)
     if len(names) > 1 or level is None:
-        return Without(f"algorithm.correction.mask has one level of {', '.join(MASKS)}: k2 and k3 bound no ratio")
+        return Without(
+            f"algorithm.correction.mask has one level of {', '.join(MASKS)}: k2 and k3 bound no "
+            "ratio"
+        )
     key = f"{CORRECTION}.rollout_rs_threshold"
     if config[key] is None:
-        raise Misread(f"{key} is not set, and rollout_rs needs it: set algorithm.correction.mask by hand")
+        raise Misread(
+            f"{key} is not set, and rollout_rs needs it: set algorithm.correction.mask by hand"
+        )
     low, high = numbers.bounds(config[key], key)
     if names[0] in MASKS:
         low, high, note = (
@@ -359,5 +444,7 @@ def samples(value: Any, config: Config) -> int:
 def evaluated(value: Any, config: Config) -> Any:
     temperature = numbers.real(value)
     if temperature < 0:
-        raise Misread(f"is {temperature}, and not a temperature: set evaluation.temperature by hand")
+        raise Misread(
+            f"is {temperature}, and not a temperature: set evaluation.temperature by hand"
+        )
     return temperature or Idle("0 there: the greedy attempt, which is always made")

@@ -1,7 +1,8 @@
 """YAML and JSON as the libraries that write them read them, within bounds and without a traceback.
 
-Recipes are YAML 1.2; these files are not: PyYAML reads YAML 1.1 (`yes` is true, 010 is 8, 1_000 is a number, 1e-6 is text), and
-OmegaConf adds floats without a point or a sign of the exponent (1e-6 is a number). So PyYAML's own resolvers decide here.
+Recipes are YAML 1.2; these files are not: PyYAML reads YAML 1.1 (`yes` is true, 010 is 8, 1_000 is
+a number, 1e-6 is text), and OmegaConf adds floats without a point or a sign of the exponent (1e-6
+is a number). So PyYAML's own resolvers decide here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import yaml
 from ratchet.errors import ConfigError
 
 Dialect = Literal["omegaconf", "yaml"]
-MAX_VALUES = 20_000  # of all files together, each alias counted where it stands: against anchors that multiply
+# of all files together, each alias counted where it stands: against anchors that multiply
+MAX_VALUES = 20_000
 MAX_DEPTH = 64
 MAX_FILES = 200
 MAX_BYTES = 2 * 1024 * 1024
@@ -30,7 +32,8 @@ FLOAT = "tag:yaml.org,2002:float"
 class _Yaml(yaml.SafeLoader):
     """It reads YAML 1.1 without dates, which no key of these libraries holds.
 
-    It counts while it composes: PyYAML takes seconds for a nest of brackets, minutes for a million values.
+    It counts while it composes: PyYAML takes seconds for a nest of brackets, minutes for a million
+    values.
     """
 
     nodes = 0
@@ -61,7 +64,9 @@ class _OmegaConf(_Yaml):
 
 
 _OmegaConf.add_implicit_resolver(
-    FLOAT, re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)\Z", re.ASCII), list("-+0123456789")
+    FLOAT,
+    re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)\Z", re.ASCII),
+    list("-+0123456789"),
 )
 LOADERS: dict[Dialect, type[yaml.SafeLoader]] = {"omegaconf": _OmegaConf, "yaml": _Yaml}
 
@@ -93,29 +98,41 @@ class Reader:
     def json(self, path: Path) -> dict[str, Any]:
         """Return keys and values of a JSON file. Raises ConfigError."""
         try:
-            content = json.loads(self.text(path), object_pairs_hook=lambda pairs: _unique(pairs, path))
+            content = json.loads(
+                self.text(path), object_pairs_hook=lambda pairs: _unique(pairs, path)
+            )
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} can't be read as JSON: {error}") from error
         return _section(content, path)
 
     def text(self, path: Path) -> str:
-        """Return the text of a file. Raises ConfigError where there is none, or it is too large or not UTF-8."""
+        """Return the text of a file. Raises ConfigError where there is none, or it is too large or
+        not UTF-8."""
         self.files += 1
         if self.files > MAX_FILES:
-            raise ConfigError(f"{path}: more than {MAX_FILES} files are named by `defaults`, which no configuration does")
+            raise ConfigError(
+                f"{path}: more than {MAX_FILES} files are named by `defaults`, which no "
+                "configuration does"
+            )
         try:
             if not path.is_file():
-                raise ConfigError(f"{path} is not a file" if path.exists() else f"there is no file {path}")
+                raise ConfigError(
+                    f"{path} is not a file" if path.exists() else f"there is no file {path}"
+                )
             with path.open("rb") as file:
                 content = file.read(MAX_BYTES + 1)
         except OSError as error:
             raise ConfigError(f"{path} can't be read: {error.strerror}") from error
         if len(content) > MAX_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_BYTES // 1024**2} MiB, which no configuration is")
+            raise ConfigError(
+                f"{path} is larger than {MAX_BYTES // 1024**2} MiB, which no configuration is"
+            )
         try:
             return content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+            raise ConfigError(
+                f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8"
+            ) from error
 
     def _value(self, node: yaml.Node, loader: Any, path: Path) -> Any:
         where = f"{path}:{node.start_mark.line + 1}"
@@ -127,7 +144,10 @@ class Reader:
         if len(self._open) >= MAX_DEPTH:
             raise ConfigError(f"{where}: {TOO_DEEP}")
         if not isinstance(node, yaml.ScalarNode) and node.tag not in COLLECTIONS:
-            raise ConfigError(f"{where}: the YAML tag {node.tag.rpartition(':')[2]} is not read here: write plain text")
+            raise ConfigError(
+                f"{where}: the YAML tag {node.tag.rpartition(':')[2]} is not read here: write "
+                "plain text"
+            )
         self._open.add(id(node))
         if isinstance(node, yaml.MappingNode):
             value: Any = self._mapping(node, loader, path)
@@ -142,9 +162,14 @@ class Reader:
         try:
             value = loader.construct_object(node)
         except (ValueError, OverflowError) as error:
-            raise ConfigError(f"{where}: {str(node.value)[:40]!r} can't be read as a value: {error}") from error
+            raise ConfigError(
+                f"{where}: {str(node.value)[:40]!r} can't be read as a value: {error}"
+            ) from error
         if value is not None and not isinstance(value, bool | int | float | str):
-            raise ConfigError(f"{where}: the YAML tag {node.tag.rpartition(':')[2]} is not read here: write plain text")
+            raise ConfigError(
+                f"{where}: the YAML tag {node.tag.rpartition(':')[2]} is not read here: write "
+                "plain text"
+            )
         return value
 
     def _mapping(self, node: yaml.MappingNode, loader: Any, path: Path) -> dict[str, Any]:
@@ -155,7 +180,9 @@ class Reader:
                 below = self._value(content, loader, path)
                 for section in reversed(below if isinstance(below, list) else [below]):
                     if not isinstance(section, dict):
-                        raise ConfigError(f"{path}:{key.start_mark.line + 1}: << must name an anchor of a section")
+                        raise ConfigError(
+                            f"{path}:{key.start_mark.line + 1}: << must name an anchor of a section"
+                        )
                     merged |= section
             elif isinstance(key, yaml.ScalarNode):
                 pairs.append((str(key.value), self._value(content, loader, path)))

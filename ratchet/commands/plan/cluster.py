@@ -1,4 +1,5 @@
-"""How a stage is best shared out over a cluster that is not here, and what it then takes, by shapes and data sheets."""
+"""How a stage is best shared out over a cluster that is not here, and what it then takes, by shapes
+and data sheets."""
 
 from __future__ import annotations
 
@@ -8,18 +9,27 @@ from dataclasses import dataclass
 from ratchet.commands.plan.command import MASTER, Load, Memory
 from ratchet.config.schema import StageConfig
 from ratchet.errors import ConfigError
-from ratchet.executors.datasheets import DECODE_SHARE, GIB, SCORE_SHARE, UPDATE_SHARE, USABLE, ClusterSpec
+from ratchet.executors.datasheets import (
+    DECODE_SHARE,
+    GIB,
+    SCORE_SHARE,
+    UPDATE_SHARE,
+    USABLE,
+    ClusterSpec,
+)
 from ratchet.models.flops import Cost
 
 HALF = 2  # bytes of bfloat16
 LARGEST_MICRO = 32768  # tokens: larger ones gain nothing
-CHUNK = 3 * 256 * 2**20  # logits of a learner's chunk on an accelerator, with their softmax and gradient
+# logits of a learner's chunk on an accelerator, with their softmax and gradient
+CHUNK = 3 * 256 * 2**20
 ROOM = 0.35  # of an accelerator's memory that generation wants for keys and values
 
 
 @dataclass(frozen=True)
 class Division:
-    """Of a learner and of generators that use the accelerators by turns. replicas: of the generator."""
+    """Of a learner and of generators that use the accelerators by turns. replicas: of the
+    generator."""
 
     tensor: int
     shards: int
@@ -30,19 +40,31 @@ class Division:
 
     def recipe(self) -> dict[str, object]:
         """As keys of a recipe."""
-        learner: dict[str, object] = {"kind": "dtensor", "dp_shard": self.shards, "micro_batch_tokens": self.micro_batch_tokens}
+        learner: dict[str, object] = {
+            "kind": "dtensor",
+            "dp_shard": self.shards,
+            "micro_batch_tokens": self.micro_batch_tokens,
+        }
         if self.tensor > 1:
             learner |= {"tensor_parallel": self.tensor, "sequence_parallel": True}
         if self.checkpointing:
             learner["activation_checkpointing"] = True
-        engine = {"kind": "vllm", **({"tensor_parallel": self.generator_tensor} if self.generator_tensor > 1 else {})}
+        engine = {
+            "kind": "vllm",
+            **({"tensor_parallel": self.generator_tensor} if self.generator_tensor > 1 else {}),
+        }
         generator = {"kind": "workers", "workers": self.replicas, "of": engine}
-        return {"learner": learner, "generator": generator, "cluster": {"kind": "ray", "colocated": True}}
+        return {
+            "learner": learner,
+            "generator": generator,
+            "cluster": {"kind": "ray", "colocated": True},
+        }
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """memory: of one accelerator. seconds: of a step, by phase. bound: what limits the longest of them."""
+    """memory: of one accelerator. seconds: of a step, by phase. bound: what limits the longest of
+    them."""
 
     division: Division
     memory: Memory
@@ -50,8 +72,11 @@ class ClusterPlan:
     bound: str
 
 
-def plan_cluster(stage: StageConfig, cost: Cost, load: Load, trained: int, frozen: int, spec: ClusterSpec) -> ClusterPlan:
-    """trained: parameters that optimizers move. frozen: of models that only score. Raises ConfigError where nothing fits."""
+def plan_cluster(
+    stage: StageConfig, cost: Cost, load: Load, trained: int, frozen: int, spec: ClusterSpec
+) -> ClusterPlan:
+    """trained: parameters that optimizers move. frozen: of models that only score. Raises
+    ConfigError where nothing fits."""
     limit, least = spec.accelerator.memory * USABLE, float("inf")
     for division in _divisions(cost, load, spec):
         memory = _memory(cost, load, trained, frozen, division)
@@ -60,46 +85,76 @@ def plan_cluster(stage: StageConfig, cost: Cost, load: Load, trained: int, froze
             return ClusterPlan(division, memory, seconds, bound)
         least = min(least, memory.peak / GIB)
     raise ConfigError(
-        f"stage {stage.name} does not fit on {spec.count} {spec.kind}: the best division found takes {least:.0f} GiB of the "
-        f"{limit / GIB:.0f} GiB usable on each; give more accelerators, shorter sequences, or train an adapter (lora)"
+        f"stage {stage.name} does not fit on {spec.count} {spec.kind}: the best division found "
+        f"takes {least:.0f} GiB of the "
+        f"{limit / GIB:.0f} GiB usable on each; give more accelerators, shorter sequences, or "
+        "train an adapter (lora)"
     )
 
 
 def _divisions(cost: Cost, load: Load, spec: ClusterSpec) -> Iterator[Division]:
-    """The cheapest first: the fewest that share a layer, no recomputation, the largest micro-batch."""
+    """The cheapest first: the fewest that share a layer, no recomputation, the largest
+    micro-batch."""
     weights = cost.parameters * HALF
     room = spec.accelerator.memory * (USABLE - ROOM)
-    sizes = [size for size in (1, 2, 4, 8) if spec.per_node % size == 0 and cost.shape.n_kv_heads % size == 0]
+    sizes = [
+        size
+        for size in (1, 2, 4, 8)
+        if spec.per_node % size == 0 and cost.shape.n_kv_heads % size == 0
+    ]
     generating = next((size for size in sizes if weights / size <= room), sizes[-1])
     for tensor in sizes:
         for again in (False, True):
             micro = LARGEST_MICRO
             while micro >= load.length:
-                yield Division(tensor, spec.count // tensor, micro, again, generating, spec.count // generating)
+                yield Division(
+                    tensor, spec.count // tensor, micro, again, generating, spec.count // generating
+                )
                 micro //= 2
-            yield Division(tensor, spec.count // tensor, load.length, again, generating, spec.count // generating)
+            yield Division(
+                tensor,
+                spec.count // tensor,
+                load.length,
+                again,
+                generating,
+                spec.count // generating,
+            )
 
 
 def _memory(cost: Cost, load: Load, trained: int, frozen: int, division: Division) -> Memory:
     ranks = division.tensor * division.shards
     micro = min(division.micro_batch_tokens, load.tokens)
     layer = cost.parameters / max(1, cost.shape.n_layers) / division.tensor
-    held = {"process": GIB, "weights": cost.parameters * MASTER // ranks, "optimizer": trained * 2 * MASTER // ranks}
+    held = {
+        "process": GIB,
+        "weights": cost.parameters * MASTER // ranks,
+        "optimizer": trained * 2 * MASTER // ranks,
+    }
     if frozen:
         held["frozen roles"] = frozen * MASTER // ranks
     update = {
         "gradients": trained * MASTER // ranks,
         "gathered layers": int(2 * layer * (HALF + MASTER)),
-        "activations": micro * cost.activation_bytes(HALF, checkpointing=division.checkpointing) // division.tensor,
+        "activations": micro
+        * cost.activation_bytes(HALF, checkpointing=division.checkpointing)
+        // division.tensor,
         "logits": CHUNK,
     }
     rows = -(-max(load.attempts, load.evaluated) // division.replicas)
-    sample = {"keys and values": rows * load.length * cost.kv_bytes(HALF) // division.generator_tensor} if rows else {}
-    sample |= {"generator's weights": cost.parameters * HALF // division.generator_tensor} if rows else {}
+    sample = (
+        {"keys and values": rows * load.length * cost.kv_bytes(HALF) // division.generator_tensor}
+        if rows
+        else {}
+    )
+    sample |= (
+        {"generator's weights": cost.parameters * HALF // division.generator_tensor} if rows else {}
+    )
     return Memory(held, {"update": update, "sample": sample}, by_turns=True)
 
 
-def _seconds(cost: Cost, load: Load, division: Division, spec: ClusterSpec) -> tuple[dict[str, float], str]:
+def _seconds(
+    cost: Cost, load: Load, division: Division, spec: ClusterSpec
+) -> tuple[dict[str, float], str]:
     chip, flop = spec.accelerator, load.flop(cost)
     update = flop["update"] / (spec.count * chip.flop_s * UPDATE_SHARE)
     score = flop["score"] / (spec.count * chip.flop_s * SCORE_SHARE)
@@ -108,10 +163,15 @@ def _seconds(cost: Cost, load: Load, division: Division, spec: ClusterSpec) -> t
     rows = -(-load.attempts // division.replicas)
     read = cost.parameters * HALF + rows * (load.prompt + load.length) / 2 * cost.kv_bytes(HALF)
     by_memory = read / division.generator_tensor / (chip.bandwidth * DECODE_SHARE)
-    by_arithmetic = cost.forward_flop(rows, load.length / 2) / (division.generator_tensor * chip.flop_s * SCORE_SHARE)
+    by_arithmetic = cost.forward_flop(rows, load.length / 2) / (
+        division.generator_tensor * chip.flop_s * SCORE_SHARE
+    )
     sample = (load.length - load.prompt) * max(by_memory, by_arithmetic)
     sync = cost.parameters * HALF / division.generator_tensor / (chip.link / 2)
     seconds = {"sample": sample, "score": score, "update": update, "sync": sync}
     longest = max(seconds, key=lambda phase: seconds[phase])
-    limits = {"sample": "memory bandwidth" if by_memory > by_arithmetic else "arithmetic", "sync": "links"}
+    limits = {
+        "sample": "memory bandwidth" if by_memory > by_arithmetic else "arithmetic",
+        "sync": "links",
+    }
     return seconds, f"{longest}: {limits.get(longest, 'arithmetic')}"

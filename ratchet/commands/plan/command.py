@@ -1,9 +1,9 @@
-"""`ratchet plan`: what a recipe will take, before anything is spent: memory by phase and role, time by phase.
+"""`ratchet plan`: what a recipe will take, before anything is spent: memory by phase and role, time
+by phase.
 
-Memory follows from shapes, or from what a short run of it took, and what that was too short to see. Time on this machine is
-measured by that run (`ratchet.commands.plan.probe`); that of accelerators that are not here is estimated from what their
-makers state
-(`ratchet.executors.datasheets`).
+Memory follows from shapes, or from what a short run of it took, and what that was too short to see.
+Time on this machine is measured by that run (`ratchet.commands.plan.probe`); that of accelerators
+that are not here is estimated from what their makers state (`ratchet.executors.datasheets`).
 
 P = parameters of a model.
 """
@@ -43,15 +43,18 @@ MOMENTS: Mapping[str, float] = {
     "adamw8bit": 2 + 8 / 256,
 }  # bytes a weight that optimizers keep, where not two moments
 TASKS = 64  # whose lengths are looked at
-SLOT = 8 + 4 + 4  # bytes of a token that the engine keeps for a running request: its id, two log-probabilities
-RECORDED_ROW, RECORDED_TOKEN = 400, 30  # bytes that the record keeps of each until a file is written
+# bytes of a token that the engine keeps for a running request: its id, two log-probabilities
+SLOT = 8 + 4 + 4
+# bytes that the record keeps of each until a file is written
+RECORDED_ROW, RECORDED_TOKEN = 400, 30
 WRITTEN = 2  # times that they are there by then: as they came, and as the file has them
 COPY = "copy for checkpoints"
 
 
 @dataclass(frozen=True)
 class Device:
-    """Of one process. compute_bytes: of a number in products. fixed: bytes that the process takes with nothing in it."""
+    """Of one process. compute_bytes: of a number in products. fixed: bytes that the process takes
+    with nothing in it."""
 
     kind: str
     fixed: int
@@ -60,8 +63,9 @@ class Device:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by what they are for. held: always; the phases: on top of it. by_turns: what one phase took is given back before
-    the next; else both are there, as the engine keeps its cache, and a process what it has freed."""
+    """Bytes by what they are for. held: always; the phases: on top of it. by_turns: what one phase
+    took is given back before the next; else both are there, as the engine keeps its cache, and a
+    process what it has freed."""
 
     held: Mapping[str, int]
     phases: Mapping[str, Mapping[str, int]]
@@ -75,7 +79,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """flop: of a step, by phase, at most. recorded: steps that the record keeps in memory at a time, at most."""
+    """flop: of a step, by phase, at most. recorded: steps that the record keeps in memory at a
+    time, at most."""
 
     name: str
     steps: int
@@ -87,9 +92,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Load:
-    """What a step works on. rows: sequences. prompt, length: tokens of a sequence, the longest that a few tasks have. attempts:
-    that are generated at a time, in training and in evaluation; 0 where text is given. passes: forwards before the update, and
-    updates: forwards and backwards of it, of each row."""
+    """What a step works on. rows: sequences. prompt, length: tokens of a sequence, the longest that
+    a few tasks have. attempts: that are generated at a time, in training and in evaluation; 0 where
+    text is given. passes: forwards before the update, and updates: forwards and backwards of it, of
+    each row."""
 
     rows: int
     prompt: int
@@ -107,7 +113,11 @@ class Load:
         """By phase, of a step. A backward takes twice as much as a forward."""
         forward = cost.forward_flop(self.tokens, self.length / 2)
         sampled = forward if self.attempts else 0.0
-        return {"sample": sampled, "score": self.passes * forward, "update": 3 * self.updates * forward}
+        return {
+            "sample": sampled,
+            "score": self.passes * forward,
+            "update": 3 * self.updates * forward,
+        }
 
 
 def plan_stage(config: RunConfig, index: int, cost: Cost, device: Device) -> StagePlan:
@@ -115,7 +125,10 @@ def plan_stage(config: RunConfig, index: int, cost: Cost, device: Device) -> Sta
     stage = config.stages[index]
     algorithm: Algorithm = construct(stage.algorithm)
     load = load_of(config, index, algorithm, cost.shape)
-    memory, recorded = memory_of(stage, algorithm, cost, device, load), recorded_steps(stage, config.record, load)
+    memory, recorded = (
+        memory_of(stage, algorithm, cost, device, load),
+        recorded_steps(stage, config.record, load),
+    )
     if recorded:
         share = min(1.0, (config.record.groups or stage.batch_size) / stage.batch_size)
         each = share * (load.rows * RECORDED_ROW + load.tokens * RECORDED_TOKEN)
@@ -124,8 +137,8 @@ def plan_stage(config: RunConfig, index: int, cost: Cost, device: Device) -> Sta
 
 
 def run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
-    """Bytes of the process at its largest, over all stages. A short run has seen everything but the longest files of the
-    record, and copies for checkpoints."""
+    """Bytes of the process at its largest, over all stages. A short run has seen everything but the
+    longest files of the record, and copies for checkpoints."""
     if probe is None:
         return max(plan.memory.peak for plan in plans)
     copy = max(plan.memory.held.get(COPY, 0) for plan in plans)
@@ -144,16 +157,21 @@ def recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
 
 
 def shape_of(config: RunConfig) -> DecoderConfig:
-    """Of the model that the run begins with. Raises ConfigError for an architecture whose costs are not known here."""
+    """Of the model that the run begins with. Raises ConfigError for an architecture whose costs are
+    not known here."""
     source = config.model
     if source.path is None:
-        assert source.preset is not None, "the configuration lets neither path nor preset through without the other"
+        assert source.preset is not None, (
+            "the configuration lets neither path nor preset through without the other"
+        )
         vocabulary = construct(config.tokenizer, None).vocab_size
         return preset(source.preset, vocab_size=vocabulary, **source.overrides)
     try:
         return read_config(find_model(source.path, revision=source.revision))
     except ModelError as error:
-        raise ConfigError(f"a plan knows the shapes of Ratchet's own decoder, and not of {source.path}: {error}") from error
+        raise ConfigError(
+            f"a plan knows the shapes of Ratchet's own decoder, and not of {source.path}: {error}"
+        ) from error
 
 
 def load_of(config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig) -> Load:
@@ -161,7 +179,11 @@ def load_of(config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderC
     prompt, length = lengths_of(config, index, algorithm, shape)
     rows = stage.batch_size * stage.attempts * (2 if algorithm.source == "pairs" else 1)
     at_most = getattr(stage.generator, "max_running", 2**30)
-    played = stage.evaluation.tasks * max(1, stage.evaluation.samples) if answers(stage, algorithm) else 0
+    played = (
+        stage.evaluation.tasks * max(1, stage.evaluation.samples)
+        if answers(stage, algorithm)
+        else 0
+    )
     return Load(
         rows=rows,
         prompt=prompt,
@@ -173,11 +195,15 @@ def load_of(config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderC
     )
 
 
-def lengths_of(config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig) -> tuple[int, int]:
+def lengths_of(
+    config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig
+) -> tuple[int, int]:
     """(tokens of the longest prompt, tokens of the longest sequence) of a few tasks."""
     stage, arena = config.stages[index], build_arena(config.stages[index])
     tokenizer = construct(config.tokenizer, config.model.path)
-    renderer = Renderer(tokenizer, template_of(config), tool_format=getattr(config.tokenizer, "tool_format", "auto"))
+    renderer = Renderer(
+        tokenizer, template_of(config), tool_format=getattr(config.tokenizer, "tool_format", "auto")
+    )
     tasks = [task for _, task in TaskStream(arena.environment, seed=config.seed).take(TASKS)]
     prompts = [len(renderer.prompt(task.messages)) if task.messages else 0 for task in tasks]
     if algorithm.source == "rollouts":
@@ -196,10 +222,14 @@ def _given(arena: Arena, renderer: Renderer, task: Task, algorithm: Algorithm) -
     elif algorithm.source == "labelled" and isinstance(place, Judges):
         answers = [place.judged(task).messages]
     elif algorithm.source == "steps" and isinstance(place, Steps):
-        return len(renderer.prompt(task.messages)) + sum(len(renderer.tokenizer.encode(text)) for text, _ in place.steps(task))
+        return len(renderer.prompt(task.messages)) + sum(
+            len(renderer.tokenizer.encode(text)) for text, _ in place.steps(task)
+        )
     else:
         answers = [place.demonstration(task)]
-    return max(len(renderer.supervised((*task.messages, *answer), train="last")[0]) for answer in answers)
+    return max(
+        len(renderer.supervised((*task.messages, *answer), train="last")[0]) for answer in answers
+    )
 
 
 def answers(stage: StageConfig, algorithm: Algorithm) -> bool:
@@ -207,7 +237,9 @@ def answers(stage: StageConfig, algorithm: Algorithm) -> bool:
     return bool(stage.yardstick) or algorithm.source == "rollouts"
 
 
-def memory_of(stage: StageConfig, algorithm: Algorithm, cost: Cost, device: Device, load: Load) -> Memory:
+def memory_of(
+    stage: StageConfig, algorithm: Algorithm, cost: Cost, device: Device, load: Load
+) -> Memory:
     learner, shape = stage.learner, cost.shape
     hands = getattr(learner, "workers", 1)
     hands = int(hands) if device.kind == "cpu" and hands != "auto" else 1
@@ -215,7 +247,9 @@ def memory_of(stage: StageConfig, algorithm: Algorithm, cost: Cost, device: Devi
     most = most_tokens(getattr(learner, "micro_batch_tokens", "auto"), device.kind)
     each = -(-load.tokens // (hands * stage.minibatches))
     micro = max(min(most, each), load.length)
-    kept = cost.activation_bytes(device.compute_bytes, checkpointing=getattr(learner, "activation_checkpointing", False))
+    kept = cost.activation_bytes(
+        device.compute_bytes, checkpointing=getattr(learner, "activation_checkpointing", False)
+    )
     chunk = logits_mib(getattr(learner, "logprob_chunk_mib", "auto"), device.kind) * MIB
     phases = {
         "update": {
@@ -247,7 +281,8 @@ def frozen_parameters(stage: StageConfig, algorithm: Algorithm, cost: Cost) -> i
 
 
 def _role_parameters(stage: StageConfig, algorithm: Algorithm, cost: Cost, name: str) -> int:
-    """Of a role beside the policy: its own model's, a copy's, or none where it is the policy without its adapter."""
+    """Of a role beside the policy: its own model's, a copy's, or none where it is the policy
+    without its adapter."""
     path = algorithm.roles[name].path
     if path is not None:
         return Cost(read_config(find_model(path))).parameters
@@ -263,7 +298,9 @@ def _roles(stage: StageConfig, algorithm: Algorithm, cost: Cost, device: Device)
         if own := _role_parameters(stage, algorithm, cost, name):
             found[f"{name}: weights"] = own * MASTER
     for name in algorithm.losses:
-        found[f"{name}: optimizer"] = int(_trained(stage, cost) * MOMENTS.get(getattr(stage.optimizer, "kind", ""), 2 * MASTER))
+        found[f"{name}: optimizer"] = int(
+            _trained(stage, cost) * MOMENTS.get(getattr(stage.optimizer, "kind", ""), 2 * MASTER)
+        )
         if stage.optimizer.ema_decay is not None:
             found[f"{name}: average"] = _trained(stage, cost) * MASTER
     if stage.checkpoint.background and stage.checkpoint.every:
@@ -273,7 +310,11 @@ def _roles(stage: StageConfig, algorithm: Algorithm, cost: Cost, device: Device)
 
 def _trained(stage: StageConfig, cost: Cost) -> int:
     """Parameters that an optimizer moves."""
-    return cost.parameters if stage.lora is None else cost.adapter(targets_of(cost.shape, stage.lora), stage.lora.rank)
+    return (
+        cost.parameters
+        if stage.lora is None
+        else cost.adapter(targets_of(cost.shape, stage.lora), stage.lora.rank)
+    )
 
 
 def _power_of_two(n: int) -> int:

@@ -1,4 +1,5 @@
-"""A short run of a recipe in a process of its own: how long each part of a step takes on this machine, and how much memory."""
+"""A short run of a recipe in a process of its own: how long each part of a step takes on this
+machine, and how much memory."""
 
 from __future__ import annotations
 
@@ -28,9 +29,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Probed:
-    """Of a stage. seconds: of a step, by part, and "rest" for what is between them; the median over steps but the first, which
-    warms up. processor_s: of a step, all threads together. tables: bytes that the record kept of each step that it has,
-    and recorded: how many lay in memory at a time."""
+    """Of a stage. seconds: of a step, by part, and "rest" for what is between them; the median over
+    steps but the first, which warms up. processor_s: of a step, all threads together. tables: bytes
+    that the record kept of each step that it has, and recorded: how many lay in memory at a
+    time."""
 
     steps: int
     seconds: Mapping[str, float]
@@ -48,14 +50,20 @@ class Probe:
 
 
 def probe(config: RunConfig, *, limit_s: float) -> Probe:
-    """All stages one after the other in one process, as the run has them: each from the model that the one before it left, with
-    the record, an evaluation and a save. limit_s: of a stage's training, after which no step more of it is begun, but
-    for its first few. Raises RatchetError where the run fails."""
+    """All stages one after the other in one process, as the run has them: each from the model that
+    the one before it left, with the record, an evaluation and a save. limit_s: of a stage's
+    training, after which no step more of it is begun, but for its first few. Raises RatchetError
+    where the run fails."""
     with TemporaryFolder("plan") as place:
         run, said = _train(place, write_text(_shortened(config)), "--try", str(limit_s))
         if not run.summary.exists():
-            raise RatchetError(f"a probe of {config.name} failed. The run said: {said.strip()[-800:]}")
-        rows, record = [row for row in read_jsonl(run.metrics) if "time/step_s" in row], Record(run.steps)
+            raise RatchetError(
+                f"a probe of {config.name} failed. The run said: {said.strip()[-800:]}"
+            )
+        rows, record = (
+            [row for row in read_jsonl(run.metrics) if "time/step_s" in row],
+            Record(run.steps),
+        )
         stages, ends = [], accumulate(stage.steps for stage in config.stages)
         for stage, end in zip(config.stages, ends, strict=True):
             own = [row for row in rows if end - stage.steps < row["step"] <= end]
@@ -69,7 +77,11 @@ def _probed(rows: list[dict[str, Any]], record: Record, stage: str) -> Probed:
     rest = median(step["time/step_s"] for step in steps) - sum(seconds.values())
     processor_s = median(step["time/processor_s"] for step in steps)
     # A file is of one stage: it ends where a stage is saved.
-    files = [[facts.step for facts in file.steps] for file in record.files if file.steps[0].stage == stage]
+    files = [
+        [facts.step for facts in file.steps]
+        for file in record.files
+        if file.steps[0].stage == stage
+    ]
     longest = max(files, key=len, default=[])
     tables = record.table(SCHEMA.names, steps=longest).nbytes / len(longest) if longest else 0.0
     return Probed(len(rows), {**seconds, "rest": max(0.0, rest)}, processor_s, tables, len(longest))
@@ -83,9 +95,17 @@ def _shortened(config: RunConfig) -> dict[str, Any]:
 
 def _short(stage: StageConfig) -> StageConfig:
     """Evaluated and saved at its end alone, on as many tasks as are played at a time."""
-    tasks = min(stage.evaluation.tasks, getattr(stage.generator, "max_running", stage.evaluation.tasks))
-    evaluation = {"tasks": tasks, **_defaults(EvaluationConfig, "every", "patience", "metric", "min_gain")}
-    checkpoint = {"every": 0, **_defaults(CheckpointConfig, "limit_s", "keep_best", "metric", "end_with")}
+    tasks = min(
+        stage.evaluation.tasks, getattr(stage.generator, "max_running", stage.evaluation.tasks)
+    )
+    evaluation = {
+        "tasks": tasks,
+        **_defaults(EvaluationConfig, "every", "patience", "metric", "min_gain"),
+    }
+    checkpoint = {
+        "every": 0,
+        **_defaults(CheckpointConfig, "limit_s", "keep_best", "metric", "end_with"),
+    }
     return stage.model_copy(
         update={
             "evaluation": stage.evaluation.model_copy(update=evaluation),
@@ -102,8 +122,23 @@ def _train(place: Path, recipe: str, *options: str) -> tuple[RunDirectory, str]:
     """(the run, what it said on its way)"""
     path, run = place / "recipe.yaml", RunDirectory(place / "run")
     path.write_text(recipe)
-    command = [sys.executable, "-m", "ratchet", "train", str(path), "--run-dir", str(run.path), *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "ratchet",
+        "train",
+        str(path),
+        "--run-dir",
+        str(run.path),
+        *options,
+    ]
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
     return run, done.stdout.decode(errors="replace")
 
 
@@ -126,7 +161,8 @@ logging: {progress: "off"}
 
 
 def empty_process(config: RunConfig) -> int:
-    """Bytes of a run that has next to nothing to compute: Python, PyTorch, and what they load on the way."""
+    """Bytes of a run that has next to nothing to compute: Python, PyTorch, and what they load on
+    the way."""
     with TemporaryFolder("plan") as place:
         run, said = _train(place, f"{EMPTY}threads: {config.threads}\ndevice: {config.device}\n")
         if not run.summary.exists():

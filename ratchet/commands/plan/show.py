@@ -35,12 +35,20 @@ from ratchet.utils.terminal_text import make_console
 
 
 def show_plan(
-    config: RunConfig, *, cluster: str | None, probe_s: float | None, directory: RunDirectory | None, as_json: bool
+    config: RunConfig,
+    *,
+    cluster: str | None,
+    probe_s: float | None,
+    directory: RunDirectory | None,
+    as_json: bool,
 ) -> None:
-    """directory: of the run, that the plan is kept in too. Raises ConfigError for what can't be planned or doesn't fit,
-    RatchetError where a probe fails."""
+    """directory: of the run, that the plan is kept in too. Raises ConfigError for what can't be
+    planned or doesn't fit, RatchetError where a probe fails."""
     if cluster is not None and (probe_s is not None or directory is not None):
-        raise ConfigError("--probe and --run-dir are about this machine, and --cluster plans for another: remove it, or them")
+        raise ConfigError(
+            "--probe and --run-dir are about this machine, and --cluster plans for another: remove "
+            "it, or them"
+        )
     recipe = plain(config)
     if directory is not None:
         directory.expect(recipe)
@@ -49,10 +57,19 @@ def show_plan(
     device = Device(config.device, empty_process(config) if spec is None else 0)
     plans = [plan_stage(config, index, cost, device) for index in stages]
     probed = None if probe_s is None else probe(config, limit_s=probe_s)
-    clusters = [None if spec is None else on_cluster(config, index, plan, cost, spec) for index, plan in enumerate(plans)]
-    found = list(zip(plans, [None] * len(plans) if probed is None else probed.stages, clusters, strict=True))
+    clusters = [
+        None if spec is None else on_cluster(config, index, plan, cost, spec)
+        for index, plan in enumerate(plans)
+    ]
+    found = list(
+        zip(plans, [None] * len(plans) if probed is None else probed.stages, clusters, strict=True)
+    )
     peak = run_peak(plans, probed) if spec is None else None
-    numbers = {"name": config.name, "peak_bytes": peak, "stages": [_numbers(*each) for each in found]}
+    numbers = {
+        "name": config.name,
+        "peak_bytes": peak,
+        "stages": [_numbers(*each) for each in found],
+    }
     if directory is not None:
         directory.path.mkdir(parents=True, exist_ok=True)
         replace_text(directory.plan, json.dumps({**numbers, "recipe": recipe}, indent=2) + "\n")
@@ -60,35 +77,51 @@ def show_plan(
         Console(soft_wrap=True).print_json(json.dumps(numbers))
         return
     console = make_console()
-    console.print(f"{config.name}: {cost.parameters:,} parameters, {cost.multiplied:,} of them multiplied with each token")
+    console.print(
+        f"{config.name}: {cost.parameters:,} parameters, {cost.multiplied:,} of them multiplied "
+        "with each token"
+    )
     for plan, tried, divided in found:
         _show(console, plan, tried, divided, spec)
     if peak is not None:
         how = (
             "by shapes alone"
             if probed is None
-            else f"of which a run of {sum(s.steps for s in probed.stages)} steps had {_mib(probed.peak)}"
+            else f"of which a run of {sum(s.steps for s in probed.stages)} steps had "
+            f"{_mib(probed.peak)}"
         )
         console.print(f"\nThe run takes {_mib(peak)} of main memory, {how}.")
 
 
-def on_cluster(config: RunConfig, index: int, plan: StagePlan, cost: Cost, spec: ClusterSpec) -> ClusterPlan:
+def on_cluster(
+    config: RunConfig, index: int, plan: StagePlan, cost: Cost, spec: ClusterSpec
+) -> ClusterPlan:
     stage = config.stages[index]
     algorithm = construct(stage.algorithm)
-    trained, frozen = trained_parameters(stage, algorithm, cost), frozen_parameters(stage, algorithm, cost)
+    trained, frozen = (
+        trained_parameters(stage, algorithm, cost),
+        frozen_parameters(stage, algorithm, cost),
+    )
     return plan_cluster(stage, cost, plan.load, trained, frozen, spec)
 
 
 def _show(
-    console: Console, stage: StagePlan, probed: Probed | None, divided: ClusterPlan | None, spec: ClusterSpec | None
+    console: Console,
+    stage: StagePlan,
+    probed: Probed | None,
+    divided: ClusterPlan | None,
+    spec: ClusterSpec | None,
 ) -> None:
     load = stage.load
     console.print(
-        f"\n[bold]{stage.name}[/bold]: {stage.steps:,} steps of {load.rows:,} sequences, at most {load.length:,} tokens each "
+        f"\n[bold]{stage.name}[/bold]: {stage.steps:,} steps of {load.rows:,} sequences, at most "
+        f"{load.length:,} tokens each "
         f"({load.tokens:,} a step); {sum(stage.flop.values()) / 1e12:.3g} TFLOP a step at most"
     )
     if divided is not None and spec is not None:
-        console.print(f"on {spec.count} {spec.kind}, by data sheets and not by measurements, at least:")
+        console.print(
+            f"on {spec.count} {spec.kind}, by data sheets and not by measurements, at least:"
+        )
         console.print(_memory_table(divided.memory, "memory of one accelerator"))
         console.print(_time_table(divided.seconds, stage.steps))
         console.print(f"limited by {divided.bound}. In the recipe:\n")
@@ -101,7 +134,8 @@ def _show(
     console.print(_time_table(probed.seconds, stage.steps))
     longest = max(probed.seconds, key=lambda part: probed.seconds[part])
     console.print(
-        f"the median of the first {probed.steps} steps, with {probed.processor_s:.3g} s of processors; limited by {longest}"
+        f"the median of the first {probed.steps} steps, with {probed.processor_s:.3g} s of "
+        f"processors; limited by {longest}"
     )
 
 
@@ -118,7 +152,9 @@ def _memory_table(memory: Memory, title: str) -> Table:
         for what, size in parts.items():
             table.add_row(when, what, f"{size / 2**20:,.1f}")
     table.add_section()
-    table.add_row("peak", "by turns" if memory.by_turns else "all together", f"{memory.peak / 2**20:,.1f}")
+    table.add_row(
+        "peak", "by turns" if memory.by_turns else "all together", f"{memory.peak / 2**20:,.1f}"
+    )
     return table
 
 
@@ -142,7 +178,9 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _numbers(stage: StagePlan, probed: Probed | None, divided: ClusterPlan | None) -> dict[str, Any]:
+def _numbers(
+    stage: StagePlan, probed: Probed | None, divided: ClusterPlan | None
+) -> dict[str, Any]:
     memory = stage.memory if divided is None else divided.memory
     seconds: Mapping[str, float] | None = None if probed is None else probed.seconds
     found: dict[str, Any] = {
@@ -150,7 +188,10 @@ def _numbers(stage: StagePlan, probed: Probed | None, divided: ClusterPlan | Non
         "steps": stage.steps,
         "tokens": stage.load.tokens,
         "flop": dict(stage.flop),
-        "memory": {"held": dict(memory.held), **{name: dict(parts) for name, parts in memory.phases.items()}},
+        "memory": {
+            "held": dict(memory.held),
+            **{name: dict(parts) for name, parts in memory.phases.items()},
+        },
         "shape_bytes": memory.peak,
     }
     if probed is not None:

@@ -1,4 +1,5 @@
-"""`ratchet replay`: computes a step again, and says where that is not bit for bit what the run did."""
+"""`ratchet replay`: computes a step again, and says where that is not bit for bit what the run
+did."""
 
 from __future__ import annotations
 
@@ -27,20 +28,25 @@ NOT_EQUAL = 1  # the exit status
 
 @dataclass(frozen=True)
 class Difference:
-    """what: a metric, a column with the place in it, the weights of a role. None: it has no such thing."""
+    """what: a metric, a column with the place in it, the weights of a role. None: it has no such
+    thing."""
 
     what: str
     recorded: Any
     replayed: Any
 
     def __str__(self) -> str:
-        return f"{self.what}: recorded {self.recorded!r}, replayed {self.replayed!r}{_distance(self.recorded, self.replayed)}"
+        return (
+            f"{self.what}: recorded {self.recorded!r}, replayed "
+            f"{self.replayed!r}{_distance(self.recorded, self.replayed)}"
+        )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """begun_at: the step of the checkpoint that it was played from; 0: the start of the run. compared: how many metrics.
-    earlier: the first step on the way after which weights were others; None: none. changed: the step by another recipe."""
+    """begun_at: the step of the checkpoint that it was played from; 0: the start of the run.
+    compared: how many metrics. earlier: the first step on the way after which weights were others;
+    None: none. changed: the step by another recipe."""
 
     played: Played
     begun_at: int
@@ -55,8 +61,11 @@ class Verdict:
         return not self.differences
 
 
-def replay_steps(path: Path, steps: Sequence[int], *, changes: Sequence[str] = (), as_json: bool = False) -> int:
-    """Prints what came of each step, in increasing order. Returns the exit status: 0 where all were bit-equal, else 1."""
+def replay_steps(
+    path: Path, steps: Sequence[int], *, changes: Sequence[str] = (), as_json: bool = False
+) -> int:
+    """Prints what came of each step, in increasing order. Returns the exit status: 0 where all were
+    bit-equal, else 1."""
     console = make_console()
     equal = True
 
@@ -73,7 +82,9 @@ def replay_steps(path: Path, steps: Sequence[int], *, changes: Sequence[str] = (
     return 0 if equal else NOT_EQUAL
 
 
-async def verdicts(replay: Replay, steps: Sequence[int], changes: Sequence[str] = ()) -> AsyncIterator[Verdict]:
+async def verdicts(
+    replay: Replay, steps: Sequence[int], changes: Sequence[str] = ()
+) -> AsyncIterator[Verdict]:
     """One for each step, in increasing order. Raises as `Replay` does."""
     rows = {row["step"]: row for row in read_jsonl(replay.directory.metrics)}
     for step in sorted(set(steps)):
@@ -94,8 +105,11 @@ def comparable(played: Played) -> list[str]:
     return [name for name in played.metrics if not name.startswith(OF_THE_MACHINE)]
 
 
-def differences(replay: Replay, played: Played, recorded: Mapping[str, float | None]) -> Iterator[Difference]:
-    """Of metrics, of the batch's columns, and of the weights after the step, as far as the run said which those were."""
+def differences(
+    replay: Replay, played: Played, recorded: Mapping[str, float | None]
+) -> Iterator[Difference]:
+    """Of metrics, of the batch's columns, and of the weights after the step, as far as the run said
+    which those were."""
     for name in comparable(played):
         now = played.metrics[name]
         if name not in recorded or recorded[name] != now:
@@ -104,14 +118,20 @@ def differences(replay: Replay, played: Played, recorded: Mapping[str, float | N
     for name in LEARNED:
         place = _first_unequal(was.column(name), now.column(name))
         if place is not None:
-            yield Difference(f"{name} of {_where(was, place)}", *(_entry(t.column(name), place) for t in (was, now)))
+            yield Difference(
+                f"{name} of {_where(was, place)}",
+                *(_entry(t.column(name), place) for t in (was, now)),
+            )
     for role, print_ in replay.record.steps[played.step].fingerprints.items():
         if played.fingerprints.get(role) != print_:
-            yield Difference(f"weights of {role} after the step", print_, played.fingerprints.get(role))
+            yield Difference(
+                f"weights of {role} after the step", print_, played.fingerprints.get(role)
+            )
 
 
 def _first_unequal(was: pa.ChunkedArray, now: pa.ChunkedArray) -> tuple[int, int] | None:
-    """(row, token) where two columns of lists differ first, NaN being equal to NaN; None where they don't."""
+    """(row, token) where two columns of lists differ first, NaN being equal to NaN; None where they
+    don't."""
     if was.equals(now):
         return None
     for row, (a, b) in enumerate(zip(was, now, strict=True)):
@@ -167,14 +187,22 @@ def as_plain(verdict: Verdict) -> dict[str, Any]:
 
 def show(verdict: Verdict, changes: Sequence[str], console: Console) -> None:
     played = verdict.played
-    origin = f"the checkpoint of step {verdict.begun_at}" if verdict.begun_at else "the start of the run"
+    origin = (
+        f"the checkpoint of step {verdict.begun_at}" if verdict.begun_at else "the start of the run"
+    )
     between = played.step - 1 - verdict.begun_at
     way = f" and {between} recorded step{'s' * (between != 1)}" if between else ""
-    lines = [f"step {played.step} ({played.stage}), from {origin}{way}: {'' if verdict.equal else 'NOT '}bit-equal"]
+    lines = [
+        f"step {played.step} ({played.stage}), from {origin}{way}: "
+        f"{'' if verdict.equal else 'NOT '}bit-equal"
+    ]
     if verdict.equal:
         prints = ", ".join(f"{role} {print_[:12]}" for role, print_ in played.fingerprints.items())
         tokens = f"{played.batch.n_tokens:,} tokens"
-        lines.append(f"  {verdict.compared} metrics, the columns of {tokens}, and the weights after it ({prints})")
+        lines.append(
+            f"  {verdict.compared} metrics, the columns of {tokens}, and the weights after it "
+            f"({prints})"
+        )
     elif verdict.earlier is not None:
         lines.append(f"  the weights are others since step {verdict.earlier}: replay that one")
     lines += [f"  {difference}" for difference in verdict.differences]
@@ -189,11 +217,17 @@ def _side_by_side(verdict: Verdict, changes: Sequence[str]) -> Table:
     assert verdict.changed is not None, "there is something to compare"
     now, other = verdict.played.metrics, verdict.changed.metrics
     table = Table(
-        Column("metric", overflow="fold"), "recorded", "replayed", ", ".join(changes), title=f"step {verdict.played.step}"
+        Column("metric", overflow="fold"),
+        "recorded",
+        "replayed",
+        ", ".join(changes),
+        title=f"step {verdict.played.step}",
     )
     for name in dict.fromkeys([*comparable(verdict.played), *comparable(verdict.changed)]):
         if now.get(name) != other.get(name) or name in ("policy/loss", "policy/grad_norm"):
-            table.add_row(name, *(_number(numbers.get(name)) for numbers in (verdict.recorded, now, other)))
+            table.add_row(
+                name, *(_number(numbers.get(name)) for numbers in (verdict.recorded, now, other))
+            )
     return table
 
 

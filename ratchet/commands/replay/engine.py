@@ -1,5 +1,5 @@
-"""Steps of a run, played again: by the loop of every run, with groups from the record, and weights from the nearest earlier
-checkpoint, or from the recipe where there is none."""
+"""Steps of a run, played again: by the loop of every run, with groups from the record, and weights
+from the nearest earlier checkpoint, or from the recipe where there is none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class Recorded:
     def _whole(self, group: Group) -> Group:
         """With what the model reads of its media."""
         rows = tuple(
-            replace(row, media=tuple(Placed(start, self._read(medium)) for start, medium in row.media))
+            replace(
+                row, media=tuple(Placed(start, self._read(medium)) for start, medium in row.media)
+            )
             for row in group.trajectories
         )
         return replace(group, trajectories=rows)
@@ -57,11 +59,14 @@ class Recorded:
     def _read(self, medium: Medium) -> Medium:
         where = f"the record's {medium.kind} {medium.key}"
         if self.processor is None:
-            raise DataError(f"{where} can't be read: the model of the run has no processor for it any more")
+            raise DataError(
+                f"{where} can't be read: the model of the run has no processor for it any more"
+            )
         found = self.processor.expanded(embedded(medium.kind, medium.source), where=where).medium
         if found.key != medium.key:
             raise DataError(
-                f"{where} is prepared otherwise than it was: the model has another processor, and nothing would be equal"
+                f"{where} is prepared otherwise than it was: the model has another processor, and "
+                "nothing would be equal"
             )
         return found
 
@@ -95,8 +100,8 @@ class NoLink:
 
 @dataclass(frozen=True)
 class Played:
-    """A step as it was played again. `groups` and `batch` are what it learned from, `metrics` what metrics.jsonl would say,
-    `fingerprints` of the weights after it, by role."""
+    """A step as it was played again. `groups` and `batch` are what it learned from, `metrics` what
+    metrics.jsonl would say, `fingerprints` of the weights after it, by role."""
 
     step: int
     stage: str
@@ -113,17 +118,34 @@ class Played:
 
 
 class Witness:
-    """Stands where a run has its recorder, and its sinks, and keeps what it is given of one step."""
+    """Stands where a run has its recorder, and its sinks, and keeps what it is given of one
+    step."""
 
     def __init__(self) -> None:
         self._step: dict[str, Any] = {}
         self._metrics: Mapping[str, float | None] = {}
 
     def add(
-        self, step: int, stage: str, groups: Sequence[Group], batch: Batch, weights: Any, roles: Mapping[str, Learner]
+        self,
+        step: int,
+        stage: str,
+        groups: Sequence[Group],
+        batch: Batch,
+        weights: Any,
+        roles: Mapping[str, Learner],
     ) -> None:
-        prints = {name: role.fingerprint() for name, role in roles.items() if isinstance(role, Fingerprinted)}
-        self._step = {"step": step, "stage": stage, "groups": groups, "batch": batch, "fingerprints": prints}
+        prints = {
+            name: role.fingerprint()
+            for name, role in roles.items()
+            if isinstance(role, Fingerprinted)
+        }
+        self._step = {
+            "step": step,
+            "stage": stage,
+            "groups": groups,
+            "batch": batch,
+            "fingerprints": prints,
+        }
         self._step["weights_T"] = weights(batch)
 
     def flush(self) -> None: ...
@@ -137,21 +159,27 @@ class Witness:
 
 
 class Replay:
-    """A run of the past. `before(step)` brings its weights to where that step begins, and `play` takes it.
+    """A run of the past. `before(step)` brings its weights to where that step begins, and `play`
+    takes it.
 
-    Raises RunDirectoryError for what is no run, DataError for a record that lacks or was changed in a step that is needed,
-    CheckpointError for a damaged checkpoint, ConfigError for a run that one process can't play again.
+    Raises RunDirectoryError for what is no run, DataError for a record that lacks or was changed in
+    a step that is needed, CheckpointError for a damaged checkpoint, ConfigError for a run that one
+    process can't play again.
     """
 
     def __init__(self, path: Path) -> None:
         self.directory = RunDirectory(path)
         if not self.directory.used:
-            raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
+            raise RunDirectoryError(
+                f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
+                "named"
+            )
         self.config = load_config(self.directory.config)
         self.record = Record(self.directory.steps)
         self.store = CheckpointStore(self.directory.checkpoints)
         self.begun_at = 0  # the step of the checkpoint that the state comes from; 0: of none
-        self.diverged: int | None = None  # the first step since then after which the weights are not those of the record
+        # the first step since then after which the weights are not those of the record
+        self.diverged: int | None = None
         self.index = self.done = -1
         self.run: Run | None = None
         self.policy: Policy | None = None
@@ -178,19 +206,27 @@ class Replay:
         self.done += 1
         played = witness.played
         said = self.record.steps[played.step].fingerprints
-        if self.diverged is None and any(played.fingerprints.get(role) != was for role, was in said.items()):
+        if self.diverged is None and any(
+            played.fingerprints.get(role) != was for role, was in said.items()
+        ):
             self.diverged = played.step
         return played
 
     async def play_changed(self, config: RunConfig, states: Path) -> Played:
-        """The next step by another recipe, on learners of its own. states: a directory for what the run's learners are
-        now. Raises ConfigError where the other recipe needs a model that this one has not."""
+        """The next step by another recipe, on learners of its own. states: a directory for what the
+        run's learners are now. Raises ConfigError where the other recipe needs a model that this
+        one has not."""
         run = self._stage_of_next()
-        policy = build_policy(self._without_generator(begins_with(config, self.index, self.directory.path)))
+        policy = build_policy(
+            self._without_generator(begins_with(config, self.index, self.directory.path))
+        )
         other = self._stage_run(config, policy)
         missing = sorted(set(other.roles) - set(run.roles))
         if missing:
-            raise ConfigError(f"the recipe that is to be compared has the role '{missing[0]}', whose weights the run never had")
+            raise ConfigError(
+                f"the recipe that is to be compared has the role '{missing[0]}', whose weights the "
+                "run never had"
+            )
         for name, learner in other.roles.items():
             run.roles[name].save(states / name)
             learner.load(states / name)
@@ -207,7 +243,11 @@ class Replay:
         checkpoint = self.store.load(saved) if saved else None
         self.index = 0 if checkpoint is None else len(checkpoint.meta["summaries"])
         self._refuse_spread(self.index)
-        config = self.config if checkpoint is None else begins_with(self.config, self.index, self.directory.path)
+        config = (
+            self.config
+            if checkpoint is None
+            else begins_with(self.config, self.index, self.directory.path)
+        )
         self.policy = build_policy(self._without_generator(config))
         self.run = self._stage_run(self.config, self.policy)
         self.begun_at = self.done = saved
@@ -221,7 +261,8 @@ class Replay:
         run.state = AlgoState(**checkpoint.meta["state"])
 
     def _stage_of_next(self) -> Run:
-        """Of the stage that the next step belongs to, which goes on with the model that the one before it left."""
+        """Of the stage that the next step belongs to, which goes on with the model that the one
+        before it left."""
         assert self.run is not None, "`before` comes first"
         assert self.policy is not None
         if self.done == self._end(self.index):
@@ -247,10 +288,20 @@ class Replay:
             adapter=adapter_of(config, self.index, self.directory.path),
         )
         batcher = Batcher(
-            Recorded(self.record, policy.renderer.processor), groups_per_step=plan.batch_size, max_failed_share=1.0
+            Recorded(self.record, policy.renderer.processor),
+            groups_per_step=plan.batch_size,
+            max_failed_share=1.0,
         )
         first = plan.first_step or 0
-        return Run(plan.name, algorithm, roles, batcher, NoLink(), first_step=first, last_step=first + plan.steps)
+        return Run(
+            plan.name,
+            algorithm,
+            roles,
+            batcher,
+            NoLink(),
+            first_step=first,
+            last_step=first + plan.steps,
+        )
 
     @staticmethod
     def _without_generator(config: RunConfig) -> RunConfig:
@@ -264,8 +315,10 @@ class Replay:
         if isinstance(stage.learner, SpreadConfig):
             kind = getattr(stage.learner, "kind", "")
             raise ConfigError(
-                f"stage {stage.name} trained with learner.kind={kind}, whose processes each sum a part of a gradient: one "
-                "process sums in another order, so nothing would be bit-equal. The record can be looked at (docs/records.md)"
+                f"stage {stage.name} trained with learner.kind={kind}, whose processes each sum a "
+                "part of a gradient: one "
+                "process sums in another order, so nothing would be bit-equal. The record can be "
+                "looked at (docs/records.md)"
             )
 
     def _require(self, step: int, needed: range) -> None:
@@ -278,28 +331,41 @@ class Replay:
         if step in missing:
             raise DataError(f"step {step} can't be played again: {self._why_missing(step)}")
         if missing:
-            after = f"the checkpoint of step {needed[0] - 1}" if needed[0] > 1 else "the start of the run"
+            after = (
+                f"the checkpoint of step {needed[0] - 1}"
+                if needed[0] > 1
+                else "the start of the run"
+            )
             raise DataError(
-                f"step {step} can't be played again: it needs all steps since {after}, and of step {missing[0]} "
-                f"{self._why_missing(missing[0])}. More checkpoints (checkpoint.every, keep) need fewer steps"
+                f"step {step} can't be played again: it needs all steps since {after}, and of step "
+                f"{missing[0]} "
+                f"{self._why_missing(missing[0])}. More checkpoints (checkpoint.every, keep) need "
+                "fewer steps"
             )
 
     def _why_missing(self, step: int) -> str:
         facts, settings = self.record.steps, self.config.record
         if step in facts:
-            return f"the record has a sample, {facts[step].groups} of {facts[step].drawn} groups (record.groups)"
+            return (
+                f"the record has a sample, {facts[step].groups} of {facts[step].drawn} groups "
+                "(record.groups)"
+            )
         if settings.every == 0:
             return "nothing was recorded (record.every=0)"
         if settings.every > 1 and step % settings.every:
             return f"nothing was recorded (record.every={settings.every})"
         if facts and step < min(facts):
-            return f"the record is gone: it holds {settings.max_gib:g} GiB (record.max_gib), of the newest steps"
+            return (
+                f"the record is gone: it holds {settings.max_gib:g} GiB (record.max_gib), of "
+                "the newest steps"
+            )
         return "there is no record (the run has not come so far, or its record ended: see run.log)"
 
 
 def changed_config(replay: Replay, changes: Sequence[str]) -> RunConfig:
-    """The run's recipe with changes to what is made of recorded groups: "algorithm.loss.clip_high=0.3". Where only one part of
-    the algorithm has the key, its name may be left out. Raises ConfigError for other keys, which would change the groups."""
+    """The run's recipe with changes to what is made of recorded groups:
+    "algorithm.loss.clip_high=0.3". Where only one part of the algorithm has the key, its name may
+    be left out. Raises ConfigError for other keys, which would change the groups."""
     section = replay.config.stages[replay.index]
     return load_config(replay.directory.config, [_placed(text, section) for text in changes])
 
@@ -314,10 +380,21 @@ def _placed(text: str, stage: Any) -> str:
         keys = keys[2:]
     if keys[0] not in CHANGEABLE:
         raise ConfigError(
-            f"--set {text}: the groups are as they were recorded, so only {', '.join(CHANGEABLE)} of its stage can change"
+            f"--set {text}: the groups are as they were recorded, so only {', '.join(CHANGEABLE)} "
+            "of its stage can change"
         )
-    if keys[0] == "algorithm" and len(keys) == 2 and keys[1] not in type(stage.algorithm).model_fields:
-        parts = {name: getattr(stage.algorithm, name) for name in type(stage.algorithm).model_fields}
-        owners = [name for name, part in parts.items() if keys[1] in getattr(type(part), "model_fields", ())]
+    if (
+        keys[0] == "algorithm"
+        and len(keys) == 2
+        and keys[1] not in type(stage.algorithm).model_fields
+    ):
+        parts = {
+            name: getattr(stage.algorithm, name) for name in type(stage.algorithm).model_fields
+        }
+        owners = [
+            name
+            for name, part in parts.items()
+            if keys[1] in getattr(type(part), "model_fields", ())
+        ]
         keys = ["algorithm", *owners, keys[1]] if len(owners) == 1 else keys
     return f"stages.{stage.name}.{'.'.join(keys)}{equals}{value}"

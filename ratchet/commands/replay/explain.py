@@ -14,19 +14,30 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ratchet.commands.replay.engine import Played, Replay
-from ratchet.commands.replay.gradient_attribution import GroupShare, Influence, Influences, TokenPull
+from ratchet.commands.replay.gradient_attribution import (
+    GroupShare,
+    Influence,
+    Influences,
+    TokenPull,
+)
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ConfigError
 from ratchet.learners.local import LocalLearner
 from ratchet.types import Group
 from ratchet.utils.terminal_text import make_console
 
-HINT = "direction: part along the whole gradient, all sum to 1. pull: above 0 makes the token likelier."
+HINT = (
+    "direction: part along the whole gradient, all sum to 1. pull: above 0 makes the token "
+    "likelier."
+)
 CONTEXT = 12  # tokens before one that is shown
 
 
-def explain_step(path: Path, step: int, *, role: str = "policy", top: int = 10, as_json: bool = False) -> None:
-    """Prints what moved a role's weights in a step. Raises as `Replay` does, and ConfigError for a role that did not train."""
+def explain_step(
+    path: Path, step: int, *, role: str = "policy", top: int = 10, as_json: bool = False
+) -> None:
+    """Prints what moved a role's weights in a step. Raises as `Replay` does, and ConfigError for a
+    role that did not train."""
     replay = Replay(path)
     played, influence = asyncio.run(influences(replay, step, role=role, most=top))
     assert replay.policy is not None, "the step was played"
@@ -38,11 +49,16 @@ def explain_step(path: Path, step: int, *, role: str = "policy", top: int = 10, 
         show(found, console, top)
 
 
-async def influences(replay: Replay, step: int, *, role: str = "policy", most: int = 10) -> tuple[Played, Influence]:
+async def influences(
+    replay: Replay, step: int, *, role: str = "policy", most: int = 10
+) -> tuple[Played, Influence]:
     run = await replay.before(step)
     learner = run.roles.get(role)
     if role not in run.algorithm.losses or not isinstance(learner, LocalLearner):
-        raise ConfigError(f"nothing trains {role} in stage {run.name}: give one of {', '.join(run.algorithm.losses)}")
+        raise ConfigError(
+            f"nothing trains {role} in stage {run.name}: give one of "
+            f"{', '.join(run.algorithm.losses)}"
+        )
     noted = Influences(learner, most=most)
     run.roles = {**run.roles, role: noted}
     try:
@@ -52,7 +68,9 @@ async def influences(replay: Replay, step: int, *, role: str = "policy", most: i
     return played, noted.found
 
 
-def explained(played: Played, influence: Influence, tokenizer: Tokenizer, *, role: str, top: int) -> dict[str, Any]:
+def explained(
+    played: Played, influence: Influence, tokenizer: Tokenizer, *, role: str, top: int
+) -> dict[str, Any]:
     """What `--json` writes: all groups and tags, the strongest first, and the `top` tokens."""
     groups = {group.id: group for group in played.groups}
     shares, updates = influence.groups, max(influence.updates, 1)
@@ -67,12 +85,16 @@ def explained(played: Played, influence: Influence, tokenizer: Tokenizer, *, rol
         "gradient_norms": influence.norms,
         "tags": _by_tag(rows),
         "groups": sorted(rows, key=lambda row: -abs(row["direction"])),
-        "tokens": [_token_row(token, groups[token.group], tokenizer, influence) for token in strongest],
+        "tokens": [
+            _token_row(token, groups[token.group], tokenizer, influence) for token in strongest
+        ],
     }
 
 
 def _group_row(group: Group, share: GroupShare, updates: int, losses: float) -> dict[str, Any]:
-    rewards = [row.reward for row in group.trajectories if row.use == "train" and row.reward is not None]
+    rewards = [
+        row.reward for row in group.trajectories if row.use == "train" and row.reward is not None
+    ]
     return {
         "group": group.id,
         "task": group.task.id,
@@ -88,15 +110,22 @@ def _group_row(group: Group, share: GroupShare, updates: int, losses: float) -> 
 def _by_tag(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
-        tag = found.setdefault(row["tag"], {"tag": row["tag"], "groups": 0, "direction": 0.0, "loss": 0.0, "loss_share": 0.0})
+        tag = found.setdefault(
+            row["tag"],
+            {"tag": row["tag"], "groups": 0, "direction": 0.0, "loss": 0.0, "loss_share": 0.0},
+        )
         tag["groups"] += 1
         for name in ("direction", "loss", "loss_share"):
             tag[name] += row[name]
     return sorted(found.values(), key=lambda tag: -abs(tag["direction"]))
 
 
-def _token_row(token: TokenPull, group: Group, tokenizer: Tokenizer, influence: Influence) -> dict[str, Any]:
-    row = [row for row in group.trajectories if row.counts and row.attempt == token.attempt][token.strand]
+def _token_row(
+    token: TokenPull, group: Group, tokenizer: Tokenizer, influence: Influence
+) -> dict[str, Any]:
+    row = [row for row in group.trajectories if row.counts and row.attempt == token.attempt][
+        token.strand
+    ]
     before = row.tokens[max(0, token.position - CONTEXT) : token.position].tolist()
     return {
         "group": token.group,
@@ -118,24 +147,37 @@ def show(found: Mapping[str, Any], console: Console, top: int) -> None:
     said = f"gradient of {norms}" if norms else "nothing had a gradient"
     console.print(head + said, markup=False, highlight=False)
     if len(found["tags"]) > 1:
-        console.print(_table("Tags", found["tags"], ("tag", "groups"), ("direction", "loss", "loss_share")))
+        console.print(
+            _table("Tags", found["tags"], ("tag", "groups"), ("direction", "loss", "loss_share"))
+        )
     numbers = ("reward_mean", "direction", "norm", "loss", "loss_share")
     shown = found["groups"][:top]
-    console.print(_table(f"Groups ({len(shown)} of {len(found['groups'])})", shown, ("group", "tag"), numbers))
+    console.print(
+        _table(f"Groups ({len(shown)} of {len(found['groups'])})", shown, ("group", "tag"), numbers)
+    )
     shares = ("loss_share", "pull", "pull_share")
     if found["tokens"]:
-        console.print(_table("Tokens", found["tokens"], ("group", "row", "position", "before", "text"), shares))
+        console.print(
+            _table(
+                "Tokens", found["tokens"], ("group", "row", "position", "before", "text"), shares
+            )
+        )
     console.print(HINT, highlight=False, soft_wrap=True)
 
 
-def _table(title: str, rows: Iterable[Mapping[str, Any]], words: Sequence[str], numbers: Sequence[str]) -> Table:
+def _table(
+    title: str, rows: Iterable[Mapping[str, Any]], words: Sequence[str], numbers: Sequence[str]
+) -> Table:
     columns = [Column(name, overflow="fold") for name in words]
     table = Table(*columns, *(Column(name, justify="right") for name in numbers), title=title)
     for row in rows:
         said = [_literal(row[name]) for name in words]
-        table.add_row(*said, *("-" if row[name] is None else f"{row[name]:.4g}" for name in numbers))
+        table.add_row(
+            *said, *("-" if row[name] is None else f"{row[name]:.4g}" for name in numbers)
+        )
     return table
 
 
 def _literal(value: Any) -> Any:
-    return Text(repr(value)[1:-1] if isinstance(value, str) else str(value))  # as text, since it may look like markup
+    # as text, since it may look like markup
+    return Text(repr(value)[1:-1] if isinstance(value, str) else str(value))

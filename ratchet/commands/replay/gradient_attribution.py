@@ -1,4 +1,5 @@
-"""What of a mini-batch moved the weights: the parts that its groups and tokens have in the gradient.
+"""What of a mini-batch moved the weights: the parts that its groups and tokens have in the
+gradient.
 
 T = tokens of a mini-batch, S = its sequences, G = its groups.
 """
@@ -21,9 +22,9 @@ from ratchet.protocols import LossTerm, needed
 
 @dataclass
 class GroupShare:
-    """Of one group, over the optimizer steps that it had a part in. direction: of the gradient g of a step, g_i . g / |g|^2 of
-    the group's own part g_i: over all groups they sum to 1, and one below 0 pulled the other way. norm: |g_i| / |g|. loss: its
-    summand."""
+    """Of one group, over the optimizer steps that it had a part in. direction: of the gradient g of
+    a step, g_i . g / |g|^2 of the group's own part g_i: over all groups they sum to 1, and one
+    below 0 pulled the other way. norm: |g_i| / |g|. loss: its summand."""
 
     direction: float = 0.0
     norm: float = 0.0
@@ -32,8 +33,9 @@ class GroupShare:
 
 @dataclass(frozen=True)
 class TokenPull:
-    """position: in its trajectory, which is number `strand` of those of its attempt that count. loss: its summand, of terms
-    that are sums over tokens. pull: -d loss / d logprob: above 0 the step makes the token likelier."""
+    """position: in its trajectory, which is number `strand` of those of its attempt that count.
+    loss: its summand, of terms that are sums over tokens. pull: -d loss / d logprob: above 0 the
+    step makes the token likelier."""
 
     group: str
     attempt: int
@@ -46,8 +48,8 @@ class TokenPull:
 
 @dataclass
 class Influence:
-    """Of a step. updates: optimizer steps with a gradient. norms: of their gradients. tokens: the strongest of each. pull,
-    loss: sums over all tokens, of absolute values."""
+    """Of a step. updates: optimizer steps with a gradient. norms: of their gradients. tokens: the
+    strongest of each. pull, loss: sums over all tokens, of absolute values."""
 
     groups: dict[str, GroupShare] = field(default_factory=dict)
     tokens: list[TokenPull] = field(default_factory=list)
@@ -61,7 +63,8 @@ class Influence:
 
 
 class Influences(Around):
-    """Notes, before each update of a learner, what moves it. most: tokens that are kept of each update."""
+    """Notes, before each update of a learner, what moves it. most: tokens that are kept of each
+    update."""
 
     inner: LocalLearner
 
@@ -87,7 +90,10 @@ class Influences(Around):
                 continue
             own, loss = self.inner.gradient(part, terms)
             share.loss += loss
-            share.direction += sum(float((a.double() * b.double()).sum()) for a, b in zip(own, whole, strict=True)) / squared
+            share.direction += (
+                sum(float((a.double() * b.double()).sum()) for a, b in zip(own, whole, strict=True))
+                / squared
+            )
             share.norm += (sum(float((g.double() ** 2).sum()) for g in own) / squared) ** 0.5
         loss_T, pull_T = (torch.cat(columns) for columns in zip(*pulls, strict=True))
         self.found.pull += float(pull_T.abs().sum())
@@ -95,8 +101,11 @@ class Influences(Around):
         self.found.tokens += strongest(mini, loss_T, pull_T, self.most)
 
 
-def token_pulls(learner: LocalLearner, part: Batch, terms: Sequence[LossTerm]) -> tuple[Tensor, Tensor]:
-    """(loss, pull) of each token of a part of a mini-batch, [T] both; pulls are 0 of terms that don't read logprobs."""
+def token_pulls(
+    learner: LocalLearner, part: Batch, terms: Sequence[LossTerm]
+) -> tuple[Tensor, Tensor]:
+    """(loss, pull) of each token of a part of a mini-batch, [T] both; pulls are 0 of terms that
+    don't read logprobs."""
     hand = learner.hands[0]
     micro, watch = part.to(hand.device, hand.dtype), hand.watch(terms)
     needs = needed(terms)

@@ -1,4 +1,5 @@
-"""The images, audio clips and videos of rollouts, as a page shows them: `data:` URLs, so that no page asks anybody for them."""
+"""The images, audio clips and videos of rollouts, as a page shows them: `data:` URLs, so that no
+page asks anybody for them."""
 
 from __future__ import annotations
 
@@ -16,20 +17,29 @@ from ratchet.types import MediaKind
 AS_IT_IS = 2**16  # bytes; larger images are scaled down
 MOST_SIDE = 640  # pixels of what is scaled
 MOST_BYTES = 2**22  # of a clip or video
-SHOWN = re.compile(r"data:(image/(png|jpeg|gif|webp|bmp)|audio/[\w.+-]+|video/[\w.+-]+);")  # none that holds markup
+# none that holds markup
+SHOWN = re.compile(r"data:(image/(png|jpeg|gif|webp|bmp)|audio/[\w.+-]+|video/[\w.+-]+);")
 
 
-def named_parts(messages: Sequence[Mapping[str, Any]], placed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a record's row, whose parts say which medium of the record they are (`media`), where that is known: it is
-    in the part's value, or they are as many as the model was shown. placed: the row's `media`."""
-    parts = [part for message in messages for part in message["parts"] or () if part["type"] != "text"]
+def named_parts(
+    messages: Sequence[Mapping[str, Any]], placed: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The messages of a record's row, whose parts say which medium of the record they are
+    (`media`), where that is known: it is in the part's value, or they are as many as the model was
+    shown. placed: the row's `media`."""
+    parts = [
+        part for message in messages for part in message["parts"] or () if part["type"] != "text"
+    ]
     shown = [one["name"] for one in placed] if len(placed) == len(parts) else [None] * len(parts)
     names = iter([name_in(part["value"]) or name for part, name in zip(parts, shown, strict=True)])
     return [
         {
             **message,
             "parts": message["parts"]
-            and [part if part["type"] == "text" else {**part, "media": next(names)} for part in message["parts"]],
+            and [
+                part if part["type"] == "text" else {**part, "media": next(names)}
+                for part in message["parts"]
+            ],
         }
         for message in messages
     ]
@@ -37,7 +47,12 @@ def named_parts(messages: Sequence[Mapping[str, Any]], placed: Sequence[Mapping[
 
 def names_of(details: Iterable[Mapping[str, Any]]) -> dict[str, MediaKind]:
     """The kind of each medium that some rollouts show, by name."""
-    parts = (part for detail in details for message in detail["messages"] for part in message["parts"] or ())
+    parts = (
+        part
+        for detail in details
+        for message in detail["messages"]
+        for part in message["parts"] or ()
+    )
     return {part["media"]: part["type"] for part in parts if part.get("media")}
 
 

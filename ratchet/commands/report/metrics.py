@@ -1,7 +1,9 @@
-"""The numbers of a run's `metrics.jsonl`, read on from where a page stopped, a bounded part at a time.
+"""The numbers of a run's `metrics.jsonl`, read on from where a page stopped, a bounded part at a
+time.
 
-A run of a week has some hundred thousand steps, and a page asks for the new ones every few seconds. So no row stays in
-memory: what stays is where in the file some steps end, and a few numbers of each step that a plan is compared with.
+A run of a week has some hundred thousand steps, and a page asks for the new ones every few seconds.
+So no row stays in memory: what stays is where in the file some steps end, and a few numbers of each
+step that a plan is compared with.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ TIMES = ("time/step_s", "time/processor_s")
 
 
 class Part(NamedTuple):
-    """Columns over some steps, "step" among them, NaN where a step has no such number. has_more: further steps are there."""
+    """Columns over some steps, "step" among them, NaN where a step has no such number. has_more:
+    further steps are there."""
 
     columns: dict[str, NDArray[np.float64]]
     has_more: bool
 
 
 class MetricsFile:
-    """Reads one `metrics.jsonl`, which may grow, or be written anew when its run goes on from a checkpoint."""
+    """Reads one `metrics.jsonl`, which may grow, or be written anew when its run goes on from a
+    checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +48,8 @@ class MetricsFile:
         self._times = {name: array("d") for name in ("step", *TIMES)}
 
     def part(self, after: int = -1, *, most_cells: int | None = MOST_CELLS) -> Part:
-        """Return the steps after `after`, as many as `most_cells` allow (None: all), at least one."""
+        """Return the steps after `after`, as many as `most_cells` allow (None: all), at least
+        one."""
         columns = {"step": array("d")}
         last, end, has_more = after, 0, False
         for step, place, row in self._rows(after):
@@ -70,13 +75,16 @@ class MetricsFile:
             steps.append(step)
             for name in TIMES:
                 number = _number(row.get(name))
-                self._times[name].append(math.nan if number is None or math.isinf(number) else number)
+                self._times[name].append(
+                    math.nan if number is None or math.isinf(number) else number
+                )
         if end:
             self._remember(int(steps[-1]), end)
         return _arrays(self._times)
 
     def _rows(self, after: int) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-        """Yield (step, end of its line, row) in increasing order of steps. Damaged lines are left out."""
+        """Yield (step, end of its line, row) in increasing order of steps. Damaged lines are left
+        out."""
         self._forget_if_rewritten()
         start = max((step for step in self._places if step <= after), default=None)
         end = 0 if start is None else self._places[start]
@@ -112,7 +120,8 @@ class MetricsFile:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Return a line's row; None for one that is not yet written to its end, was torn by a crash, or is no step's."""
+    """Return a line's row; None for one that is not yet written to its end, was torn by a crash, or
+    is no step's."""
     if not line.endswith(b"\n"):
         return None
     try:

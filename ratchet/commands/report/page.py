@@ -1,8 +1,10 @@
-"""The page: our styles and scripts and the charting library in one HTML file, with or without runs in it.
+"""The page: our styles and scripts and the charting library in one HTML file, with or without runs
+in it.
 
-Nothing that comes from a run is ever part of the HTML: it is compressed and written in base64, which has no character that
-means anything there, and the scripts put texts in place as texts. The content security policy allows those scripts alone,
-by their hashes, so that markup which got in after all would do nothing.
+Nothing that comes from a run is ever part of the HTML: it is compressed and written in base64,
+which has no character that means anything there, and the scripts put texts in place as texts. The
+content security policy allows those scripts alone, by their hashes, so that markup which got in
+after all would do nothing.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ def live_page() -> str:
 
 
 def report_page(runs: Sequence[RunReader], *, rollouts: int, tokens: int) -> str:
-    """A page that holds its runs: all metrics, the table of all rollouts, and of each run at most so many `rollouts` with their
-    texts and numbers of tokens, of at most so many `tokens` together. Raises DataError, RunDirectoryError."""
+    """A page that holds its runs: all metrics, the table of all rollouts, and of each run at most
+    so many `rollouts` with their texts and numbers of tokens, of at most so many `tokens` together.
+    Raises DataError, RunDirectoryError."""
     blobs: list[tuple[str, bytes]] = []
     for index, run in enumerate(runs):
         rows = sum(facts.rows for facts in run.rollouts.record.steps.values())
@@ -73,7 +76,9 @@ def _media(run: RunReader, sample: Sequence[Mapping[str, Any]]) -> dict[str, str
     """Of the rollouts that have their texts in the file, each once, as long as there is room."""
     found: dict[str, str] = {}
     for detail in sample:
-        new: dict[str, MediaKind] = {name: kind for name, kind in names_of([detail]).items() if name not in found}
+        new: dict[str, MediaKind] = {
+            name: kind for name, kind in names_of([detail]).items() if name not in found
+        }
         found |= run.rollouts.media(detail["facts"]["step"], new) if new else {}
         if sum(map(len, found.values())) > MOST_MEDIA:
             break
@@ -83,7 +88,9 @@ def _media(run: RunReader, sample: Sequence[Mapping[str, Any]]) -> dict[str, str
 def _page(title: str, blobs: Sequence[tuple[str, bytes]], *, connect: str) -> str:
     scripts = [asset(name) for name in SCRIPTS]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src {connect}"
+    policy = (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; connect-src {connect}"
+    )
     policy += "; img-src data:; media-src data:; base-uri 'none'; form-action 'none'"
     values = {
         "policy": policy,
@@ -103,6 +110,7 @@ def _sha256(text: str) -> str:
 
 
 def _blob(name: str, content: bytes) -> str:
-    """An element that no browser runs or shows. mtime: two reports of the same runs are the same file."""
+    """An element that no browser runs or shows. mtime: two reports of the same runs are the same
+    file."""
     packed = base64.b64encode(gzip.compress(content, compresslevel=6, mtime=0)).decode()
     return f'<script type="application/gzip" id="{name}">{packed}</script>'

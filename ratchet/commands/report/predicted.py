@@ -13,13 +13,23 @@ MIB = 2**20
 
 
 def predicted(
-    plan: Mapping[str, Any], times: Mapping[str, NDArray[np.float64]], summary: Mapping[str, Any] | None
+    plan: Mapping[str, Any],
+    times: Mapping[str, NDArray[np.float64]],
+    summary: Mapping[str, Any] | None,
 ) -> list[dict[str, Any]]:
-    """plan: as in plan.json. times: columns of metrics.jsonl, of which `step`, `time/step_s` and `time/processor_s` are read;
-    NaN where a step has none. summary: as in summary.json, None before the run's
-    end. A line each: `what`, its `unit`, `predicted` and `measured`, which is None where it is not known yet. A step is the
-    median of a stage's but the first, which warms up, as in a probe; only a plan with a probe says something of it."""
-    lines = [line("peak memory", "MiB", plan["peak_bytes"] / MIB, None if summary is None else summary.get("peak_mib"))]
+    """plan: as in plan.json. times: columns of metrics.jsonl, of which `step`, `time/step_s` and
+    `time/processor_s` are read; NaN where a step has none. summary: as in summary.json, None before
+    the run's end. A line each: `what`, its `unit`, `predicted` and `measured`, which is None where
+    it is not known yet. A step is the median of a stage's but the first, which warms up, as in a
+    probe; only a plan with a probe says something of it."""
+    lines = [
+        line(
+            "peak memory",
+            "MiB",
+            plan["peak_bytes"] / MIB,
+            None if summary is None else summary.get("peak_mib"),
+        )
+    ]
     stages = plan["stages"]
     for stage, end in zip(stages, accumulate(stage["steps"] for stage in stages), strict=True):
         in_stage = (times["step"] > end - stage["steps"] + 1) & (times["step"] <= end)

@@ -1,4 +1,5 @@
-"""A run's record as the page wants it: a few numbers and words of every rollout, and everything of those that are opened."""
+"""A run's record as the page wants it: a few numbers and words of every rollout, and everything of
+those that are opened."""
 
 from __future__ import annotations
 
@@ -26,10 +27,18 @@ from ratchet.types import MediaKind
 
 pc: Any = pyarrow.compute  # whose functions are made when it is imported: a type checker sees none
 
-# Of every rollout. Words become codes into a list of those that there are, "" for none; whole numbers take as few bytes as they
-# need: a long run has a million rows.
+# Of every rollout. Words become codes into a list of those that there are, "" for none; whole
+# numbers take as few bytes as they need: a long run has a million rows.
 WORDS = ("stage", "task", "environment", "tag", "use", "outcome", "failure")
-WHOLE = ("step", "group_index", "attempt", "length", "generated_tokens", "trained_tokens", "truncated")
+WHOLE = (
+    "step",
+    "group_index",
+    "attempt",
+    "length",
+    "generated_tokens",
+    "trained_tokens",
+    "truncated",
+)
 FLOATS = ("reward", "advantage")  # NaN for none
 NUMBERS = (*WHOLE, *FLOATS)
 TOKEN_NUMBERS = {  # of a token, as the page names them, and the column that they come from
@@ -41,7 +50,17 @@ TOKEN_NUMBERS = {  # of a token, as the page names them, and the column that the
     "value": "values",
     "return": "returns",
 }
-NOT_SHOWN = ("routes", "routes_shape", "log_kept_mass", "extras", "trainable", "task_seed", "uses", "weight", "rollout_logprob")
+NOT_SHOWN = (
+    "routes",
+    "routes_shape",
+    "log_kept_mass",
+    "extras",
+    "trainable",
+    "task_seed",
+    "uses",
+    "weight",
+    "rollout_logprob",
+)
 DETAILS = [name for name in SCHEMA.names if name not in NOT_SHOWN]
 ONE = pa.scalar(1, pa.int32())
 HELD = 4  # steps whose tables stay in memory for who walks through their rollouts
@@ -75,20 +94,32 @@ class Rollouts:
         return self._record
 
     def columns(self, known: Sequence[str] = (), *, every: int = 1) -> bytes:
-        """The columns of all rows, packed; of the files after those that are `known`, if the record still begins with them
-        ("after" in the header says how many were left out). every: one step in so many."""
+        """The columns of all rows, packed; of the files after those that are `known`, if the record
+        still begins with them ("after" in the header says how many were left out). every: one step
+        in so many."""
         record = self.record
         names = [file.name for file in record.files]
         after = len(known) if names[: len(known)] == list(known) else 0
         table = _scalars(record.directory, record.files[after:])
         if every > 1:
-            table = table.filter(pc.is_in(table["step"], value_set=pa.array(sorted(record.steps)[::every], pa.int32())))
-        steps = {str(step): [facts.rows, facts.groups, facts.drawn, facts.fingerprints] for step, facts in record.steps.items()}
+            table = table.filter(
+                pc.is_in(
+                    table["step"], value_set=pa.array(sorted(record.steps)[::every], pa.int32())
+                )
+            )
+        steps = {
+            str(step): [facts.rows, facts.groups, facts.drawn, facts.fingerprints]
+            for step, facts in record.steps.items()
+        }
         words, codes = _coded(table)
-        return pack({"files": names, "after": after, "words": words, "steps": steps}, codes | _numbers(table))
+        return pack(
+            {"files": names, "after": after, "words": words, "steps": steps},
+            codes | _numbers(table),
+        )
 
     def details(self, step: int, places: Sequence[int]) -> list[dict[str, Any]]:
-        """All of some rollouts of a step, by their place in it. Raises DataError for what is not in the record."""
+        """All of some rollouts of a step, by their place in it. Raises DataError for what is not in
+        the record."""
         record = self.record
         if step not in record.steps:
             raise DataError(f"step {step} is not in the record (any more)")
@@ -104,9 +135,12 @@ class Rollouts:
         return [self._detail(place, row, total) for place, row in zip(places, rows, strict=True)]
 
     def media(self, step: int, kinds: Mapping[str, MediaKind]) -> dict[str, str]:
-        """`data:` URLs of some media of a step, by name; without those that are gone, or that no browser shows."""
+        """`data:` URLs of some media of a step, by name; without those that are gone, or that no
+        browser shows."""
         record = self.record
-        file = next((file for file in record.files if any(facts.step == step for facts in file.steps)), None)
+        file = next(
+            (file for file in record.files if any(facts.step == step for facts in file.steps)), None
+        )
         if file is None:
             return {}
         if self._media[0] != file.name:
@@ -115,12 +149,15 @@ class Rollouts:
             except DataError:  # the steps were copied without them
                 self._media = (file.name, {})
         sources = self._media[1]
-        found = {name: url_of(kind, sources[name]) for name, kind in kinds.items() if name in sources}
+        found = {
+            name: url_of(kind, sources[name]) for name, kind in kinds.items() if name in sources
+        }
         return {name: url for name, url in found.items() if url is not None}
 
     def search(self, text: str, *, most: int) -> tuple[list[tuple[int, int]], int | None]:
-        """(step, place in the step) of rollouts in whose messages the text occurs, the newest files first; and the first
-        step that was looked at, None for all: after `most` are found it ends."""
+        """(step, place in the step) of rollouts in whose messages the text occurs, the newest files
+        first; and the first step that was looked at, None for all: after `most` are found it
+        ends."""
         found: list[tuple[int, int]] = []
         record = self.record
         for file in reversed(record.files):
@@ -130,15 +167,19 @@ class Rollouts:
         return found, None
 
     def sample(self, rollouts: int, tokens: int) -> list[dict[str, Any]]:
-        """Details of at most so many rollouts with at most so many tokens: whole groups at steps spread evenly over the run. At
-        each step those tasks whose names hash lowest, so that one that comes again is chosen again, in other runs too."""
-        table = _scalars(self.record.directory, self.record.files).select(["step", "task", "group_index", "length"])
+        """Details of at most so many rollouts with at most so many tokens: whole groups at steps
+        spread evenly over the run. At each step those tasks whose names hash lowest, so that one
+        that comes again is chosen again, in other runs too."""
+        table = _scalars(self.record.directory, self.record.files).select(
+            ["step", "task", "group_index", "length"]
+        )
         ranked = _ranked(table.to_pydict())
         sizes = sorted(len(places) for groups in ranked.values() for places, _ in groups)
         wanted = rollouts // sizes[len(sizes) // 2] if sizes else 0
         steps = _spread(list(ranked), wanted)
         chosen: list[dict[str, Any]] = []
-        for turn in range(-(-wanted // max(1, len(steps)))):  # a group of each step, then another of each
+        # a group of each step, then another of each
+        for turn in range(-(-wanted // max(1, len(steps)))):
             for step in steps:
                 places, length = ranked[step][turn] if turn < len(ranked[step]) else ([], 0)
                 if len(chosen) + len(places) <= rollouts and length <= tokens:
@@ -154,13 +195,19 @@ class Rollouts:
 
     def _detail(self, place: int, row: Mapping[str, Any], total: float) -> dict[str, Any]:
         facts = {name: _finite(row[name]) for name in SCALARS if name in row}
-        numbers = {name: _rounded(row[column]) for name, column in TOKEN_NUMBERS.items() if row[column] is not None}
+        numbers = {
+            name: _rounded(row[column])
+            for name, column in TOKEN_NUMBERS.items()
+            if row[column] is not None
+        }
         share = _share(row, total)
         if share is not None:
             numbers["share"] = share
         sampled, learned = row["rollout_logprobs"], row["old_logprobs"]
         if learned is not None and max(row["versions"], default=-1) >= 0:  # somebody sampled it
-            numbers["ratio"] = _rounded([math.exp(min(a - b, 80.0)) for a, b in zip(learned, sampled, strict=True)])
+            numbers["ratio"] = _rounded(
+                [math.exp(min(a - b, 80.0)) for a, b in zip(learned, sampled, strict=True)]
+            )
         return {
             "place": place,
             "facts": facts,
@@ -188,7 +235,9 @@ class Rollouts:
 def _scalars(directory: Path, files: Sequence[RecordFile]) -> pa.Table:
     """Raises DataError for a file that can't be read."""
     names = [*WORDS, *NUMBERS]
-    kinds = {name: pa.dictionary(pa.int32(), pa.string()) for name in WORDS} | {name: SCALARS[name] for name in NUMBERS}
+    kinds = {name: pa.dictionary(pa.int32(), pa.string()) for name in WORDS} | {
+        name: SCALARS[name] for name in NUMBERS
+    }
     parts = [pa.schema(kinds.items()).empty_table()]
     for file in files:
         path = directory / file.name
@@ -208,12 +257,16 @@ def _coded(table: pa.Table) -> tuple[dict[str, list[str]], dict[str, NDArray[Any
         column = table[name].unify_dictionaries()
         chunk = column.chunk(0) if column.num_chunks else None
         words[name] = ["", *(chunk.dictionary.to_pylist() if chunk is not None else [])]
-        codes[name] = _whole(pa.chunked_array([pc.add(part.indices, ONE) for part in column.chunks], pa.int32()))
+        codes[name] = _whole(
+            pa.chunked_array([pc.add(part.indices, ONE) for part in column.chunks], pa.int32())
+        )
     return words, codes
 
 
 def _numbers(table: pa.Table) -> dict[str, NDArray[Any]]:
-    floats = {name: pc.fill_null(table[name].cast(pa.float32()), math.nan).to_numpy() for name in FLOATS}
+    floats = {
+        name: pc.fill_null(table[name].cast(pa.float32()), math.nan).to_numpy() for name in FLOATS
+    }
     return {name: _whole(table[name].cast(pa.int32())) for name in WHOLE} | floats
 
 
@@ -243,16 +296,24 @@ def _matches(directory: Path, file: RecordFile, text: str) -> Iterator[tuple[int
 
 
 def _ranked(columns: Mapping[str, list[Any]]) -> dict[int, list[tuple[list[int], int]]]:
-    """step -> for each of its groups the places of its rows in the step, and its tokens, in the order of the tasks' hashes."""
+    """step -> for each of its groups the places of its rows in the step, and its tokens, in the
+    order of the tasks' hashes."""
     groups: dict[int, dict[int, tuple[str, list[int], int]]] = {}
     place, before = 0, None
-    for step, task, index, length in zip(*(columns[name] for name in ("step", "task", "group_index", "length")), strict=True):
+    for step, task, index, length in zip(
+        *(columns[name] for name in ("step", "task", "group_index", "length")), strict=True
+    ):
         place = place + 1 if step == before else 0
         before = step
         task, places, total = groups.setdefault(step, {}).get(index, (task, [], 0))
         groups[step][index] = (task, [*places, place], total + length)
     return {
-        step: [(places, length) for _, places, length in sorted(found.values(), key=lambda group: (_rank(group[0]), group[1]))]
+        step: [
+            (places, length)
+            for _, places, length in sorted(
+                found.values(), key=lambda group: (_rank(group[0]), group[1])
+            )
+        ]
         for step, found in groups.items()
     }
 
@@ -272,9 +333,16 @@ def _rank(task: str) -> str:
 
 
 def _loss_shares(table: pa.Table) -> NDArray[np.float64]:
-    """What each token of the rows has of the loss's gradient at the first update, not yet divided by the sum."""
-    weights = pc.list_flatten(table["weights"].combine_chunks()).to_numpy(zero_copy_only=False).astype(np.float64)
-    advantages = pc.list_flatten(table["advantages"].combine_chunks()).to_numpy(zero_copy_only=False)
+    """What each token of the rows has of the loss's gradient at the first update, not yet divided
+    by the sum."""
+    weights = (
+        pc.list_flatten(table["weights"].combine_chunks())
+        .to_numpy(zero_copy_only=False)
+        .astype(np.float64)
+    )
+    advantages = pc.list_flatten(table["advantages"].combine_chunks()).to_numpy(
+        zero_copy_only=False
+    )
     return np.abs(weights * advantages) if len(advantages) == len(weights) else np.abs(weights)
 
 

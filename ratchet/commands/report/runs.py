@@ -1,4 +1,5 @@
-"""A run as its directory tells it, while it goes on or afterwards: state, recipe, code, data, and the metrics of each step."""
+"""A run as its directory tells it, while it goes on or afterwards: state, recipe, code, data, and
+the metrics of each step."""
 
 from __future__ import annotations
 
@@ -30,9 +31,13 @@ class RunReader:
         self.directory = RunDirectory(path)
         self.name = name or path.resolve().name
         if not self.directory.used:
-            raise RunDirectoryError(f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named")
+            raise RunDirectoryError(
+                f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
+                "named"
+            )
         self.rollouts, self.metrics = Rollouts(self.directory), MetricsFile(self.directory.metrics)
-        self._counted, self._prompts = 0, Counter[str]()  # bytes of the ledger, and its lines by event
+        # bytes of the ledger, and its lines by event
+        self._counted, self._prompts = 0, Counter[str]()
 
     def facts(self) -> dict[str, Any]:
         """What the page shows of the run beside its curves."""
@@ -49,7 +54,9 @@ class RunReader:
             "alarms": self.alarms(),
         }
 
-    def _predicted(self, plan: Mapping[str, Any], summary: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    def _predicted(
+        self, plan: Mapping[str, Any], summary: Mapping[str, Any] | None
+    ) -> list[dict[str, Any]]:
         times = self.metrics.times()
         try:
             return predicted(plan, times, summary)
@@ -57,8 +64,9 @@ class RunReader:
             return []
 
     def state(self) -> str:
-        """`finished`, `running` or `stopped`. A run of another machine that names itself as under way is believed. No lock is
-        tried (`RunDirectory.held`): who looks every few seconds would one day refuse a run that begins."""
+        """`finished`, `running` or `stopped`. A run of another machine that names itself as under
+        way is believed. No lock is tried (`RunDirectory.held`): who looks every few seconds would
+        one day refuse a run that begins."""
         if self.directory.summary.exists():
             return "finished"
         where = _object(self.directory.status)
@@ -67,8 +75,8 @@ class RunReader:
         return "running" if where.get("host") != socket.gethostname() or _lives(pid) else "stopped"
 
     def prompts(self) -> dict[str, int]:
-        """What became of prompts: how many were issued, trained, filtered, given back. A long run has a million lines, of which
-        those that were counted before are not read again."""
+        """What became of prompts: how many were issued, trained, filtered, given back. A long run
+        has a million lines, of which those that were counted before are not read again."""
         size, _ = _stamp(self.directory.ledger)
         if size < self._counted:  # it went on from a checkpoint
             self._counted, self._prompts = 0, Counter()
@@ -77,8 +85,14 @@ class RunReader:
                 file.seek(self._counted)
                 while lines := b"".join(file.readlines(BLOCK)):
                     lines = lines[: lines.rfind(b"\n") + 1]
-                    # A quote inside of an id is written with a backslash, so this is only where a line begins.
-                    self._prompts.update({event: lines.count(b'{"event": "%s"' % event.encode()) for event in get_args(Event)})
+                    # A quote inside of an id is written with a backslash, so this is only where a
+                    # line begins.
+                    self._prompts.update(
+                        {
+                            event: lines.count(b'{"event": "%s"' % event.encode())
+                            for event in get_args(Event)
+                        }
+                    )
                     self._counted += len(lines)
         return {event: count for event, count in self._prompts.items() if count}
 
@@ -86,35 +100,58 @@ class RunReader:
         """What sentinels said, the latest first."""
         paths = sorted(self.directory.sentinels.glob("step-*.json"), reverse=True)[:MOST_ALARMS]
         alarms = [evidence for path in paths if (evidence := _object(path)) is not None]
-        return [{name: evidence.get(name) for name in ("step", "sentinel", "message")} for evidence in alarms]
+        return [
+            {name: evidence.get(name) for name in ("step", "sentinel", "message")}
+            for evidence in alarms
+        ]
 
     def version(self) -> dict[str, Any]:
         """Changes whenever there is more to see; cheap."""
         size, changed = _stamp(self.directory.metrics)
-        return {"state": self.state(), "metrics": size, "changed": changed, "record": self.rollouts.stamp()}
+        return {
+            "state": self.state(),
+            "metrics": size,
+            "changed": changed,
+            "record": self.rollouts.stamp(),
+        }
 
 
 def flat(values: Any, where: str = "") -> dict[str, Any]:
-    """The leaves of a nested configuration, by path: `stages.0.optimizer.lr`. A stage goes by its name."""
+    """The leaves of a nested configuration, by path: `stages.0.optimizer.lr`. A stage goes by its
+    name."""
     if isinstance(values, Mapping) and values:
         pairs = [(str(key), value) for key, value in values.items()]
-    elif isinstance(values, list) and values and all(isinstance(value, Mapping) for value in values):
+    elif (
+        isinstance(values, list) and values and all(isinstance(value, Mapping) for value in values)
+    ):
         pairs = [(str(value.get("name", index)), value) for index, value in enumerate(values)]
     else:
         return {where: values}
-    return {path: leaf for key, value in pairs for path, leaf in flat(value, f"{where}.{key}" if where else key).items()}
+    return {
+        path: leaf
+        for key, value in pairs
+        for path, leaf in flat(value, f"{where}.{key}" if where else key).items()
+    }
 
 
 def find_runs(root: Path) -> list[RunReader]:
-    """The runs in a directory, or the one that it is, by name. Raises RunDirectoryError where the directory does not exist."""
+    """The runs in a directory, or the one that it is, by name. Raises RunDirectoryError where the
+    directory does not exist."""
     if not root.is_dir():
-        raise RunDirectoryError(f"there is no directory {root}: give a run, or the directory that runs are in (runs/)")
+        raise RunDirectoryError(
+            f"there is no directory {root}: give a run, or the directory that runs are in (runs/)"
+        )
     if RunDirectory(root).used:
         return [RunReader(root)]
     paths = [root]
     found: list[Path] = []
     for _ in range(DEPTH):
-        below = [child for path in paths for child in sorted(path.iterdir()) if child.is_dir() and child.name[0] != "."]
+        below = [
+            child
+            for path in paths
+            for child in sorted(path.iterdir())
+            if child.is_dir() and child.name[0] != "."
+        ]
         found += [path for path in below if RunDirectory(path).used]
         paths = [path for path in below if path not in found]
     return [RunReader(path, path.relative_to(root).as_posix()) for path in found]
@@ -123,7 +160,9 @@ def find_runs(root: Path) -> list[RunReader]:
 def named(paths: Sequence[Path]) -> list[RunReader]:
     """One reader each; of runs whose directories have the same name, by their paths."""
     count = Counter(path.resolve().name for path in paths)
-    return [RunReader(path, None if count[path.resolve().name] == 1 else str(path)) for path in paths]
+    return [
+        RunReader(path, None if count[path.resolve().name] == 1 else str(path)) for path in paths
+    ]
 
 
 def _json(path: Path, default: Any) -> Any:
@@ -140,7 +179,8 @@ def _object(path: Path) -> dict[str, Any] | None:
 
 
 def _stamp(path: Path) -> tuple[int, float]:
-    """Return the size of a file, and when it was last written: zeros where there is no plain file."""
+    """Return the size of a file, and when it was last written: zeros where there is no plain
+    file."""
     try:
         status = path.stat()
     except OSError:

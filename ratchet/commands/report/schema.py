@@ -1,4 +1,5 @@
-"""How numbers reach the page: JSON for what is small, arrays as they lie in memory for what is not. assets/wire.js reads it."""
+"""How numbers reach the page: JSON for what is small, arrays as they lie in memory for what is not.
+assets/wire.js reads it."""
 
 from __future__ import annotations
 
@@ -11,12 +12,20 @@ from numpy.typing import NDArray
 
 Arrays = Mapping[str, NDArray[Any]]
 ALIGNED = 8  # a typed array of the page begins at a multiple of its item's size
-KINDS = {"uint8": "u1", "uint16": "u2", "int32": "i4", "uint32": "u4", "float32": "f4", "float64": "f8"}
+KINDS = {
+    "uint8": "u1",
+    "uint16": "u2",
+    "int32": "i4",
+    "uint32": "u4",
+    "float32": "f4",
+    "float64": "f8",
+}
 
 
 def pack(facts: Mapping[str, Any], arrays: Arrays) -> bytes:
-    """The header's length (4 bytes, little-endian), the header as JSON, then every array. The header is `facts` and, under
-    "arrays", of each array its kind, the offset after the header, and how many items it has."""
+    """The header's length (4 bytes, little-endian), the header as JSON, then every array. The
+    header is `facts` and, under "arrays", of each array its kind, the offset after the header, and
+    how many items it has."""
     places: dict[str, tuple[str, int, int]] = {}
     parts: list[bytes | memoryview] = []
     offset = 0

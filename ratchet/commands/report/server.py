@@ -1,4 +1,5 @@
-"""`ratchet ui DIR`: the page of the runs in a directory, which follows those that are under way. For this machine alone."""
+"""`ratchet ui DIR`: the page of the runs in a directory, which follows those that are under way.
+For this machine alone."""
 
 from __future__ import annotations
 
@@ -60,13 +61,16 @@ class Runs:
         return JSON, _json({name: run.version() for name, run in self.refresh().items()})
 
     def run(self, query: Query) -> tuple[str, bytes]:
-        """Answer with the steps after `after`, of which there may be more than one answer holds: `has_more`."""
+        """Answer with the steps after `after`, of which there may be more than one answer holds:
+        `has_more`."""
         run = self[query["run"]]
         columns, has_more = run.metrics.part(int(query.get("after", -1)))
         return BINARY, pack({**run.facts(), "has_more": has_more}, columns)
 
     def rollouts(self, query: Query) -> tuple[str, bytes]:
-        return BINARY, self[query["run"]].rollouts.columns(query["known"].split(",") if query.get("known") else ())
+        return BINARY, self[query["run"]].rollouts.columns(
+            query["known"].split(",") if query.get("known") else ()
+        )
 
     def details(self, query: Query) -> tuple[str, bytes]:
         places = [int(place) for place in query["places"].split(",")][:MOST_OPENED]
@@ -74,7 +78,11 @@ class Runs:
 
     def media(self, query: Query) -> tuple[str, bytes]:
         rollouts, step = self[query["run"]].rollouts, int(query["step"])
-        kinds = names_of(rollouts.details(step, [int(place) for place in query["places"].split(",")][:MOST_OPENED]))
+        kinds = names_of(
+            rollouts.details(
+                step, [int(place) for place in query["places"].split(",")][:MOST_OPENED]
+            )
+        )
         return JSON, _json(rollouts.media(step, kinds))
 
     def search(self, query: Query) -> tuple[str, bytes]:
@@ -87,7 +95,8 @@ def _json(value: Any) -> bytes:
 
 
 class Pages:
-    """The ASGI application: answers of `runs`, made one after another in a thread, as readers share what they hold."""
+    """The ASGI application: answers of `runs`, made one after another in a thread, as readers share
+    what they hold."""
 
     def __init__(self, runs: Runs) -> None:
         self._answers: dict[str, Callable[[Query], tuple[str, bytes]]] = {
@@ -105,11 +114,22 @@ class Pages:
         if scope["method"] not in ("GET", "HEAD"):
             status, kind, body = 405, TEXT, b"this server only shows: use GET"
         else:
-            query = {name: values[0] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
-            request = asyncio.get_running_loop().run_in_executor(self._thread, self._answer, scope["path"], query)
+            query = {
+                name: values[0]
+                for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()
+            }
+            request = asyncio.get_running_loop().run_in_executor(
+                self._thread, self._answer, scope["path"], query
+            )
             status, kind, body = await request
-        headers = {b"content-type": kind.encode(), b"content-length": str(len(body)).encode(), **HEADERS}
-        await send({"type": "http.response.start", "status": status, "headers": list(headers.items())})
+        headers = {
+            b"content-type": kind.encode(),
+            b"content-length": str(len(body)).encode(),
+            **HEADERS,
+        }
+        await send(
+            {"type": "http.response.start", "status": status, "headers": list(headers.items())}
+        )
         await send({"type": "http.response.body", "body": body})
 
     def _answer(self, path: str, query: Query) -> tuple[int, str, bytes]:
@@ -133,7 +153,10 @@ def bind(port: int) -> socket.socket:
     try:
         return socket.create_server((HOST, port))
     except OSError as error:
-        raise PortBusy(f"port {port} of {HOST} can't be had: {error.strerror}; choose another --port, or 0 for any") from error
+        raise PortBusy(
+            f"port {port} of {HOST} can't be had: {error.strerror}; choose another --port, or 0 "
+            "for any"
+        ) from error
 
 
 def serve_forever(root: Path, port: int, *, say: Callable[[str], object]) -> None:

@@ -17,7 +17,8 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenTexts:
-    """Texts of tokens one by one, such that joined they are the text. Without a tokenizer they are ids in brackets."""
+    """Texts of tokens one by one, such that joined they are the text. Without a tokenizer they are
+    ids in brackets."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -29,7 +30,8 @@ class TokenTexts:
         while len(texts) < len(ids):
             start = len(texts)
             text, used = self._of((ids[start],)), 1
-            while BROKEN in text and used < LONGEST and start + used < len(ids):  # a part of a character
+            # a part of a character
+            while BROKEN in text and used < LONGEST and start + used < len(ids):
                 used += 1
                 text = self._of(tuple(ids[start : start + used]))
             if BROKEN in text:
@@ -60,15 +62,17 @@ def _something(tokenizer: Tokenizer) -> list[int]:
 
 
 def tokenizer_of(directory: RunDirectory) -> Tokenizer | None:
-    """The trained model's, else the recipe's, of a built-in kind and on this machine's disk: who looks at a run neither
-    downloads anything nor runs code that the run names."""
+    """The trained model's, else the recipe's, of a built-in kind and on this machine's disk: who
+    looks at a run neither downloads anything nor runs code that the run names."""
     try:
         if (directory.path / "model" / "tokenizer.json").is_file():
             return load_tokenizer(directory.path / "model")
         config = directory.read_config()
         section = {"kind": "auto", **config.get("tokenizer", {})}
         model = config.get("model", {}).get("path")
-        if section["kind"] not in KINDS["tokenizer"] or (section["kind"] == "auto" and not _is_local(section, model)):
+        if section["kind"] not in KINDS["tokenizer"] or (
+            section["kind"] == "auto" and not _is_local(section, model)
+        ):
             return None
         return construct(resolve("tokenizer", section), model)
     except RatchetError:

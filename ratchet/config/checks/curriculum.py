@@ -15,7 +15,8 @@ def _curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         return
     if stage.examples is None:
         yield clash(
-            "curriculum chooses among tasks that are known, and examples=null is a stream without end: set examples, to the "
+            "curriculum chooses among tasks that are known, and examples=null is a stream without "
+            "end: set examples, to the "
             "number of rows where that is all",
             "curriculum",
             "examples",
@@ -23,13 +24,15 @@ def _curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if curriculum.prefer != "even" and stage.source not in ("rollouts", None):
         yield clash(
             f"curriculum.prefer={curriculum.prefer} reads how attempts went, and algorithm "
-            f"{getattr(stage.algorithm, 'kind', '')} draws none: set it to even, with curriculum.difficulty",
+            f"{getattr(stage.algorithm, 'kind', '')} draws none: set it to even, with "
+            "curriculum.difficulty",
             "curriculum.prefer",
             "algorithm.kind",
         )
     if curriculum.difficulty is not None and curriculum.opens_by > stage.steps:
         yield clash(
-            f"curriculum.opens_by={curriculum.opens_by} is more than the stage's steps={stage.steps}, so the hardest tasks "
+            f"curriculum.opens_by={curriculum.opens_by} is more than the stage's "
+            f"steps={stage.steps}, so the hardest tasks "
             "would never be drawn: lower it",
             "curriculum.opens_by",
             "steps",
@@ -43,21 +46,26 @@ def _replay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     kind = getattr(stage.algorithm, "kind", "")
     if getattr(getattr(stage.algorithm, "correction", None), "weight", "none") == "none":
         yield clash(
-            f"rollouts.replay trains on what older weights drew, and algorithm {kind} does not weigh it by how likely it is "
+            f"rollouts.replay trains on what older weights drew, and algorithm {kind} does not "
+            "weigh it by how likely it is "
             "now: set algorithm.correction: {weight: token}, where it has one",
             "rollouts.replay",
             "algorithm.correction",
         )
     if replay.max_age <= staleness:
         yield clash(
-            f"rollouts.replay.max_age={replay.max_age} is over when a group is first trained on, which may be "
+            f"rollouts.replay.max_age={replay.max_age} is over when a group is first trained on, "
+            "which may be "
             f"{staleness} versions late by rollouts.max_staleness: raise it",
             "rollouts.replay.max_age",
             "rollouts.max_staleness",
         )
-    if replay.priority == "spread" and (stage.attempts < 2 or not getattr(stage.algorithm, "reads_reward", True)):
+    if replay.priority == "spread" and (
+        stage.attempts < 2 or not getattr(stage.algorithm, "reads_reward", True)
+    ):
         yield clash(
-            f"rollouts.replay.priority=spread compares the rewards of a group, and algorithm {kind} has none to compare: set "
+            "rollouts.replay.priority=spread compares the rewards of a group, and algorithm "
+            f"{kind} has none to compare: set "
             "it to uniform",
             "rollouts.replay.priority",
             "algorithm.group_size",

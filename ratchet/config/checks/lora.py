@@ -12,7 +12,8 @@ from ratchet.errors import ConfigError, ModelError
 
 
 def _maps(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Of our own decoder; those of another model are known when it is loaded, before anything trains."""
+    """Of our own decoder; those of another model are known when it is loaded, before anything
+    trains."""
     if stage.lora is None or (config.model.preset is None and config.model.backend != "ratchet"):
         return
     # By name: models lie above configuration, and these modules are free of torch.
@@ -30,7 +31,8 @@ def _maps(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 def _towers(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.lora is not None and config.model.towers != "frozen":
         yield clash(
-            f"model.towers={config.model.towers} and lora: an adapter is of the language model, and all else rests: remove one",
+            f"model.towers={config.model.towers} and lora: an adapter is of the language model, "
+            "and all else rests: remove one",
             "model.towers",
             "lora",
         )
@@ -38,18 +40,22 @@ def _towers(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner: Any = stage.learner
-    if stage.lora is None or not hasattr(learner, "adapts_pipelines"):  # one in this process trains any
+    # one in this process trains any
+    if stage.lora is None or not hasattr(learner, "adapts_pipelines"):
         return
     if learner.pipeline_parallel > 1 and not learner.adapts_pipelines:
         yield clash(
-            f"learner.pipeline_parallel={learner.pipeline_parallel} runs stages that have no adapters: set it to 1, and "
-            "learner.dp_shard or tensor_parallel to the number of ranks; or set learner.kind=megatron, or remove lora",
+            f"learner.pipeline_parallel={learner.pipeline_parallel} runs stages that have no "
+            "adapters: set it to 1, and "
+            "learner.dp_shard or tensor_parallel to the number of ranks; or set "
+            "learner.kind=megatron, or remove lora",
             "learner.pipeline_parallel",
             "lora",
         )
     if config.model.backend == "transformers":
         yield clash(
-            f"lora with learner.kind={learner.kind} is of Ratchet's own decoder, and model.backend=transformers runs another: "
+            f"lora with learner.kind={learner.kind} is of Ratchet's own decoder, and "
+            "model.backend=transformers runs another: "
             "set model.backend=auto, or learner.kind=local",
             "model.backend",
             "learner.kind",
@@ -57,7 +63,8 @@ def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _last(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """An adapter is merged into the weights when the next stage begins, where these are in one process."""
+    """An adapter is merged into the weights when the next stage begins, where these are in one
+    process."""
     if stage.lora is None or stage == config.stages[-1]:
         return
     spread = getattr(stage.learner, "kind", "") != "local"
@@ -65,8 +72,10 @@ def _last(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if spread or apart:
         key, value = ("learner", stage.learner) if spread else ("generator", stage.generator)
         yield clash(
-            f"stage {stage.name} has lora and is not the last: its adapter would have to be merged into the weights of other "
-            f"processes, which {key}.kind={getattr(value, 'kind', '')} can't: train the later stages in a run of their own, "
+            f"stage {stage.name} has lora and is not the last: its adapter would have to be merged "
+            "into the weights of other "
+            f"processes, which {key}.kind={getattr(value, 'kind', '')} can't: train the later "
+            "stages in a run of their own, "
             "from this one's model",
             "lora",
         )
@@ -77,11 +86,18 @@ def _served(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     most = getattr(held, "lora_rank", None)
     if stage.lora is not None and most is not None and most < stage.lora.rank:
         yield clash(
-            f"lora.rank={stage.lora.rank} is more than generator.lora_rank={most}, the largest that vLLM is started for: set "
+            f"lora.rank={stage.lora.rank} is more than generator.lora_rank={most}, the largest "
+            "that vLLM is started for: set "
             f"generator.lora_rank={stage.lora.rank}",
             "generator.lora_rank",
             "lora.rank",
         )
 
 
-LORA_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (_maps, _towers, _ranks, _last, _served)
+LORA_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
+    _maps,
+    _towers,
+    _ranks,
+    _last,
+    _served,
+)

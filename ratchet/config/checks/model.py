@@ -17,7 +17,11 @@ from ratchet.utils.object_store import is_address, unfit
 
 def address_conflicts(config: RunConfig) -> Iterator[Conflict]:
     tokenizer = getattr(config.tokenizer, "path", None)
-    places = {"run_dir": config.run_dir, "model.path": config.model.path, "tokenizer.path": tokenizer}
+    places = {
+        "run_dir": config.run_dir,
+        "model.path": config.model.path,
+        "tokenizer.path": tokenizer,
+    }
     for key, place in places.items():
         if place is not None and is_address(place) and (why := unfit(place)):
             yield clash(f"{key}={place} is no address for this: {why}", key)
@@ -25,27 +29,43 @@ def address_conflicts(config: RunConfig) -> Iterator[Conflict]:
         revision = getattr(getattr(config, section), "revision", None)
         if place is not None and is_address(place) and revision is not None:
             key = f"{section}.revision"
-            yield clash(f"{key}={revision} is of a repository on the hub, and {place} has no revisions: remove it", key)
+            yield clash(
+                f"{key}={revision} is of a repository on the hub, and {place} has no revisions: "
+                "remove it",
+                key,
+            )
 
 
 def model_conflicts(config: RunConfig) -> Iterator[Conflict]:
     model = config.model
     if model.preset is None and model.path is None:
-        yield clash("neither model.preset nor model.path is set: set model.preset (say tiny) or model.path", "model")
+        yield clash(
+            "neither model.preset nor model.path is set: set model.preset (say tiny) or model.path",
+            "model",
+        )
     elif model.preset is not None and model.path is not None:
-        yield clash(f"model.preset={model.preset} and model.path={model.path} both say which model: remove one", "model.preset")
+        yield clash(
+            f"model.preset={model.preset} and model.path={model.path} both say which model: remove "
+            "one",
+            "model.preset",
+        )
     elif model.preset is not None:
         yield from _preset(config, model, model.preset)
     elif model.overrides:
-        yield clash("model.overrides changes a preset, and model.path brings its own shape: remove it", "model.overrides")
+        yield clash(
+            "model.overrides changes a preset, and model.path brings its own shape: remove it",
+            "model.overrides",
+        )
     if model.towers != "frozen" and (model.preset is not None or model.backend == "ratchet"):
         yield clash(
-            f"model.towers={model.towers} is of a model that reads media, which transformers runs from model.path: remove it",
+            f"model.towers={model.towers} is of a model that reads media, which transformers runs "
+            "from model.path: remove it",
             "model.towers",
         )
     if model.trust_remote_code and model.backend == "ratchet":
         yield clash(
-            "model.trust_remote_code is read by transformers alone: remove it, or set model.backend=auto",
+            "model.trust_remote_code is read by transformers alone: remove it, or set "
+            "model.backend=auto",
             "model.trust_remote_code",
         )
 
@@ -57,13 +77,20 @@ def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Confli
     shape = shape_fields()
     for key in model.overrides:
         if key not in shape:
-            yield clash(f"a preset has no field '{key}'{unlike(key, shape)}", f"model.overrides.{key}")
+            yield clash(
+                f"a preset has no field '{key}'{unlike(key, shape)}", f"model.overrides.{key}"
+            )
     if name in known and all(key in shape for key in model.overrides):
         yield from _shape(name, model.overrides)
     if model.revision is not None:
-        yield clash("model.revision belongs to model.path, not to a preset: remove it", "model.revision")
+        yield clash(
+            "model.revision belongs to model.path, not to a preset: remove it", "model.revision"
+        )
     if model.backend == "transformers":
-        yield clash("model.backend=transformers can't make a model.preset: set model.backend=auto", "model.backend")
+        yield clash(
+            "model.backend=transformers can't make a model.preset: set model.backend=auto",
+            "model.backend",
+        )
     tokenizer: Any = config.tokenizer
     if tokenizer.kind == "auto" and tokenizer.path is None:
         yield clash(
@@ -75,12 +102,16 @@ def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Confli
 
 
 def _shape(name: str, overrides: Mapping[str, Any]) -> Iterator[Conflict]:
-    """A shape that no decoder has. The vocabulary, which the tokenizer brings, is taken for a small one."""
+    """A shape that no decoder has. The vocabulary, which the tokenizer brings, is taken for a small
+    one."""
     try:
         import_module("ratchet.models.presets").preset(name, **{"vocab_size": 256, **overrides})
     except ModelError as error:
         key = next((key for key in overrides if re.match(rf"{re.escape(key)}\b", str(error))), None)
-        yield clash(f"no model has this shape: {error}", "model.overrides" if key is None else f"model.overrides.{key}")
+        yield clash(
+            f"no model has this shape: {error}",
+            "model.overrides" if key is None else f"model.overrides.{key}",
+        )
 
 
 def presets() -> Mapping[str, Mapping[str, Any]]:
@@ -90,7 +121,10 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
 
 def shape_fields() -> dict[str, Any]:
     """Fields of a decoder's shape, with their defaults."""
-    return {field.name: field.default for field in fields(import_module("ratchet.models.config").DecoderConfig)}
+    return {
+        field.name: field.default
+        for field in fields(import_module("ratchet.models.config").DecoderConfig)
+    }
 
 
 def context_of(model: ModelConfig) -> int | None:
@@ -98,5 +132,7 @@ def context_of(model: ModelConfig) -> int | None:
     shape = presets().get(model.preset or "")
     if shape is None:
         return None
-    context = {"max_positions": shape_fields()["max_positions"], **shape, **model.overrides}["max_positions"]
+    context = {"max_positions": shape_fields()["max_positions"], **shape, **model.overrides}[
+        "max_positions"
+    ]
     return context if isinstance(context, int) else None

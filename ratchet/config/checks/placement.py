@@ -14,7 +14,8 @@ def _learners(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     first = config.stages[0].learner
     if stage.learner != first and (_spread(first) or _spread(stage.learner)):
         yield clash(
-            f"learner differs from that of stage {config.stages[0].name}, and processes keep their parts of the model from "
+            f"learner differs from that of stage {config.stages[0].name}, and processes keep their "
+            "parts of the model from "
             "stage to stage: put one learner section at the top of the recipe",
             "learner",
         )
@@ -24,7 +25,8 @@ def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner: Any = stage.learner
     if getattr(learner, "sequence_parallel", False) and learner.tensor_parallel == 1:
         yield clash(
-            "learner.sequence_parallel shares tokens out among the ranks of learner.tensor_parallel, which is 1: set that to 2 "
+            "learner.sequence_parallel shares tokens out among the ranks of "
+            "learner.tensor_parallel, which is 1: set that to 2 "
             "or more, or remove learner.sequence_parallel",
             "learner.sequence_parallel",
             "learner.tensor_parallel",
@@ -35,7 +37,8 @@ def _divided(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner = _kind(stage.learner)
     if stage.optimizer.whole_matrices and _spread(stage.learner):
         yield clash(
-            f"optimizer.kind={_kind(stage.optimizer)} computes with whole matrices, and learner.kind={learner} divides them "
+            f"optimizer.kind={_kind(stage.optimizer)} computes with whole matrices, and "
+            f"learner.kind={learner} divides them "
             "over processes: set optimizer.kind=adamw, or learner.kind=local",
             "optimizer.kind",
             "learner.kind",
@@ -43,14 +46,16 @@ def _divided(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if getattr(stage.learner, "own_adamw", False):
         if _kind(stage.optimizer) != "adamw":
             yield clash(
-                f"learner.kind={learner} brings AdamW of its own, and no other optimizer: set optimizer.kind=adamw, or "
+                f"learner.kind={learner} brings AdamW of its own, and no other optimizer: set "
+                "optimizer.kind=adamw, or "
                 "learner.kind=dtensor",
                 "optimizer.kind",
                 "learner.kind",
             )
         if stage.optimizer.ema_decay is not None:
             yield clash(
-                f"optimizer.ema_decay asks for a running average, and the optimizer of learner.kind={learner} keeps none: "
+                "optimizer.ema_decay asks for a running average, and the optimizer of "
+                f"learner.kind={learner} keeps none: "
                 "remove it, or set learner.kind=dtensor",
                 "optimizer.ema_decay",
                 "learner.kind",
@@ -60,7 +65,8 @@ def _divided(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 def _saved(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.checkpoint.background and _kind(stage.learner) != "local":
         yield clash(
-            f"checkpoint.background copies what this process holds, and learner.kind={_kind(stage.learner)} writes its own "
+            "checkpoint.background copies what this process holds, and "
+            f"learner.kind={_kind(stage.learner)} writes its own "
             "parts at once: remove it, or set learner.kind=local",
             "checkpoint.background",
             "learner.kind",
@@ -72,7 +78,8 @@ def _cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     generates = kind == "ray" and _kind(stage.generator) == "workers"
     if kind in ("ray", "torchrun") and _kind(stage.learner) == "local" and not generates:
         yield clash(
-            f"cluster.kind={kind} is where processes live, and learner.kind=local trains in this one: set learner.kind=dtensor "
+            f"cluster.kind={kind} is where processes live, and learner.kind=local trains in this "
+            "one: set learner.kind=dtensor "
             "or remove cluster",
             "cluster.kind",
             "learner.kind",
@@ -86,20 +93,23 @@ def _turns(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if not getattr(stage.generator, "placeable", True):
         yield clash(
             "cluster.colocated lets learner and generator use accelerators by turns, and "
-            f"generator.kind={_kind(stage.generator)} never leaves its own: set it to vllm, or remove cluster.colocated",
+            f"generator.kind={_kind(stage.generator)} never leaves its own: set it to vllm, or "
+            "remove cluster.colocated",
             "cluster.colocated",
             "generator.kind",
         )
     if not getattr(stage.learner, "placeable", True):
         yield clash(
             "cluster.colocated lets learner and generator use accelerators by turns, and "
-            f"learner.kind={_kind(stage.learner)} never leaves its own: set it to dtensor, or remove cluster.colocated",
+            f"learner.kind={_kind(stage.learner)} never leaves its own: set it to dtensor, or "
+            "remove cluster.colocated",
             "cluster.colocated",
             "learner.kind",
         )
     if _kind(stage.link) == "cuda_ipc" or getattr(stage.link, "backend", "") == "nccl":
         yield clash(
-            "cluster.colocated sends weights from main memory, where the learner's are in the generator's turn, and this link "
+            "cluster.colocated sends weights from main memory, where the learner's are in the "
+            "generator's turn, and this link "
             "takes them from an accelerator: set link.kind=auto",
             "cluster.colocated",
             "link.kind",

@@ -18,7 +18,8 @@ def _optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     package = stage.optimizer.needs
     if package is not None and find_spec(package) is None:
         yield clash(
-            f"optimizer.kind={getattr(stage.optimizer, 'kind', '')} computes by the package {package}, which is not installed: "
+            f"optimizer.kind={getattr(stage.optimizer, 'kind', '')} computes by the package "
+            f"{package}, which is not installed: "
             "pip install 'ratchet[quantised]', or set optimizer.kind=adamw",
             "optimizer.kind",
         )
@@ -32,14 +33,16 @@ def _base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         yield clash(f"lora.base={form} {reason}, lora.base=float8, or remove it", "lora.base")
     if hasattr(stage.learner, "provider"):
         yield clash(
-            f"lora.base={form} quantises whole matrices, and learner.kind={learner} divides them over processes: set "
+            f"lora.base={form} quantises whole matrices, and learner.kind={learner} divides them "
+            "over processes: set "
             "learner.kind=local, or remove lora.base",
             "lora.base",
             "learner.kind",
         )
     if config.model.backend == "transformers":
         yield clash(
-            f"lora.base={form} quantises the maps of Ratchet's own decoder, and model.backend=transformers runs another: set "
+            f"lora.base={form} quantises the maps of Ratchet's own decoder, and "
+            "model.backend=transformers runs another: set "
             "model.backend=auto, or remove lora.base",
             "lora.base",
             "model.backend",
@@ -52,16 +55,21 @@ def _generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if form is None:
         return
     if reason := _missing(form):
-        yield clash(f"generator.quantise={form} {reason}, or generator.quantise=float8", "generator.quantise")
+        yield clash(
+            f"generator.quantise={form} {reason}, or generator.quantise=float8",
+            "generator.quantise",
+        )
     if held is stage.generator and not getattr(held, "copies_weights", False):
         yield clash(
-            f"generator.quantise={form} is for weights of the generator's own, and here it reads those that are trained: "
+            f"generator.quantise={form} is for weights of the generator's own, and here it reads "
+            "those that are trained: "
             "set generator={kind: workers, of: {kind: engine, quantise: %s}}, or remove it" % form,
             "generator.quantise",
         )
     if getattr(held, "copies_weights", False) and _without_cuda(config):
         yield clash(
-            f"generator.quantise={form} is computed by vLLM on CUDA devices alone, and there is none here: remove it",
+            f"generator.quantise={form} is computed by vLLM on CUDA devices alone, and there is "
+            "none here: remove it",
             "generator.quantise",
         )
 
@@ -72,16 +80,22 @@ def _fp8(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         return
     asked = f"learner.fp8={learner.fp8}"
     if _without_cuda(config):
-        yield clash(f"{asked} is computed on CUDA devices alone, and there is none here: remove learner.fp8", "learner.fp8")
+        yield clash(
+            f"{asked} is computed on CUDA devices alone, and there is none here: remove "
+            "learner.fp8",
+            "learner.fp8",
+        )
     elif find_spec(ENGINE) is None:
         yield clash(
-            f"{asked} is computed by the package {ENGINE}, which is not installed: pip install 'transformer-engine[pytorch]', "
+            f"{asked} is computed by the package {ENGINE}, which is not installed: pip install "
+            "'transformer-engine[pytorch]', "
             "or remove learner.fp8",
             "learner.fp8",
         )
     if learner.weights != "bfloat16":
         yield clash(
-            f"{asked} multiplies what rests in bfloat16, and learner.weights={learner.weights}: set learner.weights=bfloat16",
+            f"{asked} multiplies what rests in bfloat16, and learner.weights={learner.weights}: "
+            "set learner.weights=bfloat16",
             "learner.weights",
             "learner.fp8",
         )
@@ -90,7 +104,8 @@ def _fp8(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 def _half(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.lora is not None and getattr(stage.learner, "weights", "float32") != "float32":
         yield clash(
-            "lora trains float32 factors beside weights that rest, and learner.weights=bfloat16 keeps copies of what trains: "
+            "lora trains float32 factors beside weights that rest, and learner.weights=bfloat16 "
+            "keeps copies of what trains: "
             "set learner.weights=float32, or remove lora",
             "learner.weights",
             "lora",
@@ -101,7 +116,10 @@ def _missing(form: str) -> str:
     """Why it can't be had, up to the first remedy; "" where it can."""
     if form != "nf4" or find_spec(BITS) is not None:
         return ""
-    return f"is computed by the package {BITS}, which is not installed: pip install 'ratchet[quantised]'"
+    return (
+        f"is computed by the package {BITS}, which is not installed: pip install "
+        "'ratchet[quantised]'"
+    )
 
 
 def _without_cuda(config: RunConfig) -> bool:

@@ -15,14 +15,18 @@ def _size(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     attempts = evaluation.tasks * (evaluation.greedy + evaluation.samples)
     if trajectories > MOST_AT_ONCE:
         yield clash(
-            f"batch_size={stage.batch_size:,} of {stage.attempts:,} attempts each is more than the {MOST_AT_ONCE:,} "
-            f"trajectories that a step can hold. Set batch_size={max(1, MOST_AT_ONCE // stage.attempts)} or less.",
+            f"batch_size={stage.batch_size:,} of {stage.attempts:,} attempts each is more than the "
+            f"{MOST_AT_ONCE:,} "
+            "trajectories that a step can hold. Set "
+            f"batch_size={max(1, MOST_AT_ONCE // stage.attempts)} or less.",
             "batch_size",
         )
     if attempts > MOST_AT_ONCE:
         yield clash(
-            f"evaluation.tasks={evaluation.tasks:,} makes {attempts:,} attempts, of at most {MOST_AT_ONCE:,} that one "
-            f"evaluation can hold. Set evaluation.tasks={max(1, MOST_AT_ONCE * evaluation.tasks // attempts)} or less.",
+            f"evaluation.tasks={evaluation.tasks:,} makes {attempts:,} attempts, of at most "
+            f"{MOST_AT_ONCE:,} that one "
+            "evaluation can hold. Set "
+            f"evaluation.tasks={max(1, MOST_AT_ONCE * evaluation.tasks // attempts)} or less.",
             "evaluation.tasks",
             "evaluation.samples",
         )
@@ -34,7 +38,8 @@ def _least_temperature(stage: StageConfig, config: RunConfig) -> Iterator[Confli
         temperature = getattr(stage, key).temperature or 0.0
         if 0 < temperature < least:
             yield clash(
-                f"{key}.temperature={temperature:g}, and generator {getattr(stage.generator, 'kind', '')} would take {least:g} "
+                f"{key}.temperature={temperature:g}, and generator "
+                f"{getattr(stage.generator, 'kind', '')} would take {least:g} "
                 f"instead. Set {key}.temperature={least:g}.",
                 f"{key}.temperature",
                 "generator.kind",

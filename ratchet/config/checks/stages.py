@@ -1,4 +1,5 @@
-"""Checks across keys: what each section alone can't see. Each names the keys that clash, and the smallest fix."""
+"""Checks across keys: what each section alone can't see. Each names the keys that clash, and the
+smallest fix."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def _one_generator(config: RunConfig) -> Iterator[Conflict]:
         if stage.generator != first.generator:
             yield Conflict(
                 (("stages", index, "generator"),),
-                f"stages {first.name} and {stage.name} differ in generator, and one serves the whole run: set it at the top",
+                f"stages {first.name} and {stage.name} differ in generator, and one serves the "
+                "whole run: set it at the top",
             )
 
 
@@ -47,7 +49,8 @@ def _batch(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         most, what = stage.batch_size * stage.attempts, f"groups of {stage.attempts} attempts"
     if most < stage.minibatches:
         yield clash(
-            f"batch_size={stage.batch_size} {what} can't be split into algorithm.minibatches={stage.minibatches}: "
+            f"batch_size={stage.batch_size} {what} can't be split into "
+            f"algorithm.minibatches={stage.minibatches}: "
             f"set algorithm.minibatches to {most} or less",
             "algorithm.minibatches",
             "batch_size",
@@ -58,14 +61,17 @@ def _schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     optimizer = stage.optimizer
     if optimizer.warmup_steps > stage.optimizer_steps:
         yield clash(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} is more than the stage's {stage.optimizer_steps} optimizer steps "
-            f"(steps={stage.steps} x minibatches={stage.minibatches} x epochs={stage.epochs}): lower it",
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is more than the stage's "
+            f"{stage.optimizer_steps} optimizer steps "
+            f"(steps={stage.steps} x minibatches={stage.minibatches} x epochs={stage.epochs}): "
+            "lower it",
             "optimizer.warmup_steps",
             "steps",
         )
     if optimizer.min_lr_ratio > 0 and optimizer.schedule == "constant":
         yield clash(
-            f"optimizer.min_lr_ratio={optimizer.min_lr_ratio:g} is not read with optimizer.schedule=constant: "
+            f"optimizer.min_lr_ratio={optimizer.min_lr_ratio:g} is not read with "
+            "optimizer.schedule=constant: "
             "set optimizer.schedule=linear, cosine or wsd, or remove it",
             "optimizer.min_lr_ratio",
         )
@@ -77,20 +83,23 @@ def _decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if optimizer.schedule != "wsd":
         if decay:
             yield clash(
-                f"optimizer.decay_steps={decay} is not read with optimizer.schedule={optimizer.schedule}: "
+                f"optimizer.decay_steps={decay} is not read with "
+                f"optimizer.schedule={optimizer.schedule}: "
                 "set optimizer.schedule=wsd, or remove it",
                 "optimizer.decay_steps",
             )
     elif not decay:
         yield clash(
             "optimizer.schedule=wsd without optimizer.decay_steps never decays: set "
-            f"optimizer.decay_steps={max(1, steps // 5)} (a fifth of the stage's {steps} optimizer steps), or "
+            f"optimizer.decay_steps={max(1, steps // 5)} (a fifth of the stage's {steps} optimizer "
+            "steps), or "
             "optimizer.schedule=constant",
             "optimizer.schedule",
         )
     elif warmup <= steps < warmup + decay:
         yield clash(
-            f"optimizer.warmup_steps={warmup} and decay_steps={decay} together are more than the stage's {steps} optimizer "
+            f"optimizer.warmup_steps={warmup} and decay_steps={decay} together are more than the "
+            f"stage's {steps} optimizer "
             "steps: lower one of them, or raise steps",
             "optimizer.decay_steps",
             "steps",
@@ -101,7 +110,8 @@ def _critic(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     warmup = getattr(getattr(stage.algorithm, "critic", None), "warmup_steps", 0)
     if warmup >= stage.steps:
         yield clash(
-            f"algorithm.critic.warmup_steps={warmup} leaves the policy none of the stage's {stage.steps} steps: lower it, or "
+            f"algorithm.critic.warmup_steps={warmup} leaves the policy none of the stage's "
+            f"{stage.steps} steps: lower it, or "
             "raise steps",
             "algorithm.critic.warmup_steps",
             "steps",
@@ -114,16 +124,20 @@ def _sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     sampling = stage.sampling
     if sampling.temperature == 0:
         yield clash(
-            f"sampling.temperature=0 makes the {stage.attempts} attempts of a group alike, so that algorithm "
-            f"{_kind(stage)} learns nothing: set it above 0 (evaluation has a greedy attempt anyway)",
+            f"sampling.temperature=0 makes the {stage.attempts} attempts of a group alike, so that "
+            "algorithm "
+            f"{_kind(stage)} learns nothing: set it above 0 (evaluation has a greedy attempt "
+            "anyway)",
             "sampling.temperature",
         )
     for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         value = getattr(sampling, key)
         if value != off and getattr(stage.algorithm, "correction", None) is None:
             yield clash(
-                f"sampling.{key}={value:g} cuts tokens from the distribution that algorithm {_kind(stage)} trains on, which "
-                f"needs a rollout correction: set sampling.{key}={off:g}, or algorithm.correction where it has one",
+                f"sampling.{key}={value:g} cuts tokens from the distribution that algorithm "
+                f"{_kind(stage)} trains on, which "
+                f"needs a rollout correction: set sampling.{key}={off:g}, or algorithm.correction "
+                "where it has one",
                 f"sampling.{key}",
             )
 
@@ -137,7 +151,8 @@ def _context(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for key, tokens in asked.items():
         if context is not None and tokens >= context:
             yield clash(
-                f"{key}={tokens} leaves no room for a prompt in the model's context of {context} tokens: "
+                f"{key}={tokens} leaves no room for a prompt in the model's context of {context} "
+                "tokens: "
                 "lower it, or raise model.overrides.max_positions",
                 key,
             )
@@ -160,7 +175,8 @@ def _evaluation(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             )
     if evaluation.samples and evaluation.temperature is None and stage.sampling.temperature == 0:
         yield clash(
-            f"evaluation.samples={evaluation.samples} at sampling.temperature=0 are all alike: set evaluation.temperature",
+            f"evaluation.samples={evaluation.samples} at sampling.temperature=0 are all alike: set "
+            "evaluation.temperature",
             "evaluation.samples",
             "sampling.temperature",
         )
@@ -173,7 +189,8 @@ def _end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         return
     if not every or not checkpoint.every or every % checkpoint.every:
         yield clash(
-            f"checkpoint.end_with=best needs a checkpoint after each evaluation, and checkpoint.every={checkpoint.every} with "
+            "checkpoint.end_with=best needs a checkpoint after each evaluation, and "
+            f"checkpoint.every={checkpoint.every} with "
             f"evaluation.every={every} does not give that: set both to the same",
             "checkpoint.end_with",
             "checkpoint.every",
@@ -181,11 +198,18 @@ def _end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """A rows algorithm judges nothing; but as a default that rollouts of another stage read, rewards are in order."""
+    """A rows algorithm judges nothing; but as a default that rollouts of another stage read,
+    rewards are in order."""
     expected = stage.rewards == own_rewards(stage.environment)
-    shared = any(other.source == "rollouts" and other.rewards == stage.rewards for other in config.stages)
+    shared = any(
+        other.source == "rollouts" and other.rewards == stage.rewards for other in config.stages
+    )
     evaluated = stage.evaluation.tasks > 0 and stage.yardstick == stage.rewards
-    if stage.source not in ("rollouts", None) and stage.rewards and not (expected or shared or evaluated):
+    if (
+        stage.source not in ("rollouts", None)
+        and stage.rewards
+        and not (expected or shared or evaluated)
+    ):
         yield clash(
             f"rewards judge attempts, and algorithm {_kind(stage)} makes none: remove rewards, "
             "or set yardstick if they are meant for evaluation",
@@ -196,21 +220,32 @@ def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 def _yardstick(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """As a default that another stage reads it is in order too."""
     elsewhere = stage.evaluation.environment
-    readers = [one for one in config.stages if one.evaluation.tasks and one.evaluation.environment is None]
+    readers = [
+        one for one in config.stages if one.evaluation.tasks and one.evaluation.environment is None
+    ]
     expected = stage.yardstick == (own_rewards(stage.environment) or stage.rewards)
     if expected or any(one.yardstick == stage.yardstick for one in readers):
         return
     key, why = "evaluation.tasks", "evaluation.tasks=0 evaluates nothing"
     if elsewhere is not None:
-        key, why = "evaluation.environment", f"evaluation.environment={_named(elsewhere)} is judged by its own reward"
-    yield clash(f"yardstick judges in evaluation, and {why}: remove yardstick, or {key}", "yardstick", key)
+        key, why = (
+            "evaluation.environment",
+            f"evaluation.environment={_named(elsewhere)} is judged by its own reward",
+        )
+    yield clash(
+        f"yardstick judges in evaluation, and {why}: remove yardstick, or {key}", "yardstick", key
+    )
 
 
 def _reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for key in ("rewards", "yardstick"):
         names = [getattr(reward, "kind", "").rpartition(":")[2] for reward in getattr(stage, key)]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-            yield clash(f"{key} has {name} twice, and their parts would share that name: give it once, with one weight", key)
+            yield clash(
+                f"{key} has {name} twice, and their parts would share that name: give it once, "
+                "with one weight",
+                key,
+            )
 
 
 def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -218,10 +253,16 @@ def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     cutting = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     for key, off in cutting.items():
         value = getattr(stage.sampling, key)
-        if value != off and stage.sampling.temperature > 0 and not getattr(stage.generator, "filters", True):
+        if (
+            value != off
+            and stage.sampling.temperature > 0
+            and not getattr(stage.generator, "filters", True)
+        ):
             yield clash(
-                f"sampling.{key}={value:g} cuts the distribution, and generator {getattr(stage.generator, 'kind', '')} doesn't "
-                f"say how much it kept, which training needs: set sampling.{key}={off:g}, or generator.kind=engine",
+                f"sampling.{key}={value:g} cuts the distribution, and generator "
+                f"{getattr(stage.generator, 'kind', '')} doesn't "
+                f"say how much it kept, which training needs: set sampling.{key}={off:g}, or "
+                "generator.kind=engine",
                 f"sampling.{key}",
                 "generator.kind",
             )
@@ -229,14 +270,21 @@ def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Of a preset; that of a directory is known when it is read."""
-    misfit, shape = getattr(stage.generator, "misfit", None), presets().get(config.model.preset or "")
+    misfit, shape = (
+        getattr(stage.generator, "misfit", None),
+        presets().get(config.model.preset or ""),
+    )
     if misfit is None or shape is None:
         return
     shape = {**shape, **config.model.overrides}
     sizes = {name: shape[name] for name in ("n_heads", "n_kv_heads", "head_dim", "n_layers")}
     if reason := misfit(**sizes, on_cpu=config.device == "cpu"):
         held = getattr(stage.generator, "of", stage.generator)
-        yield clash(f"generator {getattr(held, 'kind', '')} can't run this model: {reason}", "generator", "model")
+        yield clash(
+            f"generator {getattr(held, 'kind', '')} can't run this model: {reason}",
+            "generator",
+            "model",
+        )
 
 
 def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -244,16 +292,22 @@ def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     gives = getattr(stage.environment, "gives", None)
     if gives is not None and stage.source is not None and stage.source not in gives:
         # Those that are made of others have what the others have.
-        able = [kind for kind in KINDS["played"] if _may_give(section_class("played", kind), stage.source)]
+        able = [
+            kind
+            for kind in KINDS["played"]
+            if _may_give(section_class("played", kind), stage.source)
+        ]
         yield clash(
-            f"algorithm {_kind(stage)} learns from {stage.source}, which environment {getattr(stage.environment, 'kind', '')} "
+            f"algorithm {_kind(stage)} learns from {stage.source}, which environment "
+            f"{getattr(stage.environment, 'kind', '')} "
             f"doesn't have: set environment.kind to {' or '.join(able)}",
             "environment.kind",
             "algorithm.kind",
         )
     if getattr(stage.algorithm, "reference_rows", False) and stage.batch_size == 1:
         yield clash(
-            f"batch_size={stage.batch_size} leaves algorithm {_kind(stage)} no other prompt to compare an answer with: "
+            f"batch_size={stage.batch_size} leaves algorithm {_kind(stage)} no other prompt to "
+            "compare an answer with: "
             "set batch_size=2 or more",
             "batch_size",
         )
@@ -269,7 +323,8 @@ def _judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     needed = stage.source == "rollouts" and getattr(stage.algorithm, "reads_reward", True)
     if needed and not stage.rewards and not getattr(stage.environment, "judges", True):
         yield clash(
-            f"nothing judges the attempts at environment {getattr(stage.environment, 'kind', '')}: set rewards",
+            f"nothing judges the attempts at environment {getattr(stage.environment, 'kind', '')}: "
+            "set rewards",
             "rewards",
             "environment.kind",
         )
@@ -280,10 +335,19 @@ def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.agent is None:
         return
     kind = getattr(stage.agent, "kind", "")
-    shared = any(other.source in ("rollouts", None) and other.agent == stage.agent for other in config.stages)
+    shared = any(
+        other.source in ("rollouts", None) and other.agent == stage.agent for other in config.stages
+    )
     if not shared and not stage.evaluation.tasks:
-        yield clash(f"agent {kind} plays attempts, and algorithm {_kind(stage)} makes none: remove agent", "agent.kind")
-    if stage.source == "rollouts" and getattr(stage.algorithm, "reads_reward", True) and not stage.rewards:
+        yield clash(
+            f"agent {kind} plays attempts, and algorithm {_kind(stage)} makes none: remove agent",
+            "agent.kind",
+        )
+    if (
+        stage.source == "rollouts"
+        and getattr(stage.algorithm, "reads_reward", True)
+        and not stage.rewards
+    ):
         yield clash(
             f"nothing judges the attempts of agent {kind}, which the steps of environment "
             f"{getattr(stage.environment, 'kind', '')} don't see: set rewards",
@@ -308,8 +372,10 @@ def _played(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     }
     for key in (key for key, given in keys.items() if given):
         yield clash(
-            f"generator.plays=groups plays a step's groups in other processes, from beginning to end, and "
-            f"{key.removesuffix('.kind')} can't be had there: remove it, or set generator.plays=requests",
+            "generator.plays=groups plays a step's groups in other processes, from beginning to "
+            "end, and "
+            f"{key.removesuffix('.kind')} can't be had there: remove it, or set "
+            "generator.plays=requests",
             key,
             "generator.plays",
         )
@@ -321,7 +387,8 @@ def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         start = getattr(part, "max_length", longest) - getattr(part, "buffer", 1)
         if start >= longest:
             yield clash(
-                f"overlong_penalty begins after {start} tokens, and sampling.max_new_tokens={longest} ends every answer "
+                f"overlong_penalty begins after {start} tokens, and "
+                f"sampling.max_new_tokens={longest} ends every answer "
                 f"before: set max_length to {longest}",
                 f"algorithm.shaping.{index}.max_length",
                 "sampling.max_new_tokens",
@@ -330,12 +397,16 @@ def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _probed(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """As a default that another stage reads, they are in order."""
-    if any(other.source in ("rollouts", None) and other.sentinels == stage.sentinels for other in config.stages):
+    if any(
+        other.source in ("rollouts", None) and other.sentinels == stage.sentinels
+        for other in config.stages
+    ):
         return
     for key in ("second_opinion", "canaries"):
         if getattr(stage.sentinels, key):
             yield clash(
-                f"sentinels.{key} looks at what earns rewards, and algorithm {_kind(stage)} draws no attempts: remove it",
+                f"sentinels.{key} looks at what earns rewards, and algorithm {_kind(stage)} draws "
+                "no attempts: remove it",
                 f"sentinels.{key}",
             )
 

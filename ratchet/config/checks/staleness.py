@@ -30,7 +30,8 @@ def _stale(stage: StageConfig) -> Iterator[str]:
     level = "{weight: geometric}" if getattr(loss, "level", "token") == "sequence" else "{}"
     also = ", or algorithm.old_logprobs=sampler" if has_ratio else ""
     yield (
-        f"{source} trains on attempts of older weights, and algorithm {getattr(algorithm, 'kind', '')} treats them as "
+        f"{source} trains on attempts of older weights, and algorithm "
+        f"{getattr(algorithm, 'kind', '')} treats them as "
         f"drawn by the current ones. Set algorithm.correction={level}{also}."
     )
 

@@ -1,5 +1,6 @@
-"""Tokenizers made in code: one token a character, one a byte, or byte-level BPE trained on given texts. All save as Hugging
-Face directories. Their special tokens fit the template `turns`; their default template is `plain`."""
+"""Tokenizers made in code: one token a character, one a byte, or byte-level BPE trained on given
+texts. All save as Hugging Face directories. Their special tokens fit the template `turns`; their
+default template is `plain`."""
 
 from __future__ import annotations
 
@@ -11,17 +12,36 @@ from tokenizers import Tokenizer as Backend
 
 from ratchet.data.chat.chat_templates import BUILTIN
 from ratchet.data.chat.tokenizer import Tokenizer, load_tokenizer
-from ratchet.data.config import PRINTABLE, AutoTokenizerConfig, ByteBPEConfig, BytesConfig, CharactersConfig
+from ratchet.data.config import (
+    PRINTABLE,
+    AutoTokenizerConfig,
+    ByteBPEConfig,
+    BytesConfig,
+    CharactersConfig,
+)
 from ratchet.data.jsonl import decode, raw_lines
 from ratchet.errors import ConfigError, DataError
 from ratchet.utils.safe_read import open_file
 
-SPECIALS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>", "<tool>", "<reserved_0>")
+SPECIALS = (
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    "<system>",
+    "<user>",
+    "<assistant>",
+    "<tool>",
+    "<reserved_0>",
+)
 BYTES = 256
 
-# No merge reaches over these bounds: words with the space before them, single digits, punctuation, line breaks. (The pattern
-# of Qwen2's tokenizer, so that made models meet the same habits as real ones.)
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# No merge reaches over these bounds: words with the space before them, single digits, punctuation,
+# line breaks. (The pattern of Qwen2's tokenizer, so that made models meet the same habits as real
+# ones.)
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def character_tokenizer(
@@ -32,9 +52,10 @@ def character_tokenizer(
     eos: str = "<eos>",
     template: str = BUILTIN["plain"],
 ) -> Tokenizer:
-    """One token a character of `alphabet`, after the special tokens; reserved tokens fill up to a multiple of `multiple_of`.
-    Any other character raises DataError when it is encoded. controls: further special tokens, of which `eos` may be one.
-    Raises ConfigError for an alphabet with repetitions."""
+    """One token a character of `alphabet`, after the special tokens; reserved tokens fill up to a
+    multiple of `multiple_of`. Any other character raises DataError when it is encoded. controls:
+    further special tokens, of which `eos` may be one. Raises ConfigError for an alphabet with
+    repetitions."""
     if not alphabet or len(set(alphabet)) < len(alphabet):
         raise ConfigError(f"tokenizer.alphabet {alphabet!r} must hold each of its characters once")
     specials = [*SPECIALS, *controls]
@@ -44,7 +65,9 @@ def character_tokenizer(
     backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    return _wrap(backend, [*specials, *reserved], {"unk_token": "<unk>", "eos_token": eos}, template)
+    return _wrap(
+        backend, [*specials, *reserved], {"unk_token": "<unk>", "eos_token": eos}, template
+    )
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -53,12 +76,19 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE trained on `texts`: covers every text, and depends on nothing but its arguments. It has fewer than
-    `vocab_size` tokens when the texts run out of pairs. Raises ConfigError for a size that can't hold the bytes."""
+    """Byte-level BPE trained on `texts`: covers every text, and depends on nothing but its
+    arguments. It has fewer than `vocab_size` tokens when the texts run out of pairs. Raises
+    ConfigError for a size that can't hold the bytes."""
     if vocab_size < len(SPECIALS) + BYTES:
-        raise ConfigError(f"vocab_size={vocab_size} can't hold 256 bytes and {len(SPECIALS)} special tokens: use 264 or more")
+        raise ConfigError(
+            f"vocab_size={vocab_size} can't hold 256 bytes and {len(SPECIALS)} special tokens: use "
+            "264 or more"
+        )
     backend = Backend(models.BPE())
-    words, as_bytes = pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    words, as_bytes = (
+        pre_tokenizers.Split(Regex(WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    )
     backend.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -71,9 +101,21 @@ def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return _wrap(backend, SPECIALS, {})
 
 
-def _wrap(backend: Backend, specials: Sequence[str], names: dict[str, str], template: str = BUILTIN["plain"]) -> Tokenizer:
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-    config = {"pad_token": "<pad>", "eos_token": "<eos>", "clean_up_tokenization_spaces": False, **names}
+def _wrap(
+    backend: Backend,
+    specials: Sequence[str],
+    names: dict[str, str],
+    template: str = BUILTIN["plain"],
+) -> Tokenizer:
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in specials]
+    )
+    config = {
+        "pad_token": "<pad>",
+        "eos_token": "<eos>",
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
     return Tokenizer(backend, config=config, chat_template=template)
 
 
@@ -84,7 +126,8 @@ def build_auto(config: AutoTokenizerConfig, model: str | None) -> Tokenizer:
     source = config.path or model
     if source is None:
         raise ConfigError(
-            "tokenizer.kind 'auto' reads the model's tokenizer, but the model starts from random weights: "
+            "tokenizer.kind 'auto' reads the model's tokenizer, but the model starts from random "
+            "weights: "
             "set tokenizer.path to a directory, or tokenizer.kind to 'characters' or 'bytes'"
         )
     return load_tokenizer(source, revision=config.revision)

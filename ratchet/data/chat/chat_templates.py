@@ -1,7 +1,9 @@
-"""Chat templates: the built-in ones, and any Jinja template of a Hugging Face tokenizer, rendered as transformers does.
+"""Chat templates: the built-in ones, and any Jinja template of a Hugging Face tokenizer, rendered
+as transformers does.
 
-Source: transformers' `apply_chat_template` (sandboxed Jinja with trimmed blocks, `raise_exception`, `strftime_now`, `tojson`
-without HTML escapes, loop controls, `{% generation %}` blocks). Messages are dictionaries in the OpenAI form.
+Source: transformers' `apply_chat_template` (sandboxed Jinja with trimmed blocks, `raise_exception`,
+`strftime_now`, `tojson` without HTML escapes, loop controls, `{% generation %}` blocks). Messages
+are dictionaries in the OpenAI form.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ ROLES: tuple[str, ...] = get_args(Role)
 MAX_INDENT = 100
 MAX_BYTES = 128 << 10  # of a template; the longest published ones have some 20 KiB
 
-# What a message stands for in a probe: nothing that a template could contain, split, strip or escape.
+# What a message stands for in a probe: nothing that a template could contain, split, strip or
+# escape.
 SENTINEL = "\ue000RatchetProbe\ue001"
 
 BUILTIN: Mapping[str, str] = {
@@ -40,7 +43,8 @@ BUILTIN: Mapping[str, str] = {
     {%- if message.role == "assistant" -%}{{- eos_token -}}{%- endif -%}
 {%- endfor -%}
 """,
-    # One token opens each turn; EOS closes those of the assistant. Tool calls are written; the tools themselves are not shown.
+    # One token opens each turn; EOS closes those of the assistant. Tool calls are written; the
+    # tools themselves are not shown.
     "turns": """\
 {%- for message in messages -%}
     {{- "<" + message.role + ">" + message.content -}}
@@ -74,12 +78,13 @@ BUILTIN: Mapping[str, str] = {
 
 
 def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
-    """The Jinja text for `choice`: a built-in name, the path of a .jinja file, Jinja text, or None for the tokenizer's own.
-    Raises DataError when there is none."""
+    """The Jinja text for `choice`: a built-in name, the path of a .jinja file, Jinja text, or None
+    for the tokenizer's own. Raises DataError when there is none."""
     if choice is None:
         if tokenizer.chat_template is None:
             raise DataError(
-                "the tokenizer has no chat template, so messages can't become tokens: set `tokenizer.template: chatml` "
+                "the tokenizer has no chat template, so messages can't become tokens: set "
+                "`tokenizer.template: chatml` "
                 "(or plain, turns, or the path of a .jinja file)"
             )
         return tokenizer.chat_template
@@ -91,14 +96,20 @@ def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
         try:
             return read_text(choice, MAX_BYTES)
         except OSError as error:
-            raise DataError(f"tokenizer.template: {choice} can't be read: {error.strerror}") from error
+            raise DataError(
+                f"tokenizer.template: {choice} can't be read: {error.strerror}"
+            ) from error
         except ValueError as error:
             raise DataError(f"tokenizer.template: {choice} {error}: save it as UTF-8") from error
-    raise DataError(f"tokenizer.template: there is no '{choice}': use {', '.join(BUILTIN)}, or the path of a .jinja file")
+    raise DataError(
+        f"tokenizer.template: there is no '{choice}': use {', '.join(BUILTIN)}, or the path of a "
+        ".jinja file"
+    )
 
 
 class _Generation(Extension):
-    """Some templates mark what the assistant said; Ratchet finds it without, and reads through the marks."""
+    """Some templates mark what the assistant said; Ratchet finds it without, and reads through the
+    marks."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -117,7 +128,9 @@ def _tojson(
 ) -> str:
     if isinstance(indent, int) and indent > MAX_INDENT:
         raise ValueError(f"tojson indents by {indent}, at most {MAX_INDENT} is for templates")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:
@@ -128,46 +141,88 @@ def _raise_exception(message: str) -> None:
 def _compile(source: str) -> jinja2.Template:
     if len(source) > MAX_BYTES:
         raise DataError(f"the chat template has more than {size_text(MAX_BYTES)}: none is so long")
-    environment = MeteredEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = MeteredEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     environment.add_filter("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
     try:
         template = environment.from_string(source)
-        template.globals = dict(template.globals)  # of a chain of mappings each rendering makes a dictionary anew, slowly
+        # of a chain of mappings each rendering makes a dictionary anew, slowly
+        template.globals = dict(template.globals)
         return template
     except jinja2.TemplateSyntaxError as error:
         message = shortened(error.message or "", 400)
-        raise DataError(f"the chat template has a syntax error in line {error.lineno}: {message}") from error
-    except (RecursionError, MemoryError, OverflowError, SyntaxError, ValueError, TypeError) as error:
-        what = "it nests too deeply" if isinstance(error, RecursionError) else shortened(str(error), 400)
-        raise DataError(f"the chat template can't be compiled: {what or type(error).__name__}") from error
+        raise DataError(
+            f"the chat template has a syntax error in line {error.lineno}: {message}"
+        ) from error
+    except (
+        RecursionError,
+        MemoryError,
+        OverflowError,
+        SyntaxError,
+        ValueError,
+        TypeError,
+    ) as error:
+        what = (
+            "it nests too deeply"
+            if isinstance(error, RecursionError)
+            else shortened(str(error), 400)
+        )
+        raise DataError(
+            f"the chat template can't be compiled: {what or type(error).__name__}"
+        ) from error
 
 
 class ChatTemplate:
-    """One template with its variables. The clock that `strftime_now` reads stands still, so that a prompt with today's date
-    is the same in the whole run."""
+    """One template with its variables. The clock that `strftime_now` reads stands still, so that a
+    prompt with today's date is the same in the whole run."""
 
     def __init__(self, source: str, variables: Mapping[str, Any], now: datetime) -> None:
         self.source = source
         self._template = _compile(source)
         self._variables = {"strftime_now": now.strftime, **variables}
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        prompt: bool,
+    ) -> str:
         """Text of the conversation, with the header of the assistant's next turn where `prompt`.
 
-        Raises DataError for no messages, an unknown role, a role that the template leaves out, and when the template refuses.
+        Raises DataError for no messages, an unknown role, a role that the template leaves out, and
+        when the template refuses.
         """
         if not messages:
             raise DataError("there are no messages to render: a prompt has at least one")
         self._check_roles(messages)
         return self._call(_dictionaries(messages, self._dialect(messages)), tools, prompt)
 
-    def _call(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, prompt: bool) -> str:
+    def _call(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        prompt: bool,
+    ) -> str:
         chars = sum(len(message["content"] or "") for message in messages)
-        variables = {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
+        variables = {
+            **self._variables,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": prompt,
+        }
         try:
             return self._template.render({**variables, WORK: Work(len(messages), chars)})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
             self._refuse(messages, shortened(str(error), 400) or type(error).__name__, error)
         except RecursionError as error:
             self._refuse(messages, "it calls itself too deeply", error)
@@ -181,19 +236,27 @@ class ChatTemplate:
     def _check_roles(self, messages: Sequence[Message]) -> None:
         for i, message in enumerate(messages):
             if message.role not in ROLES:
-                raise DataError(f"message {i} has the unknown role '{message.role}': use {', '.join(ROLES)}")
+                raise DataError(
+                    f"message {i} has the unknown role '{message.role}': use {', '.join(ROLES)}"
+                )
             if message.role in ("system", "tool") and not self._shows[message.role]:
-                raise DataError(f"message {i}: the chat template leaves out what the role '{message.role}' says")
+                raise DataError(
+                    f"message {i}: the chat template leaves out what the role '{message.role}' says"
+                )
 
     @cached_property
     def _shows(self) -> dict[str, bool]:
-        """Whether the template writes what a role says. One that raises refuses when it is asked to render."""
+        """Whether the template writes what a role says. One that raises refuses when it is asked to
+        render."""
         user, said = Message("user", "u"), Message("assistant", "a")
         probes = {
             "system": [Message("system", SENTINEL), user],
             "tool": [user, said, Message("tool", SENTINEL, tool_call_id="call00000")],
         }
-        return {role: self._contains(_dictionaries(probe, DIALECTS[0]), SENTINEL) for role, probe in probes.items()}
+        return {
+            role: self._contains(_dictionaries(probe, DIALECTS[0]), SENTINEL)
+            for role, probe in probes.items()
+        }
 
     def _contains(self, messages: list[dict[str, Any]], text: str) -> bool:
         try:
@@ -202,8 +265,11 @@ class ChatTemplate:
             return True
 
     def _dialect(self, messages: Sequence[Message]) -> Dialect:
-        """How the template wants tool calls: its arguments as an object or as JSON, and no content as "" or None."""
-        return self._tool_dialect if any(message.tool_calls for message in messages) else DIALECTS[0]
+        """How the template wants tool calls: its arguments as an object or as JSON, and no content
+        as "" or None."""
+        return (
+            self._tool_dialect if any(message.tool_calls for message in messages) else DIALECTS[0]
+        )
 
     @cached_property
     def _tool_dialect(self) -> Dialect:
@@ -217,7 +283,10 @@ class ChatTemplate:
                     return dialect
             except DataError:
                 continue
-        raise DataError("the chat template does not write tool calls: use one that does, or write them into the content")
+        raise DataError(
+            "the chat template does not write tool calls: use one that does, or write them into "
+            "the content"
+        )
 
 
 Dialect = tuple[str | None, Callable[[Mapping[str, Any]], Any]]
@@ -225,7 +294,8 @@ DIALECTS: tuple[Dialect, ...] = (("", dict), (None, dict), ("", _tojson), (None,
 
 
 def _dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict[str, Any]]:
-    """Messages in the form that templates read. A tool's message also names the tool that it answers for."""
+    """Messages in the form that templates read. A tool's message also names the tool that it
+    answers for."""
     empty, arguments = dialect
     made: list[dict[str, Any]] = []
     names = {call.id: call.name for message in messages for call in message.tool_calls}
@@ -234,7 +304,11 @@ def _dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict[st
         if message.tool_calls:
             item["content"] = item["content"] or empty
             item["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call.arguments)}}
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": arguments(call.arguments)},
+                }
                 for call in message.tool_calls
             ]
         if message.tool_call_id is not None:
@@ -248,4 +322,7 @@ def _dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict[st
 def _content(message: Message) -> str | list[dict[str, str]]:
     if isinstance(message.content, str) or all(part.type == "text" for part in message.content):
         return message.text
-    return [{"type": "text", "text": part.value} if part.type == "text" else {"type": part.type} for part in message.content]
+    return [
+        {"type": "text", "text": part.value} if part.type == "text" else {"type": part.type}
+        for part in message.content
+    ]

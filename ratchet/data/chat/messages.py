@@ -1,4 +1,5 @@
-"""Conversations as they stand in data: OpenAI's format with tool calls, and ShareGPT's ({"from": "human", "value": ...})."""
+"""Conversations as they stand in data: OpenAI's format with tool calls, and ShareGPT's ({"from":
+"human", "value": ...})."""
 
 from __future__ import annotations
 
@@ -25,62 +26,104 @@ READ = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name"
 
 
 def read_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """where: the file, the row and the column, for errors. Raises DataError for what can't be read as it is meant."""
+    """where: the file, the row and the column, for errors. Raises DataError for what can't be read
+    as it is meant."""
     if not isinstance(value, list) or not value:
         what = "an empty array" if value == [] else kind_of(value)
-        raise DataError(f'{where} is {what}, must be an array of messages such as {{"role": "user", "content": "..."}}')
+        raise DataError(
+            f'{where} is {what}, must be an array of messages such as {{"role": "user", "content": '
+            f'"..."}}'
+        )
     return tuple(_message(item, f"{where}, message {index}") for index, item in enumerate(value))
 
 
 def read_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Descriptions of functions: a list, or (as Arrow can't hold lists of different objects) its JSON. None: no tools."""
+    """Descriptions of functions: a list, or (as Arrow can't hold lists of different objects) its
+    JSON. None: no tools."""
     if isinstance(value, str):
         value = _json(value, where) if value.strip() else None
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise DataError(f"{where} is {kind_of(value)}, must be an array of the functions that may be called, or its JSON")
+        raise DataError(
+            f"{where} is {kind_of(value)}, must be an array of the functions that may be called, "
+            "or its JSON"
+        )
     for index, tool in enumerate(value):
         function = tool.get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f'{where}, tool {index} has no name: write {{"type": "function", "function": {{"name": ...}}}}')
-    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in value)
+            raise DataError(
+                f'{where}, tool {index} has no name: write {{"type": "function", "function": '
+                f'{{"name": ...}}}}'
+            )
+    return tuple(
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in value
+    )
 
 
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
-        raise DataError(f'{where} is {kind_of(item)}, must be an object such as {{"role": "user", "content": "..."}}')
+        raise DataError(
+            f'{where} is {kind_of(item)}, must be an object such as {{"role": "user", "content": '
+            f'"..."}}'
+        )
     more = next((key for key, value in item.items() if key not in READ and value), None)
     if more is not None:
-        raise DataError(f"{where} has '{more}', which would be lost: only {', '.join(READ)} are read; remove it")
+        raise DataError(
+            f"{where} has '{more}', which would be lost: only {', '.join(READ)} are read; remove it"
+        )
     given = item.get("role", item.get("from"))
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:
-        raise DataError(f"{where} has the role {given!r:.40}, must be one of {', '.join(dict.fromkeys(ROLES.values()))}")
+        raise DataError(
+            f"{where} has the role {given!r:.40}, must be one of "
+            f"{', '.join(dict.fromkeys(ROLES.values()))}"
+        )
     written = item.get("tool_calls") or []
     if not isinstance(written, list):
-        raise DataError(f"{where} has {kind_of(written)} as 'tool_calls', must be an array of calls")
+        raise DataError(
+            f"{where} has {kind_of(written)} as 'tool_calls', must be an array of calls"
+        )
     calls = tuple(_call(call, index, where) for index, call in enumerate(written))
     if calls and role != "assistant":
-        raise DataError(f"{where} has tool_calls, and its role is '{role}': only the assistant calls tools")
+        raise DataError(
+            f"{where} has tool_calls, and its role is '{role}': only the assistant calls tools"
+        )
     called = item.get("tool_call_id")
-    return Message(role, _content(item, where, empty=bool(calls)), calls, called if isinstance(called, str) else None)
+    return Message(
+        role,
+        _content(item, where, empty=bool(calls)),
+        calls,
+        called if isinstance(called, str) else None,
+    )
 
 
 def _content(item: Mapping[str, Any], where: str, *, empty: bool) -> str | tuple[Part, ...]:
-    """Text, or parts where some of them are no text. empty: null is no text, as beside tool calls."""
+    """Text, or parts where some of them are no text. empty: null is no text, as beside tool
+    calls."""
     content = item.get("content", item.get("value"))
     if content is None and empty:
         return ""
     parts = read_content(content, where) if isinstance(content, list) else ()
     if isinstance(content, list) and all(part.type == "text" for part in parts):
         content = "".join(part.value for part in parts)
-    said = content if isinstance(content, str) else "".join(part.value for part in parts if part.type == "text")
+    said = (
+        content
+        if isinstance(content, str)
+        else "".join(part.value for part in parts if part.type == "text")
+    )
     if not isinstance(content, str | list):
-        what = "has no 'content'" if "content" not in item and "value" not in item else f"has {kind_of(content)} as 'content'"
+        what = (
+            "has no 'content'"
+            if "content" not in item and "value" not in item
+            else f"has {kind_of(content)} as 'content'"
+        )
         raise DataError(f"{where} {what}: write it as a string")
     if any("\ud800" <= c <= "\udfff" for c in said):
-        raise DataError(f"{where} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text: remove it")
+        raise DataError(
+            f"{where} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text: "
+            "remove it"
+        )
     return content if isinstance(content, str) else parts
 
 
@@ -88,14 +131,21 @@ def _call(call: Any, index: int, where: str) -> ToolCall:
     where = f"{where}, tool call {index}"
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f'{where} names no function: write {{"id": ..., "function": {{"name": ..., "arguments": ...}}}}')
+        raise DataError(
+            f'{where} names no function: write {{"id": ..., "function": {{"name": ..., '
+            f'"arguments": ...}}}}'
+        )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _json(arguments, where) if arguments.strip() else {}
     if not isinstance(arguments, dict):
-        raise DataError(f"{where} has {kind_of(arguments)} as arguments, must be an object, or its JSON")
+        raise DataError(
+            f"{where} has {kind_of(arguments)} as arguments, must be an object, or its JSON"
+        )
     name = call.get("id")
-    return ToolCall(name if isinstance(name, str) and name else f"call_{index}", function["name"], arguments)
+    return ToolCall(
+        name if isinstance(name, str) and name else f"call_{index}", function["name"], arguments
+    )
 
 
 def _json(text: str, where: str) -> Any:

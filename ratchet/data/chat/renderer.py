@@ -1,9 +1,10 @@
-"""Messages to tokens, and back: prompts, supervised rows with exact trainable spans, and the tokens that go between a sampled
-completion and the next one.
+"""Messages to tokens, and back: prompts, supervised rows with exact trainable spans, and the tokens
+that go between a sampled completion and the next one.
 
-One rule makes training and sampling agree: wherever the assistant starts or stops writing, the text is cut before it is
-tokenized. So the tokens of a supervised row are those of the prompt, then those of the answer alone, then the end of turn,
-exactly as they come about when the answer is sampled; no BPE merge reaches over the seam.
+One rule makes training and sampling agree: wherever the assistant starts or stops writing, the text
+is cut before it is tokenized. So the tokens of a supervised row are those of the prompt, then those
+of the answer alone, then the end of turn, exactly as they come about when the answer is sampled; no
+BPE merge reaches over the seam.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ PROBES = (Message("assistant", "<think>\nr\n</think>\n\na"), Message("assistant"
 
 
 class Renderer:
-    """Renders with one template: a built-in name ("plain", "turns", "chatml"), a .jinja file, Jinja text, or None for the
-    tokenizer's own. `variables` go to the template (such as `enable_thinking=False`); `now` is the time it may print;
-    `tool_format` is one of `ratchet.data.chat.tool_calls.FORMATS`, or "auto": told from the template. `processor`: the
-    model's, for
-    messages with images, audio and videos; None: it reads text alone. Tokens that are given hold all that stand for a medium.
+    """Renders with one template: a built-in name ("plain", "turns", "chatml"), a .jinja file, Jinja
+    text, or None for the tokenizer's own. `variables` go to the template (such as
+    `enable_thinking=False`); `now` is the time it may print; `tool_format` is one of
+    `ratchet.data.chat.tool_calls.FORMATS`, or "auto": told from the template. `processor`: the
+    model's, for messages with images, audio and videos; None: it reads text alone. Tokens that are
+    given hold all that stand for a medium.
 
     Raises DataError when there is no template, or when it has a syntax error.
     """
@@ -55,7 +57,9 @@ class Renderer:
     ) -> None:
         self.tokenizer, self.processor, self._tool_format = tokenizer, processor, tool_format
         names = {**tokenizer.special_tokens, **(variables or {})}
-        self.template = ChatTemplate(template_source(template, tokenizer), names, now or datetime.now())
+        self.template = ChatTemplate(
+            template_source(template, tokenizer), names, now or datetime.now()
+        )
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Tokens of the conversation, up to where the assistant's next turn begins."""
@@ -64,30 +68,40 @@ class Renderer:
         return [token for token, _ in self._with_media(conversation.tokens(pieces), messages)]
 
     def supervised(
-        self, messages: Sequence[Message], tools: Tools | None = None, *, train: Literal["all", "last"]
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        *,
+        train: Literal["all", "last"],
     ) -> tuple[list[int], list[bool]]:
-        """(tokens, trainable): trainable are the tokens that the assistant wrote, the one that ends its turn included, in
-        every turn or in the last. The row ends there.
+        """(tokens, trainable): trainable are the tokens that the assistant wrote, the one that ends
+        its turn included, in every turn or in the last. The row ends there.
 
-        Raises DataError when the last message is not the assistant's, or when the template rewrites an earlier turn that
-        should train.
+        Raises DataError when the last message is not the assistant's, or when the template rewrites
+        an earlier turn that should train.
         """
         last = len(messages) - 1
         if last < 0 or messages[last].role != "assistant":
-            raise DataError("a supervised conversation ends with a message of the assistant: drop what follows its last answer")
+            raise DataError(
+                "a supervised conversation ends with a message of the assistant: drop what follows "
+                "its last answer"
+            )
         conversation = self._conversation(messages, tools)
         pieces, rewritten = conversation.before(last)
         if train == "all" and rewritten:
             conversation.turn(rewritten[0])  # where the turn itself is at fault, this says why
             raise DataError(
-                f"message {rewritten[0]}: the chat template rewrites this turn once others follow (as when it drops earlier "
-                'reasoning), so it can\'t train as it was written: use train="last", with one row a turn'
+                f"message {rewritten[0]}: the chat template rewrites this turn once others follow "
+                "(as when it drops earlier "
+                'reasoning), so it can\'t train as it was written: use train="last", with one row '
+                "a turn"
             )
         _, answer = conversation.turn(last)
         marked = self._with_media(conversation.tokens([*pieces, Piece(answer, last)]), messages)
         tokens = [token for token, _ in marked]
         trainable = [turn is not None and (train == "all" or turn == last) for _, turn in marked]
-        if marked[-1][1] != last or tokens[-1] not in self._controls:  # the template does not end a turn, but the model must
+        # the template does not end a turn, but the model must
+        if marked[-1][1] != last or tokens[-1] not in self._controls:
             tokens.append(self._eos())
             trainable.append(True)
         return tokens, trainable
@@ -100,23 +114,33 @@ class Renderer:
         history: Sequence[Message] = (),
         tools: Tools | None = None,
     ) -> list[int]:
-        """What to append to a sampled completion so that the model can answer `messages`: the end of its turn if it is not
-        in `sampled` (it stopped at a string, or was cut), the messages, and the header of the next turn.
+        """What to append to a sampled completion so that the model can answer `messages`: the end
+        of its turn if it is not in `sampled` (it stopped at a string, or was cut), the messages,
+        and the header of the next turn.
 
         history: the messages before the completion, for templates whose headers depend on them.
         """
         before = [*(history or (USER,)), Message("assistant", SENTINEL)]
         conversation = self._conversation([*before, *messages], tools)
-        _, found, follows = conversation.text(len(before) + len(messages), prompt=True).partition(SENTINEL)
+        _, found, follows = conversation.text(len(before) + len(messages), prompt=True).partition(
+            SENTINEL
+        )
         if not found:
-            raise DataError("the chat template leaves out what the assistant said once others answer: it can't hold a dialogue")
+            raise DataError(
+                "the chat template leaves out what the assistant said once others answer: it can't "
+                "hold a dialogue"
+            )
         shape, last = self._shape, sampled[-1] if sampled else None
         ended = last in self.stop_ids
         if ended:
             follows = follows.removeprefix(shape.end)
         after: After = "special" if last in self._controls else "text"
-        added = [token for token, _ in self._with_media(conversation.tokens([Piece(follows)], after), messages)]
-        # Without an end of its own, a turn ends where the next header begins: the model has written that token then.
+        added = [
+            token
+            for token, _ in self._with_media(conversation.tokens([Piece(follows)], after), messages)
+        ]
+        # Without an end of its own, a turn ends where the next header begins: the model has written
+        # that token then.
         return added[1:] if ended and not shape.end and added[:1] == [last] else added
 
     def keeps(
@@ -128,12 +152,18 @@ class Renderer:
         said: Message,
         tools: Tools | None = None,
     ) -> bool:
-        """Whether the conversation `history`, `said`, `messages` shows all that stood in the prompt for `said`, and `said`
-        itself, as they were: then `extend` gives what the template would. `sampled` is the completion that `said` was read
-        from. How a call's JSON was spaced does not count: the tokens stay as they were sampled."""
+        """Whether the conversation `history`, `said`, `messages` shows all that stood in the prompt
+        for `said`, and `said` itself, as they were: then `extend` gives what the template would.
+        `sampled` is the completion that `said` was read from. How a call's JSON was spaced does not
+        count: the tokens stay as they were sampled."""
         conversation, n = self._conversation([*history, said, *messages], tools), len(history)
-        shown, prompt = conversation.text(n + 1 + len(messages), prompt=True), conversation.text(n, prompt=True)
-        if shown.startswith(prompt + self._text(sampled, None, skip_special=False) + self._shape.end):
+        shown, prompt = (
+            conversation.text(n + 1 + len(messages), prompt=True),
+            conversation.text(n, prompt=True),
+        )
+        if shown.startswith(
+            prompt + self._text(sampled, None, skip_special=False) + self._shape.end
+        ):
             return True
         try:
             prompt, answer = conversation.turn(n)
@@ -141,14 +171,21 @@ class Renderer:
             return False
         return shown.startswith(prompt + answer)
 
-    def media(self, tokens: Sequence[int] | NDArray[np.int64], messages: Sequence[Message]) -> tuple[Placed, ...]:
-        """The media of `messages`, where they lie in `tokens`, which hold these messages and no others with media. Raises
-        DataError where they are not there."""
+    def media(
+        self, tokens: Sequence[int] | NDArray[np.int64], messages: Sequence[Message]
+    ) -> tuple[Placed, ...]:
+        """The media of `messages`, where they lie in `tokens`, which hold these messages and no
+        others with media. Raises DataError where they are not there."""
         media = self._media(messages)
         if not media:
             return ()
         assert self.processor is not None, "who reads media has one"
-        reserved, row, placed, end = self.processor.reserved, np.asarray(tokens, dtype=np.int64), list[Placed](), 0
+        reserved, row, placed, end = (
+            self.processor.reserved,
+            np.asarray(tokens, dtype=np.int64),
+            list[Placed](),
+            0,
+        )
         marks = np.isin(row, list(reserved)).nonzero()[0]
         for one in media:
             before = next(i for i, token in enumerate(one.tokens) if token in reserved)
@@ -156,36 +193,51 @@ class Renderer:
             start = int(found[0]) - before if len(found) else len(row)
             end = start + one.medium.span
             if start < 0 or tuple(row[start:end].tolist()) != one.tokens:
-                raise DataError(f"{len(media)} media in the messages, and not all of them in the tokens: render them together")
+                raise DataError(
+                    f"{len(media)} media in the messages, and not all of them in the tokens: "
+                    "render them together"
+                )
             placed.append(Placed(start, one.medium))
         return tuple(placed)
 
     def stray(self, sampled: Sequence[int] | NDArray[np.int64]) -> str | None:
-        """The first of the sampled tokens that stands for a medium, which a policy can't write; None: there is none."""
+        """The first of the sampled tokens that stands for a medium, which a policy can't write;
+        None: there is none."""
         if self.processor is None:
             return None
         found = next((int(token) for token in sampled if token in self.processor.reserved), None)
         return None if found is None else self.tokenizer.decode([found], skip_special=False)
 
     def parse(self, tokens: Sequence[int], stop: StopReason | None = None) -> Message:
-        """The completion as the message that renders to it: without its end of turn and other special tokens, and with what
-        the prompt had already put into the assistant's mouth. A character that was cut in the middle is left out."""
+        """The completion as the message that renders to it: without its end of turn and other
+        special tokens, and with what the prompt had already put into the assistant's mouth. A
+        character that was cut in the middle is left out."""
         text = self._text(tokens, stop, skip_special=True)
         return Message("assistant", self._shape.prefill + text.removeprefix(self._shape.lead))
 
     def parse_calls(
-        self, tokens: Sequence[int], stop: StopReason | None = None, *, tools: Tools = (), first: int = 0
+        self,
+        tokens: Sequence[int],
+        stop: StopReason | None = None,
+        *,
+        tools: Tools = (),
+        first: int = 0,
     ) -> tuple[Message, int]:
-        """(the completion as `parse` gives it, but with its tool calls apart; how many calls could not be read). With one that
-        could not there are none, and the message's text is all that was written. Calls are numbered from `first` on.
+        """(the completion as `parse` gives it, but with its tool calls apart; how many calls could
+        not be read). With one that could not there are none, and the message's text is all that was
+        written. Calls are numbered from `first` on.
 
         Raises ConfigError where the model's family can't be told: set `tokenizer.tool_format`.
         """
         whole = self._text(tokens, stop, skip_special=False)
-        found = self.tool_format.read(self._shape.prefill + whole.removeprefix(self._shape.lead), tools)
+        found = self.tool_format.read(
+            self._shape.prefill + whole.removeprefix(self._shape.lead), tools
+        )
         if found.malformed or not found.calls:
             return self.parse(tokens, stop), found.malformed
-        content = "".join(piece for piece in self.tokenizer.pieces(found.content) if isinstance(piece, str))
+        content = "".join(
+            piece for piece in self.tokenizer.pieces(found.content) if isinstance(piece, str)
+        )
         return Message("assistant", content, self.tool_format.numbered(found.calls, first)), 0
 
     @cached_property
@@ -202,18 +254,21 @@ class Renderer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end the assistant's turn: the tokenizer's EOS ids, and what the template puts at the end of a turn."""
+        """Ids that end the assistant's turn: the tokenizer's EOS ids, and what the template puts at
+        the end of a turn."""
         own = () if self._shape.end_id is None else (self._shape.end_id,)
         return tuple(dict.fromkeys((*self.tokenizer.eos_ids, *own)))
 
     @cached_property
     def extends_history(self) -> bool:
-        """Whether a conversation that goes on keeps every earlier turn as it was written, so that one sequence of tokens
-        can hold it whole. False where the template drops or changes turns once the user answers (earlier reasoning, say)."""
+        """Whether a conversation that goes on keeps every earlier turn as it was written, so that
+        one sequence of tokens can hold it whole. False where the template drops or changes turns
+        once the user answers (earlier reasoning, say)."""
         return not any(self.rewritten_turns([USER, said, USER]) for said in PROBES)
 
     def rewritten_turns(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Indices of the assistant's messages that the template shows otherwise than they were written."""
+        """Indices of the assistant's messages that the template shows otherwise than they were
+        written."""
         return self._conversation(messages, tools).before(len(messages))[1]
 
     @cached_property
@@ -235,15 +290,18 @@ class Renderer:
             for part in (part for part in parts if part.type != "text"):
                 if self.processor is None:
                     raise DataError(
-                        f"message {index} has a part of the type '{part.type}', and the model reads text alone: choose a model "
+                        f"message {index} has a part of the type '{part.type}', and the model "
+                        "reads text alone: choose a model "
                         "that reads it, or remove the part"
                     )
                 found.append(self.processor.expanded(part, where=f"message {index}"))
         return found
 
-    def _with_media(self, marked: list[tuple[int, int | None]], messages: Sequence[Message]) -> list[tuple[int, int | None]]:
-        """With all tokens of each medium in place of its placeholder; nobody wrote them. Raises DataError where there are not
-        as many placeholders as media."""
+    def _with_media(
+        self, marked: list[tuple[int, int | None]], messages: Sequence[Message]
+    ) -> list[tuple[int, int | None]]:
+        """With all tokens of each medium in place of its placeholder; nobody wrote them. Raises
+        DataError where there are not as many placeholders as media."""
         media = self._media(messages)
         if self.processor is None:
             return marked
@@ -256,17 +314,24 @@ class Renderer:
             if used < len(media) and media[used].medium.kind == kind:
                 whole += [(part, None) for part in media[used].tokens]
             used += 1
-        wanted, found = [one.medium.kind for one in media], [placeholders[t] for t, _ in marked if t in placeholders]
+        wanted, found = (
+            [one.medium.kind for one in media],
+            [placeholders[t] for t, _ in marked if t in placeholders],
+        )
         if wanted != found:
             raise DataError(
-                f"the messages hold {_listed(wanted)}, and the chat template writes placeholders for {_listed(found)}: use the "
+                f"the messages hold {_listed(wanted)}, and the chat template writes placeholders "
+                f"for {_listed(found)}: use the "
                 "model's own template, and no placeholders in it beside those of parts"
             )
         return whole
 
     def _eos(self) -> int:
         if not self.tokenizer.eos_ids:
-            raise DataError("neither the template nor the tokenizer ends the assistant's turn: set eos_token in its config")
+            raise DataError(
+                "neither the template nor the tokenizer ends the assistant's turn: set eos_token "
+                "in its config"
+            )
         return self.tokenizer.eos_ids[0]
 
 

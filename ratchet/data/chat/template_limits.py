@@ -1,8 +1,10 @@
-"""Jinja whose renderings are counted: a template comes with a model, so it may be written to hang or to fill memory.
+"""Jinja whose renderings are counted: a template comes with a model, so it may be written to hang
+or to fill memory.
 
-Every pass of a loop, call, operation and filter takes steps of a budget, more of them for long values; what would multiply
-lengths is refused before it is computed. The count depends on the template and its input alone, never on a clock. Constants are
-not folded where that could take long, since the compiler would then do uncounted what a rendering may not.
+Every pass of a loop, call, operation and filter takes steps of a budget, more of them for long
+values; what would multiply lengths is refused before it is computed. The count depends on the
+template and its input alone, never on a clock. Constants are not folded where that could take long,
+since the compiler would then do uncounted what a rendering may not.
 """
 
 from __future__ import annotations
@@ -38,16 +40,58 @@ Container = (list, tuple, dict, set, frozenset)
 # Filters that hand their value on, or take its length, without going through what lies inside.
 SHALLOW = frozenset(
     (
-        *("length", "count", "first", "last", "list", "map", "select", "reject", "selectattr", "rejectattr", "items"),
+        *(
+            "length",
+            "count",
+            "first",
+            "last",
+            "list",
+            "map",
+            "select",
+            "reject",
+            "selectattr",
+            "rejectattr",
+            "items",
+        ),
         *("reverse", "default", "d", "attr", "batch", "slice", "safe"),
     )
 )
 COMPARING = frozenset(
-    ["in", "eq", "equalto", "==", "ne", "!=", "lt", "le", "gt", "ge", "<", "<=", ">", ">=", "lessthan", "greaterthan"]
+    [
+        "in",
+        "eq",
+        "equalto",
+        "==",
+        "ne",
+        "!=",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "<",
+        "<=",
+        ">",
+        ">=",
+        "lessthan",
+        "greaterthan",
+    ]
 )
-# Filters and methods of texts whose result is as many times longer as an argument says, or as an argument is long.
+# Filters and methods of texts whose result is as many times longer as an argument says, or as an
+# argument is long.
 GROWING = frozenset(
-    ("indent", "wordwrap", "expandtabs", "center", "ljust", "rjust", "zfill", "batch", "slice", "round", "to_bytes")
+    (
+        "indent",
+        "wordwrap",
+        "expandtabs",
+        "center",
+        "ljust",
+        "rjust",
+        "zfill",
+        "batch",
+        "slice",
+        "round",
+        "to_bytes",
+    )
 )
 
 
@@ -83,10 +127,14 @@ class Work:
         """Raise TemplateRuntimeError where fewer are left."""
         self.left -= steps
         if self.left < 0:
-            _refuse(f"it takes more than {self.allowed:,} steps, which so few messages need in no sane template")
+            _refuse(
+                f"it takes more than {self.allowed:,} steps, which so few messages need in no sane "
+                "template"
+            )
 
     def weigh(self, value: Any, *, deep: bool = True) -> None:
-        """Spend what going through `value` takes. deep: also through what lies in it, as often as it lies there."""
+        """Spend what going through `value` takes. deep: also through what lies in it, as often as
+        it lies there."""
         if isinstance(value, Text):
             self.spend(len(value) // CHARS_A_STEP)
         elif not deep:
@@ -118,7 +166,8 @@ def _refuse(why: str) -> NoReturn:
 
 
 class _Counting(NodeTransformer):
-    """Puts a count into each loop, and before each operation that goes through its operands without a call."""
+    """Puts a count into each loop, and before each operation that goes through its operands without
+    a call."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         tick = _tick_for(node)
@@ -149,7 +198,9 @@ class _Counting(NodeTransformer):
         self.generic_visit(node)
         constant = isinstance(node.expr, nodes.Const)
         for operand in node.ops:
-            if operand.op in ("in", "notin") or not (constant or isinstance(operand.expr, nodes.Const)):
+            if operand.op in ("in", "notin") or not (
+                constant or isinstance(operand.expr, nodes.Const)
+            ):
                 operand.expr = _weighed(operand.expr)
             constant = isinstance(operand.expr, nodes.Const)
         return node
@@ -176,7 +227,11 @@ class _Counting(NodeTransformer):
 def _tick_for(node: nodes.Node) -> nodes.Expr:
     """What one pass through a body takes, whose own texts nothing else counts."""
     texts = [*node.find_all(nodes.TemplateData), *node.find_all(nodes.Const)]
-    chars = sum(len(text) for each in texts if isinstance(text := getattr(each, "data", getattr(each, "value", None)), str))
+    chars = sum(
+        len(text)
+        for each in texts
+        if isinstance(text := getattr(each, "data", getattr(each, "value", None)), str)
+    )
     each = STEPS_A_CALL if getattr(node, "recursive", False) else 1
     return _filtered(nodes.Const(each + chars // CHARS_A_STEP), TICK)
 
@@ -214,15 +269,20 @@ class _Opaque(Namespace):
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates render only with a `Work` among their variables, under the name WORK."""
+    """A sandbox whose templates render only with a `Work` among their variables, under the name
+    WORK."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
         super().__init__(optimized=False, finalize=_weigh, **options)
-        self.filters = {name: _metered(name, function) for name, function in DEFAULT_FILTERS.items()}
+        self.filters = {
+            name: _metered(name, function) for name, function in DEFAULT_FILTERS.items()
+        }
         self.filters |= {TICK: _tick, WEIGH: _weigh}
-        self.tests = {name: _metered_test(name, function) for name, function in DEFAULT_TESTS.items()}
+        self.tests = {
+            name: _metered_test(name, function) for name, function in DEFAULT_TESTS.items()
+        }
         self.globals["namespace"] = _Opaque
         for name in DEFAULT_NAMESPACE.keys() & {"lipsum"}:
             del self.globals[name]
@@ -258,7 +318,11 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         """Compute what can make long values of short ones."""
         work = context.parent[WORK]
         if operator == "**":
-            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_BITS:
+            if (
+                isinstance(left, int)
+                and isinstance(right, int)
+                and left.bit_length() * right > MAX_BITS
+            ):
                 _refuse("a power has more digits than a template needs")
         elif operator == "%" and isinstance(left, Text):
             _check_format(left, (right,))
@@ -276,30 +340,49 @@ def _check_product(left: Any, right: Any) -> None:
             _refuse("a product has more digits than a template needs")
         return
     for one, other in ((left, right), (right, left)):
-        if isinstance(one, (*Text, list, tuple)) and isinstance(other, int) and len(one) * other > MAX_CHARS:
+        if (
+            isinstance(one, (*Text, list, tuple))
+            and isinstance(other, int)
+            and len(one) * other > MAX_CHARS
+        ):
             _refuse(f"a repetition makes more than {MAX_CHARS:,} characters or items")
 
 
 def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise TemplateRuntimeError where the result of a filter or a method would be far longer than what goes in."""
+    """Raise TemplateRuntimeError where the result of a filter or a method would be far longer than
+    what goes in."""
     given = (*args, *kwargs.values())
     if name in ("format", "format_map") and isinstance(value, Text):
         _check_format(value, given)
     elif name == "translate":
         _refuse("translate() is not for templates: use replace")
     elif (
-        name == "replace" and isinstance(value, Text) and len(given) >= 2 and all(isinstance(g, type(value)) for g in given[:2])
+        name == "replace"
+        and isinstance(value, Text)
+        and len(given) >= 2
+        and all(isinstance(g, type(value)) for g in given[:2])
     ):
         if value.count(given[0]) * len(given[1]) > MAX_CHARS:
             _refuse(f"a replacement makes more than {MAX_CHARS:,} characters")
     elif name == "join":
         other = given[0] if given else ""
         items, separator = (other, value) if isinstance(value, Text) else (value, other)
-        if isinstance(items, Sized) and isinstance(separator, Text) and len(items) * len(separator) > MAX_CHARS:
+        if (
+            isinstance(items, Sized)
+            and isinstance(separator, Text)
+            and len(items) * len(separator) > MAX_CHARS
+        ):
             _refuse(f"join() makes more than {MAX_CHARS:,} characters")
     elif name in GROWING:
-        times = 1 + len(value) if isinstance(value, (*Text, *Container)) and name not in ("center", "ljust", "rjust") else 1
-        most = max((abs(g) if isinstance(g, int) else len(g) if isinstance(g, Text) else 0 for g in given), default=0)
+        times = (
+            1 + len(value)
+            if isinstance(value, (*Text, *Container)) and name not in ("center", "ljust", "rjust")
+            else 1
+        )
+        most = max(
+            (abs(g) if isinstance(g, int) else len(g) if isinstance(g, Text) else 0 for g in given),
+            default=0,
+        )
         if times * most > MAX_CHARS or (not isinstance(value, Text) and most > MAX_WIDTH):
             _refuse(f"{name}() makes more than {MAX_CHARS:,} characters or items")
 
@@ -310,11 +393,13 @@ def _sized(items: Any) -> Any:
 
 
 def _check_format(form: Any, given: tuple[Any, ...]) -> None:
-    """Raise TemplateRuntimeError for widths that a format states in numbers, or takes from its values."""
+    """Raise TemplateRuntimeError for widths that a format states in numbers, or takes from its
+    values."""
     text = form if isinstance(form, str) else form.decode("latin-1")
     taken = "*" in text or re.search(r"\{[^{}]*\{", text.replace("{{", "")) is not None
     widths = [
-        min(int(digits[-9:]), MAX_WIDTH + 1) if len(digits) < 10 else MAX_WIDTH + 1 for digits in re.findall(r"[0-9]+", text)
+        min(int(digits[-9:]), MAX_WIDTH + 1) if len(digits) < 10 else MAX_WIDTH + 1
+        for digits in re.findall(r"[0-9]+", text)
     ]
     if taken or sum(widths) > MAX_WIDTH:
         _refuse("a format states wider fields than a template needs")

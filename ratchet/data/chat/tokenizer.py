@@ -1,7 +1,8 @@
-"""Text to token ids and back: one class over the Rust library, read from and written to Hugging Face directories.
+"""Text to token ids and back: one class over the Rust library, read from and written to Hugging
+Face directories.
 
-Two ways in, never mixed up: text that somebody *said* (`encode(text)`: "<|im_end|>" is ten ordinary characters) and text
-that a template wrote (`allow_special=True`: it is the control token).
+Two ways in, never mixed up: text that somebody *said* (`encode(text)`: "<|im_end|>" is ten ordinary
+characters) and text that a template wrote (`allow_special=True`: it is the control token).
 """
 
 from __future__ import annotations
@@ -25,22 +26,46 @@ from ratchet.utils.terminal_text import first_line, shortened
 After = Literal["start", "special", "text"]
 
 # Tokens that templates may name. The rest of tokenizer_config.json is kept as it is.
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-SLOW_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
-DOWNLOADS = ["tokenizer*", "special_tokens_map.json", "chat_template*", "*config.json", "*.model", "vocab.*", "merges.txt"]
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+SLOW_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+DOWNLOADS = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "*config.json",
+    "*.model",
+    "vocab.*",
+    "merges.txt",
+]
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-# Put before a text to give it something to follow. Only private copies of a tokenizer know it; random, so that no text can
-# contain it on purpose.
+# Put before a text to give it something to follow. Only private copies of a tokenizer know it;
+# random, so that no text can contain it on purpose.
 GUARD = f"\U0010fffd{secrets.token_hex(8)}"
 
-# Characters from which on a text is encoded by the library's call for batches. That one runs without Python's lock, where a
-# single text of 2 MiB holds up every other thread for seconds (12.2 s against 0.3 s); it takes 9 us longer.
+# Characters from which on a text is encoded by the library's call for batches. That one runs
+# without Python's lock, where a single text of 2 MiB holds up every other thread for seconds (12.2
+# s against 0.3 s); it takes 9 us longer.
 LONG = 2**14
 
 
 class Special(NamedTuple):
-    """A control token in a text: characters [start, end). Some swallow the white space beside them."""
+    """A control token in a text: characters [start, end). Some swallow the white space beside
+    them."""
 
     start: int
     end: int
@@ -48,8 +73,9 @@ class Special(NamedTuple):
 
 
 class Tokenizer:
-    """`config` is the content of tokenizer_config.json (it names the special tokens); `eos_ids` adds to its EOS others that
-    end a turn. Nothing in Ratchet pads by id: `pad_id` is only written out for other programs."""
+    """`config` is the content of tokenizer_config.json (it names the special tokens); `eos_ids`
+    adds to its EOS others that end a turn. Nothing in Ratchet pads by id: `pad_id` is only written
+    out for other programs."""
 
     def __init__(
         self,
@@ -59,25 +85,34 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         chat_template: str | None = None,
     ) -> None:
-        backend.no_truncation()  # a tokenizer.json may ask for either, and would then change texts silently
+        # a tokenizer.json may ask for either, and would then change texts silently
+        backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.config = dict(config or {})
         self.chat_template = chat_template
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         names = ((name, _token_text(self.config.get(name))) for name in SPECIAL_NAMES)
-        self.special_tokens: dict[str, str] = {name: text for name, text in names if text is not None}
+        self.special_tokens: dict[str, str] = {
+            name: text for name, text in names if text is not None
+        }
         for token in self.special_tokens.values():
             if backend.token_to_id(token) is not None:
-                backend.add_special_tokens([token])  # some files name a token as special that they don't mark so
+                # some files name a token as special that they don't mark so
+                backend.add_special_tokens([token])
         self.bos_id, self.pad_id = self._named("bos_token"), self._named("pad_token")
         first = self._named("eos_token")
-        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([first, *eos_ids] if first is not None else eos_ids))
+        self.eos_ids: tuple[int, ...] = tuple(
+            dict.fromkeys([first, *eos_ids] if first is not None else eos_ids)
+        )
         self._check_eos(first)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is made when it is first needed: the guard in some of that is this process's own."""
-        made = {name for name, value in vars(type(self)).items() if isinstance(value, cached_property)}
+        """Without what is made when it is first needed: the guard in some of that is this process's
+        own."""
+        made = {
+            name for name, value in vars(type(self)).items() if isinstance(value, cached_property)
+        }
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def _named(self, name: str) -> int | None:
@@ -86,17 +121,26 @@ class Tokenizer:
     def _check_eos(self, first: int | None) -> None:
         if first is None and "eos_token" in self.special_tokens:
             name = self.special_tokens["eos_token"]
-            raise ModelError(f"eos_token {name!r} of tokenizer_config.json is no token of tokenizer.json: correct one of them")
+            raise ModelError(
+                f"eos_token {name!r} of tokenizer_config.json is no token of tokenizer.json: "
+                "correct one of them"
+            )
         for i in self.eos_ids:
             if not 0 <= i < self.vocab_size:
-                raise ModelError(f"EOS id {i} lies outside the tokenizer's {self.vocab_size} tokens: correct eos_token_id")
+                raise ModelError(
+                    f"EOS id {i} lies outside the tokenizer's {self.vocab_size} tokens: correct "
+                    "eos_token_id"
+                )
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
-    def encode(self, text: str, *, allow_special: bool = False, after: After = "start") -> list[int]:
-        """Ids of `text`, without BOS or EOS. `after` says what the text follows: nothing, a special token or other text (then
-        no SentencePiece space is put in front of it). Raises DataError for a character that has no token."""
+    def encode(
+        self, text: str, *, allow_special: bool = False, after: After = "start"
+    ) -> list[int]:
+        """Ids of `text`, without BOS or EOS. `after` says what the text follows: nothing, a special
+        token or other text (then no SentencePiece space is put in front of it). Raises DataError
+        for a character that has no token."""
         if not allow_special:
             return self._encode_text(text, after)
         ids: list[int] = []
@@ -124,7 +168,9 @@ class Tokenizer:
         """The special tokens in `text`, in order."""
         pattern, ids = self._special_pattern
         found = pattern.finditer(text) if ids else ()
-        return [Special(match.start(), match.end(), ids[(match.lastindex or 0) - 1]) for match in found]
+        return [
+            Special(match.start(), match.end(), ids[(match.lastindex or 0) - 1]) for match in found
+        ]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing."""
@@ -133,7 +179,11 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> dict[str, int]:
         """Every control token and its id."""
-        return {token.content: i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        return {
+            token.content: i
+            for i, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        }
 
     @cached_property
     def adds_bos(self) -> bool:
@@ -156,13 +206,16 @@ class Tokenizer:
         return self._backend.to_str() == other._backend.to_str()
 
     def save(self, directory: str | Path) -> None:
-        """Writes the files that `load_tokenizer` and `transformers.AutoTokenizer` read. Several EOS ids go to
-        generation_config.json, unless the model's own lies there already."""
+        """Writes the files that `load_tokenizer` and `transformers.AutoTokenizer` read. Several EOS
+        ids go to generation_config.json, unless the model's own lies there already."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         _write(directory / "tokenizer.json", self._backend.to_str(pretty=True))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config}
-        _write(directory / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        _write(
+            directory / "tokenizer_config.json",
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        )
         if self.chat_template is not None:
             _write(directory / "chat_template.jinja", self.chat_template)
         generation = directory / "generation_config.json"
@@ -181,15 +234,24 @@ class Tokenizer:
 
     @cached_property
     def _contexts(self) -> dict[After, tuple[str, list[int]]]:
-        """What is put before a text, and its ids, so that the text is encoded as in the middle of a longer one.
+        """What is put before a text, and its ids, so that the text is encoded as in the middle of a
+        longer one.
 
-        Some SentencePiece conversions put a space before every stretch of text, after a special token too; between two
-        stretches of one text there is none, which a newline in front reproduces.
+        Some SentencePiece conversions put a space before every stretch of text, after a special
+        token too; between two stretches of one text there is none, which a newline in front
+        reproduces.
         """
         probe = self._plain.encode(f"{GUARD}a", add_special_tokens=False)
         spaced = len(probe.tokens) > 1 and probe.tokens[1][0] in "▁Ġ"
-        contexts: dict[After, str] = {"start": "", "special": GUARD, "text": f"{GUARD}\n" if spaced else GUARD}
-        return {after: (text, self._plain.encode(text, add_special_tokens=False).ids) for after, text in contexts.items()}
+        contexts: dict[After, str] = {
+            "start": "",
+            "special": GUARD,
+            "text": f"{GUARD}\n" if spaced else GUARD,
+        }
+        return {
+            after: (text, self._plain.encode(text, add_special_tokens=False).ids)
+            for after, text in contexts.items()
+        }
 
     def _encode_text(self, text: str, after: After) -> list[int]:
         if not text:
@@ -202,7 +264,10 @@ class Tokenizer:
                 encoding = self._plain.encode_batch([context + text], add_special_tokens=False)[0]
         except TypeError as error:  # the library takes no half of a UTF-16 pair
             lone = next(c for c in text if "\ud800" <= c <= "\udfff")
-            raise DataError(f"the text holds the lone surrogate U+{ord(lone):04X}, which is no character: remove it") from error
+            raise DataError(
+                f"the text holds the lone surrogate U+{ord(lone):04X}, which is no character: "
+                "remove it"
+            ) from error
         if encoding.ids[: len(before)] != before:  # the newline merged with the text
             return self._encode_text(text, "special")
         ids = encoding.ids[len(before) :]
@@ -219,16 +284,23 @@ class Tokenizer:
     def _refuse(self, characters: str) -> None:
         points = " ".join(f"U+{ord(c):04X}" for c in characters)
         raise DataError(
-            f"{characters!r} ({points}) has no token: add it to `tokenizer.alphabet`, or use `tokenizer.kind: bytes`, "
+            f"{characters!r} ({points}) has no token: add it to `tokenizer.alphabet`, or use "
+            "`tokenizer.kind: bytes`, "
             "which has a token for everything"
         )
 
     @cached_property
     def _special_pattern(self) -> tuple[re.Pattern[str], list[int]]:
         """Finds special tokens, the longest first; its group n stands for the n-th id."""
-        added = [(token, i) for i, token in self._backend.get_added_tokens_decoder().items() if token.special]
+        added = [
+            (token, i)
+            for i, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        ]
         added.sort(key=lambda item: -len(item[0].content))
-        return re.compile("|".join(_token_pattern(token) for token, _ in added)), [i for _, i in added]
+        return re.compile("|".join(_token_pattern(token) for token, _ in added)), [
+            i for _, i in added
+        ]
 
 
 def _token_pattern(token: tokenizers.AddedToken) -> str:
@@ -251,19 +323,24 @@ def _write(path: Path, text: str) -> None:
 
 
 def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokenizer:
-    """The tokenizer of a model directory, here or at an address (s3://bucket/model), or of a model on the Hugging Face hub
-    ("owner/name", optionally a `revision`).
+    """The tokenizer of a model directory, here or at an address (s3://bucket/model), or of a model
+    on the Hugging Face hub ("owner/name", optionally a `revision`).
 
-    A tokenizer.json is read directly. A directory that only has an older format is converted by transformers.
-    Raises ModelError when there is none, or when its files contradict each other.
+    A tokenizer.json is read directly. A directory that only has an older format is converted by
+    transformers. Raises ModelError when there is none, or when its files contradict each other.
     """
     directory = _fetch(str(source)) if is_address(source) else Path(source)
     if not directory.is_dir():
         directory = _download(str(source), revision)
-    config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
+    config = {
+        **_read_json(directory / "special_tokens_map.json"),
+        **_read_json(directory / "tokenizer_config.json"),
+    }
     template = _chat_template(directory, config.pop("chat_template", None))
     _check_special_tokens(directory, config)
-    return Tokenizer(_backend(directory), config=config, eos_ids=_eos_ids(directory), chat_template=template)
+    return Tokenizer(
+        _backend(directory), config=config, eos_ids=_eos_ids(directory), chat_template=template
+    )
 
 
 def _check_special_tokens(directory: Path, config: Mapping[str, Any]) -> None:
@@ -272,7 +349,8 @@ def _check_special_tokens(directory: Path, config: Mapping[str, Any]) -> None:
         text = value.get("content") if isinstance(value, Mapping) else value
         if not (isinstance(text, str) and text) and value is not None:
             raise ModelError(
-                f"{directory}: {name} of tokenizer_config.json is {shortened(repr(value), 80)}, must be a text: copy the file "
+                f"{directory}: {name} of tokenizer_config.json is {shortened(repr(value), 80)}, "
+                "must be a text: copy the file "
                 "from the original model again"
             )
 
@@ -290,18 +368,28 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
     path = directory / "tokenizer.json"
     if path.exists():
         if "model" not in _read_json(path):
-            raise ModelError(f"{path} is no tokenizer: it has no 'model'. Copy the file from the original model again")
+            raise ModelError(
+                f"{path} is no tokenizer: it has no 'model'. Copy the file from the original model "
+                "again"
+            )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more special for a file that it can't use
+        # the library raises nothing more special for a file that it can't use
+        except Exception as error:
             raise ModelError(
-                f"{path} can't be used: {first_line(str(error))}: copy it from the original model again"
+                f"{path} can't be used: {first_line(str(error))}: copy it from the original model "
+                "again"
             ) from error
         if not backend.get_vocab_size():
-            raise ModelError(f"{path} is no tokenizer: it has no tokens. Copy the file from the original model again")
+            raise ModelError(
+                f"{path} is no tokenizer: it has no tokens. Copy the file from the original model "
+                "again"
+            )
         return backend
     if not any((directory / name).is_file() for name in SLOW_FILES):
-        raise ModelError(f"{directory} holds no tokenizer (tokenizer.json): copy it from the original model")
+        raise ModelError(
+            f"{directory} holds no tokenizer (tokenizer.json): copy it from the original model"
+        )
     from transformers import AutoTokenizer
 
     try:
@@ -311,10 +399,15 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
         converted = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # as many tokenizers as there are, each with errors of its own kinds
         reason = first_line(str(error) or type(error).__name__)
-        raise ModelError(f"transformers can't read the tokenizer in {directory}: {reason}") from error
+        raise ModelError(
+            f"transformers can't read the tokenizer in {directory}: {reason}"
+        ) from error
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:
-        raise ModelError(f"{directory}: its tokenizer is written in Python and has no fast form: save one as tokenizer.json")
+        raise ModelError(
+            f"{directory}: its tokenizer is written in Python and has no fast form: save one as "
+            "tokenizer.json"
+        )
     return backend
 
 
@@ -326,7 +419,8 @@ def _eos_ids(directory: Path) -> list[int]:
             ids = value if isinstance(value, list) else [value]
             if not all(type(one) is int for one in ids):
                 raise ModelError(
-                    f"{directory / name}: eos_token_id={shortened(repr(value), 80)} must be a number, or a list of them"
+                    f"{directory / name}: eos_token_id={shortened(repr(value), 80)} must be a "
+                    "number, or a list of them"
                 )
             return ids
     return []
@@ -349,12 +443,16 @@ def _chat_template(directory: Path, configured: Any) -> str | None:
     except (TypeError, KeyError):
         chosen = 0
     if chosen is not None and not isinstance(chosen, str):
-        raise ModelError(f"{directory}: chat_template of tokenizer_config.json must be a text, or a list of named ones")
+        raise ModelError(
+            f"{directory}: chat_template of tokenizer_config.json must be a text, or a list of "
+            "named ones"
+        )
     return chosen
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """{} where the file is absent. Raises ModelError where it is no plain file, or no JSON object."""
+    """{} where the file is absent. Raises ModelError where it is no plain file, or no JSON
+    object."""
     if not path.exists():
         return {}
     try:
@@ -362,9 +460,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror}") from error
     except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}): copy the file from the original model again") from error
+        raise ModelError(
+            f"{path} is not valid JSON ({error}): copy the file from the original model again"
+        ) from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no JSON object: copy the file from the original model again")
+        raise ModelError(
+            f"{path} holds no JSON object: copy the file from the original model again"
+        )
     return content
 
 
@@ -374,7 +476,9 @@ def _download(name: str, revision: str | None) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=DOWNLOADS))
+        return Path(
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=DOWNLOADS)
+        )
     except (OSError, ValueError) as error:
         raise ModelError(
             f"'{name}' is no directory here, and the Hugging Face hub does not give it: {error}\n"

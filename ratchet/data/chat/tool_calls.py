@@ -1,7 +1,8 @@
-"""Tool calls in the text of a policy, by model family. A policy may write anything: what can't be read is counted, and nothing
-here raises on it.
+"""Tool calls in the text of a policy, by model family. A policy may write anything: what can't be
+read is counted, and nothing here raises on it.
 
-Sources: the chat templates that the families publish, and the readers of inference servers for them (vLLM, SGLang).
+Sources: the chat templates that the families publish, and the readers of inference servers for them
+(vLLM, SGLang).
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ Tools = Sequence[Mapping[str, Any]]
 # (what is left as content, one entry a call; None: meant as a call, and can't be read)
 Reader = Callable[[str, Tools], tuple[str, list[Call | None]]]
 
-MAX_DEPTH = 32  # of nested arguments: deeper ones are no use to a tool, and recursive code would break on them
+# of nested arguments: deeper ones are no use to a tool, and recursive code would break on them
+MAX_DEPTH = 32
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 class Found(NamedTuple):
-    """content: the text without the calls; all of it where one call is malformed, and then there are none."""
+    """content: the text without the calls; all of it where one call is malformed, and then there
+    are none."""
 
     content: str
     calls: tuple[Call, ...] = ()
@@ -35,7 +38,8 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """marks: a template, or else the special tokens, with one of them, is of this family. call_id: number -> id."""
+    """marks: a template, or else the special tokens, with one of them, is of this family. call_id:
+    number -> id."""
 
     name: str
     reader: Reader
@@ -43,7 +47,8 @@ class ToolFormat:
     call_id: str = "call_{}"
 
     def read(self, text: str, tools: Tools = ()) -> Found:
-        """Calls in the reasoning are not meant: they stay there. `tools` tell the types of arguments that are written bare."""
+        """Calls in the reasoning are not meant: they stay there. `tools` tell the types of
+        arguments that are written bare."""
         reasoning, answer = split_reasoning(text)
         content, found = self.reader(answer, tools)
         calls = tuple(call for call in found if call is not None)
@@ -52,30 +57,39 @@ class ToolFormat:
         return Found((reasoning + content).rstrip() if calls else text, calls)
 
     def numbered(self, calls: Sequence[Call], first: int) -> tuple[ToolCall, ...]:
-        return tuple(ToolCall(self.call_id.format(first + i), name, given) for i, (name, given) in enumerate(calls))
+        return tuple(
+            ToolCall(self.call_id.format(first + i), name, given)
+            for i, (name, given) in enumerate(calls)
+        )
 
 
 def tool_format(name: str, template: str, special_tokens: Mapping[str, int]) -> ToolFormat:
-    """By its name; "auto": the first whose mark is in the template's text, else among the special tokens.
+    """By its name; "auto": the first whose mark is in the template's text, else among the special
+    tokens.
 
     Raises ConfigError for an unknown name, and where nothing is recognised.
     """
     if name in FORMATS:
         return FORMATS[name]
     if name != "auto":
-        raise ConfigError(f"tokenizer.tool_format: there is no '{name}': use auto, {', '.join(FORMATS)}")
+        raise ConfigError(
+            f"tokenizer.tool_format: there is no '{name}': use auto, {', '.join(FORMATS)}"
+        )
     for text in (template, "\n".join(special_tokens)):
         for known in FORMATS.values():
             if any(mark in text for mark in known.marks):
                 return known
     raise ConfigError(
-        "the environment offers tools, but neither the chat template nor the special tokens say how the model calls them: "
-        f"set tokenizer.tool_format to {', '.join(FORMATS)}, and tokenizer.template to one that writes tool calls (chatml)"
+        "the environment offers tools, but neither the chat template nor the special tokens say "
+        "how the model calls them: "
+        f"set tokenizer.tool_format to {', '.join(FORMATS)}, and tokenizer.template to one that "
+        "writes tool calls (chatml)"
     )
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """(the reasoning with its marks, what follows it). Reasoning that was never closed is all there is."""
+    """(the reasoning with its marks, what follows it). Reasoning that was never closed is all there
+    is."""
     for opening, closing in REASONING:
         before, closed, after = text.partition(closing)
         if closed:
@@ -96,7 +110,8 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _values(text: str, between: str = " \t\r\n") -> list[Any] | None:
-    """The JSON values in `text`, with any characters of `between` between them; None where there is anything else."""
+    """The JSON values in `text`, with any characters of `between` between them; None where there is
+    anything else."""
     values: list[Any] = []
     position = 0
     try:
@@ -114,7 +129,8 @@ def _values(text: str, between: str = " \t\r\n") -> list[Any] | None:
 
 
 def _check_text(values: object) -> None:
-    """Raises ValueError for half of a UTF-16 pair, which JSON can spell and no tokenizer can write, and for 1e999."""
+    """Raises ValueError for half of a UTF-16 pair, which JSON can spell and no tokenizer can write,
+    and for 1e999."""
     json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -123,7 +139,9 @@ def _too_deep(value: object) -> bool:
     for _ in range(MAX_DEPTH + 1):
         inner: list[object] = []
         for item in level:
-            inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+            inner += (
+                item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+            )
         level = inner
     return bool(level)
 
@@ -162,7 +180,8 @@ def _hermes(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
 
 
 def _xml(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
-    """<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>: Qwen3-Coder."""
+    """<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>:
+    Qwen3-Coder."""
     content, *blocks = text.replace("</tool_call>", "").split("<function=")
     opened = content.count("<tool_call>")
     calls: list[Call | None] = [None] if opened and not blocks else []
@@ -198,7 +217,11 @@ def _types(tools: Tools, name: str) -> dict[str, Any]:
         function = tool.get("function", tool)
         if function.get("name") == name:
             properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, Mapping)}
+            return {
+                key: schema.get("type")
+                for key, schema in properties.items()
+                if isinstance(schema, Mapping)
+            }
     return {}
 
 
@@ -211,9 +234,12 @@ def _typed(value: str, kind: object) -> Any:
 
 
 def _llama(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
-    """{"name": ..., "parameters": {...}}, several with ";" between, or [name(key="value"), ...]; either may stand behind a
-    <|python_tag|> (Llama 4: between <|python_start|> and <|python_end|>). Without the tag, text is a call only if all is."""
-    before, tag, body = text.replace("<|python_start|>", "<|python_tag|>").partition("<|python_tag|>")
+    """{"name": ..., "parameters": {...}}, several with ";" between, or [name(key="value"), ...];
+    either may stand behind a <|python_tag|> (Llama 4: between <|python_start|> and <|python_end|>).
+    Without the tag, text is a call only if all is."""
+    before, tag, body = text.replace("<|python_start|>", "<|python_tag|>").partition(
+        "<|python_tag|>"
+    )
     body = (body if tag else text).replace("<|python_end|>", "").strip()
     content = before if tag else ""
     found: list[Call | None]
@@ -224,22 +250,30 @@ def _llama(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
     else:
         written = read_calls(body)
         meant = re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", body) is not None
-        found = [None] if written is None or any(_too_deep(given) for _, given in written) else [*written]
+        found = (
+            [None]
+            if written is None or any(_too_deep(given) for _, given in written)
+            else [*written]
+        )
     return (content, found) if tag or meant else (text, [])
 
 
 def _mistral(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
-    """[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], and from tokenizer v11 on [TOOL_CALLS]name[ARGS]{...}, each call
-    with a [TOOL_CALLS] of its own."""
+    """[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], and from tokenizer v11 on
+    [TOOL_CALLS]name[ARGS]{...}, each call with a [TOOL_CALLS] of its own."""
     content, *blocks = text.split("[TOOL_CALLS]")
     calls: list[Call | None] = []
     for block in blocks:
-        if block.lstrip()[:1] in ("[", "{") and not block.lstrip().startswith(("[ARGS]", "[CALL_ID]")):
+        if block.lstrip()[:1] in ("[", "{") and not block.lstrip().startswith(
+            ("[ARGS]", "[CALL_ID]")
+        ):
             value = _one(block)
             listed = value if isinstance(value, list) and value else [value]
             calls += [_as_call(item) for item in listed]
             continue
-        name, _, arguments = block.partition("[ARGS]") if "[ARGS]" in block else block.partition("{")
+        name, _, arguments = (
+            block.partition("[ARGS]") if "[ARGS]" in block else block.partition("{")
+        )
         if "[ARGS]" not in block:
             arguments = "{" + arguments
         calls.append(_named(name.partition("[CALL_ID]")[0], arguments))
@@ -247,8 +281,9 @@ def _mistral(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
 
 
 def _deepseek(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
-    """V3 and R1: <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, then the arguments in a ```json block; V3.1:
-    <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}; each until <｜tool▁call▁end｜>. From V3.2 on <｜DSML｜invoke name="NAME">."""
+    """V3 and R1: <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, then the arguments in a ```json
+    block; V3.1: <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}; each until <｜tool▁call▁end｜>. From V3.2
+    on <｜DSML｜invoke name="NAME">."""
     if "<｜DSML｜" in text:
         return _dsml(text)
     begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -281,7 +316,9 @@ def _dsml_call(block: str) -> Call | None:
         return None
     given: dict[str, Any] = {}
     for parameter in parameters:
-        found = re.fullmatch(r'([^"]*)" string="(true|false)">(.*)</｜DSML｜parameter>\s*', parameter, re.DOTALL)
+        found = re.fullmatch(
+            r'([^"]*)" string="(true|false)">(.*)</｜DSML｜parameter>\s*', parameter, re.DOTALL
+        )
         if found is None:
             return None
         key, is_text, written = found.groups()
@@ -292,14 +329,20 @@ def _dsml_call(block: str) -> Call | None:
     return name, given
 
 
-# In the order in which their marks are looked for: Qwen3-Coder's template holds those of Hermes too.
+# In the order in which their marks are looked for: Qwen3-Coder's template holds those of Hermes
+# too.
 FORMATS: Mapping[str, ToolFormat] = {
     found.name: found
     for found in (
         ToolFormat("deepseek", _deepseek, ("<｜tool▁calls▁begin｜>", "<｜DSML｜")),
-        ToolFormat("mistral", _mistral, ("[TOOL_CALLS]",), call_id="call{:05d}"),  # its templates want 9 letters and digits
+        # its templates want 9 letters and digits
+        ToolFormat("mistral", _mistral, ("[TOOL_CALLS]",), call_id="call{:05d}"),
         ToolFormat("qwen3_coder", _xml, ("<function=",)),
         ToolFormat("hermes", _hermes, ("<tool_call>",)),
-        ToolFormat("llama", _llama, ("<|python_tag|>", "<|python_start|>", "<|header_start|>", '"parameters": ')),
+        ToolFormat(
+            "llama",
+            _llama,
+            ("<|python_tag|>", "<|python_start|>", "<|header_start|>", '"parameters": '),
+        ),
     )
 }

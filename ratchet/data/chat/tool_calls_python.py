@@ -1,8 +1,8 @@
-"""Tool calls written as Python, `[name(key="value"), other.name(n=1)]`, and `name.call(key="value")`, as Llama calls
-built-in tools.
+"""Tool calls written as Python, `[name(key="value"), other.name(n=1)]`, and
+`name.call(key="value")`, as Llama calls built-in tools.
 
-A reader of its own rather than `ast`: a model may write anything, and Python's parser answers some of it with warnings, memory
-errors, or a stack overflow.
+A reader of its own rather than `ast`: a model may write anything, and Python's parser answers some
+of it with warnings, memory errors, or a stack overflow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,18 @@ from typing import Any, NoReturn
 
 MAX_DEPTH = 32
 WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\\": "\\", "'": "'", '"': '"', "\n": ""}
+ESCAPES = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "0": "\0",
+    "\\": "\\",
+    "'": "'",
+    '"': '"',
+    "\n": "",
+}
 
 _NAME = re.compile(r"\s*([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)")
@@ -25,10 +36,15 @@ class _Unreadable(ValueError):
 
 
 def read_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """(name, arguments) of each call; None for anything else. Arguments are literals, given by name."""
+    """(name, arguments) of each call; None for anything else. Arguments are literals, given by
+    name."""
     reader = _Reader(text)
     try:
-        calls = reader.listed("[", "]", reader.call) if text.lstrip().startswith("[") else [reader.call()]
+        calls = (
+            reader.listed("[", "]", reader.call)
+            if text.lstrip().startswith("[")
+            else [reader.call()]
+        )
         reader.end()
         for name, _ in calls:
             if not name:

@@ -1,4 +1,5 @@
-"""Parquet and Arrow files as tables: row groups (record batches) are read as they are needed, a few of them kept."""
+"""Parquet and Arrow files as tables: row groups (record batches) are read as they are needed, a few
+of them kept."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def open_arrow(path: str | Path) -> ArrowTable:
 
 
 class ArrowTable:
-    """blocks: rows of each row group or record batch. Nulls are None, lists lists, structs dicts."""
+    """blocks: rows of each row group or record batch. Nulls are None, lists lists, structs
+    dicts."""
 
     form = ""
 
@@ -41,7 +43,9 @@ class ArrowTable:
             with reading(path):
                 self.blocks: Sequence[int] = self._open(_source(path))
         except pa.ArrowException as error:
-            raise DataError(f"{path}: no {self.form} file, or not whole: {error}: make it again") from error
+            raise DataError(
+                f"{path}: no {self.form} file, or not whole: {error}: make it again"
+            ) from error
         if not sum(self.blocks):
             raise DataError(f"{path}: the file holds no rows")
         self._refuse_bomb()
@@ -49,13 +53,15 @@ class ArrowTable:
         self._kept = lru_cache(WINDOW)(self._block)
 
     def _refuse_bomb(self) -> None:
-        """Raise DataError where a small file states so many rows that they can only repeat each other."""
+        """Raise DataError where a small file states so many rows that they can only repeat each
+        other."""
         if is_address(self.path):
             return
         rows, size = sum(self.blocks), Path(self.path).stat().st_size
         if rows > MIN_BOMB_ROWS and rows > ROWS_A_BYTE * size:
             raise DataError(
-                f"{self.path}: states {rows:,} rows in {size:,} bytes, so they repeat each other: write each different row once"
+                f"{self.path}: states {rows:,} rows in {size:,} bytes, so they repeat each other: "
+                "write each different row once"
             )
 
     def __len__(self) -> int:
@@ -68,7 +74,9 @@ class ArrowTable:
             with reading(self.path):
                 (values,) = self._kept(block).slice(index - first, 1).to_pylist()
         except (pa.ArrowException, UnicodeDecodeError) as error:
-            raise DataError(f"{self.where(index)}: can't be read: {error}: make the file again") from error
+            raise DataError(
+                f"{self.where(index)}: can't be read: {error}: make the file again"
+            ) from error
         return Row(index + 1, values, "row")
 
     def where(self, index: int) -> str:
@@ -94,7 +102,8 @@ class ParquetFile(ArrowTable):
 
 
 class ArrowFile(ArrowTable):
-    """Of either form: with an index at its end, or a stream (as `datasets` writes), which is mapped into memory, not read."""
+    """Of either form: with an index at its end, or a stream (as `datasets` writes), which is mapped
+    into memory, not read."""
 
     form = "Arrow"
 

@@ -1,5 +1,6 @@
-"""Rows of published benchmarks made into rows that everything else here reads: a question with its choices written out, tests
-as the reward `code` reads them. A shape is a function (a row's values, where it lies) -> values.
+"""Rows of published benchmarks made into rows that everything else here reads: a question with its
+choices written out, tests as the reward `code` reads them. A shape is a function (a row's values,
+where it lies) -> values.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ Values = Mapping[str, Any]
 Shape = Callable[[Values, str], Values]
 
 LETTERS = "ABCDEFGHIJ"
-CHOOSE = '\nThink step by step, and end with "The answer is X", where X is the letter of your choice.'
+CHOOSE = (
+    '\nThink step by step, and end with "The answer is X", where X is the letter of your choice.'
+)
 IN_A_BLOCK = "\nAnswer with the whole program in one block that begins with ```python."
 MAX_TESTS_BYTES = 1 << 30  # of one problem, unpacked
-TEXTS = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")  # opcodes of pickle that hold text
+# opcodes of pickle that hold text
+TEXTS = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
 # What LeetCode has imported where a solution starts.
 USUAL_IMPORTS = "\n".join(
-    f"from {name} import *" for name in ("typing", "collections", "itertools", "functools", "heapq", "bisect", "math")
+    f"from {name} import *"
+    for name in ("typing", "collections", "itertools", "functools", "heapq", "bisect", "math")
 )
 
 
@@ -61,18 +66,25 @@ def mmlu(values: Values, where: str) -> Values:
     """`choices`, and the index of the right one in `answer`."""
     check_columns(values, {"question": str, "choices": list}, where)
     choices = [str(choice) for choice in values["choices"]]
-    return {**values, **_lettered(values["question"], choices, _index(values, "answer", choices, where))}
+    return {
+        **values,
+        **_lettered(values["question"], choices, _index(values, "answer", choices, where)),
+    }
 
 
 def mmlu_pro(values: Values, where: str) -> Values:
     """`options`, up to ten, and the index of the right one in `answer_index`."""
     check_columns(values, {"question": str, "options": list}, where)
     choices = [str(choice) for choice in values["options"]]
-    return {**values, **_lettered(values["question"], choices, _index(values, "answer_index", choices, where))}
+    return {
+        **values,
+        **_lettered(values["question"], choices, _index(values, "answer_index", choices, where)),
+    }
 
 
 def gpqa(values: Values, where: str) -> Values:
-    """The right answer and three wrong ones in columns of their own: their order is drawn, always the same for one question."""
+    """The right answer and three wrong ones in columns of their own: their order is drawn, always
+    the same for one question."""
     columns = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     check_columns(values, dict.fromkeys(("Question", *columns), str), where)
     order = random.Random(values["Question"]).sample(range(len(columns)), len(columns))
@@ -85,8 +97,15 @@ def _index(values: Values, column: str, choices: Sequence[str], where: str) -> i
     value = values.get(column)
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(choices) <= len(LETTERS):
-        raise DataError(f"{where}: column '{column}' is {value!r:.60}, must be an index from 0 of {len(choices)} choices")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or not 0 <= value < len(choices) <= len(LETTERS)
+    ):
+        raise DataError(
+            f"{where}: column '{column}' is {value!r:.60}, must be an index from 0 of "
+            f"{len(choices)} choices"
+        )
     return value
 
 
@@ -103,7 +122,10 @@ def in_answer_tags(values: Values, where: str) -> Values:
     check_columns(values, {"problem": str, "solution": str}, where)
     inner = values["solution"].rpartition("<answer>")[2].partition("</answer>")
     if not inner[1] or not inner[0].strip():
-        raise DataError(f"{where}: column 'solution' has no answer in <answer></answer>: add it, or drop the row")
+        raise DataError(
+            f"{where}: column 'solution' has no answer in <answer></answer>: add it, or drop the "
+            "row"
+        )
     return {**values, "answer": inner[0].strip()}
 
 
@@ -118,19 +140,33 @@ def avqa(values: Values, where: str) -> Values:
 
 def humaneval(values: Values, where: str) -> Values:
     check_columns(values, {"prompt": str, "entry_point": str, "test": str}, where)
-    return {**values, "asked": f"Complete this function.{IN_A_BLOCK}\n\n```python\n{values['prompt']}```"}
+    return {
+        **values,
+        "asked": f"Complete this function.{IN_A_BLOCK}\n\n```python\n{values['prompt']}```",
+    }
 
 
 def mbpp(values: Values, where: str) -> Values:
-    """`test_list` holds assertions that call a function; which one it is, the reference `code` tells. The sanitized rows call
-    the task `prompt` and set up tests by `test_imports`, the full ones `text` and `test_setup_code`."""
+    """`test_list` holds assertions that call a function; which one it is, the reference `code`
+    tells. The sanitized rows call the task `prompt` and set up tests by `test_imports`, the full
+    ones `text` and `test_setup_code`."""
     check_columns(values, {"code": str, "test_list": list}, where)
     task = values.get("prompt") if values.get("text") is None else values["text"]
     if not isinstance(task, str) or not all(isinstance(line, str) for line in values["test_list"]):
-        raise DataError(f"{where}: column 'prompt' (or 'text') must be a string, and 'test_list' an array of strings")
+        raise DataError(
+            f"{where}: column 'prompt' (or 'text') must be a string, and 'test_list' an array of "
+            "strings"
+        )
     setup = [*(values.get("test_imports") or ()), values.get("test_setup_code") or ""]
     name = _called(values["code"], values["test_list"], where)
-    test = "\n".join([*setup, "def check(candidate):", f"    {name} = candidate", *_indented(values["test_list"])])
+    test = "\n".join(
+        [
+            *setup,
+            "def check(candidate):",
+            f"    {name} = candidate",
+            *_indented(values["test_list"]),
+        ]
+    )
     shown = "\n".join(values["test_list"])
     asked = f"{task.strip()}{IN_A_BLOCK}\nIt must pass these tests:\n\n```python\n{shown}\n```"
     # What stands before the program of an answer is code, and this task has none.
@@ -141,13 +177,24 @@ def _called(code: str, tests: Sequence[str], where: str) -> str:
     """The function of `code` that the tests call."""
     try:
         defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
-        calls = [node.func for test in tests for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
+        calls = [
+            node.func
+            for test in tests
+            for node in ast.walk(ast.parse(test))
+            if isinstance(node, ast.Call)
+        ]
     except (SyntaxError, ValueError) as error:
         raise DataError(f"{where}: column 'code' or 'test_list' is no Python: {error}") from error
-    names = list(dict.fromkeys(call.id for call in calls if isinstance(call, ast.Name) and call.id in defined))
+    names = list(
+        dict.fromkeys(
+            call.id for call in calls if isinstance(call, ast.Name) and call.id in defined
+        )
+    )
     if len(names) != 1:
         found = ", ".join(names) or "none"
-        raise DataError(f"{where}: the tests must call one function that 'code' defines, and they call {found}")
+        raise DataError(
+            f"{where}: the tests must call one function that 'code' defines, and they call {found}"
+        )
     return names[0]
 
 
@@ -156,56 +203,103 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 
 def livecodebench(values: Values, where: str) -> Values:
-    """Tests of two kinds: what a program reads and writes, or, with `starter_code`, the arguments of a method of `Solution`, a
-    line of JSON each, and what it returns."""
+    """Tests of two kinds: what a program reads and writes, or, with `starter_code`, the arguments
+    of a method of `Solution`, a line of JSON each, and what it returns."""
     check_columns(
-        values, dict.fromkeys(("question_content", "public_test_cases", "private_test_cases", "metadata"), str), where
+        values,
+        dict.fromkeys(
+            ("question_content", "public_test_cases", "private_test_cases", "metadata"), str
+        ),
+        where,
     )
-    tests = [*_tests(values["public_test_cases"], where), *_tests(values["private_test_cases"], where)]
+    tests = [
+        *_tests(values["public_test_cases"], where),
+        *_tests(values["private_test_cases"], where),
+    ]
     kinds = {test["testtype"] for test in tests}
     starter = values.get("starter_code") or ""
-    dropped = {"public_test_cases", "private_test_cases"}  # megabytes, which the tests below hold again
+    # megabytes, which the tests below hold again
+    dropped = {"public_test_cases", "private_test_cases"}
     kept = {name: value for name, value in values.items() if name not in dropped}
     asked = values["question_content"].strip() + IN_A_BLOCK
     if kinds == {"stdin"}:
         asked += "\nIt reads standard input and writes to standard output."
-        return {**kept, "asked": asked, "tests": [{"stdin": test["input"], "stdout": test["output"]} for test in tests]}
+        return {
+            **kept,
+            "asked": asked,
+            "tests": [{"stdin": test["input"], "stdout": test["output"]} for test in tests],
+        }
     if kinds != {"functional"}:
-        raise DataError(f"{where}: its tests are of the kinds {sorted(kinds)}, must be all stdin or all functional")
+        raise DataError(
+            f"{where}: its tests are of the kinds {sorted(kinds)}, must be all stdin or all "
+            "functional"
+        )
     name = _loads(values["metadata"], f"{where}: column 'metadata'").get("func_name")
     if not isinstance(name, str) or not name.isidentifier():
         raise DataError(f"{where}: column 'metadata' names no func_name, which its tests call")
     asked += f"\nIt begins with this:\n\n```python\n{starter}\n```"
-    prefix = f"{USUAL_IMPORTS}\n\n\ndef call_solution(*arguments):\n    return Solution().{name}(*arguments)\n\n\n"
-    return {**kept, "asked": asked, "entry_point": "call_solution", "prompt": prefix, "test": _functional(tests, where)}
+    prefix = (
+        f"{USUAL_IMPORTS}\n\n\ndef call_solution(*arguments):\n    return "
+        f"Solution().{name}(*arguments)\n\n\n"
+    )
+    return {
+        **kept,
+        "asked": asked,
+        "entry_point": "call_solution",
+        "prompt": prefix,
+        "test": _functional(tests, where),
+    }
 
 
 def _functional(tests: Sequence[Values], where: str) -> str:
-    lines = ["def plain(value):", "    return list(value) if isinstance(value, tuple) else value", "def check(candidate):"]
+    lines = [
+        "def plain(value):",
+        "    return list(value) if isinstance(value, tuple) else value",
+        "def check(candidate):",
+    ]
     for test in tests:
-        arguments = [_loads(line, f"{where}: a test's input") for line in test["input"].split("\n") if line.strip()]
+        arguments = [
+            _loads(line, f"{where}: a test's input")
+            for line in test["input"].split("\n")
+            if line.strip()
+        ]
         wanted = _loads(test["output"], f"{where}: a test's output")
-        lines.append(f"    assert plain(candidate({', '.join(map(repr, arguments))})) == {wanted!r}")
+        lines.append(
+            f"    assert plain(candidate({', '.join(map(repr, arguments))})) == {wanted!r}"
+        )
     return "\n".join(lines)
 
 
 def _tests(text: str, where: str) -> list[dict[str, str]]:
-    """JSON, or that packed: base64 of zlib of a pickled text, which is read without running what a pickle may run."""
+    """JSON, or that packed: base64 of zlib of a pickled text, which is read without running what a
+    pickle may run."""
     try:
         found = parse_json(text)
     except ValueError:
         try:
             unpacker = zlib.decompressobj()
             packed = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS_BYTES)
-            texts = [str(argument) for opcode, argument, _ in pickletools.genops(packed) if opcode.name in TEXTS]
-            found = parse_json(texts[0]) if len(texts) == 1 and not unpacker.unconsumed_tail else None
+            texts = [
+                str(argument)
+                for opcode, argument, _ in pickletools.genops(packed)
+                if opcode.name in TEXTS
+            ]
+            found = (
+                parse_json(texts[0]) if len(texts) == 1 and not unpacker.unconsumed_tail else None
+            )
         except (ValueError, zlib.error) as error:
-            raise DataError(f"{where}: its tests are neither JSON nor that packed by zlib: {error}") from error
+            raise DataError(
+                f"{where}: its tests are neither JSON nor that packed by zlib: {error}"
+            ) from error
     columns = ("input", "output", "testtype")
     if not isinstance(found, list) or not all(
-        isinstance(test, dict) and all(isinstance(test.get(column), str) for column in columns) for test in found
+        isinstance(test, dict) and all(isinstance(test.get(column), str) for column in columns)
+        for test in found
     ):
-        raise DataError(f"{where}: its tests are {kind_of(found)}, must be an array of objects with {', '.join(columns)}")
+        raise DataError(
+            f"{where}: its tests are {kind_of(found)}, must be an array of objects with "
+            f"{', '.join(columns)}"
+        )
     return found
 
 

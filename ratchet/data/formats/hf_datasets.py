@@ -1,4 +1,5 @@
-"""A dataset of the Hugging Face hub as a table, through the package `datasets`: downloaded once, then mapped into memory."""
+"""A dataset of the Hugging Face hub as a table, through the package `datasets`: downloaded once,
+then mapped into memory."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ class HubTable:
     Raises DataError where there is no such dataset, subset or split, or where it can't be reached.
     """
 
-    def __init__(self, hub: str, split: str, *, subset: str | None = None, revision: str | None = None) -> None:
+    def __init__(
+        self, hub: str, split: str, *, subset: str | None = None, revision: str | None = None
+    ) -> None:
         try:
             import datasets
             from datasets.exceptions import DatasetsError
         except ImportError as error:
-            raise MissingDependency("datasets", extra="data", needed_for=f"reading {hub} from the hub") from error
+            raise MissingDependency(
+                "datasets", extra="data", needed_for=f"reading {hub} from the hub"
+            ) from error
         self.name = f"{hub} ({', '.join(filter(None, (subset, split)))})"
         try:
             self._rows: Any = datasets.load_dataset(hub, subset, split=split, revision=revision)
@@ -45,7 +50,8 @@ class HubTable:
 
 
 def _undecoded(rows: Any) -> Any:
-    """With images, clips and videos as the files that they are: they are decoded where they are needed, within limits."""
+    """With images, clips and videos as the files that they are: they are decoded where they are
+    needed, within limits."""
     import datasets
 
     kinds = (datasets.Image, datasets.Audio, datasets.Video)
@@ -57,7 +63,9 @@ def _undecoded(rows: Any) -> Any:
             return {name: plain(inner) for name, inner in feature.items()}
         if isinstance(feature, list):
             return [plain(inner) for inner in feature]
-        return datasets.List(plain(feature.feature)) if isinstance(feature, datasets.List) else feature
+        return (
+            datasets.List(plain(feature.feature)) if isinstance(feature, datasets.List) else feature
+        )
 
     wanted = {name: plain(feature) for name, feature in rows.features.items()}
     return rows if wanted == dict(rows.features) else rows.cast(datasets.Features(wanted))

@@ -1,7 +1,9 @@
-"""Images, audio clips and videos: from what a message or a row says of one to its bytes, and on to what a processor reads.
+"""Images, audio clips and videos: from what a message or a row says of one to its bytes, and on to
+what a processor reads.
 
-Bytes of strangers are hostile: sizes are checked before anything is decoded, addresses are fetched only where that was asked
-for, paths don't leave their root, and whatever is wrong is a DataError that names the row and the file. Free of torch.
+Bytes of strangers are hostile: sizes are checked before anything is decoded, addresses are fetched
+only where that was asked for, paths don't leave their root, and whatever is wrong is a DataError
+that names the row and the file. Free of torch.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from ratchet.utils.object_store import PACKAGES
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Of the many that Pillow reads: no EPS (it runs Ghostscript), nothing that only converters of icons meet.
+# Of the many that Pillow reads: no EPS (it runs Ghostscript), nothing that only converters of icons
+# meet.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 OBJECT_STORES = (*PACKAGES, "hf", "memory")
 SHOWN_CHARS = 80
@@ -48,7 +51,17 @@ SIGNATURES = (
     (b"ID3", "audio/mpeg"),
 )
 # Whatever a decoder raises on bytes that it did not expect.
-BROKEN = (OSError, SyntaxError, ValueError, ArithmeticError, LookupError, TypeError, RuntimeError, MemoryError, EOFError)
+BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    RuntimeError,
+    MemoryError,
+    EOFError,
+)
 BROKEN += (AttributeError, AssertionError, struct.error, zlib.error)
 SAMPLE_TYPES = {1: "<u1", 2: "<i2", 4: "<i4"}
 
@@ -61,7 +74,8 @@ class Audio(NamedTuple):
 
 
 def shown(reference: str) -> str:
-    """A path or an address as errors name it, a long one by its end: of a `data:` URL only what it claims to be."""
+    """A path or an address as errors name it, a long one by its end: of a `data:` URL only what it
+    claims to be."""
     if reference.startswith("data:"):
         return f"{reference.partition(',')[0][:SHOWN_CHARS]},..."
     return reference if len(reference) <= SHOWN_CHARS else f"...{reference[-SHOWN_CHARS:]}"
@@ -70,14 +84,19 @@ def shown(reference: str) -> str:
 # --- from a reference to bytes
 
 
-def fetch(reference: str, *, where: str, limits: MediaLimits, root: Path | str | None = None) -> bytes:
-    """The encoded file behind a path, a `data:` URL, an address of an object store or, where `limits.urls`, an http(s) one.
+def fetch(
+    reference: str, *, where: str, limits: MediaLimits, root: Path | str | None = None
+) -> bytes:
+    """The encoded file behind a path, a `data:` URL, an address of an object store or, where
+    `limits.urls`, an http(s) one.
 
-    where: file and row (or task), for errors. root: the directory or store that paths are relative to and may not leave;
-    None: they are taken as they are. Raises DataError.
+    where: file and row (or task), for errors. root: the directory or store that paths are relative
+    to and may not leave; None: they are taken as they are. Raises DataError.
     """
     if not isinstance(reference, str) or not reference or "\0" in reference:
-        raise DataError(f"{where}: {reference!r:.40} names no file: give a path, a data: URL or an address")
+        raise DataError(
+            f"{where}: {reference!r:.40} names no file: give a path, a data: URL or an address"
+        )
     name = f"{where}: {shown(reference)}"
     scheme = reference.partition(":")[0].lower()
     if scheme == "data":
@@ -91,11 +110,14 @@ def fetch(reference: str, *, where: str, limits: MediaLimits, root: Path | str |
     except MissingDependency:
         raise
     except (DataError, OSError, ValueError) as error:
-        raise DataError(f"{name}: can't be read ({_line(error)}): put it there, or drop the row") from error
+        raise DataError(
+            f"{name}: can't be read ({_line(error)}): put it there, or drop the row"
+        ) from error
 
 
 def located(reference: str, *, where: str, root: Path | str | None) -> Path | str:
-    """The path or the object store's address that a reference means. Raises DataError for one outside `root`."""
+    """The path or the object store's address that a reference means. Raises DataError for one
+    outside `root`."""
     name = f"{where}: {shown(reference)}"
     if reference[:7].lower() == "file://":
         reference = urllib.parse.unquote(reference[7:])
@@ -109,7 +131,9 @@ def located(reference: str, *, where: str, root: Path | str | None) -> Path | st
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links
         raise DataError(f"{name}: is no path: {_line(error)}") from error
     if not path.is_relative_to(base):
-        raise DataError(f"{name}: lies outside {base}: name the directory that holds all of them as the root")
+        raise DataError(
+            f"{name}: lies outside {base}: name the directory that holds all of them as the root"
+        )
     return path
 
 
@@ -119,9 +143,15 @@ def _in_store(reference: str, name: str, root: Path | str | None) -> str:
     scheme = address.partition("://")[0].lower()
     if scheme not in OBJECT_STORES or "::" in address:
         known = ", ".join((*OBJECT_STORES, "http", "https"))
-        raise DataError(f"{name}: nothing reads media from {scheme}://: give a path, a data: URL, or one of {known}")
+        raise DataError(
+            f"{name}: nothing reads media from {scheme}://: give a path, a data: URL, or one of "
+            f"{known}"
+        )
     if (base and not address.startswith(base)) or ".." in address.split("/"):
-        raise DataError(f"{name}: lies outside {root}: name the directory or store that holds all of them as the root")
+        raise DataError(
+            f"{name}: lies outside {root}: name the directory or store that holds all of them as "
+            "the root"
+        )
     return address
 
 
@@ -134,18 +164,26 @@ def _inline(reference: str, name: str, limits: MediaLimits) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataError(f"{name}: its base64 is broken ({_line(error)}): encode the file again") from error
+        raise DataError(
+            f"{name}: its base64 is broken ({_line(error)}): encode the file again"
+        ) from error
 
 
 def _downloaded(reference: str, name: str, limits: MediaLimits) -> bytes:
     if not limits.urls:
-        raise DataError(f"{name}: addresses of the web are not fetched: set urls: true under media, or download the files")
+        raise DataError(
+            f"{name}: addresses of the web are not fetched: set urls: true under media, or "
+            "download the files"
+        )
     try:
-        with urllib.request.urlopen(reference, timeout=limits.timeout_s) as answer:  # only http(s) comes here
+        # only http(s) comes here
+        with urllib.request.urlopen(reference, timeout=limits.timeout_s) as answer:
             return _bounded(answer, name, limits)
     except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise DataError(f"{name}: can't be fetched ({_line(reason)}): download it, or drop the row") from error
+        raise DataError(
+            f"{name}: can't be fetched ({_line(reason)}): download it, or drop the row"
+        ) from error
 
 
 def _bounded(file: IO[bytes], name: str, limits: MediaLimits) -> bytes:
@@ -157,7 +195,9 @@ def _bounded(file: IO[bytes], name: str, limits: MediaLimits) -> bytes:
 
 
 def _refuse_size(name: str, limits: MediaLimits) -> None:
-    raise DataError(f"{name}: more than {limits.max_mib:g} MiB: make it smaller, or raise max_mib under media")
+    raise DataError(
+        f"{name}: more than {limits.max_mib:g} MiB: make it smaller, or raise max_mib under media"
+    )
 
 
 # --- from bytes to what a processor reads
@@ -166,22 +206,28 @@ def _refuse_size(name: str, limits: MediaLimits) -> None:
 def image_of(source: bytes, *, where: str, limits: MediaLimits) -> Image:
     """RGB, decoded whole, turned as its camera was held; what is transparent lies on white.
 
-    where: row and file, for errors. Raises DataError for what is no image, is cut off, or passes the limits (told from its
-    header, before anything is decoded); MissingDependency without Pillow.
+    where: row and file, for errors. Raises DataError for what is no image, is cut off, or passes
+    the limits (told from its header, before anything is decoded); MissingDependency without Pillow.
     """
     with _opened(source, where, limits) as image:
         return _decoded(image)
 
 
 def video_of(source: bytes | Sequence[bytes], *, where: str, limits: MediaLimits) -> list[Image]:
-    """Frames in RGB: of an animated GIF, WebP or PNG, or of images that are a frame each. Errors as `image_of`."""
+    """Frames in RGB: of an animated GIF, WebP or PNG, or of images that are a frame each. Errors as
+    `image_of`."""
     if not isinstance(source, bytes):
         if not source:
             raise DataError(f"{where}: the video has no frames: give it some, or drop the row")
         taken = _spread(len(source), limits.max_frames)
         return [image_of(source[i], where=f"{where}, frame {i}", limits=limits) for i in taken]
-    if source[4:8] == b"ftyp" or (source[:4] in (b"\x1aE\xdf\xa3", b"RIFF") and source[8:12] != b"WEBP"):
-        raise DataError(f"{where}: MP4, Matroska and AVI are not read: give the frames as images, or a GIF or WebP")
+    if source[4:8] == b"ftyp" or (
+        source[:4] in (b"\x1aE\xdf\xa3", b"RIFF") and source[8:12] != b"WEBP"
+    ):
+        raise DataError(
+            f"{where}: MP4, Matroska and AVI are not read: give the frames as images, or a GIF or "
+            "WebP"
+        )
     frames = []
     with _opened(source, where, limits) as image:
         for i in _spread(getattr(image, "n_frames", 1), limits.max_frames):
@@ -190,14 +236,22 @@ def video_of(source: bytes | Sequence[bytes], *, where: str, limits: MediaLimits
     return frames
 
 
-def audio_of(source: bytes, *, where: str, limits: MediaLimits, rate_hz: int | None = None) -> Audio:
-    """A WAV file of whole numbers, its channels averaged; at `rate_hz` where given. Other forms need the package soundfile.
+def audio_of(
+    source: bytes, *, where: str, limits: MediaLimits, rate_hz: int | None = None
+) -> Audio:
+    """A WAV file of whole numbers, its channels averaged; at `rate_hz` where given. Other forms
+    need the package soundfile.
 
-    where: row and file, for errors. Raises DataError for what is no audio, is cut off, or passes the limits.
+    where: row and file, for errors. Raises DataError for what is no audio, is cut off, or passes
+    the limits.
     """
     if not source:
         raise DataError(f"{where}: the file is empty: copy it again, or drop the row")
-    samples, rate = _of_wave(source, where, limits) if _is_plain_wave(source) else _of_soundfile(source, where, limits)
+    samples, rate = (
+        _of_wave(source, where, limits)
+        if _is_plain_wave(source)
+        else _of_soundfile(source, where, limits)
+    )
     if not len(samples):
         raise DataError(f"{where}: the clip holds no samples: copy it again, or drop the row")
     mono = samples.mean(axis=1, dtype=np.float64)
@@ -207,8 +261,8 @@ def audio_of(source: bytes, *, where: str, limits: MediaLimits, rate_hz: int | N
 
 
 def check(part: Part, *, where: str, limits: MediaLimits) -> tuple[int, int] | None:
-    """(width, height) in pixels of an image, as its header says; None of another kind, which is only looked for. Raises
-    DataError for what can't be read, or is too large."""
+    """(width, height) in pixels of an image, as its header says; None of another kind, which is
+    only looked for. Raises DataError for what can't be read, or is too large."""
     source = fetch(part.value, where=where, limits=limits)
     name = f"{where}: {shown(part.value)}"
     if not source:
@@ -227,11 +281,15 @@ def embed(image: Image) -> Part:
 
 
 def embedded(kind: MediaKind, source: bytes) -> Part:
-    """An encoded file inside a `data:` URL; what it is must be told from its content, by whoever decodes it."""
+    """An encoded file inside a `data:` URL; what it is must be told from its content, by whoever
+    decodes it."""
     found = next((form for signature, form in SIGNATURES if source.startswith(signature)), None)
     if found is None and source[:4] == b"RIFF":
         found = {b"WAVE": "audio/wav", b"WEBP": "image/webp"}.get(source[8:12])
-    return Part(kind, f"data:{found or 'application/octet-stream'};base64,{base64.b64encode(source).decode()}")
+    return Part(
+        kind,
+        f"data:{found or 'application/octet-stream'};base64,{base64.b64encode(source).decode()}",
+    )
 
 
 def pillow(needed_for: str = "reading and drawing images") -> Any:
@@ -250,7 +308,8 @@ def pillow(needed_for: str = "reading and drawing images") -> Any:
 
 @contextmanager
 def _opened(source: bytes, where: str, limits: MediaLimits) -> Iterator[Image]:
-    """Its header read and found to be within the limits. What goes wrong inside the block is the image's fault too."""
+    """Its header read and found to be within the limits. What goes wrong inside the block is the
+    image's fault too."""
     if not source:
         raise DataError(f"{where}: the file is empty: copy it again, or drop the row")
     PIL = pillow()
@@ -258,7 +317,9 @@ def _opened(source: bytes, where: str, limits: MediaLimits) -> Iterator[Image]:
         image = PIL.Image.open(io.BytesIO(source), formats=FORMATS)
     except PIL.UnidentifiedImageError as error:
         known = ", ".join(FORMATS)
-        raise DataError(f"{where}: is no whole image of a form that is read: give {known}, or drop the row") from error
+        raise DataError(
+            f"{where}: is no whole image of a form that is read: give {known}, or drop the row"
+        ) from error
     except PIL.Image.DecompressionBombError as error:
         raise DataError(f"{where}: {_line(error)}: make it smaller, or drop the row") from error
     except BROKEN as error:
@@ -266,13 +327,21 @@ def _opened(source: bytes, where: str, limits: MediaLimits) -> Iterator[Image]:
     with image:
         width, height = image.size
         if max(width, height) > limits.max_side:
-            asked = f"{limits.max_side} at most on a side: make it smaller, or raise max_side under media"
+            asked = (
+                f"{limits.max_side} at most on a side: make it smaller, or raise max_side "
+                "under media"
+            )
             raise DataError(f"{where}: is {width} x {height} pixels, {asked}")
         if width * height > limits.max_pixels:
             asked = f"{limits.max_pixels} at most: make it smaller, or raise max_pixels under media"
-            raise DataError(f"{where}: declares {width} x {height} = {width * height} pixels, {asked}")
+            raise DataError(
+                f"{where}: declares {width} x {height} = {width * height} pixels, {asked}"
+            )
         if image.mode in ("I", "F"):
-            raise DataError(f"{where}: has {image.mode} pixels of 32 bits, which have no range: save it with 8 bits")
+            raise DataError(
+                f"{where}: has {image.mode} pixels of 32 bits, which have no range: save it with 8 "
+                "bits"
+            )
         try:
             yield image
         except (PIL.Image.DecompressionBombError, *BROKEN) as error:
@@ -280,7 +349,9 @@ def _opened(source: bytes, where: str, limits: MediaLimits) -> Iterator[Image]:
 
 
 def _damaged(where: str, error: Exception) -> DataError:
-    return DataError(f"{where}: the image is damaged or cut off ({_line(error)}): copy it again, or drop the row")
+    return DataError(
+        f"{where}: the image is damaged or cut off ({_line(error)}): copy it again, or drop the row"
+    )
 
 
 def _decoded(image: Image) -> Image:
@@ -288,20 +359,32 @@ def _decoded(image: Image) -> Image:
     image.load()
     image = PIL.ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):  # of which Pillow would keep the lower half, cut off at 255
-        return PIL.Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)).convert("RGB")
+        return PIL.Image.fromarray(
+            (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
+        ).convert("RGB")
     if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("RGBA")
-    return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image).convert(
+        "RGB"
+    )
 
 
 def _spread(count: int, at_most: int) -> list[int]:
     """So many of `count` things, the first and the last among them, evenly spaced."""
-    return list(range(count)) if count <= at_most else np.linspace(0, count - 1, at_most).round().astype(int).tolist()
+    return (
+        list(range(count))
+        if count <= at_most
+        else np.linspace(0, count - 1, at_most).round().astype(int).tolist()
+    )
 
 
 def _is_plain_wave(source: bytes) -> bool:
-    return source[:4] == b"RIFF" and source[8:12] == b"WAVE" and b"fmt \x10\x00\x00\x00\x01\x00" in source[:256]
+    return (
+        source[:4] == b"RIFF"
+        and source[8:12] == b"WAVE"
+        and b"fmt \x10\x00\x00\x00\x01\x00" in source[:256]
+    )
 
 
 def _of_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[np.float64], int]:
@@ -312,9 +395,16 @@ def _of_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[np
             _refuse_long(declared, rate, where, limits)
             raw = file.readframes(declared)
     except (wave.Error, EOFError, struct.error, ValueError, ArithmeticError) as error:
-        raise DataError(f"{where}: the clip is damaged or cut off ({_line(error)}): copy it again, or drop the row") from error
+        raise DataError(
+            f"{where}: the clip is damaged or cut off ({_line(error)}): copy it again, or drop the "
+            "row"
+        ) from error
     if len(raw) != declared * channels * width:
-        asked = f"its header declares {declared} samples, and {len(raw) // (channels * width)} are there"
+        asked = (
+            f"its header declares {declared} samples, and {len(raw) // (channels * width)} "
+            "are "
+            "there"
+        )
         raise DataError(f"{where}: the clip is cut off: {asked}: copy it again, or drop the row")
     if width == 3:  # widened to four bytes, the lowest of them 0
         padded = np.zeros((len(raw) // 3, 4), np.uint8)
@@ -329,19 +419,24 @@ def _of_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[np
     return values.reshape(-1, channels), rate
 
 
-def _of_soundfile(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[np.float64], int]:
+def _of_soundfile(
+    source: bytes, where: str, limits: MediaLimits
+) -> tuple[NDArray[np.float64], int]:
     try:
         import soundfile  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise DataError(
-            f"{where}: is no WAV file of whole numbers: convert it, or pip install 'ratchet[audio]' for FLAC, Ogg and MP3"
+            f"{where}: is no WAV file of whole numbers: convert it, or pip install "
+            "'ratchet[audio]' for FLAC, Ogg and MP3"
         ) from error
     try:
         with soundfile.SoundFile(io.BytesIO(source)) as file:
             _refuse_long(file.frames, file.samplerate, where, limits)
             return file.read(dtype="float64", always_2d=True), file.samplerate
     except (soundfile.SoundFileError, *BROKEN) as error:
-        raise DataError(f"{where}: is no audio, or damaged ({_line(error)}): copy it again, or drop the row") from error
+        raise DataError(
+            f"{where}: is no audio, or damaged ({_line(error)}): copy it again, or drop the row"
+        ) from error
 
 
 def _refuse_long(samples: int, rate: int, where: str, limits: MediaLimits) -> None:

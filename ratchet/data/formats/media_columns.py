@@ -1,7 +1,9 @@
-"""Media in rows: what columns and messages say of them becomes parts of messages, each at its place.
+"""Media in rows: what columns and messages say of them becomes parts of messages, each at its
+place.
 
-A place is a part of a message without a file of its own, as {"type": "image"}, or a mark in its text, as <image>; they take
-what the columns hold, in order. Without any place, media stand before the first thing that a user says.
+A place is a part of a message without a file of its own, as {"type": "image"}, or a mark in its
+text, as <image>; they take what the columns hold, in order. Without any place, media stand before
+the first thing that a user says.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ SOURCES = ("url", "path", "bytes", "data", "base64")
 
 
 def read_content(value: list[Any], where: str) -> tuple[Part, ...]:
-    """Parts as OpenAI's and Hugging Face's formats write them; one without a file has an empty value. Raises DataError."""
+    """Parts as OpenAI's and Hugging Face's formats write them; one without a file has an empty
+    value. Raises DataError."""
     return tuple(_part(item, f"{where}, part {index}") for index, item in enumerate(value))
 
 
@@ -49,30 +52,43 @@ def _part(item: Any, where: str) -> Part:
         return Part("text", values["text"])
     if kind not in PART_TYPES:
         known = ", ".join(("text", *PART_TYPES))
-        raise DataError(f"{where} is {kind_of(item)} of type '{kind:.40}', must be an object whose type is one of {known}")
+        raise DataError(
+            f"{where} is {kind_of(item)} of type '{kind:.40}', must be an object whose type is one "
+            f"of {known}"
+        )
     given = [values[key] for key in (kind, *PART_TYPES, *SOURCES) if values.get(key) is not None]
     return Part(PART_TYPES[kind], reference_of(PART_TYPES[kind], given[0], where) if given else "")
 
 
 def reference_of(kind: MediaKind, value: Any, where: str) -> str:
-    """The path, `data:` URL or address of one medium: text, bytes, or an object with them, as `datasets` writes images."""
+    """The path, `data:` URL or address of one medium: text, bytes, or an object with them, as
+    `datasets` writes images."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
         return embedded(kind, value).value
     if isinstance(value, dict):
-        if isinstance(value.get("data"), str) and isinstance(value.get("format"), str):  # OpenAI's input_audio
+        # OpenAI's input_audio
+        if isinstance(value.get("data"), str) and isinstance(value.get("format"), str):
             return f"data:{kind}/{value['format']};base64,{value['data']}"
-        found = next((value[key] for key in ("bytes", "url", "path") if value.get(key) is not None), None)
+        found = next(
+            (value[key] for key in ("bytes", "url", "path") if value.get(key) is not None), None
+        )
         if found is not None:
             return reference_of(kind, found, where)
-    raise DataError(f"{where} is {kind_of(value)}, must be a path, an address, bytes, or an object with 'bytes' or 'path'")
+    raise DataError(
+        f"{where} is {kind_of(value)}, must be a path, an address, bytes, or an object with "
+        "'bytes' or 'path'"
+    )
 
 
 def read_column(kind: MediaKind, value: Any, where: str) -> list[Part]:
     """One medium or several; null is none."""
     values = [] if value is None else value if isinstance(value, list) else [value]
-    return [Part(kind, reference_of(kind, one, f"{where}, item {index}")) for index, one in enumerate(values)]
+    return [
+        Part(kind, reference_of(kind, one, f"{where}, item {index}"))
+        for index, one in enumerate(values)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +98,14 @@ class Placing:
     root: Path | str | None
     limits: MediaLimits
 
-    def place(self, messages: Sequence[Message], media: Mapping[MediaKind, Sequence[Part]], where: str) -> tuple[Message, ...]:
-        """The messages with every medium at its place. Marks of a kind that `media` does not name are text.
+    def place(
+        self, messages: Sequence[Message], media: Mapping[MediaKind, Sequence[Part]], where: str
+    ) -> tuple[Message, ...]:
+        """The messages with every medium at its place. Marks of a kind that `media` does not name
+        are text.
 
-        Raises DataError where there are more or fewer of a kind than places, and for a reference that may not be followed.
+        Raises DataError where there are more or fewer of a kind than places, and for a reference
+        that may not be followed.
         """
         split = [_split(message, media) for message in messages]
         first = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
@@ -96,7 +116,8 @@ class Placing:
                 split[first] = [*(Part(kind, "") for _ in parts), *split[first]]
             elif len(parts) != places:
                 raise DataError(
-                    f"{where}: the text has {places} places for {kind}s, as <{kind}>, and the row has {len(parts)} of them: "
+                    f"{where}: the text has {places} places for {kind}s, as <{kind}>, and the row "
+                    f"has {len(parts)} of them: "
                     "give each its place, or leave all marks out"
                 )
         queues = {kind: iter(parts) for kind, parts in media.items()}
@@ -107,7 +128,9 @@ class Placing:
             return self._followed(part if part.value else next(queues[part.type]), where)
 
         return tuple(
-            message if all(part.type == "text" for part in parts) else replace(message, content=tuple(map(filled, parts)))
+            message
+            if all(part.type == "text" for part in parts)
+            else replace(message, content=tuple(map(filled, parts)))
             for message, parts in zip(messages, split, strict=True)
         )
 
@@ -120,7 +143,10 @@ class Placing:
                 fetch(reference, where=where, limits=self.limits)  # says so
             return part
         if self.root is None:
-            raise DataError(f"{where}: {shown(reference)}: nothing says what this path is relative to: set media_root")
+            raise DataError(
+                f"{where}: {shown(reference)}: nothing says what this path is relative to: set "
+                "media_root"
+            )
         place = located(reference, where=where, root=self.root)
         if isinstance(place, Path):
             with reading(f"{where}: {shown(reference)}"):
@@ -138,7 +164,10 @@ class Placing:
         if isinstance(message.content, str):
             return message.content
         root = f"{Path(self.root).resolve()}/" if isinstance(self.root, Path) else ""
-        return [part.value if part.type == "text" else part.value.removeprefix(root) for part in message.content]
+        return [
+            part.value if part.type == "text" else part.value.removeprefix(root)
+            for part in message.content
+        ]
 
 
 def media_of(messages: Iterable[Message]) -> list[Part]:
@@ -159,13 +188,22 @@ def without_media(value: Any) -> Any:
 
 
 def _split(message: Message, kinds: Iterable[MediaKind]) -> list[Part]:
-    """The parts of a message; marks of these kinds in what others than the assistant say become places."""
-    parts = [Part("text", message.content)] if isinstance(message.content, str) else list(message.content)
+    """The parts of a message; marks of these kinds in what others than the assistant say become
+    places."""
+    parts = (
+        [Part("text", message.content)]
+        if isinstance(message.content, str)
+        else list(message.content)
+    )
     if message.role == "assistant":
         return parts
     marks: dict[str, Part] = {f"<{kind}>": Part(kind, "") for kind in kinds}
     found: list[Part] = []
     for part in parts:
         pieces = MARK.split(part.value) if part.type == "text" else []
-        found += [marks.get(piece, Part("text", piece)) for piece in pieces if piece] if marks.keys() & {*pieces} else [part]
+        found += (
+            [marks.get(piece, Part("text", piece)) for piece in pieces if piece]
+            if marks.keys() & {*pieces}
+            else [part]
+        )
     return found

@@ -1,4 +1,5 @@
-"""Conversations from OpenAssistant's form (arXiv:2304.07327): a row a message, which names its parent and its tree."""
+"""Conversations from OpenAssistant's form (arXiv:2304.07327): a row a message, which names its
+parent and its tree."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ NAMED = ("message_id", "parent_id", "message_tree_id", "text", "role")
 
 
 class Trees:
-    """The best conversation of each tree: from its first message on, the answer that people ranked first, up to the last of
-    the assistant's. A tree without an answer is none. Holds the numbers of the rows, not their text.
+    """The best conversation of each tree: from its first message on, the answer that people ranked
+    first, up to the last of the assistant's. A tree without an answer is none. Holds the numbers of
+    the rows, not their text.
 
     Raises DataError for a row without the columns of this form.
     """
@@ -29,7 +31,9 @@ class Trees:
             values = table.row(index).values
             absent = next((name for name in NAMED if name not in values), None)
             if absent is not None:
-                raise DataError(f"{table.where(index)}: no column '{absent}'; the row has {names(values)}")
+                raise DataError(
+                    f"{table.where(index)}: no column '{absent}'; the row has {names(values)}"
+                )
             roles.append(values["role"] == "assistant")
             parent, rank = values["parent_id"], values.get("rank")
             if values.get("deleted"):
@@ -46,7 +50,9 @@ class Trees:
         found = (_best(root, children, roles) for root in roots)
         self.paths = [path for path in found if path]
         if not self.paths:
-            raise DataError(f"{table.where(0)}: no tree of this file has an answer of the assistant's")
+            raise DataError(
+                f"{table.where(0)}: no tree of this file has an answer of the assistant's"
+            )
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -58,14 +64,20 @@ class Trees:
     def row(self, index: int) -> Row:
         """The columns of its first message, and `messages`."""
         rows = [self.table.row(place) for place in self.paths[index]]
-        messages: list[Mapping[str, Any]] = [{"role": row.values["role"], "content": row.values["text"]} for row in rows]
+        messages: list[Mapping[str, Any]] = [
+            {"role": row.values["role"], "content": row.values["text"]} for row in rows
+        ]
         return Row(rows[0].line, {**rows[0].values, "messages": messages}, rows[0].unit)
 
     def where(self, index: int) -> str:
         return self.table.where(self.paths[index][0])
 
 
-def _best(root: tuple[int, str], children: Mapping[str, list[tuple[float, int, str]]], roles: Sequence[bool]) -> list[int]:
+def _best(
+    root: tuple[int, str],
+    children: Mapping[str, list[tuple[float, int, str]]],
+    roles: Sequence[bool],
+) -> list[int]:
     index, name = root
     path = [index]
     while answers := children.get(name):

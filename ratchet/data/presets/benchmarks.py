@@ -1,6 +1,5 @@
-"""Published sets that models are measured on, by name, as `ratchet.data.presets.datasets` has those that they learn from. Some
-of those
-are measured on too: gsm8k, and the AIME's."""
+"""Published sets that models are measured on, by name, as `ratchet.data.presets.datasets` has those
+that they learn from. Some of those are measured on too: gsm8k, and the AIME's."""
 
 from __future__ import annotations
 
@@ -9,15 +8,23 @@ from collections.abc import Mapping
 from ratchet.data.formats import benchmark_rows
 from ratchet.data.presets.datasets import BOXED, PRESETS, Preset
 
-OF_FOUR, OF_TEN = ({"kind": "multiple_choice", "letters": letters} for letters in ("ABCD", benchmark_rows.LETTERS))
+OF_FOUR, OF_TEN = (
+    {"kind": "multiple_choice", "letters": letters} for letters in ("ABCD", benchmark_rows.LETTERS)
+)
 MEASURES = frozenset({"rollouts"})
 
 BENCHMARKS: Mapping[str, Preset] = {
-    # problem, solution, answer, subject, level (1 to 5), unique_id; 500 rows, split test. Seen: the features on the cards of
-    # its copies (lmms-lab/MATH500, macabdul9/MATH-500).
+    # problem, solution, answer, subject, level (1 to 5), unique_id; 500 rows, split test. Seen: the
+    # features on the cards of its copies (lmms-lab/MATH500, macabdul9/MATH-500).
     "math_500": Preset(
         "HuggingFaceH4/MATH-500",
-        {"prompt": "problem", "answer": "answer", "solution": "solution", "difficulty": "level", "id": "unique_id"},
+        {
+            "prompt": "problem",
+            "answer": "answer",
+            "solution": "solution",
+            "difficulty": "level",
+            "id": "unique_id",
+        },
         train="",
         test="test",
         prompt="{problem}" + BOXED,
@@ -25,9 +32,10 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward="math",
         about="competition problems, arXiv:2305.20050",
     ),
-    # Question, Correct Answer, Incorrect Answer 1 to 3, High-level domain, Record ID and many more; configurations gpqa_diamond
-    # (198 rows), gpqa_main, gpqa_extended, each with the split train, or gpqa_diamond.csv; asks for consent on the hub. Seen:
-    # the loaders of lm-evaluation-harness (tasks/gpqa), NeMo RL and inspect_evals.
+    # Question, Correct Answer, Incorrect Answer 1 to 3, High-level domain, Record ID and many more;
+    # configurations gpqa_diamond (198 rows), gpqa_main, gpqa_extended, each with the split train,
+    # or gpqa_diamond.csv; asks for consent on the hub. Seen: the loaders of lm-evaluation-harness
+    # (tasks/gpqa), NeMo RL and inspect_evals.
     "gpqa": Preset(
         "Idavidrein/gpqa",
         {"prompt": "asked", "answer": "answer"},
@@ -40,8 +48,9 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward=OF_FOUR,
         about="graduate-level science, arXiv:2311.12022",
     ),
-    # question, subject, choices (four), answer (an index); configuration all and one a subject; splits test, validation, dev.
-    # Seen: the harness's template (question, choices[0..3], answer), code that reads it.
+    # question, subject, choices (four), answer (an index); configuration all and one a subject;
+    # splits test, validation, dev. Seen: the harness's template (question, choices[0..3], answer),
+    # code that reads it.
     "mmlu": Preset(
         "cais/mmlu",
         {"prompt": "asked", "answer": "answer"},
@@ -54,8 +63,8 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward=OF_FOUR,
         about="57 subjects, arXiv:2009.03300",
     ),
-    # question_id, question, options (up to ten), answer (a letter), answer_index, cot_content, category, src; splits test,
-    # validation. Seen: its card.
+    # question_id, question, options (up to ten), answer (a letter), answer_index, cot_content,
+    # category, src; splits test, validation. Seen: its card.
     "mmlu_pro": Preset(
         "TIGER-Lab/MMLU-Pro",
         {"prompt": "asked", "answer": "answer", "id": "question_id"},
@@ -67,8 +76,9 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward=OF_TEN,
         about="harder questions with ten choices, arXiv:2406.01574",
     ),
-    # key, prompt, instruction_id_list, kwargs (an object for each instruction; Arrow fills it up with nulls); 541 rows, split
-    # train, ifeval_input_data.jsonl. Seen: its card, the harness's reader (tasks/ifeval/utils.py).
+    # key, prompt, instruction_id_list, kwargs (an object for each instruction; Arrow fills it up
+    # with nulls); 541 rows, split train, ifeval_input_data.jsonl. Seen: its card, the harness's
+    # reader (tasks/ifeval/utils.py).
     "ifeval": Preset(
         "google/IFEval",
         {"prompt": "prompt", "id": "key"},
@@ -78,7 +88,8 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward="ifeval",
         about="verifiable instructions, arXiv:2311.07911",
     ),
-    # task_id, prompt, entry_point, canonical_solution, test; 164 rows, split test. Seen: the published file.
+    # task_id, prompt, entry_point, canonical_solution, test; 164 rows, split test. Seen: the
+    # published file.
     "humaneval_chat": Preset(
         "openai/openai_humaneval",
         {"prompt": "asked", "solution": "canonical_solution", "id": "task_id"},
@@ -89,9 +100,9 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward="code",
         about="programs, arXiv:2107.03374, as a chat model is asked for them",
     ),
-    # sanitized (427 rows): task_id, prompt, code, test_imports, test_list, source_file; full (974): text and test_setup_code in
-    # place of prompt and test_imports, and challenge_test_list; splits train, test, validation, prompt. Seen: its card, the
-    # harness's mbpp.yaml.
+    # sanitized (427 rows): task_id, prompt, code, test_imports, test_list, source_file; full (974):
+    # text and test_setup_code in place of prompt and test_imports, and challenge_test_list; splits
+    # train, test, validation, prompt. Seen: its card, the harness's mbpp.yaml.
     "mbpp": Preset(
         "google-research-datasets/mbpp",
         {"prompt": "asked", "id": "task_id", "solution": "code"},
@@ -103,10 +114,11 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward="code",
         about="small programs, arXiv:2108.07732",
     ),
-    # question_title, question_content, platform, question_id, contest_id, contest_date, starter_code, difficulty,
-    # public_test_cases, private_test_cases (JSON; in the lite set packed by pickle, zlib and base64), metadata (JSON with
-    # func_name); split test, files test.jsonl to test6.jsonl. On the hub a script reads them, which `datasets` no longer runs:
-    # give the files, test=hf://datasets/livecodebench/code_generation_lite/test6.jsonl. Seen: LiveCodeBench's own
+    # question_title, question_content, platform, question_id, contest_id, contest_date,
+    # starter_code, difficulty, public_test_cases, private_test_cases (JSON; in the lite set packed
+    # by pickle, zlib and base64), metadata (JSON with func_name); split test, files test.jsonl to
+    # test6.jsonl. On the hub a script reads them, which `datasets` no longer runs: give the files,
+    # test=hf://datasets/livecodebench/code_generation_lite/test6.jsonl. Seen: LiveCodeBench's own
     # lcb_runner/benchmarks/code_generation.py, the features on the card of a copy.
     "livecodebench": Preset(
         "livecodebench/code_generation_lite",
@@ -129,4 +141,6 @@ ALSO_CALLED: Mapping[str, str] = {
     "aime25": "aime_2025",
     "humaneval": "humaneval_chat",
 }
-MEASURED_ON = frozenset({*BENCHMARKS, *(name for name, preset in PRESETS.items() if preset.test and preset.reward)})
+MEASURED_ON = frozenset(
+    {*BENCHMARKS, *(name for name, preset in PRESETS.items() if preset.test and preset.reward)}
+)

@@ -1,7 +1,9 @@
-"""Published datasets by name: where they are, which of their columns mean what, and what judges answers to them.
+"""Published datasets by name: where they are, which of their columns mean what, and what judges
+answers to them.
 
-The columns are those that each set really has, as its card, or code that reads it, shows (said with each). A recipe may
-point a preset at files of the same form: `environment: {kind: dataset, preset: gsm8k, train: train.jsonl}`.
+The columns are those that each set really has, as its card, or code that reads it, shows (said with
+each). A recipe may point a preset at files of the same form: `environment: {kind: dataset, preset:
+gsm8k, train: train.jsonl}`.
 """
 
 from __future__ import annotations
@@ -15,19 +17,22 @@ from ratchet.data.formats.benchmark_rows import Shape
 BOXED = "\nReason step by step, and put the final answer into \\boxed{}."
 TRAINS = frozenset({"rows", "rollouts"})
 PAIRS = frozenset({"rows", "pairs"})
-F1 = {"kind": "similarity", "measure": "bag", "ignore_case": True}  # as usual for short answers (arXiv:1606.05250)
+# as usual for short answers (arXiv:1606.05250)
+F1 = {"kind": "similarity", "measure": "bag", "ignore_case": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
     """A dataset as it is published.
 
-    hub, subset: its id and configuration there. train, test: its splits; "" where it has none. columns: its names for the
-    usual ones (docs/data.md), of nested values with dots. prompt: a template over its columns, "" where a column is the
-    prompt. answer_after: what the answer's column holds before the answer. keep: rows to train on, as in a recipe. distinct:
-    it repeats prompts, of which one each is kept. trees: its rows are messages of trees. shape: what makes its rows into
-    those that the other fields describe. tag: the column that says which domain a row is of. gives: what algorithms may learn
-    from it. reward: a kind, or a section, of what judges answers; "" where nothing here can.
+    hub, subset: its id and configuration there. train, test: its splits; "" where it has none.
+    columns: its names for the usual ones (docs/data.md), of nested values with dots. prompt: a
+    template over its columns, "" where a column is the prompt. answer_after: what the answer's
+    column holds before the answer. keep: rows to train on, as in a recipe. distinct: it repeats
+    prompts, of which one each is kept. trees: its rows are messages of trees. shape: what makes its
+    rows into those that the other fields describe. tag: the column that says which domain a row is
+    of. gives: what algorithms may learn from it. reward: a kind, or a section, of what judges
+    answers; "" where nothing here can.
     """
 
     hub: str
@@ -48,7 +53,8 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
-    # Columns: question, answer ("...#### 72"); configurations main and socratic. Seen: the published files.
+    # Columns: question, answer ("...#### 72"); configurations main and socratic. Seen: the
+    # published files.
     "gsm8k": Preset(
         "openai/gsm8k",
         {"prompt": "question", "answer": "answer", "solution": "answer"},
@@ -59,8 +65,9 @@ PRESETS: Mapping[str, Preset] = {
         reward="numeric_answer",
         about="grade school maths, arXiv:2110.14168",
     ),
-    # problem, generated_solution, expected_answer, problem_source; splits train (14M rows), train_5M, train_2M, train_1M.
-    # Seen: NeMo RL's openmathinstruct2 loader (split train_1M), and other code that reads it.
+    # problem, generated_solution, expected_answer, problem_source; splits train (14M rows),
+    # train_5M, train_2M, train_1M. Seen: NeMo RL's openmathinstruct2 loader (split train_1M), and
+    # other code that reads it.
     "openmathinstruct2": Preset(
         "nvidia/OpenMathInstruct-2",
         {"prompt": "problem", "answer": "expected_answer", "solution": "generated_solution"},
@@ -78,8 +85,9 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         about="competition problems with answers",
     ),
-    # data_source, prompt [{role, content}], ability, reward_model {ground_truth, style}, extra_info {index}; each of the 17k
-    # prompts about a hundred times. Seen: AISBench's page of the set, code that reads it.
+    # data_source, prompt [{role, content}], ability, reward_model {ground_truth, style}, extra_info
+    # {index}; each of the 17k prompts about a hundred times. Seen: AISBench's page of the set, code
+    # that reads it.
     "dapo_math_17k": Preset(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         {"prompt": "prompt", "answer": "reward_model.ground_truth"},
@@ -87,7 +95,8 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         about="competition problems with whole numbers as answers, arXiv:2503.14476",
     ),
-    # source, problem, solution (the answer in \boxed{}, but in proofs), messages; splits train, test. Seen: code that reads it.
+    # source, problem, solution (the answer in \boxed{}, but in proofs), messages; splits train,
+    # test. Seen: code that reads it.
     "numinamath_cot": Preset(
         "AI-MO/NuminaMath-CoT",
         {"prompt": "problem", "answer": "solution", "solution": "solution"},
@@ -98,9 +107,9 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         about="competition problems with solutions",
     ),
-    # problem, solution, answer, problem_type, question_type, source, uuid, generations, correctness_math_verify, ...,
-    # messages (the problem, and a generation that was verified); configurations default, extended, all. Seen: code that
-    # reads it.
+    # problem, solution, answer, problem_type, question_type, source, uuid, generations,
+    # correctness_math_verify, ..., messages (the problem, and a generation that was verified);
+    # configurations default, extended, all. Seen: code that reads it.
     "openr1_math": Preset(
         "open-r1/OpenR1-Math-220k",
         {"messages": "messages", "answer": "answer", "id": "uuid"},
@@ -108,7 +117,8 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         about="reasoning by DeepSeek-R1 on NuminaMath's problems",
     ),
-    # id, problem, solution, answer, url, year; 30 rows, split train. Seen: several evaluators that read it.
+    # id, problem, solution, answer, url, year; 30 rows, split train. Seen: several evaluators that
+    # read it.
     "aime_2024": Preset(
         "HuggingFaceH4/aime_2024",
         {"prompt": "problem", "answer": "answer"},
@@ -128,7 +138,8 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         about="AIME I and II of 2025",
     ),
-    # id, problem, solution, answer, url; 90 rows of 2022 to 2024, split train. Seen: dspy's example.
+    # id, problem, solution, answer, url; 90 rows of 2022 to 2024, split train. Seen: dspy's
+    # example.
     "aime_2022_2024": Preset(
         "AI-MO/aimo-validation-aime",
         {"prompt": "problem", "answer": "answer", "solution": "solution"},
@@ -136,7 +147,8 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         about="AIME I and II of 2022 to 2024",
     ),
-    # id, title, context, question, answers {text [...], answer_start [...]}; splits train, validation. Seen: its card.
+    # id, title, context, question, answers {text [...], answer_start [...]}; splits train,
+    # validation. Seen: its card.
     "squad": Preset(
         "rajpurkar/squad",
         {"prompt": "question", "answer": "answers.text.0", "id": "id"},
@@ -145,8 +157,8 @@ PRESETS: Mapping[str, Preset] = {
         reward=F1,
         about="questions about a text, arXiv:1606.05250",
     ),
-    # message_id, parent_id, text, role (prompter, assistant), lang, rank, deleted, message_tree_id, ...; splits train,
-    # validation. Seen: its card, and the project's notebook that reads it.
+    # message_id, parent_id, text, role (prompter, assistant), lang, rank, deleted, message_tree_id,
+    # ...; splits train, validation. Seen: its card, and the project's notebook that reads it.
     "oasst1": Preset(
         "OpenAssistant/oasst1",
         {"messages": "messages", "id": "message_id"},
@@ -162,29 +174,42 @@ PRESETS: Mapping[str, Preset] = {
         gives=frozenset({"rows"}),
         about="instructions of many kinds, arXiv:2411.15124",
     ),
-    # id, source, prompt, chosen, rejected (both whole conversations). Seen: code that reads it, among it NeMo RL's loader.
+    # id, source, prompt, chosen, rejected (both whole conversations). Seen: code that reads it,
+    # among it NeMo RL's loader.
     "tulu3_preference": Preset(
         "allenai/llama-3.1-tulu-3-8b-preference-mixture",
         {"chosen": "chosen", "rejected": "rejected", "id": "id"},
         gives=PAIRS,
         about="pairs on and off policy, arXiv:2411.15124",
     ),
-    # domain, language, context [{role, content}], response1, response2, overall_preference (-3: the first is much better, to 3:
-    # the second is), individual_preference; splits train, validation. Seen: a card of a copy, NeMo RL's helpsteer3 loader.
+    # domain, language, context [{role, content}], response1, response2, overall_preference (-3: the
+    # first is much better, to 3: the second is), individual_preference; splits train, validation.
+    # Seen: a card of a copy, NeMo RL's helpsteer3 loader.
     "helpsteer3": Preset(
         "nvidia/HelpSteer3",
-        {"prompt": "context", "first": "response1", "second": "response2", "preference": "overall_preference"},
+        {
+            "prompt": "context",
+            "first": "response1",
+            "second": "response2",
+            "preference": "overall_preference",
+        },
         subset="preference",
         test="validation",
         keep=({"column": "overall_preference", "none_of": (0,)},),
         gives=PAIRS,
         about="pairs compared by people, arXiv:2505.11475",
     ),
-    # prompt, prompt_id, chosen, rejected (both whole conversations), messages, score_chosen, score_rejected; splits
-    # train_prefs, test_prefs, train_sft, ... Seen: its card; docs/preference-data.md reads the form.
+    # prompt, prompt_id, chosen, rejected (both whole conversations), messages, score_chosen,
+    # score_rejected; splits train_prefs, test_prefs, train_sft, ... Seen: its card;
+    # docs/preference-data.md reads the form.
     "ultrafeedback": Preset(
         "HuggingFaceH4/ultrafeedback_binarized",
-        {"chosen": "chosen", "rejected": "rejected", "score_chosen": "score_chosen", "score_rejected": "score_rejected"},
+        {
+            "chosen": "chosen",
+            "rejected": "rejected",
+            "score_chosen": "score_chosen",
+            "score_rejected": "score_rejected",
+        },
         train="train_prefs",
         test="test_prefs",
         gives=PAIRS,

@@ -31,7 +31,9 @@ class GemEnvironment(Seeded):
     def act(self, text: str) -> Answer:
         observation, reward, terminated, truncated, info = self.inner.step(text)
         given = {**info, **info.get("metrics", {})}
-        numbers = {name: float(value) for name, value in given.items() if isinstance(value, int | float)}
+        numbers = {
+            name: float(value) for name, value in given.items() if isinstance(value, int | float)
+        }
         return Answer(
             text=_text(observation, info),
             state=str(observation),
@@ -53,10 +55,14 @@ def _of_gem(name: str) -> Any:
         import gem
         from gem.envs.registration import ENV_REGISTRY
     except ImportError as error:
-        raise ConfigError(f"environment.kind 'gem' can't import gem ({error}): pip install gem-llm, or set path") from error
+        raise ConfigError(
+            f"environment.kind 'gem' can't import gem ({error}): pip install gem-llm, or set path"
+        ) from error
     finally:  # it configures the root logger when it is imported, which is the program's to do
         root.handlers[:] = handlers
         root.setLevel(level)
     if name not in ENV_REGISTRY:
-        raise ConfigError(f"environment.id: gem has no '{name}'; gem.print_envs() lists what there is")
+        raise ConfigError(
+            f"environment.id: gem has no '{name}'; gem.print_envs() lists what there is"
+        )
     return lambda **kwargs: gem.make(name, **kwargs)

@@ -31,7 +31,9 @@ class GymnasiumEnvironment(Seeded):
         try:
             import gymnasium
         except ImportError as error:
-            raise MissingDependency("gymnasium", extra="envs", needed_for="environment.kind 'gymnasium'") from error
+            raise MissingDependency(
+                "gymnasium", extra="envs", needed_for="environment.kind 'gymnasium'"
+            ) from error
         try:
             return self.make()
         except (gymnasium.error.Error, ImportError, TypeError) as error:
@@ -43,13 +45,26 @@ class GymnasiumEnvironment(Seeded):
         both = {"observation": sample.observation_space, "action": sample.action_space}
         for name, space in both.items():
             if not isinstance(space, Discrete | Text):
-                hint = "wrap it so that it gives text" if name == "observation" else "wrap it so that it takes text"
-                raise ConfigError(f"environment.id {self.config.id}: its {name}s are {space}, not Discrete or Text: {hint}")
+                hint = (
+                    "wrap it so that it gives text"
+                    if name == "observation"
+                    else "wrap it so that it takes text"
+                )
+                raise ConfigError(
+                    f"environment.id {self.config.id}: its {name}s are {space}, not Discrete or "
+                    f"Text: {hint}"
+                )
         words = len(self.config.actions)
         if words and (self.discrete is None or words != self.discrete.n):
-            raise ConfigError(f"environment.actions names {words} actions, but those of {self.config.id} are {both['action']}")
+            raise ConfigError(
+                f"environment.actions names {words} actions, but those of {self.config.id} are "
+                f"{both['action']}"
+            )
         if "{screen}" in self.config.prompt + self.config.reply and sample.render_mode != "ansi":
-            raise ConfigError("environment.prompt shows {screen}, which is text only with kwargs: {render_mode: ansi}")
+            raise ConfigError(
+                "environment.prompt shows {screen}, which is text only with kwargs: {render_mode: "
+                "ansi}"
+            )
 
     def first(self, observation: Any, info: Mapping[str, Any]) -> Answer:
         self._seen = observation
@@ -70,7 +85,8 @@ class GymnasiumEnvironment(Seeded):
         )
 
     def _action(self, text: str) -> Any | None:
-        """The whole text; where actions are counted, the last word that names one, or the last number."""
+        """The whole text; where actions are counted, the last word that names one, or the last
+        number."""
         if self.discrete is None:
             return text if self.inner.action_space.contains(text) else None
         words = {word.lower(): index for index, word in enumerate(self.config.actions)}

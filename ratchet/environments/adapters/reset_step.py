@@ -1,4 +1,5 @@
-"""Base of the adapters for environments that speak `reset(seed)` and `step(action)`, as Gymnasium's, gem's and ROLL's do.
+"""Base of the adapters for environments that speak `reset(seed)` and `step(action)`, as
+Gymnasium's, gem's and ROLL's do.
 
 Whatever they do may block, so it is done in a thread, and the other attempts go on.
 """
@@ -35,8 +36,8 @@ class Answer(NamedTuple):
 
 
 class Seeded(ABC):
-    """A subclass makes the environment that it stands for, and puts what goes in and out of it into words. An instance keeps
-    its own from one episode to the next; copies make theirs."""
+    """A subclass makes the environment that it stands for, and puts what goes in and out of it into
+    words. An instance keeps its own from one episode to the next; copies make theirs."""
 
     judges = True
 
@@ -66,14 +67,25 @@ class Seeded(ABC):
         return (self._task(split, i, self._seed(seed, i)) for i in itertools.count(start))
 
     def _seed(self, seed: int, index: int) -> int:
-        return random.Random(f"{self.name}/train/{seed}/{index}").randrange(self.settings.test_tasks, 2**31)
+        return random.Random(f"{self.name}/train/{seed}/{index}").randrange(
+            self.settings.test_tasks, 2**31
+        )
 
     def _task(self, split: Split, index: int, seed: int) -> Task:
         message = Message("user", f"{self.name}, seed {seed}")
-        return Task(id=f"{self.name}/{split}/{index}", messages=(message,), environment=self.name, seed=seed, tag=self.name)
+        return Task(
+            id=f"{self.name}/{split}/{index}",
+            messages=(message,),
+            environment=self.name,
+            seed=seed,
+            tag=self.name,
+        )
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        raise DataError(f"{self.name} comes without solutions: train with rollouts, or write demonstrations of your own")
+        raise DataError(
+            f"{self.name} comes without solutions: train with rollouts, or write demonstrations of "
+            "your own"
+        )
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self._turns = 0
@@ -105,10 +117,13 @@ class Seeded(ABC):
         return self.first(*self.inner.reset(seed=seed))
 
     async def _call(self, work: Callable[[], T]) -> T:
-        return await asyncio.to_thread(self._with_own_random if self.settings.process_random else _plain, work)
+        return await asyncio.to_thread(
+            self._with_own_random if self.settings.process_random else _plain, work
+        )
 
     def _with_own_random(self, work: Callable[[], T]) -> T:
-        """What seeds the process's generators must neither upset what others draw, nor find them moved by others."""
+        """What seeds the process's generators must neither upset what others draw, nor find them
+        moved by others."""
         with ONE_AT_A_TIME:
             before = random.getstate(), np.random.get_state()
             try:

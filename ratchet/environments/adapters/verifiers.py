@@ -1,8 +1,9 @@
-"""Environments of the package verifiers, in its v1 interface: a taskset gives tasks, `Env.run(task, agents)` plays one with
-agents, and the task's own functions judge the trace.
+"""Environments of the package verifiers, in its v1 interface: a taskset gives tasks, `Env.run(task,
+agents)` plays one with agents, and the task's own functions judge the trace.
 
-The policy is one of those agents. `run` goes on by itself until it asks that agent for a turn; there it waits for the message
-that Ratchet brings. What needs a box or served tools is refused: such a program talks to the proxy instead.
+The policy is one of those agents. `run` goes on by itself until it asks that agent for a turn;
+there it waits for the message that Ratchet brings. What needs a box or served tools is refused:
+such a program talks to the proxy instead.
 """
 
 from __future__ import annotations
@@ -40,9 +41,16 @@ class VerifiersEnvironment(Rows):
         self._episode: asyncio.Task[vf.Episode] | None = None
 
     def _read(self) -> None:
-        taskset = self.inner.taskset if self.config.tasks is None else self.inner.taskset.take(self.config.tasks)
+        taskset = (
+            self.inner.taskset
+            if self.config.tasks is None
+            else self.inner.taskset.take(self.config.tasks)
+        )
         if not taskset.bounded:
-            raise ConfigError(f"environment.taskset {self.config.taskset} is endless: set environment.tasks to a number")
+            raise ConfigError(
+                f"environment.taskset {self.config.taskset} is endless: set environment.tasks to a "
+                "number"
+            )
         tasks = list(taskset)
         prompts = [_opening(task) for task in tasks]
         alike = len(set(prompts)) < len(prompts)
@@ -63,7 +71,9 @@ class VerifiersEnvironment(Rows):
         return self._rows[split]
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        raise DataError(f"taskset {self.config.taskset} comes without solutions: train with rollouts")
+        raise DataError(
+            f"taskset {self.config.taskset} comes without solutions: train with rollouts"
+        )
 
     async def reset(self, task: Task) -> Sequence[Message]:
         await self.close()
@@ -72,7 +82,9 @@ class VerifiersEnvironment(Rows):
         self._episode = asyncio.create_task(self._play(self.given[task.id]))
         asked = await self._next()
         if asked is None:
-            raise DataError(f"{task.id}: its environment ended without asking seat '{self.seat}' for a turn")
+            raise DataError(
+                f"{task.id}: its environment ended without asking seat '{self.seat}' for a turn"
+            )
         return asked
 
     async def step(self, message: Message) -> Step:
@@ -96,7 +108,8 @@ class VerifiersEnvironment(Rows):
             episode.cancel()
 
     async def _next(self) -> Sequence[Message] | None:
-        """What the policy is asked next; None once the episode is over. Raises what the environment raised."""
+        """What the policy is asked next; None once the episode is over. Raises what the environment
+        raised."""
         assert self._episode is not None
         asked = asyncio.ensure_future(self._asked.get())
         await asyncio.wait({asked, self._episode}, return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +133,10 @@ class VerifiersEnvironment(Rows):
         await self.inner.run(task, agents)
         await self.inner.finalize(task, episode)
         if len(episode.traces) != 1:
-            raise DataError(f"the episode holds {len(episode.traces)} conversations of the policy, and one can be trained")
+            raise DataError(
+                f"the episode holds {len(episode.traces)} conversations of the policy, and one can "
+                "be trained"
+            )
         return episode
 
 
@@ -133,7 +149,9 @@ class _Seats:
 
     def __getattr__(self, name: str) -> _Seat:
         if name != self._name:
-            raise DataError(f"seat '{name}' needs an agent of its own, which nobody plays here: {USE_PROXY}")
+            raise DataError(
+                f"seat '{name}' needs an agent of its own, which nobody plays here: {USE_PROXY}"
+            )
         return self._policy
 
 
@@ -155,7 +173,10 @@ class _Seat:
         conversation = _Conversation(self.table, task)
         self.episode.traces.append(conversation.trace)
         if len(self.episode.traces) > 1:
-            raise DataError("the policy is asked for a second conversation in one episode, and one can be trained")
+            raise DataError(
+                "the policy is asked for a second conversation in one episode, and one can be "
+                "trained"
+            )
         yield conversation
         if conversation.trace.stop_condition is None:
             conversation.trace.stop("user_closed")
@@ -163,7 +184,8 @@ class _Seat:
 
 
 class _Conversation:
-    """Stands for `vf.Interaction`: the replies come from the policy, and the trace grows as it would there."""
+    """Stands for `vf.Interaction`: the replies come from the policy, and the trace grows as it
+    would there."""
 
     def __init__(self, table: VerifiersEnvironment, task: vf.Task) -> None:
         from verifiers.v1 import AgentInfo, Trace, TraceTask
@@ -217,7 +239,9 @@ def _loaded(config: VerifiersConfig) -> vf.Env:
     try:
         import verifiers.v1 as vf
     except ImportError as error:
-        raise ConfigError(f"environment.kind 'verifiers' can't import it ({error}): pip install 'verifiers>=0.4'") from error
+        raise ConfigError(
+            f"environment.kind 'verifiers' can't import it ({error}): pip install 'verifiers>=0.4'"
+        ) from error
     taskset = {**config.options, "id": config.taskset}
     try:
         made = vf.env_config_type(config.taskset, config.env.get("id", ""))
@@ -233,7 +257,10 @@ def _seat(inner: vf.Env, wanted: str | None) -> str:
     if wanted is None and len(seats) == 1:
         return seats[0]
     if wanted not in seats:
-        raise ConfigError(f"environment.seat: the policy must play one of {', '.join(seats)}, not {wanted or 'all of them'}")
+        raise ConfigError(
+            f"environment.seat: the policy must play one of {', '.join(seats)}, not "
+            f"{wanted or 'all of them'}"
+        )
     return wanted
 
 
@@ -251,13 +278,17 @@ def _check_needs_no_box(task: vf.Task) -> None:
         "intercepted requests": bool(discover_decorated(task, "intercept"))
         or any(hook_boundary(stop, allow_trace=True) is not Trace for stop in task.hooks("stop")),
         "a box for its rewards": any(
-            (box := inspect.signature(function).parameters.get("runtime")) and box.default is box.empty
+            (box := inspect.signature(function).parameters.get("runtime"))
+            and box.default is box.empty
             for function in (*task.hooks("reward"), *task.hooks("metric"))
         ),
     }
     if any(needs.values()):
         found = next(need for need, needed in needs.items() if needed)
-        raise ConfigError(f"environment.taskset: {kind.__name__} needs {found}, which this adapter has not: {USE_PROXY}")
+        raise ConfigError(
+            f"environment.taskset: {kind.__name__} needs {found}, which this adapter has not: "
+            f"{USE_PROXY}"
+        )
 
 
 def _prompt(task: vf.Task) -> list[vf.Message]:
@@ -293,5 +324,7 @@ def _ours(message: vf.Message) -> Message:
 
 def _text(part: Any) -> str:
     if part.type != "text":
-        raise DataError(f"a message holds a part of type {part.type}, and only text can be played here")
+        raise DataError(
+            f"a message holds a part of type {part.type}, and only text can be played here"
+        )
     return part.text

@@ -1,4 +1,5 @@
-"""Programs to write, judged by tests: "*3+2" -> "def f(x):\\n x*=3\\n x+=2\\n return x", or the rows of a file."""
+"""Programs to write, judged by tests: "*3+2" -> "def f(x):\\n x*=3\\n x+=2\\n return x", or the
+rows of a file."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class MadeUpPrograms(Procedural):
         test = "def check(candidate):\n" + "".join(f"    {line}\n" for line in lines)
         body = "".join(f" x{sign}={n}\n" for sign, n in steps)
         prompt = "".join(f"{sign}{n}" for sign, n in steps) + "\n"
-        return Problem(prompt, f"def f(x):\n{body} return x", {"prompt": "", "entry_point": "f", "test": test})
+        return Problem(
+            prompt, f"def f(x):\n{body} return x", {"prompt": "", "entry_point": "f", "test": test}
+        )
 
 
 def _value(x: int, steps: Sequence[tuple[str, int]]) -> int:
@@ -52,7 +55,8 @@ class ProgramRows(Rows):
         self.config = config
 
     def rows(self, split: Split) -> Sequence[Task]:
-        """Raises DataError naming the file for a row without tests, and for a prompt in both splits."""
+        """Raises DataError naming the file for a row without tests, and for a prompt in both
+        splits."""
         return self._rows[split]
 
     def demonstration(self, task: Task) -> Sequence[Message]:
@@ -63,17 +67,24 @@ class ProgramRows(Rows):
 
     @cached_property
     def _rows(self) -> dict[Split, list[Task]]:
-        """Read when tasks are first asked for: an instance that only plays attempts never reads the file."""
+        """Read when tasks are first asked for: an instance that only plays attempts never reads the
+        file."""
         assert self.config.train is not None
         rows = _read("train", self.config.train)
         if self.config.test is None:
             out = [held_out(task.messages[0].text) for task in rows]
             train = [task for task, kept in zip(rows, out, strict=True) if not kept]
-            return {"train": train, "test": [task for task, kept in zip(rows, out, strict=True) if kept]}
+            return {
+                "train": train,
+                "test": [task for task, kept in zip(rows, out, strict=True) if kept],
+            }
         prompts, test = {task.messages for task in rows}, _read("test", self.config.test)
         both = next((task for task in test if task.messages in prompts), None)
         if both is not None:
-            raise DataError(f"{self.config.test}: the prompt of '{both.id}' is also in {self.config.train}: remove it from one")
+            raise DataError(
+                f"{self.config.test}: the prompt of '{both.id}' is also in {self.config.train}: "
+                "remove it from one"
+            )
         return {"train": rows, "test": test}
 
 
@@ -85,6 +96,12 @@ def _read(split: Split, path: DataFile) -> list[Task]:
             raise DataError(f"{path}, {row.where}: a row needs tests, or entry_point and test")
         prompt = Message("user", row.values["prompt"])
         tasks.append(
-            Task(f"programs/{split}/{row.line}", (prompt,), environment="programs", tag="programs", meta=dict(row.values))
+            Task(
+                f"programs/{split}/{row.line}",
+                (prompt,),
+                environment="programs",
+                tag="programs",
+                meta=dict(row.values),
+            )
         )
     return tasks

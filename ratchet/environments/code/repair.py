@@ -17,8 +17,9 @@ SHOWN_CHARS = 500  # of an input, an output, or what was expected
 
 
 class CodeRepair:
-    """The last try's reward, as the reward `code` gives it, times `discount` for each before. That reward judges; the error is
-    found by running the program once more, together with its tests: it is a hint, and decides nothing."""
+    """The last try's reward, as the reward `code` gives it, times `discount` for each before. That
+    reward judges; the error is found by running the program once more, together with its tests: it
+    is a hint, and decides nothing."""
 
     replayable = True
     judges = True
@@ -49,7 +50,11 @@ class CodeRepair:
         passed = verdict.parts["passed"] == 1.0
         if passed or self._tries >= self.config.tries:
             reward = verdict.reward * self.config.discount ** (self._tries - 1)
-            return Step(reward=reward, done=True, metrics={"programs": 1, "repaired": float(passed and self._tries > 1)})
+            return Step(
+                reward=reward,
+                done=True,
+                metrics={"programs": 1, "repaired": float(passed and self._tries > 1)},
+            )
         error = await self._error(message.text, self._task)
         return Step(messages=(Message("user", error),), reward=0.0, metrics={"programs": 1})
 
@@ -80,10 +85,16 @@ class CodeRepair:
         script = f"{task.prompt}\n{program}" if whole else task.prompt + program
         script += f"\n\n{task.test}\n\ncheck({task.entry_point})\n"
         result = await self._code.sandbox.run(script, limits=self._code.limits)
-        return "Your program does not pass its tests." if result.ok else self._end_of(failure(result))
+        return (
+            "Your program does not pass its tests." if result.ok else self._end_of(failure(result))
+        )
 
     def _end_of(self, error: str) -> str:
-        kept = error if len(error) <= self.config.error_chars else f"...{error[-self.config.error_chars :]}"
+        kept = (
+            error
+            if len(error) <= self.config.error_chars
+            else f"...{error[-self.config.error_chars :]}"
+        )
         return f"Your program does not pass its tests:\n{kept}"
 
 

@@ -1,7 +1,8 @@
 """Tasks from data: files of any form, object stores, the hub; published datasets by name.
 
-Rows are read when their task is due. Before, every row is read once (unless `scan: false`): what can't be used is an error
-before anything trains, and which rows each split has is then a list of numbers.
+Rows are read when their task is due. Before, every row is read once (unless `scan: false`): what
+can't be used is an error before anything trains, and which rows each split has is then a list of
+numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ log = logging.getLogger(__name__)
 
 
 def dataset(config: DatasetConfig) -> Dataset:
-    """One that offers tools where its rows may have them: who plays it must know then how the policy calls them."""
+    """One that offers tools where its rows may have them: who plays it must know then how the
+    policy calls them."""
     known = config.published
     tools = "tools" in config.columns or (known is not None and "tools" in known.columns)
     return (DatasetWithTools if tools else Dataset)(config)
@@ -74,13 +76,19 @@ class Dataset(SingleTurn):
         self.reader = Reader(config)
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Raises DataError, before iterating, for rows that can't be used (unless `scan: false`) and for an empty split."""
+        """Raises DataError, before iterating, for rows that can't be used (unless `scan: false`)
+        and for an empty split."""
         rows = self.rows(split)
         if not rows:
-            raise DataError(f"environment '{self.name}' has no rows for its {split} split: {self._why_none(split)}")
+            raise DataError(
+                f"environment '{self.name}' has no rows for its {split} split: "
+                f"{self._why_none(split)}"
+            )
         if split == "test":
             return (self._task(split, rows, index) for index in range(start, len(rows)))
-        order = Order(rows.blocks, seed=seed, name=f"{self.name}/train", shuffle=self.config.shuffle)
+        order = Order(
+            rows.blocks, seed=seed, name=f"{self.name}/train", shuffle=self.config.shuffle
+        )
         return self._endless(rows, order, start)
 
     def _endless(self, rows: Part, order: Order, start: int) -> Iterator[Task]:
@@ -95,7 +103,8 @@ class Dataset(SingleTurn):
     # --- what an algorithm learns from
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """The solution; the last message of a conversation; the better of two answers, one labelled as good; or the answer."""
+        """The solution; the last message of a conversation; the better of two answers, one labelled
+        as good; or the answer."""
         given = self._given(task)
         match given.about:
             case Comparison(chosen=chosen):
@@ -111,25 +120,39 @@ class Dataset(SingleTurn):
             case None:
                 self._refuse(given, "solution", "an answer")
         raise DataError(
-            f"{given.where}: the answer is labelled as bad, so there is none to learn from: drop such rows by `keep`"
+            f"{given.where}: the answer is labelled as bad, so there is none to learn from: drop "
+            "such rows by `keep`"
         )
 
     def comparison(self, task: Task) -> Comparison:
         given = self._given(task)
-        return given.about if isinstance(given.about, Comparison) else self._refuse(given, "chosen", "two answers to compare")
+        return (
+            given.about
+            if isinstance(given.about, Comparison)
+            else self._refuse(given, "chosen", "two answers to compare")
+        )
 
     def judged(self, task: Task) -> Judged:
         given = self._given(task)
-        return given.about if isinstance(given.about, Judged) else self._refuse(given, "completion", "one labelled answer")
+        return (
+            given.about
+            if isinstance(given.about, Judged)
+            else self._refuse(given, "completion", "one labelled answer")
+        )
 
     def steps(self, task: Task) -> LabelledSteps:
         given = self._given(task)
-        return given.about if isinstance(given.about, tuple) else self._refuse(given, "completions", "labelled steps")
+        return (
+            given.about
+            if isinstance(given.about, tuple)
+            else self._refuse(given, "completions", "labelled steps")
+        )
 
     def _refuse(self, given: Given, usual: str, wanted: str) -> NoReturn:
         name = self.reader.names.get(usual, usual)
         raise DataError(
-            f"{given.where}: no column '{name}'; the row has {', '.join(given.has)}, but this algorithm learns from {wanted}: "
+            f"{given.where}: no column '{name}'; the row has {', '.join(given.has)}, but this "
+            f"algorithm learns from {wanted}: "
             f"name yours in `columns`: {{{usual}: ...}}, or use another algorithm"
         )
 
@@ -154,11 +177,14 @@ class Dataset(SingleTurn):
         )
 
     def _meta(self, given: Given) -> Mapping[str, Any]:
-        """The row, whose images and clips are in the task's messages and need not be there twice."""
+        """The row, whose images and clips are in the task's messages and need not be there
+        twice."""
         if not media_of(given.prompt):
             return _plain(given.values)
         held = {self.reader.names.get(usual) for usual in COLUMNS}
-        return _plain({name: without_media(value) for name, value in given.values.items() if name not in held})
+        return _plain(
+            {name: without_media(value) for name, value in given.values.items() if name not in held}
+        )
 
     def _tag(self, given: Given) -> str:
         known = self.config.published
@@ -167,18 +193,24 @@ class Dataset(SingleTurn):
 
     @cached_property
     def _splits(self) -> Mapping[str, Part]:
-        """Opened when tasks are first asked for: an instance that only plays attempts reads nothing."""
+        """Opened when tasks are first asked for: an instance that only plays attempts reads
+        nothing."""
         config = self.config
         train = self._table(config.train, config.train_name)
         test = self._table(config.test, config.test_name)
-        tables = {name: table for name, table in (("train", train), ("test", test)) if table is not None}
+        tables = {
+            name: table for name, table in (("train", train), ("test", test)) if table is not None
+        }
         if not config.scan:
             return {name: Part(table, None) for name, table in tables.items()}
         if train is None:
             return {name: self._selected(table) for name, table in tables.items()}
         if test is None:
             kept, prompts, out = self._scanned(train)
-            return {"train": self._without(train, kept[~out], prompts[~out], prompts[out]), "test": Part(train, kept[out])}
+            return {
+                "train": self._without(train, kept[~out], prompts[~out], prompts[out]),
+                "test": Part(train, kept[out]),
+            }
         return self._apart(train, test)
 
     def _table(self, places: Sequence[Any], split: str) -> Table | None:
@@ -199,7 +231,8 @@ class Dataset(SingleTurn):
         return Part(table, self._scanned(table)[0])
 
     def _apart(self, train: Table, test: Table) -> Mapping[str, Part]:
-        """Raises DataError for a prompt that is in both, unless those are to be left out of what trains."""
+        """Raises DataError for a prompt that is in both, unless those are to be left out of what
+        trains."""
         held, asked, _ = self._scanned(test)
         kept, prompts, _ = self._scanned(train)
         both = np.isin(prompts, asked)
@@ -207,20 +240,34 @@ class Dataset(SingleTurn):
             one = int(kept[both][0])
             other = int(held[asked == prompts[both][0]][0])
             raise DataError(
-                f"{test.where(other)}: the prompt is also in the training split ({train.where(one)}), so for {int(both.sum())} "
+                f"{test.where(other)}: the prompt is also in the training split "
+                f"({train.where(one)}), so for {int(both.sum())} "
                 "rows there: remove them, or set overlap: drop"
             )
         return {"train": self._without(train, kept, prompts, asked), "test": Part(test, held)}
 
-    def _without(self, train: Table, kept: NDArray[np.int64], prompts: NDArray[np.uint64], asked: NDArray[np.uint64]) -> Part:
-        """Rows with a prompt of the test split don't train: with other ids they may be on either side of one file."""
+    def _without(
+        self,
+        train: Table,
+        kept: NDArray[np.int64],
+        prompts: NDArray[np.uint64],
+        asked: NDArray[np.uint64],
+    ) -> Part:
+        """Rows with a prompt of the test split don't train: with other ids they may be on either
+        side of one file."""
         both = np.isin(prompts, asked)
         if both.any():
-            log.warning("%d rows for training have a prompt of the test split and are left out", int(both.sum()))
+            log.warning(
+                "%d rows for training have a prompt of the test split and are left out",
+                int(both.sum()),
+            )
         return Part(train, kept[~both])
 
-    def _scanned(self, table: Table) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.bool_]]:
-        """(numbers of the rows that are kept, a hash of the prompt of each, whether its own hash holds it out)."""
+    def _scanned(
+        self, table: Table
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.bool_]]:
+        """(numbers of the rows that are kept, a hash of the prompt of each, whether its own hash
+        holds it out)."""
         share, distinct = round(self.config.test_share * 2**64), self.config.is_distinct
         kept, prompts, out = array("q"), array("Q"), array("B")  # rows may be many millions
         seen: set[int] = set()
@@ -230,7 +277,9 @@ class Dataset(SingleTurn):
                 continue
             given = self.reader.read(row, where)
             self.reader.placing.check(given.prompt, where)
-            prompt = _hash([[message.role, self.reader.placing.key(message)] for message in given.prompt])
+            prompt = _hash(
+                [[message.role, self.reader.placing.key(message)] for message in given.prompt]
+            )
             if distinct and prompt in seen:
                 continue
             if distinct:
@@ -238,7 +287,11 @@ class Dataset(SingleTurn):
             kept.append(index)
             prompts.append(prompt)
             out.append((_hash(given.id) if given.id else prompt) < share)
-        return np.asarray(kept, np.int64), np.asarray(prompts, np.uint64), np.asarray(out).astype(np.bool_)
+        return (
+            np.asarray(kept, np.int64),
+            np.asarray(prompts, np.uint64),
+            np.asarray(out).astype(np.bool_),
+        )
 
     def _why_none(self, split: Split) -> str:
         other = "test" if split == "train" else "train"
@@ -254,8 +307,11 @@ class DatasetWithTools(Dataset):
 
 
 def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without dates, bytes and the like, which Arrow has: tasks go to other processes, and into records."""
-    return {name: value for name, value in values.items() if value is None or type(value) in TYPE_NAMES}
+    """Without dates, bytes and the like, which Arrow has: tasks go to other processes, and into
+    records."""
+    return {
+        name: value for name, value in values.items() if value is None or type(value) in TYPE_NAMES
+    }
 
 
 def _hash(value: Any) -> int:

@@ -24,13 +24,23 @@ OF_CONVERSATIONS = ("messages", "tools")
 OF_EITHER_RESPONSE = ("first", "second", "preference")
 OF_ANY = ("id", "system", "difficulty")
 USUAL_COLUMNS = tuple(
-    dict.fromkeys((*OF_ANY, *OF_PROMPTS, *OF_CONVERSATIONS, *PreferencesConfig.usual_columns, *OF_EITHER_RESPONSE, *OF_MEDIA))
+    dict.fromkeys(
+        (
+            *OF_ANY,
+            *OF_PROMPTS,
+            *OF_CONVERSATIONS,
+            *PreferencesConfig.usual_columns,
+            *OF_EITHER_RESPONSE,
+            *OF_MEDIA,
+        )
+    )
 )
 
 
 class DatasetConfig(EnvironmentConfig):
-    """Rows of files, of an object store or of the hub: prompts with answers, conversations, pairs, labelled answers
-    (docs/data.md). A preset says where a published dataset is and what its columns mean; any key beside it says otherwise.
+    """Rows of files, of an object store or of the hub: prompts with answers, conversations, pairs,
+    labelled answers (docs/data.md). A preset says where a published dataset is and what its columns
+    mean; any key beside it says otherwise.
 
     The test split is `test`, or the hub's, or else a share of the rows by a hash.
     """
@@ -38,33 +48,73 @@ class DatasetConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.datasets.dataset:dataset"
     needs_media: ClassVar[bool] = False
 
-    preset: str | None = Field(None, description="A published dataset by its name: gsm8k, hh_rlhf, tulu3_sft, ...")
-    train: tuple[DataFile, ...] = Field((), description="Files, patterns, directories or addresses (s3://, gs://, hf://).")
+    preset: str | None = Field(
+        None, description="A published dataset by its name: gsm8k, hh_rlhf, tulu3_sft, ..."
+    )
+    train: tuple[DataFile, ...] = Field(
+        (), description="Files, patterns, directories or addresses (s3://, gs://, hf://)."
+    )
     test: tuple[DataFile, ...] = Field((), description="Likewise, of the test split.")
-    hub: str | None = Field(None, description="A dataset of the hub, where train is not given; null: the preset's.")
-    subset: str | None = Field(None, description="What the hub calls a configuration of it; null: the preset's, or its own.")
+    hub: str | None = Field(
+        None, description="A dataset of the hub, where train is not given; null: the preset's."
+    )
+    subset: str | None = Field(
+        None,
+        description="What the hub calls a configuration of it; null: the preset's, or its own.",
+    )
     revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
-    train_split: str | None = Field(None, description="The hub's name of it; null: the preset's, or train. Empty: none.")
-    test_split: str | None = Field(None, description="The hub's name of it; null: the preset's. Empty: none.")
+    train_split: str | None = Field(
+        None, description="The hub's name of it; null: the preset's, or train. Empty: none."
+    )
+    test_split: str | None = Field(
+        None, description="The hub's name of it; null: the preset's. Empty: none."
+    )
     columns: dict[str, str] = Field(
-        {}, description="What the rows call their columns: {prompt: problem, answer: extra.answer}; dots lead into values."
+        {},
+        description="What the rows call their columns: {prompt: problem, answer: extra.answer}; "
+        "dots lead into values.",
     )
-    prompt: str | None = Field(None, description="The prompt, made of columns: '{question} Think first.'; null: the preset's.")
-    system: str = Field("", description="A system message before prompts that are text; empty: none, or the column system.")
-    answer_after: str | None = Field(None, description="What its column holds before the answer (####); null: the preset's.")
+    prompt: str | None = Field(
+        None,
+        description="The prompt, made of columns: '{question} Think first.'; null: the preset's.",
+    )
+    system: str = Field(
+        "",
+        description="A system message before prompts that are text; empty: none, or the column "
+        "system.",
+    )
+    answer_after: str | None = Field(
+        None, description="What its column holds before the answer (####); null: the preset's."
+    )
     media_root: DataFile | None = Field(
-        None, description="Directory, or store, of images and clips that rows name; null: where the first file lies."
+        None,
+        description="Directory, or store, of images and clips that rows name; null: where the "
+        "first file lies.",
     )
-    media: FileLimits = Field(FileLimits(), description="What images, clips and videos of rows may be.")
-    keep: tuple[KeepConfig, ...] = Field((), description="Which rows: those for which all of these hold, and the preset's.")
-    distinct: bool | None = Field(None, description="Keep the first of rows with equal prompts; null: the preset's, or false.")
-    test_share: float = Field(0.1, ge=0, lt=1, description="Of the rows, where no test split is named; 0: none.")
+    media: FileLimits = Field(
+        FileLimits(), description="What images, clips and videos of rows may be."
+    )
+    keep: tuple[KeepConfig, ...] = Field(
+        (), description="Which rows: those for which all of these hold, and the preset's."
+    )
+    distinct: bool | None = Field(
+        None, description="Keep the first of rows with equal prompts; null: the preset's, or false."
+    )
+    test_share: float = Field(
+        0.1, ge=0, lt=1, description="Of the rows, where no test split is named; 0: none."
+    )
     overlap: Literal["refuse", "drop"] = Field(
-        "refuse", description="Prompts of the test split among those for training are an error, or are left out there."
+        "refuse",
+        description="Prompts of the test split among those for training are an error, or are left "
+        "out there.",
     )
-    shuffle: bool = Field(True, description="Each pass over the rows has an order of its own; false: as they lie.")
+    shuffle: bool = Field(
+        True, description="Each pass over the rows has an order of its own; false: as they lie."
+    )
     scan: bool = Field(
-        True, description="Read every row once before training, to check and to select. False: rows are checked when met."
+        True,
+        description="Read every row once before training, to check and to select. False: rows are "
+        "checked when met.",
     )
 
     @field_validator("train", "test", mode="before")
@@ -79,7 +129,9 @@ class DatasetConfig(EnvironmentConfig):
             if usual not in USUAL_COLUMNS:
                 near = get_close_matches(usual, USUAL_COLUMNS, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
-                raise ValueError(f"{usual} is no column: {hint}there are {', '.join(USUAL_COLUMNS)}")
+                raise ValueError(
+                    f"{usual} is no column: {hint}there are {', '.join(USUAL_COLUMNS)}"
+                )
         return columns
 
     @model_validator(mode="after")
@@ -98,9 +150,14 @@ class DatasetConfig(EnvironmentConfig):
         kept = self.keep or (known and known.keep)
         if kept or self.is_distinct or self.overlap == "drop":
             what = "keep" if kept else "distinct" if self.is_distinct else "overlap: drop"
-            raise ValueError(f"scan: false reads no row before it is met, and {what} selects rows: remove one of them")
+            raise ValueError(
+                f"scan: false reads no row before it is met, and {what} selects rows: remove one "
+                "of them"
+            )
         if self.test_share and not self.test and not self.test_name:
-            raise ValueError("scan: false can't hold rows out by their hash: name test, or set test_share: 0")
+            raise ValueError(
+                "scan: false can't hold rows out by their hash: name test, or set test_share: 0"
+            )
 
     @property
     def published(self) -> Preset | None:
@@ -110,11 +167,15 @@ class DatasetConfig(EnvironmentConfig):
     def names(self) -> Mapping[str, str]:
         """The rows' names of the usual columns. Without a preset, a usual name is its own."""
         known = self.published
-        return {**({name: name for name in USUAL_COLUMNS} if known is None else known.columns), **self.columns}
+        return {
+            **({name: name for name in USUAL_COLUMNS} if known is None else known.columns),
+            **self.columns,
+        }
 
     @property
     def root(self) -> Path | str | None:
-        """What paths of media are relative to and may not leave; None: of rows of the hub nobody knows."""
+        """What paths of media are relative to and may not leave; None: of rows of the hub nobody
+        knows."""
         place = self.media_root or next(iter((*self.train, *self.test)), None)
         if place is None or place == self.media_root:
             return place
@@ -130,19 +191,29 @@ class DatasetConfig(EnvironmentConfig):
     @property
     def data_files(self) -> Sequence[Path]:
         """Those on this machine: what a checkpoint's position in the data depends on."""
-        return [file for file in expand((*self.train, *self.test)) if isinstance(file, Path) and file.is_file()]
+        return [
+            file
+            for file in expand((*self.train, *self.test))
+            if isinstance(file, Path) and file.is_file()
+        ]
 
     @property
     def hub_id(self) -> str | None:
         """Where rows come from that no file is named for."""
         if self.hub is not None:
             return self.hub
-        return self.published.hub if self.published is not None and not self.train and not self.test else None
+        return (
+            self.published.hub
+            if self.published is not None and not self.train and not self.test
+            else None
+        )
 
     @property
     def train_name(self) -> str:
         """The hub's name of the training split; "" for none, or where files are named."""
-        return self._split(self.train_split, "train" if self.published is None else self.published.train)
+        return self._split(
+            self.train_split, "train" if self.published is None else self.published.train
+        )
 
     @property
     def test_name(self) -> str:
@@ -157,8 +228,13 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of rows that nobody has described, whatever an algorithm asks for: a row without it says so."""
-        return ALL_SOURCES if self.published is None or self.columns else self.published.gives | {"rollouts"}
+        """Of rows that nobody has described, whatever an algorithm asks for: a row without it says
+        so."""
+        return (
+            ALL_SOURCES
+            if self.published is None or self.columns
+            else self.published.gives | {"rollouts"}
+        )
 
     @property
     def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,4 +1,5 @@
-"""What one row of data gives: a prompt, and an answer, a solution, a conversation, or what is said about answers.
+"""What one row of data gives: a prompt, and an answer, a solution, a conversation, or what is said
+about answers.
 
 Every error names the file, the row and the column, as the file calls it.
 """
@@ -26,7 +27,8 @@ OF_PAIRS = ("chosen", "rejected", "completion", "completions")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """about: two answers and which is better, or one and its worth. values: the whole row, for rewards that read more of it."""
+    """about: two answers and which is better, or one and its worth. values: the whole row, for
+    rewards that read more of it."""
 
     where: str
     prompt: Messages
@@ -47,29 +49,49 @@ class Reader:
         known = config.published
         self.config = config
         self.names = config.names
-        self.declared = frozenset(config.columns) | (frozenset(known.columns) if known else frozenset())
-        self.template = config.prompt if config.prompt is not None else known.prompt if known else ""
-        self.mark = config.answer_after if config.answer_after is not None else known.answer_after if known else ""
+        self.declared = frozenset(config.columns) | (
+            frozenset(known.columns) if known else frozenset()
+        )
+        self.template = (
+            config.prompt if config.prompt is not None else known.prompt if known else ""
+        )
+        self.mark = (
+            config.answer_after
+            if config.answer_after is not None
+            else known.answer_after
+            if known
+            else ""
+        )
         held = config.media
-        limits = MediaLimits(max_side=held.max_side, max_pixels=held.max_pixels, max_mib=held.max_mib, urls=held.urls)
+        limits = MediaLimits(
+            max_side=held.max_side, max_pixels=held.max_pixels, max_mib=held.max_mib, urls=held.urls
+        )
         self.placing = Placing(config.root, limits)
-        self.keep = (*(KeepConfig.model_validate(dict(one)) for one in (known.keep if known else ())), *config.keep)
+        self.keep = (
+            *(KeepConfig.model_validate(dict(one)) for one in (known.keep if known else ())),
+            *config.keep,
+        )
 
     def keeps(self, row: Row, where: str) -> bool:
         return all(one.keeps(row.values, where) for one in self.keep)
 
     def read(self, row: Row, where: str) -> Given:
-        """Raises DataError for a row that lacks what it is declared to have, or says something that can't be used."""
+        """Raises DataError for a row that lacks what it is declared to have, or says something that
+        can't be used."""
         row_of = _RowOf(self, row, where)
         given = row_of.given()
         prompt = self.placing.place(given.prompt, row_of.media(), where)
         if self.config.needs_media and not media_of(prompt):
             has = ", ".join(given.has)
-            raise DataError(f"{where}: no image and no clip; the row has {has}: name its column in `columns`: {{images: ...}}")
+            raise DataError(
+                f"{where}: no image and no clip; the row has {has}: name its column in `columns`: "
+                f"{{images: ...}}"
+            )
         return replace(given, prompt=prompt)
 
     def read_again(self, row: Row, where: str) -> Given:
-        """Of a task's row, whose media are in its messages and nowhere else: what is said about answers to the prompt."""
+        """Of a task's row, whose media are in its messages and nowhere else: what is said about
+        answers to the prompt."""
         return _RowOf(self, row, where).given()
 
 
@@ -84,7 +106,9 @@ class _RowOf:
             "where": self.where,
             "values": self.row.values,
             "id": "" if identity is None else str(identity),
-            "difficulty": None if difficulty is None else number_in(difficulty, self.reader.names["difficulty"], self.where),
+            "difficulty": None
+            if difficulty is None
+            else number_in(difficulty, self.reader.names["difficulty"], self.where),
             "has": self.has,
         }
         if self.any_of(OF_EITHER_RESPONSE) or self.any_of(OF_PAIRS):
@@ -108,38 +132,55 @@ class _RowOf:
             raise DataError(f"{self.where}: {column} ends with a system message: add what is asked")
         prompt = messages[:-1] if ends else messages
         if not prompt:
-            raise DataError(f"{self.where}: {column} holds nothing but an answer: add what is asked before it")
-        tools = read_tools(self.get("tools"), f"{self.where}: column '{self.reader.names.get('tools', 'tools')}'")
+            raise DataError(
+                f"{self.where}: {column} holds nothing but an answer: add what is asked before it"
+            )
+        tools = read_tools(
+            self.get("tools"), f"{self.where}: column '{self.reader.names.get('tools', 'tools')}'"
+        )
         if tools and "tools" not in self.reader.declared:
             raise DataError(
-                f"{self.where}: column 'tools' would not be read: declare it, columns: {{tools: tools}}, or call it otherwise"
+                f"{self.where}: column 'tools' would not be read: declare it, columns: {{tools: "
+                f"tools}}, or call it otherwise"
             )
         return Given(
-            prompt=self.with_system(prompt), solution=messages[-1:] if ends else (), answer=self.answer(), tools=tools, **common
+            prompt=self.with_system(prompt),
+            solution=messages[-1:] if ends else (),
+            answer=self.answer(),
+            tools=tools,
+            **common,
         )
 
     def compared(self) -> tuple[Messages, About]:
-        """By the reader of preference data, from a row whose columns have been found and, with a template, made."""
-        names = {usual: self.reader.names.get(usual, f"no {usual}") for usual in PreferencesConfig.usual_columns}
+        """By the reader of preference data, from a row whose columns have been found and, with a
+        template, made."""
+        names = {
+            usual: self.reader.names.get(usual, f"no {usual}")
+            for usual in PreferencesConfig.usual_columns
+        }
         values = dict(self.row.values)
         for usual, name in names.items():
             if usual in self.reader.names:
                 values[name] = self.get(usual)
         if self.any_of(OF_EITHER_RESPONSE):
             names["chosen"], names["rejected"] = self.ordered()
-            values |= {names[key]: self.row.values.get(names[key]) for key in ("chosen", "rejected")}
+            values |= {
+                names[key]: self.row.values.get(names[key]) for key in ("chosen", "rejected")
+            }
         if self.reader.template:
             values[names["prompt"]] = fill(self.reader.template, self.row.values, self.where)
         entry = RowReader(names, "\n", media=True).read(Row(self.row.line, values), self.where)
         return self.with_system(entry.prompt), entry.about
 
     def ordered(self) -> tuple[str, str]:
-        """The columns of the better and of the worse of two responses: a preference below 0 is for the first."""
+        """The columns of the better and of the worse of two responses: a preference below 0 is for
+        the first."""
         first, second, preference = (self.reader.names[name] for name in OF_EITHER_RESPONSE)
         worth = number_in(self.need("preference"), preference, self.where)
         if worth == 0:
             raise DataError(
-                f"{self.where}: column '{preference}' is 0, so neither is better: leave such rows out by "
+                f"{self.where}: column '{preference}' is 0, so neither is better: leave such rows "
+                "out by "
                 f"keep: [{{column: {preference}, none_of: [0]}}]"
             )
         return (first, second) if worth < 0 else (second, first)
@@ -148,13 +189,20 @@ class _RowOf:
 
     def prompt(self) -> Messages:
         if self.reader.template:
-            return self.with_system((Message("user", fill(self.reader.template, self.row.values, self.where)),))
+            return self.with_system(
+                (Message("user", fill(self.reader.template, self.row.values, self.where)),)
+            )
         value = self.need("prompt")
         if isinstance(value, list):
-            return self.with_system(read_messages(value, f"{self.where}: column '{self.reader.names['prompt']}'"))
+            return self.with_system(
+                read_messages(value, f"{self.where}: column '{self.reader.names['prompt']}'")
+            )
         text = self.text("prompt")
         if not text:
-            raise DataError(f"{self.where}: column '{self.reader.names['prompt']}' is empty: write what is to be answered")
+            raise DataError(
+                f"{self.where}: column '{self.reader.names['prompt']}' is empty: write what is to "
+                "be answered"
+            )
         return self.with_system((Message("user", text),))
 
     def with_system(self, prompt: Messages) -> Messages:
@@ -169,17 +217,25 @@ class _RowOf:
             if "answer" in self.reader.declared:
                 self.need("answer")
             return None
-        if isinstance(value, list) and len(value) == 4 and all(type(item) in (int, float) for item in value):
+        if (
+            isinstance(value, list)
+            and len(value) == 4
+            and all(type(item) in (int, float) for item in value)
+        ):
             value = json.dumps(value)  # a bounding box
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(
-                f"{self.where}: column '{self.reader.names['answer']}' is {kind_of(value)}, must be text or a number: "
+                f"{self.where}: column '{self.reader.names['answer']}' is {kind_of(value)}, must "
+                "be text or a number: "
                 "name one inside it with dots in `columns`"
             )
         _, found, after = str(value).rpartition(mark) if mark else ("", "yes", str(value))
         if not found or not after.strip():
             what = f"has no answer after '{mark}'" if mark else "is empty"
-            raise DataError(f"{self.where}: column '{self.reader.names['answer']}' {what}: add it, or drop the row by `keep`")
+            raise DataError(
+                f"{self.where}: column '{self.reader.names['answer']}' {what}: add it, or drop the "
+                "row by `keep`"
+            )
         return after.strip()
 
     def media(self) -> Mapping[MediaKind, list[Part]]:
@@ -188,23 +244,32 @@ class _RowOf:
         for usual, kind in COLUMNS.items():
             value = self.get(usual)
             if value is not None or usual in self.reader.declared:
-                found[kind] = read_column(kind, value, f"{self.where}: column '{self.reader.names[usual]}'")
+                found[kind] = read_column(
+                    kind, value, f"{self.where}: column '{self.reader.names[usual]}'"
+                )
         return found
 
     def text(self, usual: str) -> str | None:
         value = self.get(usual)
         if value is not None and not isinstance(value, str):
-            raise DataError(f"{self.where}: column '{self.reader.names[usual]}' is {kind_of(value)}, must be a string")
+            raise DataError(
+                f"{self.where}: column '{self.reader.names[usual]}' is {kind_of(value)}, must be a "
+                "string"
+            )
         if value is not None and any("\ud800" <= c <= "\udfff" for c in value):
             name = self.reader.names[usual]
-            raise DataError(f"{self.where}: column '{name}' holds half of a surrogate pair (\\ud800 to \\udfff): remove it")
+            raise DataError(
+                f"{self.where}: column '{name}' holds half of a surrogate pair (\\ud800 to "
+                "\\udfff): remove it"
+            )
         return value
 
     def any_of(self, usual: tuple[str, ...]) -> bool:
         return any(self.get(name) is not None for name in usual)
 
     def get(self, usual: str) -> Any:
-        """None where the row has none. Raises DataError for a column that somebody declared and the row does not have."""
+        """None where the row has none. Raises DataError for a column that somebody declared and the
+        row does not have."""
         if usual not in self.reader.names:
             return None
         name = self.reader.names[usual]
@@ -218,5 +283,8 @@ class _RowOf:
             name = self.reader.names.get(usual, usual)
             what = f"column '{name}' is null" if name in self.row.values else f"no column '{name}'"
             has = ", ".join(self.has) or "no columns"
-            raise DataError(f"{self.where}: {what}; the row has {has}: name yours in `columns`: {{{usual}: ...}}")
+            raise DataError(
+                f"{self.where}: {what}; the row has {has}: name yours in `columns`: {{{usual}: "
+                f"...}}"
+            )
         return value

@@ -1,4 +1,5 @@
-"""Grade school maths word problems, GSM8K (arXiv:2110.14168), from its published JSON Lines columns.
+"""Grade school maths word problems, GSM8K (arXiv:2110.14168), from its published JSON Lines
+columns.
 
 The answer column holds the worked solution, then "#### " and the result.
 """
@@ -34,7 +35,8 @@ class GSM8K(Rows):
         self.config = config
 
     def rows(self, split: Split) -> Sequence[Task]:
-        """Raises DataError naming file and line for a row that can't be used, and for a question in both splits."""
+        """Raises DataError naming file and line for a row that can't be used, and for a question in
+        both splits."""
         return self._tasks[split]
 
     def demonstration(self, task: Task) -> Sequence[Message]:
@@ -42,14 +44,20 @@ class GSM8K(Rows):
 
     @cached_property
     def _tasks(self) -> dict[Split, list[Task]]:
-        """Read when tasks are first asked for: an instance that only plays attempts never reads the file."""
+        """Read when tasks are first asked for: an instance that only plays attempts never reads the
+        file."""
         train, test = self._splits()
         self._refuse_overlap(train, test)
         k = self.config.shots
         if k >= len(train):
-            raise DataError(f"{self.config.train}: {len(train)} training rows are too few for shots={k}: lower it")
+            raise DataError(
+                f"{self.config.train}: {len(train)} training rows are too few for shots={k}: lower "
+                "it"
+            )
         # the examples leave the training split: their answers stand in every prompt
-        context = tuple(m for shot in train[:k] for m in (self._ask(shot), Message("assistant", shot.solution)))
+        context = tuple(
+            m for shot in train[:k] for m in (self._ask(shot), Message("assistant", shot.solution))
+        )
         return {
             "train": [self._task("train", example, context) for example in train[k:]],
             "test": [self._task("test", example, context) for example in test],
@@ -75,7 +83,9 @@ class GSM8K(Rows):
             return held_out(row.values["question"])
         if row.values[column] not in ("train", "test"):
             where = f"{self.config.train}, {row.where}"
-            raise DataError(f"{where}: column '{column}' is '{row.values[column]}', must be 'train' or 'test'")
+            raise DataError(
+                f"{where}: column '{column}' is '{row.values[column]}', must be 'train' or 'test'"
+            )
         return row.values[column] == "test"
 
     def _refuse_overlap(self, train: list[Example], test: list[Example]) -> None:
@@ -83,8 +93,10 @@ class GSM8K(Rows):
         for example in test:
             if example.question in lines:
                 raise DataError(
-                    f"{self.config.test or self.config.train}, line {example.line}: the question is also in the training "
-                    f"split ({self.config.train}, line {lines[example.question]}): remove one of the two"
+                    f"{self.config.test or self.config.train}, line {example.line}: the question "
+                    "is also in the training "
+                    f"split ({self.config.train}, line {lines[example.question]}): remove one of "
+                    "the two"
                 )
 
     def _ask(self, example: Example) -> Message:
@@ -106,5 +118,7 @@ def _example(path: DataFile, row: Row) -> Example:
     _, mark, result = solution.rpartition("####")
     if not mark or read_number(result) is None:
         raise DataError(f"{path}, {row.where}: column 'answer' must end with '#### ' and a number")
-    others = {name: value for name, value in row.values.items() if name not in ("question", "answer")}
+    others = {
+        name: value for name, value in row.values.items() if name not in ("question", "answer")
+    }
     return Example(row.line, row.values["question"], solution, result.strip(), others)

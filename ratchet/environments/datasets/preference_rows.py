@@ -1,4 +1,5 @@
-"""One row of preference data, in the formats that people publish: a prompt, and what is said about answers to it.
+"""One row of preference data, in the formats that people publish: a prompt, and what is said about
+answers to it.
 
 Every error says what to change in the row, and names its columns as the file does.
 """
@@ -38,11 +39,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """names: what the file calls its columns, by their usual names. separator: what ends each step."""
+    """names: what the file calls its columns, by their usual names. separator: what ends each
+    step."""
 
     names: Mapping[str, str]
     separator: str
-    media: bool = False  # messages may have parts that are no text, which the caller puts at their places
+    # messages may have parts that are no text, which the caller puts at their places
+    media: bool = False
 
     def read(self, row: Row, where: str) -> Entry:
         """Raises DataError for a row of no format, of two, or with a value that can't be used."""
@@ -59,37 +62,62 @@ class _RowOf:
         self.values = {usual: value for usual, value in given.items() if value is not None}
 
     def entry(self) -> Entry:
-        formats = [names for names in (("chosen", "rejected"), ("completion",), ("completions",)) if self.values.keys() & names]
+        formats = [
+            names
+            for names in (("chosen", "rejected"), ("completion",), ("completions",))
+            if self.values.keys() & names
+        ]
         if not formats:
-            chosen, rejected, *others = (self.name(n) for n in ("chosen", "rejected", "completion", "completions"))
+            chosen, rejected, *others = (
+                self.name(n) for n in ("chosen", "rejected", "completion", "completions")
+            )
             wanted = f"{chosen} and {rejected}, or {' or '.join(others)}"
-            self.refuse(f"no column with an answer, which are {wanted}; {self.columns()}: name yours in `columns`")
+            self.refuse(
+                f"no column with an answer, which are {wanted}; {self.columns()}: name yours in "
+                "`columns`"
+            )
         if len(formats) > 1:
-            found = " and ".join(self.name(next(n for n in names if n in self.values)) for names in formats)
+            found = " and ".join(
+                self.name(next(n for n in names if n in self.values)) for names in formats
+            )
             self.refuse(f"columns {found} belong to two formats: remove one of them")
-        prompt, about = {"chosen": self.pair, "completion": self.judged, "completions": self.steps}[formats[0][0]]()
+        prompt, about = {"chosen": self.pair, "completion": self.judged, "completions": self.steps}[
+            formats[0][0]
+        ]()
         return Entry(self.where, self.line, prompt, about, self.has)
 
     # --- the formats
 
     def pair(self) -> tuple[Messages, Comparison]:
-        chosen, rejected = (self.said(column, self.need(column)) for column in ("chosen", "rejected"))
+        chosen, rejected = (
+            self.said(column, self.need(column)) for column in ("chosen", "rejected")
+        )
         both = f"{self.name('chosen')} and {self.name('rejected')}"
         if chosen == rejected:
             self.refuse(f"{both} are the same: remove the row")
         given = self.prompt() if "prompt" in self.values else ()
         whole = [self.is_whole(said, given) for said in (chosen, rejected)]
         if whole[0] != whole[1]:
-            self.refuse(f"one of {both} is a whole conversation, the other an answer alone: write both alike")
+            self.refuse(
+                f"one of {both} is a whole conversation, the other an answer alone: write both "
+                "alike"
+            )
         if not whole[0]:
             if not given:
-                self.refuse(f"no column {self.name('prompt')}, and {both} are answers alone; {self.columns()}: add the prompt")
-            return given, self.scored(self.answer("chosen", chosen), self.answer("rejected", rejected))
+                self.refuse(
+                    f"no column {self.name('prompt')}, and {both} are answers alone; "
+                    f"{self.columns()}: add the prompt"
+                )
+            return given, self.scored(
+                self.answer("chosen", chosen), self.answer("rejected", rejected)
+            )
         assert isinstance(chosen, tuple)
         assert isinstance(rejected, tuple)
         return self.parted(given, chosen, rejected, both)
 
-    def parted(self, given: Messages, chosen: Messages, rejected: Messages, both: str) -> tuple[Messages, Comparison]:
+    def parted(
+        self, given: Messages, chosen: Messages, rejected: Messages, both: str
+    ) -> tuple[Messages, Comparison]:
         """Two whole conversations: what they begin with in common is the prompt."""
         common = 0
         while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
@@ -98,10 +126,17 @@ class _RowOf:
         if not prompt:
             self.refuse(f"{both} begin with different messages: they must answer the same prompt")
         if common == min(len(chosen), len(rejected)):
-            self.refuse(f"one of {both} ends where the other goes on: give each a last answer of its own")
+            self.refuse(
+                f"one of {both} ends where the other goes on: give each a last answer of its own"
+            )
         if given and not any(prompt[i : i + len(given)] == given for i in range(common)):
-            self.refuse(f"{both} don't both hold what {self.name('prompt')} says: make it what they begin with, or drop it")
-        return prompt, self.scored(self.answer("chosen", chosen[common:]), self.answer("rejected", rejected[common:]))
+            self.refuse(
+                f"{both} don't both hold what {self.name('prompt')} says: make it what they begin "
+                "with, or drop it"
+            )
+        return prompt, self.scored(
+            self.answer("chosen", chosen[common:]), self.answer("rejected", rejected[common:])
+        )
 
     def scored(self, chosen: Messages, rejected: Messages) -> Comparison:
         columns = ("score_chosen", "score_rejected")
@@ -114,7 +149,10 @@ class _RowOf:
         prompt, completion = self.prompt(), self.said("completion", self.need("completion"))
         if self.is_whole(completion, prompt):
             if completion[: len(prompt)] != prompt:
-                self.refuse(f"{self.name('completion')} doesn't begin with {self.name('prompt')}: give the answer alone")
+                self.refuse(
+                    f"{self.name('completion')} doesn't begin with {self.name('prompt')}: give the "
+                    "answer alone"
+                )
             completion = completion[len(prompt) :]
         answer = self.answer("completion", completion)
         return prompt, Judged(answer, self.number("label", self.need("label")))
@@ -122,15 +160,24 @@ class _RowOf:
     def steps(self) -> tuple[Messages, LabelledSteps]:
         prompt, texts, labels = self.prompt(), self.items("completions"), self.items("labels")
         if len(texts) != len(labels):
-            lengths = f"{self.name('completions')} has {len(texts)} steps, {self.name('labels')} {len(labels)} labels"
+            lengths = (
+                f"{self.name('completions')} has {len(texts)} steps, {self.name('labels')} "
+                f"{len(labels)} labels"
+            )
             self.refuse(f"{lengths}: give each step one label")
         steps = []
         for index, (text, label) in enumerate(zip(texts, labels, strict=True)):
             if not isinstance(text, str) or not text:
-                self.refuse(f"item {index} of {self.name('completions')} is {_kind(text)}, must be the text of a step")
+                self.refuse(
+                    f"item {index} of {self.name('completions')} is {_kind(text)}, must be the "
+                    "text of a step"
+                )
             value = self.number("labels", label, index)
             if not 0 <= value <= 1:
-                self.refuse(f"item {index} of {self.name('labels')} is {label}, must be true, false or between 0 and 1")
+                self.refuse(
+                    f"item {index} of {self.name('labels')} is {label}, must be true, false or "
+                    "between 0 and 1"
+                )
             steps.append((self.text(text, "completions") + self.reader.separator, value))
         return prompt, tuple(steps)
 
@@ -147,7 +194,10 @@ class _RowOf:
         if not said:
             self.refuse(f"{self.name('prompt')} holds no message: write what is to be answered")
         if said[-1].role == "assistant":
-            self.refuse(f"{self.name('prompt')} ends with a message of the assistant: end it with what is to be answered")
+            self.refuse(
+                f"{self.name('prompt')} ends with a message of the assistant: end it with what is "
+                "to be answered"
+            )
         return said
 
     def is_whole(self, said: str | Messages, prompt: Messages) -> bool:
@@ -159,9 +209,15 @@ class _RowOf:
             open_transcript = str(self.values["prompt"]).endswith("\n\nAssistant:")
             return (Message("assistant", said.removeprefix(" ") if open_transcript else said),)
         if not said or said[-1].role != "assistant":
-            self.refuse(f"{self.name(column)} ends without an answer of the assistant: drop what follows its last one")
+            self.refuse(
+                f"{self.name(column)} ends without an answer of the assistant: drop what follows "
+                "its last one"
+            )
         if said[0].role != "assistant":
-            self.refuse(f"{self.name(column)} goes on from the prompt as '{said[0].role}': an answer begins as 'assistant'")
+            self.refuse(
+                f"{self.name(column)} goes on from the prompt as '{said[0].role}': an answer "
+                "begins as 'assistant'"
+            )
         return said
 
     def said(self, column: str, value: Any) -> str | Messages:
@@ -170,7 +226,9 @@ class _RowOf:
             text = self.text(value, column)
             return _transcript(text) if SPEAKER.match(text) else text
         if not isinstance(value, list):
-            self.refuse(f"{self.name(column)} is {_kind(value)}, must be a string or an array of messages")
+            self.refuse(
+                f"{self.name(column)} is {_kind(value)}, must be a string or an array of messages"
+            )
         if not value:
             self.refuse(f"{self.name(column)} is an empty array: give it messages")
         return tuple(self.message(column, index, item) for index, item in enumerate(value))
@@ -178,7 +236,10 @@ class _RowOf:
     def message(self, column: str, index: int, item: Any) -> Message:
         where = f"message {index} of {self.name(column)}"
         if not isinstance(item, dict):
-            self.refuse(f'{where} is {_kind(item)}, must be an object such as {{"role": "user", "content": "..."}}')
+            self.refuse(
+                f'{where} is {_kind(item)}, must be an object such as {{"role": "user", "content": '
+                f'"..."}}'
+            )
         parts = item.get("content")
         if self.reader.media and isinstance(parts, list):
             content = read_content(parts, f"{self.where}: {where}")
@@ -188,15 +249,26 @@ class _RowOf:
             content = ()
         for key in ("role", "content"):
             if not isinstance(item.get(key), str):
-                what = f"has no '{key}'" if key not in item else f"has {_kind(item[key])} as '{key}'"
+                what = (
+                    f"has no '{key}'" if key not in item else f"has {_kind(item[key])} as '{key}'"
+                )
                 self.refuse(f"{where} {what}: write it as a string")
-        more = next((key for key, value in item.items() if key not in ("role", "content") and value), None)
+        more = next(
+            (key for key, value in item.items() if key not in ("role", "content") and value), None
+        )
         if more is not None:
-            self.refuse(f"{where} has '{more}', which would be lost: only 'role' and 'content' are read; remove it")
+            self.refuse(
+                f"{where} has '{more}', which would be lost: only 'role' and 'content' are read; "
+                "remove it"
+            )
         if item["role"] not in get_args(Role):
-            self.refuse(f"{where} has the role '{item['role']}', must be one of {', '.join(get_args(Role))}")
+            self.refuse(
+                f"{where} has the role '{item['role']}', must be one of {', '.join(get_args(Role))}"
+            )
         text = self.text(item["content"], column)
-        return Message(item["role"], content if any(part.type != "text" for part in content) else text)
+        return Message(
+            item["role"], content if any(part.type != "text" for part in content) else text
+        )
 
     def items(self, column: str) -> list[Any]:
         value = self.need(column)
@@ -209,7 +281,10 @@ class _RowOf:
         where = self.name(column) if index is None else f"item {index} of {self.name(column)}"
         is_label = column in ("label", "labels")
         if not isinstance(value, int | float) or (isinstance(value, bool) and not is_label):
-            self.refuse(f"{where} is {_kind(value)}, must be {'true, false or a number' if is_label else 'a number'}")
+            self.refuse(
+                f"{where} is {_kind(value)}, must be "
+                f"{'true, false or a number' if is_label else 'a number'}"
+            )
         try:
             number = float(value)
         except OverflowError:
@@ -220,12 +295,18 @@ class _RowOf:
 
     def text(self, text: str, column: str) -> str:
         if any("\ud800" <= c <= "\udfff" for c in text):
-            self.refuse(f"{self.name(column)} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text: remove it")
+            self.refuse(
+                f"{self.name(column)} holds half of a surrogate pair (\\ud800 to \\udfff), which "
+                "is no text: remove it"
+            )
         return text
 
     def need(self, column: str) -> Any:
         if column not in self.values:
-            self.refuse(f"no column {self.name(column)}; {self.columns()}: add it, or name yours in `columns`")
+            self.refuse(
+                f"no column {self.name(column)}; {self.columns()}: add it, or name yours in "
+                "`columns`"
+            )
         return self.values[column]
 
     def name(self, column: str) -> str:
@@ -240,7 +321,10 @@ class _RowOf:
 
 def _transcript(text: str) -> Messages:
     _, *parts = SPEAKER.split(text)
-    return tuple(Message(SPEAKERS[who], said.removeprefix(" ")) for who, said in zip(parts[::2], parts[1::2], strict=True))
+    return tuple(
+        Message(SPEAKERS[who], said.removeprefix(" "))
+        for who, said in zip(parts[::2], parts[1::2], strict=True)
+    )
 
 
 def _kind(value: Any) -> str:

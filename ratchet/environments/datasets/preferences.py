@@ -1,6 +1,8 @@
-"""Preference data from files: pairs of a better and a worse answer, answers with a label, answers in labelled steps.
+"""Preference data from files: pairs of a better and a worse answer, answers with a label, answers
+in labelled steps.
 
-A file may mix the formats. What a row does not have is an error where an algorithm asks for it, and only there.
+A file may mix the formats. What a row does not have is an error where an algorithm asks for it, and
+only there.
 """
 
 from __future__ import annotations
@@ -23,29 +25,44 @@ GOOD_STEP = 0.5  # a step labelled above this is right
 
 class Preferences(Rows):
     name = "preferences"
-    judges = False  # its answers are given; what the policy says, rewards of the recipe's must judge
+    # its answers are given; what the policy says, rewards of the recipe's must judge
+    judges = False
 
     def __init__(self, config: PreferencesConfig) -> None:
         self.config = config
 
     def rows(self, split: Split) -> Sequence[Task]:
-        """Raises DataError naming file and line for a row that can't be used, and for a prompt in both splits."""
+        """Raises DataError naming file and line for a row that can't be used, and for a prompt in
+        both splits."""
         return self._tasks[split]
 
     def comparison(self, task: Task) -> Comparison:
         entry = _entry(task)
-        return entry.about if isinstance(entry.about, Comparison) else self._refuse(entry, "chosen", "two answers to compare")
+        return (
+            entry.about
+            if isinstance(entry.about, Comparison)
+            else self._refuse(entry, "chosen", "two answers to compare")
+        )
 
     def judged(self, task: Task) -> Judged:
         entry = _entry(task)
-        return entry.about if isinstance(entry.about, Judged) else self._refuse(entry, "completion", "one labelled answer")
+        return (
+            entry.about
+            if isinstance(entry.about, Judged)
+            else self._refuse(entry, "completion", "one labelled answer")
+        )
 
     def steps(self, task: Task) -> LabelledSteps:
         entry = _entry(task)
-        return entry.about if isinstance(entry.about, tuple) else self._refuse(entry, "completions", "labelled steps")
+        return (
+            entry.about
+            if isinstance(entry.about, tuple)
+            else self._refuse(entry, "completions", "labelled steps")
+        )
 
     def demonstration(self, task: Task) -> Messages:
-        """The chosen answer, or one whose label (in steps: each of them) is good. Raises DataError for a bad one."""
+        """The chosen answer, or one whose label (in steps: each of them) is good. Raises DataError
+        for a bad one."""
         entry = _entry(task)
         match entry.about:
             case Comparison(chosen=chosen):
@@ -54,12 +71,16 @@ class Preferences(Rows):
                 return messages
             case tuple(steps) if all(label > GOOD_STEP for _, label in steps):
                 return (Message("assistant", "".join(text for text, _ in steps)),)
-        raise DataError(f"{entry.where}: the answer is labelled as bad, so there is none to learn from: drop such rows")
+        raise DataError(
+            f"{entry.where}: the answer is labelled as bad, so there is none to learn from: drop "
+            "such rows"
+        )
 
     def _refuse(self, entry: Entry, column: str, wanted: str) -> NoReturn:
         has = ", ".join(entry.has)
         raise DataError(
-            f"{entry.where}: no column '{self._names[column]}'; the row has {has}, but this algorithm learns from {wanted}: "
+            f"{entry.where}: no column '{self._names[column]}'; the row has {has}, but this "
+            f"algorithm learns from {wanted}: "
             "use a file with them, or another algorithm"
         )
 
@@ -69,7 +90,8 @@ class Preferences(Rows):
 
     @cached_property
     def _tasks(self) -> dict[Split, list[Task]]:
-        """Read when tasks are first asked for: an instance that only plays attempts never reads the file."""
+        """Read when tasks are first asked for: an instance that only plays attempts never reads the
+        file."""
         entries = self._read(self.config.train)
         if self.config.test is None:
             test = [entry for entry in entries if held_out(_key(entry))]
@@ -77,7 +99,10 @@ class Preferences(Rows):
         else:
             train, test = entries, self._read(self.config.test)
             self._refuse_overlap(train, test)
-        return {"train": [self._task("train", e) for e in train], "test": [self._task("test", e) for e in test]}
+        return {
+            "train": [self._task("train", e) for e in train],
+            "test": [self._task("test", e) for e in test],
+        }
 
     def _read(self, path: DataFile) -> list[Entry]:
         reader = RowReader(self._names, self.config.separator)
@@ -89,8 +114,10 @@ class Preferences(Rows):
         if shared:
             rows = f"{len(shared)} row{'s' if len(shared) > 1 else ''} of this file"
             raise DataError(
-                f"{shared[0].where}: the prompt is also in the training split ({self.config.train}, line "
-                f"{seen[shared[0].prompt]}), so for {rows}: remove them, or drop `test`, and one prompt in ten is held out"
+                f"{shared[0].where}: the prompt is also in the training split "
+                f"({self.config.train}, line "
+                f"{seen[shared[0].prompt]}), so for {rows}: remove them, or drop `test`, and one "
+                "prompt in ten is held out"
             )
 
     def _task(self, split: Split, entry: Entry) -> Task:

@@ -20,11 +20,14 @@ class QA(WithTools):
         self.config = config
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Raises DataError naming file and line for a row that can't be used, and for a question in both splits."""
+        """Raises DataError naming file and line for a row that can't be used, and for a question in
+        both splits."""
         return map(self.asked, self._questions.tasks(split, seed=seed, start=start))
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        raise DataError("question answering comes without demonstrations of searches: train with rollouts")
+        raise DataError(
+            "question answering comes without demonstrations of searches: train with rollouts"
+        )
 
     @cached_property
     def _questions(self) -> Questions:
@@ -47,7 +50,8 @@ class Questions(Rows):
             for line, question, _ in split["test"]:
                 if question in asked:
                     raise DataError(
-                        f"{config.test}, line {line}: this question is also in {config.train}, line {asked[question]}"
+                        f"{config.test}, line {line}: this question is also in {config.train}, "
+                        f"line {asked[question]}"
                     )
         self._rows = {name: [_task(name, row) for row in rows] for name, rows in split.items()}
 
@@ -66,4 +70,10 @@ def _read(path: DataFile) -> list[tuple[int, str, str]]:
 
 def _task(split: str, row: tuple[int, str, str]) -> Task:
     line, question, answer = row
-    return Task(f"qa/{split}/{line}", (Message("user", question),), answer=answer, environment="qa", tag="qa")
+    return Task(
+        f"qa/{split}/{line}",
+        (Message("user", question),),
+        answer=answer,
+        environment="qa",
+        tag="qa",
+    )

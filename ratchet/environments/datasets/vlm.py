@@ -1,5 +1,5 @@
-"""Questions about images, clips and videos: rows of data, as `dataset` reads them, each with a medium, judged by what their
-answers are. Free of torch and of what reads the rows.
+"""Questions about images, clips and videos: rows of data, as `dataset` reads them, each with a
+medium, judged by what their answers are. Free of torch and of what reads the rows.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ JUDGES: Mapping[str, Mapping[str, Any]] = {
 
 
 class VLMConfig(DatasetConfig):
-    """Rows with images, clips or videos, and questions about them (docs/multimodal.md). All keys are those of `dataset`."""
+    """Rows with images, clips or videos, and questions about them (docs/multimodal.md). All keys
+    are those of `dataset`."""
 
     needs_media = True
 
     answers: Literal["text", "number", "choice", "box"] | None = Field(
-        None, description="What answers are, and so what judges them; null: as the preset says, or text."
+        None,
+        description="What answers are, and so what judges them; null: as the preset says, or text.",
     )
 
     @property

@@ -1,5 +1,5 @@
-"""Frozen lake: walk over the ice (.) from the start to the goal (G) without falling into a hole (O). On slippery ice a step
-may go to either side instead of ahead."""
+"""Frozen lake: walk over the ice (.) from the start to the goal (G) without falling into a hole
+(O). On slippery ice a step may go to either side instead of ahead."""
 
 from __future__ import annotations
 
@@ -35,11 +35,15 @@ class FrozenLake(BoardGame[Lake]):
         cells[start], cells[goal] = ICE, GOAL
         lake = "".join(cells)
         firm = self.firm
-        way = shortest_way((lake, start), lambda at: firm.won(at) is True, lambda at: neighbours(firm, at))
+        way = shortest_way(
+            (lake, start), lambda at: firm.won(at) is True, lambda at: neighbours(firm, at)
+        )
         if way is None or not self.config.min_distance <= len(way) <= self.max_moves:
             return None
         seed = rng.getrandbits(32)
-        return Problem(self.prompt((lake, start)), " ".join(way), {"lake": lake, "start": start}, seed)
+        return Problem(
+            self.prompt((lake, start)), " ".join(way), {"lake": lake, "start": start}, seed
+        )
 
     def start(self, task: Task) -> Lake:
         return task.meta["lake"], task.meta["start"]
@@ -55,7 +59,9 @@ class FrozenLake(BoardGame[Lake]):
         sides = [(ahead[1], ahead[0]), (-ahead[1], -ahead[0])]
         slip = self.config.slip
         ends = []
-        for (down, right), chance in zip([ahead, *sides], [1 - slip, slip / 2, slip / 2], strict=True):
+        for (down, right), chance in zip(
+            [ahead, *sides], [1 - slip, slip / 2, slip / 2], strict=True
+        ):
             row, column = cell // self.size + down, cell % self.size + right
             inside = 0 <= row < self.size and 0 <= column < self.size
             ends.append((row * self.size + column if inside else cell, chance))
@@ -72,7 +78,10 @@ class FrozenLake(BoardGame[Lake]):
     def cells(self, state: Lake) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
         lake, at = state
         you: Mark = ("triangle", COLOURS["red"])
-        drawn = [(SNOW, [*MARKS.get(sign, ()), *([you] if cell == at else [])]) for cell, sign in enumerate(lake)]
+        drawn = [
+            (SNOW, [*MARKS.get(sign, ()), *([you] if cell == at else [])])
+            for cell, sign in enumerate(lake)
+        ]
         return [drawn[i : i + self.size] for i in range(0, len(drawn), self.size)]
 
     def player(self, task: Task) -> Callable[[Lake], str]:
@@ -83,13 +92,15 @@ class FrozenLake(BoardGame[Lake]):
         return lambda state: plan[next(left)][state[1]]
 
     def _plan(self, lake: str) -> list[list[str]]:
-        """The best move by (moves left after it, cell): value iteration backwards from the end, where being early counts a
-        trifle, so that the shorter of two sure ways is taken. Bellman (1957)."""
+        """The best move by (moves left after it, cell): value iteration backwards from the end,
+        where being early counts a trifle, so that the shorter of two sure ways is taken. Bellman
+        (1957)."""
         values = [float(cell == GOAL) for cell in lake]
         plan: list[list[str]] = []
         for _ in range(self.max_moves):
             chances = [
-                {move: sum(p * values[end] for end, p in self._ends(at, move)) for move in OFFSETS} for at in range(len(lake))
+                {move: sum(p * values[end] for end, p in self._ends(at, move)) for move in OFFSETS}
+                for at in range(len(lake))
             ]
             plan.append([max(OFFSETS, key=chance.__getitem__) for chance in chances])
             values = [
@@ -99,10 +110,19 @@ class FrozenLake(BoardGame[Lake]):
         return plan
 
     def rules(self, in_text: bool = True) -> str:
-        slip = f" The ice is slippery: {self.config.slip:.0%} of your steps go to a side instead." if self.config.slip else ""
-        signs, drawn = (PLAYER, GOAL, ICE, HOLE), ("the red triangle", "the green square", "light", "dark discs")
+        slip = (
+            f" The ice is slippery: {self.config.slip:.0%} of your steps go to a side instead."
+            if self.config.slip
+            else ""
+        )
+        signs, drawn = (
+            (PLAYER, GOAL, ICE, HOLE),
+            ("the red triangle", "the green square", "light", "dark discs"),
+        )
         you, goal, ice, holes = signs if in_text else drawn
         return (
-            f"You ({you}) stand on a frozen lake. Walk to the goal ({goal}) over the ice ({ice}) and stay out of the holes "
-            f"({holes}).{slip} You have {self.max_moves} steps. End each message with up, down, left or right."
+            f"You ({you}) stand on a frozen lake. Walk to the goal ({goal}) over the ice ({ice}) "
+            "and stay out of the holes "
+            f"({holes}).{slip} You have {self.max_moves} steps. End each message with up, down, "
+            "left or right."
         )

@@ -1,8 +1,9 @@
-"""Base for games of one player: a state, moves by a word or a letter, a win or a loss. `sliding_puzzle.py` shows how little a
-game has to say.
+"""Base for games of one player: a state, moves by a word or a letter, a win or a loss.
+`sliding_puzzle.py` shows how little a game has to say.
 
-A task holds the whole start of its game (`meta`), and its `seed` all later chance: the same messages give the same game, so
-every attempt at a task meets the same luck. Each turn earns 0, and the one that wins 1.
+A task holds the whole start of its game (`meta`), and its `seed` all later chance: the same
+messages give the same game, so every attempt at a task meets the same luck. Each turn earns 0, and
+the one that wins 1.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ OFFSETS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # (
 
 
 class Game(Procedural, Generic[State]):
-    """A subclass gives the methods below, and `sample`, whose problem has the start in its `meta`; `prompt` makes its text.
+    """A subclass gives the methods below, and `sample`, whose problem has the start in its `meta`;
+    `prompt` makes its text.
 
     `move` and `player` take and give moves as `read` does: a word, or a number.
     """
@@ -56,7 +58,8 @@ class Game(Procedural, Generic[State]):
 
     @abstractmethod
     def player(self, task: Task) -> Callable[[State], str]:
-        """Plays the task from its start as well as can be: the next move, asked for in each state in turn."""
+        """Plays the task from its start as well as can be: the next move, asked for in each state
+        in turn."""
 
     @abstractmethod
     def rules(self) -> str: ...
@@ -84,7 +87,8 @@ class Game(Procedural, Generic[State]):
     # --- the protocol
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """A whole game, as the best player plays it. Where luck has a part in it, it may be lost."""
+        """A whole game, as the best player plays it. Where luck has a part in it, it may be
+        lost."""
         state, player, said = self.start(task), self.player(task), list[Message]()
         for turn in itertools.count():
             answer = Message("assistant", self.write(player(state)))
@@ -105,8 +109,8 @@ class Game(Procedural, Generic[State]):
         return step
 
     def _turn(self, task: Task, state: State, turn: int, text: str) -> tuple[State, Step]:
-        """What a message does, turns counted from 0. One that is no move, or is against the rules, takes a turn and changes
-        nothing."""
+        """What a message does, turns counted from 0. One that is no move, or is against the rules,
+        takes a turn and changes nothing."""
         after = self.move(state, self.read(text), random.Random(f"{self.name}/{task.seed}/{turn}"))
         illegal = after is None
         after = state if after is None else after
@@ -128,8 +132,8 @@ class Game(Procedural, Generic[State]):
 
 
 class BoardGame(Game[State]):
-    """One whose states can be drawn. What they are called, and which split a task is of, does not depend on how they are
-    shown."""
+    """One whose states can be drawn. What they are called, and which split a task is of, does not
+    depend on how they are shown."""
 
     def __init__(self, config: BoardConfig) -> None:
         super().__init__(config)
@@ -142,7 +146,8 @@ class BoardGame(Game[State]):
 
     @abstractmethod
     def rules(self, in_text: bool = True) -> str:
-        """in_text: they call things by their signs in the text, else by what they are in the picture."""
+        """in_text: they call things by their signs in the text, else by what they are in the
+        picture."""
 
     def picture(self, state: State) -> Part:
         return embed(board(self.cells(state), self.cell_px))
@@ -161,7 +166,8 @@ class BoardGame(Game[State]):
 
 
 def neighbours(game: Game[State], state: State) -> Iterator[tuple[str, State]]:
-    """The moves of a game without luck that change something, and where they lead; none once it is over."""
+    """The moves of a game without luck that change something, and where they lead; none once it is
+    over."""
     if game.won(state) is not None:
         return
     for move in OFFSETS:
@@ -176,13 +182,17 @@ def shortest_way(
     moves: Callable[[State], Iterable[tuple[str, State]]],
     estimate: Callable[[State], int] = lambda _: 0,
 ) -> list[str] | None:
-    """The fewest moves from `start` to a solved state; None where there is no way, or none within MAX_STATES states.
+    """The fewest moves from `start` to a solved state; None where there is no way, or none within
+    MAX_STATES states.
 
-    A*: Hart, Nilsson and Raphael (1968). estimate: never above the moves that are left, and falling by at most one a move.
+    A*: Hart, Nilsson and Raphael (1968). estimate: never above the moves that are left, and falling
+    by at most one a move.
     """
     came_from: dict[State, tuple[State, str] | None] = {}
     order = itertools.count()  # among equals, first come first
-    waiting: list[tuple[int, int, int, State, tuple[State, str] | None]] = [(estimate(start), 0, 0, start, None)]
+    waiting: list[tuple[int, int, int, State, tuple[State, str] | None]] = [
+        (estimate(start), 0, 0, start, None)
+    ]
     while waiting and len(came_from) < MAX_STATES:
         _, _, made, state, origin = heapq.heappop(waiting)
         if state in came_from:
@@ -192,7 +202,10 @@ def shortest_way(
             return _retraced(came_from, state)
         for move, after in moves(state):
             if after not in came_from:
-                heapq.heappush(waiting, (made + 1 + estimate(after), next(order), made + 1, after, (state, move)))
+                heapq.heappush(
+                    waiting,
+                    (made + 1 + estimate(after), next(order), made + 1, after, (state, move)),
+                )
     return None
 
 

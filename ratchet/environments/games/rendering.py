@@ -1,4 +1,5 @@
-"""Pictures of shapes and of boards, drawn by Pillow without fonts or smoothing: equal arguments give equal pixels."""
+"""Pictures of shapes and of boards, drawn by Pillow without fonts or smoothing: equal arguments
+give equal pixels."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Rgb = tuple[int, int, int]
-Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels, the last ones included
+# left, top, right, bottom in pixels, the last ones included
+Box = tuple[float, float, float, float]
 Mark = tuple[str, Rgb]  # a shape or digits, and its colour
 
 WHITE: Rgb = (255, 255, 255)
@@ -47,7 +49,8 @@ def draw(image: Image, mark: Mark, box: Box) -> None:
 
 
 def board(rows: Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]], cell_px: int) -> Image:
-    """A board from the ground and the marks of each of its cells; a line of one pixel between cells."""
+    """A board from the ground and the marks of each of its cells; a line of one pixel between
+    cells."""
     image = blank(len(rows[0]) * cell_px, len(rows) * cell_px)
     pen = pillow().ImageDraw.Draw(image)
     margin = cell_px // 6
@@ -56,7 +59,16 @@ def board(rows: Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]], cell_px: int) ->
             left, top = x * cell_px, y * cell_px
             pen.rectangle((left, top, left + cell_px - 2, top + cell_px - 2), fill=ground)
             for mark in marks:
-                draw(image, mark, (left + margin, top + margin, left + cell_px - 2 - margin, top + cell_px - 2 - margin))
+                draw(
+                    image,
+                    mark,
+                    (
+                        left + margin,
+                        top + margin,
+                        left + cell_px - 2 - margin,
+                        top + cell_px - 2 - margin,
+                    ),
+                )
     return image
 
 
@@ -96,7 +108,10 @@ SHAPES: Mapping[str, Callable[[Any, Box, Rgb], None]] = {
 def _number(pen: Any, digits: str, box: Box, colour: Rgb) -> None:
     left, top, right, bottom = box
     dot = max(1, int(min((right - left + 1) / (4 * len(digits) - 1), (bottom - top + 1) / 5)))
-    x0, y0 = left + (right - left + 1 - dot * (4 * len(digits) - 1)) // 2, top + (bottom - top + 1 - dot * 5) // 2
+    x0, y0 = (
+        left + (right - left + 1 - dot * (4 * len(digits) - 1)) // 2,
+        top + (bottom - top + 1 - dot * 5) // 2,
+    )
     for place, digit in enumerate(digits):
         for i, bit in enumerate(DIGITS[digit]):
             x, y = x0 + (4 * place + i % 3) * dot, y0 + i // 3 * dot

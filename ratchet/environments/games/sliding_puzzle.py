@@ -1,5 +1,5 @@
-"""Sliding puzzle: numbered tiles on a square with one gap; a move slides a neighbouring tile into it. Solved when the tiles
-stand in order and the gap is last."""
+"""Sliding puzzle: numbered tiles on a square with one gap; a move slides a neighbouring tile into
+it. Solved when the tiles stand in order and the gap is last."""
 
 from __future__ import annotations
 
@@ -63,27 +63,42 @@ class SlidingPuzzle(BoardGame[Board]):
         between = " " if self.in_words or self.size > 3 else ""
         width = len(str(self.size**2 - 1)) if between else 1
         cells = [f"{tile or '_':>{width}}" for tile in state]
-        return "\n".join(between.join(cells[i : i + self.size]) for i in range(0, len(cells), self.size))
+        return "\n".join(
+            between.join(cells[i : i + self.size]) for i in range(0, len(cells), self.size)
+        )
 
     def cells(self, state: Board) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
-        drawn = [(COLOURS["blue"], [(str(tile), WHITE)]) if tile else (COLOURS["grey"], []) for tile in state]
+        drawn = [
+            (COLOURS["blue"], [(str(tile), WHITE)]) if tile else (COLOURS["grey"], [])
+            for tile in state
+        ]
         return [drawn[i : i + self.size] for i in range(0, len(drawn), self.size)]
 
     def player(self, task: Task) -> Callable[[Board], str]:
         """The fewest moves; where that takes too long to find, the shuffle backwards."""
         start = self.start(task)
-        way = shortest_way(start, self.solved.__eq__, lambda board: neighbours(self, board), self._distance)
+        way = shortest_way(
+            start, self.solved.__eq__, lambda board: neighbours(self, board), self._distance
+        )
         return recited(task.answer.split() if way is None else way)
 
     def _distance(self, board: Board) -> int:
         """Rows and columns that the tiles are away from their places, summed."""
-        places = ((divmod(i, self.size), divmod(tile - 1, self.size)) for i, tile in enumerate(board) if tile)
-        return sum(abs(row - home_row) + abs(column - home) for (row, column), (home_row, home) in places)
+        places = (
+            (divmod(i, self.size), divmod(tile - 1, self.size))
+            for i, tile in enumerate(board)
+            if tile
+        )
+        return sum(
+            abs(row - home_row) + abs(column - home) for (row, column), (home_row, home) in places
+        )
 
     def rules(self, in_text: bool = True) -> str:
         last, gap = self.size**2 - 1, "_" if in_text else "grey"
         return (
-            f"Slide the tiles until they stand in order, 1 to {last} row by row, with the gap ({gap}) last. A move slides the "
-            "tile next to the gap into it: up, down, left or right is the direction in which that tile moves. "
+            f"Slide the tiles until they stand in order, 1 to {last} row by row, with the gap "
+            f"({gap}) last. A move slides the "
+            "tile next to the gap into it: up, down, left or right is the direction in which that "
+            "tile moves. "
             f"You have {self.max_moves} moves. End each message with one of these words."
         )

@@ -1,6 +1,8 @@
-"""Sokoban: push every box ($) onto a goal (.). Boxes can't be pulled, and only one is pushed at a time.
+"""Sokoban: push every box ($) onto a goal (.). Boxes can't be pulled, and only one is pushed at a
+time.
 
-A room is made backwards: the boxes stand on the goals, and a walk pulls them away, so that its reverse is a solution.
+A room is made backwards: the boxes stand on the goals, and a walk pulls them away, so that its
+reverse is a solution.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Sokoban(BoardGame[Room]):
 
     def sample(self, rng: random.Random) -> Problem | None:
         """None for a room in which the boxes could not be pulled far enough."""
-        walls = frozenset(range(self.width**2)) - {cell for cell in self.inside if rng.random() >= self.config.walls}
+        walls = frozenset(range(self.width**2)) - {
+            cell for cell in self.inside if rng.random() >= self.config.walls
+        }
         free = [cell for cell in self.inside if cell not in walls]
         if len(free) < self.config.boxes + 2:
             return None
@@ -61,10 +65,12 @@ class Sokoban(BoardGame[Room]):
         return Problem(self.prompt(room), " ".join(solution), {"room": self._drawn(room)})
 
     def _pulls(self, room: Room) -> Iterator[tuple[Room, list[str]]]:
-        """Every room from which one push leads to this one, after a walk; with the moves that lead from there to here."""
+        """Every room from which one push leads to this one, after a walk; with the moves that lead
+        from there to here."""
         for move, offset in self.offsets.items():
             for box in sorted(room.boxes):
-                # the push ended with the box here and the player behind it; before it, both stood one cell further back
+                # the push ended with the box here and the player behind it; before it, both stood
+                # one cell further back
                 player, before = box - offset, box - 2 * offset
                 blocked = room.walls | room.boxes
                 if player in blocked or before in blocked:
@@ -80,13 +86,20 @@ class Sokoban(BoardGame[Room]):
         blocked = room.walls | room.boxes
 
         def steps(cell: int) -> Iterator[tuple[str, int]]:
-            return ((move, cell + offset) for move, offset in self.offsets.items() if cell + offset not in blocked)
+            return (
+                (move, cell + offset)
+                for move, offset in self.offsets.items()
+                if cell + offset not in blocked
+            )
 
         return shortest_way(room.player, to.__eq__, steps)
 
     def start(self, task: Task) -> Room:
         text = task.meta["room"]
-        cells = {sign: frozenset(i for i, cell in enumerate(text) if cell == sign) for sign in {*text, *"#$*.@+"}}
+        cells = {
+            sign: frozenset(i for i, cell in enumerate(text) if cell == sign)
+            for sign in {*text, *"#$*.@+"}
+        }
         goals = cells["."] | cells["*"] | cells["+"]
         (player,) = cells["@"] | cells["+"]
         return Room(cells[WALL], goals, cells["$"] | cells["*"], player)
@@ -116,7 +129,10 @@ class Sokoban(BoardGame[Room]):
             marks += [("ring", COLOURS["red"])] if at in state.goals else []
             return STONE if at in state.walls else FLOOR, marks
 
-        return [[cell(row * self.width + column) for column in range(self.width)] for row in range(self.width)]
+        return [
+            [cell(row * self.width + column) for column in range(self.width)]
+            for row in range(self.width)
+        ]
 
     def _drawn(self, room: Room) -> str:
         def sign(cell: int) -> str:
@@ -126,16 +142,22 @@ class Sokoban(BoardGame[Room]):
         return "".join(map(sign, range(self.width**2)))
 
     def player(self, task: Task) -> Callable[[Room], str]:
-        """The fewest moves; where that takes too long to find, the way that the room was made, backwards."""
+        """The fewest moves; where that takes too long to find, the way that the room was made,
+        backwards."""
         room = self.start(task)
         way = shortest_way(room, lambda at: self.won(at) is True, lambda at: neighbours(self, at))
         return recited(task.answer.split() if way is None else way)
 
     def rules(self, in_text: bool = True) -> str:
-        signs, drawn = ("@, on a goal +", "$", ".; with a box on it *", "#"), ("the blue disc", "orange", "red rings", "dark")
+        signs, drawn = (
+            ("@, on a goal +", "$", ".; with a box on it *", "#"),
+            ("the blue disc", "orange", "red rings", "dark"),
+        )
         you, boxes, goals, walls = signs if in_text else drawn
         return (
-            f"You ({you}) push boxes ({boxes}) onto the goals ({goals}) in a room with walls ({walls}). You can "
-            f"push one box at a time, and pull none. You have {self.max_moves} moves. End each message with up, down, left or "
+            f"You ({you}) push boxes ({boxes}) onto the goals ({goals}) in a room with walls "
+            f"({walls}). You can "
+            f"push one box at a time, and pull none. You have {self.max_moves} moves. End each "
+            "message with up, down, left or "
             "right."
         )

@@ -1,8 +1,9 @@
 """What a tool is, and how the calls of a policy are run.
 
-What goes wrong by the policy's own doing (an unknown tool, wrong arguments, an expression that can't be worked out), and what
-goes wrong inside of a tool, is answered to it: it may do better next time. What is wrong with the machinery (a sandbox that
-failed, a server that is gone) is nobody's answer, and fails the attempt: it is a RatchetError.
+What goes wrong by the policy's own doing (an unknown tool, wrong arguments, an expression that
+can't be worked out), and what goes wrong inside of a tool, is answered to it: it may do better next
+time. What is wrong with the machinery (a sandbox that failed, a server that is gone) is nobody's
+answer, and fails the attempt: it is a RatchetError.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class ToolUnavailable(RatchetError):
 
 @runtime_checkable
 class Tool(Protocol):
-    """parameters: JSON schema of an object. A call gets them by name, and gives text; it may be async."""
+    """parameters: JSON schema of an object. A call gets them by name, and gives text; it may be
+    async."""
 
     name: str
     description: str
@@ -57,7 +59,9 @@ class Answer:
 class Toolbox:
     """timeout_s: of one call by the clock. max_chars: of one answer."""
 
-    def __init__(self, tools: Sequence[Tool], *, timeout_s: float = 30.0, max_chars: int = 4000) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], *, timeout_s: float = 30.0, max_chars: int = 4000
+    ) -> None:
         """Raises ConfigError where two tools share a name."""
         self._tools = {tool.name: tool for tool in tools}
         self.timeout_s, self.max_chars = timeout_s, max_chars
@@ -71,7 +75,11 @@ class Toolbox:
         return tuple(
             {
                 "type": "function",
-                "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                },
             }
             for tool in self._tools.values()
         )
@@ -80,8 +88,8 @@ class Toolbox:
         return name in self._tools
 
     async def answers(self, calls: Sequence[ToolCall]) -> tuple[list[Message], int]:
-        """(a message for each call, how many of them tell of an error). Calls of one turn run one after the other: a later
-        one may build on an earlier one."""
+        """(a message for each call, how many of them tell of an error). Calls of one turn run one
+        after the other: a later one may build on an earlier one."""
         messages: list[Message] = []
         errors = 0
         for call in calls:
@@ -95,7 +103,9 @@ class Toolbox:
         try:
             tool = self._tools.get(call.name)
             if tool is None:
-                raise ToolError(f"there is no tool '{call.name}'; there are {', '.join(self._tools)}")
+                raise ToolError(
+                    f"there is no tool '{call.name}'; there are {', '.join(self._tools)}"
+                )
             check_arguments(tool.parameters, call.arguments)
             return Answer(self._cut(str(await self._called(tool, call.arguments))))
         except ToolError as error:
@@ -111,11 +121,16 @@ class Toolbox:
             raise ToolError(f"{tool.name} gave no answer within {self.timeout_s:g} s") from None
         except (RatchetError, ToolError):
             raise
-        except Exception as error:  # the episode boundary, a step before: a tool is anyone's code, and the policy may go on
+        # the episode boundary, a step before: a tool is anyone's code, and the policy may go on
+        except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
     def _cut(self, text: str) -> str:
-        return text if len(text) <= self.max_chars else f"{text[: self.max_chars]}\n[cut after {self.max_chars} characters]"
+        return (
+            text
+            if len(text) <= self.max_chars
+            else f"{text[: self.max_chars]}\n[cut after {self.max_chars} characters]"
+        )
 
 
 def check_arguments(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -124,9 +139,13 @@ def check_arguments(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> 
     missing = [name for name in parameters.get("required", ()) if name not in given]
     unknown = [name for name in given if name not in known]
     if missing:
-        raise ToolError(f"the argument '{missing[0]}' is missing; it takes {', '.join(known) or 'none'}")
+        raise ToolError(
+            f"the argument '{missing[0]}' is missing; it takes {', '.join(known) or 'none'}"
+        )
     if unknown and not parameters.get("additionalProperties", False):
-        raise ToolError(f"there is no argument '{unknown[0]}'; it takes {', '.join(known) or 'none'}")
+        raise ToolError(
+            f"there is no argument '{unknown[0]}'; it takes {', '.join(known) or 'none'}"
+        )
     for name, value in given.items():
         wanted = known.get(name, {}).get("type")
         if isinstance(wanted, str) and wanted in TYPES and not _is(value, wanted):
@@ -144,6 +163,8 @@ def make_tools(sections: Sequence[Section]) -> list[Tool]:
         found = construct(section)
         for tool in found if isinstance(found, list | tuple) else (found,):
             if not isinstance(tool, Tool):
-                raise ConfigError(f"{tool!r:.80} is no tool: it needs name, description, parameters and call")
+                raise ConfigError(
+                    f"{tool!r:.80} is no tool: it needs name, description, parameters and call"
+                )
             made.append(tool)
     return made

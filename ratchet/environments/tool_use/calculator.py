@@ -1,4 +1,5 @@
-"""Arithmetic by a parser of its own: what a policy writes is never executed, and no expression takes long."""
+"""Arithmetic by a parser of its own: what a policy writes is never executed, and no expression
+takes long."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from ratchet.environments.tool_use.tools_config import CalculatorConfig
 MAX_CHARS = 1000
 MAX_DEPTH = 50
 MAX_BITS = 4096  # of any value on the way
-TOKEN = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+(?:[eE][+-]?\d{1,3})?|\*\*|//|[-+*/%()])")
+TOKEN = re.compile(
+    r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+(?:[eE][+-]?\d{1,3})?|\*\*|//|[-+*/%()])"
+)
 SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"}
 
 
@@ -64,7 +67,9 @@ def _tokens(expression: str) -> list[str]:
     while position < end:
         match = TOKEN.match(expression, position)
         if match is None:
-            raise ToolError(f"'{expression[position:].strip()[:1]}' is no number, operator or parenthesis")
+            raise ToolError(
+                f"'{expression[position:].strip()[:1]}' is no number, operator or parenthesis"
+            )
         found.append(match[1])
         position = match.end()
     if not found:

@@ -19,7 +19,9 @@ class WithToolsConfig(EnvironmentConfig):
 
     tools: Tools = Field(min_length=1, description="What the policy may call; each with its kind.")
     system: str = Field("", description="A system message before each task; empty: none.")
-    max_calling_turns: int = Field(8, gt=0, description="Turns with calls; one more ends the attempt without an answer.")
+    max_calling_turns: int = Field(
+        8, gt=0, description="Turns with calls; one more ends the attempt without an answer."
+    )
     timeout_s: float = Field(30.0, gt=0, description="Of one call, by the clock.")
     max_chars: int = Field(4000, gt=0, description="Of one tool's answer; the rest is cut off.")
 
@@ -30,7 +32,8 @@ class ToolUseConfig(WithToolsConfig):
     builds: ClassVar[str] = "ratchet.environments.tool_use.environment:ToolUse"
 
     problems: Annotated[SerializeAsAny[Section], Slot("problems")] = Field(
-        description="An environment of one prompt and one answer; its reward judges the final message."
+        description="An environment of one prompt and one answer; its reward judges the final "
+        "message."
     )
 
     @property
@@ -39,7 +42,8 @@ class ToolUseConfig(WithToolsConfig):
 
 
 class QAConfig(WithToolsConfig):
-    """Questions from a file with the columns `question` and `answer`, and tools to look the answer up (kind: search).
+    """Questions from a file with the columns `question` and `answer`, and tools to look the answer
+    up (kind: search).
 
     The test split is the file `test`, or else one in ten of the questions.
     """

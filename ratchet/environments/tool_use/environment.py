@@ -1,4 +1,5 @@
-"""Problems solved with tools: the policy calls some, reads what they say, and answers in a message without calls."""
+"""Problems solved with tools: the policy calls some, reads what they say, and answers in a message
+without calls."""
 
 from __future__ import annotations
 
@@ -17,14 +18,17 @@ from ratchet.types import Message, Split, Task, ToolCall
 
 
 class WithTools:
-    """The turns of an episode with tools; a subclass serves the tasks. A message without calls is the answer, and ends it: a
-    reward judges it. Copies share the tools, which keep nothing of an attempt."""
+    """The turns of an episode with tools; a subclass serves the tasks. A message without calls is
+    the answer, and ends it: a reward judges it. Copies share the tools, which keep nothing of an
+    attempt."""
 
     replayable = True
 
     def __init__(self, config: WithToolsConfig) -> None:
         self.settings = config
-        self.toolbox = Toolbox(make_tools(config.tools), timeout_s=config.timeout_s, max_chars=config.max_chars)
+        self.toolbox = Toolbox(
+            make_tools(config.tools), timeout_s=config.timeout_s, max_chars=config.max_chars
+        )
         self._turns = 0
 
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
@@ -46,7 +50,9 @@ class WithTools:
             return Step(done=True)
         self._turns += 1
         answers, errors = await self.toolbox.answers(message.tool_calls)
-        return Step(messages=tuple(answers), metrics={"tool_calls": len(answers), "tool_errors": errors})
+        return Step(
+            messages=tuple(answers), metrics={"tool_calls": len(answers), "tool_errors": errors}
+        )
 
     async def close(self) -> None:
         return None
@@ -62,15 +68,18 @@ class ToolUse(WithTools):
         return map(self.asked, self.problems.tasks(split, seed=seed, start=start))
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """The calculator is asked for what the prompt says, where that is an expression worth the answer. Raises DataError
-        elsewhere: who is to learn from demonstrations must have some."""
+        """The calculator is asked for what the prompt says, where that is an expression worth the
+        answer. Raises DataError elsewhere: who is to learn from demonstrations must have some."""
         expression = re.sub(r"\s*=?\s*\??$", "", task.messages[-1].text)
         try:
             result = written(calculate(expression)) if "calculator" in self.toolbox else None
         except ToolError:
             result = None
         if result is None or result != str(task.answer):
-            raise DataError(f"task '{task.id}' has no demonstration with tools: its prompt is no expression for the calculator")
+            raise DataError(
+                f"task '{task.id}' has no demonstration with tools: its prompt is no expression "
+                "for the calculator"
+            )
         call = ToolCall("call_0", "calculator", {"expression": expression})
         return (
             Message("assistant", tool_calls=(call,)),

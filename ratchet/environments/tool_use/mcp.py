@@ -1,7 +1,8 @@
-"""Tools of a server that speaks the Model Context Protocol (modelcontextprotocol.io), by its official client.
+"""Tools of a server that speaks the Model Context Protocol (modelcontextprotocol.io), by its
+official client.
 
-The client lives in a thread with an event loop of its own: its connection belongs to the task that opened it, and must outlast
-the episodes, and the loops, that use it.
+The client lives in a thread with an event loop of its own: its connection belongs to the task that
+opened it, and must outlast the episodes, and the loops, that use it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class MCPServer:
         return self._connection.listed
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Starts the server anew where it has ended. Raises ToolUnavailable where it ends meanwhile."""
+        """Starts the server anew where it has ended. Raises ToolUnavailable where it ends
+        meanwhile."""
         connection = await asyncio.to_thread(self._living)
         return await asyncio.wrap_future(connection.call(name, arguments))
 
@@ -52,14 +54,18 @@ class _Connection:
     def __init__(self, config: MCPConfig) -> None:
         self.listed: Sequence[Any] = ()
         self._state = _State()
-        self._thread = threading.Thread(target=_serve, args=(config, self._state), name="mcp", daemon=True)
+        self._thread = threading.Thread(
+            target=_serve, args=(config, self._state), name="mcp", daemon=True
+        )
         self._thread.start()
         weakref.finalize(self, self._state.end)
         self._state.ready.wait(config.start_s)
         if self._state.why or not self._state.ready.is_set():
             self._state.end()
             why = self._state.why or f"it did not list its tools within {config.start_s:g} s"
-            raise ToolUnavailable(f"the MCP server '{' '.join(config.command)}' can't be used: {why}")
+            raise ToolUnavailable(
+                f"the MCP server '{' '.join(config.command)}' can't be used: {why}"
+            )
         self.listed = self._state.listed
 
     @property
@@ -73,7 +79,8 @@ class _Connection:
 
 
 class _State:
-    """What the thread of a connection shares with the others. It holds no reference to the connection itself."""
+    """What the thread of a connection shares with the others. It holds no reference to the
+    connection itself."""
 
     def __init__(self) -> None:
         self.ready = threading.Event()
@@ -93,7 +100,9 @@ class _State:
         except MCPError as error:
             if "closed" in str(error).lower():
                 self._leave(self.over)
-                raise ToolUnavailable(f"the MCP server of tool '{name}' has ended: {error}") from error
+                raise ToolUnavailable(
+                    f"the MCP server of tool '{name}' has ended: {error}"
+                ) from error
             raise ToolError(str(error)) from error
         except (OSError, EOFError) as error:
             self._leave(self.over)
@@ -121,10 +130,16 @@ async def _hold(config: MCPConfig, state: _State) -> None:
     from mcp import Client, StdioServerParameters, stdio_client
 
     command, *arguments = config.command
-    parameters = StdioServerParameters(command=command, args=arguments, env=dict(config.env) or None)
+    parameters = StdioServerParameters(
+        command=command, args=arguments, env=dict(config.env) or None
+    )
     with open(os.devnull, "w", encoding="utf-8") as silence:
         async with Client(stdio_client(parameters, errlog=silence)) as client:
-            state.client, state.loop, state.over = client, asyncio.get_running_loop(), asyncio.Event()
+            state.client, state.loop, state.over = (
+                client,
+                asyncio.get_running_loop(),
+                asyncio.Event(),
+            )
             state.listed = (await client.list_tools()).tools
             state.ready.set()
             await state.over.wait()
@@ -132,12 +147,16 @@ async def _hold(config: MCPConfig, state: _State) -> None:
 
 class MCPTool:
     def __init__(self, server: MCPServer, listed: Any) -> None:
-        self.server, self.name, self.description = server, str(listed.name), str(listed.description or "")
+        self.server, self.name, self.description = (
+            server,
+            str(listed.name),
+            str(listed.description or ""),
+        )
         self.parameters: Mapping[str, Any] = listed.input_schema
 
     async def call(self, **arguments: Any) -> str:
-        """The text of the answer; what it holds of other kinds is named. Raises ToolError where the server says that the call
-        failed, ToolUnavailable where it is gone."""
+        """The text of the answer; what it holds of other kinds is named. Raises ToolError where the
+        server says that the call failed, ToolUnavailable where it is gone."""
         result = await self.server.call(self.name, arguments)
         parts = [part.text if part.type == "text" else f"({part.type})" for part in result.content]
         text = "\n".join(parts)

@@ -20,23 +20,35 @@ ENDS = {
 
 class PythonTool:
     name = "python"
-    description = "Runs a Python program and returns what it prints. Nothing is kept from one call to the next."
+    description = (
+        "Runs a Python program and returns what it prints. Nothing is kept from one "
+        "call "
+        "to the next."
+    )
 
     def __init__(self, config: PythonConfig) -> None:
         """Raises SandboxError where the machine isolates programs less than `isolation` says."""
         self.config = config
         self.parameters = {
             "type": "object",
-            "properties": {"code": {"type": "string", "description": "the program; print what you want to see"}},
+            "properties": {
+                "code": {"type": "string", "description": "the program; print what you want to see"}
+            },
             "required": ["code"],
         }
-        self.sandbox = LocalSandbox(slots=config.workers, at_least=Isolation[config.isolation.upper()])
+        self.sandbox = LocalSandbox(
+            slots=config.workers, at_least=Isolation[config.isolation.upper()]
+        )
         self.limits = Limits(
-            wall_s=WALL_PER_CPU * config.timeout_s, cpu_s=config.timeout_s, memory_mib=config.memory_mib, output_kib=OUTPUT_KIB
+            wall_s=WALL_PER_CPU * config.timeout_s,
+            cpu_s=config.timeout_s,
+            memory_mib=config.memory_mib,
+            output_kib=OUTPUT_KIB,
         )
 
     async def call(self, code: str) -> str:
-        """Raises ToolError for a program that failed, with the end of its traceback; SandboxError where the sandbox did."""
+        """Raises ToolError for a program that failed, with the end of its traceback; SandboxError
+        where the sandbox did."""
         result = await self.sandbox.run(code, limits=self.limits)
         if result.ok:
             return result.stdout.decode("utf-8", "replace") or "(nothing was printed)"
@@ -48,4 +60,6 @@ def failure(result: Result) -> str:
     said = result.stderr.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
     printed = result.stdout.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
     end = ENDS.get(result.reason, f"it ended with exit code {result.exit}")
-    return "\n".join(filter(None, (f"the program failed: {end}", said, printed and f"printed before: {printed}")))
+    return "\n".join(
+        filter(None, (f"the program failed: {end}", said, printed and f"printed before: {printed}"))
+    )

@@ -1,4 +1,5 @@
-"""Passages of a corpus for a question: by their words (BM25, arXiv:2407.03618), and by meaning where embeddings are given.
+"""Passages of a corpus for a question: by their words (BM25, arXiv:2407.03618), and by meaning
+where embeddings are given.
 
 N = passages, d = width of an embedding.
 """
@@ -31,13 +32,19 @@ class Passage:
 
 
 class RetrieverTool:
-    """embed: texts -> [N, d]; the rankings by words and by meaning are merged by reciprocal ranks, which need no scale."""
+    """embed: texts -> [N, d]; the rankings by words and by meaning are merged by reciprocal ranks,
+    which need no scale."""
 
     name = "search"
     description = "Searches a collection of texts and returns the passages that fit best."
 
     def __init__(
-        self, passages: Sequence[Passage], *, results: int = 3, max_chars: int = 1000, embed: Embed | None = None
+        self,
+        passages: Sequence[Passage],
+        *,
+        results: int = 3,
+        max_chars: int = 1000,
+        embed: Embed | None = None,
     ) -> None:
         """Raises DataError for an empty corpus, MissingDependency without bm25s."""
         try:
@@ -54,16 +61,26 @@ class RetrieverTool:
         }
         self._tokenize = bm25s.tokenize
         self._index = bm25s.BM25()
-        self._index.index(self._split([f"{p.title} {p.text}" for p in passages]), show_progress=False)
+        self._index.index(
+            self._split([f"{p.title} {p.text}" for p in passages]), show_progress=False
+        )
         self._embed = embed
-        self._vectors_Nd = _unit(embed([f"{p.title}\n{p.text}".strip() for p in passages]), len(passages)) if embed else None
+        self._vectors_Nd = (
+            _unit(embed([f"{p.title}\n{p.text}".strip() for p in passages]), len(passages))
+            if embed
+            else None
+        )
 
     def call(self, query: str) -> str:
         found = self.search(query)
-        return "\n\n".join(self._shown(number, passage) for number, passage in enumerate(found, 1)) or "nothing was found"
+        return (
+            "\n\n".join(self._shown(number, passage) for number, passage in enumerate(found, 1))
+            or "nothing was found"
+        )
 
     def search(self, query: str) -> list[Passage]:
-        """The passages that fit best, first the best; none that shares no word with the query, unless by meaning."""
+        """The passages that fit best, first the best; none that shares no word with the query,
+        unless by meaning."""
         rankings = [self._by_words(query)]
         if self._embed is not None:
             rankings.append(self._by_meaning(self._embed, query))
@@ -75,7 +92,9 @@ class RetrieverTool:
         return [self.passages[row] for row in best[: self.results]]
 
     def _split(self, texts: Sequence[str]) -> list[list[str]]:
-        words: Any = self._tokenize(list(texts), stopwords="en", token_pattern=WORD, return_ids=False, show_progress=False)
+        words: Any = self._tokenize(
+            list(texts), stopwords="en", token_pattern=WORD, return_ids=False, show_progress=False
+        )
         return words
 
     def _by_words(self, query: str) -> list[int]:
@@ -84,7 +103,11 @@ class RetrieverTool:
         if not known:
             return []
         scores_N = self._index.get_scores(known)
-        return [int(row) for row in np.argsort(-scores_N, kind="stable")[:CANDIDATES] if scores_N[row] > 0]
+        return [
+            int(row)
+            for row in np.argsort(-scores_N, kind="stable")[:CANDIDATES]
+            if scores_N[row] > 0
+        ]
 
     def _by_meaning(self, embed: Embed, query: str) -> list[int]:
         assert self._vectors_Nd is not None
@@ -117,7 +140,8 @@ def read_passages(path: Path) -> list[Passage]:
 
 
 def embedder(name: str) -> Embed:
-    """The function of an import path, or the mean of the hidden states of a model in a directory."""
+    """The function of an import path, or the mean of the hidden states of a model in a
+    directory."""
     return imported(name) if ":" in name else _of_model(name)
 
 
@@ -133,9 +157,16 @@ def _of_model(directory: str) -> Embed:
     def embed(texts: Sequence[str]) -> NDArray[Any]:
         rows: list[NDArray[Any]] = []
         for text in texts:
-            tokens = torch.tensor((tokenizer.encode(text) or list(tokenizer.eos_ids[:1]))[: model.max_positions])
+            tokens = torch.tensor(
+                (tokenizer.encode(text) or list(tokenizer.eos_ids[:1]))[: model.max_positions]
+            )
             with torch.inference_mode():
-                rows.append(model.hidden(tokens, torch.arange(len(tokens)), [len(tokens)]).mean(0).float().numpy())
+                rows.append(
+                    model.hidden(tokens, torch.arange(len(tokens)), [len(tokens)])
+                    .mean(0)
+                    .float()
+                    .numpy()
+                )
         return np.stack(rows)
 
     return embed

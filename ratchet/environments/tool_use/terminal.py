@@ -25,7 +25,16 @@ from ratchet.environments.single_turn import Rows, held_out
 from ratchet.environments.tool_use.terminal_config import TerminalConfig
 from ratchet.errors import DataError
 from ratchet.protocols import Step
-from ratchet.sandbox.base import Isolation, Limits, Reason, Result, Sandbox, Session, TooLarge, inside
+from ratchet.sandbox.base import (
+    Isolation,
+    Limits,
+    Reason,
+    Result,
+    Sandbox,
+    Session,
+    TooLarge,
+    inside,
+)
 from ratchet.sandbox.compare_output import passed
 from ratchet.types import Message, Split, Task, ToolCall
 
@@ -70,7 +79,9 @@ class Terminal(Rows):
         self.config = config
         at_least = Isolation[config.isolation.upper()]
         self.sandbox: Sandbox = construct(config.sandbox, slots=config.workers, at_least=at_least)
-        self.limits = Limits(cpu_s=config.cpu_s, memory_mib=config.memory_mib, processes=16, output_kib=256)
+        self.limits = Limits(
+            cpu_s=config.cpu_s, memory_mib=config.memory_mib, processes=16, output_kib=256
+        )
         self._attempt: Attempt | None = None
 
     def rows(self, split: Split) -> Sequence[Task]:
@@ -79,34 +90,53 @@ class Terminal(Rows):
 
     @cached_property
     def _tasks(self) -> dict[Split, list[Task]]:
-        read = [self._read(self.config.train, row) for row in read_rows(self.config.train, {"goal": str, "check": str})]
+        read = [
+            self._read(self.config.train, row)
+            for row in read_rows(self.config.train, {"goal": str, "check": str})
+        ]
         if self.config.test is None:
             return {
                 "train": [task for task in read if not held_out(task.meta["goal"])],
                 "test": [task for task in read if held_out(task.meta["goal"])],
             }
-        test = [self._read(self.config.test, row) for row in read_rows(self.config.test, {"goal": str, "check": str})]
+        test = [
+            self._read(self.config.test, row)
+            for row in read_rows(self.config.test, {"goal": str, "check": str})
+        ]
         return {"train": read, "test": test}
 
     def _read(self, path: DataFile, row: Row) -> Task:
-        where, meta = f"{path}, {row.where}", {"goal": row.values["goal"], "check": row.values["check"]}
+        where, meta = (
+            f"{path}, {row.where}",
+            {"goal": row.values["goal"], "check": row.values["check"]},
+        )
         for name, (wanted, default) in COLUMNS.items():
             meta[name] = row.values.get(name, default)
             if meta[name] is not default and not isinstance(meta[name], wanted):
-                raise DataError(f"{where}: column '{name}' is {meta[name]!r:.60}, must be of type {wanted.__name__}")
+                raise DataError(
+                    f"{where}: column '{name}' is {meta[name]!r:.60}, must be of type "
+                    f"{wanted.__name__}"
+                )
         for name in ("files", "check_files"):
             for file, text in meta[name].items():
                 inside(file)
                 if not isinstance(text, str):
-                    raise DataError(f"{where}: '{name}' must give each file's text, and that of {file!r} is {text!r:.60}")
+                    raise DataError(
+                        f"{where}: '{name}' must give each file's text, and that of {file!r} is "
+                        f"{text!r:.60}"
+                    )
         if not any(NAMED.search(text) for text in (meta["check"], *meta["check_files"].values())):
             raise DataError(
-                f"{where}: the check never names the agent's files, which lie in $WORK, so that it says the same of every "
-                "attempt. Write \"$WORK/FILE\" for FILE in 'check', or read the variable WORK in a file of 'check_files'."
+                f"{where}: the check never names the agent's files, which lie in $WORK, so that it "
+                "says the same of every "
+                "attempt. Write \"$WORK/FILE\" for FILE in 'check', or read the variable WORK in a "
+                "file of 'check_files'."
             )
         own = meta.pop("id") or f"{Path(path).stem}/{row.line}"
         prompt = Message("user", row.values["goal"] + self.config.instructions)
-        return Task(f"{self.name}/{own}", (prompt,), environment=self.name, tag=self.name, meta=meta)
+        return Task(
+            f"{self.name}/{own}", (prompt,), environment=self.name, tag=self.name, meta=meta
+        )
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         if not task.meta["solution"]:
@@ -120,7 +150,12 @@ class Terminal(Rows):
         command = {"type": "string", "description": "One command, or several lines."}
         parameters = {"type": "object", "properties": {"command": command}, "required": ["command"]}
         described = "Runs a shell command and gives what it prints."
-        return [{"type": "function", "function": {"name": TOOL, "description": described, "parameters": parameters}}]
+        return [
+            {
+                "type": "function",
+                "function": {"name": TOOL, "description": described, "parameters": parameters},
+            }
+        ]
 
     async def reset(self, task: Task) -> Sequence[Message]:
         await self.close()
@@ -136,9 +171,15 @@ class Terminal(Rows):
         answers: list[Message] = []
         for call, command in commands[: self.config.commands - attempt.used]:
             attempt.used += 1
-            said = command if command is None else shown(await self._run(attempt, command), self.config.shown_characters)
+            said = (
+                command
+                if command is None
+                else shown(await self._run(attempt, command), self.config.shown_characters)
+            )
             text = f"there is no such call: call {TOOL} with a command" if said is None else said
-            answers.append(Message("tool", text, tool_call_id=call) if call else Message("user", text))
+            answers.append(
+                Message("tool", text, tool_call_id=call) if call else Message("user", text)
+            )
         if commands and attempt.used < self.config.commands:
             return Step(messages=tuple(answers))
         reward = await self._judge(attempt)
@@ -148,7 +189,8 @@ class Terminal(Rows):
         return await attempt.session.run(command, self.config.command_timeout_s)
 
     async def _judge(self, attempt: Attempt) -> float:
-        """1 where the check ends with exit code 0, and prints what is expected, where something is."""
+        """1 where the check ends with exit code 0, and prints what is expected, where something
+        is."""
         meta = attempt.task.meta
         try:
             files = await attempt.session.get()
@@ -160,7 +202,8 @@ class Terminal(Rows):
             await session.put(_below(CHECK, _files(meta["check_files"])))
             try:
                 await session.put(_below(WORK, files))
-            except TooLarge:  # no room beside the check's: not a failed attempt, which would spare it the 0
+            # no room beside the check's: not a failed attempt, which would spare it the 0
+            except TooLarge:
                 return 0.0
             result = await session.run(PREPARE + meta["check"], self.config.check_timeout_s)
         finally:
@@ -174,7 +217,8 @@ class Terminal(Rows):
 
 
 def commands_of(message: Message) -> list[tuple[str, str | None]]:
-    """(id of the tool call, or "", and the command; None where the call is none of ours). The last block of a text counts."""
+    """(id of the tool call, or "", and the command; None where the call is none of ours). The last
+    block of a text counts."""
     if message.tool_calls:
         return [(call.id, _called(call)) for call in message.tool_calls]
     blocks = BLOCK.findall(message.text)
@@ -187,10 +231,13 @@ def _called(call: ToolCall) -> str | None:
 
 
 def shown(result: Result, most: int) -> str:
-    """What the agent sees: both outputs, cut in the middle, and how the command ended where it did not end well."""
+    """What the agent sees: both outputs, cut in the middle, and how the command ended where it did
+    not end well."""
     text = (result.stdout + result.stderr).decode("utf-8", "replace")
     if len(text) > most:
-        text = f"{text[: most // 2]}\n[{len(text) - most} characters left out]\n{text[-(most // 2) :]}"
+        text = (
+            f"{text[: most // 2]}\n[{len(text) - most} characters left out]\n{text[-(most // 2) :]}"
+        )
     ended = result.reason.value if result.reason is not Reason.EXIT else f"exit code {result.exit}"
     return text if result.ok and text else f"{text.rstrip()}\n[{ended}]".lstrip()
 

@@ -27,7 +27,8 @@ class Arithmetic(OneRightAnswer, Procedural):
         return Problem(f"{x:0{digits}d}{sign}{y:0{digits}d}=", answer)
 
     def _reversed(self, value: int, sign: str) -> str:
-        """Least significant digit first, so that carries run in writing order; of fixed width, so that the end is known
-        from the start. A minus sign takes one place of the width and comes last."""
+        """Least significant digit first, so that carries run in writing order; of fixed width, so
+        that the end is known from the start. A minus sign takes one place of the width and comes
+        last."""
         width = 2 * self.config.digits if sign == "*" else self.config.digits + 1
         return f"{value:0{width}d}"[::-1]

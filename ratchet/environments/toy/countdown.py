@@ -1,7 +1,7 @@
 """Countdown: reach a target from given numbers with + - * /: "3 5 7:22=" -> "5*3+7".
 
-Any expression of the right value is right, so the answer that a task carries is one solution, for demonstrations; the
-reward judges by `meta`: numbers (ascending), target, use_all.
+Any expression of the right value is right, so the answer that a task carries is one solution, for
+demonstrations; the reward judges by `meta`: numbers (ascending), target, use_all.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ class Countdown(Procedural):
             return None  # a target among the numbers would be solved by naming it
         numbers.sort()  # a problem has one prompt, so that a reordered copy can't cross the split
         shown = " ".join(map(str, numbers))
-        prompt = self.config.template.replace("{numbers}", shown).replace("{target}", str(solution.value))
+        prompt = self.config.template.replace("{numbers}", shown).replace(
+            "{target}", str(solution.value)
+        )
         meta = {"numbers": numbers, "target": solution.value, "use_all": self.config.use_all}
         return Problem(prompt, solution.text, meta)
 
     def _combine(self, rng: random.Random, numbers: list[int]) -> Term | None:
-        """Joins random pairs until one term is left; None where a step leaves the positive whole numbers."""
+        """Joins random pairs until one term is left; None where a step leaves the positive whole
+        numbers."""
         terms = [Term(n, str(n)) for n in numbers]
         while len(terms) > 1:
             left, right = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
@@ -58,7 +61,11 @@ def _join(left: Term, sign: str, right: Term) -> Term | None:
     rank = PRECEDENCE[sign]
     first = left.text if left.precedence >= rank else f"({left.text})"
     # "-" and "/" bind to the left: a-(b-c) keeps its parentheses
-    second = right.text if right.precedence > rank or (right.precedence == rank and sign == "+") else f"({right.text})"
+    second = (
+        right.text
+        if right.precedence > rank or (right.precedence == rank and sign == "+")
+        else f"({right.text})"
+    )
     return Term(value, f"{first}{sign}{second}", rank)
 
 

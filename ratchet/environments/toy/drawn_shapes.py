@@ -1,5 +1,6 @@
-"""Questions about a drawn picture of shapes on a grid. What a task asks follows from a list of the things in the picture, so
-answers are exact; the picture is drawn when the task is made, and travels in its message."""
+"""Questions about a drawn picture of shapes on a grid. What a task asks follows from a list of the
+things in the picture, so answers are exact; the picture is drawn when the task is made, and travels
+in its message."""
 
 from __future__ import annotations
 
@@ -76,8 +77,15 @@ class Shapes(OneRightAnswer, Procedural):
         image = blank(size, size)
         half = int(cell * FILLED) // 2
         for thing in things:
-            x, y = int((thing.column + 0.5) * cell) + thing.right, int((thing.row + 0.5) * cell) + thing.down
-            draw(image, (thing.shape, COLOURS[thing.colour]), (x - half, y - half, x + half - 1, y + half - 1))
+            x, y = (
+                int((thing.column + 0.5) * cell) + thing.right,
+                int((thing.row + 0.5) * cell) + thing.down,
+            )
+            draw(
+                image,
+                (thing.shape, COLOURS[thing.colour]),
+                (x - half, y - half, x + half - 1, y + half - 1),
+            )
         return embed(image)
 
     def comparison(self, task: Task) -> Comparison:
@@ -91,28 +99,47 @@ class Shapes(OneRightAnswer, Procedural):
         cells = rng.sample(range(config.grid**2), rng.randint(*config.things))
         room = int(config.jitter * (1 - FILLED) / 2 * config.size / config.grid)
         return [
-            Thing(rng.choice(config.shapes), rng.choice(config.colours), *divmod(cell, config.grid), *_moved(rng, room))
+            Thing(
+                rng.choice(config.shapes),
+                rng.choice(config.colours),
+                *divmod(cell, config.grid),
+                *_moved(rng, room),
+            )
             for cell in cells
         ]
 
     # --- questions
 
     def _count(self, things: Sequence[Thing], rng: random.Random) -> Asked:
-        colour, shape = rng.choice((None, *self.config.colours)), rng.choice((None, *self.config.shapes))
-        number = sum(colour in (None, thing.colour) and shape in (None, thing.shape) for thing in things)
+        colour, shape = (
+            rng.choice((None, *self.config.colours)),
+            rng.choice((None, *self.config.shapes)),
+        )
+        number = sum(
+            colour in (None, thing.colour) and shape in (None, thing.shape) for thing in things
+        )
         what = f"{colour or ''} {f'{shape}s' if shape else 'things'}".strip()
-        return Asked(f"How many {what} are there?", str(number), [str(n) for n in range(self.config.things[1] + 1)])
+        return Asked(
+            f"How many {what} are there?",
+            str(number),
+            [str(n) for n in range(self.config.things[1] + 1)],
+        )
 
     def _colour(self, things: Sequence[Thing], rng: random.Random) -> Asked | None:
         thing = _only(things, "shape", rng)
-        return thing and Asked(f"What colour is the {thing.shape}?", thing.colour, self.config.colours)
+        return thing and Asked(
+            f"What colour is the {thing.shape}?", thing.colour, self.config.colours
+        )
 
     def _shape(self, things: Sequence[Thing], rng: random.Random) -> Asked | None:
         thing = _only(things, "colour", rng)
-        return thing and Asked(f"What shape is the {thing.colour} thing?", thing.shape, self.config.shapes)
+        return thing and Asked(
+            f"What shape is the {thing.colour} thing?", thing.shape, self.config.shapes
+        )
 
     def _position(self, things: Sequence[Thing], rng: random.Random) -> Asked | None:
-        """Which side of another thing one is on: of two that differ in name, in rows or in columns."""
+        """Which side of another thing one is on: of two that differ in name, in rows or in
+        columns."""
         names = Counter(thing.name for thing in things)
         named = [thing for thing in things if names[thing.name] == 1]
         if len(named) < 2:
@@ -120,11 +147,15 @@ class Shapes(OneRightAnswer, Procedural):
         one, other = rng.sample(named, 2)
         across = rng.random() < 0.5
         place, its, words = (
-            (one.column, other.column, ("left", "right")) if across else (one.row, other.row, ("above", "below"))
+            (one.column, other.column, ("left", "right"))
+            if across
+            else (one.row, other.row, ("above", "below"))
         )
         if place == its:
             return None
-        asked = f"Is the {one.name} {words[0]} or {words[1]}{' of' if across else ''} the {other.name}?"
+        asked = (
+            f"Is the {one.name} {words[0]} or {words[1]}{' of' if across else ''} the {other.name}?"
+        )
         return Asked(asked, words[place > its], words)
 
 

@@ -14,8 +14,8 @@ from ratchet.types import Task
 
 
 class Known(NamedTuple):
-    """The number is one of low .. high by what has been said. hint: "<" it is lower than the last guess, ">" higher, "=" it
-    was found, "" at the start."""
+    """The number is one of low .. high by what has been said. hint: "<" it is lower than the last
+    guess, ">" higher, "=" it was found, "" at the start."""
 
     low: int
     high: int
@@ -35,8 +35,12 @@ class NumberGuessing(Game[Known]):
 
     def sample(self, rng: random.Random) -> Problem:
         low = rng.randint(0, self.config.max_low)
-        known = Known(low, low + self.config.numbers - 1, rng.randrange(low, low + self.config.numbers))
-        return Problem(self.prompt(known), str(known.secret), {"low": known.low, "high": known.high})
+        known = Known(
+            low, low + self.config.numbers - 1, rng.randrange(low, low + self.config.numbers)
+        )
+        return Problem(
+            self.prompt(known), str(known.secret), {"low": known.low, "high": known.high}
+        )
 
     def start(self, task: Task) -> Known:
         return Known(task.meta["low"], task.meta["high"], int(task.answer))
@@ -73,6 +77,8 @@ class NumberGuessing(Game[Known]):
 
     def rules(self) -> str:
         return (
-            f"Guess my number, which lies within the range below, its ends included. After each of your "
-            f"{self.max_moves} guesses I say whether my number is higher or lower. End each message with your guess."
+            "Guess my number, which lies within the range below, its ends included. After each of "
+            "your "
+            f"{self.max_moves} guesses I say whether my number is higher or lower. End each "
+            "message with your guess."
         )

@@ -1,4 +1,5 @@
-"""Configuration of environments that are played in worker processes. Free of torch and of their code."""
+"""Configuration of environments that are played in worker processes. Free of torch and of their
+code."""
 
 from __future__ import annotations
 
@@ -13,13 +14,20 @@ from ratchet.environments.config import EnvironmentConfig
 
 
 class WorkersConfig(EnvironmentConfig):
-    """Another environment, its attempts played in processes of their own: for one that computes long, blocks or crashes."""
+    """Another environment, its attempts played in processes of their own: for one that computes
+    long, blocks or crashes."""
 
     builds: ClassVar[str] = "ratchet.environments.workers.environment:workers"
 
-    of: Annotated[SerializeAsAny[Section], Slot("played")] = Field(description="The environment whose attempts they play.")
-    processes: int = Field(2, ge=1, le=1024, description="Worker processes at most; each starts when it is needed.")
-    threads: int = Field(8, ge=1, le=1024, description="Threads of each: attempts beyond these wait for one another.")
+    of: Annotated[SerializeAsAny[Section], Slot("played")] = Field(
+        description="The environment whose attempts they play."
+    )
+    processes: int = Field(
+        2, ge=1, le=1024, description="Worker processes at most; each starts when it is needed."
+    )
+    threads: int = Field(
+        8, ge=1, le=1024, description="Threads of each: attempts beyond these wait for one another."
+    )
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]

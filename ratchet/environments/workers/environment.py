@@ -1,5 +1,6 @@
-"""An environment whose attempts are played in worker processes, several in each. What computes long, blocks or crashes there
-neither holds up the driver nor takes it along. Tasks, demonstrations and pairs come from an instance here.
+"""An environment whose attempts are played in worker processes, several in each. What computes
+long, blocks or crashes there neither holds up the driver nor takes it along. Tasks, demonstrations
+and pairs come from an instance here.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ def workers(config: WorkersConfig) -> Workers:
 
 
 class Workers:
-    """Copies share the processes. An instance has its place in one of them from its first attempt until it is closed."""
+    """Copies share the processes. An instance has its place in one of them from its first attempt
+    until it is closed."""
 
     def __init__(self, config: WorkersConfig, here: Any) -> None:
         self.config, self.here = config, here
         self.replayable, self.judges = here.replayable, getattr(here, "judges", True)
-        self._pool = Pool(config.of.model_dump(mode="json"), processes=config.processes, threads=config.threads)
+        self._pool = Pool(
+            config.of.model_dump(mode="json"), processes=config.processes, threads=config.threads
+        )
         self._join()
 
     def __copy__(self) -> Self:
@@ -50,7 +54,8 @@ class Workers:
         return self.here.demonstration(task)
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Raises Lost where the process died and Raised with the traceback of what the environment raised, as does `step`."""
+        """Raises Lost where the process died and Raised with the traceback of what the environment
+        raised, as does `step`."""
         self._task, self._said = None, await self._pool.reset(self._who, task)
         self._task = task
         return self._said["messages"]

@@ -1,7 +1,9 @@
-"""Worker processes that play attempts: who goes where, and what becomes of a process that hangs or dies.
+"""Worker processes that play attempts: who goes where, and what becomes of a process that hangs or
+dies.
 
-Everything happens in the event loop of one thread, so there is nothing to lock, and a driver may call from any loop, or from
-one after another. That thread also starts the processes: on Linux they end with the thread that started them.
+Everything happens in the event loop of one thread, so there is nothing to lock, and a driver may
+call from any loop, or from one after another. That thread also starts the processes: on Linux they
+end with the thread that started them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ MOST_REST_S = 30.0
 
 
 class Pool:
-    """Processes start with the first attempts, and end with this object or with the driver. `who` is an instance's number."""
+    """Processes start with the first attempts, and end with this object or with the driver. `who`
+    is an instance's number."""
 
     def __init__(self, section: Mapping[str, Any], *, processes: int, threads: int) -> None:
         self._players = itertools.count()
@@ -40,7 +43,8 @@ class Pool:
         return next(self._players)
 
     async def reset(self, who: int, task: Task) -> dict[str, Any]:
-        """What the worker's instance says ("messages"), and offers then ("tools", "stops"). Raises Lost, Raised, DataError."""
+        """What the worker's instance says ("messages"), and offers then ("tools", "stops"). Raises
+        Lost, Raised, DataError."""
         return await self._inner.run(self._inner.reset(who, task))
 
     async def step(self, who: int, message: Message) -> dict[str, Any]:
@@ -75,7 +79,9 @@ class _Pool:
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="environment-workers", daemon=True)
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._loop,), name="environment-workers", daemon=True
+                )
                 self._thread.start()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
@@ -126,8 +132,9 @@ class _Pool:
             self._tidy(seat.worker)
 
     async def _seated(self, who: int) -> Seat:
-        """Where the fewest play: a new process, if there may be one more and none is idle. An instance stays where it is, with
-        what it has built there, if it is as good a place as any."""
+        """Where the fewest play: a new process, if there may be one more and none is idle. An
+        instance stays where it is, with what it has built there, if it is as good a place as
+        any."""
         own = self._seats.get(who)
         if own is not None:
             own.playing = False
@@ -138,7 +145,9 @@ class _Pool:
             worker = self._emptiest(own)
             here = own if own is not None and own.worker is worker else None
             loads = [worker.load(thread) for thread in range(self.threads)]
-            thread = min(range(self.threads), key=lambda t: (loads[t], here is None or t != here.thread))
+            thread = min(
+                range(self.threads), key=lambda t: (loads[t], here is None or t != here.thread)
+            )
             stuck, _ = loads[thread]
             if not stuck:
                 break
@@ -154,7 +163,11 @@ class _Pool:
         return seat
 
     def _emptiest(self, own: Seat | None) -> Worker:
-        found = min(self._workers, key=lambda w: (w.playing, own is None or w is not own.worker), default=None)
+        found = min(
+            self._workers,
+            key=lambda w: (w.playing, own is None or w is not own.worker),
+            default=None,
+        )
         if found is None or (found.playing and len(self._workers) < self.processes):
             found = Worker(self.section, self._changed)
             self._workers.append(found)
@@ -197,7 +210,8 @@ class _Pool:
 
 
 def rest_s(deaths: int) -> float:
-    """Before another process is started after so many deaths in a row: each start takes the machine's time from what works."""
+    """Before another process is started after so many deaths in a row: each start takes the
+    machine's time from what works."""
     return 0.0 if deaths <= BORNE else min(0.1 * 2 ** (deaths - BORNE), MOST_REST_S)
 
 

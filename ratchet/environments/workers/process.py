@@ -24,11 +24,15 @@ from ratchet.utils import credentials
 log = logging.getLogger(__name__)
 
 START_S = 120.0  # for imports and data, on a machine that does much else
-MOST_LEFT = 256  # threads, or file descriptors, that attempts may leave open in a process before it is replaced
-GRACE_S = 1.0  # for a cancelled call to end; what awaits ends at once, what computes may do so before the next step
+# threads, or file descriptors, that attempts may leave open in a process before it is replaced
+MOST_LEFT = 256
+# for a cancelled call to end; what awaits ends at once, what computes may do so before the next
+# step
+GRACE_S = 1.0
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from ratchet.environments.workers.worker_main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from ratchet.environments.workers.worker_main import main; main(int(sys.argv[2]), "
+    "int(sys.argv[3]))"
 )
 
 
@@ -57,8 +61,8 @@ class _Call:
 
 
 class Worker:
-    """To be used in one event loop. changed: called when it was found to hang or to leak, when a cancelled call has ended after
-    all, and when the process has ended."""
+    """To be used in one event loop. changed: called when it was found to hang or to leak, when a
+    cancelled call has ended after all, and when the process has ended."""
 
     def __init__(self, section: Mapping[str, Any], changed: Callable[[Worker], None]) -> None:
         self.seats: set[Seat] = set()
@@ -73,7 +77,8 @@ class Worker:
         with theirs:
             self.process = _started(theirs)
         self.ready = asyncio.get_running_loop().create_future()
-        self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # whether or not anybody waits
+        # whether or not anybody waits
+        self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._writer: asyncio.StreamWriter | None = None
         self._serving = asyncio.create_task(self._serve(ours, section))
 
@@ -83,18 +88,23 @@ class Worker:
 
     def load(self, thread: int) -> tuple[int, int]:
         """(calls that were cancelled and still run there, attempts that are played there)"""
-        stuck = sum(call.seat.thread == thread for call in self._calls.values() if call.answer.cancelled())
+        stuck = sum(
+            call.seat.thread == thread for call in self._calls.values() if call.answer.cancelled()
+        )
         return stuck, sum(seat.playing for seat in self.seats if seat.thread == thread)
 
     async def call(self, seat: Seat, op: str, given: Any = None) -> Any:
-        """Raises Lost and Raised, and DataError for what can't be sent. A cancelled call is cancelled there too."""
+        """Raises Lost and Raised, and DataError for what can't be sent. A cancelled call is
+        cancelled there too."""
         given = packed(given)
         await asyncio.shield(self.ready)
         if self.ended or seat.thread in self.hung:
             raise self._lost(seat)
         number = next(self._numbers)
         answer = asyncio.get_running_loop().create_future()
-        self._send({"id": number, "op": op, "thread": seat.thread, "attempt": seat.number, "given": given})
+        self._send(
+            {"id": number, "op": op, "thread": seat.thread, "attempt": seat.number, "given": given}
+        )
         self._calls[number] = _Call(seat, answer)
         try:
             return await answer
@@ -111,13 +121,18 @@ class Worker:
         if not self.leaks and max(grown.values(), default=0) > MOST_LEFT:
             self.leaks = True
             more = ", ".join(f"{count} more {name}" for name, count in grown.items())
-            log.warning("worker process %d is replaced: since its first attempt it holds %s", self.process.pid, more)
+            log.warning(
+                "worker process %d is replaced: since its first attempt it holds %s",
+                self.process.pid,
+                more,
+            )
             self._changed(self)
 
     def kill(self) -> None:
         """With all that environments started there and left in its group."""
         if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of one that is dead already
+            # macOS: of one that is dead already
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def _lost(self, seat: Seat) -> Lost:
@@ -171,14 +186,19 @@ class Worker:
             self._changed(self)
         elif not call.answer.done():
             if "error" in said:
-                call.answer.set_exception(Raised(f"in worker process {self.process.pid}:\n{said['error']}"))
+                call.answer.set_exception(
+                    Raised(f"in worker process {self.process.pid}:\n{said['error']}")
+                )
             else:
                 call.answer.set_result(unpacked(said["value"]))
 
     async def _buried(self, how: str) -> None:
         while self.process.poll() is None:  # it was killed, or closed its end while it died
             await asyncio.sleep(0.002)
-        self.ended = how or f"worker process {self.process.pid} died ({ended_how(self.process.returncode)[0]})"
+        self.ended = (
+            how
+            or f"worker process {self.process.pid} died ({ended_how(self.process.returncode)[0]})"
+        )
         if not self.ready.done():
             self.ready.set_exception(Lost(self.ended))
         for call in self._calls.values():
@@ -188,10 +208,12 @@ class Worker:
 
 
 def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """Nothing is inherited but the environment variables, the standard error and one end of a socket."""
+    """Nothing is inherited but the environment variables, the standard error and one end of a
+    socket."""
     arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
     return subprocess.Popen(
-        # A worker is one of many: numerical libraries must not start a thread for each core in each of them.
+        # A worker is one of many: numerical libraries must not start a thread for each core in each
+        # of them.
         ["/usr/bin/env", "OMP_NUM_THREADS=1", sys.executable, "-c", BOOTSTRAP, *arguments],
         stdin=subprocess.DEVNULL,
         pass_fds=(theirs.fileno(),),
@@ -207,6 +229,9 @@ async def _received(reader: asyncio.StreamReader) -> dict[str, Any]:
 def _left_open(pid: int) -> dict[str, int]:
     """What a process holds; {} where the system doesn't say."""
     try:
-        return {"threads": len(os.listdir(f"/proc/{pid}/task")), "file descriptors": len(os.listdir(f"/proc/{pid}/fd"))}
+        return {
+            "threads": len(os.listdir(f"/proc/{pid}/task")),
+            "file descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        }
     except OSError:
         return {}

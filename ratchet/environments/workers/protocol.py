@@ -1,7 +1,9 @@
-"""How tasks, messages and steps travel between the driver and its workers: frames of JSON, each behind its length.
+"""How tasks, messages and steps travel between the driver and its workers: frames of JSON, each
+behind its length.
 
-JSON knows fewer types than Python: whatever is no plain list, string, number or object of named values is wrapped, so that it
-arrives as what it was. A value that can't is refused; nothing is changed on the way in silence.
+JSON knows fewer types than Python: whatever is no plain list, string, number or object of named
+values is wrapped, so that it arrives as what it was. A value that can't is refused; nothing is
+changed on the way in silence.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ def frame(values: Mapping[str, Any]) -> bytes:
     except (TypeError, ValueError) as error:
         raise DataError(f"{error}: it can't be sent to or from a worker process") from None
     if len(text) > MAX_BYTES:
-        raise DataError(f"{len(text) >> 20} MiB can't be sent to or from a worker process at once, at most {MAX_BYTES >> 20}")
+        raise DataError(
+            f"{len(text) >> 20} MiB can't be sent to or from a worker process at once, at most "
+            f"{MAX_BYTES >> 20}"
+        )
     return HEAD.pack(len(text)) + text
 
 
@@ -48,14 +53,21 @@ def packed(value: Any) -> Any:
     if isinstance(value, Mapping):
         if all(type(key) is str and key != WRAPPED for key in value):
             return {key: packed(item) for key, item in value.items()}
-        return {WRAPPED: "mapping", "of": [[packed(key), packed(item)] for key, item in value.items()]}
+        return {
+            WRAPPED: "mapping",
+            "of": [[packed(key), packed(item)] for key, item in value.items()],
+        }
     made = type(value).__name__
     if TYPES.get(made) is not type(value):
         raise DataError(
-            f"{value!r:.80} can't be sent to or from a worker process: of a task, a message and a step, only None, numbers, "
+            f"{value!r:.80} can't be sent to or from a worker process: of a task, a message and a "
+            "step, only None, numbers, "
             f"strings, and lists, tuples and dictionaries of these can travel, not {made}"
         )
-    return {WRAPPED: made, "of": {field.name: packed(getattr(value, field.name)) for field in fields(value)}}
+    return {
+        WRAPPED: made,
+        "of": {field.name: packed(getattr(value, field.name)) for field in fields(value)},
+    }
 
 
 def unpacked(value: Any) -> Any:

@@ -1,7 +1,9 @@
-"""What a process of `ratchet.environments.workers.pool` runs: attempts of one environment, each in one of several threads.
+"""What a process of `ratchet.environments.workers.pool` runs: attempts of one environment, each in
+one of several threads.
 
-A thread has an event loop of its own, so that what blocks one holds up only the attempts that it plays. The main thread
-reads what the driver sends. The process ends with the driver, however that ends.
+A thread has an event loop of its own, so that what blocks one holds up only the attempts that it
+plays. The main thread reads what the driver sends. The process ends with the driver, however that
+ends.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, driver: int) -> None:
-    """Never returns. The first frame holds the section ("of") and the credentials; the others are calls and cancellations."""
+    """Never returns. The first frame holds the section ("of") and the credentials; the others are
+    calls and cancellations."""
     _die_with(driver)
     os.dup2(2, 1)  # the driver's standard output is not for whatever an environment prints
     faulthandler.enable()
@@ -47,8 +50,8 @@ def main(descriptor: int, driver: int) -> None:
 
 
 def _die_with(driver: int) -> None:
-    """The kernel kills this process when the driver dies, even if an environment holds the interpreter's lock. Elsewhere than
-    on Linux the end of the connection has to do."""
+    """The kernel kills this process when the driver dies, even if an environment holds the
+    interpreter's lock. Elsewhere than on Linux the end of the connection has to do."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != driver:
@@ -104,7 +107,8 @@ class _Thread:
         threading.Thread(target=self._run, name="attempts", daemon=True).start()
 
     def _run(self) -> None:
-        """A task of an environment's own can end the loop, by sys.exit say: then nobody would answer here any more."""
+        """A task of an environment's own can end the loop, by sys.exit say: then nobody would
+        answer here any more."""
         try:
             self._loop.run_forever()
         finally:
@@ -112,7 +116,9 @@ class _Thread:
 
     def take(self, call: dict[str, Any]) -> None:
         """From any thread."""
-        self._loop.call_soon_threadsafe(self._cancel if call["op"] == "cancel" else self._begin, call)
+        self._loop.call_soon_threadsafe(
+            self._cancel if call["op"] == "cancel" else self._begin, call
+        )
 
     def _begin(self, call: dict[str, Any]) -> None:
         task = self._loop.create_task(self._answer(call))
@@ -131,7 +137,8 @@ class _Thread:
     async def _answer(self, call: dict[str, Any]) -> None:
         try:
             answer = frame({"id": call["id"], "value": packed(await self._do(call))})
-        except BaseException:  # the episode boundary, of a cancelled call too: the driver waits for an answer to each
+        # the episode boundary, of a cancelled call too: the driver waits for an answer to each
+        except BaseException:
             answer = frame({"id": call["id"], "error": traceback.format_exc()})
         self._server.send(answer)
 
@@ -151,4 +158,6 @@ class _Thread:
         else:
             environment = self._playing[attempt]
             value = {"step": await environment.step(given)}
-        return value | ({"stops": environment.stop_strings} if isinstance(environment, OffersStops) else {})
+        return value | (
+            {"stops": environment.stop_strings} if isinstance(environment, OffersStops) else {}
+        )

@@ -1,4 +1,5 @@
-"""How many groups may be under way: as many as keep the learner from waiting, as long as what that costs is within bounds."""
+"""How many groups may be under way: as many as keep the learner from waiting, as long as what that
+costs is within bounds."""
 
 from __future__ import annotations
 
@@ -8,18 +9,33 @@ RATE = 1 / 8  # of a step's groups, which the number changes by in a step at mos
 
 
 class Concurrency:
-    """per_step: groups of a step, the fewest that may be under way. most: what the bound on staleness leaves.
+    """per_step: groups of a step, the fewest that may be under way. most: what the bound on
+    staleness leaves.
 
-    staleness: versions by which the tokens of a step's new groups may be older in the mean than the weights that they train.
-    mismatch: the KL from sampler to learner in a step, nats a token. Either may be None, and is not looked at then.
+    staleness: versions by which the tokens of a step's new groups may be older in the mean than the
+    weights that they train. mismatch: the KL from sampler to learner in a step, nats a token.
+    Either may be None, and is not looked at then.
 
-    After each step the number goes up where the learner had to wait and both are below their targets, and down where one is
-    above. By how much is in proportion to how far the nearer target, or the one that is most exceeded, is away: what begins
-    now is trained on a few steps later, so a controller that took more of the difference at once would swing.
+    After each step the number goes up where the learner had to wait and both are below their
+    targets, and down where one is above. By how much is in proportion to how far the nearer target,
+    or the one that is most exceeded, is away: what begins now is trained on a few steps later, so a
+    controller that took more of the difference at once would swing.
     """
 
-    def __init__(self, *, per_step: int, most: int, staleness: float | None = None, mismatch: float | None = None) -> None:
-        self.per_step, self.most, self.staleness, self.mismatch = per_step, most, staleness, mismatch
+    def __init__(
+        self,
+        *,
+        per_step: int,
+        most: int,
+        staleness: float | None = None,
+        mismatch: float | None = None,
+    ) -> None:
+        self.per_step, self.most, self.staleness, self.mismatch = (
+            per_step,
+            most,
+            staleness,
+            mismatch,
+        )
         self.level = float(per_step)  # between per_step and most
 
     @property
@@ -28,8 +44,8 @@ class Concurrency:
         return round(self.level)
 
     def heed(self, *, waited: bool, staleness: float, mismatch: float | None = None) -> None:
-        """After a step. waited: whether the learner had to wait for its groups. A step in which something was not measured that
-        has a target changes nothing."""
+        """After a step. waited: whether the learner had to wait for its groups. A step in which
+        something was not measured that has a target changes nothing."""
         rooms = [_room(self.staleness, staleness), _room(self.mismatch, mismatch)]
         if any(room is not None and math.isnan(room) for room in rooms):
             return

@@ -1,8 +1,9 @@
-"""A source around a source: rollouts that begin before the step that trains on them, by a bounded number of versions of the
-weights, and others in place of groups that teach nothing.
+"""A source around a source: rollouts that begin before the step that trains on them, by a bounded
+number of versions of the weights, and others in place of groups that teach nothing.
 
-Attempts go on while the learner works, and across pushes: each token keeps the version of the weights that drew it. Where the
-generator reads the learner's own tensors, they rest from the moment a step has its groups until the weights are pushed.
+Attempts go on while the learner works, and across pushes: each token keeps the version of the
+weights that drew it. Where the generator reads the learner's own tensors, they rest from the moment
+a step has its groups until the weights are pushed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ log = logging.getLogger(__name__)
 def teaches(group: Group, *, by_parts: bool = False) -> bool:
     """True if the attempts of a group have rewards that differ: else none is better than another.
 
-    These are rewards as judged, before the algorithm's shaping: DAPO (arXiv:2503.14476) eq. 8 counts
-    right answers, whatever a penalty for length adds. by_parts: the named parts of a reward count
-    each by itself, for algorithms that read them.
+    These are rewards as judged, before the algorithm's shaping: DAPO (arXiv:2503.14476) eq. 8
+    counts right answers, whatever a penalty for length adds. by_parts: the named parts of a reward
+    count each by itself, for algorithms that read them.
     """
     rows = [row for row in group.trajectories if row.use == "train" and row.reward is not None]
     if by_parts:
@@ -38,12 +39,12 @@ def teaches(group: Group, *, by_parts: bool = False) -> bool:
 
 
 class Prefetch:
-    """source: what it draws from. generator: what the source's attempts ask. rests: whether it must not generate while the
-    learner works. replayable: whether what an attempt has done can be done again (`Environment.replayable`); else one that was
-    under way begins anew when the run resumes.
+    """source: what it draws from. generator: what the source's attempts ask. rests: whether it must
+    not generate while the learner works. replayable: whether what an attempt has done can be done
+    again (`Environment.replayable`); else one that was under way begins anew when the run resumes.
 
-    teaches: whether a group is worth a step's while; others are replaced, but for `tries` groups a place in a step, after which
-    what comes is taken as it is.
+    teaches: whether a group is worth a step's while; others are replaced, but for `tries` groups a
+    place in a step, after which what comes is taken as it is.
     """
 
     def __init__(
@@ -96,13 +97,19 @@ class Prefetch:
         numbers, concurrency = self.source.measure(groups), self.scheduler.concurrency
         if concurrency is None:
             return numbers
-        return {**numbers, "adaptive/groups": float(concurrency.groups), "adaptive/waited": float(self._waited)}
+        return {
+            **numbers,
+            "adaptive/groups": float(concurrency.groups),
+            "adaptive/waited": float(self._waited),
+        }
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
         """Makes more or fewer groups be under way from the next draw on."""
         if self.scheduler.concurrency is not None:
             staleness = measure_staleness(groups, step).get("staleness_mean", 0.0)
-            self.scheduler.concurrency.heed(waited=self._waited, staleness=staleness, mismatch=measured.get(MISMATCH))
+            self.scheduler.concurrency.heed(
+                waited=self._waited, staleness=staleness, mismatch=measured.get(MISMATCH)
+            )
 
     async def snapshot(self) -> Mapping[str, Any]:
         """Interrupts what is under way; the next draw lets it go on."""
@@ -112,17 +119,23 @@ class Prefetch:
             "source": await self.source.snapshot(),
             "issues": [self._stored(issue) for issue in self.scheduler.issues],
             "arrived": [issue.id for issue in self.scheduler.arrived],
-            "level": None if self.scheduler.concurrency is None else self.scheduler.concurrency.level,
+            "level": None
+            if self.scheduler.concurrency is None
+            else self.scheduler.concurrency.level,
         }
 
     def _stored(self, issue: Issue) -> dict[str, Any]:
         ready = None if issue.group is None else stored(issue.group.trajectories)
-        journal = {} if issue.group is not None else {str(seed): stored(drawn) for seed, drawn in issue.journal.items()}
+        journal = (
+            {}
+            if issue.group is not None
+            else {str(seed): stored(drawn) for seed, drawn in issue.journal.items()}
+        )
         return {"id": issue.id, "version": issue.version, "ready": ready, "journal": journal}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        """What was under way plays again what it had played, and waits there for the next draw; where that can't be, it begins
-        anew with that."""
+        """What was under way plays again what it had played, and waits there for the next draw;
+        where that can't be, it begins anew with that."""
         await self.source.restore(state["source"])
         await self.generator.close(lambda: 0)
         under_way = []
@@ -139,7 +152,10 @@ class Prefetch:
             self.scheduler.concurrency.level = state["level"]
         if not self.replayable:
             if under_way:
-                log.warning("%d groups begin anew: what their environment did can't be done again", len(under_way))
+                log.warning(
+                    "%d groups begin anew: what their environment did can't be done again",
+                    len(under_way),
+                )
             self._anew = under_way
             return
         for issue in under_way:
@@ -168,7 +184,11 @@ class Prefetch:
     async def _group(self, issue: Issue) -> None:
         CURRENT.set(issue if self.replayable else None)
         (group,) = await self.source.make([(issue.id, issue.task)], issue.version)
-        if self.teaches is not None and not self.teaches(group) and self._tried < self.tries * self.scheduler.per_step:
+        if (
+            self.teaches is not None
+            and not self.teaches(group)
+            and self._tried < self.tries * self.scheduler.per_step
+        ):
             self._tried += 1
             self.scheduler.drop(issue)
             self.source.discard([issue.id], "filtered", reason="it teaches nothing")

@@ -1,9 +1,10 @@
-"""Generating that can be interrupted at any token, and goes on where it was: after a save, in this process or in another one.
+"""Generating that can be interrupted at any token, and goes on where it was: after a save, in this
+process or in another one.
 
-What is drawn for a group goes into its journal, by the seed of the request, which names attempt and turn. An attempt that is
-played again from the start gets from it what it got before, turn after turn, as far as it had come, and then goes on. So a
-checkpoint needs no state of an environment that is `replayable`: the run that saves and the one that resumes pass through the
-same place.
+What is drawn for a group goes into its journal, by the seed of the request, which names attempt and
+turn. An attempt that is played again from the start gets from it what it got before, turn after
+turn, as far as it had come, and then goes on. So a checkpoint needs no state of an environment that
+is `replayable`: the run that saves and the one that resumes pass through the same place.
 """
 
 from __future__ import annotations
@@ -24,25 +25,31 @@ from ratchet.types import Completion, Placed, Sampling, StopReason
 
 log = logging.getLogger(__name__)
 
-CURRENT: ContextVar[Issue | None] = ContextVar("issue", default=None)  # whose attempts this task plays
+# whose attempts this task plays
+CURRENT: ContextVar[Issue | None] = ContextVar("issue", default=None)
 POLL_S = 0.001
 QUIET_S = 30.0
 HOPS = 32  # turns of the event loop: more than there are tasks that wait for one another
 
 
 class Interruptible:
-    """What attempts ask in place of their generator. Requests of no group (an evaluation's) pass through."""
+    """What attempts ask in place of their generator. Requests of no group (an evaluation's) pass
+    through."""
 
     def __init__(self, inner: Generator) -> None:
         self.inner = inner
         self._closed = False
-        self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}  # by (number of the issue, seed)
+        # by (number of the issue, seed)
+        self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     async def generate(
-        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        sampling: Sampling,
+        media: Sequence[Placed] = (),
     ) -> Completion:
         issue = CURRENT.get()
         if issue is None:
@@ -57,8 +64,9 @@ class Interruptible:
         return drawn
 
     async def close(self, playing: Callable[[], int]) -> None:
-        """Interrupts what is drawn, and waits until so many attempts wait here: then nothing moves. Those that an environment
-        or a reward holds up for long stay where they are: their turn is asked for once more, by who resumes."""
+        """Interrupts what is drawn, and waits until so many attempts wait here: then nothing moves.
+        Those that an environment or a reward holds up for long stay where they are: their turn is
+        asked for once more, by who resumes."""
         self._closed = True
         self.inner.abort()
         try:
@@ -68,7 +76,11 @@ class Interruptible:
                     await asyncio.sleep(POLL_S)
                     await _settled()
         except TimeoutError:
-            log.warning("%d attempts are still busy elsewhere after %g s", playing() - len(self._waiting), QUIET_S)
+            log.warning(
+                "%d attempts are still busy elsewhere after %g s",
+                playing() - len(self._waiting),
+                QUIET_S,
+            )
 
     def open(self) -> None:
         """Who waits goes on in a fixed order, whatever the order in which they came."""
@@ -89,7 +101,8 @@ class Interruptible:
 
 
 async def _settled() -> None:
-    """What has happened reaches all who wait for it: an attempt's end its group, and that whoever asked for it."""
+    """What has happened reaches all who wait for it: an attempt's end its group, and that whoever
+    asked for it."""
     for _ in range(HOPS):
         await asyncio.sleep(0)
 
@@ -100,12 +113,15 @@ def _rest(
     if drawn is None or not len(drawn.tokens):
         return tokens, sampling
     count = len(drawn.tokens)
-    left = replace(sampling, max_new_tokens=sampling.max_new_tokens - count, drawn=sampling.drawn + count)
+    left = replace(
+        sampling, max_new_tokens=sampling.max_new_tokens - count, drawn=sampling.drawn + count
+    )
     return np.concatenate([np.asarray(tokens, dtype=np.int64), drawn.tokens]), left
 
 
 def joined(drawn: Completion | None, more: Completion) -> Completion:
-    """A completion and what went on from it. The first to compute a token says which experts did."""
+    """A completion and what went on from it. The first to compute a token says which experts
+    did."""
     if drawn is None:
         return more
     routes = more.routes

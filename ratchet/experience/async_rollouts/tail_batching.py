@@ -1,9 +1,11 @@
-"""A source around a source: tail batching (RollPacker, arXiv:2509.21009). A step begins more groups than it takes, and trains
-on those that are ready first; the others are deferred, and come together in steps of their own, which play them to their end.
+"""A source around a source: tail batching (RollPacker, arXiv:2509.21009). A step begins more groups
+than it takes, and trains on those that are ready first; the others are deferred, and come together
+in steps of their own, which play them to their end.
 
-So few steps wait for the longest attempts, and yet each prompt is trained on once, with attempts of the newest weights. A group
-that comes again is drawn with the seeds that it had: with others, what was long by chance would have a second chance to be
-short, and training would see too little of what is long.
+So few steps wait for the longest attempts, and yet each prompt is trained on once, with attempts of
+the newest weights. A group that comes again is drawn with the seeds that it had: with others, what
+was long by chance would have a second chance to be short, and training would see too little of what
+is long.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ class Drawn:
     tokens: int = 0
 
 
-CURRENT: ContextVar[Drawn | None] = ContextVar("drawn", default=None)  # of the group whose attempts this task plays
+# of the group whose attempts this task plays
+CURRENT: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
 
 
 class Cuttable:
-    """What attempts ask in place of their generator: it counts what is drawn for a group, and can be cut off. Requests of no
-    group (an evaluation's) pass through."""
+    """What attempts ask in place of their generator: it counts what is drawn for a group, and can
+    be cut off. Requests of no group (an evaluation's) pass through."""
 
     def __init__(self, inner: Generator) -> None:
         self.inner = inner
@@ -53,7 +56,10 @@ class Cuttable:
         return getattr(self.inner, name)
 
     async def generate(
-        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        sampling: Sampling,
+        media: Sequence[Placed] = (),
     ) -> Completion:
         drawn = CURRENT.get()
         if drawn is None:
@@ -71,7 +77,8 @@ class Cuttable:
         return completion
 
     async def cut(self) -> None:
-        """Interrupts what is drawn, and waits until it is counted. Who asks from now on waits until it is cancelled."""
+        """Interrupts what is drawn, and waits until it is counted. Who asks from now on waits until
+        it is cancelled."""
         self._cut = True
         if not self._asked:
             return
@@ -81,7 +88,9 @@ class Cuttable:
             async with asyncio.timeout(QUIET_S):
                 await self._quiet.wait()
         except TimeoutError:
-            log.warning("%d requests that were aborted are not answered after %g s", self._asked, QUIET_S)
+            log.warning(
+                "%d requests that were aborted are not answered after %g s", self._asked, QUIET_S
+            )
 
     def open(self) -> None:
         self._cut = False
@@ -92,10 +101,11 @@ class Cuttable:
 
 
 class TailBatching:
-    """more: groups that a step begins beyond those it takes. last_step: the first step that is none.
+    """more: groups that a step begins beyond those it takes. last_step: the first step that is
+    none.
 
-    No more prompts are begun than the steps that are left can train on, so at the end of a stage none waits. The last step may
-    have deferred and new ones, and plays all of them to their end.
+    No more prompts are begun than the steps that are left can train on, so at the end of a stage
+    none waits. The last step may have deferred and new ones, and plays all of them to their end.
     """
 
     def __init__(self, source: Rollouts, generator: Cuttable, *, more: int, last_step: int) -> None:
@@ -109,7 +119,9 @@ class TailBatching:
         if len(self._deferred) >= n or to_begin < n:
             groups = await self._whole(n, version)
         else:
-            groups = await self._race(self.source.take(min(n + self.more, to_begin), version), n, version)
+            groups = await self._race(
+                self.source.take(min(n + self.more, to_begin), version), n, version
+            )
         return self.source.observed(groups)
 
     def ack(self, ids: Sequence[str], step: int) -> None:
@@ -120,10 +132,16 @@ class TailBatching:
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         own = {**self._numbers, "waiting": float(len(self._deferred))}
-        return {**self.source.measure(groups), **{f"tails/{name}": value for name, value in own.items()}}
+        return {
+            **self.source.measure(groups),
+            **{f"tails/{name}": value for name, value in own.items()},
+        }
 
     async def snapshot(self) -> Mapping[str, Any]:
-        return {"source": await self.source.snapshot(), "deferred": [name for name, _ in self._deferred]}
+        return {
+            "source": await self.source.snapshot(),
+            "deferred": [name for name, _ in self._deferred],
+        }
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         await self.source.restore(state["source"])
@@ -139,13 +157,18 @@ class TailBatching:
     async def _race(self, jobs: Sequence[Job], n: int, version: int) -> list[Group]:
         """The first n that are ready."""
         drawn = {name: Drawn() for name, _ in jobs}
-        groups = await first([self._play(job, drawn[job[0]]) for job in jobs], n, parting=self.generator.cut)
+        groups = await first(
+            [self._play(job, drawn[job[0]]) for job in jobs], n, parting=self.generator.cut
+        )
         self.generator.open()
         ready = {group.id for group in groups}
         late = [job for job in jobs if job[0] not in ready]
         self._deferred += late
         names = [name for name, _ in late]
-        self._numbers = {"deferred": float(len(late)), "wasted_tokens": float(sum(drawn[name].tokens for name in names))}
+        self._numbers = {
+            "deferred": float(len(late)),
+            "wasted_tokens": float(sum(drawn[name].tokens for name in names)),
+        }
         self.source.ledger.note("deferred", names, step=version)
         return groups
 

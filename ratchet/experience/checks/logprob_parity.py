@@ -1,9 +1,10 @@
 """The parity gate: does the sampler give what it samples the probability that the learner gives it?
 
-The two compute the same policy by other code, often in other precision, from weights that were moved. Where they disagree, the
-run optimizes something else than it samples, and mostly looks healthy. So the learner scores some of the tokens that were just
-sampled, before an update, while both still have the weights that they were drawn with; and if the difference is too large, the
-ends are compared part by part to say why.
+The two compute the same policy by other code, often in other precision, from weights that were
+moved. Where they disagree, the run optimizes something else than it samples, and mostly looks
+healthy. So the learner scores some of the tokens that were just sampled, before an update, while
+both still have the weights that they were drawn with; and if the difference is too large, the ends
+are compared part by part to say why.
 
 T = tokens of the rows that are compared.
 """
@@ -27,7 +28,8 @@ from ratchet.types import Sampling
 
 log = logging.getLogger(__name__)
 
-POSITIONS = (0, 1, 4, 16, 64, 256, 1024)  # first tokens of the ranges in which the difference is reported
+# first tokens of the ranges in which the difference is reported
+POSITIONS = (0, 1, 4, 16, 64, 256, 1024)
 QUANTISED = ("float8", "nf4")  # with scales of their own: no tensor that is sent is a tensor there
 ASKED = 4  # rows, and tokens of each, that the sampler is asked for again
 
@@ -59,7 +61,8 @@ class Finding:
 
 
 class ParityGate:
-    """See `ParityConfig`. Steps are those of a run, which counts from 0 when it is resumed: its pushes are new ones."""
+    """See `ParityConfig`. Steps are those of a run, which counts from 0 when it is resumed: its
+    pushes are new ones."""
 
     def __init__(self, ends: Ends, config: ParityConfig) -> None:
         self.ends, self.threshold, self.action = ends, config.threshold, config.action
@@ -69,8 +72,8 @@ class ParityGate:
         return step < self.first_steps or (self.every > 0 and step % self.every == 0)
 
     async def check(self, batch: Batch, version: int) -> dict[str, float]:
-        """version: of the weights that the learner has. Rows with tokens of other versions are left out; {} for none that is
-        left. Raises ParityError with the report, or logs it."""
+        """version: of the weights that the learner has. Rows with tokens of other versions are left
+        out; {} for none that is left. Raises ParityError with the report, or logs it."""
         rows = comparable(batch, version)
         if not rows:
             return {}
@@ -99,12 +102,18 @@ class ParityGate:
             *await self._kernel(part, difference_T),
         ]
         guilty = next((finding for finding in findings if finding.guilty), None)
-        verdict = f"the cause is: {guilty.cause} ({guilty.text})" if guilty else "weights and inputs agree: a kernel differs"
+        verdict = (
+            f"the cause is: {guilty.cause} ({guilty.text})"
+            if guilty
+            else "weights and inputs agree: a kernel differs"
+        )
         lines = [f"  {finding.cause:<12} {finding.text}" for finding in findings]
         return "\n".join(
             (
-                f"sampler and learner differ by {float(difference_T.mean()):.3g} nats a token in the mean, at most "
-                f"{float(difference_T.max()):.3g} (parity.threshold={self.threshold:g}, {len(difference_T)} tokens): {verdict}",
+                f"sampler and learner differ by {float(difference_T.mean()):.3g} nats a token in "
+                "the mean, at most "
+                f"{float(difference_T.max()):.3g} (parity.threshold={self.threshold:g}, "
+                f"{len(difference_T)} tokens): {verdict}",
                 *lines,
                 "Where that is expected, raise parity.threshold or set parity.action=warn.",
             )
@@ -119,40 +128,66 @@ class ParityGate:
 
     async def _weights(self) -> Finding:
         if self._rounded_to in QUANTISED:
-            return Finding("weights", f"not compared: the generator rounds those that come to {self._rounded_to}")
+            return Finding(
+                "weights",
+                f"not compared: the generator rounds those that come to {self._rounded_to}",
+            )
         differing = await self.ends.link.audit() if isinstance(self.ends.link, Audits) else None
         if differing is None:
             return Finding("weights", "not compared: the generator doesn't show them")
         if not differing:
             return Finding("weights", "equal, by the checksum of every tensor")
-        return Finding("weights", f"{len(differing)} tensors differ, the first is {differing[0]}", guilty=True)
+        return Finding(
+            "weights", f"{len(differing)} tensors differ, the first is {differing[0]}", guilty=True
+        )
 
     def _tokenizer(self) -> Finding:
         prints = self.ends.fingerprints
         if len(set(prints.values())) > 1:
-            return Finding("tokenizer", "different: " + ", ".join(f"{who} {own}" for who, own in prints.items()), guilty=True)
-        return Finding("tokenizer", "the same" if len(prints) > 1 else "not compared: only one is known")
+            return Finding(
+                "tokenizer",
+                "different: " + ", ".join(f"{who} {own}" for who, own in prints.items()),
+                guilty=True,
+            )
+        return Finding(
+            "tokenizer", "the same" if len(prints) > 1 else "not compared: only one is known"
+        )
 
     async def _temperature(self, part: Batch) -> Finding:
         """As if the sampler had left it out, or applied it twice."""
         own_S = part.temperature_S
         if bool((own_S == 1).all()):
             return Finding("temperature", "1: nothing to get wrong")
-        for what, other_S in (("ignores", torch.ones_like(own_S)), ("applies twice", own_S.square())):
+        for what, other_S in (
+            ("ignores", torch.ones_like(own_S)),
+            ("applies twice", own_S.square()),
+        ):
             mean = float((await self._difference(replace(part, temperature_S=other_S))).mean())
             if mean <= self.threshold:
-                return Finding("temperature", f"the sampler {what} it: {mean:.3g} nats differ then", guilty=True)
+                return Finding(
+                    "temperature",
+                    f"the sampler {what} it: {mean:.3g} nats differ then",
+                    guilty=True,
+                )
         return Finding("temperature", "explains nothing")
 
     def _dtype(self) -> Finding:
-        learner = {shard.tensor.dtype for shard in self.ends.learner.weights() if shard.tensor.is_floating_point()}
+        learner = {
+            shard.tensor.dtype
+            for shard in self.ends.learner.weights()
+            if shard.tensor.is_floating_point()
+        }
         generator = (
-            {s.tensor.dtype for s in self.ends.generator.weights()} if isinstance(self.ends.generator, ShowsWeights) else set()
+            {s.tensor.dtype for s in self.ends.generator.weights()}
+            if isinstance(self.ends.generator, ShowsWeights)
+            else set()
         )
         held = self._rounded_to or _names(generator)
         if not learner or not held:
             return Finding("dtype", "not compared: one of both doesn't show its weights")
-        return Finding("dtype", f"learner {_names(learner)}, generator {held}", guilty=_names(learner) != held)
+        return Finding(
+            "dtype", f"learner {_names(learner)}, generator {held}", guilty=_names(learner) != held
+        )
 
     async def _kernel(self, part: Batch, difference_T: Tensor) -> list[Finding]:
         """Where the difference lies, and whether either end depends on who else is in a batch."""
@@ -161,25 +196,36 @@ class ParityGate:
         return [
             Finding("positions", _by_position(part, difference_T)),
             Finding(
-                "batches", f"alone or together: learner {learner:.3g}, sampler {await self._asked_again(part):.3g} at most"
+                "batches",
+                f"alone or together: learner {learner:.3g}, sampler "
+                f"{await self._asked_again(part):.3g} at most",
             ),
         ]
 
     async def _asked_again(self, part: Batch) -> float:
-        """How much the sampler's logprobs of equal tokens differ between requests that run alone and together."""
+        """How much the sampler's logprobs of equal tokens differ between requests that run alone
+        and together."""
         generator, starts = self.ends.generator, part.starts_S.tolist()
         requests = []
         for row in range(min(ASKED, part.n_sequences)):
             own = slice(starts[row], starts[row] + int(part.lengths_S[row]))
             first = int(part.predicted_T[own].nonzero()[0])
-            sampling = Sampling(temperature=float(part.temperature_S[row]), max_new_tokens=ASKED, seed=row)
-            media = [placed for placed in part.media_S[row] if placed.start < first] if part.media_S else []
+            sampling = Sampling(
+                temperature=float(part.temperature_S[row]), max_new_tokens=ASKED, seed=row
+            )
+            media = (
+                [placed for placed in part.media_S[row] if placed.start < first]
+                if part.media_S
+                else []
+            )
             requests.append((part.tokens_T[own][:first].tolist(), sampling, media))
         together = await asyncio.gather(*(generator.generate(*request) for request in requests))
         most = 0.0
         for request, with_others in zip(requests, together, strict=True):
             alone = await generator.generate(*request)
-            for a, b, x, y in zip(alone.tokens, with_others.tokens, alone.logprobs, with_others.logprobs, strict=False):
+            for a, b, x, y in zip(
+                alone.tokens, with_others.tokens, alone.logprobs, with_others.logprobs, strict=False
+            ):
                 if a != b:
                     break
                 most = max(most, abs(float(x) - float(y)))

@@ -1,4 +1,5 @@
-"""What shows that a reward is being fooled: another judge's opinion of the attempts, and tasks that nobody can solve."""
+"""What shows that a reward is being fooled: another judge's opinion of the attempts, and tasks that
+nobody can solve."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ class Findings:
 
 @dataclass
 class Probes:
-    """second: judges a few attempts of a step once more; nothing trains on it. manager: plays the canaries, and judges them by
-    the reward that trains. every: steps between two looks. sample: attempts that are judged again."""
+    """second: judges a few attempts of a step once more; nothing trains on it. manager: plays the
+    canaries, and judges them by the reward that trains. every: steps between two looks. sample:
+    attempts that are judged again."""
 
     every: int
     sample: int
@@ -52,12 +54,17 @@ class Probes:
         return findings
 
     async def _ask(self, second: Reward, groups: Sequence[Group], findings: Findings) -> None:
-        """Whole groups, as some rewards compare their attempts, until enough attempts are judged."""
+        """Whole groups, as some rewards compare their attempts, until enough attempts are
+        judged."""
         compared: list[tuple[float, float]] = []
         for group in groups:
             if len(compared) >= self.sample:
                 break
-            rows = [attempt[-1] for attempt in group.attempts if attempt[-1].use == "train" and attempt[-1].reward is not None]
+            rows = [
+                attempt[-1]
+                for attempt in group.attempts
+                if attempt[-1].use == "train" and attempt[-1].reward is not None
+            ]
             for row, reward in zip(rows, await _judged(second, rows, group.task), strict=True):
                 if reward is not None and row.reward is not None:
                     compared.append((row.reward, reward))
@@ -76,16 +83,24 @@ class Probes:
         rewards = [reward for _, _, reward in judged if reward is not None]
         if rewards:
             findings.metrics["canary"] = {"reward": fmean(rewards)}
-            findings.shown[CANARY] = [Exhibit(reward, group, row) for group, row, reward in judged if reward is not None]
+            findings.shown[CANARY] = [
+                Exhibit(reward, group, row) for group, row, reward in judged if reward is not None
+            ]
 
 
 async def _judged(second: Reward, rows: Sequence[Trajectory], task: Task) -> list[float | None]:
-    """What it gives each attempt; None for those that it fails to judge, which costs the run nothing."""
+    """What it gives each attempt; None for those that it fails to judge, which costs the run
+    nothing."""
     unjudged = [replace(row, outcome=Truncated() if row.truncated else None) for row in rows]
     try:
         outcomes = list(await guarded(lambda: second.score(unjudged, task))) if rows else []
     except UserCodeFailed:
         return [None] * len(rows)
-    given = [outcome.reward if isinstance(outcome, Scored | Truncated) else None for outcome in outcomes]
+    given = [
+        outcome.reward if isinstance(outcome, Scored | Truncated) else None for outcome in outcomes
+    ]
     given += [None] * (len(rows) - len(given))
-    return [float(reward) if reward is not None and finite(reward) else None for reward in given[: len(rows)]]
+    return [
+        float(reward) if reward is not None and finite(reward) else None
+        for reward in given[: len(rows)]
+    ]

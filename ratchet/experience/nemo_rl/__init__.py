@@ -1,7 +1,9 @@
-"""Batches as dictionaries of columns, message logs that hold their tokens, and environments that step many conversations at
-once: what those bring along who come from NeMo RL (nemo_rl/environments/interfaces.py states the protocol).
+"""Batches as dictionaries of columns, message logs that hold their tokens, and environments that
+step many conversations at once: what those bring along who come from NeMo RL
+(nemo_rl/environments/interfaces.py states the protocol).
 
-`ratchet.experience.nemo_rl.rollouts` plays over it; `environment: {kind: message_log}` trains with it.
+`ratchet.experience.nemo_rl.rollouts` plays over it; `environment: {kind: message_log}` trains with
+it.
 """
 
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict

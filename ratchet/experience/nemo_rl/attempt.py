@@ -1,5 +1,5 @@
-"""One conversation with a batched environment, as the environment of one attempt; and ways to ask: each row for itself, or all
-rows that wait, in one call.
+"""One conversation with a batched environment, as the environment of one attempt; and ways to ask:
+each row for itself, or all rows that wait, in one call.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ T = TypeVar("T")
 
 
 class Dialogue:
-    """The environment of one attempt over `ask`. `log`: what was said, in the roles that the environment uses; `metadata`,
-    `stop_strings`, `parts` (sums of the reward's named parts) are as the last answer left them."""
+    """The environment of one attempt over `ask`. `log`: what was said, in the roles that the
+    environment uses; `metadata`, `stop_strings`, `parts` (sums of the reward's named parts) are as
+    the last answer left them."""
 
     replayable = True
 
@@ -33,8 +34,12 @@ class Dialogue:
         self.ask = ask
         self.begin([], None, None)
 
-    def begin(self, log: Sequence[Mapping[str, Any]], metadata: Any, stop_strings: Sequence[str] | None) -> None:
-        self.log: MessageLog = [{"role": entry["role"], "content": entry["content"]} for entry in log]
+    def begin(
+        self, log: Sequence[Mapping[str, Any]], metadata: Any, stop_strings: Sequence[str] | None
+    ) -> None:
+        self.log: MessageLog = [
+            {"role": entry["role"], "content": entry["content"]} for entry in log
+        ]
         self.metadata = copy.deepcopy(metadata)
         self.stop_strings = tuple(stop_strings or ())
         self.parts: Counter[str] = Counter()
@@ -74,8 +79,11 @@ def _metric(part: str) -> str:
     return part if part.startswith(f"{SCALAR}/") else f"{SCALAR}/{part}"
 
 
-async def ask_alone(environment: EnvironmentInterface[Any], log: MessageLog, metadata: Any) -> Reply:
-    """In a thread of its own, so that one that hangs holds up nobody, not even the end of the program."""
+async def ask_alone(
+    environment: EnvironmentInterface[Any], log: MessageLog, metadata: Any
+) -> Reply:
+    """In a thread of its own, so that one that hangs holds up nobody, not even the end of the
+    program."""
     (reply,) = await in_thread(partial(step_rows, environment, [log], [metadata]))
     return reply
 
@@ -100,10 +108,17 @@ async def in_thread(call: Callable[[], T]) -> T:
     return await done
 
 
-def step_each(environment: EnvironmentInterface[Any], questions: Sequence[Question]) -> list[Reply | BaseException]:
-    """One call for all. Where it raises, each row is asked alone, so that only those fail that would have failed alone."""
+def step_each(
+    environment: EnvironmentInterface[Any], questions: Sequence[Question]
+) -> list[Reply | BaseException]:
+    """One call for all. Where it raises, each row is asked alone, so that only those fail that
+    would have failed alone."""
     try:
-        return list(step_rows(environment, [log for log, _ in questions], [metadata for _, metadata in questions]))
+        return list(
+            step_rows(
+                environment, [log for log, _ in questions], [metadata for _, metadata in questions]
+            )
+        )
     except (Exception, SystemExit) as error:  # the episode boundary: it may be anybody's code
         if len(questions) == 1:
             return [error]
@@ -111,8 +126,8 @@ def step_each(environment: EnvironmentInterface[Any], questions: Sequence[Questi
 
 
 class Meeting(Generic[T]):
-    """Rows that go in step: a question waits until every row that is still there waits too; then each `handle` gets all
-    questions that were put to it, in one call, in the order of the rows.
+    """Rows that go in step: a question waits until every row that is still there waits too; then
+    each `handle` gets all questions that were put to it, in one call, in the order of the rows.
 
     A handle returns an answer, or an exception to raise, for each question.
     """
@@ -121,7 +136,9 @@ class Meeting(Generic[T]):
         self.present = rows
         self._waiting: list[tuple[int, Hashable, Any, asyncio.Future[Any]]] = []
 
-    async def ask(self, row: int, handle: Callable[[Sequence[Any]], Sequence[Any]], question: Any) -> Any:
+    async def ask(
+        self, row: int, handle: Callable[[Sequence[Any]], Sequence[Any]], question: Any
+    ) -> Any:
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append((row, handle, question, answer))
         self._when_all_wait()
@@ -133,7 +150,8 @@ class Meeting(Generic[T]):
         self._when_all_wait()
 
     def _when_all_wait(self) -> None:
-        self._waiting = [entry for entry in self._waiting if not entry[3].done()]  # a row may have been cancelled
+        # a row may have been cancelled
+        self._waiting = [entry for entry in self._waiting if not entry[3].done()]
         if not self._waiting or len(self._waiting) < self.present:
             return
         waiting, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []

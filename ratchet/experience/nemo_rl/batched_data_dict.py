@@ -21,15 +21,20 @@ Rows = Sequence[int] | Tensor
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[Row]):
-    """`BatchedDataDict[DatumSpec]({"idx": [0, 1], "length": torch.tensor([3, 5])})`: the parameter names the fields of a row.
+    """`BatchedDataDict[DatumSpec]({"idx": [0, 1], "length": torch.tensor([3, 5])})`: the parameter
+    names the fields of a row.
 
-    Raises DataError where columns differ in length, or where what is asked for can't be had of them.
+    Raises DataError where columns differ in length, or where what is asked for can't be had of
+    them.
     """
 
     @classmethod
-    def from_batches(cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None) -> Self:
-        """One after the other. Tensors of two or more dimensions get the widest one's second dimension, filled up on the right
-        with `pad_value_dict`'s value for the column, or 0. Batches without rows may lack columns; others must have the same."""
+    def from_batches(
+        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
+    ) -> Self:
+        """One after the other. Tensors of two or more dimensions get the widest one's second
+        dimension, filled up on the right with `pad_value_dict`'s value for the column, or 0.
+        Batches without rows may lack columns; others must have the same."""
         full = [batch for batch in batches if _row_count(batch)]
         if not full:
             return cls(batches[0]) if batches else cls()
@@ -38,8 +43,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         for name in names:
             without = [i for i, batch in enumerate(full) if name not in batch]
             if without:
-                raise DataError(f"column '{name}' is missing from batch {without[0]}: give it to every batch, or to none")
-        return cls({name: _joined(name, [batch[name] for batch in full], fill.get(name, 0)) for name in names})
+                raise DataError(
+                    f"column '{name}' is missing from batch {without[0]}: give it to every batch, "
+                    "or to none"
+                )
+        return cls(
+            {
+                name: _joined(name, [batch[name] for batch in full], fill.get(name, 0))
+                for name in names
+            }
+        )
 
     @property
     def size(self) -> int:
@@ -53,16 +66,21 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         return type(self)({name: column[start:end] for name, column in self.data.items()})
 
     def select(self, indices: Rows) -> Self:
-        """Row i of the result is row indices[i]; a row may come several times, and its list items are then the same objects."""
+        """Row i of the result is row indices[i]; a row may come several times, and its list items
+        are then the same objects."""
         wanted = _checked(indices, self.size)
         return type(self)({name: _picked(column, wanted) for name, column in self.data.items()})
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each row `num_repeats` times in a row; items of lists are deep copies, so that each repetition grows its own log."""
-        return type(self)({name: _repeated(column, num_repeats) for name, column in self.data.items()})
+        """Each row `num_repeats` times in a row; items of lists are deep copies, so that each
+        repetition grows its own log."""
+        return type(self)(
+            {name: _repeated(column, num_repeats) for name, column in self.data.items()}
+        )
 
     def reorder(self, places: Rows) -> Self:
-        """Row i goes to place places[i], in this batch itself: what undoes `select(places)`. Returns the batch."""
+        """Row i goes to place places[i], in this batch itself: what undoes `select(places)`.
+        Returns the batch."""
         targets = _checked(places, self.size)
         if sorted(targets) != list(range(self.size)):
             raise DataError(f"places {targets} must name each of the {self.size} rows once")
@@ -70,29 +88,45 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         self.data = {name: _picked(column, back) for name, column in self.data.items()}
         return self
 
-    def shard_by_batch_size(self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False) -> list[Self]:
-        """Cuts the batch into chunks of `batch_size` rows (None: one chunk), each chunk into `shards` stretches, and puts the
-        stretches of the same number together: [A A B B C C D D] with shards=2, batch_size=4 gives [A A C C] and [B B D D].
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+    ) -> list[Self]:
+        """Cuts the batch into chunks of `batch_size` rows (None: one chunk), each chunk into
+        `shards` stretches, and puts the stretches of the same number together: [A A B B C C D D]
+        with shards=2, batch_size=4 gives [A A C C] and [B B D D].
 
         allow_uneven_shards: of a single chunk; the last shards may be smaller, or empty.
         """
         chunk = self.size if batch_size is None else batch_size
         if allow_uneven_shards and batch_size is not None:
             raise DataError("allow_uneven_shards goes with no batch_size: remove one")
-        if shards < 1 or (chunk and self.size % chunk) or (chunk % shards and not allow_uneven_shards):
-            raise DataError(f"{self.size} rows can't be cut into chunks of {chunk} and these into {shards} equal shards")
+        if (
+            shards < 1
+            or (chunk and self.size % chunk)
+            or (chunk % shards and not allow_uneven_shards)
+        ):
+            raise DataError(
+                f"{self.size} rows can't be cut into chunks of {chunk} and these into {shards} "
+                "equal shards"
+            )
         width = -(-chunk // shards)
         starts = range(0, self.size, chunk) if chunk else range(0)
         return [
             self.select(
-                [row for start in starts for row in range(start + s * width, min(start + (s + 1) * width, start + chunk))]
+                [
+                    row
+                    for start in starts
+                    for row in range(start + s * width, min(start + (s + 1) * width, start + chunk))
+                ]
             )
             for s in range(shards)
         ]
 
     def to(self, device: str | torch.device) -> Self:
         """Moves the tensor columns of this batch itself. Returns the batch."""
-        self.data = {name: c.to(device) if isinstance(c, Tensor) else c for name, c in self.data.items()}
+        self.data = {
+            name: c.to(device) if isinstance(c, Tensor) else c for name, c in self.data.items()
+        }
         return self
 
 
@@ -126,9 +160,13 @@ def _repeated(column: Any, times: int) -> Any:
 def _joined(name: str, columns: Sequence[Any], fill: float) -> Any:
     if not all(isinstance(column, Tensor) for column in columns):
         if any(isinstance(column, Tensor) for column in columns):
-            raise DataError(f"column '{name}' is a tensor in one batch and a list in another: make them alike")
+            raise DataError(
+                f"column '{name}' is a tensor in one batch and a list in another: make them alike"
+            )
         return [item for column in columns for item in column]
     if columns[0].ndim < 2:
         return torch.cat(list(columns))
     width = max(column.shape[1] for column in columns)
-    return torch.cat([pad(c, (0, 0) * (c.ndim - 2) + (0, width - c.shape[1]), value=fill) for c in columns])
+    return torch.cat(
+        [pad(c, (0, 0) * (c.ndim - 2) + (0, width - c.shape[1]), value=fill) for c in columns]
+    )

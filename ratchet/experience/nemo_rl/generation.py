@@ -1,5 +1,5 @@
-"""Generators of both shapes behind one call: one that takes tokens and a `Sampling` (`ratchet.protocols.Generator`), and one
-that takes a batch (`GenerationInterface`).
+"""Generators of both shapes behind one call: one that takes tokens and a `Sampling`
+(`ratchet.protocols.Generator`), and one that takes a batch (`GenerationInterface`).
 
 B = rows of a batch, S = tokens of its longest row.
 """
@@ -28,8 +28,9 @@ Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
 
 @dataclass(frozen=True)
 class WithSampling:
-    """A generator and how it is to draw, for the functions that take no sampling: temperature, filters, `max_new_tokens` of
-    a turn, stop strings, and the seed. `generator` is any with the `generate` of `ratchet.protocols.Generator`."""
+    """A generator and how it is to draw, for the functions that take no sampling: temperature,
+    filters, `max_new_tokens` of a turn, stop strings, and the seed. `generator` is any with the
+    `generate` of `ratchet.protocols.Generator`."""
 
     generator: Any
     sampling: Sampling
@@ -39,7 +40,10 @@ class WithSampling:
         return version_of(self.generator)
 
     async def generate(
-        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        sampling: Sampling,
+        media: Sequence[Placed] = (),
     ) -> Completion:
         return await self.generator.generate(tokens, sampling, media)
 
@@ -48,7 +52,8 @@ def refuse_media(media: Sequence[Placed]) -> None:
     """For generators of batches, whose rows are tokens alone. Raises ConfigError."""
     if media:
         raise ConfigError(
-            f"the prompt has {len(media)} media, and a generator of batches (GenerationInterface) is given tokens alone: use "
+            f"the prompt has {len(media)} media, and a generator of batches (GenerationInterface) "
+            "is given tokens alone: use "
             "one with the `generate` of ratchet.protocols.Generator"
         )
 
@@ -57,22 +62,29 @@ def version_of(policy_generation: Any) -> int:
     return int(getattr(policy_generation, "version", 0))
 
 
-def sampling_of(policy_generation: Any, stop_ids: Sequence[int], *, max_new_tokens: int, greedy: bool) -> Sampling:
-    """Its own (`WithSampling`), or one at temperature 1 of at most `max_new_tokens`; `stop_ids` end a turn too."""
+def sampling_of(
+    policy_generation: Any, stop_ids: Sequence[int], *, max_new_tokens: int, greedy: bool
+) -> Sampling:
+    """Its own (`WithSampling`), or one at temperature 1 of at most `max_new_tokens`; `stop_ids` end
+    a turn too."""
     own = getattr(policy_generation, "sampling", None) or Sampling(max_new_tokens=max_new_tokens)
     temperature = 0.0 if greedy else own.temperature
-    return replace(own, temperature=temperature, stop_ids=tuple(dict.fromkeys((*own.stop_ids, *stop_ids))))
+    return replace(
+        own, temperature=temperature, stop_ids=tuple(dict.fromkeys((*own.stop_ids, *stop_ids)))
+    )
 
 
 def takes_batches(policy_generation: Any) -> bool:
-    """True if the generator takes batches (`GenerationInterface`, or its `generate_async` alone), not tokens.
+    """True if the generator takes batches (`GenerationInterface`, or its `generate_async` alone),
+    not tokens.
 
     Raises ConfigError for an object that has neither `generate` nor `generate_async`.
     """
     generate = getattr(policy_generation, "generate", None)
     if generate is None and not hasattr(policy_generation, "generate_async"):
         raise ConfigError(
-            f"policy_generation={type(policy_generation).__name__} has neither `generate` nor `generate_async`. "
+            f"policy_generation={type(policy_generation).__name__} has neither `generate` nor "
+            "`generate_async`. "
             "Give a generator of Ratchet's, or one with the methods of GenerationInterface"
         )
     return generate is None or not inspect.iscoroutinefunction(generate)
@@ -90,7 +102,10 @@ class OneAtATime:
         self.policy_generation, self.pad_id = policy_generation, pad_id
 
     async def generate(
-        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        sampling: Sampling,
+        media: Sequence[Placed] = (),
     ) -> Completion:
         refuse_media(media)
         requests = [(tokens, sampling)]
@@ -98,11 +113,16 @@ class OneAtATime:
             return complete_batch(self.policy_generation, requests, pad_id=self.pad_id)[0]
         data = _data(requests, self.pad_id)
         rows = self.policy_generation.generate_async(data, greedy=sampling.greedy)
-        (completion,) = [found async for _, found in _as_they_come(rows, requests, version_of(self.policy_generation))]
+        (completion,) = [
+            found
+            async for _, found in _as_they_come(rows, requests, version_of(self.policy_generation))
+        ]
         return completion
 
 
-def complete_batch(policy_generation: Any, requests: Sequence[Request], *, pad_id: int) -> list[Completion]:
+def complete_batch(
+    policy_generation: Any, requests: Sequence[Request], *, pad_id: int
+) -> list[Completion]:
     """One call of a generator of batches."""
     greedy = requests[0][1].greedy
     output = policy_generation.generate(_data(requests, pad_id), greedy=greedy)
@@ -110,14 +130,20 @@ def complete_batch(policy_generation: Any, requests: Sequence[Request], *, pad_i
     return [_completion(output, i, request, version) for i, request in enumerate(requests)]
 
 
-async def complete(policy_generation: Any, requests: Sequence[Request], *, pad_id: int) -> list[Completion]:
+async def complete(
+    policy_generation: Any, requests: Sequence[Request], *, pad_id: int
+) -> list[Completion]:
     """A completion for each, in order, all at once."""
     if not takes_batches(policy_generation):
-        return list(await asyncio.gather(*(policy_generation.generate(*request) for request in requests)))
+        return list(
+            await asyncio.gather(*(policy_generation.generate(*request) for request in requests))
+        )
     if not hasattr(policy_generation, "generate_async"):
         return complete_batch(policy_generation, requests, pad_id=pad_id)
     rows = policy_generation.generate_async(_data(requests, pad_id), greedy=requests[0][1].greedy)
-    found = {i: done async for i, done in _as_they_come(rows, requests, version_of(policy_generation))}
+    found = {
+        i: done async for i, done in _as_they_come(rows, requests, version_of(policy_generation))
+    }
     return [found[i] for i in range(len(requests))]
 
 
@@ -140,12 +166,16 @@ def _data(requests: Sequence[Request], pad_id: int) -> BatchedDataDict[Generatio
 
 
 def _completion(output: Any, row: int, request: Request, version: int) -> Completion:
-    """Row `row` of a GenerationOutputSpec. Its logprobs are NaN where the generator gave none; why it stopped is read from
-    `truncated` and from its last token."""
+    """Row `row` of a GenerationOutputSpec. Its logprobs are NaN where the generator gave none; why
+    it stopped is read from `truncated` and from its last token."""
     tokens, sampling = request
     kept = slice(len(tokens), int(output["unpadded_sequence_lengths"][row]))
     new = _array(output["output_ids"][row, kept], np.int64)
-    logprobs = output["logprobs"][row, kept] if "logprobs" in output else torch.full((len(new),), torch.nan)
+    logprobs = (
+        output["logprobs"][row, kept]
+        if "logprobs" in output
+        else torch.full((len(new),), torch.nan)
+    )
     cut = bool(output["truncated"][row]) if "truncated" in output else False
     last = int(new[-1]) if len(new) else None
     stopped = StopReason.STOP_TOKEN if last in sampling.stop_ids else StopReason.STOP_STRING

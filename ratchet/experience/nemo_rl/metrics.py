@@ -11,9 +11,9 @@ from ratchet.types import Cancelled, Failed, Owner, Trajectory, Truncated
 
 
 def measure_sample(trajectory: Trajectory) -> dict[str, Any]:
-    """Of one attempt; tokens are those that came after its prompt. Exactly one of `terminated` (by the environment),
-    `truncated` (by a budget of tokens), `max_turns_reached` and `failed` holds. A failure has no reward: its
-    `total_reward` is NaN."""
+    """Of one attempt; tokens are those that came after its prompt. Exactly one of `terminated` (by
+    the environment), `truncated` (by a budget of tokens), `max_turns_reached` and `failed` holds. A
+    failure has no reward: its `total_reward` is NaN."""
     failed = isinstance(trajectory.outcome, Failed | Cancelled)
     limit = not failed and trajectory.metrics.get("turn_limit", 0) > 0
     generated = [turn.end - turn.start for turn in trajectory.turns]
@@ -28,7 +28,9 @@ def measure_sample(trajectory: Trajectory) -> dict[str, Any]:
         "truncated": isinstance(trajectory.outcome, Truncated) and not limit,
         "max_turns_reached": limit,
         "failed": failed,
-        "total_reward": math.nan if failed else math.fsum(turn.reward or 0.0 for turn in trajectory.turns),
+        "total_reward": math.nan
+        if failed
+        else math.fsum(turn.reward or 0.0 for turn in trajectory.turns),
         "turn_gen_tokens": generated,
         "turn_input_tokens": [turn.start for turn in trajectory.turns],
         "turn_total_tokens": [turn.end for turn in trajectory.turns],
@@ -37,7 +39,8 @@ def measure_sample(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of a batch, from what `measure_sample` gives of each row; {} for none. Rewards are those of rows that did not fail."""
+    """Of a batch, from what `measure_sample` gives of each row; {} for none. Rewards are those of
+    rows that did not fail."""
     if not samples:
         return {}
     turns = [sample["turn_count"] for sample in samples]
@@ -62,7 +65,11 @@ def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "max_gen_tokens_per_turn/p95": percentile(longest, 95),
     }
     if rewards:
-        numbers |= {"mean_total_reward": fmean(rewards), "max_total_reward": max(rewards), "min_total_reward": min(rewards)}
+        numbers |= {
+            "mean_total_reward": fmean(rewards),
+            "max_total_reward": max(rewards),
+            "min_total_reward": min(rewards),
+        }
     for name, column in HISTOGRAMS.items():
         numbers[name] = [count for sample in samples for count in sample[column]]
     return numbers

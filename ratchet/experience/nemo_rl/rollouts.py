@@ -1,9 +1,10 @@
-"""Rollouts as functions over batches of message logs: single turns, rewards, whole episodes; together or each for itself.
+"""Rollouts as functions over batches of message logs: single turns, rewards, whole episodes;
+together or each for itself.
 
-Episodes are played by `ratchet.experience.rollout.episode`. The synchronous and the asynchronous functions differ in one
-thing: the
-former keep the rows in step and put all questions of a turn to an environment at once, the latter let each row run ahead. What
-comes out is the same. docs/rollouts.md says more.
+Episodes are played by `ratchet.experience.rollout.episode`. The synchronous and the asynchronous
+functions differ in one thing: the former keep the rows in step and put all questions of a turn to
+an environment at once, the latter let each row run ahead. What comes out is the same.
+docs/rollouts.md says more.
 
 B = rows of a batch, S = tokens of its longest prompt.
 """
@@ -83,16 +84,23 @@ def generate_responses(
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
     """Appends an answer of the policy's to each log of `batch`, in place.
 
-    policy_generation: a `Generator`, one `WithSampling`, or a `GenerationInterface`, which may have its `generate_async` alone.
-    generation_input_data: `input_ids` int64
-    [B, S]; its `stop_strings` become those of `batch`. input_lengths: int64 [B]. Each row draws with a seed made from that of
+    policy_generation: a `Generator`, one `WithSampling`, or a `GenerationInterface`, which may have
+    its `generate_async` alone. generation_input_data: `input_ids` int64 [B, S]; its `stop_strings`
+    become those of `batch`. input_lengths: int64 [B]. Each row draws with a seed made from that of
     the sampling, the version of the weights, its number and the length of its prompt.
 
-    Returns the batch, with `truncated` bool [B], what was generated for each row (int64), and metrics.
+    Returns the batch, with `truncated` bool [B], what was generated for each row (int64), and
+    metrics.
     """
-    requests = _requests(policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy)
+    requests = _requests(
+        policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy
+    )
     if answers_at_once(policy_generation):
-        completions = complete_batch(policy_generation, requests, pad_id=_pad_id(tokenizer)) if requests else []
+        completions = (
+            complete_batch(policy_generation, requests, pad_id=_pad_id(tokenizer))
+            if requests
+            else []
+        )
     else:
         completions = _run(complete(policy_generation, requests, pad_id=_pad_id(tokenizer)))
     return _with_answers(batch, completions, tokenizer, include_logprobs)
@@ -107,9 +115,14 @@ async def generate_responses_async(
     include_logprobs: bool = True,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
-    """As `generate_responses`; a generator of batches is asked by its `generate_async` where it has one."""
-    requests = _requests(policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy)
-    completions = await complete(policy_generation, requests, pad_id=_pad_id(tokenizer)) if requests else []
+    """As `generate_responses`; a generator of batches is asked by its `generate_async` where it has
+    one."""
+    requests = _requests(
+        policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy
+    )
+    completions = (
+        await complete(policy_generation, requests, pad_id=_pad_id(tokenizer)) if requests else []
+    )
     return _with_answers(batch, completions, tokenizer, include_logprobs)
 
 
@@ -121,34 +134,52 @@ async def async_generate_response_for_sample_turn(
     max_seq_len: int,
     greedy: bool = False,
 ) -> tuple[MessageLog, Tensor, Tensor, dict[str, float]]:
-    """One log's next answer, appended in place: (the log, what was generated, int64 [1] the prompt's length, metrics). It draws
-    as row 0 of a batch: to draw several times for one log, give each draw a seed (`WithSampling`).
+    """One log's next answer, appended in place: (the log, what was generated, int64 [1] the
+    prompt's length, metrics). It draws as row 0 of a batch: to draw several times for one log, give
+    each draw a seed (`WithSampling`).
 
     Raises DataError for a log that fills `max_seq_len` already.
     """
     prompt = tokens_of(sample_message_log)
     room = max_seq_len - len(prompt)
     if room <= 0:
-        raise DataError(f"the log has {len(prompt)} tokens, max_seq_len is {max_seq_len}: there is no room for an answer")
+        raise DataError(
+            f"the log has {len(prompt)} tokens, max_seq_len is {max_seq_len}: there is no room for "
+            "an answer"
+        )
     lengths = torch.tensor([len(prompt)])
-    batch = BatchedDataDict[DatumSpec]({"message_log": [sample_message_log], "stop_strings": [sample_stop_strings]})
-    data = BatchedDataDict[GenerationDatumSpec]({"input_ids": prompt[None], "input_lengths": lengths})
-    requests = _requests(policy_generation, data, batch, tokenizer, lengths, greedy=greedy, room=room)
+    batch = BatchedDataDict[DatumSpec](
+        {"message_log": [sample_message_log], "stop_strings": [sample_stop_strings]}
+    )
+    data = BatchedDataDict[GenerationDatumSpec](
+        {"input_ids": prompt[None], "input_lengths": lengths}
+    )
+    requests = _requests(
+        policy_generation, data, batch, tokenizer, lengths, greedy=greedy, room=room
+    )
     completions = await complete(policy_generation, requests, pad_id=_pad_id(tokenizer))
-    batch, (generated,), metrics = _with_answers(batch, completions, tokenizer, include_logprobs=True)
+    batch, (generated,), metrics = _with_answers(
+        batch, completions, tokenizer, include_logprobs=True
+    )
     return batch["message_log"][0], generated, lengths, metrics
 
 
-def calculate_rewards(batch: BatchedDataDict[DatumSpec], task_to_env: Environments) -> EnvironmentReturn[Any]:
-    """What the environments answer to the logs of `batch`: each is asked once, for all rows of its `task_name`, and sees roles
-    and contents. `rewards` are named parts where any of them has parts; a reward without is the part "reward" there.
+def calculate_rewards(
+    batch: BatchedDataDict[DatumSpec], task_to_env: Environments
+) -> EnvironmentReturn[Any]:
+    """What the environments answer to the logs of `batch`: each is asked once, for all rows of its
+    `task_name`, and sees roles and contents. `rewards` are named parts where any of them has parts;
+    a reward without is the part "reward" there.
 
-    Raises DataError for a task without an environment or a return of the wrong shape, and what an environment raises.
+    Raises DataError for a task without an environment or a return of the wrong shape, and what an
+    environment raises.
     """
     replies: dict[int, Reply] = {}
     for name in dict.fromkeys(batch["task_name"]):
         rows = [row for row, own in enumerate(batch["task_name"]) if own == name]
-        logs, metadata = ([batch[column][row] for row in rows] for column in ("message_log", "extra_env_info"))
+        logs, metadata = (
+            [batch[column][row] for row in rows] for column in ("message_log", "extra_env_info")
+        )
         found = step_rows(environment_of(task_to_env, name), logs, metadata)
         replies |= dict(zip(rows, found, strict=True))
     return joined([replies[row] for row in range(batch.size)])
@@ -166,15 +197,18 @@ def run_multi_turn_rollout(
     max_rollout_turns: int = NO_TURN_LIMIT,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """Plays every row until its environment ends it, `max_rollout_turns`, or `max_seq_len` tokens. The rows go in step: an
-    environment is asked once a turn, for all rows that are still there.
+    """Plays every row until its environment ends it, `max_rollout_turns`, or `max_seq_len` tokens.
+    The rows go in step: an environment is asked once a turn, for all rows that are still there.
 
-    Returns a new batch, the input's rows with the whole `message_log`, `extra_env_info` and `stop_strings` as the environment
-    left them, `total_reward` float32 [B], `truncated` bool [B] (by tokens), `failed` (what broke, or None), and a column for
-    each named part of the rewards; and the metrics of `measure_samples` and of the environments. A row that failed has the
-    reward NaN and the `loss_multiplier` 0.
+    Returns a new batch, the input's rows with the whole `message_log`, `extra_env_info` and
+    `stop_strings` as the environment left them, `total_reward` float32 [B], `truncated` bool [B]
+    (by tokens), `failed` (what broke, or None), and a column for each named part of the rewards;
+    and the metrics of `measure_samples` and of the environments. A row that failed has the reward
+    NaN and the `loss_multiplier` 0.
     """
-    player = RowPlayer(policy_generation, renderer_of(tokenizer), max_seq_len, max_rollout_turns, greedy)
+    player = RowPlayer(
+        policy_generation, renderer_of(tokenizer), max_seq_len, max_rollout_turns, greedy
+    )
     return _run(_in_step(player, input_batch, task_to_env, _pad_id(tokenizer)))
 
 
@@ -187,12 +221,22 @@ def run_async_multi_turn_rollout(
     max_rollout_turns: int = NO_TURN_LIMIT,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """As `run_multi_turn_rollout`, but no row waits for another: each asks its environment for itself, in its own thread."""
+    """As `run_multi_turn_rollout`, but no row waits for another: each asks its environment for
+    itself, in its own thread."""
 
     async def play() -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
         rows = _rows(input_batch)
-        options = (policy_generation, tokenizer, task_to_env, max_seq_len, max_rollout_turns, greedy)
-        found = await asyncio.gather(*(run_sample_multi_turn_rollout(i, row, *options) for i, row in enumerate(rows)))
+        options = (
+            policy_generation,
+            tokenizer,
+            task_to_env,
+            max_seq_len,
+            max_rollout_turns,
+            greedy,
+        )
+        found = await asyncio.gather(
+            *(run_sample_multi_turn_rollout(i, row, *options) for i, row in enumerate(rows))
+        )
         return _finished(input_batch, found, task_to_env)
 
     return _run(play())
@@ -208,21 +252,29 @@ async def run_sample_multi_turn_rollout(
     max_rollout_turns: int = NO_TURN_LIMIT,
     greedy: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Row `sample_idx` of a batch, which begins as `initial_sample_state` (a DatumSpec): (its final state, the metrics of
-    `measure_sample`). The state's `parts` are the sums of the reward's named parts."""
+    """Row `sample_idx` of a batch, which begins as `initial_sample_state` (a DatumSpec): (its final
+    state, the metrics of `measure_sample`). The state's `parts` are the sums of the reward's named
+    parts."""
     environment = environment_of(task_to_env, initial_sample_state["task_name"])
-    player = RowPlayer(policy_generation, renderer_of(tokenizer), max_seq_len, max_rollout_turns, greedy)
+    player = RowPlayer(
+        policy_generation, renderer_of(tokenizer), max_seq_len, max_rollout_turns, greedy
+    )
     generator = policy_generation
     if takes_batches(policy_generation):
         generator = OneAtATime(policy_generation, pad_id=_pad_id(tokenizer))
-    return await player.play(sample_idx, initial_sample_state, generator, partial(ask_alone, environment))
+    return await player.play(
+        sample_idx, initial_sample_state, generator, partial(ask_alone, environment)
+    )
 
 
 # --- below them
 
 
 async def _in_step(
-    player: RowPlayer, input_batch: BatchedDataDict[DatumSpec], task_to_env: Environments, pad_id: int
+    player: RowPlayer,
+    input_batch: BatchedDataDict[DatumSpec],
+    task_to_env: Environments,
+    pad_id: int,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
     rows = _rows(input_batch)
     meeting = Meeting[Any](len(rows))
@@ -255,7 +307,10 @@ class _Drawing:
     draw: Any
 
     async def generate(
-        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        sampling: Sampling,
+        media: Sequence[Placed] = (),
     ) -> Completion:
         refuse_media(media)
         return await self.meeting.ask(self.row, self.draw, (tokens, sampling))
@@ -264,27 +319,39 @@ class _Drawing:
 def _rows(batch: BatchedDataDict[DatumSpec]) -> list[dict[str, Any]]:
     for column in ("message_log", "task_name"):
         if column not in batch:
-            raise DataError(f"the batch has no column '{column}': `collate` makes one of DatumSpecs")
+            raise DataError(
+                f"the batch has no column '{column}': `collate` makes one of DatumSpecs"
+            )
     return [{name: column[row] for name, column in batch.items()} for row in range(batch.size)]
 
 
 def _finished(
-    input_batch: BatchedDataDict[DatumSpec], found: Sequence[tuple[dict[str, Any], dict[str, Any]]], task_to_env: Environments
+    input_batch: BatchedDataDict[DatumSpec],
+    found: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    task_to_env: Environments,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
     """The rows as a batch, in order, as the environments leave it, and the metrics of all."""
     states, samples = [state for state, _ in found], [sample for _, sample in found]
     batch = BatchedDataDict[DatumSpec](dict(input_batch))
     for name in ("message_log", "extra_env_info", "stop_strings", "failed"):
         batch[name] = [state[name] for state in states]
-    batch["total_reward"] = torch.tensor([sample["total_reward"] for sample in samples], dtype=torch.float32)
+    batch["total_reward"] = torch.tensor(
+        [sample["total_reward"] for sample in samples], dtype=torch.float32
+    )
     batch["truncated"] = torch.tensor([sample["truncated"] for sample in samples], dtype=torch.bool)
     failed = torch.tensor([sample["failed"] for sample in samples], dtype=torch.bool)
     multiplier = batch.get("loss_multiplier", torch.ones(len(found)))
     batch["loss_multiplier"] = torch.as_tensor(multiplier).masked_fill(failed, 0.0)
     for part in dict.fromkeys(name for state in states for name in state["parts"]):
         if part in batch:
-            raise DataError(f"an environment's reward has a part '{part}', and the batch a column of that name: rename one")
-        values = [math.nan if sample["failed"] else state["parts"].get(part, 0.0) for state, sample in found]
+            raise DataError(
+                f"an environment's reward has a part '{part}', and the batch a column of that "
+                "name: rename one"
+            )
+        values = [
+            math.nan if sample["failed"] else state["parts"].get(part, 0.0)
+            for state, sample in found
+        ]
         batch[part] = torch.tensor(values, dtype=torch.float32)
     batch, measured = post_process(batch, task_to_env)
     return batch, measure_samples(samples) | measured
@@ -304,7 +371,9 @@ def _requests(
     stops = batch.get("stop_strings") or [None] * len(input_lengths)
     data["stop_strings"] = stops
     budget = room or Sampling().max_new_tokens
-    own = sampling_of(policy_generation, renderer_of(tokenizer).stop_ids, max_new_tokens=budget, greedy=greedy)
+    own = sampling_of(
+        policy_generation, renderer_of(tokenizer).stop_ids, max_new_tokens=budget, greedy=greedy
+    )
     own = replace(own, max_new_tokens=min(own.max_new_tokens, room or own.max_new_tokens))
     requests: list[Request] = []
     for row, (length, stop) in enumerate(zip(input_lengths.tolist(), stops, strict=True)):
@@ -315,13 +384,20 @@ def _requests(
 
 
 def _with_answers(
-    batch: BatchedDataDict[DatumSpec], completions: Sequence[Completion], tokenizer: TokenizerType, include_logprobs: bool
+    batch: BatchedDataDict[DatumSpec],
+    completions: Sequence[Completion],
+    tokenizer: TokenizerType,
+    include_logprobs: bool,
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
     renderer = renderer_of(tokenizer)
     for log, completion in zip(batch["message_log"], completions, strict=True):
         said = renderer.parse(completion.tokens.tolist(), completion.stop).text
         entry = answer_entry(said, completion.tokens, completion.logprobs)
-        log.append(entry if include_logprobs else {name: entry[name] for name in ("role", "content", "token_ids")})
+        log.append(
+            entry
+            if include_logprobs
+            else {name: entry[name] for name in ("role", "content", "token_ids")}
+        )
     cut = [not completion.stop.finished for completion in completions]
     batch["truncated"] = torch.tensor(cut, dtype=torch.bool)
     generated = [torch.from_numpy(completion.tokens.copy()) for completion in completions]
@@ -345,7 +421,10 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     """Raises RuntimeError inside a running event loop, which it would block."""
     if _in_a_loop():
         work.close()
-        raise RuntimeError("this function waits, and a running event loop can't: call it by `await asyncio.to_thread(...)`")
+        raise RuntimeError(
+            "this function waits, and a running event loop can't: call it by `await "
+            "asyncio.to_thread(...)`"
+        )
     return asyncio.run(work)
 
 

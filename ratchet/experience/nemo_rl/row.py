@@ -1,5 +1,5 @@
-"""One row of a batch, played by the code that plays every attempt (`ratchet.experience.rollout.episode`), and given back as a
-log.
+"""One row of a batch, played by the code that plays every attempt
+(`ratchet.experience.rollout.episode`), and given back as a log.
 
 L = tokens of the row.
 """
@@ -36,15 +36,20 @@ class RowPlayer:
     max_rollout_turns: int
     greedy: bool
 
-    async def play(self, row: int, state: Mapping[str, Any], generator: Any, ask: Ask) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(final state, metrics) of row `row`, which begins as `state`: a DatumSpec, whose log stays as it is."""
+    async def play(
+        self, row: int, state: Mapping[str, Any], generator: Any, ask: Ask
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(final state, metrics) of row `row`, which begins as `state`: a DatumSpec, whose log
+        stays as it is."""
         log: MessageLog = state["message_log"]
         messages = tuple(as_message(entry) for entry in log)
         memo = PromptMemo()
         memo.given, memo.tokens = (list(messages), None), tokens_of(log).numpy()
         dialogue = Dialogue(ask)
         dialogue.begin(log, state.get("extra_env_info"), state.get("stop_strings"))
-        player = Player(generator, self.renderer, max_context=self.max_seq_len, max_turns=self.max_rollout_turns)
+        player = Player(
+            generator, self.renderer, max_context=self.max_seq_len, max_turns=self.max_rollout_turns
+        )
         task = Task(f"row/{row}", messages, tag=state["task_name"])
         (played,) = await player.play(task, dialogue, self._sampling(row), attempt=row, memo=memo)
         trajectory = _cut(played, self.max_seq_len)
@@ -62,46 +67,76 @@ class RowPlayer:
         return final, metrics
 
     def _sampling(self, row: int) -> Sampling:
-        """Row and weights enter the seed: repetitions of a prompt differ, and so do two steps of a training."""
-        own = sampling_of(self.policy_generation, self.renderer.stop_ids, max_new_tokens=self.max_seq_len, greedy=self.greedy)
+        """Row and weights enter the seed: repetitions of a prompt differ, and so do two steps of a
+        training."""
+        own = sampling_of(
+            self.policy_generation,
+            self.renderer.stop_ids,
+            max_new_tokens=self.max_seq_len,
+            greedy=self.greedy,
+        )
         return replace(own, seed=seed_for(own.seed, version_of(self.policy_generation), row))
 
 
 def tokens_of(log: MessageLog) -> Tensor:
     """int64 [L]: all messages, end to end. Raises DataError for a message without tokens."""
-    without = next((i for i, entry in enumerate(log) if not isinstance(entry.get("token_ids"), Tensor)), None)
+    without = next(
+        (i for i, entry in enumerate(log) if not isinstance(entry.get("token_ids"), Tensor)), None
+    )
     if without is not None:
-        raise DataError(f"message_log[{without}] has no tensor `token_ids`: tokenise the prompt, as `make_datum` does")
-    return torch.cat([entry["token_ids"].to("cpu", torch.int64) for entry in log]) if log else torch.zeros(0, dtype=torch.int64)
+        raise DataError(
+            f"message_log[{without}] has no tensor `token_ids`: tokenise the prompt, as "
+            "`make_datum` does"
+        )
+    return (
+        torch.cat([entry["token_ids"].to("cpu", torch.int64) for entry in log])
+        if log
+        else torch.zeros(0, dtype=torch.int64)
+    )
 
 
 def answer_entry(content: str, tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
-    """What the policy said, as an entry of a log; without logprobs where the generator gives none."""
-    entry: dict[str, Any] = {"role": "assistant", "content": content, "token_ids": torch.from_numpy(tokens.copy())}
+    """What the policy said, as an entry of a log; without logprobs where the generator gives
+    none."""
+    entry: dict[str, Any] = {
+        "role": "assistant",
+        "content": content,
+        "token_ids": torch.from_numpy(tokens.copy()),
+    }
     if not np.isnan(logprobs).any():
         entry["generation_logprobs"] = torch.from_numpy(logprobs.copy())
     return entry
 
 
 def _cut(trajectory: Trajectory, length: int) -> Trajectory:
-    """Without what the environment said last beyond the budget: no turn of the policy's reaches there."""
+    """Without what the environment said last beyond the budget: no turn of the policy's reaches
+    there."""
     columns = ("tokens", "owner", "trainable", "rollout_logprobs", "versions")
     shorter = {name: getattr(trajectory, name)[:length] for name in columns}
     return replace(trajectory, log_kept_mass=None, routes=None, **shorter)
 
 
 def _said(trajectory: Trajectory, dialogue: Dialogue, prompt: int) -> MessageLog:
-    """The entries after the first `prompt`. What ended the episode was read by nobody: it has no tokens."""
-    answers = [message.text for message in trajectory.messages[prompt:] if message.role == "assistant"]
+    """The entries after the first `prompt`. What ended the episode was read by nobody: it has no
+    tokens."""
+    answers = [
+        message.text for message in trajectory.messages[prompt:] if message.role == "assistant"
+    ]
     observations = dialogue.log[prompt + 1 :: 2]
     spans = [(turn.start, turn.end) for turn in trajectory.turns]
     if len(spans) < len(answers):  # the environment broke at the last one
         after = spans[-1][1] if spans else 0
         own = np.flatnonzero(trajectory.owner[after:] == Owner.POLICY) + after
-        spans.append((int(own[0]), len(trajectory)) if len(own) else (len(trajectory), len(trajectory)))
+        spans.append(
+            (int(own[0]), len(trajectory)) if len(own) else (len(trajectory), len(trajectory))
+        )
     entries: MessageLog = []
     for turn, (start, end) in enumerate(spans):
-        entries.append(answer_entry(answers[turn], trajectory.tokens[start:end], trajectory.rollout_logprobs[start:end]))
+        entries.append(
+            answer_entry(
+                answers[turn], trajectory.tokens[start:end], trajectory.rollout_logprobs[start:end]
+            )
+        )
         if turn < len(observations):
             until = spans[turn + 1][0] if turn + 1 < len(spans) else len(trajectory)
             tokens = torch.from_numpy(trajectory.tokens[end:until].copy())

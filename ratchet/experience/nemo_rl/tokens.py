@@ -30,8 +30,9 @@ TokenizerType = Tokenizer | HubTokenizer
 
 
 class LogRenderer(Renderer):
-    """A log is one sequence of tokens: what was said stays as it was sampled, and whatever answers it is appended. (The
-    training loop would begin a new trajectory where the template rewrites earlier turns; a log can't.)"""
+    """A log is one sequence of tokens: what was said stays as it was sampled, and whatever answers
+    it is appended. (The training loop would begin a new trajectory where the template rewrites
+    earlier turns; a log can't.)"""
 
     def keeps(self, sampled: Sequence[int], messages: Sequence[Message], **context: Any) -> bool:
         return True
@@ -39,7 +40,8 @@ class LogRenderer(Renderer):
 
 @lru_cache(maxsize=8)
 def renderer_of(tokenizer: TokenizerType) -> LogRenderer:
-    """With the tokenizer's own chat template; without one, messages are put end to end, each its own text.
+    """With the tokenizer's own chat template; without one, messages are put end to end, each its
+    own text.
 
     Raises ConfigError for a tokenizer that is not a fast one.
     """
@@ -52,7 +54,8 @@ def _converted(tokenizer: HubTokenizer) -> Tokenizer:
     if not isinstance(backend, tokenizers.Tokenizer):
         name = type(tokenizer).__name__
         raise ConfigError(
-            f"{name} is no tokenizer that can be read: give one of ratchet.data.chat.tokenizer, or a fast one of transformers"
+            f"{name} is no tokenizer that can be read: give one of ratchet.data.chat.tokenizer, or "
+            "a fast one of transformers"
         )
     template = getattr(tokenizer, "chat_template", None)
     return Tokenizer(
@@ -71,10 +74,12 @@ def make_datum(
     extra_env_info: dict[str, Any] | None = None,
     stop_strings: list[str] | None = None,
 ) -> DatumSpec:
-    """A sample whose prompt is `messages`, rendered by the tokenizer's chat template. All its tokens lie in the last message:
-    a template's text is not cut at the messages."""
+    """A sample whose prompt is `messages`, rendered by the tokenizer's chat template. All its
+    tokens lie in the last message: a template's text is not cut at the messages."""
     tokens = renderer_of(tokenizer).prompt([as_message(message) for message in messages])
-    log: MessageLog = [{**message, "token_ids": torch.zeros(0, dtype=torch.int64)} for message in messages]
+    log: MessageLog = [
+        {**message, "token_ids": torch.zeros(0, dtype=torch.int64)} for message in messages
+    ]
     log[-1]["token_ids"] = torch.tensor(tokens, dtype=torch.int64)
     return DatumSpec(
         message_log=log,

@@ -1,4 +1,5 @@
-"""An EnvironmentInterface as an environment of the training loop: `environment: {kind: message_log, ...}`."""
+"""An EnvironmentInterface as an environment of the training loop: `environment: {kind: message_log,
+...}`."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class MessageLogEnvironment(Rows):
-    """Each attempt asks the interface for itself, in a thread of its own; prompts are rendered by the policy's chat template,
-    so of a sample's log only roles and contents count."""
+    """Each attempt asks the interface for itself, in a thread of its own; prompts are rendered by
+    the policy's chat template, so of a sample's log only roles and contents count."""
 
     name = "message_log"
     replayable = False  # nothing says that the interface answers alike twice
@@ -41,7 +42,9 @@ class MessageLogEnvironment(Rows):
 
     def rows(self, split: Split) -> Sequence[Task]:
         if split not in self._rows:
-            self._rows[split] = [self._task(split, i, datum) for i, datum in enumerate(self.data(split))]
+            self._rows[split] = [
+                self._task(split, i, datum) for i, datum in enumerate(self.data(split))
+            ]
         return self._rows[split]
 
     def demonstration(self, task: Task) -> Sequence[Message]:
@@ -49,7 +52,9 @@ class MessageLogEnvironment(Rows):
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self.dialogue = Dialogue(partial(ask_alone, self.interface))
-        self.dialogue.begin(task.meta["message_log"], task.meta["extra_env_info"], task.meta["stop_strings"])
+        self.dialogue.begin(
+            task.meta["message_log"], task.meta["extra_env_info"], task.meta["stop_strings"]
+        )
         return task.messages
 
     async def step(self, message: Message) -> Step:
@@ -60,29 +65,37 @@ class MessageLogEnvironment(Rows):
         return self.dialogue.stop_strings
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """The numbers among the metrics of `global_post_process_and_metrics`, for the judged attempts of a step. The batch that
-        it gives back is not read: what trains is settled by then. Where it raises there are none, and the log says why."""
+        """The numbers among the metrics of `global_post_process_and_metrics`, for the judged
+        attempts of a step. The batch that it gives back is not read: what trains is settled by
+        then. Where it raises there are none, and the log says why."""
         batch = _batch(groups)
         if not batch.size:
             return {}
         try:
             _, metrics = post_process(batch, dict.fromkeys(batch["task_name"], self.interface))
         except Exception:  # anybody's code again; its numbers are not worth a run
-            log.warning("%s.global_post_process_and_metrics failed:\n%s", self.title, traceback.format_exc())
+            log.warning(
+                "%s.global_post_process_and_metrics failed:\n%s", self.title, traceback.format_exc()
+            )
             return {}
         return {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
 
     def _task(self, split: Split, index: int, datum: Mapping[str, Any]) -> Task:
         messages = datum.get("message_log")
         if not isinstance(messages, Sequence) or not messages:
-            raise DataError(f"'{self.path}' gave sample {index} of {split} without a message_log: each needs one")
+            raise DataError(
+                f"'{self.path}' gave sample {index} of {split} without a message_log: each needs "
+                "one"
+            )
         return Task(
             id=f"{self.name}/{split}/{index}",
             messages=tuple(as_message(entry) for entry in messages),
             environment=self.name,
             tag=datum.get("task_name") or self.title,
             meta={
-                "message_log": [{"role": entry["role"], "content": entry["content"]} for entry in messages],
+                "message_log": [
+                    {"role": entry["role"], "content": entry["content"]} for entry in messages
+                ],
                 "extra_env_info": datum.get("extra_env_info"),
                 "stop_strings": datum.get("stop_strings"),
             },
@@ -90,7 +103,8 @@ class MessageLogEnvironment(Rows):
 
 
 def _batch(groups: Sequence[Group]) -> BatchedDataDict[DatumSpec]:
-    """The judged attempts that train, without tokens. Of a history that forked the last row has the whole conversation."""
+    """The judged attempts that train, without tokens. Of a history that forked the last row has the
+    whole conversation."""
     attempts: dict[tuple[str, int], tuple[Task, Trajectory]] = {}
     for group in groups:
         for row in group.trajectories:
@@ -99,7 +113,9 @@ def _batch(groups: Sequence[Group]) -> BatchedDataDict[DatumSpec]:
     played = list(attempts.values())
     return BatchedDataDict[DatumSpec](
         {
-            "message_log": [[{"role": m.role, "content": m.text} for m in row.messages] for _, row in played],
+            "message_log": [
+                [{"role": m.role, "content": m.text} for m in row.messages] for _, row in played
+            ],
             "extra_env_info": [task.meta["extra_env_info"] for task, _ in played],
             "loss_multiplier": torch.ones(len(played)),
             "idx": [task.id for task, _ in played],

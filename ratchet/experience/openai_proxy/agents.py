@@ -16,7 +16,8 @@ from ratchet.executors.env_vars import inherited
 from ratchet.experience.openai_proxy.config import CommandConfig
 from ratchet.types import Task
 
-MAX_OUTPUT = 2**20  # bytes that are kept of what a program writes to each of its two outputs, the last ones
+# bytes that are kept of what a program writes to each of its two outputs, the last ones
+MAX_OUTPUT = 2**20
 GRACE_S = 1.0  # for outputs that a process outside of the program's group still holds
 TAIL = 2000  # characters of its errors in a failure
 
@@ -26,14 +27,17 @@ Agent = Callable[[Task, str, str], Any]
 
 
 async def ask(agent: Agent, task: Task, base_url: str, api_key: str) -> Any:
-    """What the agent gives. A plain function runs in a thread of its own: no attempt waits for another."""
-    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None)):  # noqa: B004
+    """What the agent gives. A plain function runs in a thread of its own: no attempt waits for
+    another."""
+    call = getattr(agent, "__call__", None)  # noqa: B004 -- of an object that is callable
+    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call):
         return await agent(task, base_url, api_key)
     return await _in_thread(lambda: agent(task, base_url, api_key))
 
 
 def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
-    """A thread can't be stopped: one that is given up goes on until its next request is refused, and holds up no exit."""
+    """A thread can't be stopped: one that is given up goes on until its next request is refused,
+    and holds up no exit."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -46,7 +50,10 @@ def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
             result, setter = call(), done.set_result
         except BaseException as error:  # whoever awaits it decides: the episode boundary is there
             # A future takes no StopIteration.
-            result, setter = (RuntimeError("StopIteration") if isinstance(error, StopIteration) else error), done.set_exception
+            result, setter = (
+                (RuntimeError("StopIteration") if isinstance(error, StopIteration) else error),
+                done.set_exception,
+            )
         with suppress(RuntimeError):  # the loop has gone
             loop.call_soon_threadsafe(settle, setter, result)
 
@@ -55,11 +62,12 @@ def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
 
 
 class Command:
-    """A program that finds the server as the official clients do, in OPENAI_BASE_URL and OPENAI_API_KEY, and the task on its
-    standard input: {"id", "messages", "tag", "seed"} as JSON. Its result is what it writes to its standard output.
+    """A program that finds the server as the official clients do, in OPENAI_BASE_URL and
+    OPENAI_API_KEY, and the task on its standard input: {"id", "messages", "tag", "seed"} as JSON.
+    Its result is what it writes to its standard output.
 
-    Raises RuntimeError for an exit status other than 0. When it ends, or is given up, all that it started in its process group
-    is killed.
+    Raises RuntimeError for an exit status other than 0. When it ends, or is given up, all that it
+    started in its process group is killed.
     """
 
     def __init__(self, config: CommandConfig) -> None:
@@ -88,7 +96,8 @@ class Command:
 
 
 class _Program(asyncio.SubprocessProtocol):
-    """`exited`: the program has ended, whatever its children do. `read`: nobody holds its outputs any more."""
+    """`exited`: the program has ended, whatever its children do. `read`: nobody holds its outputs
+    any more."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -118,7 +127,9 @@ def _kill_group(leader: int) -> None:
 def _described(task: Task) -> bytes:
     """Not the answer, nor what else judges an attempt."""
     messages = [{"role": message.role, "content": message.text} for message in task.messages]
-    return json.dumps({"id": task.id, "messages": messages, "tag": task.tag, "seed": task.seed}).encode()
+    return json.dumps(
+        {"id": task.id, "messages": messages, "tag": task.tag, "seed": task.seed}
+    ).encode()
 
 
 def _feed(transport: asyncio.SubprocessTransport, data: bytes) -> None:

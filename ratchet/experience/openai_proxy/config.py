@@ -10,12 +10,14 @@ from ratchet.config.base import Section
 
 
 class CommandConfig(Section):
-    """A program that plays one attempt: the task as JSON on its standard input, the server in OPENAI_BASE_URL and
-    OPENAI_API_KEY."""
+    """A program that plays one attempt: the task as JSON on its standard input, the server in
+    OPENAI_BASE_URL and OPENAI_API_KEY."""
 
     builds: ClassVar[str] = "ratchet.experience.openai_proxy.agents:Command"
 
-    command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = Field(
-        description="The program and its arguments; no shell reads it."
+    command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = (
+        Field(description="The program and its arguments; no shell reads it.")
     )
-    directory: str | None = Field(None, description="Where it starts; null: where the run was started.")
+    directory: str | None = Field(
+        None, description="Where it starts; null: where the run was started."
+    )

@@ -1,4 +1,5 @@
-"""Attempts that an agent plays: like the `Player` of environments, but whoever asks the policy is outside."""
+"""Attempts that an agent plays: like the `Player` of environments, but whoever asks the policy is
+outside."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ from ratchet.types import Failed, Outcome, Sampling, Task, Trajectory, Truncated
 
 @dataclass(frozen=True)
 class AgentPlayer:
-    """Has an agent play attempts. The environment only gives the tasks: its `reset` and `step` are not called; rewards judge.
+    """Has an agent play attempts. The environment only gives the tasks: its `reset` and `step` are
+    not called; rewards judge.
 
-    max_context: tokens that the model can hold. max_turns: answers that one attempt may ask for. timeout_s: of a
-    whole attempt; None: no limit.
+    max_context: tokens that the model can hold. max_turns: answers that one attempt may ask for.
+    timeout_s: of a whole attempt; None: no limit.
     """
 
     agent: Agent
@@ -33,18 +35,36 @@ class AgentPlayer:
     proxy: Proxy = field(default_factory=Proxy)
 
     async def play(
-        self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
+        self,
+        task: Task,
+        environment: Environment,
+        sampling: Sampling,
+        *,
+        attempt: int,
+        memo: PromptMemo | None = None,
     ) -> list[Trajectory]:
-        """The attempt's trajectories as `Player.play` gives them: not yet judged, of one outcome, the one with the last answer
-        last. What the agent returned is in their extras as "result".
+        """The attempt's trajectories as `Player.play` gives them: not yet judged, of one outcome,
+        the one with the last answer last. What the agent returned is in their extras as
+        "result".
 
-        It failed as "agent" where the agent raised, as "timeout" where it took too long. It was truncated where its context or
-        its turns were used up, or where a limit of the run cut its last answer."""
-        session = Session(self.generator, self.renderer, sampling, max_context=self.max_context, max_turns=self.max_turns)
+        It failed as "agent" where the agent raised, as "timeout" where it took too long. It was
+        truncated where its context or its turns were used up, or where a limit of the run cut its
+        last answer."""
+        session = Session(
+            self.generator,
+            self.renderer,
+            sampling,
+            max_context=self.max_context,
+            max_turns=self.max_turns,
+        )
         async with self.proxy.open(session) as (base_url, api_key):
             playing = asyncio.ensure_future(self._played(task, base_url, api_key))
             try:
-                await asyncio.wait({playing, session.ended}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {playing, session.ended},
+                    timeout=self.timeout_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 late = not playing.done()
             finally:
                 playing.cancel()
@@ -62,7 +82,8 @@ class AgentPlayer:
         """(what the agent returned, the traceback of what it raised)"""
         try:
             return await ask(self.agent, task, base_url, api_key), ""
-        # The episode boundary: an agent may raise anything, sys.exit too, and costs only its own attempt.
+        # The episode boundary: an agent may raise anything, sys.exit too, and costs only its own
+        # attempt.
         except (Exception, SystemExit):
             return None, traceback.format_exc()
         except asyncio.CancelledError:
@@ -77,7 +98,9 @@ def _outcome(session: Session, error: str) -> Outcome | None:
     if last is None and session.exhausted:
         return Failed("prompt_too_long", f"{session.exhausted}: shorten it or drop the task")
     if last is None and not error:
-        return Failed("agent", "it ended without an answer of the policy: nothing can be learned from it")
+        return Failed(
+            "agent", "it ended without an answer of the policy: nothing can be learned from it"
+        )
     if session.exhausted:
         return Truncated()
     if error:

@@ -1,5 +1,6 @@
-"""The JSON of the OpenAI chat API: requests in, answers, chunks and errors out. Nothing is ignored in silence: what can't be
-done, or would make the recorded tokens useless for training, is refused by name.
+"""The JSON of the OpenAI chat API: requests in, answers, chunks and errors out. Nothing is ignored
+in silence: what can't be done, or would make the recorded tokens useless for training, is refused
+by name.
 
 Source: the API reference of OpenAI's chat completions, and what its Python client sends and reads.
 """
@@ -22,22 +23,29 @@ MODEL = "policy"  # the one model that is served
 MOST_MESSAGES = 2048  # of a request; as many as OpenAI's API takes
 MOST_TOOLS = 128  # likewise
 MOST_STOP = 1024  # characters of a stop string
-# Values in the JSON of a request, the arguments of its calls included. Each takes a microsecond, in which no other request is
-# answered, and some hundred bytes: a body of 8 MiB could hold four million.
+# Values in the JSON of a request, the arguments of its calls included. Each takes a microsecond, in
+# which no other request is answered, and some hundred bytes: a body of 8 MiB could hold four
+# million.
 MOST_VALUES = 2**16
 
 
 class ApiError(Exception):
     """An answer in the API's error form. param: the part of the request that is at fault."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def json(self) -> dict[str, Any]:
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        kind = kinds.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 # --- requests
@@ -50,7 +58,8 @@ class Budget:
         self.values = self.left = values
 
     def take(self, text: bytes) -> None:
-        """Count the values of a JSON text without parsing it. Raises ValueError where there are too many."""
+        """Count the values of a JSON text without parsing it. Raises ValueError where there are too
+        many."""
         # Backslashes stand in strings alone: without escapes each quote begins or ends a string.
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")
         # A value is one string at most, and its key another.
@@ -78,7 +87,8 @@ class _Function(_Body):
         if isinstance(text, str) and isinstance(info.context, Budget):
             info.context.take(text.encode())
         try:
-            arguments = from_json(text or "{}") if isinstance(text, str) else None  # bounds how deep it goes
+            # bounds how deep it goes
+            arguments = from_json(text or "{}") if isinstance(text, str) else None
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
@@ -114,12 +124,22 @@ class _Message(_Body):
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"a part of type '{kind!s:.40}' can't be read: this endpoint takes text only")
+                raise ValueError(
+                    f"a part of type '{kind!s:.40}' can't be read: this endpoint takes text only"
+                )
         return "".join(part["text"] for part in content)
 
     def message(self) -> Message:
-        calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ())
-        return Message("system" if self.role == "developer" else self.role, self.content, calls, self.tool_call_id)
+        calls = tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in self.tool_calls or ()
+        )
+        return Message(
+            "system" if self.role == "developer" else self.role,
+            self.content,
+            calls,
+            self.tool_call_id,
+        )
 
 
 class _Described(_Body):
@@ -147,7 +167,8 @@ Stop = Annotated[str, Field(max_length=MOST_STOP)]
 
 
 class Request(_Body):
-    """A request for a chat completion, checked. Parameters that are only accepted without an effect change no token."""
+    """A request for a chat completion, checked. Parameters that are only accepted without an effect
+    change no token."""
 
     model: str
     messages: Annotated[list[_Message], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -199,7 +220,10 @@ class Request(_Body):
             raise ApiError(400, message, param=place, code="invalid_value") from None
         if request.model != MODEL:
             raise ApiError(
-                404, f"there is no model '{request.model:.80}', only '{MODEL}'", param="model", code="model_not_found"
+                404,
+                f"there is no model '{request.model:.80}', only '{MODEL}'",
+                param="model",
+                code="model_not_found",
             )
         return request
 
@@ -217,7 +241,9 @@ class Request(_Body):
     @property
     def limit(self) -> int | None:
         """Tokens that the answer may have."""
-        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        limits = [
+            limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None
+        ]
         return min(limits) if limits else None
 
 
@@ -233,7 +259,8 @@ REFUSED = {
 
 
 def resampled(sampling: Sampling, **asked: Any) -> Sampling:
-    """Return the sampling with what a request asks for. Raise ApiError (400, names the field) where nothing can be drawn so."""
+    """Return the sampling with what a request asks for. Raise ApiError (400, names the field) where
+    nothing can be drawn so."""
     try:
         return replace(sampling, **asked)
     except SamplingError as error:
@@ -245,8 +272,8 @@ def resampled(sampling: Sampling, **asked: Any) -> Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the client reads. prompt_tokens: how many the policy read. pieces: the text of each token, where logprobs were
-    asked for."""
+    """What the client reads. prompt_tokens: how many the policy read. pieces: the text of each
+    token, where logprobs were asked for."""
 
     message: Message
     completion: Completion
@@ -254,11 +281,17 @@ class Reply:
     pieces: tuple[str, ...] | None = None
 
     def json(self, name: str) -> dict[str, Any]:
-        choice = {"index": 0, "message": self._message(), "finish_reason": self._reason(), "logprobs": self._logprobs()}
+        choice = {
+            "index": 0,
+            "message": self._message(),
+            "finish_reason": self._reason(),
+            "logprobs": self._logprobs(),
+        }
         return {**_head(name, "chat.completion"), "choices": [choice], "usage": self._usage()}
 
     def chunks(self, name: str, *, include_usage: bool) -> Iterator[dict[str, Any]]:
-        """What follows the opening chunk: the answer whole, its end, and, where asked for, the usage."""
+        """What follows the opening chunk: the answer whole, its end, and, where asked for, the
+        usage."""
         message = self._message()
         delta: dict[str, Any] = {"content": message["content"] or ""}
         if calls := message.get("tool_calls"):
@@ -270,7 +303,11 @@ class Reply:
 
     def _message(self) -> dict[str, Any]:
         calls = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(dict(c.arguments))}}
+            {
+                "id": c.id,
+                "type": "function",
+                "function": {"name": c.name, "arguments": json.dumps(dict(c.arguments))},
+            }
             for c in self.message.tool_calls
         ]
         text = self.message.text
@@ -283,12 +320,18 @@ class Reply:
         return "tool_calls" if self.message.tool_calls else "stop"
 
     def _logprobs(self) -> dict[str, Any] | None:
-        """Of every sampled token, those included that end the turn and that the content does not show."""
+        """Of every sampled token, those included that end the turn and that the content does not
+        show."""
         if self.pieces is None:
             return None
         values = self.completion.logprobs.tolist()
         tokens = [
-            {"token": text, "bytes": list(text.encode("utf-8", "replace")), "logprob": logprob, "top_logprobs": []}
+            {
+                "token": text,
+                "bytes": list(text.encode("utf-8", "replace")),
+                "logprob": logprob,
+                "top_logprobs": [],
+            }
             for text, logprob in zip(self.pieces, values, strict=True)
         ]
         return {"content": tokens, "refusal": None}
@@ -302,7 +345,9 @@ class Reply:
         }
 
 
-def chunk(name: str, delta: Mapping[str, Any], *, reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+def chunk(
+    name: str, delta: Mapping[str, Any], *, reason: str | None = None, logprobs: Any = None
+) -> dict[str, Any]:
     """A piece of a streamed answer."""
     choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
     return {**_head(name, "chat.completion.chunk"), "choices": [choice]}
@@ -313,7 +358,10 @@ def _head(name: str, kind: str) -> dict[str, Any]:
 
 
 def models() -> dict[str, Any]:
-    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "ratchet"}]}
+    return {
+        "object": "list",
+        "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "ratchet"}],
+    }
 
 
 def event(data: Mapping[str, Any] | str) -> str:

@@ -1,5 +1,6 @@
-"""The OpenAI chat API on this machine's loopback, in the event loop of the generator. Each attempt has a random key of its own,
-which is also what tells its requests from those of others; there is no way in without one.
+"""The OpenAI chat API on this machine's loopback, in the event loop of the generator. Each attempt
+has a random key of its own, which is also what tells its requests from those of others; there is no
+way in without one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ratchet.web.server import Server
 
 # Answers that are on their way when the last attempt ends are not waited for longer than this.
 LIMITS = Limits(grace_s=1.0)
-# The official client repeats what fails with 409, 429 or 5xx, unless it is told not to: here it would fail again.
+# The official client repeats what fails with 409, 429 or 5xx, unless it is told not to: here it
+# would fail again.
 NO_RETRY = {"x-should-retry": "false"}
 
 T = TypeVar("T")
@@ -50,7 +52,8 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
-        """(base URL, key) of the session; afterwards the key opens nothing, and what the session had running is aborted."""
+        """(base URL, key) of the session; afterwards the key opens nothing, and what the session
+        had running is aborted."""
         key = f"rk-{secrets.token_urlsafe(32)}"
         self._sessions[key] = session
         if self._serving is None:
@@ -79,7 +82,10 @@ class Answers(Protocol):
 
 
 def chat_app(
-    find: Callable[[str], Answers | None], *, names: Collection[str] | None = None, limits: Limits = LIMITS
+    find: Callable[[str], Answers | None],
+    *,
+    names: Collection[str] | None = None,
+    limits: Limits = LIMITS,
 ) -> FastAPI:
     """Return the API over HTTP.
 
@@ -94,7 +100,9 @@ def chat_app(
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         session = find(key.strip() if scheme.lower() == "bearer" else "")
         if session is None:
-            raise ApiError(401, "the API key is wrong, or its attempt is over", code="invalid_api_key")
+            raise ApiError(
+                401, "the API key is wrong, or its attempt is over", code="invalid_api_key"
+            )
         return session
 
     @app.exception_handler(ApiError)
@@ -103,7 +111,11 @@ def chat_app(
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        fault = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="unknown_url")
+        fault = ApiError(
+            error.status_code,
+            f"{request.method} {request.url.path}: {error.detail}",
+            code="unknown_url",
+        )
         return JSONResponse(fault.json(), error.status_code, NO_RETRY)
 
     @app.exception_handler(ClientDisconnect)
@@ -112,7 +124,9 @@ def chat_app(
 
     @app.exception_handler(BodyRefused)
     async def unread(request: Request, error: BodyRefused) -> Response:
-        return JSONResponse(ApiError(error.status, str(error), code=error.code).json(), error.status, NO_RETRY)
+        return JSONResponse(
+            ApiError(error.status, str(error), code=error.code).json(), error.status, NO_RETRY
+        )
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -137,7 +151,8 @@ def _error_body(status: int, message: str, code: str) -> tuple[str, bytes]:
 
 
 async def _events(session: Answers, asked: schema.Request) -> AsyncIterator[str]:
-    """Begins at once, so that a client can leave while its answer is sampled. It is cancelled where one does."""
+    """Begins at once, so that a client can leave while its answer is sampled. It is cancelled where
+    one does."""
     name = _name()
     yield schema.event(schema.chunk(name, {"role": "assistant", "content": ""}))
     try:
@@ -146,7 +161,9 @@ async def _events(session: Answers, asked: schema.Request) -> AsyncIterator[str]
         yield schema.event(error.json())
         return
     options = asked.stream_options
-    chunks = list(answer.reply.chunks(name, include_usage=options is not None and options.include_usage))
+    chunks = list(
+        answer.reply.chunks(name, include_usage=options is not None and options.include_usage)
+    )
     for chunk in chunks[:-1]:
         yield schema.event(chunk)
     session.deliver(answer)  # before the last of it: a client may ask again as soon as it has that
@@ -159,7 +176,8 @@ def _name() -> str:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect then."""
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect
+    then."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,11 @@
-"""One attempt of an agent as the server sees it: requests that arrive in any order, and the trajectories that they make.
+"""One attempt of an agent as the server sees it: requests that arrive in any order, and the
+trajectories that they make.
 
-An answer becomes part of a trajectory only once it is delivered. A request whose messages extend a conversation that the
-session holds, answer by answer as it gave them, goes on from the exact tokens of it. The first one to do so extends that
-answer's trajectory; any other (a second try from the same point, a history that was edited or shortened, one that the chat
-template rewrites) begins a trajectory of its own. There, all that came before is its prompt, so that no token trains twice.
+An answer becomes part of a trajectory only once it is delivered. A request whose messages extend a
+conversation that the session holds, answer by answer as it gave them, goes on from the exact tokens
+of it. The first one to do so extends that answer's trajectory; any other (a second try from the
+same point, a history that was edited or shortened, one that the chat template rewrites) begins a
+trajectory of its own. There, all that came before is its prompt, so that no token trains twice.
 """
 
 from __future__ import annotations
@@ -29,20 +31,31 @@ from ratchet.experience.rollout.episode import TokenRecord
 from ratchet.experience.seeds import seed_for
 from ratchet.observe.stall_report import GENERATE, waiting
 from ratchet.protocols import Generator
-from ratchet.types import Cancelled, Completion, Message, Outcome, Owner, Sampling, StopReason, Trajectory, Turn
+from ratchet.types import (
+    Cancelled,
+    Completion,
+    Message,
+    Outcome,
+    Owner,
+    Sampling,
+    StopReason,
+    Trajectory,
+    Turn,
+)
 
 # Renders prompts beside the event loop. Several, as tokenizing runs without Python's lock.
 RENDERING = ThreadPoolExecutor(4, thread_name_prefix="render")
 # Characters of a text that may become one while it is tokenized.
 SHRINKAGE = 4
-# Messages times the assistant's turns of a conversation that is rendered anew: a template renders all before each turn, which
-# takes two seconds here.
+# Messages times the assistant's turns of a conversation that is rendered anew: a template renders
+# all before each turn, which takes two seconds here.
 MOST_RENDERED = 2**19
 
 
 @dataclass(eq=False)
 class Strand:
-    """Answers each of which extends the one before: it becomes one trajectory. `tip` is the last of them."""
+    """Answers each of which extends the one before: it becomes one trajectory. `tip` is the last of
+    them."""
 
     record: TokenRecord = field(default_factory=TokenRecord)
     turns: list[Turn] = field(default_factory=list)
@@ -51,8 +64,9 @@ class Strand:
 
 @dataclass(eq=False)
 class Answer:
-    """prompt: all tokens before it. parent: the answer whose tokens they begin with. key: what the conversation up to and
-    including it is found by. cut: the run's own limits ended it, not the policy or the agent."""
+    """prompt: all tokens before it. parent: the answer whose tokens they begin with. key: what the
+    conversation up to and including it is found by. cut: the run's own limits ended it, not the
+    policy or the agent."""
 
     prompt: NDArray[np.int64]
     completion: Completion
@@ -72,12 +86,18 @@ class Answer:
 class Session:
     """sampling: as the attempt is to be drawn. max_context: tokens that the model can hold.
 
-    `ended` is settled when the session can give no more answers: with the attempt's outcome, or with what the generator raised.
-    Belongs to the event loop that it is made in.
+    `ended` is settled when the session can give no more answers: with the attempt's outcome, or
+    with what the generator raised. Belongs to the event loop that it is made in.
     """
 
     def __init__(
-        self, generator: Generator, renderer: Renderer, sampling: Sampling, *, max_context: int, max_turns: int
+        self,
+        generator: Generator,
+        renderer: Renderer,
+        sampling: Sampling,
+        *,
+        max_context: int,
+        max_turns: int,
     ) -> None:
         self.generator, self.renderer, self.sampling = generator, renderer, sampling
         self.max_context, self.max_turns = max_context, max_turns
@@ -94,16 +114,20 @@ class Session:
         self._rendering = asyncio.Lock()
 
     async def answer(self, request: Request) -> Answer:
-        """Samples an answer, which counts for nothing before `deliver`. Cancelling it aborts the request. Raises ApiError."""
+        """Samples an answer, which counts for nothing before `deliver`. Cancelling it aborts the
+        request. Raises ApiError."""
         messages, tools = request.conversation, request.offered
-        # Requests of one attempt are rendered in the order of their arrival: their seeds and turns are counted in it.
+        # Requests of one attempt are rendered in the order of their arrival: their seeds and turns
+        # are counted in it.
         async with self._rendering:
             self._check(request)
             keys = _keys(messages, tools)
             parent, prompt = await self._prompt(messages, tools, keys)
             room = self.max_context - len(prompt)
             if room <= 0:
-                raise self._too_long(f"the conversation has {len(prompt)} tokens, the context {self.max_context}")
+                raise self._too_long(
+                    f"the conversation has {len(prompt)} tokens, the context {self.max_context}"
+                )
             allowed = min(self.sampling.max_new_tokens, room)
             own = resampled(
                 self.sampling,
@@ -113,7 +137,11 @@ class Session:
             )
         completion = await self._sampled(prompt, own)
         message, malformed = self._read(completion, messages, tools, tuple(request.stop or ()))
-        pieces = tuple(self._text(token) for token in completion.tokens.tolist()) if request.logprobs else None
+        pieces = (
+            tuple(self._text(token) for token in completion.tokens.tolist())
+            if request.logprobs
+            else None
+        )
         return Answer(
             prompt,
             completion,
@@ -155,10 +183,18 @@ class Session:
         for task in self._running:
             task.cancel()
 
-    def trajectories(self, attempt: int, outcome: Outcome | None, extras: Mapping[str, Any]) -> list[Trajectory]:
-        """One a strand, the one with the last answer last. Without an answer there is one of a single token."""
-        strands = self.strands or [Strand(TokenRecord([(Owner.PROMPT, np.zeros(1, np.int64), None)], 1))]
-        metrics = {"turns": float(sum(len(strand.turns) for strand in strands)), "forks": len(strands) - 1.0}
+    def trajectories(
+        self, attempt: int, outcome: Outcome | None, extras: Mapping[str, Any]
+    ) -> list[Trajectory]:
+        """One a strand, the one with the last answer last. Without an answer there is one of a
+        single token."""
+        strands = self.strands or [
+            Strand(TokenRecord([(Owner.PROMPT, np.zeros(1, np.int64), None)], 1))
+        ]
+        metrics = {
+            "turns": float(sum(len(strand.turns) for strand in strands)),
+            "forks": len(strands) - 1.0,
+        }
         metrics |= {"turn_limit": float(self.turn_limit), "retries": 0.0}
         if self._offered_tools:
             metrics["malformed_tool_calls"] = float(self._malformed)
@@ -178,13 +214,15 @@ class Session:
     # --- a request
 
     def _check(self, request: Request) -> None:
-        """A parameter that would draw the answer otherwise than the run does is refused: who left it in, meant it."""
+        """A parameter that would draw the answer otherwise than the run does is refused: who left
+        it in, meant it."""
         for name in ("temperature", "top_p"):
             asked, own = getattr(request, name), getattr(self.sampling, name)
             if asked is not None and asked != own:
                 raise ApiError(
                     400,
-                    f"{name}={asked:g}, but this attempt is sampled with {name}={own:g}, as the run decides (an evaluation may "
+                    f"{name}={asked:g}, but this attempt is sampled with {name}={own:g}, as the "
+                    "run decides (an evaluation may "
                     f"be greedy): leave {name} out of the request, and set it in the recipe",
                     param=name,
                     code="unsupported_value",
@@ -195,14 +233,20 @@ class Session:
             raise ApiError(429, self.exhausted, code="turn_limit")
 
     def _check_size(self, messages: Sequence[Message]) -> None:
-        """Refuse what is far longer than the context before time and memory go into rendering it."""
-        shown = messages if self.renderer.extends_history else [one for one in messages if one.role != "assistant"]
+        """Refuse what is far longer than the context before time and memory go into rendering
+        it."""
+        shown = (
+            messages
+            if self.renderer.extends_history
+            else [one for one in messages if one.role != "assistant"]
+        )
         characters = sum(len(message.text) for message in shown)
         # Normalisation may make one character of several, as NFKC does.
         most = SHRINKAGE * self.renderer.tokenizer.longest * self.max_context
         if characters > most:
             raise self._too_long(
-                f"the messages have {characters} characters, and a context of {self.max_context} tokens is given at most {most}"
+                f"the messages have {characters} characters, and a context of {self.max_context} "
+                f"tokens is given at most {most}"
             )
 
     def _too_long(self, what: str) -> ApiError:
@@ -212,12 +256,14 @@ class Session:
     async def _prompt(
         self, messages: tuple[Message, ...], tools: Tools | None, keys: Sequence[bytes]
     ) -> tuple[Answer | None, NDArray[np.int64]]:
-        """Return the answer that the conversation goes on from, if any, and the tokens of the whole prompt. Raises ApiError."""
+        """Return the answer that the conversation goes on from, if any, and the tokens of the whole
+        prompt. Raises ApiError."""
         parent = self._parent(messages, keys)
         render = partial(self._rendered, messages, tools, parent)
         try:
             self._check_size(messages)
-            # In a thread, as long conversations take seconds, and all other requests of the process would wait for them.
+            # In a thread, as long conversations take seconds, and all other requests of the process
+            # would wait for them.
             return await asyncio.get_running_loop().run_in_executor(RENDERING, render)
         except RatchetError as error:
             param = "tools" if isinstance(error, ConfigError) else "messages"
@@ -229,15 +275,17 @@ class Session:
             if messages[count].role == "assistant":
                 return None
             if answers := self._answers.get(keys[count]):
-                tips = (answer for answer in answers if answer.strand and answer.strand.tip is answer)
+                tips = (
+                    answer for answer in answers if answer.strand and answer.strand.tip is answer
+                )
                 return next(tips, answers[0])
         return None
 
     def _rendered(
         self, messages: tuple[Message, ...], tools: Tools | None, parent: Answer | None
     ) -> tuple[Answer | None, NDArray[np.int64]]:
-        """Return what `_prompt` returns. Raises DataError, and ConfigError where tools are offered to a model that has no form
-        for calls. It runs in a thread and changes nothing."""
+        """Return what `_prompt` returns. Raises DataError, and ConfigError where tools are offered
+        to a model that has no form for calls. It runs in a thread and changes nothing."""
         if tools is not None:
             self.renderer.tool_format  # noqa: B018  (it raises)
         if parent is not None:
@@ -249,21 +297,28 @@ class Session:
         turns = sum(message.role == "assistant" for message in messages)
         if turns * len(messages) > MOST_RENDERED:
             raise DataError(
-                f"{len(messages)} messages, {turns} of them the assistant's, are too many for a conversation that extends no "
+                f"{len(messages)} messages, {turns} of them the assistant's, are too many for a "
+                "conversation that extends no "
                 f"answer of this attempt: their product is {MOST_RENDERED} at most. Send fewer"
             )
         return None, np.asarray(self.renderer.prompt(messages, tools), dtype=np.int64)
 
     def _seed(self, key: bytes, asked: int | None) -> int:
-        """A pure function of the attempt and the conversation, in whatever order requests arrive. A `seed` that an agent gives
-        makes equal requests of one attempt equal, and leaves other attempts different."""
+        """A pure function of the attempt and the conversation, in whatever order requests arrive. A
+        `seed` that an agent gives makes equal requests of one attempt equal, and leaves other
+        attempts different."""
         self._asked[key] += 1
-        return seed_for(self.sampling.seed, key.hex(), *(("asked", asked) if asked is not None else (self._asked[key],)))
+        return seed_for(
+            self.sampling.seed,
+            key.hex(),
+            *(("asked", asked) if asked is not None else (self._asked[key],)),
+        )
 
     async def _sampled(self, prompt: NDArray[np.int64], sampling: Sampling) -> Completion:
         if self.ended.done():
             raise ApiError(401, "the session has ended", code="session_ended")
-        # In the attempt's context, not the server's: the generator may want to know whose request it is.
+        # In the attempt's context, not the server's: the generator may want to know whose request
+        # it is.
         asked = self.generator.generate(prompt, sampling)
         task = asyncio.get_running_loop().create_task(asked, context=self._context)
         self._running.add(task)
@@ -290,14 +345,20 @@ class Session:
         return completion
 
     def _read(
-        self, completion: Completion, messages: Sequence[Message], tools: Tools | None, stop: tuple[str, ...]
+        self,
+        completion: Completion,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        stop: tuple[str, ...],
     ) -> tuple[Message, int]:
         tokens = completion.tokens.tolist()
         message, malformed = self.renderer.parse(tokens, completion.stop), 0
         if tools is not None:
             self._offered_tools = True
             calls = sum(len(message.tool_calls) for message in messages)
-            message, malformed = self.renderer.parse_calls(tokens, completion.stop, tools=tools, first=calls)
+            message, malformed = self.renderer.parse_calls(
+                tokens, completion.stop, tools=tools, first=calls
+            )
         return replace(message, content=visible(message.text, completion, stop)), malformed
 
     def _text(self, token: int) -> str:

@@ -1,5 +1,5 @@
-"""Groups on their way between processes: their token columns end to end, and the other fields beside them. Thousands of small
-arrays and objects would take longer to send than to make.
+"""Groups on their way between processes: their token columns end to end, and the other fields
+beside them. Thousands of small arrays and objects would take longer to send than to make.
 
 S = trajectories, n = those of them that have a column.
 """
@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from ratchet.types import Group, Task, Trajectory, Turn
 
-COLUMNS = ("tokens", "owner", "trainable", "rollout_logprobs", "versions", "log_kept_mass", "routes")
+COLUMNS = (
+    "tokens",
+    "owner",
+    "trainable",
+    "rollout_logprobs",
+    "versions",
+    "log_kept_mass",
+    "routes",
+)
 FIELDS = tuple(each.name for each in fields(Trajectory))
 TURN = attrgetter(*(each.name for each in fields(Turn)))  # plain tuples are quicker to send
 
@@ -38,15 +46,17 @@ class Column:
     def parts(self, lengths: Sequence[int]) -> list[NDArray[Any] | None]:
         """Views, by trajectory."""
         given_S = self.given_S or [True] * len(lengths)
-        ends = np.cumsum([length * given for length, given in zip(lengths, given_S, strict=True)]).tolist()
+        ends = np.cumsum(
+            [length * given for length, given in zip(lengths, given_S, strict=True)]
+        ).tolist()
         bounds = zip(pairwise([0, *ends]), given_S, strict=True)
         return [self.values[start:end] if given else None for (start, end), given in bounds]
 
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """lengths: tokens of each trajectory. columns, others: its fields, by name. ids, uses, counts: of each group, the last its
-    trajectories. Tasks stay where they are."""
+    """lengths: tokens of each trajectory. columns, others: its fields, by name. ids, uses, counts:
+    of each group, the last its trajectories. Tasks stay where they are."""
 
     lengths: Sequence[int]
     columns: Mapping[str, Column | None]
@@ -58,7 +68,9 @@ class Shipped:
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Shipped:
         rows = [row for group in groups for row in group.trajectories]
-        others = {name: [getattr(row, name) for row in rows] for name in FIELDS if name not in COLUMNS}
+        others = {
+            name: [getattr(row, name) for row in rows] for name in FIELDS if name not in COLUMNS
+        }
         others["turns"] = [tuple(map(TURN, turns)) for turns in others["turns"]]
         return cls(
             [len(row) for row in rows],

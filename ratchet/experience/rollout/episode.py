@@ -1,8 +1,10 @@
-"""One attempt at one task: generate, act, observe, until the environment ends it or a budget does. Tokens in, tokens out.
+"""One attempt at one task: generate, act, observe, until the environment ends it or a budget does.
+Tokens in, tokens out.
 
-What the policy reads next normally extends what it read and wrote before, token by token. Where the chat template won't have
-that (it drops the reasoning of earlier turns, say), the history forks: a new strand begins, whose prompt is the conversation
-as it is rendered now. An attempt is one trajectory a strand.
+What the policy reads next normally extends what it read and wrote before, token by token. Where the
+chat template won't have that (it drops the reasoning of earlier turns, say), the history forks: a
+new strand begins, whose prompt is the conversation as it is rendered now. An attempt is one
+trajectory a strand.
 
 L = tokens of the trajectory so far.
 """
@@ -42,7 +44,8 @@ P = TypeVar("P")
 
 
 class PromptMemo:
-    """The attempts of a group almost always begin with the same messages: their tokens are rendered once."""
+    """The attempts of a group almost always begin with the same messages: their tokens are rendered
+    once."""
 
     def __init__(self) -> None:
         self.given: tuple[Sequence[Message], Tools | None] | None = None
@@ -66,14 +69,20 @@ class TokenRecord:
     pieces: list[tuple[Owner, np.ndarray, Completion | None]] = field(default_factory=list)
     length: int = 0
 
-    def add(self, owner: Owner, tokens: Sequence[int] | np.ndarray, completion: Completion | None = None) -> None:
+    def add(
+        self, owner: Owner, tokens: Sequence[int] | np.ndarray, completion: Completion | None = None
+    ) -> None:
         array = np.asarray(tokens, dtype=np.int64)
         self.pieces.append((owner, array, completion))
         self.length += len(array)
 
     def tokens(self) -> np.ndarray:
         _, first, _ = self.pieces[0]
-        return first if len(self.pieces) == 1 else np.concatenate([tokens for _, tokens, _ in self.pieces])
+        return (
+            first
+            if len(self.pieces) == 1
+            else np.concatenate([tokens for _, tokens, _ in self.pieces])
+        )
 
     def trajectory(self, **fields: Any) -> Trajectory:
         """`fields`: those of a Trajectory that are no token columns."""
@@ -107,9 +116,12 @@ class TokenRecord:
         )
 
     def _routes(self) -> np.ndarray | None:
-        """A completion has those of all tokens so far. The first to compute a token says where it went: what a turn wrote was
-        drawn from that forward, and only its last token and the environment's come from that of the next turn's prompt."""
-        given = [one.routes for _, _, one in self.pieces if one is not None and one.routes is not None]
+        """A completion has those of all tokens so far. The first to compute a token says where it
+        went: what a turn wrote was drawn from that forward, and only its last token and the
+        environment's come from that of the next turn's prompt."""
+        given = [
+            one.routes for _, _, one in self.pieces if one is not None and one.routes is not None
+        ]
         if not given:
             return None
         routes = np.full((self.length, *given[0].shape[1:]), -1, np.int16)
@@ -121,7 +133,8 @@ class TokenRecord:
 
 @dataclass(slots=True)
 class Strand:
-    """A stretch of an attempt in which every prompt extends the last one: it becomes one trajectory.
+    """A stretch of an attempt in which every prompt extends the last one: it becomes one
+    trajectory.
 
     known: messages of the conversation that it holds. media: those of all tokens so far.
     """
@@ -147,17 +160,21 @@ class Play:
     tools: Tools | None = None
     strands: list[Strand] = field(default_factory=lambda: [Strand()])
     waits_for: str = "the environment"  # or the generator
-    metrics: dict[str, float] = field(default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0})
+    metrics: dict[str, float] = field(
+        default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0}
+    )
 
     @property
     def strand(self) -> Strand:
         return self.strands[-1]
 
     def trajectories(self, attempt: int, outcome: Outcome | None) -> list[Trajectory]:
-        """One a strand, in order; a strand in which the policy wrote nothing is none, unless there is no other."""
+        """One a strand, in order; a strand in which the policy wrote nothing is none, unless there
+        is no other."""
         self.strand.known = len(self.messages)
         strands = [strand for strand in self.strands if strand.sampled] or self.strands[:1]
-        if not strands[0].record.length:  # it broke before there was a prompt; a trajectory has at least one token
+        # it broke before there was a prompt; a trajectory has at least one token
+        if not strands[0].record.length:
             strands[0].record.add(Owner.PROMPT, [0])
         return [
             strand.record.trajectory(
@@ -174,8 +191,13 @@ class Play:
 
 
 def checked(messages: Any, where: str, environment: Environment) -> Sequence[Message]:
-    if not isinstance(messages, tuple | list | Sequence) or not all(isinstance(message, Message) for message in messages):
-        raise UserCodeFailed(f"{type(environment).__name__}.{where} gave {messages!r:.80}, it must be a sequence of Messages")
+    if not isinstance(messages, tuple | list | Sequence) or not all(
+        isinstance(message, Message) for message in messages
+    ):
+        raise UserCodeFailed(
+            f"{type(environment).__name__}.{where} gave {messages!r:.80}, it must be a sequence of "
+            "Messages"
+        )
     return messages
 
 
@@ -184,13 +206,19 @@ def checked_step(step: Any, environment: Environment) -> Step:
     if not isinstance(step, Step):
         raise UserCodeFailed(f"{name}.step returned {step!r:.80}, it must be a Step")
     if step.reward is not None and not finite(step.reward):
-        raise UserCodeFailed(f"{name}.step gave the reward {step.reward!r:.80}, it must be a finite number or None")
+        raise UserCodeFailed(
+            f"{name}.step gave the reward {step.reward!r:.80}, it must be a finite number or None"
+        )
     metrics = {} if step.metrics is None else step.metrics
     if not isinstance(metrics, dict | Mapping) or not all(map(finite, metrics.values())):
-        raise UserCodeFailed(f"{name}.step gave the metrics {metrics!r:.80}, they must be finite numbers by name")
+        raise UserCodeFailed(
+            f"{name}.step gave the metrics {metrics!r:.80}, they must be finite numbers by name"
+        )
     checked(step.messages, "step", environment)
     if not step.done and not step.messages:
-        raise UserCodeFailed(f"{name}.step neither ended the episode nor said anything: there is nothing to answer")
+        raise UserCodeFailed(
+            f"{name}.step neither ended the episode nor said anything: there is nothing to answer"
+        )
     return step
 
 
@@ -198,8 +226,9 @@ def checked_step(step: Any, environment: Environment) -> Step:
 class Player:
     """Plays attempts: what is common to all of them.
 
-    max_context: tokens that the model can hold; the last turn is cut to it. timeout_s: of a whole attempt, waiting for the
-    generator included; None: no limit. It reaches code that awaits; what blocks the process blocks its clock too.
+    max_context: tokens that the model can hold; the last turn is cut to it. timeout_s: of a whole
+    attempt, waiting for the generator included; None: no limit. It reaches code that awaits; what
+    blocks the process blocks its clock too.
     """
 
     generator: Generator
@@ -207,24 +236,34 @@ class Player:
     max_context: int
     max_turns: int = 64
     timeout_s: float | None = None
-    _follows: dict[tuple[type, type], bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _follows: dict[tuple[type, type], bool] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def offers(self, environment: object, protocol: type[P]) -> TypeGuard[P]:
-        """Whether environments of this class follow the protocol: asked once, as Python 3.11 takes as long as a turn to say."""
+        """Whether environments of this class follow the protocol: asked once, as Python 3.11 takes
+        as long as a turn to say."""
         key = type(environment), protocol
         if key not in self._follows:
             self._follows[key] = isinstance(environment, protocol)
         return self._follows[key]
 
     async def play(
-        self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
+        self,
+        task: Task,
+        environment: Environment,
+        sampling: Sampling,
+        *,
+        attempt: int,
+        memo: PromptMemo | None = None,
     ) -> list[Trajectory]:
-        """The attempt's trajectories, one unless its history forked, not yet judged: `outcome`, the same for all, is None, or
-        Truncated, Failed or Cancelled already. What the generator raises is no attempt's fault and goes up, DataError apart.
+        """The attempt's trajectories, one unless its history forked, not yet judged: `outcome`, the
+        same for all, is None, or Truncated, Failed or Cancelled already. What the generator raises
+        is no attempt's fault and goes up, DataError apart.
 
-        Their metrics, those of the whole attempt: "turns", "forks", "retries" (0 here), "turn_limit" (1 where the last turn
-        that is allowed did not end it), "malformed_tool_calls" where tools are offered, and the sums of what the environment's
-        steps measured.
+        Their metrics, those of the whole attempt: "turns", "forks", "retries" (0 here),
+        "turn_limit" (1 where the last turn that is allowed did not end it), "malformed_tool_calls"
+        where tools are offered, and the sums of what the environment's steps measured.
 
         memo: shared by the attempts of a group.
         """
@@ -238,7 +277,11 @@ class Player:
             if not limit.expired():  # the generator's own
                 raise
             turns = int(play.metrics["turns"])
-            outcome = Failed("timeout", f"not over after {self.timeout_s:g} s and {turns} turns, waiting for {play.waits_for}")
+            outcome = Failed(
+                "timeout",
+                f"not over after {self.timeout_s:g} s and {turns} turns, waiting for "
+                f"{play.waits_for}",
+            )
         except UserCodeFailed as failure:
             outcome = Failed("environment", str(failure))
         except DataError as error:  # messages that can't be rendered, a prompt that can't be read
@@ -251,7 +294,8 @@ class Player:
             first = await guarded(lambda: environment.reset(play.task))
         play.messages = list(checked(first, "reset", environment))
         if self.offers(environment, OffersTools):
-            play.tools = await offered_tools(environment, play.task) or None  # a mixture may have none for this task
+            # a mixture may have none for this task
+            play.tools = await offered_tools(environment, play.task) or None
             play.metrics["malformed_tool_calls"] = 0
         strand = play.strand
         prompt, strand.media = memo.render(self.renderer, play.messages, play.tools)
@@ -262,7 +306,11 @@ class Player:
                 if number:
                     return Truncated()
                 length = play.strand.record.length
-                detail = f"the prompt has {length} tokens, the context {self.max_context}: shorten it or drop the task"
+                detail = (
+                    f"the prompt has {length} tokens, the context {self.max_context}: "
+                    "shorten "
+                    "it or drop the task"
+                )
                 return Failed("prompt_too_long", detail)
             ended, outcome = await self._turn(play, number, room)
             if ended:
@@ -291,14 +339,18 @@ class Player:
         if completion.stop is StopReason.ABORTED:
             return True, Cancelled("aborted")
         if stray := self.renderer.stray(completion.tokens):
-            return True, Failed("data", f"the policy wrote {stray}, which stands for a medium, and there is none")
+            return True, Failed(
+                "data", f"the policy wrote {stray}, which stands for a medium, and there is none"
+            )
         if not completion.stop.finished:
             strand.turns.append(Turn(start, strand.record.length, cut=True))
             return True, Truncated()
         with self._waiting("step", play.environment):
             answer = await guarded(lambda: play.environment.step(message))
         step = checked_step(answer, play.environment)
-        strand.turns.append(Turn(start, strand.record.length, step.reward, step.state_key, step.done, cut=False))
+        strand.turns.append(
+            Turn(start, strand.record.length, step.reward, step.state_key, step.done, cut=False)
+        )
         for name, measured in (step.metrics or {}).items():
             play.metrics[name] = play.metrics.get(name, 0.0) + float(measured)
         if not step.done:
@@ -306,19 +358,30 @@ class Player:
         return step.done, None
 
     def _waiting(self, name: str, environment: Environment) -> Wait:
-        return waiting("attempts", name, f"environment {type(environment).__name__}", self.timeout_s)
+        return waiting(
+            "attempts", name, f"environment {type(environment).__name__}", self.timeout_s
+        )
 
     def _read(self, play: Play, completion: Completion) -> Message:
         tokens = completion.tokens.tolist()
         if play.tools is None:
             return self.renderer.parse(tokens, completion.stop)
         calls = sum(len(message.tool_calls) for message in play.messages)
-        message, malformed = self.renderer.parse_calls(tokens, completion.stop, tools=play.tools, first=calls)
+        message, malformed = self.renderer.parse_calls(
+            tokens, completion.stop, tools=play.tools, first=calls
+        )
         play.metrics["malformed_tool_calls"] += malformed
         return message
 
-    def _observe(self, play: Play, completion: Completion, history: Sequence[Message], answers: Sequence[Message]) -> None:
-        """Appends what the environment said; where earlier turns would have to change for it, begins a new strand."""
+    def _observe(
+        self,
+        play: Play,
+        completion: Completion,
+        history: Sequence[Message],
+        answers: Sequence[Message],
+    ) -> None:
+        """Appends what the environment said; where earlier turns would have to change for it,
+        begins a new strand."""
         said = play.messages[-1]
         play.strand.known = len(play.messages)
         play.messages.extend(answers)
@@ -343,5 +406,8 @@ async def offered_tools(environment: OffersTools, task: Task) -> Tools:
     tools = await guarded(ask)
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         name = type(environment).__name__
-        raise UserCodeFailed(f"{name}.tools gave {tools!r:.80}, it must be a sequence of JSON-schema function descriptions")
+        raise UserCodeFailed(
+            f"{name}.tools gave {tools!r:.80}, it must be a sequence of JSON-schema function "
+            "descriptions"
+        )
     return tuple(tools)

@@ -1,4 +1,5 @@
-"""Plays whole groups of attempts at once and has them judged. What breaks is tried again, and costs its attempt alone."""
+"""Plays whole groups of attempts at once and has them judged. What breaks is tried again, and costs
+its attempt alone."""
 
 from __future__ import annotations
 
@@ -15,14 +16,26 @@ from ratchet.experience.seeds import seed_for
 from ratchet.observe.stall_report import waiting
 from ratchet.observe.tracing.spans import ACTIVITY
 from ratchet.protocols import Environment, Reward
-from ratchet.types import Failed, Group, Outcome, Sampling, Scored, Task, Trajectory, Truncated, Unjudged, finite
+from ratchet.types import (
+    Failed,
+    Group,
+    Outcome,
+    Sampling,
+    Scored,
+    Task,
+    Trajectory,
+    Truncated,
+    Unjudged,
+    finite,
+)
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Rows = list[Trajectory]  # of one attempt: one, unless its history forked
 
-OPEN = Truncated | None  # the outcome of an attempt that is still to be judged: it ended in order, or was cut off
+# the outcome of an attempt that is still to be judged: it ended in order, or was cut off
+OPEN = Truncated | None
 
 FIXED = frozenset({str, int, float, bool, bytes, type(None)})  # can't be changed in place
 CLOSE_TIMEOUT_S = 30.0  # an environment that can't even close must not hold up the run
@@ -32,12 +45,19 @@ class Plays(Protocol):
     """Who plays attempts: `ratchet.experience.rollout.episode.Player`, or an agent from outside."""
 
     async def play(
-        self, task: Task, environment: Environment, sampling: Sampling, *, attempt: int, memo: PromptMemo | None = None
+        self,
+        task: Task,
+        environment: Environment,
+        sampling: Sampling,
+        *,
+        attempt: int,
+        memo: PromptMemo | None = None,
     ) -> Rows: ...
 
 
 class PlaysGroups(Protocol):
-    """Who plays groups: `RolloutManager`, or workers. playing: how many attempts or groups are under way."""
+    """Who plays groups: `RolloutManager`, or workers. playing: how many attempts or groups are
+    under way."""
 
     playing: int
 
@@ -56,12 +76,13 @@ class PlaysGroups(Protocol):
 
 
 class RolloutManager:
-    """new_environment: makes an instance; one plays one attempt at a time, and is used again afterwards.
+    """new_environment: makes an instance; one plays one attempt at a time, and is used again
+    afterwards.
 
-    reward=None: an attempt's reward is what its environment gave turn by turn. needs_reward: whether an attempt that nobody
-    judged is of no use; else it is Unjudged. judge_timeout_s: of one call of the reward; None: no limit. retries: of an
-    attempt that an environment, a deadline or the like broke (played again, with the same seeds and a fresh instance), and of
-    judging it.
+    reward=None: an attempt's reward is what its environment gave turn by turn. needs_reward:
+    whether an attempt that nobody judged is of no use; else it is Unjudged. judge_timeout_s: of one
+    call of the reward; None: no limit. retries: of an attempt that an environment, a deadline or
+    the like broke (played again, with the same seeds and a fresh instance), and of judging it.
     """
 
     def __init__(
@@ -75,23 +96,39 @@ class RolloutManager:
         retries: int = 0,
     ) -> None:
         self.player, self.new_environment, self.reward = player, new_environment, reward
-        self.needs_reward, self.judge_timeout_s, self.retries = needs_reward, judge_timeout_s, retries
+        self.needs_reward, self.judge_timeout_s, self.retries = (
+            needs_reward,
+            judge_timeout_s,
+            retries,
+        )
         # Whether an attempt can be judged as soon as it ends, whatever becomes of the others.
         self._judges_alone = reward is None or not getattr(reward, "together", True)
         self.playing = 0  # attempts that are played or judged now
         self._idle: list[Environment] = []
 
     async def group(
-        self, task: Task, sampling: Sampling, *, group_id: str, attempts: int, greedy: bool = False, redundant: int = 0
+        self,
+        task: Task,
+        sampling: Sampling,
+        *,
+        group_id: str,
+        attempts: int,
+        greedy: bool = False,
+        redundant: int = 0,
     ) -> Group:
-        """`attempts` tries at one task. Attempt i is drawn with a seed made from (sampling.seed, group_id, i). With `greedy`
-        there is one more at temperature 0, the group's baseline. With `redundant`, so many more are begun: the first `attempts`
-        that end well are kept, and the others are cancelled."""
+        """`attempts` tries at one task. Attempt i is drawn with a seed made from (sampling.seed,
+        group_id, i). With `greedy` there is one more at temperature 0, the group's baseline. With
+        `redundant`, so many more are begun: the first `attempts` that end well are kept, and the
+        others are cancelled."""
         memo = PromptMemo()
-        tries = [self._attempt(task, sampling, group_id, i, memo) for i in range(attempts + redundant)]
+        tries = [
+            self._attempt(task, sampling, group_id, i, memo) for i in range(attempts + redundant)
+        ]
         playing = first(tries, attempts, well=_ended_well)
         if greedy:
-            extra = self._attempt(task, replace(sampling, temperature=0.0), group_id, len(tries), memo)
+            extra = self._attempt(
+                task, replace(sampling, temperature=0.0), group_id, len(tries), memo
+            )
             played, (baseline,) = await asyncio.gather(playing, first([extra], 1))
             played.append([replace(row, use="baseline") for row in baseline])
         else:
@@ -109,10 +146,12 @@ class RolloutManager:
         redundant: int = 0,
         wanted: int | None = None,
     ) -> list[Group]:
-        """One group per (id, task), all concurrently, in the order given; with `wanted`, the first so many that are ready, and
-        the others are cancelled."""
+        """One group per (id, task), all concurrently, in the order given; with `wanted`, the first
+        so many that are ready, and the others are cancelled."""
         made = [
-            self.group(task, sampling, group_id=name, attempts=attempts, greedy=greedy, redundant=redundant)
+            self.group(
+                task, sampling, group_id=name, attempts=attempts, greedy=greedy, redundant=redundant
+            )
             for name, task in jobs
         ]
         return await first(made, len(made) if wanted is None else wanted)
@@ -121,7 +160,9 @@ class RolloutManager:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(_close(environment) for environment in idle))
 
-    async def _attempt(self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo) -> Rows:
+    async def _attempt(
+        self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo
+    ) -> Rows:
         self.playing += 1
         try:
             own = sampling.seeded(seed_for(sampling.seed, group_id, attempt))
@@ -132,16 +173,22 @@ class RolloutManager:
                     retries += 1
                     rows = await self._play(task, own, attempt, memo, fresh=True)
             if retries:
-                rows = [replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows]
+                rows = [
+                    replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows
+                ]
             return (await self._judge(task, [rows]))[0] if self._judges_alone else rows
         finally:
             self.playing -= 1
 
-    async def _play(self, task: Task, sampling: Sampling, attempt: int, memo: PromptMemo, *, fresh: bool = False) -> Rows:
+    async def _play(
+        self, task: Task, sampling: Sampling, attempt: int, memo: PromptMemo, *, fresh: bool = False
+    ) -> Rows:
         environment = self._idle.pop() if self._idle and not fresh else self.new_environment()
         ended = False
         try:
-            rows = await self.player.play(_own(task), environment, sampling, attempt=attempt, memo=memo)
+            rows = await self.player.play(
+                _own(task), environment, sampling, attempt=attempt, memo=memo
+            )
             ended = not isinstance(rows[-1].outcome, Failed)
             return rows
         finally:
@@ -158,7 +205,8 @@ class RolloutManager:
             self.playing -= 1
 
     async def _judge(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
-        """Attempts that ended in order or were cut off get an outcome with a reward; the others keep what they have."""
+        """Attempts that ended in order or were cut off get an outcome with a reward; the others
+        keep what they have."""
         judged = list(played)
         chosen = [i for i, rows in enumerate(played) if isinstance(rows[-1].outcome, OPEN)]
         if not chosen:
@@ -171,8 +219,8 @@ class RolloutManager:
         return judged
 
     async def _outcomes(self, candidates: Sequence[Rows], task: Task) -> list[Outcome]:
-        """One for each attempt: its rows are judged by the last, which has the whole conversation. What was judged stays so
-        when another is judged again."""
+        """One for each attempt: its rows are judged by the last, which has the whole conversation.
+        What was judged stays so when another is judged again."""
         if self.reward is None:
             return [_environment_outcome(rows, needed=self.needs_reward) for rows in candidates]
         outcomes = await self._score(self.reward, candidates, task)
@@ -188,8 +236,12 @@ class RolloutManager:
     async def _score(self, reward: Reward, candidates: Sequence[Rows], task: Task) -> list[Outcome]:
         try:
             async with limited(self.judge_timeout_s):
-                with waiting("attempts", "score", f"reward {type(reward).__name__}", self.judge_timeout_s):
-                    given = await guarded(lambda: reward.score([rows[-1] for rows in candidates], task))
+                with waiting(
+                    "attempts", "score", f"reward {type(reward).__name__}", self.judge_timeout_s
+                ):
+                    given = await guarded(
+                        lambda: reward.score([rows[-1] for rows in candidates], task)
+                    )
             return [_checked(outcome, reward) for outcome in _one_each(given, candidates, reward)]
         except TimeoutError:
             waited = f"{type(reward).__name__}.score gave nothing within {self.judge_timeout_s:g} s"
@@ -205,8 +257,8 @@ async def first(
     well: Callable[[T], bool] = lambda _: True,
     parting: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> list[T]:
-    """Results of the first `n` that end as `well` likes, and of those that ended otherwise by then, in the order given; the
-    others are cancelled, after `parting`."""
+    """Results of the first `n` that end as `well` likes, and of those that ended otherwise by then,
+    in the order given; the others are cancelled, after `parting`."""
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(coroutine) for coroutine in coroutines]
     pending = set(tasks)
@@ -232,8 +284,8 @@ async def first(
 
 
 def _own(task: Task) -> Task:
-    """What could be changed in place is the attempt's own: neither another one nor the reward sees it. In a third of the time
-    that `replace` with copies in depth takes."""
+    """What could be changed in place is the attempt's own: neither another one nor the reward sees
+    it. In a third of the time that `replace` with copies in depth takes."""
     answer = task.answer if type(task.answer) in FIXED else copy.deepcopy(task.answer)
     flat = type(task.meta) is dict and FIXED.issuperset(map(type, task.meta.values()))
     meta = dict(task.meta) if flat else copy.deepcopy(task.meta)
@@ -249,7 +301,10 @@ async def _close(environment: Environment) -> None:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await guarded(environment.close)
     except (TimeoutError, UserCodeFailed) as failure:  # nothing is lost with it
-        log.warning("an environment failed to close:\n%s", str(failure) or f"not done after {CLOSE_TIMEOUT_S:g} s")
+        log.warning(
+            "an environment failed to close:\n%s",
+            str(failure) or f"not done after {CLOSE_TIMEOUT_S:g} s",
+        )
 
 
 def _one_each(given: Any, candidates: Sequence[Rows], reward: Reward) -> list[Any]:
@@ -257,19 +312,29 @@ def _one_each(given: Any, candidates: Sequence[Rows], reward: Reward) -> list[An
     if not isinstance(given, list | Sequence):  # the former is told at once, the latter asked for
         raise UserCodeFailed(f"{name}.score gave {given!r:.80}, it must be a sequence of outcomes")
     if len(given) != len(candidates):
-        raise UserCodeFailed(f"{name}.score gave {len(given)} outcomes for {len(candidates)} trajectories")
+        raise UserCodeFailed(
+            f"{name}.score gave {len(given)} outcomes for {len(candidates)} trajectories"
+        )
     return list(given)
 
 
 def _checked(outcome: Any, reward: Reward) -> Outcome:
     name = type(reward).__name__
     if not isinstance(outcome, Outcome):
-        return Failed("reward", f"{name}.score gave {outcome!r:.80} for an attempt, it must be an Outcome such as Scored(1.0)")
+        return Failed(
+            "reward",
+            f"{name}.score gave {outcome!r:.80} for an attempt, it must be an Outcome such as "
+            "Scored(1.0)",
+        )
     if isinstance(outcome, Scored | Truncated):
         unknown = isinstance(outcome, Truncated) and outcome.reward is None
         parts = outcome.parts.values() if isinstance(outcome.parts, dict | Mapping) else [None]
         if not all(map(finite, parts)) or not (unknown or finite(outcome.reward)):
-            return Failed("reward", f"{name}.score gave {outcome!r:.200}, and rewards and their parts are finite numbers")
+            return Failed(
+                "reward",
+                f"{name}.score gave {outcome!r:.200}, and rewards and their parts are finite "
+                "numbers",
+            )
     return outcome
 
 
@@ -285,11 +350,17 @@ def _environment_outcome(rows: Rows, *, needed: bool) -> Outcome:
         return Unjudged(truncated=truncated)
     if truncated:
         return Truncated(total or 0.0)
-    return Failed("unjudged", "neither a reward nor the environment judged this attempt") if total is None else Scored(total)
+    return (
+        Failed("unjudged", "neither a reward nor the environment judged this attempt")
+        if total is None
+        else Scored(total)
+    )
 
 
 def _with_turn_rewards(rows: Rows, outcome: Outcome) -> Outcome:
     total = _own_reward(rows)
     if total is not None and isinstance(outcome, Scored | Truncated) and outcome.reward is not None:
-        return replace(outcome, reward=outcome.reward + total, parts={**outcome.parts, "environment": total})
+        return replace(
+            outcome, reward=outcome.reward + total, parts={**outcome.parts, "environment": total}
+        )
     return outcome

@@ -1,5 +1,5 @@
-"""Groups and completions as plain values and arrays, which a checkpoint can hold, and back. Nothing that is read can execute:
-the classes that it may name are those of `ratchet.types` listed here."""
+"""Groups and completions as plain values and arrays, which a checkpoint can hold, and back. Nothing
+that is read can execute: the classes that it may name are those of `ratchet.types` listed here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def stored(value: Any) -> Any:
     if name in STORED and isinstance(value, Enum):
         return {TAG: name, "value": value.value}
     if name in STORED:
-        return {TAG: name, **{field.name: stored(getattr(value, field.name)) for field in fields(value)}}
+        return {
+            TAG: name,
+            **{field.name: stored(getattr(value, field.name)) for field in fields(value)},
+        }
     if isinstance(value, Mapping):
         return {key: stored(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -53,7 +56,9 @@ def restored(value: Any) -> Any:
         try:
             return STORED[value[TAG]](**given)
         except (KeyError, TypeError, ValueError, AssertionError) as error:
-            raise CheckpointError(f"a stored {value[TAG]!r:.40} can't be read: {error!r}") from error
+            raise CheckpointError(
+                f"a stored {value[TAG]!r:.40} can't be read: {error!r}"
+            ) from error
     if isinstance(value, Mapping):
         return {key: restored(item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -1,5 +1,5 @@
-"""Whole groups played in the workers that generate: environments and rewards run there too, on as many cores as there are
-workers, and what comes back are groups.
+"""Whole groups played in the workers that generate: environments and rewards run there too, on as
+many cores as there are workers, and what comes back are groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from ratchet.experience.rollout.columns import Shipped
 from ratchet.observe.stall_report import GENERATE, waiting
 from ratchet.types import Group, Sampling, Task
 
-LONGEST_S = 7 * 86_400.0  # of a step's attempts, where they have no deadlines of their own (`rollouts.attempt_timeout_s`)
+# of a step's attempts, where they have no deadlines of their own (`rollouts.attempt_timeout_s`)
+LONGEST_S = 7 * 86_400.0
 CLOSE_S = 60.0
 
 
@@ -21,7 +22,11 @@ class Players(Protocol):
     """Workers, each with a generator that has the current weights."""
 
     async def ask_each(
-        self, method: str, arguments_by_worker: Sequence[Sequence[Any]], *, timeout_s: float | None = None
+        self,
+        method: str,
+        arguments_by_worker: Sequence[Sequence[Any]],
+        *,
+        timeout_s: float | None = None,
     ) -> list[Any]: ...
 
     def give_up(self, error: Exception) -> None: ...
@@ -31,8 +36,8 @@ class Players(Protocol):
 
 
 class Elsewhere:
-    """Implements `PlaysGroups` on workers whose components are `ratchet.training.rollout_workers.GroupRank`s. stage: for their
-    `begin`."""
+    """Implements `PlaysGroups` on workers whose components are
+    `ratchet.training.rollout_workers.GroupRank`s. stage: for their `begin`."""
 
     def __init__(self, players: Players, stage: Sequence[Any]) -> None:
         self.players, self.stage = players, stage
@@ -49,8 +54,8 @@ class Elsewhere:
         redundant: int = 0,
         wanted: int | None = None,
     ) -> list[Group]:
-        """As `RolloutManager.groups`: seeds belong to attempts, so a group is the same whoever plays it. Raises WorkerError
-        where a worker is lost."""
+        """As `RolloutManager.groups`: seeds belong to attempts, so a group is the same whoever
+        plays it. Raises WorkerError where a worker is lost."""
         assert not redundant, "the configuration refuses them here"
         assert wanted in (None, len(jobs)), "nothing is redundant"
         size = self.players.size
@@ -62,13 +67,22 @@ class Elsewhere:
                     await self.players.ask_each("begin", [self.stage] * size)
                     self._begun = True
                 asked = [(share, sampling, attempts, greedy) for share in shares]
-                answers: list[Shipped] = await self.players.ask_each("play", asked, timeout_s=LONGEST_S)
+                answers: list[Shipped] = await self.players.ask_each(
+                    "play", asked, timeout_s=LONGEST_S
+                )
         except BaseException as error:
-            self.players.give_up(error if isinstance(error, Exception) else WorkerError("a step's groups were given up"))
+            self.players.give_up(
+                error
+                if isinstance(error, Exception)
+                else WorkerError("a step's groups were given up")
+            )
             raise
         finally:
             self.playing -= len(jobs)
-        parts = [list(own.groups([task for _, task in share])) for own, share in zip(answers, shares, strict=True)]
+        parts = [
+            list(own.groups([task for _, task in share]))
+            for own, share in zip(answers, shares, strict=True)
+        ]
         return [parts[i % size][i // size] for i in range(len(jobs))]
 
     async def close(self) -> None:

@@ -1,5 +1,6 @@
-"""The episode boundary: environments and rewards are anybody's code. They may raise anything, sys.exit too, hang, or return
-what they should not, and cost only the attempt that they were to serve.
+"""The episode boundary: environments and rewards are anybody's code. They may raise anything,
+sys.exit too, hang, or return what they should not, and cost only the attempt that they were to
+serve.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class UserCodeFailed(Exception):
 
 
 class NoLimit:
-    """A deadline that is never reached, in a quarter of the time that `asyncio.timeout(None)` takes to enter and to leave."""
+    """A deadline that is never reached, in a quarter of the time that `asyncio.timeout(None)` takes
+    to enter and to leave."""
 
     async def __aenter__(self) -> NoLimit:
         return self
@@ -43,7 +45,8 @@ def limited(seconds: float | None) -> asyncio.Timeout | NoLimit:
 
 
 async def guarded(call: Callable[[], Awaitable[T]]) -> T:
-    """Raises UserCodeFailed for whatever `call` raises, but for the cancellation of the task itself."""
+    """Raises UserCodeFailed for whatever `call` raises, but for the cancellation of the task
+    itself."""
     try:
         return await call()
     except (Exception, SystemExit) as error:

@@ -16,17 +16,26 @@ WINDOW = 8  # steps: an outage of one is survived, a lasting one is not
 
 
 class Batcher:
-    """max_failed_share: of the attempts of the last WINDOW steps, as far as there were so many; above it the run stops, and
-    shows what went wrong most often."""
+    """max_failed_share: of the attempts of the last WINDOW steps, as far as there were so many;
+    above it the run stops, and shows what went wrong most often."""
 
-    def __init__(self, source: Source, *, groups_per_step: int, max_failed_share: float = 0.5) -> None:
-        self.source, self.groups_per_step, self.max_failed_share = source, groups_per_step, max_failed_share
-        self._recent: deque[tuple[list[Failed], int]] = deque(maxlen=WINDOW)  # a step's failures, of how many attempts
+    def __init__(
+        self, source: Source, *, groups_per_step: int, max_failed_share: float = 0.5
+    ) -> None:
+        self.source, self.groups_per_step, self.max_failed_share = (
+            source,
+            groups_per_step,
+            max_failed_share,
+        )
+        # a step's failures, of how many attempts
+        self._recent: deque[tuple[list[Failed], int]] = deque(maxlen=WINDOW)
         self._warned = False
 
     async def next(self, step: int) -> list[Group]:
         groups = await self.source.draw(self.groups_per_step, version=step)
-        outcomes = [rows[-1].outcome for group in groups if not group.uses for rows in group.attempts]
+        outcomes = [
+            rows[-1].outcome for group in groups if not group.uses for rows in group.attempts
+        ]
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
         self._recent.append((failures, len(outcomes)))
         if failures:
@@ -48,21 +57,32 @@ class Batcher:
         recent = [failure for failed, _ in self._recent for failure in failed]
         total = sum(of for _, of in self._recent)
         if len(recent) > self.max_failed_share * total:
-            since = f"steps {step + 2 - len(self._recent)} to {step + 1}" if len(self._recent) > 1 else f"step {step + 1}"
+            since = (
+                f"steps {step + 2 - len(self._recent)} to {step + 1}"
+                if len(self._recent) > 1
+                else f"step {step + 1}"
+            )
             raise TrainingError(
                 f"{since}: {len(recent)} of {total} attempts failed "
                 f"(rollouts.max_failed_share is {self.max_failed_share:.0%}); {_worst(recent)}"
             )
-        # On the screen once; every step's count is in the metrics, every step's worst traceback in the log.
+        # On the screen once; every step's count is in the metrics, every step's worst traceback in
+        # the log.
         level = logging.INFO if self._warned else logging.WARNING
         log.log(
-            level, "step %d: %d of %d attempts failed and are left out; %s", step + 1, len(failures), attempts, _worst(failures)
+            level,
+            "step %d: %d of %d attempts failed and are left out; %s",
+            step + 1,
+            len(failures),
+            attempts,
+            _worst(failures),
         )
         self._warned = True
 
 
 def _worst(failures: Sequence[Failed]) -> str:
-    """The most frequent failure: of the commonest kind, the traceback whose last line is commonest, and counts of all kinds."""
+    """The most frequent failure: of the commonest kind, the traceback whose last line is commonest,
+    and counts of all kinds."""
     kinds = Counter(failure.kind for failure in failures)
     kind, _ = kinds.most_common(1)[0]
     details = [failure.detail.strip() for failure in failures if failure.kind == kind]

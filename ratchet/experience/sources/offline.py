@@ -33,15 +33,19 @@ class Writer:
         train: Literal["all", "last"] = "last",
         tools: Tools | None = None,
     ) -> Trajectory:
-        """The task's messages and an answer; every turn of the assistant trains, or the last. tools: that were offered."""
+        """The task's messages and an answer; every turn of the assistant trains, or the last.
+        tools: that were offered."""
         messages = (*task.messages, *answer)
         with _of(task):
             tokens, trainable = self.renderer.supervised(messages, tools, train=train)
             media = self.renderer.media(tokens, messages)
-        return self._checked(task, Trajectory.supervised(tokens, trainable, messages=messages, media=media), reward)
+        return self._checked(
+            task, Trajectory.supervised(tokens, trainable, messages=messages, media=media), reward
+        )
 
     def stepped(self, task: Task, steps: Sequence[tuple[str, float]]) -> Trajectory:
-        """An answer whose steps are tokenized each by itself; a step is a turn, and its label that turn's reward."""
+        """An answer whose steps are tokenized each by itself; a step is a turn, and its label that
+        turn's reward."""
         with _of(task):
             tokens = list(self.renderer.prompt(task.messages))
             media = self.renderer.media(tokens, task.messages)
@@ -50,7 +54,9 @@ class Writer:
             start = len(tokens)
             tokens += self.renderer.tokenizer.encode(text)
             turns.append(Turn(start, len(tokens), label))
-        trajectory = Trajectory.supervised(tokens, [i >= first for i in range(len(tokens))], media=media)
+        trajectory = Trajectory.supervised(
+            tokens, [i >= first for i in range(len(tokens))], media=media
+        )
         return replace(self._checked(task, trajectory, None), turns=tuple(turns))
 
     def _checked(self, task: Task, trajectory: Trajectory, reward: float | None) -> Trajectory:
@@ -73,7 +79,9 @@ def _of(task: Task) -> Iterator[None]:
 class Rows(StreamSource):
     """Supervised rows: each task with the messages that solve it."""
 
-    def __init__(self, stream: TaskStream, name: str, writer: Writer, *, train: Literal["all", "last"]) -> None:
+    def __init__(
+        self, stream: TaskStream, name: str, writer: Writer, *, train: Literal["all", "last"]
+    ) -> None:
         super().__init__(stream, name)
         self.writer = writer
         self.train: Literal["all", "last"] = train
@@ -88,7 +96,8 @@ class Rows(StreamSource):
 
 
 class JudgedSource(StreamSource):
-    """wants: the protocol that the stream's environment must follow. Raises ConfigError where it doesn't."""
+    """wants: the protocol that the stream's environment must follow. Raises ConfigError where it
+    doesn't."""
 
     wants: type
 
@@ -98,8 +107,10 @@ class JudgedSource(StreamSource):
         if not isinstance(stream.environment, self.wants):
             method = next(name for name in vars(self.wants) if not name.startswith("_"))
             raise ConfigError(
-                f"environment {type(stream.environment).__name__} has no {method}(task), which this algorithm learns from: "
-                "give it one, or use an environment that has it (preferences reads them from a file)"
+                f"environment {type(stream.environment).__name__} has no {method}(task), which "
+                "this algorithm learns from: "
+                "give it one, or use an environment that has it (preferences reads them from a "
+                "file)"
             )
 
 
@@ -116,16 +127,21 @@ class Pairs(JudgedSource):
         assert isinstance(environment, Compares)
         pair = environment.comparison(task)
         chosen, rejected = pair.rewards or (None, None)
-        return self.writer.row(task, pair.chosen, chosen), replace(self.writer.row(task, pair.rejected, rejected), attempt=1)
+        return self.writer.row(task, pair.chosen, chosen), replace(
+            self.writer.row(task, pair.rejected, rejected), attempt=1
+        )
 
 
 class Labelled(JudgedSource):
-    """One answer a task, with its reward; with `reference_rows` also the answer to another task of the draw, for KTO's
-    reference point. Raises DataError for a draw of a single task then: there is no other."""
+    """One answer a task, with its reward; with `reference_rows` also the answer to another task of
+    the draw, for KTO's reference point. Raises DataError for a draw of a single task then: there is
+    no other."""
 
     wants = Judges
 
-    def __init__(self, stream: TaskStream, name: str, writer: Writer, *, reference_rows: bool) -> None:
+    def __init__(
+        self, stream: TaskStream, name: str, writer: Writer, *, reference_rows: bool
+    ) -> None:
         super().__init__(stream, name, writer)
         self.reference_rows = reference_rows
 
@@ -138,7 +154,9 @@ class Labelled(JudgedSource):
             rows = [self.writer.row(task, answer.messages, answer.reward)]
             if self.reference_rows:
                 other = answers[_another(index, [task.messages for _, task in jobs])]
-                rows.append(replace(self.writer.row(task, other.messages), attempt=1, use="reference"))
+                rows.append(
+                    replace(self.writer.row(task, other.messages), attempt=1, use="reference")
+                )
             groups.append(Group(name, task, tuple(rows)))
         return groups
 
@@ -149,7 +167,10 @@ def _another(index: int, prompts: Sequence[Sequence[Message]]) -> int:
         other = (index + step) % len(prompts)
         if prompts[other] != prompts[index]:
             return other
-    raise DataError("KTO compares each answer with one to another prompt, and a draw holds no other: raise batch_size")
+    raise DataError(
+        "KTO compares each answer with one to another prompt, and a draw holds no other: raise "
+        "batch_size"
+    )
 
 
 class Stepped(JudgedSource):
@@ -160,4 +181,7 @@ class Stepped(JudgedSource):
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         environment = self.stream.environment
         assert isinstance(environment, Steps)
-        return [Group(name, task, (self.writer.stepped(task, environment.steps(task)),)) for name, task in jobs]
+        return [
+            Group(name, task, (self.writer.stepped(task, environment.steps(task)),))
+            for name, task in jobs
+        ]

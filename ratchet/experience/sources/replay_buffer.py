@@ -1,5 +1,5 @@
-"""A source around a source: beside a step's own groups, some that earlier steps trained on. They were drawn by older weights,
-which the algorithm's correction has to weigh.
+"""A source around a source: beside a step's own groups, some that earlier steps trained on. They
+were drawn by older weights, which the algorithm's correction has to weigh.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ratchet.types import Group
 
 
 class Replay:
-    """seed: of which are chosen. They are drawn without replacement, with chances by what they are worth: those with the
-    greatest keys u^(1 / worth), u uniform (Efraimidis and Spirakis, 2006). u comes from the step and the group's id, so that a
-    resumed run chooses the same."""
+    """seed: of which are chosen. They are drawn without replacement, with chances by what they are
+    worth: those with the greatest keys u^(1 / worth), u uniform (Efraimidis and Spirakis, 2006). u
+    comes from the step and the group's id, so that a resumed run chooses the same."""
 
     def __init__(self, source: Source, config: ReplayConfig, *, ledger: Ledger, seed: int) -> None:
         self.source, self.config, self.ledger, self.seed = source, config, ledger, seed
@@ -46,7 +46,11 @@ class Replay:
         return sorted(self._kept.values(), key=key, reverse=True)[: self.config.groups]
 
     def _worth(self, group: Group) -> float:
-        rewards = [row.reward for row in (rows[-1] for rows in group.attempts) if row.use == "train" and row.reward is not None]
+        rewards = [
+            row.reward
+            for row in (rows[-1] for rows in group.attempts)
+            if row.use == "train" and row.reward is not None
+        ]
         if self.config.priority == "uniform":
             return float(any(row.counts for row in group.trajectories))
         return pstdev(rewards) if rewards else 0.0
@@ -58,7 +62,8 @@ class Replay:
             if group.uses:
                 self.ledger.note("replayed", [group.id], step=step, version=_oldest(group))
             if self._worth(group):
-                # What judged it is not asked again, and could be anything, which a checkpoint can't hold.
+                # What judged it is not asked again, and could be anything, which a checkpoint can't
+                # hold.
                 task = replace(group.task, answer=None, meta={})
                 self._kept[group.id] = replace(group, task=task, uses=group.uses + 1)
         self._kept = dict(list(self._kept.items())[-self.config.capacity :])
@@ -81,14 +86,22 @@ class Replay:
 
     async def snapshot(self) -> Mapping[str, Any]:
         kept = [
-            {"id": one.id, "task": stored(one.task), "trajectories": stored(one.trajectories), "uses": one.uses}
+            {
+                "id": one.id,
+                "task": stored(one.task),
+                "trajectories": stored(one.trajectories),
+                "uses": one.uses,
+            }
             for one in self._kept.values()
         ]
         return {"source": await self.source.snapshot(), "kept": kept}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         await self.source.restore(state["source"])
-        groups = [Group(one["id"], restored(one["task"]), restored(one["trajectories"]), one["uses"]) for one in state["kept"]]
+        groups = [
+            Group(one["id"], restored(one["task"]), restored(one["trajectories"]), one["uses"])
+            for one in state["kept"]
+        ]
         self._drawn, self._kept = {}, {group.id: group for group in groups}
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Where groups come from: every source is a sequence of positions in a stream of tasks. Here rollouts of the policy; given
-text is in `ratchet.experience.sources.offline`.
+"""Where groups come from: every source is a sequence of positions in a stream of tasks. Here
+rollouts of the policy; given text is in `ratchet.experience.sources.offline`.
 
-A position that was drawn stays pending until it is acknowledged; a snapshot lists the pending ones, so a resumed run draws
-them again, with the same ids and the same seeds.
+A position that was drawn stays pending until it is acknowledged; a snapshot lists the pending ones,
+so a resumed run draws them again, with the same ids and the same seeds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class StreamSource(ABC):
         return await self.make(self.take(n, version), version)
 
     def take(self, n: int, version: int) -> list[tuple[str, Task]]:
-        """The next n (group id, task), pending from now on. version: of the weights that they begin with."""
+        """The next n (group id, task), pending from now on. version: of the weights that they begin
+        with."""
         repeated, self._again = self._again[:n], self._again[n:]
         picked = repeated + self.stream.take(n - len(repeated))
         jobs = [(self._id(position), task) for position, task in picked]
@@ -44,7 +45,8 @@ class StreamSource(ABC):
         return jobs
 
     def claim(self, name: str) -> tuple[str, Task]:
-        """The (group id, task) of one that was pending when the state was stored that has been restored: it is so again."""
+        """The (group id, task) of one that was pending when the state was stored that has been
+        restored: it is so again."""
         position, task = next(entry for entry in self._again if self._id(entry[0]) == name)
         self._again.remove((position, task))
         self._pending[name] = position, task
@@ -85,10 +87,12 @@ class StreamSource(ABC):
 
 
 class Rollouts(StreamSource):
-    """Attempts of the policy: `group_size` a task, and a greedy one beside them with `greedy_baseline`.
+    """Attempts of the policy: `group_size` a task, and a greedy one beside them with
+    `greedy_baseline`.
 
-    redundant_attempts: so many more are begun, and the first are kept. redundant_groups: likewise; those that were not ready in
-    time are drawn again before anything new. Which are first depends on timing.
+    redundant_attempts: so many more are begun, and the first are kept. redundant_groups: likewise;
+    those that were not ready in time are drawn again before anything new. Which are first depends
+    on timing.
     """
 
     def __init__(

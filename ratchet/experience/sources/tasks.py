@@ -1,4 +1,5 @@
-"""An endless, restartable stream of training tasks: position i gives the same task in every run with the same seed."""
+"""An endless, restartable stream of training tasks: position i gives the same task in every run
+with the same seed."""
 
 from __future__ import annotations
 
@@ -17,17 +18,25 @@ MAX_REPEATS = 10_000  # draws without a new prompt after which there are taken t
 class TaskStream:
     """Tasks of the "train" split from position 0 on.
 
-    examples: train on the first so many distinct tasks only, reshuffled every epoch; `pool_seed` decides which those are.
+    examples: train on the first so many distinct tasks only, reshuffled every epoch; `pool_seed`
+    decides which those are.
     """
 
     def __init__(
-        self, environment: Environment, *, seed: int, examples: int | None = None, pool_seed: int | None = None
+        self,
+        environment: Environment,
+        *,
+        seed: int,
+        examples: int | None = None,
+        pool_seed: int | None = None,
     ) -> None:
         self.environment, self.seed = environment, seed
         self.position = 0
         self._upcoming: Iterator[Task] | None = None
         self._epoch, self._shuffled = -1, list[int]()
-        self._pool = self._distinct(seed if pool_seed is None else pool_seed, examples) if examples else []
+        self._pool = (
+            self._distinct(seed if pool_seed is None else pool_seed, examples) if examples else []
+        )
 
     def seek(self, position: int) -> None:
         self.position, self._upcoming = position, None
@@ -68,7 +77,8 @@ class TaskStream:
         task = next(self._upcoming, None)
         if task is None:
             raise DataError(
-                f"{type(self.environment).__name__}.tasks('train') ended after {position}: it must pass over its data"
+                f"{type(self.environment).__name__}.tasks('train') ended after {position}: it must "
+                "pass over its data"
             )
         return task
 
@@ -86,5 +96,7 @@ class TaskStream:
     def _order(self, epoch: int) -> list[int]:
         if epoch != self._epoch:
             self._epoch = epoch
-            self._shuffled = random.Random(seed_for(self.seed, "epoch", epoch)).sample(range(len(self._pool)), len(self._pool))
+            self._shuffled = random.Random(seed_for(self.seed, "epoch", epoch)).sample(
+                range(len(self._pool)), len(self._pool)
+            )
         return self._shuffled

@@ -1,11 +1,13 @@
-"""Attention over the KV cache, as `attend` of `Decoder.forward`: of whole prompts, and of one new token a request.
+"""Attention over the KV cache, as `attend` of `Decoder.forward`: of whole prompts, and of one new
+token a request.
 
-Both give a request the same bits whatever else is in the call, measured on CPUs with AVX2 and AVX-512: a prompt is padded to
-a length that depends on itself alone, and a decode step sums values in tiles that don't move with the longest neighbour. Where
-the compiled kernels are in use that is one of them, and looks at no neighbour at all (a whole step: `compiled`).
+Both give a request the same bits whatever else is in the call, measured on CPUs with AVX2 and
+AVX-512: a prompt is padded to a length that depends on itself alone, and a decode step sums values
+in tiles that don't move with the longest neighbour. Where the compiled kernels are in use that is
+one of them, and looks at no neighbour at all (a whole step: `compiled`).
 
-T = tokens, N = requests, H = query heads, K = key/value heads, M = N * K, G = H / K, D = head_dim, L = attended length (a
-multiple of `KVCache.stride`), B = prompts of one call.
+T = tokens, N = requests, H = query heads, K = key/value heads, M = N * K, G = H / K, D = head_dim,
+L = attended length (a multiple of `KVCache.stride`), B = prompts of one call.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ from torch import Tensor
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import cpu
 
-TILE = 128  # tokens; MKL splits longer sums into pieces that depend on the whole length (seen from 200 tokens on)
+# tokens; MKL splits longer sums into pieces that depend on the whole length (seen from 200 tokens
+# on)
+TILE = 128
 PROMPT_STRIDE = 16
 
 
 class DecodeAttention:
     """One query a slot, for the first N slots, which writes its key and value first.
 
-    positions_N: of the new tokens, int64. longest: tokens of the longest request, the new one included.
+    positions_N: of the new tokens, int64. longest: tokens of the longest request, the new one
+    included.
     """
 
     def __init__(self, cache: KVCache, positions_N: Tensor, longest: int) -> None:
@@ -36,7 +41,9 @@ class DecodeAttention:
         self.slots_N = torch.arange(self.rows, device=positions_N.device)
         inside = self.rows <= cache.rows and longest <= cache.capacity
         laid = positions_N.dtype is torch.int64 and cpu.laid(positions_N, self.rows)
-        self.compiled = inside and laid and cache.config.head_dim <= cpu.WIDEST_HEAD and cpu.fits(cache.keys[0])
+        self.compiled = (
+            inside and laid and cache.config.head_dim <= cpu.WIDEST_HEAD and cpu.fits(cache.keys[0])
+        )
         if self.compiled:
             return
         length = min(-(-longest // cache.stride) * cache.stride, cache.capacity)
@@ -50,7 +57,14 @@ class DecodeAttention:
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         if self.compiled:
-            return cpu.decode(self.cache.keys[layer], self.cache.values[layer], q_NHD, k_NKD, v_NKD, self.positions_N)
+            return cpu.decode(
+                self.cache.keys[layer],
+                self.cache.values[layer],
+                q_NHD,
+                k_NKD,
+                v_NKD,
+                self.positions_N,
+            )
         self.cache.write(layer, self.slots_N, self.positions_N, k_NKD, v_NKD)
         k_MLD, v_MLD = self.window[layer]
         q_MGD = q_NHD.reshape(len(k_MLD), -1, q_NHD.shape[2])
@@ -58,8 +72,10 @@ class DecodeAttention:
 
 
 def _tiled(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:
-    """Plain products, quicker on a CPU than the fused kernel for small heads, and stable (see TILE)."""
-    scores_MGL = torch.bmm(q_MGD * q_MGD.shape[2] ** -0.5, k_MLD.transpose(1, 2))  # baddbmm would not be stable
+    """Plain products, quicker on a CPU than the fused kernel for small heads, and stable (see
+    TILE)."""
+    # baddbmm would not be stable
+    scores_MGL = torch.bmm(q_MGD * q_MGD.shape[2] ** -0.5, k_MLD.transpose(1, 2))
     weights_MGL = scores_MGL.add_(bias_M1L).softmax(-1)
     if weights_MGL.shape[2] <= TILE:
         return torch.bmm(weights_MGL, v_MLD)
@@ -70,15 +86,19 @@ def _tiled(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Ten
 
 
 def _fused(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:
-    """One kernel, float32 inside: for accelerators and for narrow types, whose scores must not be rounded."""
+    """One kernel, float32 inside: for accelerators and for narrow types, whose scores must not be
+    rounded."""
     mask = bias_M1L.expand(-1, q_MGD.shape[1], -1)
-    return F.scaled_dot_product_attention(q_MGD[None], k_MLD[None], v_MLD[None], attn_mask=mask[None])[0]
+    return F.scaled_dot_product_attention(
+        q_MGD[None], k_MLD[None], v_MLD[None], attn_mask=mask[None]
+    )[0]
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Prompts that are padded to one width. gather: int64 [B * width], the token that fills each cell (padding repeats the
-    prompt's last one, behind all that sees it); cells, tokens: where each real token's result lies, and belongs."""
+    """Prompts that are padded to one width. gather: int64 [B * width], the token that fills each
+    cell (padding repeats the prompt's last one, behind all that sees it); cells, tokens: where each
+    real token's result lies, and belongs."""
 
     prompts: int
     gather: Tensor
@@ -87,13 +107,21 @@ class _Bucket:
 
 
 class PrefillAttention:
-    """Causal attention within each of the prompts laid end to end; tokens behind the last prompt are padding, and get 0.
+    """Causal attention within each of the prompts laid end to end; tokens behind the last prompt
+    are padding, and get 0.
 
-    sources, slots, positions: int64 [n], which tokens' keys and values go where in the cache; a prompt that several requests
-    share goes to several slots.
+    sources, slots, positions: int64 [n], which tokens' keys and values go where in the cache; a
+    prompt that several requests share goes to several slots.
     """
 
-    def __init__(self, cache: KVCache, lengths: NDArray[np.int64], sources: Tensor, slots: Tensor, positions: Tensor) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        lengths: NDArray[np.int64],
+        sources: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+    ) -> None:
         self.cache, self.sources, self.slots, self.positions = cache, sources, slots, positions
         self.buckets = _buckets(lengths, sources.device)
 
@@ -111,7 +139,9 @@ def _causal(bucket: _Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Ten
         return x.index_select(0, bucket.gather).unflatten(0, (bucket.prompts, -1)).transpose(1, 2)
 
     q, k, v = rows(q_THD), rows(k_TKD), rows(v_TKD)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells)
 
 
@@ -124,6 +154,8 @@ def _buckets(lengths: NDArray[np.int64], device: torch.device) -> list[_Bucket]:
         offsets = np.arange(width)
         gather = starts[picked, None] + np.minimum(offsets, lengths[picked, None] - 1)
         cells = np.flatnonzero(offsets < lengths[picked, None])
-        index = (torch.from_numpy(x).to(device) for x in (gather.ravel(), cells, gather.ravel()[cells]))
+        index = (
+            torch.from_numpy(x).to(device) for x in (gather.ravel(), cells, gather.ravel()[cells])
+        )
         buckets.append(_Bucket(int(picked.sum()), *index))
     return buckets

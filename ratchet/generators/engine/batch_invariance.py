@@ -1,8 +1,10 @@
-"""How many rows a matrix product needs until each row's bits stop depending on how many others there are.
+"""How many rows a matrix product needs until each row's bits stop depending on how many others
+there are.
 
-BLAS chooses its kernel by shape, and kernels round differently. Measured in float32: with AVX-512 on one thread, products of
-any number of rows from 16 on agree; with MKL's AVX2 kernels, from 64 on; two threads need more for wide matrices. It is the
-machine's property, so it is probed. Where no candidate will do, results agree within rounding (about 1e-6 nats).
+BLAS chooses its kernel by shape, and kernels round differently. Measured in float32: with AVX-512
+on one thread, products of any number of rows from 16 on agree; with MKL's AVX2 kernels, from 64 on;
+two threads need more for wide matrices. It is the machine's property, so it is probed. Where no
+candidate will do, results agree within rounding (about 1e-6 nats).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ WIDEST = 4096  # output columns that are tried: wider products use the same kern
 
 
 def stable_rows(decoder: Decoder) -> int:
-    """The smallest candidate whose multiples agree for every matrix shape of the model; the largest if none does.
+    """The smallest candidate whose multiples agree for every matrix shape of the model; the largest
+    if none does.
 
     1 where it can't be had: accelerators choose kernels in more ways than padding could fix.
     """

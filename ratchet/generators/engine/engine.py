@@ -1,7 +1,8 @@
 """The embedded engine: continuous batching in this process, on the learner's own weights.
 
-It holds no copy of any weight: after an in-place optimizer step the next token comes from the new weights, and `commit`
-only names their version. Equal (prompt, sampling, weights) give equal completions, whatever else is running.
+It holds no copy of any weight: after an in-place optimizer step the next token comes from the new
+weights, and `commit` only names their version. Equal (prompt, sampling, weights) give equal
+completions, whatever else is running.
 """
 
 from __future__ import annotations
@@ -25,16 +26,25 @@ from ratchet.models.weights.hf_weights import canonical_weights
 class Engine(Front):
     """model: the built-in decoder, or a policy around it. Raises ModelError for any other model.
 
-    The asynchronous methods are those of `Generator`; `generate_all` is the same without an event loop.
+    The asynchronous methods are those of `Generator`; `generate_all` is the same without an event
+    loop.
     """
 
     core: Scheduler
 
-    def __init__(self, config: EngineConfig, model: Decoder | PolicyModel, tokenizer: TextDecoder | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Decoder | PolicyModel,
+        tokenizer: TextDecoder | None = None,
+    ) -> None:
         policy = DecoderPolicy(model) if isinstance(model, Decoder) else model
         decoder = getattr(policy, "decoder", None)
         if not isinstance(decoder, Decoder):
-            raise ModelError(f"the engine can't run a {type(model).__name__}: set generator.kind to hf, which runs any model")
+            raise ModelError(
+                f"the engine can't run a {type(model).__name__}: set generator.kind to hf, which "
+                "runs any model"
+            )
         if config.quantise is not None:
             for _, linear in decoder.inner_maps:
                 linear.quantise(config.quantise)
@@ -43,7 +53,9 @@ class Engine(Front):
         auto_rows, auto_cache = config.row_multiple == "auto", config.kv_cache_gib == "auto"
         limits = Limits(
             max_running=config.max_running,
-            kv_bytes=default_budget(device) if auto_cache else int(float(config.kv_cache_gib) * GIB),
+            kv_bytes=default_budget(device)
+            if auto_cache
+            else int(float(config.kv_cache_gib) * GIB),
             prefill_tokens=config.prefill_tokens,
             row_multiple=stable_rows(decoder) if auto_rows else int(config.row_multiple),
         )
@@ -59,11 +71,13 @@ class Engine(Front):
             records_routes=bool(decoder.config.sparse_layers),
             policy=policy,
             adapters=lambda: self.core.bank.names,
-            quantised=lambda: (linear.quantised for _, linear in decoder.inner_maps if linear.quantised is not None),
+            quantised=lambda: (
+                linear.quantised for _, linear in decoder.inner_maps if linear.quantised is not None
+            ),
         )
 
     def add_adapter(self, name: str, directory: Path) -> None:
-        """From now on requests whose `Sampling.adapter` has this name are served by the adapter in a directory of peft's form,
-        over the weights of the policy as they are, without the policy's own. Raises ModelError where it can't be read, or
-        doesn't fit."""
+        """From now on requests whose `Sampling.adapter` has this name are served by the adapter in
+        a directory of peft's form, over the weights of the policy as they are, without the policy's
+        own. Raises ModelError where it can't be read, or doesn't fit."""
         self.core.bank.add(name, load_adapter(directory))

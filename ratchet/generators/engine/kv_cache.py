@@ -1,6 +1,7 @@
 """Keys and values of running requests: one slot a request, its tokens in order.
 
-R = slots, K = key/value heads, C = capacity of a slot in tokens, D = head_dim, N = tokens that are written at once.
+R = slots, K = key/value heads, C = capacity of a slot in tokens, D = head_dim, N = tokens that are
+written at once.
 """
 
 from __future__ import annotations
@@ -13,21 +14,29 @@ from torch import Tensor
 from ratchet.models.config import DecoderConfig
 
 Window = tuple[Tensor, Tensor]
-STRIDE = 16  # scores and their softmax don't depend on padding, as long as the length is a multiple of this
-SMALLEST_PRODUCT = 512  # multiplications; below 400, PyTorch's `bmm` leaves BLAS for a plain loop, which rounds differently
+# scores and their softmax don't depend on padding, as long as the length is a multiple of this
+STRIDE = 16
+# multiplications; below 400, PyTorch's `bmm` leaves BLAS for a plain loop, which rounds differently
+SMALLEST_PRODUCT = 512
 
 
 class KVCache:
-    """Slots and their capacity grow by doubling, so that what is copied stays below twice what is stored.
+    """Slots and their capacity grow by doubling, so that what is copied stays below twice what is
+    stored.
 
     stride: attention reads multiples of so many tokens, a power of two, and no slot is smaller.
-    Memory always holds finite numbers: attention reads beyond a request's end with weight 0, and 0 * NaN is NaN.
+    Memory always holds finite numbers: attention reads beyond a request's end with weight 0, and 0
+    * NaN is NaN.
     """
 
-    def __init__(self, config: DecoderConfig, *, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, max_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.config, self.max_rows, self.dtype, self.device = config, max_rows, dtype, device
         self.stride = max(STRIDE, _power_of_two(-(-SMALLEST_PRODUCT // config.head_dim)))
-        self.bytes_per_token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
+        self.bytes_per_token = (
+            2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
+        )
         self.clear()
 
     def clear(self) -> None:
@@ -64,11 +73,15 @@ class KVCache:
         self._windows.clear()
 
     def window(self, rows: int, length: int) -> list[Window]:
-        """(keys, values), both [rows * K, length, D], of the first tokens of the first slots, by layer: views, which are kept,
-        as a decoding step of a small model feels what it takes to make them."""
+        """(keys, values), both [rows * K, length, D], of the first tokens of the first slots, by
+        layer: views, which are kept, as a decoding step of a small model feels what it takes to
+        make them."""
         if (rows, length) not in self._windows:
             both = zip(self.keys, self.values, strict=True)
-            made = [(k[:rows, :, :length].flatten(0, 1), v[:rows, :, :length].flatten(0, 1)) for k, v in both]
+            made = [
+                (k[:rows, :, :length].flatten(0, 1), v[:rows, :, :length].flatten(0, 1))
+                for k, v in both
+            ]
             self._windows = {(rows, length): made}
         return self._windows[rows, length]
 
@@ -83,7 +96,9 @@ class KVCache:
         for store in (*self.keys, *self.values) if rows else ():
             store.index_fill_(0, torch.tensor(rows, device=self.device), 0.0)
 
-    def write(self, layer: int, rows_N: Tensor, positions_N: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
+    def write(
+        self, layer: int, rows_N: Tensor, positions_N: Tensor, k_NKD: Tensor, v_NKD: Tensor
+    ) -> None:
         """Stores token `position` of each slot (int64 [N] both, no two alike)."""
         self.keys[layer].transpose(1, 2).index_put_((rows_N, positions_N), k_NKD)
         self.values[layer].transpose(1, 2).index_put_((rows_N, positions_N), v_NKD)

@@ -1,6 +1,8 @@
-"""Several adapters over one base, chosen by request: rows of a forward that have the same one share its products.
+"""Several adapters over one base, chosen by request: rows of a forward that have the same one share
+its products.
 
-A request's bits depend on its own adapter alone: the rows of each are padded to the multiple that keeps products stable.
+A request's bits depend on its own adapter alone: the rows of each are padded to the multiple that
+keeps products stable.
 
 T = rows of a forward, n = those of one adapter.
 """
@@ -49,7 +51,9 @@ class Served(LowRank):
             if rows is None:
                 return adapter(x_Ti, out_To)
             padded_n, count = rows
-            out_To = out_To.index_add(0, padded_n[:count], adapter.delta(x_Ti.index_select(0, padded_n))[:count])
+            out_To = out_To.index_add(
+                0, padded_n[:count], adapter.delta(x_Ti.index_select(0, padded_n))[:count]
+            )
         return out_To
 
 
@@ -76,11 +80,20 @@ class Bank:
         places = dict(adapter_weights(fresh))
         for key, weight in stored.weights.items():
             if key not in places or places[key].shape != weight.shape:
-                raise ModelError(f"adapter '{name}': its weight '{key}' {tuple(weight.shape)} doesn't fit the model")
+                raise ModelError(
+                    f"adapter '{name}': its weight '{key}' {tuple(weight.shape)} doesn't fit the "
+                    "model"
+                )
             if not bool(weight.isfinite().all()):
-                raise ModelError(f"adapter '{name}': its weight '{key}' isn't finite. Export the adapter again.")
+                raise ModelError(
+                    f"adapter '{name}': its weight '{key}' isn't finite. Export the adapter again."
+                )
             places[key].copy_(weight)
-        self._added[name] = {path: linear.adapter for path, linear in _maps(fresh).items() if linear.adapter is not None}
+        self._added[name] = {
+            path: linear.adapter
+            for path, linear in _maps(fresh).items()
+            if linear.adapter is not None
+        }
         self._view = None
 
     def decoder(self, names: Sequence[Name]) -> Decoder:
@@ -98,20 +111,26 @@ class Bank:
         device = self.source.head_weight.device
         found: dict[Name, Rows] = {}
         for name in distinct:
-            rows_n = torch.tensor([row for row, own in enumerate(names) if own == name], device=device)
+            rows_n = torch.tensor(
+                [row for row, own in enumerate(names) if own == name], device=device
+            )
             found[name] = (F.pad(rows_n, (0, -len(rows_n) % self.row_multiple)), len(rows_n))
         return found
 
     def _made(self) -> Decoder:
         made, own = self._copy(), _maps(self.source)
         for path, linear in _maps(made).items():
-            named = {name: adapters[path] for name, adapters in self._added.items() if path in adapters}
+            named = {
+                name: adapters[path] for name, adapters in self._added.items() if path in adapters
+            }
             linear.adapter = Served(self._choice, own[path].adapter, named)
         return made
 
     def _copy(self) -> Decoder:
         """Modules of their own around the same tensors, without an adapter."""
-        shared = {id(tensor): tensor for tensor in (*self.source.parameters(), *self.source.buffers())}
+        shared = {
+            id(tensor): tensor for tensor in (*self.source.parameters(), *self.source.buffers())
+        }
         made = copy.deepcopy(self.source, shared)
         for linear in _maps(made).values():
             linear.adapter = None

@@ -1,7 +1,9 @@
-"""What the engine knows of its running requests, in arrays: settings and lengths on the host, tokens on the device.
+"""What the engine knows of its running requests, in arrays: settings and lengths on the host,
+tokens on the device.
 
-Running requests fill the slots 0 .. n-1, in any order. The host knows every length without asking the device, as each
-running request gets one token a step; so a step waits for the device only where a stop id or a stop string may end one.
+Running requests fill the slots 0 .. n-1, in any order. The host knows every length without asking
+the device, as each running request gets one token a step; so a step waits for the device only where
+a stop id or a stop string may end one.
 
 R = slots, C = capacity in tokens, N = slots of a range, S = stop ids.
 """
@@ -21,7 +23,8 @@ from ratchet.generators.request import Request
 from ratchet.models.layers.expert_routing import UNKNOWN
 
 NO_STOP = -1
-CHUNK_ELEMENTS = 2**25  # logits that are sampled from at a time: 128 MiB in float32, of which a few copies exist
+# logits that are sampled from at a time: 128 MiB in float32, of which a few copies exist
+CHUNK_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class Chunk:
 class Active:
     """A range of slots as a step sees them; valid until requests come or go.
 
-    `feed` and `positions`: the last token of each and where it stands; they end with padding rows up to a multiple that
-    keeps products stable.
+    `feed` and `positions`: the last token of each and where it stands; they end with padding rows
+    up to a multiple that keeps products stable.
     """
 
     first: int
@@ -53,8 +56,20 @@ class Active:
 class Slots:
     """routes: numbers of experts that a token has in all, by layer and by choice."""
 
-    def __init__(self, *, vocab_size: int, row_multiple: int, device: torch.device, routes: tuple[int, int] = (0, 0)) -> None:
-        self.vocab_size, self.row_multiple, self.device, self.routes = vocab_size, row_multiple, device, routes
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        row_multiple: int,
+        device: torch.device,
+        routes: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.vocab_size, self.row_multiple, self.device, self.routes = (
+            vocab_size,
+            row_multiple,
+            device,
+            routes,
+        )
         self.clear()
 
     def clear(self) -> None:
@@ -83,14 +98,19 @@ class Slots:
         self.rows, self.capacity = rows, capacity
 
     def enter(self, requests: Sequence[Request], first: int) -> None:
-        """Host side of new requests, in the slots from `first` on. Their prompts' tokens are stored apart."""
+        """Host side of new requests, in the slots from `first` on. Their prompts' tokens are stored
+        apart."""
         rows = slice(first, first + len(requests))
-        self.settings[rows] = np.array([setting(r.sampling, self.vocab_size) for r in requests], dtype=SETTING)
+        self.settings[rows] = np.array(
+            [setting(r.sampling, self.vocab_size) for r in requests], dtype=SETTING
+        )
         self.prompts[rows] = self.lengths[rows] = [len(r.prompt) for r in requests]
         self.limits[rows] = [r.limit for r in requests]
         most = max(len(r.sampling.stop_ids) for r in requests)
         if most > self.stops.shape[1]:
-            self.stops = np.pad(self.stops, ((0, 0), (0, most - self.stops.shape[1])), constant_values=NO_STOP)
+            self.stops = np.pad(
+                self.stops, ((0, 0), (0, most - self.stops.shape[1])), constant_values=NO_STOP
+            )
         self.stops[rows] = NO_STOP
         for row, request in enumerate(requests, first):
             self.stops[row, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
@@ -107,12 +127,21 @@ class Slots:
             used = history[:, :length]
             used.index_copy_(0, target, used.index_select(0, source))
 
-    def read(self, rows: list[int]) -> list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32] | None]]:
-        """(tokens, logprobs, log of the kept mass or None where no filter was on) of each slot's completion."""
+    def read(
+        self, rows: list[int]
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32] | None]]:
+        """(tokens, logprobs, log of the kept mass or None where no filter was on) of each slot's
+        completion."""
         picked = torch.tensor(rows, device=self.device)
         longest = int(self.lengths[rows].max())
-        histories = [self.tokens_RC, self.logprobs_RC, *([self.log_kept_RC] if self.settings["filtered"][rows].any() else [])]
-        tokens, logprobs, *kept = (h[:, :longest].index_select(0, picked).cpu().numpy() for h in histories)
+        histories = [
+            self.tokens_RC,
+            self.logprobs_RC,
+            *([self.log_kept_RC] if self.settings["filtered"][rows].any() else []),
+        ]
+        tokens, logprobs, *kept = (
+            h[:, :longest].index_select(0, picked).cpu().numpy() for h in histories
+        )
         results = []
         for i, row in enumerate(rows):
             new = slice(self.prompts[row], self.lengths[row])
@@ -123,12 +152,21 @@ class Slots:
     def broken(self, rows: list[int]) -> list[int]:
         """Those of some slots whose newest logprob isn't finite."""
         newest = self.lengths[rows] - 1
-        if self.device.type == "cpu":  # by numpy, in a tenth of the time that PyTorch takes to index
+        # by numpy, in a tenth of the time that PyTorch takes to index
+        if self.device.type == "cpu":
             logprobs = self.logprobs_RC.numpy()[rows, newest]
         else:
-            logprobs = self.logprobs_RC[torch.tensor(rows, device=self.device), self._upload(newest)].cpu().numpy()
+            logprobs = (
+                self.logprobs_RC[torch.tensor(rows, device=self.device), self._upload(newest)]
+                .cpu()
+                .numpy()
+            )
         finite = np.isfinite(logprobs)
-        return [] if finite.all() else [row for row, fine in zip(rows, finite, strict=True) if not fine]
+        return (
+            []
+            if finite.all()
+            else [row for row, fine in zip(rows, finite, strict=True) if not fine]
+        )
 
     def read_routes(self, row: int) -> NDArray[np.int16]:
         """Of prompt and completion, whose last token has not been computed."""
@@ -157,8 +195,12 @@ class Slots:
 
     def _chunks(self, first: int, end: int) -> list[Chunk]:
         step = max(CHUNK_ELEMENTS // self.vocab_size // self.row_multiple, 1) * self.row_multiple
-        bounds = [slice(start, min(start + step, end - first)) for start in range(0, end - first, step)]
-        return [Chunk(rows, Settings.of(self.settings[first:end][rows], self.device)) for rows in bounds]
+        bounds = [
+            slice(start, min(start + step, end - first)) for start in range(0, end - first, step)
+        ]
+        return [
+            Chunk(rows, Settings.of(self.settings[first:end][rows], self.device)) for rows in bounds
+        ]
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device, copy=True)
@@ -174,7 +216,9 @@ class Slots:
             filters = chunk.settings.filters
             if filters is not None and drawn.log_kept_F is not None:
                 kept_F = drawn.log_kept_F.to(torch.float32)
-                self.log_kept_RC.view(-1).index_copy_(0, index_N[chunk.rows][filters.rows_F], kept_F)
+                self.log_kept_RC.view(-1).index_copy_(
+                    0, index_N[chunk.rows][filters.rows_F], kept_F
+                )
         active.feed[:count] = tokens_N
         active.positions[:count] += 1
         self.lengths[active.first : active.first + count] += 1

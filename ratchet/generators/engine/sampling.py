@@ -19,12 +19,13 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 BITS = 24  # of a uniform: as many as float32 holds
 
 
-# --- randomness: a counter-based generator, so that a draw depends on (seed, index of the token) and on nothing else
+# --- randomness: a counter-based generator, so that a draw depends on (seed, index of the token)
+# and on nothing else
 
 
 def stream_of(seed: int, drawn: int = 0) -> int:
-    """The seed, scrambled into a signed 64-bit number: neighbouring seeds give unrelated streams. drawn: of which so many
-    numbers have been used."""
+    """The seed, scrambled into a signed 64-bit number: neighbouring seeds give unrelated streams.
+    drawn: of which so many numbers have been used."""
     x = (seed + GOLDEN) & (2**64 - 1)
     x = ((x ^ (x >> 30)) * MIX_1) & (2**64 - 1)
     x = ((x ^ (x >> 27)) * MIX_2) & (2**64 - 1)
@@ -34,7 +35,8 @@ def stream_of(seed: int, drawn: int = 0) -> int:
 def uniforms(streams_N: Tensor, index_N: Tensor) -> Tensor:
     """Float32 in [0, 1), a multiple of 2^-24, for token `index` of each stream (int64 [N] both).
 
-    SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) at position `index`.
+    SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) at
+    position `index`.
     """
     x = streams_N + (index_N + 1) * _signed(GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(MIX_1)
@@ -66,13 +68,16 @@ SETTING = np.dtype(
 )
 
 
-def setting(sampling: Sampling, vocab_size: int) -> tuple[int, int, float, float, float, bool, bool]:
+def setting(
+    sampling: Sampling, vocab_size: int
+) -> tuple[int, int, float, float, float, bool, bool]:
     """A row of SETTING, in which a filter that is off has a value that cuts nothing."""
     return (
         stream_of(sampling.seed, sampling.drawn),
         sampling.top_k or vocab_size,
         1.0 if sampling.greedy else sampling.temperature,
-        np.inf if sampling.top_p >= 1 else sampling.top_p,  # a float32 sum may reach 1 before the last token
+        # a float32 sum may reach 1 before the last token
+        np.inf if sampling.top_p >= 1 else sampling.top_p,
         sampling.min_p,
         sampling.greedy,
         sampling.truncates,
@@ -104,7 +109,10 @@ class Settings:
             return torch.from_numpy(table_N[name][rows].copy()).to(device)
 
         rows = np.flatnonzero(table_N["filtered"])
-        picked = [torch.from_numpy(rows).to(device), *(column(name, rows) for name in ("top_k", "top_p", "min_p"))]
+        picked = [
+            torch.from_numpy(rows).to(device),
+            *(column(name, rows) for name in ("top_k", "top_p", "min_p")),
+        ]
         return cls(
             streams_N=column("stream"),
             temperature_N=column("temperature"),
@@ -113,7 +121,9 @@ class Settings:
         )
 
     @classmethod
-    def from_samplings(cls, samplings: Sequence[Sampling], vocab_size: int, device: torch.device) -> Settings:
+    def from_samplings(
+        cls, samplings: Sequence[Sampling], vocab_size: int, device: torch.device
+    ) -> Settings:
         return cls.of(np.array([setting(s, vocab_size) for s in samplings], dtype=SETTING), device)
 
 
@@ -122,8 +132,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Draw:
-    """Tokens int64 [N], their logprobs under the temperature alone (at temperature 0: under 1), float32 [N], and for the
-    rows F of `Settings.filters` the log of the mass that was kept."""
+    """Tokens int64 [N], their logprobs under the temperature alone (at temperature 0: under 1),
+    float32 [N], and for the rows F of `Settings.filters` the log of the mass that was kept."""
 
     tokens_N: Tensor
     logprobs_N: Tensor
@@ -131,7 +141,8 @@ class Draw:
 
 
 def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: Settings) -> Draw:
-    """One token a row by inversion of its cumulative distribution. logits: float32 (or better); overwritten.
+    """One token a row by inversion of its cumulative distribution. logits: float32 (or better);
+    overwritten.
 
     A row that isn't finite gives some valid token with logprob NaN.
     """
@@ -156,22 +167,28 @@ def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: Settings) -> Draw:
 def invert(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
     """First token whose cumulative mass exceeds `u * total`, int64 [N].
 
-    The threshold stays below the total, so the answer is a token at which the sum rises: one with a probability above 0,
-    and none behind the entry that holds `total`.
+    The threshold stays below the total, so the answer is a token at which the sum rises: one with a
+    probability above 0, and none behind the entry that holds `total`.
     """
     below_N = torch.nextafter(total_N, torch.zeros_like(total_N))
     threshold_N = torch.minimum(uniforms_N * total_N, below_N)
-    return torch.searchsorted(cdf_NV, threshold_N[:, None], right=True)[:, 0].clamp_(max=cdf_NV.shape[1] - 1)
+    return torch.searchsorted(cdf_NV, threshold_N[:, None], right=True)[:, 0].clamp_(
+        max=cdf_NV.shape[1] - 1
+    )
 
 
 def draw_filtered(p_FV: Tensor, uniforms_F: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
-    """(tokens [F], log of the kept mass [F]). Each filter keeps a head of the sorted distribution (equal probabilities: the
-    lower id first), judged on the distribution that the temperature gave; what all of them keep is drawn from."""
+    """(tokens [F], log of the kept mass [F]). Each filter keeps a head of the sorted distribution
+    (equal probabilities: the lower id first), judged on the distribution that the temperature gave;
+    what all of them keep is drawn from."""
     sorted_FV, order_FV = p_FV.sort(dim=-1, descending=True, stable=True)
     cdf_FV = sorted_FV.cumsum(-1)
-    by_mass_F = (cdf_FV[:, :-1] < filters.top_p_F[:, None]).sum(-1) + 1  # while less than top_p is kept, one more
+    # while less than top_p is kept, one more
+    by_mass_F = (cdf_FV[:, :-1] < filters.top_p_F[:, None]).sum(-1) + 1
     by_ratio_F = (sorted_FV >= filters.min_p_F[:, None] * sorted_FV[:, :1]).sum(-1)
-    kept_F = torch.minimum(torch.minimum(filters.top_k_F, by_mass_F), by_ratio_F).clamp_(min=1, max=p_FV.shape[1])
+    kept_F = torch.minimum(torch.minimum(filters.top_k_F, by_mass_F), by_ratio_F).clamp_(
+        min=1, max=p_FV.shape[1]
+    )
     total_F = cdf_FV.gather(1, kept_F[:, None] - 1)[:, 0]
     rank_F = torch.minimum(invert(cdf_FV, uniforms_F, total_F), kept_F - 1)
     return order_FV.gather(1, rank_F[:, None])[:, 0], total_F.log().clamp_(max=0.0)

@@ -1,4 +1,5 @@
-"""Continuous batching: requests enter free slots at once, every running one gets a token a step, and whoever has ended leaves.
+"""Continuous batching: requests enter free slots at once, every running one gets a token a step,
+and whoever has ended leaves.
 
 T = prompt tokens of a forward, N = requests, d = hidden size, V = vocabulary.
 """
@@ -37,8 +38,8 @@ Ended = Mapping[int, StopReason | RequestFailed]  # by slot
 
 @dataclass(frozen=True)
 class Limits:
-    """max_running: requests with a slot. kv_bytes: of the cache. prefill_tokens: of one forward, unless a prompt is longer.
-    row_multiple: see `engine.rows`."""
+    """max_running: requests with a slot. kv_bytes: of the cache. prefill_tokens: of one forward,
+    unless a prompt is longer. row_multiple: see `engine.rows`."""
 
     max_running: int
     kv_bytes: int
@@ -57,9 +58,16 @@ class Scheduler:
         self.decoder, self.limits, self.device = decoder, limits, weight.device
         self.vocab_size = decoder.config.vocab_size
         max_rows = ceil_to(limits.max_running, limits.row_multiple)
-        self.cache = KVCache(decoder.config, max_rows=max_rows, dtype=weight.dtype, device=weight.device)
+        self.cache = KVCache(
+            decoder.config, max_rows=max_rows, dtype=weight.dtype, device=weight.device
+        )
         routes = len(decoder.config.sparse_layers), decoder.config.experts_per_token
-        self.slots = Slots(vocab_size=self.vocab_size, row_multiple=limits.row_multiple, device=weight.device, routes=routes)
+        self.slots = Slots(
+            vocab_size=self.vocab_size,
+            row_multiple=limits.row_multiple,
+            device=weight.device,
+            routes=routes,
+        )
         self.bank = Bank(decoder, limits.row_multiple)
         self.compiled = CompiledDecoder(decoder)
         self.waiting: deque[Request] = deque()
@@ -67,7 +75,9 @@ class Scheduler:
         self.version = 0
         # Tokens of a request that has the cache to itself.
         self.longest = self.cache.stride if self._fits(1, self.cache.stride) else 0
-        while 0 < self.longest < self.decoder.config.max_positions and self._fits(1, 2 * self.longest):
+        while 0 < self.longest < self.decoder.config.max_positions and self._fits(
+            1, 2 * self.longest
+        ):
             self.longest *= 2
         self.prefilled_tokens = self.decoded_tokens = 0
         self._active: Active | None = None  # of all running requests; None when they have changed
@@ -86,8 +96,10 @@ class Scheduler:
         """Raises ConfigError when the cache could never hold it."""
         if request.limit > self.longest:
             raise ConfigError(
-                f"a request of up to {request.limit} tokens doesn't fit a KV cache of {self.limits.kv_bytes / GIB:.3g} GiB, "
-                f"which holds {self.longest}: raise generator.kv_cache_gib or lower sampling.max_new_tokens"
+                f"a request of up to {request.limit} tokens doesn't fit a KV cache of "
+                f"{self.limits.kv_bytes / GIB:.3g} GiB, "
+                f"which holds {self.longest}: raise generator.kv_cache_gib or lower "
+                "sampling.max_new_tokens"
             )
         self.waiting.append(request)
 
@@ -112,7 +124,13 @@ class Scheduler:
         self.running, self.waiting = [], deque()
         self.cache.clear()
         self.slots.clear()
-        self._active, self._watching, self._recording, self._choosing, self._stale = None, 0, 0, 0, False
+        self._active, self._watching, self._recording, self._choosing, self._stale = (
+            None,
+            0,
+            0,
+            0,
+            False,
+        )
         return left
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
@@ -125,7 +143,8 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Raises ModelError where the weights are broken. A request that can't be computed fails alone."""
+        """Raises ModelError where the weights are broken. A request that can't be computed fails
+        alone."""
         if self._stale:
             self._refresh()
         while batch := self._admissible():
@@ -134,7 +153,8 @@ class Scheduler:
             self._decode()
 
     def _admissible(self) -> list[Request]:
-        """The waiting requests that may enter now, in order: as slots, memory and the size of a forward allow."""
+        """The waiting requests that may enter now, in order: as slots, memory and the size of a
+        forward allow."""
         if self.waiting and not self.running and not self._fits(1, self.waiting[0].limit):
             self.cache.clear()  # it has the shape of earlier requests
             self.slots.clear()
@@ -149,11 +169,16 @@ class Scheduler:
         reach = int(self.slots.limits[: len(self.running)].max(initial=0))
         reaches = list(accumulate((request.limit for request in batch), max, initial=reach))
         counts = range(1, len(batch) + 1)
-        count = bisect_left(counts, True, key=lambda n: not self._fits(len(self.running) + n, reaches[n]))
+        count = bisect_left(
+            counts, True, key=lambda n: not self._fits(len(self.running) + n, reaches[n])
+        )
         return batch[:count]
 
     def _fits(self, rows: int, length: int) -> bool:
-        return self.cache.bytes_for(ceil_to(rows, self.limits.row_multiple), length) <= self.limits.kv_bytes
+        return (
+            self.cache.bytes_for(ceil_to(rows, self.limits.row_multiple), length)
+            <= self.limits.kv_bytes
+        )
 
     def _reserve(self, rows: int, length: int) -> bool:
         """Whether anything had to grow."""
@@ -163,10 +188,13 @@ class Scheduler:
         return before != (self.cache.rows, self.cache.capacity)
 
     def _enter(self, batch: list[Request]) -> None:
-        """Starts these, the first that wait. Where computing them together raises, each is computed alone: those that raise
-        then fail alone, with a RequestFailed where the model has computed others."""
+        """Starts these, the first that wait. Where computing them together raises, each is computed
+        alone: those that raise then fail alone, with a RequestFailed where the model has computed
+        others."""
         longest = max(len(request.prompt) for request in batch)
-        self._reserve(ceil_to(len(self.running) + len(batch), self.limits.row_multiple), longest + 1)
+        self._reserve(
+            ceil_to(len(self.running) + len(batch), self.limits.row_multiple), longest + 1
+        )
         try:
             hidden_Nd = self._computed(batch)
         except Exception:  # of any kind: what breaks one request must not cost the others
@@ -189,8 +217,9 @@ class Scheduler:
             request.fail(uncomputable(request, error) if computes else error)
 
     def _computed(self, batch: list[Request]) -> Tensor:
-        """The hidden state of each request's last prompt token, [N, d] and padding rows: gives them the next free slots and
-        computes each distinct prompt once. They wait until they run, so that after an error `reset` finds them."""
+        """The hidden state of each request's last prompt token, [N, d] and padding rows: gives them
+        the next free slots and computes each distinct prompt once. They wait until they run, so
+        that after an error `reset` finds them."""
         recording, choosing = self._recording, self._choosing
         self._recording += sum(request.sampling.routes for request in batch)
         self._choosing += sum(request.sampling.adapter is not None for request in batch)
@@ -213,7 +242,9 @@ class Scheduler:
         rows, positions = np.repeat(np.arange(first, first + count), own_N), counting(own_N)
         sources = np.repeat(starts_P[which_N], own_N) + positions
         tokens_T = self._upload(np.concatenate(prompts))
-        self.slots.store(self._upload(rows), self._upload(positions), tokens_T[self._upload(sources)])
+        self.slots.store(
+            self._upload(rows), self._upload(positions), tokens_T[self._upload(sources)]
+        )
         record = self._record(len(tokens_T))
         adapters = [adapter for adapter, _ in numbers]
         hidden_Td = self._prefill(tokens_T, lengths_P, adapters, sources, rows, positions, record)
@@ -237,8 +268,8 @@ class Scheduler:
         self._retire(self._emit(self.slots.active(first, first + count), hidden_Nd))
 
     def _refresh(self) -> None:
-        """Computes the keys and values of all running requests anew: of all their tokens but the last, which is fed next. Their
-        routes stay: what was drawn came from those."""
+        """Computes the keys and values of all running requests anew: of all their tokens but the
+        last, which is fed next. Their routes stay: what was drawn came from those."""
         self._stale = False
         lengths = self.slots.lengths[: len(self.running)] - 1
         for rows in spans(lengths, self.limits.prefill_tokens):
@@ -258,15 +289,22 @@ class Scheduler:
         positions: NDArray[np.int64],
         record: Record | None = None,
     ) -> Tensor:
-        """Hidden states of sequences laid end to end, [T, d] and padding rows. adapters: by sequence. Keys and values of token
-        `sources[i]` go to `positions[i]` of slot `slots[i]`."""
+        """Hidden states of sequences laid end to end, [T, d] and padding rows. adapters: by
+        sequence. Keys and values of token `sources[i]` go to `positions[i]` of slot `slots[i]`."""
         padding = (0, -len(tokens_T) % self.limits.row_multiple)
         places = (self._upload(x) for x in (sources, slots, positions))
         attend = PrefillAttention(self.cache, lengths, *places)
         self.prefilled_tokens += len(tokens_T)
-        tokens_T, positions_T = F.pad(tokens_T, padding), F.pad(self._upload(counting(lengths)), padding)
-        decoder = self._decoder(np.repeat(np.array(adapters, dtype=object), lengths).tolist() if self._choosing else ())
-        return decoder(tokens_T, positions_T, attend, row_multiple=self.limits.row_multiple, route=record)
+        tokens_T, positions_T = (
+            F.pad(tokens_T, padding),
+            F.pad(self._upload(counting(lengths)), padding),
+        )
+        decoder = self._decoder(
+            np.repeat(np.array(adapters, dtype=object), lengths).tolist() if self._choosing else ()
+        )
+        return decoder(
+            tokens_T, positions_T, attend, row_multiple=self.limits.row_multiple, route=record
+        )
 
     def _decoder(self, adapters: Sequence[str | None]) -> Decoder:
         """What computes rows with these adapters, and padding."""
@@ -290,54 +328,82 @@ class Scheduler:
         self._retire(self._emit(active, self._fed(active, longest)))
 
     def _fed(self, active: Active, longest: int) -> Tensor:
-        """Hidden states of the tokens that are fed, [N, d] and padding rows. Where there is a compiled step every request
-        without an adapter goes through it, also beside others: a request's bits must not depend on its neighbours."""
+        """Hidden states of the tokens that are fed, [N, d] and padding rows. Where there is a
+        compiled step every request without an adapter goes through it, also beside others: a
+        request's bits must not depend on its neighbours."""
         if (layers := self.compiled.layers()) is None:
             return self._decoded(active, longest)
         plain = torch.arange(active.count)
         if not self._choosing:
-            hidden = self.compiled(layers, active.feed[: active.count], active.positions[: active.count], plain, self.cache)
-            return F.pad(hidden, (0, 0, 0, padding)) if (padding := len(active.feed) - active.count) else hidden
+            hidden = self.compiled(
+                layers,
+                active.feed[: active.count],
+                active.positions[: active.count],
+                plain,
+                self.cache,
+            )
+            return (
+                F.pad(hidden, (0, 0, 0, padding))
+                if (padding := len(active.feed) - active.count)
+                else hidden
+            )
         hidden = self._decoded(active, longest)
         plain = plain[[request.sampling.adapter is None for request in self.running]]
         if len(plain):
-            hidden[plain] = self.compiled(layers, active.feed[plain], active.positions[plain], plain, self.cache)
+            hidden[plain] = self.compiled(
+                layers, active.feed[plain], active.positions[plain], plain, self.cache
+            )
         return hidden
 
     def _decoded(self, active: Active, longest: int) -> Tensor:
         """The same by PyTorch's operations."""
         attend = DecodeAttention(self.cache, active.positions, longest)
         record = self._record(len(active.feed))
-        decoder = self._decoder([request.sampling.adapter for request in self.running] if self._choosing else ())
-        hidden = decoder(active.feed, active.positions, attend, row_multiple=self.limits.row_multiple, route=record)
+        decoder = self._decoder(
+            [request.sampling.adapter for request in self.running] if self._choosing else ()
+        )
+        hidden = decoder(
+            active.feed,
+            active.positions,
+            attend,
+            row_multiple=self.limits.row_multiple,
+            route=record,
+        )
         if record is not None:
             at = attend.slots_N[: active.count], active.positions[: active.count]
             self.slots.routes_RCLK.index_put_(at, record.experts_TLK[: active.count])
         return hidden
 
     def _emit(self, active: Active, hidden_Nd: Tensor) -> Ended:
-        """Draws the next token of each slot in the range, from hidden states that may end with padding rows. Returns the slots
-        that have ended."""
+        """Draws the next token of each slot in the range, from hidden states that may end with
+        padding rows. Returns the slots that have ended."""
         weight_Vd = self.decoder.head_weight
         dtype = torch.promote_types(weight_Vd.dtype, torch.float32)  # as the learner computes them
         weight_Vd, count = weight_Vd.to(dtype), active.count
         u_N = uniforms(
-            torch.cat([chunk.settings.streams_N for chunk in active.chunks]), active.positions[:count] + 1 - active.prompts_N
+            torch.cat([chunk.settings.streams_N for chunk in active.chunks]),
+            active.positions[:count] + 1 - active.prompts_N,
         )
         draws = []
         for chunk in active.chunks:
-            padded = hidden_Nd[chunk.rows.start : ceil_to(chunk.rows.stop, self.limits.row_multiple)].to(dtype)
+            padded = hidden_Nd[
+                chunk.rows.start : ceil_to(chunk.rows.stop, self.limits.row_multiple)
+            ].to(dtype)
             logits_NV = F.linear(padded, weight_Vd)[: chunk.rows.stop - chunk.rows.start]
             draws.append(draw(logits_NV, u_N[chunk.rows], chunk.settings))
         return self._ended(active, self.slots.record(active, draws))
 
     def _ended(self, active: Active, tokens_N: Tensor) -> Ended:
-        """The weakest reason first: a stop id outdoes a stop string, which outdoes a limit. Text that
-        can't be decoded fails its request."""
+        """The weakest reason first: a stop id outdoes a stop string, which outdoes a limit. Text
+        that can't be decoded fails its request."""
         first, end = active.first, active.first + active.count
         full = np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
-        ended: dict[int, StopReason | RequestFailed] = {row: self.running[row].reason_at_limit for row in full.tolist()}
-        watched = [row for row in range(first, end) if self.running[row].watch] if self._watching else []
+        ended: dict[int, StopReason | RequestFailed] = {
+            row: self.running[row].reason_at_limit for row in full.tolist()
+        }
+        watched = (
+            [row for row in range(first, end) if self.running[row].watch] if self._watching else []
+        )
         if watched:
             picked = tokens_N[torch.tensor(watched, device=self.device) - first]
             for row, token in zip(watched, picked.tolist(), strict=True):
@@ -355,18 +421,26 @@ class Scheduler:
     # --- the end of a request
 
     def _retire(self, ended: Ended) -> None:
-        """Delivers the results of these slots, or their errors, and frees them. Raises ModelError as `blame` does."""
+        """Delivers the results of these slots, or their errors, and frees them. Raises ModelError
+        as `blame` does."""
         if not ended:
             return
         rows = list(ended)
         requests = [self.running[row] for row in rows]
         results = self.slots.read(rows)
-        routes = [self.slots.read_routes(row) if self.running[row].sampling.routes else None for row in rows]
+        routes = [
+            self.slots.read_routes(row) if self.running[row].sampling.routes else None
+            for row in rows
+        ]
         at = [first_broken(logprobs) for _, logprobs, _ in results]
-        broken = {request: index for request, index in zip(requests, at, strict=True) if index is not None}
+        broken = {
+            request: index for request, index in zip(requests, at, strict=True) if index is not None
+        }
         errors = self._blamed(broken) if broken else {}
         self._leave(rows)
-        for request, (tokens, logprobs, kept), stop, taken in zip(requests, results, ended.values(), routes, strict=True):
+        for request, (tokens, logprobs, kept), stop, taken in zip(
+            requests, results, ended.values(), routes, strict=True
+        ):
             error = errors.get(request, stop)
             if isinstance(error, Exception):
                 request.fail(error)
@@ -381,8 +455,8 @@ class Scheduler:
     @torch.inference_mode()
     def _leave(self, rows: list[int]) -> None:
         """Frees slots; the last running requests move into the gaps. Where the keys and values in a
-        slot aren't finite they are erased: the next request there would read them with weight 0, and
-        get NaN."""
+        slot aren't finite they are erased: the next request there would read them with weight 0,
+        and get NaN."""
         remaining, gone = len(self.running) - len(rows), set(rows)
         holes = [row for row in rows if row < remaining]
         movers = [row for row in range(remaining, len(self.running)) if row not in gone]

@@ -19,8 +19,9 @@ class TextDecoder(Protocol):
 class StopStrings:
     """Watches one completion, token by token.
 
-    Only the end of the completion is decoded: a window of tokens with at least twice the longest stop string in text. What a
-    tokenizer does differently at the start of a text (a space dropped, half a character) thus can't touch a match.
+    Only the end of the completion is decoded: a window of tokens with at least twice the longest
+    stop string in text. What a tokenizer does differently at the start of a text (a space dropped,
+    half a character) thus can't touch a match.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: TextDecoder) -> None:
@@ -44,8 +45,10 @@ class StopStrings:
     def _decoded(self, tokens: list[int]) -> str:
         try:
             return self.tokenizer.decode(tokens)
-        except Exception as error:  # whatever a tokenizer raises, it concerns these tokens, and with them this request
+        # whatever a tokenizer raises, it concerns these tokens, and with them this request
+        except Exception as error:
             raise RequestFailed(
-                f"the tokenizer can't decode {tokens[-8:]}, so stop strings can't be found ({type(error).__name__}: {error}). "
+                f"the tokenizer can't decode {tokens[-8:]}, so stop strings can't be found "
+                f"({type(error).__name__}: {error}). "
                 "Use stop_ids in place of stop."
             ) from error

@@ -1,4 +1,5 @@
-"""vLLM's two engines as cores of the asynchronous front: one steps in this process, one runs in processes of its own.
+"""vLLM's two engines as cores of the asynchronous front: one steps in this process, one runs in
+processes of its own.
 
 Both get token ids and give token ids: text, and with it stop strings, stays on this side.
 """
@@ -40,7 +41,8 @@ class VLLMCore(Core, Protocol):
         ...
 
     async def halt(self, *, forget: bool) -> None:
-        """No step from now on; running requests keep their tokens. forget: all keys and values are to be computed anew."""
+        """No step from now on; running requests keep their tokens. forget: all keys and values are
+        to be computed anew."""
         ...
 
     async def proceed(self) -> None: ...
@@ -50,12 +52,13 @@ class VLLMCore(Core, Protocol):
 
     @property
     def loras(self) -> Mapping[str | None, Any]:
-        """vLLM's words for the adapters that requests can name; None: the policy's own, once it came."""
+        """vLLM's words for the adapters that requests can name; None: the policy's own, once it
+        came."""
         ...
 
     async def adapt(self, path: str, name: str | None = None) -> None:
-        """Loads the adapter in a directory: another one by a name of its own; None: the policy's, in place of the one before,
-        and only while it is halted."""
+        """Loads the adapter in a directory: another one by a name of its own; None: the policy's,
+        in place of the one before, and only while it is halted."""
         ...
 
     async def sleep(self) -> None: ...
@@ -73,9 +76,12 @@ class Answer:
         self.stop: StopReason | None = None
 
     def add(self, piece: Any) -> None:
-        """piece: a `CompletionOutput` with what is new. What follows a complete stop string is dropped."""
+        """piece: a `CompletionOutput` with what is new. What follows a complete stop string is
+        dropped."""
         logprobs = piece.logprobs or ()
-        for token, entry in zip(piece.token_ids, logprobs, strict=True) if self.stop is None else ():
+        for token, entry in (
+            zip(piece.token_ids, logprobs, strict=True) if self.stop is None else ()
+        ):
             self.tokens.append(token)
             self.logprobs.append(entry[token].logprob)
             if self.request.watch is not None and self.request.watch.feed(token):
@@ -97,17 +103,21 @@ class Answer:
         """Raises RequestFailed when logits weren't finite."""
         assert self.stop is not None, "it has ended"
         logprobs = np.array(self.logprobs, dtype=np.float32)
-        done = self.request.complete(np.array(self.tokens, dtype=np.int64), logprobs, None, self.stop)
+        done = self.request.complete(
+            np.array(self.tokens, dtype=np.int64), logprobs, None, self.stop
+        )
         if (index := first_broken(logprobs)) is not None:
             raise RequestFailed(
-                f"vLLM's logits of a request aren't finite (token {index}, weights version {done.versions[index]}). "
+                f"vLLM's logits of a request aren't finite (token {index}, weights version "
+                f"{done.versions[index]}). "
                 "Leave this prompt out; if every request fails so, go back to the last checkpoint."
             )
         return done
 
 
 def parameters_of(request: Request, *, streams: bool) -> Any:
-    """vLLM's `SamplingParams`. streams: pieces are delivered as they come, instead of all tokens at the end."""
+    """vLLM's `SamplingParams`. streams: pieces are delivered as they come, instead of all tokens at
+    the end."""
     params = import_module("vllm.sampling_params")
     sampling = request.sampling
     return params.SamplingParams(
@@ -118,25 +128,32 @@ def parameters_of(request: Request, *, streams: bool) -> Any:
         ignore_eos=True,  # the caller names every id that ends a completion
         logprobs=0,  # of the sampled token alone
         detokenize=False,
-        output_kind=params.RequestOutputKind.DELTA if streams else params.RequestOutputKind.FINAL_ONLY,
+        output_kind=params.RequestOutputKind.DELTA
+        if streams
+        else params.RequestOutputKind.FINAL_ONLY,
     )
 
 
 class Loras(dict[str | None, Any]):
-    """vLLM's `LoRARequest` of each adapter, by the name in a request's sampling; None: the policy's."""
+    """vLLM's `LoRARequest` of each adapter, by the name in a request's sampling; None: the
+    policy's."""
 
     def __init__(self) -> None:
         super().__init__()
         self._numbers = itertools.count(2)  # 1 is the policy's
 
     def request(self, path: str, name: str | None) -> Callable[..., Any]:
-        """Makes that of an adapter in a directory; `load_inplace=True`: loaded, though one of its number is there."""
+        """Makes that of an adapter in a directory; `load_inplace=True`: loaded, though one of its
+        number is there."""
         number = 1 if name is None else next(self._numbers)
-        return partial(import_module("vllm.lora.request").LoRARequest, f"adapter {number}", number, path)
+        return partial(
+            import_module("vllm.lora.request").LoRARequest, f"adapter {number}", number, path
+        )
 
 
 def prompt_of(request: Request, version: int) -> dict[str, Any]:
-    """Blocks of the prefix cache are shared among requests of equal salt: none finds the keys of other weights."""
+    """Blocks of the prefix cache are shared among requests of equal salt: none finds the keys of
+    other weights."""
     salt = f"weights {version}"
     return {"prompt_token_ids": collapsed(request), "cache_salt": salt, **media_of(request, salt)}
 
@@ -156,12 +173,16 @@ def _as_it_was() -> Iterator[None]:
 
 
 class Stepped:
-    """`LLMEngine` without processes. Its coroutines never wait, so nothing happens between the parts of a push. has_read:
-    called once it reads the model's files no more."""
+    """`LLMEngine` without processes. Its coroutines never wait, so nothing happens between the
+    parts of a push. has_read: called once it reads the model's files no more."""
 
     def __init__(self, arguments: dict[str, Any], has_read: Callable[[], None]) -> None:
         with _as_it_was():
-            config = import_module("vllm.engine.arg_utils").EngineArgs(**arguments).create_engine_config()
+            config = (
+                import_module("vllm.engine.arg_utils")
+                .EngineArgs(**arguments)
+                .create_engine_config()
+            )
             executor = import_module("vllm.v1.executor.abstract").Executor.get_class(config)
             engine = import_module("vllm.v1.engine.llm_engine").LLMEngine
             self.llm: Any = engine(config, executor, log_stats=False, multiprocess_mode=False)
@@ -177,7 +198,10 @@ class Stepped:
     def add(self, request: Request) -> None:
         request.marks.append((0, self.version))
         name = next(self._ids)
-        parameters, lora = parameters_of(request, streams=True), self.loras.get(request.sampling.adapter)
+        parameters, lora = (
+            parameters_of(request, streams=True),
+            self.loras.get(request.sampling.adapter),
+        )
         self.llm.add_request(name, prompt_of(request, self.version), parameters, lora_request=lora)
         self._answers[name] = Answer(request)
 
@@ -218,7 +242,8 @@ class Stepped:
     def reset(self) -> list[Request]:
         left, names = [answer.request for answer in self._answers.values()], list(self._answers)
         self._answers = {}
-        with suppress(Exception):  # an engine that is broken can't be told; its error is on its way to the callers
+        # an engine that is broken can't be told; its error is on its way to the callers
+        with suppress(Exception):
             self.llm.abort_request(names)
         return left
 
@@ -266,9 +291,10 @@ class Stepped:
 
 
 class Apart:
-    """`AsyncLLM`: the engine and its workers step by themselves, so this core is never busy. It stamps tokens with the version
-    that vLLM's engine had when it made them. has_read: called once it reads the model's files no more, which is when it has
-    answered something: one that has said it is ready still reads them."""
+    """`AsyncLLM`: the engine and its workers step by themselves, so this core is never busy. It
+    stamps tokens with the version that vLLM's engine had when it made them. has_read: called once
+    it reads the model's files no more, which is when it has answered something: one that has said
+    it is ready still reads them."""
 
     busy = False
 
@@ -276,7 +302,9 @@ class Apart:
         before = set(multiprocessing.active_children())
         try:
             arguments_of = import_module("vllm.engine.arg_utils").AsyncEngineArgs
-            self.llm: Any = import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(arguments_of(**arguments))
+            self.llm: Any = import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(
+                arguments_of(**arguments)
+            )
         except BaseException:
             _end(set(multiprocessing.active_children()) - before)
             raise
@@ -305,7 +333,8 @@ class Apart:
     async def _run(self, name: str, request: Request) -> None:
         try:
             request.deliver(await self._answer(name, request))
-        except Exception as error:  # whatever it is, it belongs to the caller who waits for the completion
+        # whatever it is, it belongs to the caller who waits for the completion
+        except Exception as error:
             request.fail(error)
 
     async def _answer(self, name: str, request: Request) -> Completion:
@@ -313,12 +342,16 @@ class Apart:
         answer, asked = Answer(request), False
         parameters = parameters_of(request, streams=request.watch is not None)
         prompt, lora = prompt_of(request, self.version), self.loras.get(request.sampling.adapter)
-        async for output in self.llm.generate(prompt, parameters, request_id=name, lora_request=lora):
+        async for output in self.llm.generate(
+            prompt, parameters, request_id=name, lora_request=lora
+        ):
             piece = output.outputs[0]
             check_expanded(request, output.prompt_token_ids)
             answer.add(piece)
             if piece.finish_reason is not None:
-                request.marks += [(span.start, _version_of(span.version)) for span in piece.weight_versions or ()]
+                request.marks += [
+                    (span.start, _version_of(span.version)) for span in piece.weight_versions or ()
+                ]
             elif answer.stop is not None and not asked:
                 await self.llm.abort(name)
                 asked = True
@@ -337,10 +370,13 @@ class Apart:
 
     def abort(self) -> None:
         if self._running:
-            self._aborting = asyncio.get_running_loop().create_task(self._abort(dict(self._running)))
+            self._aborting = asyncio.get_running_loop().create_task(
+                self._abort(dict(self._running))
+            )
 
     async def _abort(self, doomed: dict[str, asyncio.Task[None]]) -> None:
-        """vLLM ignores the abort of a request that is still on its way in: asked until none is left."""
+        """vLLM ignores the abort of a request that is still on its way in: asked until none is
+        left."""
         while left := [name for name, task in doomed.items() if not task.done()]:
             await self.llm.abort(left)
             await asyncio.wait([doomed[name] for name in left], timeout=ABORT_AGAIN_S)
@@ -358,7 +394,8 @@ class Apart:
         return await self.llm.collective_rpc(method, args=arguments)
 
     async def halt(self, *, forget: bool) -> None:
-        await self.llm.pause_generation(mode="keep", clear_cache=forget)  # what encoders gave of images with the rest
+        # what encoders gave of images with the rest
+        await self.llm.pause_generation(mode="keep", clear_cache=forget)
 
     async def proceed(self) -> None:
         await self.llm.resume_generation()
@@ -397,4 +434,7 @@ def _version_of(label: str) -> int:
     return 0 if label == UNNAMED else int(label)
 
 
-CORES: dict[str, Callable[[dict[str, Any], Callable[[], None]], VLLMCore]] = {"sync": Stepped, "async": Apart}
+CORES: dict[str, Callable[[dict[str, Any], Callable[[], None]], VLLMCore]] = {
+    "sync": Stepped,
+    "async": Apart,
+}

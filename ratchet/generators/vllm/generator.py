@@ -1,7 +1,9 @@
-"""vLLM as a generator: it has the weights a second time, and gets every version of them by a push that is checked first.
+"""vLLM as a generator: it has the weights a second time, and gets every version of them by a push
+that is checked first.
 
-A push is a transaction. What is received lies in a file; at the commit every worker compares the checksums while the old
-weights serve; only then the engine halts between two steps, loads, and goes on. Running requests keep their tokens.
+A push is a transaction. What is received lies in a file; at the commit every worker compares the
+checksums while the old weights serve; only then the engine halts between two steps, loads, and goes
+on. Running requests keep their tokens.
 """
 
 from __future__ import annotations
@@ -42,30 +44,40 @@ BACKEND = "ratchet.generators.vllm.worker_extension.VLLMBackend"
 
 
 class VLLMGeneration(Front):
-    """Implements `Generator` and `Placeable` with vLLM. model: whose weights it starts with, and whose names pushes have.
+    """Implements `Generator` and `Placeable` with vLLM. model: whose weights it starts with, and
+    whose names pushes have.
 
-    Equal requests give equal tokens but for logits that differ in their last bits, as those of a batch of another size do. The
-    seeds are vLLM's: they give other tokens than those of the embedded engine.
+    Equal requests give equal tokens but for logits that differ in their last bits, as those of a
+    batch of another size do. The seeds are vLLM's: they give other tokens than those of the
+    embedded engine.
 
-    Raises MissingDependency without vLLM, ModelError for a model that it can't run, and what vLLM raises when it can't start;
-    no process is left behind then.
+    Raises MissingDependency without vLLM, ModelError for a model that it can't run, and what vLLM
+    raises when it can't start; no process is left behind then.
     """
 
     core: VLLMCore
     shares_weights = False
 
-    def __init__(self, config: VLLMConfig, model: PolicyModel, tokenizer: TextDecoder | None = None) -> None:
-        if find_spec("vllm") is None:  # the distribution has another name where it is built for CPUs
+    def __init__(
+        self, config: VLLMConfig, model: PolicyModel, tokenizer: TextDecoder | None = None
+    ) -> None:
+        # the distribution has another name where it is built for CPUs
+        if find_spec("vllm") is None:
             raise MissingDependency("vllm", extra="vllm", needed_for="generator.kind=vllm")
         on_cpu = import_module("vllm.platforms").current_platform.is_cpu()
         shapes = {name: tuple(weight.shape) for name, weight in model.canonical_weights()}
         dtype = dtype_of(config, on_cpu=on_cpu)
         self.precision = config.quantise or str(dtype).removeprefix("torch.")
         max_context = min(config.max_context or model.max_positions, model.max_positions)
-        self._folder = _folder(config, sum(weight.numel() * 4 for _, weight in model.canonical_weights()))
+        self._folder = _folder(
+            config, sum(weight.numel() * 4 for _, weight in model.canonical_weights())
+        )
         self._directory = self._folder.path
         self.config = config
-        self._outbox, self._adapters = Outbox(self._directory, shapes, dtype), AdapterBox(self._directory)
+        self._outbox, self._adapters = (
+            Outbox(self._directory, shapes, dtype),
+            AdapterBox(self._directory),
+        )
         self._broken = ""  # why the weights can't be trusted
         try:
             start = self._directory / "start"
@@ -76,7 +88,9 @@ class VLLMGeneration(Front):
             if model.reads_media:
                 self._prepare_media(tokenizer, start)
                 arguments |= arguments_of_media()
-            core = CORES[config.engine](arguments, partial(_take_away, start, weights_alone=model.reads_media))
+            core = CORES[config.engine](
+                arguments, partial(_take_away, start, weights_alone=model.reads_media)
+            )
         except BaseException:
             self._folder.close()
             raise
@@ -97,27 +111,37 @@ class VLLMGeneration(Front):
     def _prepare_media(self, tokenizer: TextDecoder | None, start: Path) -> None:
         check_installed()
         if not isinstance(tokenizer, Tokenizer):
-            raise ModelError("vLLM prepares images together with text: give the generator the model's tokenizer")
+            raise ModelError(
+                "vLLM prepares images together with text: give the generator the model's tokenizer"
+            )
         tokenizer.save(start)
 
     @property
     def _named(self) -> list[str]:
         return [name for name in self.core.loras if name is not None]
 
-    async def generate(self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()) -> Completion:
-        """Raises as `Front.generate` does, and ModelError after a push that failed in the middle of loading."""
+    async def generate(
+        self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
+    ) -> Completion:
+        """Raises as `Front.generate` does, and ModelError after a push that failed in the middle of
+        loading."""
         if sampling.truncates:
             raise ConfigError(
-                "vLLM doesn't say how much of the distribution its filters kept, which training on their tokens needs: "
+                "vLLM doesn't say how much of the distribution its filters kept, which training on "
+                "their tokens needs: "
                 "set sampling.top_p=1, top_k=0 and min_p=0, or generator.kind=engine"
             )
         if 0 < sampling.temperature < (least := self.config.least_temperature):
             raise ConfigError(
-                f"sampling.temperature={sampling.temperature:g}, and vLLM would take {least:g} instead: "
+                f"sampling.temperature={sampling.temperature:g}, and vLLM would take {least:g} "
+                "instead: "
                 "set it to 0 (greedy) or that much"
             )
         if self._broken:
-            raise ModelError(f"vLLM's weights are neither old nor new since a push failed ({self._broken}): push again")
+            raise ModelError(
+                f"vLLM's weights are neither old nor new since a push failed ({self._broken}): "
+                "push again"
+            )
         return await super().generate(tokens, sampling, media)
 
     async def pause(self) -> None:
@@ -137,11 +161,16 @@ class VLLMGeneration(Front):
         if adapter is not None:
             self._check_rank(adapter)
         weights = manifest.get("weights") or {}
-        shapes = {name: tuple(weight["shape"]) for name, weight in weights.items() if name.startswith(PEFT)}
+        shapes = {
+            name: tuple(weight["shape"])
+            for name, weight in weights.items()
+            if name.startswith(PEFT)
+        }
         self._adapters.expect(adapter, shapes)
 
     async def receive(self, shards: Iterator[Shard]) -> None:
-        """Raises ModelError for a weight that the model doesn't have, of another shape, or sent twice."""
+        """Raises ModelError for a weight that the model doesn't have, of another shape, or sent
+        twice."""
         self._outbox.add(shard for shard in shards if not self._of_adapter(shard))
 
     def _of_adapter(self, shard: Shard) -> bool:
@@ -152,8 +181,9 @@ class VLLMGeneration(Front):
         return True
 
     async def commit(self, version: int) -> None:
-        """Raises ModelError where weights are missing, or didn't arrive as they were sent: the old ones then go on serving. If
-        vLLM fails while it loads them, running requests end as aborted and no other begins before a push that succeeds."""
+        """Raises ModelError where weights are missing, or didn't arrive as they were sent: the old
+        ones then go on serving. If vLLM fails while it loads them, running requests end as aborted
+        and no other begins before a push that succeeds."""
         manifest, adapter = self._outbox.manifest(), self._adapters.write()
         if manifest is not None:
             await self._ask("check_push", manifest)
@@ -161,7 +191,9 @@ class VLLMGeneration(Front):
             await self._ask("check_adapter", str(adapter[0]), adapter[1])
             if None not in self.core.loras:  # requests that began without one would end without
                 self.core.abort()
-        await self.core.halt(forget=(manifest is not None or adapter is not None) and not self.keep_kv)
+        await self.core.halt(
+            forget=(manifest is not None or adapter is not None) and not self.keep_kv
+        )
         try:
             if manifest is not None:
                 await self._load(version)
@@ -199,18 +231,22 @@ class VLLMGeneration(Front):
         except Exception as error:  # vLLM's own kinds differ by engine
             raise ModelError(f"the push was refused by a worker: {error}") from error
         if reasons:
-            raise ModelError(f"the push was refused by {len(reasons)} of vLLM's workers: {reasons[0]}")
+            raise ModelError(
+                f"the push was refused by {len(reasons)} of vLLM's workers: {reasons[0]}"
+            )
 
     async def add_adapter(self, name: str, directory: Path) -> None:
-        """From now on requests whose `Sampling.adapter` has this name are served by the adapter in a directory of peft's form,
-        over the weights of the policy as they are, without the policy's own. Raises ModelError where it can't be read, doesn't
-        fit, or has no place in a vLLM that was started for fewer."""
+        """From now on requests whose `Sampling.adapter` has this name are served by the adapter in
+        a directory of peft's form, over the weights of the policy as they are, without the policy's
+        own. Raises ModelError where it can't be read, doesn't fit, or has no place in a vLLM that
+        was started for fewer."""
         most = self.config.lora_others
         if name in (BASE, *self._named):
             raise ModelError(f"an adapter '{name}' is served already: give this one another name")
         if len(self._named) == most:
             raise ModelError(
-                f"vLLM was started for {most} adapters beside the policy's, and '{name}' is one more: set "
+                f"vLLM was started for {most} adapters beside the policy's, and '{name}' is one "
+                "more: set "
                 f"generator.lora_others={most + 1}"
             )
         stored = load_adapter(directory)
@@ -226,7 +262,8 @@ class VLLMGeneration(Front):
     def _check_rank(self, adapter: Adapter) -> None:
         if adapter.lora.rank > self.config.lora_rank:
             raise ModelError(
-                f"an adapter has rank {adapter.lora.rank}, and vLLM was started for {self.config.lora_rank}: set "
+                f"an adapter has rank {adapter.lora.rank}, and vLLM was started for "
+                f"{self.config.lora_rank}: set "
                 f"generator.lora_rank={adapter.lora.rank}"
             )
 
@@ -241,7 +278,8 @@ class VLLMGeneration(Front):
         await super().resume()
 
     async def offload(self) -> None:
-        """Frees the accelerator's memory of weights and cache; running requests keep their tokens. On a CPU it only halts."""
+        """Frees the accelerator's memory of weights and cache; running requests keep their tokens.
+        On a CPU it only halts."""
         await super().pause()
         await self.core.sleep()
 
@@ -252,7 +290,9 @@ class VLLMGeneration(Front):
         self._folder.close()
 
 
-def engine_arguments(config: VLLMConfig, model: Path, dtype: torch.dtype, max_context: int, *, on_cpu: bool) -> dict[str, Any]:
+def engine_arguments(
+    config: VLLMConfig, model: Path, dtype: torch.dtype, max_context: int, *, on_cpu: bool
+) -> dict[str, Any]:
     """Keywords of vLLM's `EngineArgs`."""
     return {
         "model": str(model),
@@ -274,18 +314,23 @@ def engine_arguments(config: VLLMConfig, model: Path, dtype: torch.dtype, max_co
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "seed": 0,
-        **({} if config.quantise is None else {"quantization": "fp8"}),  # of weights that come plain, each time they come
+        # of weights that come plain, each time they come
+        **({} if config.quantise is None else {"quantization": "fp8"}),
         **_of_adapters(config, on_cpu=on_cpu),
     }
 
 
 def _of_adapters(config: VLLMConfig, *, on_cpu: bool) -> dict[str, Any]:
-    """On a CPU vLLM 0.32 adds to requests without an adapter, beside others with one, what lies in its last place: there is
-    one more than adapters, so that this is nothing."""
+    """On a CPU vLLM 0.32 adds to requests without an adapter, beside others with one, what lies in
+    its last place: there is one more than adapters, so that this is nothing."""
     if not config.lora_rank:
         return {}
     most = next(rank for rank in RANKS if rank >= config.lora_rank)
-    return {"enable_lora": True, "max_loras": 1 + config.lora_others + on_cpu, "max_lora_rank": most}
+    return {
+        "enable_lora": True,
+        "max_loras": 1 + config.lora_others + on_cpu,
+        "max_lora_rank": most,
+    }
 
 
 def dtype_of(config: VLLMConfig, *, on_cpu: bool) -> torch.dtype:

@@ -1,7 +1,9 @@
-"""Weights on their way to vLLM's workers: one file a push, which every worker maps, checks and loads.
+"""Weights on their way to vLLM's workers: one file a push, which every worker maps, checks and
+loads.
 
-The file is the tensors' bytes, one after the other; what lies where is said in the manifest, which goes by another way (the
-call of the worker). So neither side can mistake a file that is cut off, stale or damaged for the weights that were sent.
+The file is the tensors' bytes, one after the other; what lies where is said in the manifest, which
+goes by another way (the call of the worker). So neither side can mistake a file that is cut off,
+stale or damaged for the weights that were sent.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class _Assembled:
 class Outbox:
     """The sender's side. shapes: of every weight, by its canonical name.
 
-    A push has all weights or none: vLLM fuses some of them, and would take memory as it finds it for the part that is missing.
+    A push has all weights or none: vLLM fuses some of them, and would take memory as it finds it
+    for the part that is missing.
     """
 
     directory: Path
@@ -47,13 +50,20 @@ class Outbox:
     _pushes: int = 0
 
     def add(self, shards: Iterator[Shard]) -> None:
-        """Raises ModelError for a weight that the model doesn't have, of another shape, or sent twice."""
+        """Raises ModelError for a weight that the model doesn't have, of another shape, or sent
+        twice."""
         for shard in shards:
             known = self.shapes.get(shard.name)
             if known is None:
-                raise ModelError(f"weight '{shard.name}' was sent to a generator whose model has none of that name")
+                raise ModelError(
+                    f"weight '{shard.name}' was sent to a generator whose model has none of that "
+                    "name"
+                )
             if tuple(known) != tuple(shard.shape):
-                raise ModelError(f"weight '{shard.name}' was sent with shape {shard.shape}, the model has {known}")
+                raise ModelError(
+                    f"weight '{shard.name}' was sent with shape {shard.shape}, the model has "
+                    f"{known}"
+                )
             if shard.name in self._entries:
                 raise ModelError(f"weight '{shard.name}' was sent twice")
             whole = self._whole(shard)
@@ -93,12 +103,17 @@ class Outbox:
         }
 
     def manifest(self) -> dict[str, Any] | None:
-        """What the workers are told; None where nothing was sent. Raises ModelError where some weights are missing."""
+        """What the workers are told; None where nothing was sent. Raises ModelError where some
+        weights are missing."""
         if not self._entries and not self._partly:
             return None
         if missing := sorted(set(self.shapes) - set(self._entries)):
-            some = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise ModelError(f"a push has all weights or none, and these are missing or incomplete: {some}")
+            some = ", ".join(missing[:5]) + (
+                f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            )
+            raise ModelError(
+                f"a push has all weights or none, and these are missing or incomplete: {some}"
+            )
         assert self.path is not None, "there are entries, so there is a file"
         entries = dict(self._entries)
         embeddings = [name for name in entries if name.endswith(EMBEDDING)]

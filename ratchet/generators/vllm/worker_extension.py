@@ -1,6 +1,8 @@
-"""What vLLM's workers learn from us: to check a push of weights, and to load it by vLLM's own reloading.
+"""What vLLM's workers learn from us: to check a push of weights, and to load it by vLLM's own
+reloading.
 
-vLLM mixes the class into its worker (`worker_extension_cls`) and calls the methods in every process that holds weights.
+vLLM mixes the class into its worker (`worker_extension_cls`) and calls the methods in every process
+that holds weights.
 """
 
 from __future__ import annotations
@@ -41,11 +43,14 @@ def _end_after(driver: int, engine: int) -> None:
 
 
 def _unlink_shared_memory() -> None:
-    """Remove the names under which vLLM's workers on a CPU share memory: vLLM never does, and all workers have opened it."""
-    parallel_state = sys.modules.get("vllm.distributed.parallel_state")  # imported by every worker that shares memory
+    """Remove the names under which vLLM's workers on a CPU share memory: vLLM never does, and all
+    workers have opened it."""
+    # imported by every worker that shares memory
+    parallel_state = sys.modules.get("vllm.distributed.parallel_state")
     for reference in parallel_state._groups.values() if parallel_state else ():
         communicator = getattr(reference(), "device_communicator", None)
-        name = getattr(getattr(communicator, "dist_module", None), "group_name", None)  # absent on accelerators
+        # absent on accelerators
+        name = getattr(getattr(communicator, "dist_module", None), "group_name", None)
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}_*") if name else ():
             path.unlink(missing_ok=True)  # another worker may have removed it
 
@@ -59,14 +64,16 @@ def _runs(process: int) -> bool:
 
 
 class VLLMBackend(Worker):
-    """Answers are plain values: an exception in one of several workers would leave the others' answers unread. Of several
-    copies of the model (data parallel) vLLM passes on the first one's answers alone, so there a failure is an exception."""
+    """Answers are plain values: an exception in one of several workers would leave the others'
+    answers unread. Of several copies of the model (data parallel) vLLM passes on the first one's
+    answers alone, so there a failure is an exception."""
 
     checked_push: Inbox | None = None
     pushed_version: int = 0
 
     def check_push(self, manifest: Mapping[str, Any]) -> str:
-        """Maps the file and compares every checksum, while the old weights serve. Says what is wrong; "" for nothing."""
+        """Maps the file and compares every checksum, while the old weights serve. Says what is
+        wrong; "" for nothing."""
         self.checked_push = None
         try:
             inbox = Inbox.open(manifest)
@@ -74,7 +81,9 @@ class VLLMBackend(Worker):
             return self._failed(f"{manifest['path']} can't be read: {error}")
         if damaged := inbox.damaged():
             some = ", ".join(damaged[:5])
-            return self._failed(f"{len(damaged)} weights don't have the checksum that they were sent with: {some}")
+            return self._failed(
+                f"{len(damaged)} weights don't have the checksum that they were sent with: {some}"
+            )
         self.checked_push = inbox
         return ""
 
@@ -84,14 +93,16 @@ class VLLMBackend(Worker):
         return self._failed(reason) if reason else ""
 
     def apply_push(self, version: int) -> str:
-        """Loads what `check_push` found in order. Call it between two steps. Says what went wrong; "" for nothing."""
+        """Loads what `check_push` found in order. Call it between two steps. Says what went wrong;
+        "" for nothing."""
         inbox, self.checked_push = self.checked_push, None
         if inbox is None:
             return self._failed("no push was found in order here")
         try:
             self.reload_weights(weights_iterator=inbox.weights())
             self._repack_experts()
-        except Exception as error:  # whatever a model's loader raises; the caller stops the generator
+        # whatever a model's loader raises; the caller stops the generator
+        except Exception as error:
             return self._failed(f"{type(error).__name__}: {error}")
         self.pushed_version = version
         return ""
@@ -100,8 +111,9 @@ class VLLMBackend(Worker):
         return self.pushed_version
 
     def end_with(self, host: str, driver: int) -> None:
-        """From now on this worker and vLLM's engine end with the process that started them. vLLM's engine notices when it is
-        told, not when the one that would tell it was killed, and would keep the accelerator."""
+        """From now on this worker and vLLM's engine end with the process that started them. vLLM's
+        engine notices when it is told, not when the one that would tell it was killed, and would
+        keep the accelerator."""
         _unlink_shared_memory()
         if socket.gethostname() == host and os.getpid() != driver:
             threading.Thread(target=_end_after, args=(driver, os.getppid()), daemon=True).start()
@@ -112,7 +124,8 @@ class VLLMBackend(Worker):
         return reason
 
     def _repack_experts(self) -> None:
-        """On a CPU vLLM 0.32 computes experts on a repacked copy of their weights, which its reloading leaves as it was."""
+        """On a CPU vLLM 0.32 computes experts on a repacked copy of their weights, which its
+        reloading leaves as it was."""
         model = self.model_runner.get_model()
         if next(model.parameters()).device.type != "cpu":
             return

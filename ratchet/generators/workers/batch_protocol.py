@@ -1,4 +1,5 @@
-"""What router and workers send each other: many small requests and answers as a few long columns, which cost little to pack."""
+"""What router and workers send each other: many small requests and answers as a few long columns,
+which cost little to pack."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ FIELDS = tuple(field.name for field in fields(Sampling))
 
 @dataclass(frozen=True)
 class Asked:
-    """Requests. numbers: their names. prompts: the distinct ones end to end, from `starts` on; prompt_of: which is whose.
-    media: the distinct ones; placed: of each prompt, where which of them is; () where none has any."""
+    """Requests. numbers: their names. prompts: the distinct ones end to end, from `starts` on;
+    prompt_of: which is whose. media: the distinct ones; placed: of each prompt, where which of them
+    is; () where none has any."""
 
     numbers: Sequence[int] = ()
     prompts: NDArray[np.int64] | None = None
@@ -30,7 +32,9 @@ class Asked:
     placed: Sequence[Sequence[tuple[int, int]]] = ()
 
     @classmethod
-    def of(cls, requests: Mapping[int, tuple[NDArray[np.int64], PromptKey, Sampling, Sequence[Placed]]]) -> Asked:
+    def of(
+        cls, requests: Mapping[int, tuple[NDArray[np.int64], PromptKey, Sampling, Sequence[Placed]]]
+    ) -> Asked:
         """By number: (prompt, what is equal for equal prompts, how, its media)."""
         distinct = {key: (tokens, media) for tokens, key, _, media in requests.values()}
         places = {key: place for place, key in enumerate(distinct)}
@@ -42,9 +46,17 @@ class Asked:
             np.concatenate(prompts) if prompts else None,
             np.cumsum([0, *map(len, prompts)]).tolist(),
             [places[key] for _, key, _, _ in requests.values()],
-            [tuple(getattr(sampling, name) for name in FIELDS) for _, _, sampling, _ in requests.values()],
+            [
+                tuple(getattr(sampling, name) for name in FIELDS)
+                for _, _, sampling, _ in requests.values()
+            ],
             list(known.values()),
-            [[(start, numbers[medium.key]) for start, medium in media] for _, media in distinct.values()] if known else (),
+            [
+                [(start, numbers[medium.key]) for start, medium in media]
+                for _, media in distinct.values()
+            ]
+            if known
+            else (),
         )
 
     def each(self) -> list[tuple[int, NDArray[np.int64], Sampling, tuple[Placed, ...]]]:
@@ -52,10 +64,14 @@ class Asked:
         if self.prompts is None:
             return []
         prompts = [self.prompts[start:end] for start, end in pairwise(self.starts)]
-        placed = [tuple(Placed(start, self.media[i]) for start, i in each) for each in self.placed] or [()] * len(prompts)
+        placed = [
+            tuple(Placed(start, self.media[i]) for start, i in each) for each in self.placed
+        ] or [()] * len(prompts)
         return [
             (number, prompts[place], Sampling(*values), placed[place])
-            for number, place, values in zip(self.numbers, self.prompt_of, self.samplings, strict=True)
+            for number, place, values in zip(
+                self.numbers, self.prompt_of, self.samplings, strict=True
+            )
         ]
 
 
@@ -78,7 +94,9 @@ class Answered:
         return cls(
             list(completions),
             np.cumsum([0, *(len(one.tokens) for one in found)]).tolist(),
-            tuple(np.concatenate([getattr(one, name) for one in found]) for name in columns) if found else (),
+            tuple(np.concatenate([getattr(one, name) for one in found]) for name in columns)
+            if found
+            else (),
             [str(one.stop) for one in found],
             [one.routes for one in found],
             [one.extras for one in found],
@@ -91,6 +109,19 @@ class Answered:
         tokens, logprobs, kept, versions = self.columns
         rows = [slice(*ends) for ends in pairwise(self.starts)]
         return [
-            (number, Completion(tokens[row], logprobs[row], kept[row], versions[row], StopReason(stop), routes, extras))
-            for number, row, stop, routes, extras in zip(self.numbers, rows, self.stops, self.routes, self.extras, strict=True)
+            (
+                number,
+                Completion(
+                    tokens[row],
+                    logprobs[row],
+                    kept[row],
+                    versions[row],
+                    StopReason(stop),
+                    routes,
+                    extras,
+                ),
+            )
+            for number, row, stop, routes, extras in zip(
+                self.numbers, rows, self.stops, self.routes, self.extras, strict=True
+            )
         ]

@@ -16,26 +16,36 @@ class WorkersConfig(Section):
 
     builds: ClassVar[str] = "ratchet.generators.workers.pool:Router"
 
-    of: Annotated[SerializeAsAny[Section], Slot("generating")] = Field(description="The generator that each of them holds.")
+    of: Annotated[SerializeAsAny[Section], Slot("generating")] = Field(
+        description="The generator that each of them holds."
+    )
     workers: int = Field(2, ge=1, le=1024, description="Processes, each with the whole model.")
     plays: Literal["requests", "groups"] = Field(
         "requests",
-        description="What workers are asked for. requests: completions; groups: whole groups of attempts, whose environments "
+        description="What workers are asked for. requests: completions; groups: whole groups of "
+        "attempts, whose environments "
         "and rewards run there too, which pays where attempts are short and many.",
     )
     recovery: Literal["none", "restart"] = Field(
         "none",
-        description="When one dies, or is silent for too long. none: the run ends; restart: another one takes its place, and "
+        description="When one dies, or is silent for too long. none: the run ends; restart: "
+        "another one takes its place, and "
         "what it had not answered is drawn again.",
     )
-    max_restarts: int = Field(3, ge=1, description="Of all of them together in a run; the next death ends it.")
+    max_restarts: int = Field(
+        3, ge=1, description="Of all of them together in a run; the next death ends it."
+    )
 
     @model_validator(mode="after")
     def _restarts(self) -> WorkersConfig:
         if self.plays == "groups" and self.recovery == "restart":
-            raise ValueError("plays=groups begins no group a second time: set recovery=none, or plays=requests")
+            raise ValueError(
+                "plays=groups begins no group a second time: set recovery=none, or plays=requests"
+            )
         if self.recovery == "none" and "max_restarts" in self.changed:
-            raise ValueError("max_restarts bounds what recovery=restart does: set that, or remove max_restarts")
+            raise ValueError(
+                "max_restarts bounds what recovery=restart does: set that, or remove max_restarts"
+            )
         return self
 
     @property

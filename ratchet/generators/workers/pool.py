@@ -1,8 +1,9 @@
-"""Several generators in processes of their own as one: requests go to whoever has least to do, and equal prompts together.
+"""Several generators in processes of their own as one: requests go to whoever has least to do, and
+equal prompts together.
 
-Seeds belong to requests, so a completion does not depend on who draws it. A worker that is lost ends the run, or another one
-takes its place: what the first had not answered is drawn again, with the same seeds, and the second serves once it has the
-weights of the others.
+Seeds belong to requests, so a completion does not depend on who draws it. A worker that is lost
+ends the run, or another one takes its place: what the first had not answered is drawn again, with
+the same seeds, and the second serves once it has the weights of the others.
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ from ratchet.types import Completion, Placed, Sampling
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 0.05  # of an exchange in which nothing ends: as long may a new request wait until it is begun
+# of an exchange in which nothing ends: as long may a new request wait until it is begun
+WAIT_S = 0.05
 TOGETHER = 64  # attempts at one prompt that go to one worker; of more, others take their share
 
 
 class Router:
-    """Implements `Generator`, `Placeable` and `ShowsWeights` on workers whose components are `GeneratorRank`s.
+    """Implements `Generator`, `Placeable` and `ShowsWeights` on workers whose components are
+    `GeneratorRank`s.
 
-    pushing: held by whoever moves weights. catch_up: pushes the current version to those receivers alone; None: nobody can.
-    restarted: called after each restart.
+    pushing: held by whoever moves weights. catch_up: pushes the current version to those receivers
+    alone; None: nobody can. restarted: called after each restart.
     """
 
-    def __init__(self, config: WorkersConfig, model: object = None, tokenizer: TextDecoder | None = None) -> None:
+    def __init__(
+        self, config: WorkersConfig, model: object = None, tokenizer: TextDecoder | None = None
+    ) -> None:
         """model, tokenizer: the policy's. Workers are given their own when they start."""
         self.tokenizer = tokenizer
         self.precision: str | None = getattr(config.of, "quantise", None)
@@ -59,10 +64,13 @@ class Router:
     # --- workers
 
     def start(self, start: Callable[[int], Workers]) -> None:
-        """start: gives a worker by its rank, with its component; may be asked again for one that was lost."""
+        """start: gives a worker by its rank, with its component; may be asked again for one that
+        was lost."""
         self._start = start
         with ThreadPoolExecutor(len(self.stations)) as threads:
-            for station, group in zip(self.stations, threads.map(start, range(len(self.stations))), strict=True):
+            for station, group in zip(
+                self.stations, threads.map(start, range(len(self.stations))), strict=True
+            ):
                 station.group, station.current = group, True
         self.records_routes = all(group.call_now("records_routes")[0] for group in self._groups)
         self.hosts = {str(group.call_now("host")[0]) for group in self._groups}
@@ -77,8 +85,8 @@ class Router:
         return [station.group for station in self.stations if station.group is not None]
 
     async def rebuild(self) -> bool:
-        """Starts another process for each worker that was lost, with the weights of the beginning: it serves after a push.
-        Returns whether any was lost; raises what ended all of it."""
+        """Starts another process for each worker that was lost, with the weights of the beginning:
+        it serves after a push. Returns whether any was lost; raises what ended all of it."""
         lost = [station for station in self.stations if station.group is None]
         await asyncio.gather(*(self._replace(station) for station in lost))
         if self.broken is not None:
@@ -124,7 +132,11 @@ class Router:
         self._unplaced.clear()
 
     def _outstanding(self) -> list[Wanted]:
-        own = [wanted for station in self.stations for wanted in (*station.sent.values(), *station.waiting.values())]
+        own = [
+            wanted
+            for station in self.stations
+            for wanted in (*station.sent.values(), *station.waiting.values())
+        ]
         return [*own, *self._unplaced.values()]
 
     def lost(self, station: Station, group: Workers, error: Exception) -> None:
@@ -145,8 +157,8 @@ class Router:
             self._mending = asyncio.get_running_loop().create_task(self._mend())
 
     async def _mend(self) -> None:
-        """While somebody waits for completions, the learner stands still with the current version; later ones come by its own
-        pushes."""
+        """While somebody waits for completions, the learner stands still with the current version;
+        later ones come by its own pushes."""
         try:
             async with self.pushing:
                 while await self.rebuild() or self._stale:
@@ -158,18 +170,26 @@ class Router:
 
     @property
     def _stale(self) -> list[Station]:
-        return [station for station in self.stations if station.group is not None and not station.current]
+        return [
+            station
+            for station in self.stations
+            if station.group is not None and not station.current
+        ]
 
     async def _bring_up(self, stale: Sequence[Station]) -> None:
         if not self._pushed:  # all have what they started with
             self.serve(stale)
             return
         if self.catch_up is None:
-            raise LinkError(f"nobody can push version {self.version} to a worker that has taken the place of another")
+            raise LinkError(
+                f"nobody can push version {self.version} to a worker that has taken the place of "
+                "another"
+            )
         try:
             await self.catch_up(Receivers(self, stale))
         except LinkError:
-            if all(station.group is not None for station in stale):  # then it was not a worker's fault
+            # then it was not a worker's fault
+            if all(station.group is not None for station in stale):
                 raise
 
     def serve(self, stations: Sequence[Station], version: int | None = None) -> None:
@@ -183,12 +203,20 @@ class Router:
     # --- requests
 
     async def generate(
-        self, tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, media: Sequence[Placed] = ()
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        sampling: Sampling,
+        media: Sequence[Placed] = (),
     ) -> Completion:
-        """Raises as the workers' generators do, and WorkerDied and others where a worker is lost and not replaced."""
-        assert self._start is not None, "generator.kind=workers starts with the run's other processes: see Router.start"
+        """Raises as the workers' generators do, and WorkerDied and others where a worker is lost
+        and not replaced."""
+        assert self._start is not None, (
+            "generator.kind=workers starts with the run's other processes: see Router.start"
+        )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        wanted = Wanted(next(self._numbers), np.array(tokens, dtype=np.int64), sampling, future, tuple(media))
+        wanted = Wanted(
+            next(self._numbers), np.array(tokens, dtype=np.int64), sampling, future, tuple(media)
+        )
         self._place(wanted)
         try:
             return await future
@@ -223,10 +251,12 @@ class Router:
             station.pump = loop.create_task(self._pump(station))
 
     async def _pump(self, station: Station) -> None:
-        """Exchanges with a worker, one after the other, as long as there is something to exchange."""
+        """Exchanges with a worker, one after the other, as long as there is something to
+        exchange."""
         group = station.group
         assert group is not None, "only who serves is asked"
-        await asyncio.sleep(0)  # callers of the same moment enter together: equal prompts are then computed once
+        # callers of the same moment enter together: equal prompts are then computed once
+        await asyncio.sleep(0)
         while station.busy and station.group is group:
             asked, cancelled, abort = station.outgoing()
             try:
@@ -240,7 +270,8 @@ class Router:
                     return
                 if (wanted := station.answered(number)) is not None:
                     wanted.deliver(answer)
-            await asyncio.sleep(0)  # whoever goes on with what came is in time for the next exchange
+            # whoever goes on with what came is in time for the next exchange
+            await asyncio.sleep(0)
 
     # --- control
 
@@ -266,20 +297,29 @@ class Router:
         await self._tell("offload")
 
     async def _tell(self, method: str) -> None:
-        """All workers. One that is lost meanwhile is replaced, or ends the run, when it is needed."""
+        """All workers. One that is lost meanwhile is replaced, or ends the run, when it is
+        needed."""
         said = await asyncio.gather(
-            *(self.ask(station, method) for station in self.stations if station.group is not None), return_exceptions=True
+            *(self.ask(station, method) for station in self.stations if station.group is not None),
+            return_exceptions=True,
         )
         for error in said:
-            if isinstance(error, BaseException) and (self.broken is not None or not isinstance(error, WorkerError)):
+            if isinstance(error, BaseException) and (
+                self.broken is not None or not isinstance(error, WorkerError)
+            ):
                 raise error
 
-    async def ask(self, station: Station, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """Raises WorkerError where the worker is lost, and what its component raises. timeout_s: None: the workers' own."""
+    async def ask(
+        self, station: Station, method: str, *arguments: Any, timeout_s: float | None = None
+    ) -> Any:
+        """Raises WorkerError where the worker is lost, and what its component raises. timeout_s:
+        None: the workers' own."""
         if (group := station.group) is None:
             raise self.broken or WorkerError(f"generator rank {station.rank} was lost")
         try:
-            (answer,) = await (group if timeout_s is None else group.within(timeout_s)).call(method, *arguments)
+            (answer,) = await (group if timeout_s is None else group.within(timeout_s)).call(
+                method, *arguments
+            )
         except WorkerRaised:
             raise
         except WorkerError as error:
@@ -288,14 +328,22 @@ class Router:
         return answer
 
     async def ask_each(
-        self, method: str, arguments_by_worker: Sequence[Sequence[Any]], *, timeout_s: float | None = None
+        self,
+        method: str,
+        arguments_by_worker: Sequence[Sequence[Any]],
+        *,
+        timeout_s: float | None = None,
     ) -> list[Any]:
-        """Each with arguments of its own. Raises what the first raised, while others may go on: see `give_up`."""
+        """Each with arguments of its own. Raises what the first raised, while others may go on: see
+        `give_up`."""
         pairs = zip(self.stations, arguments_by_worker, strict=True)
-        return await asyncio.gather(*(self.ask(own, method, *given, timeout_s=timeout_s) for own, given in pairs))
+        return await asyncio.gather(
+            *(self.ask(own, method, *given, timeout_s=timeout_s) for own, given in pairs)
+        )
 
     def give_up(self, error: Exception) -> None:
-        """All workers are lost: whoever asks them is told so at once, and waits for nothing they are at."""
+        """All workers are lost: whoever asks them is told so at once, and waits for nothing they
+        are at."""
         for station in self.stations:
             if station.group is not None:
                 self.lost(station, station.group, error)
@@ -349,7 +397,10 @@ class Receivers:
         return len(self.stations)
 
     async def call(self, method: str, /, *arguments: Any) -> list[Any]:
-        asked = (self.router.ask(own, "link", place, method, *arguments) for place, own in enumerate(self.stations))
+        asked = (
+            self.router.ask(own, "link", place, method, *arguments)
+            for place, own in enumerate(self.stations)
+        )
         answers = await asyncio.gather(*asked)
         if method == "commit":
             self.router.serve(self.stations, arguments[0])

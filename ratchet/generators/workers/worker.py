@@ -1,7 +1,7 @@
 """What lives in the process of a generator's worker: the generator, and its ends of links.
 
-Calls come one at a time, and what was begun goes on only while one of them waits. So the driver asks in exchanges: each brings
-new requests, generates for a while, and takes along what has ended.
+Calls come one at a time, and what was begun goes on only while one of them waits. So the driver
+asks in exchanges: each brings new requests, generates for a while, and takes along what has ended.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TOGETHER_S = 0.005  # after the first completion: what ends by then travels with
 
 
 class GeneratorRank:
-    """generator: made in this process. intake: makes the receiving end of a link, of the generator and its place among the
-    link's receivers."""
+    """generator: made in this process. intake: makes the receiving end of a link, of the generator
+    and its place among the link's receivers."""
 
     def __init__(self, generator: Generator, intake: Callable[[Generator, int], Any]) -> None:
         self.generator = generator
@@ -45,9 +45,11 @@ class GeneratorRank:
 
     # --- requests
 
-    async def exchange(self, asked: Asked, cancelled: Sequence[int], wait_s: float, abort: bool = False) -> Answered:
-        """Begins new requests, and generates until some have ended, at most for so many seconds. Gives what has ended. abort:
-        those of before end with what they have."""
+    async def exchange(
+        self, asked: Asked, cancelled: Sequence[int], wait_s: float, abort: bool = False
+    ) -> Answered:
+        """Begins new requests, and generates until some have ended, at most for so many seconds.
+        Gives what has ended. abort: those of before end with what they have."""
         if abort:
             self.generator.abort()
         for number in cancelled:
@@ -65,13 +67,20 @@ class GeneratorRank:
         done, self._done = self._done, {}
         results = {number: _result(task) for number, task in done.items()}
         errors = {number: one for number, one in results.items() if isinstance(one, Exception)}
-        return Answered.of({number: one for number, one in results.items() if isinstance(one, Completion)}, errors)
+        return Answered.of(
+            {number: one for number, one in results.items() if isinstance(one, Completion)}, errors
+        )
 
-    def _begin(self, number: int, tokens: NDArray[np.int64], sampling: Sampling, media: Sequence[Placed]) -> None:
-        task = self._running[number] = asyncio.ensure_future(self.generator.generate(tokens, sampling, media))
+    def _begin(
+        self, number: int, tokens: NDArray[np.int64], sampling: Sampling, media: Sequence[Placed]
+    ) -> None:
+        task = self._running[number] = asyncio.ensure_future(
+            self.generator.generate(tokens, sampling, media)
+        )
 
         def ended(task: asyncio.Task[Completion]) -> None:
-            if self._running.pop(number, None) is not None:  # nobody waits for one that was cancelled
+            # nobody waits for one that was cancelled
+            if self._running.pop(number, None) is not None:
                 self._done[number] = task
                 if self._some is not None and not self._some.done():
                     self._some.set_result(None)
@@ -110,7 +119,9 @@ class GeneratorRank:
         if not isinstance(self.generator, ShowsWeights):
             return []
         return [
-            Shard(shard.name, shard.shape, shard.offsets, shard.tensor.detach().to("cpu", copy=True))
+            Shard(
+                shard.name, shard.shape, shard.offsets, shard.tensor.detach().to("cpu", copy=True)
+            )
             for shard in self.generator.weights()
         ]
 
@@ -132,7 +143,8 @@ class GeneratorRank:
 
 
 def _result(task: asyncio.Task[Completion]) -> Completion | Exception:
-    """The error in a form that can be sent: one of ours as itself, where it can be made again from its parts."""
+    """The error in a form that can be sent: one of ours as itself, where it can be made again from
+    its parts."""
     if task.cancelled():
         return WorkerRaised("the generator cancelled the request")
     error = task.exception()

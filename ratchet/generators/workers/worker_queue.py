@@ -48,13 +48,15 @@ class Wanted:
         """Aborted, without a token."""
         none = np.zeros(0, dtype=np.float32)
         nothing = np.zeros(0, dtype=np.int64)
-        self.deliver(Completion(nothing, none, none.copy(), np.zeros(0, dtype=np.int32), StopReason.ABORTED))
+        self.deliver(
+            Completion(nothing, none, none.copy(), np.zeros(0, dtype=np.int32), StopReason.ABORTED)
+        )
 
 
 @dataclass(eq=False)
 class Station:
-    """rank: among the workers. group: its process; None: it was lost. current: whether it has the router's version of the
-    weights, so that it may serve."""
+    """rank: among the workers. group: its process; None: it was lost. current: whether it has the
+    router's version of the weights, so that it may serve."""
 
     rank: int
     group: Workers | None = None
@@ -78,8 +80,14 @@ class Station:
         self.prompts[wanted.key] += 1
 
     def outgoing(self) -> tuple[Asked, list[int], bool]:
-        """What is sent next: requests, the numbers of cancelled ones, and whether to abort those of before."""
-        asked = Asked.of({n: (each.tokens, each.key, each.sampling, each.media) for n, each in self.waiting.items()})
+        """What is sent next: requests, the numbers of cancelled ones, and whether to abort those of
+        before."""
+        asked = Asked.of(
+            {
+                n: (each.tokens, each.key, each.sampling, each.media)
+                for n, each in self.waiting.items()
+            }
+        )
         told = (asked, self.cancelled, self.aborting)
         self.sent.update(self.waiting)
         self.waiting, self.cancelled, self.aborting = {}, [], False

@@ -1,7 +1,9 @@
-"""Log-probabilities of given tokens by a head that is one matrix, in chunks of rows, with the backward written out.
+"""Log-probabilities of given tokens by a head that is one matrix, in chunks of rows, with the
+backward written out.
 
-Autograd's own route would keep the logits of all chunks, or make some five blocks of their size for each, and a gradient of the
-whole matrix for each. Here one block of logits exists at a time, and one gradient, to which every chunk adds.
+Autograd's own route would keep the logits of all chunks, or make some five blocks of their size for
+each, and a gradient of the whole matrix for each. Here one block of logits exists at a time, and
+one gradient, to which every chunk adds.
 
 n = predictions, d = hidden size, V = vocabulary.
 """
@@ -16,17 +18,30 @@ from torch.autograd import Function
 
 
 def picked_logprobs(
-    hidden_nd: Tensor, matrix_Vd: Tensor, targets_n: Tensor, temperature_n: Tensor, *, rows: int, entropy: bool
+    hidden_nd: Tensor,
+    matrix_Vd: Tensor,
+    targets_n: Tensor,
+    temperature_n: Tensor,
+    *,
+    rows: int,
+    entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(log p of the targets [n], entropies [n] without a gradient, or zeros unless they are asked for) under
-    `softmax(hidden @ matrix.T / temperature)`. All of one dtype but the int64 targets. rows: of a chunk."""
+    """(log p of the targets [n], entropies [n] without a gradient, or zeros unless they are asked
+    for) under `softmax(hidden @ matrix.T / temperature)`. All of one dtype but the int64 targets.
+    rows: of a chunk."""
     return _Picked.apply(hidden_nd, matrix_Vd, targets_n, temperature_n, rows, entropy)
 
 
 class _Picked(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, matrix: Tensor, targets: Tensor, temperature: Tensor, rows: int, entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        matrix: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        rows: int,
+        entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, log_sums = (torch.zeros_like(temperature) for _ in range(3))
         block = hidden.new_empty(min(rows, len(hidden)), len(matrix))
@@ -49,7 +64,9 @@ class _Picked(Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         """With p = softmax(z / t): d log p_y / dz = (onehot_y - p) / t."""
         hidden, matrix, targets, temperature, log_sums = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

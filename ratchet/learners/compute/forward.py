@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from ratchet.batch import ROUTES, Batch
 from ratchet.errors import ModelError
-from ratchet.learners.compute.token_outputs import SCALARS, Head, Wanted, sequence_scores, state_values, token_columns
+from ratchet.learners.compute.token_outputs import (
+    SCALARS,
+    Head,
+    Wanted,
+    sequence_scores,
+    state_values,
+    token_columns,
+)
 from ratchet.models.layers.expert_routing import Routing, Watch
 from ratchet.models.lora.layers import dropping
 from ratchet.models.policy import PolicyModel
@@ -24,12 +31,13 @@ from ratchet.models.scalar_head import ScalarHead
 from ratchet.protocols import LossTerm, Outputs, needed
 
 PREDICTIONS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
-CHUNK_MIB, CHUNK_MIB_GPU = 16, 256  # "auto": a CPU's cache is small, an accelerator wants large products
+# "auto": a CPU's cache is small, an accelerator wants large products
+CHUNK_MIB, CHUNK_MIB_GPU = 16, 256
 
 
 class Forward:
-    """chunk_mib: logits that exist at a time. device: None: where the weights are. autocast, shared_vocab, replays: see
-    `LocalLearner`."""
+    """chunk_mib: logits that exist at a time. device: None: where the weights are. autocast,
+    shared_vocab, replays: see `LocalLearner`."""
 
     def __init__(
         self,
@@ -55,7 +63,10 @@ class Forward:
         shared: dict[int, object] = {}
         for module in (self.model, self.head):
             if module is not None:
-                shared |= {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in module.parameters()}
+                shared |= {
+                    id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+                    for p in module.parameters()
+                }
                 shared |= {id(buffer): buffer for buffer in module.buffers()}
         made.model, made.head = copy.deepcopy(self.model, shared), copy.deepcopy(self.head, shared)
         return made
@@ -64,15 +75,19 @@ class Forward:
         """What the role learns, or is where it learns nothing, by name."""
         named = self.model.trained()
         if self.head is not None:
-            named += [(f"head.{name}", parameter) for name, parameter in self.head.named_parameters()]
+            named += [
+                (f"head.{name}", parameter) for name, parameter in self.head.named_parameters()
+            ]
         return named
 
     def learn(self, micro: Batch, terms: Sequence[LossTerm], seed: int = 0) -> Mapping[str, Tensor]:
-        """Adds the gradient of the terms to `.grad`. Their losses and metrics, and "loss", the sum that was differentiated.
-        seed: of what an adapter drops."""
+        """Adds the gradient of the terms to `.grad`. Their losses and metrics, and "loss", the sum
+        that was differentiated. seed: of what an adapter drops."""
         micro, watch = micro.to(self.device, self.dtype), self.watch(terms)
         with dropping(self.model, seed):
-            total, found = self.losses(micro, self.hidden(micro, watch, needed(terms)), terms, watch)
+            total, found = self.losses(
+                micro, self.hidden(micro, watch, needed(terms)), terms, watch
+            )
             total.backward()
         return found
 
@@ -83,8 +98,8 @@ class Forward:
     def losses(
         self, micro: Batch, hidden_Td: Tensor, terms: Sequence[LossTerm], watch: Watch | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(what to differentiate, numbers as `learn` gives them). micro: on the device, in the dtype of losses. watch: of the
-        forward that made the hidden states."""
+        """(what to differentiate, numbers as `learn` gives them). micro: on the device, in the
+        dtype of losses. watch: of the forward that made the hidden states."""
         needs = needed(terms)
         # A term of coefficient 0 is only measured: what nothing else needs gets no gradient.
         learned = needed(term for term in terms if micro.weights[term.name].coef)
@@ -101,7 +116,14 @@ class Forward:
                 found[term.name] = loss.detach()
         return total, {**found, "loss": total.detach()}
 
-    def outputs(self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], *, measured: Collection[str] = ()) -> Outputs:
+    def outputs(
+        self,
+        micro: Batch,
+        hidden_Td: Tensor,
+        needs: Collection[str],
+        *,
+        measured: Collection[str] = (),
+    ) -> Outputs:
         """measured: those of the needs that nothing is differentiated by."""
         given = micro.has("teacher_ids")
         wanted = Wanted.among(needs, given_ids=given, shared=self.shared_vocab, measured=measured)
@@ -112,7 +134,12 @@ class Forward:
         return Outputs(sequence_sum=micro.sequence_sum, **columns)
 
     def score(
-        self, micro: Batch, wanted: Sequence[str], *, top_k: int = 0, hidden_Td: Tensor | None = None
+        self,
+        micro: Batch,
+        wanted: Sequence[str],
+        *,
+        top_k: int = 0,
+        hidden_Td: Tensor | None = None,
     ) -> Mapping[str, Tensor]:
         """Columns without gradient. hidden_Td: where they are known; None: they are computed."""
         asked = Wanted.among(wanted, top_k=top_k, shared=self.shared_vocab)
@@ -121,15 +148,26 @@ class Forward:
             hidden_Td = self.hidden(micro, needs=wanted) if hidden_Td is None else hidden_Td
             return self.columns(micro, hidden_Td, wanted, asked)
 
-    def hidden(self, micro: Batch, watch: Watch | None = None, needs: Collection[str] = SCALARS) -> Tensor:
-        """[T, d]. needs: what they are read for; for predictions alone, states that predict nothing may be left out."""
+    def hidden(
+        self, micro: Batch, watch: Watch | None = None, needs: Collection[str] = SCALARS
+    ) -> Tensor:
+        """[T, d]. needs: what they are read for; for predictions alone, states that predict nothing
+        may be left out."""
         if not micro.n_tokens:
             return torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
         read_T = _predicting(micro) if SCALARS.isdisjoint(needs) else None
-        given = [micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), self.routing(micro, watch)]
+        given = [
+            micro.tokens_T,
+            micro.positions_T,
+            micro.lengths_S.tolist(),
+            self.routing(micro, watch),
+        ]
         if any(micro.media_S):
             if not self.model.reads_media:
-                raise ModelError("the batch has images, audio or videos, and a role's model reads text alone: choose another")
+                raise ModelError(
+                    "the batch has images, audio or videos, and a role's model reads text alone: "
+                    "choose another"
+                )
             given.append(micro.media_S)
         with self._precision():
             return self.model(*given, read_T=read_T)
@@ -139,14 +177,19 @@ class Forward:
         given_TLK = micro.need(ROUTES) if self.replays and micro.has(ROUTES) else None
         return None if given_TLK is None and watch is None else Routing(given_TLK, watch)
 
-    def columns(self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], wanted: Wanted) -> dict[str, Tensor]:
+    def columns(
+        self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], wanted: Wanted
+    ) -> dict[str, Tensor]:
         """At `predicted_T`."""
         columns: dict[str, Tensor] = {}
         if not PREDICTIONS.isdisjoint(needs):
             columns |= self.predictions(micro, hidden_Td, wanted)
         if not SCALARS.isdisjoint(needs):
             scalars_T = self.scalars(micro, hidden_Td)
-            columns |= {"values": state_values(scalars_T, micro.predicted_T), "scores": sequence_scores(scalars_T, micro)}
+            columns |= {
+                "values": state_values(scalars_T, micro.predicted_T),
+                "scores": sequence_scores(scalars_T, micro),
+            }
             columns["token_scores"] = scalars_T
         return columns
 
@@ -162,7 +205,10 @@ class Forward:
         size, matrix = self.model.vocab_size, self.head_matrix
         usable = matrix is not None and matrix.dtype == self.dtype
         return Head(
-            self.model.logits, size, rows_per_chunk(self.chunk_mib, size, self.dtype), matrix=matrix if usable else None
+            self.model.logits,
+            size,
+            rows_per_chunk(self.chunk_mib, size, self.dtype),
+            matrix=matrix if usable else None,
         )
 
     @property
@@ -185,7 +231,8 @@ def rows_per_chunk(mib: int, vocab_size: int, dtype: torch.dtype) -> int:
 
 
 def logits_mib(mib: int | str, device: str) -> int:
-    """Of the logits that exist at a time, where the configuration may leave it to the kind of device."""
+    """Of the logits that exist at a time, where the configuration may leave it to the kind of
+    device."""
     if mib == "auto":
         return CHUNK_MIB if device == "cpu" else CHUNK_MIB_GPU
     return int(mib)

@@ -12,7 +12,8 @@ from ratchet.batch import ROUTES, Batch, Level
 from ratchet.models.layers.prefix_tree import Index, path_keys, shared_beginning
 from ratchet.protocols import LossTerm
 
-MOST_TOKENS, MOST_TOKENS_GPU = 2304, 16384  # "auto": larger ones gain nothing on a CPU, and take more memory
+# "auto": larger ones gain nothing on a CPU, and take more memory
+MOST_TOKENS, MOST_TOKENS_GPU = 2304, 16384
 WORTH = 0.1  # rows of a group stay together where that saves at least this part of their tokens
 
 
@@ -32,7 +33,8 @@ def most_tokens(limit: int | str, device: str) -> int:
 
 
 def weighing_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
-    """The sequences that weigh anything in any term: the others add nothing to losses, gradients or metrics."""
+    """The sequences that weigh anything in any term: the others add nothing to losses, gradients or
+    metrics."""
     counts_S = torch.zeros(batch.n_sequences, dtype=torch.bool)
     for term in terms:
         level, values, *_ = batch.weights[term.name]
@@ -46,12 +48,13 @@ def weighing_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
 def plan_microbatches(
     batch: Batch, *, max_tokens: int, unit: Level = "sequence", shares: bool = False, hands: int = 1
 ) -> list[list[int]]:
-    """Rows of each micro-batch: at most `max_tokens` tokens (or a single unit that is longer), rows of similar length
-    together, since attention works per length; `unit="group"` never splits a group. Every row appears exactly once.
+    """Rows of each micro-batch: at most `max_tokens` tokens (or a single unit that is longer), rows
+    of similar length together, since attention works per length; `unit="group"` never splits a
+    group. Every row appears exactly once.
 
-    shares: the model computes a beginning that rows have in common once. Then attempts at a prompt go together, and their
-    prompt counts once. hands: how many micro-batches are computed at a time; with more than one, they are made of
-    about one size, and their number a multiple of it.
+    shares: the model computes a beginning that rows have in common once. Then attempts at a prompt
+    go together, and their prompt counts once. hands: how many micro-batches are computed at a time;
+    with more than one, they are made of about one size, and their number a multiple of it.
     """
     lengths = batch.lengths_S.tolist()
     rows_G: list[list[int]] = [[] for _ in range(batch.n_groups)]
@@ -65,14 +68,21 @@ def plan_microbatches(
         keys = path_keys(batch.tokens_T, batch.token_columns.get(ROUTES))
         tokens = np.split(keys, np.cumsum(lengths)[:-1]) if lengths else []
         for rows in rows_G:
-            families += _families(rows, lengths, tokens, whole=unit == "group", max_tokens=max_tokens)
+            families += _families(
+                rows, lengths, tokens, whole=unit == "group", max_tokens=max_tokens
+            )
     families.sort(key=lambda family: family.longest)
     plan: list[list[int]] = []
     left = sum(family.tokens for family in families)
-    count = -(-left // (max_tokens * hands)) * hands  # micro-batches, if families were as fine as sand
+    # micro-batches, if families were as fine as sand
+    count = -(-left // (max_tokens * hands)) * hands
     used, aim = 0, 0.0
     for family in families:
-        if plan and used + family.tokens <= max_tokens and (hands == 1 or used + family.tokens / 2 <= aim):
+        if (
+            plan
+            and used + family.tokens <= max_tokens
+            and (hands == 1 or used + family.tokens / 2 <= aim)
+        ):
             plan[-1].extend(family.rows)
             used += family.tokens
         else:
@@ -89,9 +99,15 @@ def _family(rows: list[int], lengths: Sequence[int], common: int) -> Family:
 
 
 def _families(
-    rows: list[int], lengths: Sequence[int], tokens: Sequence[Index], *, whole: bool, max_tokens: int
+    rows: list[int],
+    lengths: Sequence[int],
+    tokens: Sequence[Index],
+    *,
+    whole: bool,
+    max_tokens: int,
 ) -> Iterator[Family]:
-    """The rows of one group: together, in as many pieces as their size asks for; or each alone where little is shared."""
+    """The rows of one group: together, in as many pieces as their size asks for; or each alone
+    where little is shared."""
     common = shared_beginning([tokens[row] for row in rows])
     if common * (len(rows) - 1) < WORTH * sum(lengths[row] for row in rows):
         common = 0

@@ -1,7 +1,8 @@
-"""From hidden states to the columns that losses read, in float32 and in chunks, so that [T, V] never exists whole.
+"""From hidden states to the columns that losses read, in float32 and in chunks, so that [T, V]
+never exists whole.
 
-T = tokens of a micro-batch, n = those whose prediction is asked for (only they need logits), d = hidden size, V = vocabulary,
-K = columns of likeliest tokens.
+T = tokens of a micro-batch, n = those whose prediction is asked for (only they need logits), d =
+hidden size, V = vocabulary, K = columns of likeliest tokens.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ SCALARS = frozenset({"values", "scores", "token_scores"})  # columns that a scal
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to compute of each prediction: beside the token's own log-probability its entropy, the log-probabilities of given
-    tokens (ids [n, K]), or those of the top_k likeliest ones (0: of all, in order), with their ids where they are asked for.
+    """What to compute of each prediction: beside the token's own log-probability its entropy, the
+    log-probabilities of given tokens (ids [n, K]), or those of the top_k likeliest ones (0: of all,
+    in order), with their ids where they are asked for.
 
-    shared: these are of the first so many tokens alone, renormalised; None: of all that the model has. entropy_slope: whether
-    the entropy is differentiated; one that is only measured keeps nothing for the backward."""
+    shared: these are of the first so many tokens alone, renormalised; None: of all that the model
+    has. entropy_slope: whether the entropy is differentiated; one that is only measured keeps
+    nothing for the backward."""
 
     entropy: bool = False
     of_ids: bool = False
@@ -48,7 +51,8 @@ class Wanted:
         shared: int | None = None,
         measured: Collection[str] = (),
     ) -> Wanted:
-        """given_ids: the batch says which tokens. measured: those of the names that nothing is differentiated by."""
+        """given_ids: the batch says which tokens. measured: those of the names that nothing is
+        differentiated by."""
         top = "topk_logprobs" in names or "topk_ids" in names
         return cls(
             "entropy" in names,
@@ -62,17 +66,23 @@ class Wanted:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing but the tokens' own log-probabilities is differentiated, and no other is read."""
+        """Whether nothing but the tokens' own log-probabilities is differentiated, and no other is
+        read."""
         return not (self.of_ids or self.top or (self.entropy and self.entropy_slope))
 
     @property
     def names(self) -> tuple[str, ...]:
-        wanted = {"entropy": self.entropy, "topk_logprobs": self.of_ids or self.top, "topk_ids": self.ids}
+        wanted = {
+            "entropy": self.entropy,
+            "topk_logprobs": self.of_ids or self.top,
+            "topk_ids": self.ids,
+        }
         return ("logprobs", *(name for name, here in wanted.items() if here))
 
 
 class Vocabulary(Protocol):
-    """How log-probabilities [n, V] are read, wherever those of each token lie: V may be a rank's part of the vocabulary."""
+    """How log-probabilities [n, V] are read, wherever those of each token lie: V may be a rank's
+    part of the vocabulary."""
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor: ...
     def first(self, all_nV: Tensor, size: int) -> Tensor:
@@ -127,8 +137,9 @@ ONE_VOCABULARY = OneVocabulary()
 
 @dataclass(frozen=True)
 class Head:
-    """What turns hidden states into log-probabilities. size: tokens of the vocabulary. chunk_rows: predictions whose logits
-    exist at a time. matrix: [V, d], where a product with it is all that `logits` does, in the dtype of losses; or None."""
+    """What turns hidden states into log-probabilities. size: tokens of the vocabulary. chunk_rows:
+    predictions whose logits exist at a time. matrix: [V, d], where a product with it is all that
+    `logits` does, in the dtype of losses; or None."""
 
     logits: Logits
     size: int
@@ -138,13 +149,20 @@ class Head:
 
 
 def token_columns(
-    head: Head, hidden_Td: Tensor, batch: Batch, mask_T: Tensor, wanted: Wanted, place_T: Tensor | None = None
+    head: Head,
+    hidden_Td: Tensor,
+    batch: Batch,
+    mask_T: Tensor,
+    wanted: Wanted,
+    place_T: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """ "logprobs" [T], and "entropy" [T], "topk_ids" [T, K] and "topk_logprobs" [T, K + 1] (or [T, V], see `outcomes`) as
-    wanted, at the tokens of the mask under each row's temperature; 0 elsewhere. Given ids are the batch's `teacher_ids`.
+    """ "logprobs" [T], and "entropy" [T], "topk_ids" [T, K] and "topk_logprobs" [T, K + 1] (or [T,
+     V], see `outcomes`) as
+    wanted, at the tokens of the mask under each row's temperature; 0 elsewhere. Given ids are the
+    batch's `teacher_ids`.
 
-    A row sampled greedily (temperature 0) is scored under temperature 1, as its sampler recorded it. place_T: where the hidden
-    state of each token lies; None: in the order of tokens.
+    A row sampled greedily (temperature 0) is scored under temperature 1, as its sampler recorded
+    it. place_T: where the hidden state of each token lies; None: in the order of tokens.
     """
     index_n = mask_T.nonzero()[:, 0]
     temperature_S = torch.where(batch.temperature_S > 0, batch.temperature_S, 1.0)
@@ -154,34 +172,61 @@ def token_columns(
     targets_n = batch.tokens_T[index_n]
     ids_nK = batch.need("teacher_ids")[index_n] if wanted.of_ids else targets_n[:, None]
     columns: dict[str, Tensor] = {}
-    for name, values_n in _predicted(head, hidden_nd, targets_n, ids_nK, temperature_n, wanted).items():
-        columns[name] = values_n.new_zeros(batch.n_tokens, *values_n.shape[1:]).index_put((index_n,), values_n)
+    for name, values_n in _predicted(
+        head, hidden_nd, targets_n, ids_nK, temperature_n, wanted
+    ).items():
+        columns[name] = values_n.new_zeros(batch.n_tokens, *values_n.shape[1:]).index_put(
+            (index_n,), values_n
+        )
     return columns
 
 
 def _predicted(
-    head: Head, hidden_nd: Tensor, targets_n: Tensor, ids_nK: Tensor, temperature_n: Tensor, wanted: Wanted
+    head: Head,
+    hidden_nd: Tensor,
+    targets_n: Tensor,
+    ids_nK: Tensor,
+    temperature_n: Tensor,
+    wanted: Wanted,
 ) -> dict[str, Tensor]:
     """Of each prediction, by name."""
     bounds = range(0, max(1, len(hidden_nd)), head.chunk_rows)
     if len(bounds) > 1 and head.matrix is not None and wanted.plain:
-        given = hidden_nd.to(head.matrix.dtype), head.matrix, targets_n, temperature_n.to(head.matrix.dtype)
+        given = (
+            hidden_nd.to(head.matrix.dtype),
+            head.matrix,
+            targets_n,
+            temperature_n.to(head.matrix.dtype),
+        )
         with torch.autocast(hidden_nd.device.type, enabled=False):  # as `PolicyModel.logits`
             picked = picked_logprobs(*given, rows=head.chunk_rows, entropy=wanted.entropy)
         return dict(zip(wanted.names, picked, strict=False))
     parts: list[tuple[Tensor, ...]] = []
     for start in bounds:
         rows = slice(start, start + head.chunk_rows)
-        arguments = (head, hidden_nd[rows], targets_n[rows], ids_nK[rows], temperature_n[rows], wanted)
+        arguments = (
+            head,
+            hidden_nd[rows],
+            targets_n[rows],
+            ids_nK[rows],
+            temperature_n[rows],
+            wanted,
+        )
         if len(bounds) > 1 and torch.is_grad_enabled():
-            parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))  # logits are recomputed in the backward
+            # logits are recomputed in the backward
+            parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))
         else:
             parts.append(_chunk(*arguments))
     return {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(wanted.names)}
 
 
 def _chunk(
-    head: Head, hidden_nd: Tensor, targets_n: Tensor, ids_nK: Tensor, temperature_n: Tensor, wanted: Wanted
+    head: Head,
+    hidden_nd: Tensor,
+    targets_n: Tensor,
+    ids_nK: Tensor,
+    temperature_n: Tensor,
+    wanted: Wanted,
 ) -> tuple[Tensor, ...]:
     vocabulary, size = head.vocabulary, head.size
     all_nV = vocabulary.log_softmax(head.logits(hidden_nd) / temperature_n[:, None])
@@ -206,8 +251,9 @@ def _chunk(
 
 
 def outcomes(vocabulary: Vocabulary, all_nV: Tensor, ids_nK: Tensor, size: int) -> Tensor:
-    """log p of K tokens and, unless they are all, of "any other" in a last column. That one is summed up, not taken as what the
-    others leave of 1: of a sharp distribution nothing would be left in float32, and its gradient would be gone."""
+    """log p of K tokens and, unless they are all, of "any other" in a last column. That one is
+    summed up, not taken as what the others leave of 1: of a sharp distribution nothing would be
+    left in float32, and its gradient would be gone."""
     chosen_nK = vocabulary.pick(all_nV, ids_nK)
     if ids_nK.shape[1] == size:
         return chosen_nK
@@ -215,7 +261,8 @@ def outcomes(vocabulary: Vocabulary, all_nV: Tensor, ids_nK: Tensor, size: int) 
 
 
 def state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Value of the state in which each token of the mask is chosen: the scalar head one token earlier; 0 elsewhere. [T]"""
+    """Value of the state in which each token of the mask is chosen: the scalar head one token
+    earlier; 0 elsewhere. [T]"""
     index_n = mask_T.nonzero()[:, 0]
     return torch.zeros_like(scalars_T).index_put((index_n,), scalars_T[index_n - 1])
 

@@ -1,5 +1,5 @@
-"""What one rank of a spread learner does, whatever divides the model: columns of its micro-batches, and optimizer steps on
-those of all ranks.
+"""What one rank of a spread learner does, whatever divides the model: columns of its micro-batches,
+and optimizer steps on those of all ranks.
 
 Every rank gets the same calls, in the same order, and as many micro-batches.
 """
@@ -27,7 +27,8 @@ from ratchet.protocols import Exported, LossTerm, Shard
 
 
 class RankForward(Forward):
-    """On one rank of a mesh: some of the tokens of each sequence, some of the vocabulary's logits."""
+    """On one rank of a mesh: some of the tokens of each sequence, some of the vocabulary's
+    logits."""
 
     @property
     def head_matrix(self) -> Tensor | None:
@@ -56,12 +57,18 @@ class RankForward(Forward):
             return scalars_t
         place_T, here_T, group = own
         tokens = here_T.nonzero()[:, 0]
-        return sum_forward(scalars_t.new_zeros(micro.n_tokens).index_put((tokens,), scalars_t[place_T[tokens]]), group)
+        return sum_forward(
+            scalars_t.new_zeros(micro.n_tokens).index_put((tokens,), scalars_t[place_T[tokens]]),
+            group,
+        )
 
     def _own(self, micro: Batch) -> tuple[Tensor, Tensor, Group] | None:
-        """(where each token's hidden state lies, whether it is on this rank, the ranks that have the others)."""
+        """(where each token's hidden state lies, whether it is on this rank, the ranks that have
+        the others)."""
         model = self.model
-        division = model.division(micro.lengths_S.tolist()) if isinstance(model, SpreadPolicy) else None
+        division = (
+            model.division(micro.lengths_S.tolist()) if isinstance(model, SpreadPolicy) else None
+        )
         if division is None or not isinstance(model, SpreadPolicy) or model.spread.context is None:
             return None
         tokens = torch.from_numpy(division.tokens).to(self.device)
@@ -73,13 +80,29 @@ class RankForward(Forward):
 
 
 class RankLearner(ABC):
-    """sums: the ranks that add up to one gradient; None: this one alone. pace: None where nothing is trained."""
+    """sums: the ranks that add up to one gradient; None: this one alone. pace: None where nothing
+    is trained."""
 
-    def __init__(self, forward: RankForward, topology: Topology, rank: int, sums: Group | None, pace: Pace | None) -> None:
-        self.forward, self.topology, self.rank, self.sums, self.pace = forward, topology, rank, sums, pace
+    def __init__(
+        self,
+        forward: RankForward,
+        topology: Topology,
+        rank: int,
+        sums: Group | None,
+        pace: Pace | None,
+    ) -> None:
+        self.forward, self.topology, self.rank, self.sums, self.pace = (
+            forward,
+            topology,
+            rank,
+            sums,
+            pace,
+        )
         self.at = list(topology.coordinates())[rank]
 
-    def score(self, micros: Sequence[Batch], wanted: Sequence[str], *, top_k: int = 0) -> list[dict[str, Tensor]]:
+    def score(
+        self, micros: Sequence[Batch], wanted: Sequence[str], *, top_k: int = 0
+    ) -> list[dict[str, Tensor]]:
         """Columns of each micro-batch, on the CPU; nothing on a rank that only helps."""
         found = self._score(micros, wanted, top_k)
         if not self.topology.answers(self.at):
@@ -87,7 +110,8 @@ class RankLearner(ABC):
         return [{name: columns[name].to("cpu") for name in wanted} for columns in found]
 
     def update(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        """One optimizer step on the micro-batches of all ranks. None at all: a step that is skipped."""
+        """One optimizer step on the micro-batches of all ranks. None at all: a step that is
+        skipped."""
         pace = self.pace
         assert pace is not None, "a frozen role was asked to update"
         metrics = pace.begin()
@@ -111,27 +135,36 @@ class RankLearner(ABC):
         if not found:
             return {}
         names = list(found[0])
-        totals = torch.stack([torch.stack([part[name] for part in found]).sum() for name in names]).double()
+        totals = torch.stack(
+            [torch.stack([part[name] for part in found]).sum() for name in names]
+        ).double()
         if self.sums is not None:
             dist.all_reduce(totals, group=self.sums)
         return dict(zip(names, (totals / self.topology.context).tolist(), strict=True))
 
     def _seed(self, number: int) -> int:
-        """Return the seed of what adapters drop in a micro-batch of this rank, by its number among those of all ranks."""
+        """Return the seed of what adapters drop in a micro-batch of this rank, by its number among
+        those of all ranks."""
         taken = 0 if self.pace is None else self.pace.taken
         return mask_seed(taken, number * self.topology.data + self.topology.data_rank(self.at))
 
     @abstractmethod
-    def _score(self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int) -> list[Mapping[str, Tensor]]:
+    def _score(
+        self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
+    ) -> list[Mapping[str, Tensor]]:
         """Where hidden states come out; nothing elsewhere."""
 
     @abstractmethod
-    def _learn(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> list[Mapping[str, Tensor]]:
-        """What the losses are of each micro-batch, where this rank computes them; adds up gradients."""
+    def _learn(
+        self, micros: Sequence[Batch], terms: Sequence[LossTerm]
+    ) -> list[Mapping[str, Tensor]]:
+        """What the losses are of each micro-batch, where this rank computes them; adds up
+        gradients."""
 
     @abstractmethod
     def _gradient(self, loss: float) -> tuple[float, float]:
-        """Completes it. (norm of the whole gradient, sum over all ranks of `loss`), the same on every rank."""
+        """Completes it. (norm of the whole gradient, sum over all ranks of `loss`), the same on
+        every rank."""
 
     @abstractmethod
     def _step(self, lr: float, factor: float) -> None:
@@ -158,4 +191,6 @@ class RankLearner(ABC):
     def load(self, directory: Path) -> None: ...
 
     @abstractmethod
-    def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None: ...
+    def export(
+        self, directory: Path, *, averaged: bool = False, part: Exported = "all"
+    ) -> None: ...

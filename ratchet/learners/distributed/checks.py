@@ -22,7 +22,8 @@ def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
     require_megatron()
     if not isinstance(model, DecoderPolicy):
         raise ModelError(
-            "learner.kind=megatron has maps for models of Ratchet's own decoder, and transformers runs this one: set "
+            "learner.kind=megatron has maps for models of Ratchet's own decoder, and transformers "
+            "runs this one: set "
             "learner.kind=dtensor"
         )
     megatron_sizes(section).check(model.shape)
@@ -31,17 +32,23 @@ def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
 
 
 def _check_whole(section: DTensorConfig, model: PolicyModel) -> None:
-    """A model that transformers runs has no parts: ranks divide rows and weights and, by a plan of its own, its matrices."""
-    from ratchet.models.transformers.policy import TransformersPolicy  # takes seconds, where no such model has been loaded
+    """A model that transformers runs has no parts: ranks divide rows and weights and, by a plan of
+    its own, its matrices."""
+    # takes seconds, where no such model has been loaded
+    from ratchet.models.transformers.policy import TransformersPolicy
 
     for key in ("context_parallel", "pipeline_parallel", "expert_parallel"):
         if (value := getattr(section, key)) > 1:
             raise ConfigError(
-                f"learner.{key}={value} divides what Ratchet's own decoder computes, and transformers runs this model: "
+                f"learner.{key}={value} divides what Ratchet's own decoder computes, and "
+                "transformers runs this model: "
                 "set it to 1, and learner.dp_shard to the number of ranks"
             )
     if section.sequence_parallel:
-        raise ConfigError("learner.sequence_parallel is of Ratchet's own decoder, and transformers runs this model: remove it")
+        raise ConfigError(
+            "learner.sequence_parallel is of Ratchet's own decoder, and transformers runs this "
+            "model: remove it"
+        )
     assert isinstance(model, TransformersPolicy), "any other model is a decoder"
     if section.tensor_parallel > 1:
         model.plan(section.tensor_parallel)

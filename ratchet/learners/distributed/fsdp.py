@@ -1,7 +1,8 @@
-"""A rank of a learner whose model is spread over several: FSDP2 (DTensor shards) around a part of a decoder, or around any
-model of transformers.
+"""A rank of a learner whose model is spread over several: FSDP2 (DTensor shards) around a part of a
+decoder, or around any model of transformers.
 
-Losses and gradients are sums, as everywhere. FSDP averages over its ranks, so a loss is multiplied by their number first.
+Losses and gradients are sums, as everywhere. FSDP averages over its ranks, so a loss is multiplied
+by their number first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from ratchet.batch import Batch
 from ratchet.checkpoint.sharded import Blocks, save_blocks
@@ -50,13 +57,19 @@ from ratchet.protocols import Exported, LossTerm, Shard
 
 
 def shard_model(
-    model: nn.Module, units: Sequence[nn.Module], mesh: Mesh, *, offload: bool = False, autocast: bool = False
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    mesh: Mesh,
+    *,
+    offload: bool = False,
+    autocast: bool = False,
 ) -> None:
-    """Divides matrices over the ranks that share a gradient; vectors are small, and each rank keeps them whole. units: whose
-    weights are fetched one after the other.
+    """Divides matrices over the ranks that share a gradient; vectors are small, and each rank keeps
+    them whole. units: whose weights are fetched one after the other.
 
-    autocast: whether forwards run under it. Then matrices of the units travel in bfloat16, to which it would round them anyway;
-    those around the units (the language head!), each rank's own share and sums of gradients stay as they are.
+    autocast: whether forwards run under it. Then matrices of the units travel in bfloat16, to which
+    it would round them anyway; those around the units (the language head!), each rank's own share
+    and sums of gradients stay as they are.
     """
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     # Hidden states between the layers stay in float32, as under autocast alone.
@@ -67,18 +80,27 @@ def shard_model(
         for experts in (module for module in model.modules() if isinstance(module, Experts)):
             apart.update(experts.parameters())
             if mesh.expert_fsdp is not None:
-                fully_shard(experts, mesh=mesh.expert_fsdp, offload_policy=policy, mp_policy=precision)
+                fully_shard(
+                    experts, mesh=mesh.expert_fsdp, offload_policy=policy, mp_policy=precision
+                )
     if mesh.fsdp is not None:
         for unit in units:
-            fully_shard(unit, mesh=mesh.fsdp, offload_policy=policy, ignored_params=apart, mp_policy=precision)
+            fully_shard(
+                unit,
+                mesh=mesh.fsdp,
+                offload_policy=policy,
+                ignored_params=apart,
+                mp_policy=precision,
+            )
         fully_shard(model, mesh=mesh.fsdp, offload_policy=policy, ignored_params=apart)
 
 
 class DTensorLearner(RankLearner):
-    """What one rank does for `Learner`. Every rank gets the same calls, in the same order, and as many micro-batches.
+    """What one rank does for `Learner`. Every rank gets the same calls, in the same order, and as
+    many micro-batches.
 
-    model, head: divided by `shard_model`. device: that computes, wherever weights rest. optimizer, total_steps, autocast,
-    shared_vocab, replays: as for `LocalLearner`.
+    model, head: divided by `shard_model`. device: that computes, wherever weights rest. optimizer,
+    total_steps, autocast, shared_vocab, replays: as for `LocalLearner`.
     """
 
     def __init__(
@@ -99,12 +121,27 @@ class DTensorLearner(RankLearner):
         model.checkpointing = config.activation_checkpointing
         mib = logits_mib(config.logprob_chunk_mib, device.type)
         forward = RankForward(
-            model, head, chunk_mib=mib, autocast=autocast, shared_vocab=shared_vocab, device=device, replays=replays
+            model,
+            head,
+            chunk_mib=mib,
+            autocast=autocast,
+            shared_vocab=shared_vocab,
+            device=device,
+            replays=replays,
         )
-        pace = None if optimizer is None else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
+        pace = (
+            None
+            if optimizer is None
+            else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
+        )
         super().__init__(forward, mesh.topology, mesh.rank, mesh.sums, pace)
         self.held = held_parameters(model, head, mesh)
-        own = {id(parameter) for module in (model, head) if module is not None for parameter in _trained(module)}
+        own = {
+            id(parameter)
+            for module in (model, head)
+            if module is not None
+            for parameter in _trained(module)
+        }
         self.resting = [item for item in self.held if id(item.parameter) not in own]
         self.learned = [item for item in self.held if id(item.parameter) in own]
         self.pipeline = None
@@ -112,14 +149,18 @@ class DTensorLearner(RankLearner):
             for stage in model.runs:
                 stage.autocast = autocast  # a pipeline runs them where `Forward` has no say
             if mesh.pipeline is not None:
-                self.pipeline = Pipeline(mesh, model, device, self.forward.dtype, self.forward.routing)
+                self.pipeline = Pipeline(
+                    mesh, model, device, self.forward.dtype, self.forward.routing
+                )
         self.optimizer: AdamW | None = None
         if optimizer is not None:
             named = [(item.name, item.parameter) for item in self.learned]
             self.optimizer = construct(optimizer, named, local=local)
         self._residence = Residence([model, head], self.optimizer)
 
-    def _score(self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int) -> list[Mapping[str, Tensor]]:
+    def _score(
+        self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
+    ) -> list[Mapping[str, Tensor]]:
         forward, pipeline = self.forward, self.pipeline
         if pipeline is None:
             found = [forward.score(micro, wanted, top_k=top_k) for micro in micros]
@@ -128,7 +169,10 @@ class DTensorLearner(RankLearner):
                 moved = [micro.to(forward.device, forward.dtype) for micro in micros]
                 hidden = pipeline.hidden(moved)
             pairs = zip(moved, hidden, strict=False)  # the last stage's alone
-            found = [forward.score(micro, wanted, top_k=top_k, hidden_Td=states) for micro, states in pairs]
+            found = [
+                forward.score(micro, wanted, top_k=top_k, hidden_Td=states)
+                for micro, states in pairs
+            ]
         self._divide()
         return found
 
@@ -145,7 +189,9 @@ class DTensorLearner(RankLearner):
         assert self.optimizer is not None, "a frozen role has none"
         self.optimizer.zero_grad()
 
-    def _learn(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> list[Mapping[str, Tensor]]:
+    def _learn(
+        self, micros: Sequence[Batch], terms: Sequence[LossTerm]
+    ) -> list[Mapping[str, Tensor]]:
         forward, pipeline, factor = self.forward, self.pipeline, self.mesh.topology.summands
         moved = [micro.to(forward.device, forward.dtype) for micro in micros]
         found: list[Mapping[str, Tensor]] = []
@@ -165,7 +211,8 @@ class DTensorLearner(RankLearner):
         return found
 
     def _divide(self) -> None:
-        """After a forward without backward FSDP keeps the root's weights whole, and an update would not be seen."""
+        """After a forward without backward FSDP keeps the root's weights whole, and an update would
+        not be seen."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -193,12 +240,15 @@ class DTensorLearner(RankLearner):
         return (block for item in held if item.first for block in item.blocks(item.local))
 
     def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
-        with self.optimizer.averaged() if averaged and self.optimizer is not None else nullcontext():
+        with (
+            self.optimizer.averaged() if averaged and self.optimizer is not None else nullcontext()
+        ):
             export_blocks(self.model, self.blocks(part), self.rank, directory, part)
 
     @cached_property
     def base(self) -> str:
-        """Of the weights that rest, which a checkpoint leaves out. All ranks ask at the same time."""
+        """Of the weights that rest, which a checkpoint leaves out. All ranks ask at the same
+        time."""
         names = {piece.name for item in self.resting for piece in item.pieces}
         return fingerprint_of_ranks(self.blocks("base"), names, self.forward.device)
 
@@ -213,13 +263,16 @@ class DTensorLearner(RankLearner):
         dist.barrier()
 
     def _saved(self) -> Iterator[Shard]:
-        """One by one: what an optimizer keeps in another form is made for as long as it is written."""
+        """One by one: what an optimizer keeps in another form is made for as long as it is
+        written."""
         optimizer = self.optimizer
         for item in (item for item in self.learned if item.first):
             yield from item.blocks(item.local)
             if optimizer is not None and item.name in optimizer.state:
                 for key, moment in optimizer.plain(item.name).items():
-                    yield from (renamed(block, f"{key}/{block.name}") for block in item.blocks(moment))
+                    yield from (
+                        renamed(block, f"{key}/{block.name}") for block in item.blocks(moment)
+                    )
 
     def load(self, directory: Path) -> None:
         """What any number of ranks saved. Raises CheckpointError where something is missing."""
@@ -236,12 +289,16 @@ class DTensorLearner(RankLearner):
                 plain = self.optimizer.plain(item.name)
                 for key, moment in plain.items():
                     for block in item.blocks(moment):
-                        block.tensor.copy_(stored.read(f"{key}/{block.name}", block.offsets, block.tensor.shape))
+                        block.tensor.copy_(
+                            stored.read(f"{key}/{block.name}", block.offsets, block.tensor.shape)
+                        )
                 self.optimizer.keep(item.name, plain)
 
 
 def _trained(module: PolicyModel | ScalarHead) -> Iterator[nn.Parameter]:
-    return (p for _, p in module.trained()) if isinstance(module, PolicyModel) else module.parameters()
+    return (
+        (p for _, p in module.trained()) if isinstance(module, PolicyModel) else module.parameters()
+    )
 
 
 def renamed(block: Shard, name: str) -> Shard:

@@ -73,12 +73,20 @@ class DTensorModels:
     def _part(self, shape: Any) -> PolicyModel:
         """Divided, its weights uninitialised."""
         mesh = self.mesh
-        spread = Spread(mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=self.config.sequence_parallel)
+        spread = Spread(
+            mesh.part,
+            mesh.tensor,
+            mesh.context,
+            mesh.experts,
+            sequence=self.config.sequence_parallel,
+        )
         chunks = self.config.pipeline_chunks if mesh.topology.pipeline > 1 else 1
         model = SpreadPolicy(shape, spread, device="meta", dtype=self.dtype, chunks=chunks)
         for stage in model.runs:
             layers = list(stage.decoder.layers.values())
-            shard_model(stage, layers, mesh, offload=self.config.cpu_offload, autocast=self.autocast)
+            shard_model(
+                stage, layers, mesh, offload=self.config.cpu_offload, autocast=self.autocast
+            )
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
         return self._settled(model)
 
@@ -90,11 +98,21 @@ class DTensorModels:
         return model
 
     def _transformers(self, origin: Origin) -> PolicyModel:
-        # Whole in main memory first, where every rank reads it: the device gets a rank's part alone.
+        # Whole in main memory first, where every rank reads it: the device gets a rank's part
+        # alone.
         model = of_transformers(
-            origin.directory(), dtype=self.dtype, trust_remote_code=origin.trust_remote_code, towers=origin.towers
+            origin.directory(),
+            dtype=self.dtype,
+            trust_remote_code=origin.trust_remote_code,
+            towers=origin.towers,
         )
         if self.mesh.tensor is not None:
             model.divide(self.mesh.tensor, self.device)
-        shard_model(model, model.layers(), self.mesh, offload=self.config.cpu_offload, autocast=self.autocast)
+        shard_model(
+            model,
+            model.layers(),
+            self.mesh,
+            offload=self.config.cpu_offload,
+            autocast=self.autocast,
+        )
         return self._settled(model)

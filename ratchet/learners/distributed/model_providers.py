@@ -1,4 +1,5 @@
-"""Where the ranks of a spread learner get their models from: policy, reference, critic and reward model, for every backend."""
+"""Where the ranks of a spread learner get their models from: policy, reference, critic and reward
+model, for every backend."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from ratchet.models.policy import PolicyModel
 
 
 class Provider(Protocol):
-    """Of one rank. The section of a kind of learner names it (`SpreadConfig.provider`), and it is made from that section, the
-    rank's device and the dtype of weights, once torch's process group is there."""
+    """Of one rank. The section of a kind of learner names it (`SpreadConfig.provider`), and it is
+    made from that section, the rank's device and the dtype of weights, once torch's process group
+    is there."""
 
     def load(self, origin: Origin) -> PolicyModel:
-        """The rank's part, with its weights; no rank ever holds the whole, unless transformers runs it."""
+        """The rank's part, with its weights; no rank ever holds the whole, unless transformers runs
+        it."""
         ...
 
     def copy(self, policy: PolicyModel) -> PolicyModel:
@@ -23,7 +26,8 @@ class Provider(Protocol):
         ...
 
     def learner(self, model: PolicyModel, spec: RoleSpec) -> RankLearner:
-        """Trains the model, or scores with it, as the role of the specification; with a scalar head where it asks for one."""
+        """Trains the model, or scores with it, as the role of the specification; with a scalar head
+        where it asks for one."""
         ...
 
     def close(self) -> None:

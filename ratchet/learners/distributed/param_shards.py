@@ -24,11 +24,12 @@ from ratchet.protocols import Shard
 
 @dataclass(frozen=True)
 class Held:
-    """rows: of the whole parameter that lie here, where FSDP divides it; None: all of them. copies: ranks that hold the same
-    block. partial: groups whose ranks have a summand of the gradient each, beside those over which FSDP has summed it.
-    excess: what its gradient is to be divided by, as a loss is multiplied by the number of ranks over which FSDP averages: of
-    experts these are fewer, and of vectors, which it leaves alone, none.
-    first: whether this rank speaks for all that hold the same."""
+    """rows: of the whole parameter that lie here, where FSDP divides it; None: all of them. copies:
+    ranks that hold the same block. partial: groups whose ranks have a summand of the gradient each,
+    beside those over which FSDP has summed it. excess: what its gradient is to be divided by, as a
+    loss is multiplied by the number of ranks over which FSDP averages: of experts these are fewer,
+    and of vectors, which it leaves alone, none. first: whether this rank speaks for all that hold
+    the same."""
 
     name: str
     parameter: nn.Parameter
@@ -65,7 +66,8 @@ def own_rows(parameter: Tensor, share: Share) -> range | None:
 def complete_gradients(held: Sequence[Held]) -> None:
     """Adds up those that are divided between ranks that hold the same parameter."""
     for item in held:
-        if item.partial and item.parameter.grad is None:  # an embedding that is no head here, and yet one elsewhere
+        # an embedding that is no head here, and yet one elsewhere
+        if item.partial and item.parameter.grad is None:
             item.parameter.grad = torch.zeros_like(item.parameter)
         if item.parameter.grad is not None:
             for group in item.partial:
@@ -85,7 +87,9 @@ def global_norm(held: Sequence[Held], loss: float, device: torch.device) -> tupl
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for item in held:
         if item.parameter.grad is not None:
-            total[0] += torch.linalg.vector_norm(local(item.parameter.grad)).double().square() / item.copies
+            total[0] += (
+                torch.linalg.vector_norm(local(item.parameter.grad)).double().square() / item.copies
+            )
     total[1] = loss
     dist.all_reduce(total)
     return float(total[0].sqrt()), float(total[1])
@@ -98,7 +102,16 @@ def held_parameters(model: PolicyModel, head: ScalarHead | None, mesh: Mesh) -> 
         for decoder in (stage.decoder for stage in model.runs):
             where, tied = pieces(decoder), decoder.config.tied
             for name, parameter in decoder.named_parameters():
-                made.append(_of_decoder(name, parameter, where[name], mesh, sequence=model.spread.sequence, tied=tied))
+                made.append(
+                    _of_decoder(
+                        name,
+                        parameter,
+                        where[name],
+                        mesh,
+                        sequence=model.spread.sequence,
+                        tied=tied,
+                    )
+                )
     else:
         for name, parameter in model.named_parameters():
             short = name.partition(".")[2]  # as the model itself calls it
@@ -109,16 +122,27 @@ def held_parameters(model: PolicyModel, head: ScalarHead | None, mesh: Mesh) -> 
 
 
 def _of_decoder(
-    name: str, parameter: nn.Parameter, where: tuple[Piece, ...], mesh: Mesh, *, sequence: bool, tied: bool
+    name: str,
+    parameter: nn.Parameter,
+    where: tuple[Piece, ...],
+    mesh: Mesh,
+    *,
+    sequence: bool,
+    tied: bool,
 ) -> Held:
     partial: tuple[Group, ...] = ()
     if mesh.tensor is not None and not divided(name):
-        # Some see some of the heads only, some of the experts' outputs, or some of the tokens, though each rank has them whole.
-        # What of an adapter is not divided meets what is: it sees some outputs of a product, or a summand of its inputs.
+        # Some see some of the heads only, some of the experts' outputs, or some of the tokens,
+        # though each rank has them whole. What of an adapter is not divided meets what is: it sees
+        # some outputs of a product, or a summand of its inputs.
         heads = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
-        partial = (mesh.tensor,) if heads or of_adapter(name) or (sequence and "norm" in name) else ()
+        partial = (
+            (mesh.tensor,) if heads or of_adapter(name) or (sequence and "norm" in name) else ()
+        )
     of_experts = mesh.experts is not None and ".experts." in name
-    made = _held(name, parameter, where, mesh, partial, divided=divided(name), of_experts=of_experts)
+    made = _held(
+        name, parameter, where, mesh, partial, divided=divided(name), of_experts=of_experts
+    )
     if mesh.ends is None or not (tied and name.startswith("embed_tokens")):
         return made
     # The last stage has the embedding too, as its head.
@@ -131,7 +155,13 @@ def _of_plan(name: str, parameter: nn.Parameter, mesh: Mesh, divided: Divided | 
         return _held(name, parameter, _whole(name, parameter), mesh, ())
     if name in divided.blocks:
         return _held(name, parameter, (divided.blocks[name],), mesh, (), divided=True)
-    return _held(name, parameter, _whole(name, parameter), mesh, (mesh.tensor,) if name in divided.partial else ())
+    return _held(
+        name,
+        parameter,
+        _whole(name, parameter),
+        mesh,
+        (mesh.tensor,) if name in divided.partial else (),
+    )
 
 
 def _held(
@@ -146,12 +176,21 @@ def _held(
 ) -> Held:
     """divided: over the tensor-parallel ranks."""
     excess = mesh.topology.experts if of_experts else 1
-    if (parameter.dim() < 2 or of_adapter(name)) and mesh.sums is not None:  # which FSDP leaves alone
+    # which FSDP leaves alone
+    if (parameter.dim() < 2 or of_adapter(name)) and mesh.sums is not None:
         partial, excess = (*partial, mesh.sums), mesh.topology.summands
     share = mesh.expert_share if of_experts else mesh.share
     rows = own_rows(parameter, share)
-    copies = mesh.topology.replicas * (1 if divided else mesh.topology.tensor) * (share.of if rows is None else 1)
-    first = mesh.at.replica == 0 and (divided or mesh.at.tensor == 0) and (rows is not None or share.index == 0)
+    copies = (
+        mesh.topology.replicas
+        * (1 if divided else mesh.topology.tensor)
+        * (share.of if rows is None else 1)
+    )
+    first = (
+        mesh.at.replica == 0
+        and (divided or mesh.at.tensor == 0)
+        and (rows is not None or share.index == 0)
+    )
     return Held(name, parameter, where, rows, copies, partial, excess, first)
 
 
@@ -160,7 +199,9 @@ def _whole(name: str, parameter: Tensor) -> tuple[Piece, ...]:
     return (Piece(name, shape, (0,) * len(shape), range(shape[0])),)
 
 
-def fill_held(held: Sequence[Held], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]) -> None:
+def fill_held(
+    held: Sequence[Held], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]
+) -> None:
     """Copies every block from where its name, offsets and sizes are found."""
     with torch.no_grad():
         for item in held:

@@ -12,9 +12,9 @@ from ratchet.models.model_source import Origin
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """How the learner of a role is made. origin: of its model; None: a copy of the policy as it is, which for "policy" is the
-    policy itself. adapter: what it trains in place of its weights. optimizer: the values of its section; None freezes it.
-    scalar: whether it has a scalar head."""
+    """How the learner of a role is made. origin: of its model; None: a copy of the policy as it is,
+    which for "policy" is the policy itself. adapter: what it trains in place of its weights.
+    optimizer: the values of its section; None freezes it. scalar: whether it has a scalar head."""
 
     origin: Origin | None = None
     optimizer: Mapping[str, Any] | None = None

@@ -1,6 +1,7 @@
 """How the ranks of a learner share their work: pure arithmetic, which the driver does too.
 
-Ranks are counted with the tensor-parallel ones next to each other, as these exchange most, then context, data and pipeline.
+Ranks are counted with the tensor-parallel ones next to each other, as these exchange most, then
+context, data and pipeline.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """replicas x shards: data parallelism; weights are divided over the shards (FSDP) and repeated in each replica (HSDP).
-    context, tensor, pipeline: see `ratchet.models`. experts: how many ranks share out the experts of a layer, among those of
-    one replica."""
+    """replicas x shards: data parallelism; weights are divided over the shards (FSDP) and repeated
+    in each replica (HSDP). context, tensor, pipeline: see `ratchet.models`. experts: how many ranks
+    share out the experts of a layer, among those of one replica."""
 
     replicas: int = 1
     shards: int = 1
@@ -41,7 +42,8 @@ class Topology:
     def __post_init__(self) -> None:
         if (self.shards * self.context) % self.experts:
             raise ConfigError(
-                f"learner.expert_parallel={self.experts} must divide dp_shard x context_parallel = {self.shards * self.context}"
+                f"learner.expert_parallel={self.experts} must divide dp_shard x context_parallel = "
+                f"{self.shards * self.context}"
             )
 
     @property
@@ -88,7 +90,9 @@ def topology_of(config: SpreadConfig) -> Topology:
 def parts(config: SpreadConfig) -> Part:
     """The first rank's, for a check of whether a model can be divided so."""
     stages = config.pipeline_parallel * config.pipeline_chunks
-    return Part(Share(0, config.tensor_parallel), Share(0, stages), Share(0, config.expert_parallel))
+    return Part(
+        Share(0, config.tensor_parallel), Share(0, stages), Share(0, config.expert_parallel)
+    )
 
 
 def megatron_sizes(config: MegatronConfig) -> Sizes:

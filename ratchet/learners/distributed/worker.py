@@ -1,4 +1,5 @@
-"""What lives in each process of a spread learner: the model's part, and the learner of every role on it."""
+"""What lives in each process of a spread learner: the model's part, and the learner of every role
+on it."""
 
 from __future__ import annotations
 
@@ -39,14 +40,18 @@ class Seat(Protocol):
 
 
 class LearnerRank:
-    def __init__(self, seat: Seat, *, learner: Mapping[str, Any], origin: Origin, double: bool = False) -> None:
-        """learner: the values of a `SpreadConfig`. double: in float64. Joins the other ranks, and loads the model's part."""
+    def __init__(
+        self, seat: Seat, *, learner: Mapping[str, Any], origin: Origin, double: bool = False
+    ) -> None:
+        """learner: the values of a `SpreadConfig`. double: in float64. Joins the other ranks, and
+        loads the model's part."""
         config: Any = resolve("learner", learner)
         device, dtype = torch.device(seat.device), torch.float64 if double else torch.float32
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",  # gradients may rest in main memory
+            # gradients may rest in main memory
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             init_method=f"tcp://{seat.rendezvous}",
             rank=seat.rank,
             world_size=seat.world_size,
@@ -63,7 +68,8 @@ class LearnerRank:
     # --- a stage
 
     def begin(self, roles: Mapping[str, RoleSpec], algorithm: Mapping[str, Any]) -> None:
-        """Makes the learners of a stage. algorithm: the values of its section, from which every rank makes its losses."""
+        """Makes the learners of a stage. algorithm: the values of its section, from which every
+        rank makes its losses."""
         self.algorithm = construct(resolve("algorithm", algorithm))
         self.learners.clear()  # else those of the last stage would be in memory beside the new ones
         for name, spec in roles.items():
@@ -74,7 +80,9 @@ class LearnerRank:
         if name == "policy":
             model = self.policy
         else:
-            model = provider.copy(self.policy) if spec.origin is None else provider.load(spec.origin)
+            model = (
+                provider.copy(self.policy) if spec.origin is None else provider.load(spec.origin)
+            )
         if spec.adapter is None:
             model.requires_grad_(spec.optimizer is not None)
         return provider.learner(model, spec)
@@ -86,10 +94,14 @@ class LearnerRank:
 
     # --- calls of the driver
 
-    def score(self, role: str, micros: Sequence[Batch], wanted: Sequence[str], top_k: int) -> list[dict[str, Tensor]]:
+    def score(
+        self, role: str, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
+    ) -> list[dict[str, Tensor]]:
         return self.learners[role].score(micros, wanted, top_k=top_k)
 
-    def score_base(self, role: str, micros: Sequence[Batch], wanted: Sequence[str], top_k: int) -> list[dict[str, Tensor]]:
+    def score_base(
+        self, role: str, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
+    ) -> list[dict[str, Tensor]]:
         with self.learners[role].forward.model.without_adapter():
             return self.score(role, micros, wanted, top_k)
 
@@ -98,11 +110,17 @@ class LearnerRank:
 
     def weights(self, role: str) -> list[Shard]:
         """This rank's blocks, on the CPU."""
-        return [replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True)) for shard in self.learners[role].weights()]
+        return [
+            replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True))
+            for shard in self.learners[role].weights()
+        ]
 
     def send(self, sender: str, options: Mapping[str, Any]) -> Any:
-        """Hands the policy's blocks to one end of a link: `sender` is "module:function", called with (blocks, rank, world)."""
-        return imported(sender)(self.learners["policy"].weights(), dist.get_rank(), dist.get_world_size(), **options)
+        """Hands the policy's blocks to one end of a link: `sender` is "module:function", called
+        with (blocks, rank, world)."""
+        return imported(sender)(
+            self.learners["policy"].weights(), dist.get_rank(), dist.get_world_size(), **options
+        )
 
     def onload(self, role: str) -> None:
         self.learners[role].onload()

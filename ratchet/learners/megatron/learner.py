@@ -1,7 +1,8 @@
-"""A rank of a learner by Megatron Core: its layers, pipeline schedules and optimizer, with Ratchet's attention and losses.
+"""A rank of a learner by Megatron Core: its layers, pipeline schedules and optimizer, with
+Ratchet's attention and losses.
 
-Losses and gradients are sums, as everywhere: what Megatron would divide by tokens, micro-batches or ranks it leaves alone here
-(`calculate_per_token_loss`, with the tokens never told).
+Losses and gradients are sums, as everywhere: what Megatron would divide by tokens, micro-batches or
+ranks it leaves alone here (`calculate_per_token_loss`, with the tokens never told).
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -41,12 +46,13 @@ from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.weight_layout import shards
 from ratchet.protocols import Exported, LossTerm, Shard
 
-Ending = Callable[[int, Tensor], Any]  # (micro-batch, its hidden states [T, d]) -> what the schedule wants of the last stage
+# (micro-batch, its hidden states [T, d]) -> what the schedule wants of the last stage
+Ending = Callable[[int, Tensor], Any]
 
 
 class MegatronLearner(RankLearner):
-    """model: with its weights; Megatron's buffers take them over. optimizer, total_steps, autocast, shared_vocab, replays: as
-    for `LocalLearner`. scalar: whether it has a scalar head, of zeros."""
+    """model: with its weights; Megatron's buffers take them over. optimizer, total_steps, autocast,
+    shared_vocab, replays: as for `LocalLearner`. scalar: whether it has a scalar head, of zeros."""
 
     def __init__(
         self,
@@ -73,8 +79,16 @@ class MegatronLearner(RankLearner):
             device=device,
             replays=replays,
         )
-        pace = None if optimizer is None else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
-        sums: Any = parallel_state.get_data_parallel_group(with_context_parallel=True) if topology.summands > 1 else None
+        pace = (
+            None
+            if optimizer is None
+            else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
+        )
+        sums: Any = (
+            parallel_state.get_data_parallel_group(with_context_parallel=True)
+            if topology.summands > 1
+            else None
+        )
         super().__init__(forward, topology, dist.get_rank(), sums, pace)
         self.model, self.autocast = model, autocast
         self.owned = list(model.owned())
@@ -90,7 +104,9 @@ class MegatronLearner(RankLearner):
 
     # --- computing
 
-    def _score(self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int) -> list[Mapping[str, Tensor]]:
+    def _score(
+        self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
+    ) -> list[Mapping[str, Tensor]]:
         moved = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
 
         def columns(number: int, hidden_Td: Tensor) -> Mapping[str, Tensor]:
@@ -99,7 +115,9 @@ class MegatronLearner(RankLearner):
         with torch.no_grad():
             return self._run(moved, [None] * len(moved), columns, forward_only=True)
 
-    def _learn(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> list[Mapping[str, Tensor]]:
+    def _learn(
+        self, micros: Sequence[Batch], terms: Sequence[LossTerm]
+    ) -> list[Mapping[str, Tensor]]:
         moved = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
         watches = [self.forward.watch(terms) for _ in moved]
         untold = torch.zeros((), dtype=torch.int, device=self.forward.device)
@@ -175,7 +193,8 @@ class MegatronLearner(RankLearner):
     def onload(self) -> None: ...
 
     def offload(self) -> None:
-        """The configuration refuses learners that give their accelerator away: Megatron's buffers stay where they are."""
+        """The configuration refuses learners that give their accelerator away: Megatron's buffers
+        stay where they are."""
 
     def weights(self) -> Iterator[Shard]:
         rests = self.model.adapter is not None
@@ -194,7 +213,8 @@ class MegatronLearner(RankLearner):
 
     @cached_property
     def base(self) -> str | None:
-        """Of the weights that rest, which a checkpoint leaves out; None: none do. All ranks ask at the same time."""
+        """Of the weights that rest, which a checkpoint leaves out; None: none do. All ranks ask at
+        the same time."""
         if self.model.adapter is None:
             return None
         whole = megatron_layout(Dimensions.of(self.model.shape), Place())
@@ -205,27 +225,33 @@ class MegatronLearner(RankLearner):
         save_state(directory, self.model, self.optimizer, self.pace, self.base)
 
     def load(self, directory: Path) -> None:
-        """What any number of ranks saved. Raises CheckpointError where something is missing, or for another base."""
+        """What any number of ranks saved. Raises CheckpointError where something is missing, or for
+        another base."""
         load_state(directory, self.model, self.optimizer, self.pace, self.base)
 
 
 def _renew(model: MegatronPolicy) -> None:
-    """What an earlier stage has trained tells that stage's buffers of its gradients: new parameters, on the same memory, take
-    the places of the old."""
+    """What an earlier stage has trained tells that stage's buffers of its gradients: new
+    parameters, on the same memory, take the places of the old."""
     for chunk in model.chunks:
         chunk.scalar = None
         for module in chunk.modules():
             for name, old in list(module.named_parameters(recurse=False)):
                 new: Any = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
-                # Megatron's marks: how it is divided, who else has it; not where its gradient and its copy are.
-                new.__dict__.update({key: value for key, value in vars(old).items() if not key.startswith("main_")})
+                # Megatron's marks: how it is divided, who else has it; not where its gradient and
+                # its copy are.
+                new.__dict__.update(
+                    {key: value for key, value in vars(old).items() if not key.startswith("main_")}
+                )
                 setattr(module, name, new)
 
 
 def _head(model: MegatronPolicy, device: torch.device) -> ScalarHead:
-    """On the last stage, where it is trained with the others. Nothing reads logits then, and an optimizer would still decay
-    the weights of a language head of its own."""
-    head = ScalarHead(model.hidden_size).to(device, torch.promote_types(next(model.parameters()).dtype, torch.float32))
+    """On the last stage, where it is trained with the others. Nothing reads logits then, and an
+    optimizer would still decay the weights of a language head of its own."""
+    head = ScalarHead(model.hidden_size).to(
+        device, torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    )
     last = model.chunks[-1]
     if last.post_process:
         last.scalar = head

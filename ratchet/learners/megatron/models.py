@@ -31,7 +31,10 @@ class MegatronModels:
         """Raises ModelError for a model that Megatron's layers can't be made of."""
         shape = origin.decoder()
         if shape is None:
-            raise ModelError("learner.kind=megatron has no layers for this architecture: set learner.kind=dtensor")
+            raise ModelError(
+                "learner.kind=megatron has no layers for this architecture: set "
+                "learner.kind=dtensor"
+            )
         made = self._empty(shape)
         made.fill(origin.reader())
         return made
@@ -72,5 +75,7 @@ class MegatronModels:
         fp8 = None if self.config.fp8 is None else Fp8(self.config.fp8, self.config.fp8_recipe)
         if fp8 is not None and self.device.type == "cuda":
             fp8.check(torch.cuda.get_device_capability(self.device))
-        made = MegatronPolicy(shape, self.sizes, dtype=self.dtype, recompute=self.config.recompute, fp8=fp8)
+        made = MegatronPolicy(
+            shape, self.sizes, dtype=self.dtype, recompute=self.config.recompute, fp8=fp8
+        )
         return made.to(self.device)

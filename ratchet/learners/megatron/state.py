@@ -1,4 +1,5 @@
-"""Checkpoints of a learner by Megatron Core, in the format of its `dist_checkpointing`: read by any number of ranks."""
+"""Checkpoints of a learner by Megatron Core, in the format of its `dist_checkpointing`: read by any
+number of ranks."""
 
 from __future__ import annotations
 
@@ -25,27 +26,34 @@ from ratchet.models.lora.files import check_base
 from ratchet.models.megatron.blocks import of_model
 from ratchet.models.megatron.policy import MegatronPolicy
 
-KIND = "fully_reshardable"  # what the optimizer keeps comes in the shapes of the weights, whichever ranks shared it out
+# what the optimizer keeps comes in the shapes of the weights, whichever ranks shared it out
+KIND = "fully_reshardable"
 METADATA = {"distrib_optim_sharding_type": KIND, "chained_optim_avoid_prefix": True}
 
 
 class InPlace(TorchDistSaveShardedStrategy):
-    """The same files, written by this process. Megatron's strategy forks others for it, which a process with threads had better
-    not, and a daemon may not."""
+    """The same files, written by this process. Megatron's strategy forks others for it, which a
+    process with threads had better not, and a daemon may not."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
         checkpoint.save(
             mcore_to_pyt_state_dict(keyed, False),
             storage_writer=checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
         )
 
 
-def save_state(directory: Path, model: MegatronPolicy, optimizer: Any, pace: Pace | None, base: str | None) -> None:
+def save_state(
+    directory: Path, model: MegatronPolicy, optimizer: Any, pace: Pace | None, base: str | None
+) -> None:
     """Every rank calls it; all of them see the directory. base: see `MegatronLearner.base`."""
     folder = directory / MEGATRON
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,18 +67,27 @@ def save_state(directory: Path, model: MegatronPolicy, optimizer: Any, pace: Pac
     dist.barrier()
 
 
-def load_state(directory: Path, model: MegatronPolicy, optimizer: Any, pace: Pace | None, base: str | None) -> None:
-    """Raises CheckpointError where there is nothing of the kind, or it is of another model or base."""
+def load_state(
+    directory: Path, model: MegatronPolicy, optimizer: Any, pace: Pace | None, base: str | None
+) -> None:
+    """Raises CheckpointError where there is nothing of the kind, or it is of another model or
+    base."""
     folder = directory / MEGATRON
     if not folder.is_dir():
-        raise CheckpointError(f"{directory} holds nothing of Megatron's: it was saved by a learner of another kind")
+        raise CheckpointError(
+            f"{directory} holds nothing of Megatron's: it was saved by a learner of another kind"
+        )
     if base is not None:
-        check_base(directory, dist_checkpointing.load_common_state_dict(str(folder)).get("base"), base)
+        check_base(
+            directory, dist_checkpointing.load_common_state_dict(str(folder)).get("base"), base
+        )
     with torch.no_grad():
         for adam in _torch_adams(optimizer):
             _begin(adam)
         try:
-            found: Any = dist_checkpointing.load(_state(model, optimizer, loading=True), str(folder))
+            found: Any = dist_checkpointing.load(
+                _state(model, optimizer, loading=True), str(folder)
+            )
         except (CheckpointingException, KeyError, RuntimeError) as error:
             raise CheckpointError(f"{folder} can't be read: {error}") from error
         for number, chunk in enumerate(model.chunks):
@@ -79,13 +96,16 @@ def load_state(directory: Path, model: MegatronPolicy, optimizer: Any, pace: Pac
             optimizer.load_state_dict(found["optimizer"])
             for adam in _torch_adams(optimizer):
                 for moments in adam.state.values():
-                    moments["step"] = moments["step"].clone()  # Megatron gives all of them one tensor
+                    # Megatron gives all of them one tensor
+                    moments["step"] = moments["step"].clone()
             pace.taken, pace.bad = found["pace"]["taken"], found["pace"]["bad"]
 
 
 def _torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Where neither Transformer Engine nor apex brings another: these count steps by parameter."""
-    inner = [] if optimizer is None else [chained.optimizer for chained in optimizer.chained_optimizers]
+    inner = (
+        [] if optimizer is None else [chained.optimizer for chained in optimizer.chained_optimizers]
+    )
     return [made for made in inner if isinstance(made, torch.optim.Adam)]
 
 
@@ -94,11 +114,18 @@ def _begin(adam: torch.optim.Optimizer) -> None:
     for group in adam.param_groups:
         for p in group["params"]:
             if not adam.state[p]:
-                adam.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                adam.state[p] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
 
 
 def _state(model: MegatronPolicy, optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    metadata = {
+        **METADATA,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
     state: dict[str, Any] = {
         f"model{number}": {
             name: entry
@@ -109,5 +136,7 @@ def _state(model: MegatronPolicy, optimizer: Any, *, loading: bool) -> dict[str,
     }
     if optimizer is not None:
         given = state["model0"] if len(state) == 1 else dict(state)
-        state["optimizer"] = optimizer.sharded_state_dict(given, is_loading=loading, metadata=metadata)
+        state["optimizer"] = optimizer.sharded_state_dict(
+            given, is_loading=loading, metadata=metadata
+        )
     return state

@@ -1,5 +1,5 @@
-"""AdamW by torch's functional form. The class around it imports torch's compiler when it is made, which takes as long as torch
-itself: a run would start a second later."""
+"""AdamW by torch's functional form. The class around it imports torch's compiler when it is made,
+which takes as long as torch itself: a run would start a second later."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from torch.optim.adamw import adamw
 from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import CheckpointError
 
-Moments = dict[str, Tensor]  # AdamW: "step" (float32 scalar), "exp_avg", "exp_avg_sq" and "average" (as the parameter)
+# AdamW: "step" (float32 scalar), "exp_avg", "exp_avg_sq" and "average" (as the parameter)
+Moments = dict[str, Tensor]
 
 
 class AdamW:
-    """Decoupled weight decay (arXiv:1711.05101) on matrices only: decaying a norm's scale or a bias regularises nothing. Where
-    the configuration has an `ema_decay`, it also keeps an average of each parameter over the steps taken, which begins at the
-    parameter itself.
+    """Decoupled weight decay (arXiv:1711.05101) on matrices only: decaying a norm's scale or a bias
+    regularises nothing. Where the configuration has an `ema_decay`, it also keeps an average of
+    each parameter over the steps taken, which begins at the parameter itself.
 
-    state: by the parameter's name, from its first gradient on. matrices: see `PolicyModel.matrices`, for optimizers that treat
-    these in another way. local: what of a parameter and its gradient is on this rank.
+    state: by the parameter's name, from its first gradient on. matrices: see
+    `PolicyModel.matrices`, for optimizers that treat these in another way. local: what of a
+    parameter and its gradient is on this rank.
     """
 
     def __init__(
@@ -55,7 +57,14 @@ class AdamW:
         gradients = [self.local(p.grad) for _, p in some if p.grad is not None]
         self.take([self.local(p) for _, p in some], gradients, moments, lr, decay)
 
-    def take(self, weights: list[Tensor], gradients: list[Tensor], moments: Sequence[Moments], lr: float, decay: float) -> None:
+    def take(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        moments: Sequence[Moments],
+        lr: float,
+        decay: float,
+    ) -> None:
         """One step of all of them, in their places."""
         adamw(
             weights,
@@ -91,7 +100,8 @@ class AdamW:
         }
 
     def plain(self, name: str) -> Moments:
-        """What is kept of a parameter, but for its steps: numbers that lie as the parameter does."""
+        """What is kept of a parameter, but for its steps: numbers that lie as the parameter
+        does."""
         return {key: moment for key, moment in self.state[name].items() if key != "step"}
 
     def keep(self, name: str, plain: Mapping[str, Tensor]) -> None:
@@ -105,7 +115,8 @@ class AdamW:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Meanwhile the parameters have their averages as values; one that never had a gradient is its own average."""
+        """Meanwhile the parameters have their averages as values; one that never had a gradient is
+        its own average."""
         assert self.config.ema_decay is not None, "no average is kept"
         self._swap()
         try:
@@ -133,7 +144,8 @@ class AdamW:
         unknown = set(map(str, state)) - {name for name, _ in self.named}
         if unknown:
             raise CheckpointError(
-                f"the checkpoint has optimizer state of '{min(unknown)}', which the model does not have: it was saved by an "
+                f"the checkpoint has optimizer state of '{min(unknown)}', which the model does not "
+                "have: it was saved by an "
                 "older version or for another model; start a new run from its exported model"
             )
         self.state = {}
@@ -147,6 +159,7 @@ def kept(moments: Mapping[str, Tensor], key: str, name: str) -> Tensor:
     """One of what a checkpoint has of a parameter. Raises CheckpointError where it lacks it."""
     if key not in moments:
         raise CheckpointError(
-            f"the checkpoint has no '{key}' of '{name}': it was saved with another optimizer section; go on with that one"
+            f"the checkpoint has no '{key}' of '{name}': it was saved with another optimizer "
+            "section; go on with that one"
         )
     return moments[key]

@@ -1,4 +1,5 @@
-"""AdamW whose running means rest in 8 bits: a quarter of what they take, by the codes and kernels of bitsandbytes.
+"""AdamW whose running means rest in 8 bits: a quarter of what they take, by the codes and kernels
+of bitsandbytes.
 
 B = blocks of a flattened tensor, n = its numbers.
 """
@@ -21,13 +22,14 @@ AT_ONCE = 2**22  # numbers that are restored at a time: whole blocks
 
 
 class AdamW8bit(AdamW):
-    """8-bit optimizer states, arXiv:2110.02861: of each block of numbers one scale, and of each number the nearest of 256
-    values, dense around zero. A step itself is AdamW's, in float32.
+    """8-bit optimizer states, arXiv:2110.02861: of each block of numbers one scale, and of each
+    number the nearest of 256 values, dense around zero. A step itself is AdamW's, in float32.
 
-    Two things differ from the paper. A block's scale is its number of largest magnitude with its sign, which so is a code
-    exactly: quantising what was restored changes no bit, and checkpoints of ranks may hold plain numbers, for any division. And
-    it is the root of the running square that is quantised, which has the range of the mean: a square of 1e-4 of its block's
-    largest gradient would be rounded to zero, and the step be the mean over eps.
+    Two things differ from the paper. A block's scale is its number of largest magnitude with its
+    sign, which so is a code exactly: quantising what was restored changes no bit, and checkpoints
+    of ranks may hold plain numbers, for any division. And it is the root of the running square that
+    is quantised, which has the range of the mean: a square of 1e-4 of its block's largest gradient
+    would be rounded to zero, and the step be the mean over eps.
     """
 
     @cached_property
@@ -41,15 +43,27 @@ class AdamW8bit(AdamW):
         for name, p in some:
             if self.local(p).numel() >= SMALL:
                 assert p.grad is not None
-                self._by_runs(self.state.get(name) or self.begin(name, p), self.local(p), self.local(p.grad), lr, decay)
+                self._by_runs(
+                    self.state.get(name) or self.begin(name, p),
+                    self.local(p),
+                    self.local(p.grad),
+                    lr,
+                    decay,
+                )
 
-    def _by_runs(self, moments: Moments, own: Tensor, gradient: Tensor, lr: float, decay: float) -> None:
-        """A run of blocks after the other: all of a large matrix in float32 would be what this class saves."""
+    def _by_runs(
+        self, moments: Moments, own: Tensor, gradient: Tensor, lr: float, decay: float
+    ) -> None:
+        """A run of blocks after the other: all of a large matrix in float32 would be what this
+        class saves."""
         own_n, gradient_n, begun = own.view(-1), gradient.reshape(-1), moments["step"].clone()
         for start in range(0, own.numel(), AT_ONCE):
             run = slice(start, start + AT_ONCE)
             blocks = slice(start // BLOCK, (start + AT_ONCE) // BLOCK)
-            quantised = {key: value[blocks if key.endswith("scales") else run] for key, value in _flat(moments).items()}
+            quantised = {
+                key: value[blocks if key.endswith("scales") else run]
+                for key, value in _flat(moments).items()
+            }
             moments["step"].copy_(begun)
             numbers = {"step": moments["step"], **self._restore(quantised)}
             self.take([own_n[run]], [gradient_n[run]], [numbers], lr, decay)
@@ -74,12 +88,15 @@ class AdamW8bit(AdamW):
 
     def keep(self, name: str, plain: Mapping[str, Tensor]) -> None:
         if "mean_codes" in self.state[name]:
-            self._quantise({key: value.reshape(-1) for key, value in plain.items()}, _flat(self.state[name]))
+            self._quantise(
+                {key: value.reshape(-1) for key, value in plain.items()}, _flat(self.state[name])
+            )
 
     def _restore(self, quantised: Mapping[str, Tensor]) -> Moments:
         """[n] each."""
         found = {
-            key: self.codes.restore(quantised[f"{key}_codes"], quantised[f"{key}_scales"], key) for key in ("mean", "root")
+            key: self.codes.restore(quantised[f"{key}_codes"], quantised[f"{key}_scales"], key)
+            for key in ("mean", "root")
         }
         return {"exp_avg": found["mean"], "exp_avg_sq": found["root"].square_()}
 
@@ -91,11 +108,14 @@ class AdamW8bit(AdamW):
 
 
 class Codes:
-    """The 256 values of the mean, which has signs, and of the root, which has none; between -1 and 1. The nearest is found
-    here: the library's kernel for CPUs takes a neighbour of it where values are small, even of a number that is a value."""
+    """The 256 values of the mean, which has signs, and of the root, which has none; between -1 and
+    1. The nearest is found here: the library's kernel for CPUs takes a neighbour of it where values
+    are small, even of a number that is a value."""
 
     def __init__(self) -> None:
-        self.values = {key: bits().create_dynamic_map(signed=key == "mean") for key in ("mean", "root")}
+        self.values = {
+            key: bits().create_dynamic_map(signed=key == "mean") for key in ("mean", "root")
+        }
 
     def zero(self, key: str) -> int:
         return int((self.values[key] == 0).nonzero()[0])
@@ -112,7 +132,9 @@ class Codes:
     def restore(self, codes_n: Tensor, scales_B: Tensor, key: str) -> Tensor:
         """float32 [n]."""
         code = self._on(codes_n, key)
-        return bits().dequantize_blockwise(codes_n.contiguous(), absmax=scales_B, code=code, blocksize=BLOCK)
+        return bits().dequantize_blockwise(
+            codes_n.contiguous(), absmax=scales_B, code=code, blocksize=BLOCK
+        )
 
     def _on(self, like: Tensor, key: str) -> Tensor:
         self.values[key] = self.values[key].to(like.device)
@@ -121,4 +143,6 @@ class Codes:
 
 def _flat(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Views of what is quantised."""
-    return {key: value.view(-1) for key, value in moments.items() if key.endswith(("_codes", "_scales"))}
+    return {
+        key: value.view(-1) for key, value in moments.items() if key.endswith(("_codes", "_scales"))
+    }

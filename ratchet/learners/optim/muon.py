@@ -1,4 +1,5 @@
-"""Muon: momentum, orthogonalised. A matrix's step has singular values of about 1, whatever those of its gradient are."""
+"""Muon: momentum, orthogonalised. A matrix's step has singular values of about 1, whatever those of
+its gradient are."""
 
 from __future__ import annotations
 
@@ -11,21 +12,24 @@ from ratchet.errors import ConfigError
 from ratchet.learners.optim.adamw import AdamW, Moments
 from ratchet.learners.optim.config import MuonConfig
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a quintic that is as steep at 0 as can be while 1 stays within about 0.3 of 1
+# of a quintic that is as steep at 0 as can be while 1 stays within about 0.3 of 1
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
 
 
 class Muon(AdamW):
-    """https://kellerjordan.github.io/posts/muon/, with Nesterov's momentum, and the scale and weight decay of
-    arXiv:2502.16982: with G the gradient of a matrix W of [r, c],
+    """https://kellerjordan.github.io/posts/muon/, with Nesterov's momentum, and the scale and
+    weight decay of arXiv:2502.16982: with G the gradient of a matrix W of [r, c],
 
         M <- momentum M + G        W <- W - lr (0.2 sqrt(max(r, c)) NS(G + momentum M) + weight_decay W)
 
-    The scale gives a step the root mean square that AdamW's usually have, so that both share one rate and one weight decay.
+    The scale gives a step the root mean square that AdamW's usually have, so that both share one
+    rate and one weight decay.
 
-    matrices: of the parameters that take such steps, the rows of each matrix, as they lie one below the other: those that our
-    decoder fuses (queries, keys and values; all experts of a layer) are orthogonalised each for itself. All others (embeddings,
-    heads, norms, biases) take those of AdamW. Raises ConfigError where there is no matrix.
+    matrices: of the parameters that take such steps, the rows of each matrix, as they lie one below
+    the other: those that our decoder fuses (queries, keys and values; all experts of a layer) are
+    orthogonalised each for itself. All others (embeddings, heads, norms, biases) take those of
+    AdamW. Raises ConfigError where there is no matrix.
     """
 
     config: MuonConfig
@@ -39,7 +43,10 @@ class Muon(AdamW):
     ) -> None:
         super().__init__(config, named, matrices=matrices)
         if not matrices:
-            raise ConfigError("optimizer.kind=muon finds no matrices of hidden layers in this model: set optimizer.kind=adamw")
+            raise ConfigError(
+                "optimizer.kind=muon finds no matrices of hidden layers in this model: set "
+                "optimizer.kind=adamw"
+            )
 
     def change(self, given: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
         super().change([(name, p) for name, p in given if name not in self.matrices], lr)
@@ -58,16 +65,22 @@ class Muon(AdamW):
             own.add_(orthogonalised(turned), alpha=-lr * 0.2 * max(own.shape[-2:]) ** 0.5)
 
     def moments(self, name: str, own: Tensor) -> Moments:
-        return {"momentum": torch.zeros_like(own)} if name in self.matrices else super().moments(name, own)
+        return (
+            {"momentum": torch.zeros_like(own)}
+            if name in self.matrices
+            else super().moments(name, own)
+        )
 
 
 def orthogonalised(x: Tensor) -> Tensor:
-    """[..., r, c]: of each matrix U S V^T about U V^T, in its dtype. The products are in bfloat16 on an accelerator, as the
-    source has them, and in the matrix's own dtype on a CPU, where bfloat16 may be the slower one."""
+    """[..., r, c]: of each matrix U S V^T about U V^T, in its dtype. The products are in bfloat16
+    on an accelerator, as the source has them, and in the matrix's own dtype on a CPU, where
+    bfloat16 may be the slower one."""
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     wide = x.mT if tall else x  # the smaller product
-    y = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=1e-7)  # no singular value is above 1 then
+    # no singular value is above 1 then
+    y = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=1e-7)
     y = y if x.device.type == "cpu" else y.bfloat16()
     for _ in range(ROUNDS):
         product = y @ y.mT
@@ -78,4 +91,6 @@ def orthogonalised(x: Tensor) -> Tensor:
 def _stacks(x: Tensor, rows: Sequence[int]) -> list[Tensor]:
     """Views of the matrices: all at once, [n, r, c], where they are alike."""
     x = x.view(-1, x.shape[-1])
-    return [x.unflatten(0, (len(rows), rows[0]))] if len(set(rows)) == 1 else list(x.split(list(rows)))
+    return (
+        [x.unflatten(0, (len(rows), rows[0]))] if len(set(rows)) == 1 else list(x.split(list(rows)))
+    )

@@ -1,4 +1,5 @@
-"""The course of a learner's optimizer steps: the rate of each, and what happens to one that is not finite."""
+"""The course of a learner's optimizer steps: the rate of each, and what happens to one that is not
+finite."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from ratchet.learners.optim.schedule import lr_factor
 
 
 class Pace:
-    """total: optimizer steps of the schedule. max_bad: non-finite ones in a row after which training stops."""
+    """total: optimizer steps of the schedule. max_bad: non-finite ones in a row after which
+    training stops."""
 
     def __init__(self, config: OptimizerConfig, *, total: int, max_bad: int) -> None:
         self.config, self.total, self.max_bad = config, total, max_bad
@@ -32,14 +34,16 @@ class Pace:
         return {"lr": config.lr * factor, "skipped_empty": 0.0, "skipped_nonfinite": 0.0}
 
     def sound(self, norm: float, loss: float) -> bool:
-        """Whether a step with this gradient may change the weights. Raises TrainingError for one bad step too many."""
+        """Whether a step with this gradient may change the weights. Raises TrainingError for one
+        bad step too many."""
         if math.isfinite(norm) and math.isfinite(loss):
             self.bad = 0
             return True
         self.bad += 1
         if self.bad >= self.max_bad:
             raise TrainingError(
-                f"{self.bad} optimizer steps in a row were not finite (loss {loss}, gradient norm {norm}); weights are "
+                f"{self.bad} optimizer steps in a row were not finite (loss {loss}, gradient norm "
+                f"{norm}); weights are "
                 "those before them: lower optimizer.lr"
             )
         return False

@@ -1,4 +1,5 @@
-"""How large everything is that the tables name, from a Hugging Face `config.json`. Free of torch."""
+"""How large everything is that the tables name, from a Hugging Face `config.json`. Free of
+torch."""
 
 from __future__ import annotations
 
@@ -10,17 +11,31 @@ from ratchet.errors import ModelError
 from ratchet.models.config import FAMILIES, DecoderConfig
 
 DEEPSEEK = "deepseek_v3"
-LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "moe_intermediate_size")
-REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", *LATENT)
+LATENT = (
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "n_routed_experts",
+    "moe_intermediate_size",
+)
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    *LATENT,
+)
 
 
 @dataclass(frozen=True)
 class Dimensions:
     """Of the weights of a model. Sizes that a family does not have are 0.
 
-    queries, keys, values: rows of the matrices that make those of all heads. head: size of one. keys_values, latent_keys,
-    q_rank, kv_rank: of MLA. dense_layers: those without experts. padded: rows of the vocabulary in Megatron, on all ranks
-    together, where these are more than the tokens.
+    queries, keys, values: rows of the matrices that make those of all heads. head: size of one.
+    keys_values, latent_keys, q_rank, kv_rank: of MLA. dense_layers: those without experts. padded:
+    rows of the vocabulary in Megatron, on all ranks together, where these are more than the tokens.
     """
 
     family: str
@@ -57,20 +72,26 @@ class Dimensions:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Dimensions:
-        """Raises ModelError where there is no map for the architecture, naming those that there are."""
+        """Raises ModelError where there is no map for the architecture, naming those that there
+        are."""
         family = str(hf.get("model_type"))
         if family == DEEPSEEK:
             return _of_deepseek(hf)
         if family not in FAMILIES:
             known = ", ".join((*FAMILIES, DEEPSEEK))
-            raise ModelError(f"there is no map to Megatron for model_type '{family}': convert one of {known}")
+            raise ModelError(
+                f"there is no map to Megatron for model_type '{family}': convert one of {known}"
+            )
         return cls.of(DecoderConfig.from_hf(hf))
 
     @classmethod
     def of(cls, config: DecoderConfig) -> Dimensions:
         if config.out_bias or config.mlp_bias:
             key = "attention_bias" if config.out_bias else "mlp_bias"
-            raise ModelError(f"Megatron has no place for biases behind the heads or in the MLPs alone: {key} must be false")
+            raise ModelError(
+                f"Megatron has no place for biases behind the heads or in the MLPs alone: {key} "
+                "must be false"
+            )
         return cls(
             family=config.family,
             layers=config.n_layers,
@@ -93,7 +114,10 @@ def _of_deepseek(hf: Mapping[str, Any]) -> Dimensions:
     if missing := [key for key in REQUIRED if hf.get(key) is None]:
         raise ModelError(f"this {DEEPSEEK} config.json says nothing about {', '.join(missing)}")
     if hf.get("quantization_config") is not None:
-        raise ModelError("its weights are quantized (quantization_config): convert a checkpoint in bfloat16 or float32")
+        raise ModelError(
+            "its weights are quantized (quantization_config): convert a checkpoint in bfloat16 or "
+            "float32"
+        )
     if hf.get("attention_bias"):
         raise ModelError("Megatron's MLA has no place for biases: attention_bias must be false")
     heads, layers, rope = hf["num_attention_heads"], hf["num_hidden_layers"], hf["qk_rope_head_dim"]

@@ -1,7 +1,8 @@
-"""The words of the tables: what one parameter of Megatron-core is made of, and how tensor parallelism divides it.
+"""The words of the tables: what one parameter of Megatron-core is made of, and how tensor
+parallelism divides it.
 
-A weight is written as `"self_attn.o_proj.weight [hidden, queries]"`: its name below the layer, and its shape in words of
-`Dimensions`. `{expert}` in a name stands for the number of an expert.
+A weight is written as `"self_attn.o_proj.weight [hidden, queries]"`: its name below the layer, and
+its shape in words of `Dimensions`. `{expert}` in a name stands for the number of an expert.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Division(Enum):
 
     WHOLE = auto()  # each has all of it
     ROWS = auto()  # each has its rows of every weight, one weight below the other
-    GROUPS = auto()  # each has its KV groups; of each group its rows of every weight, one below the other
+    # each has its KV groups; of each group its rows of every weight, one below the other
+    GROUPS = auto()
     COLUMNS = auto()
 
 
@@ -46,11 +48,17 @@ class Rule:
     weights: tuple[Weight, ...]
     division: Division
 
-    def pieces(self, prefix: str, dimensions: Dimensions, share: Share, expert: int = 0) -> Iterator[Piece]:
-        """The blocks in the parameter of a rank, in the order of its rows. share: the rank's, of tensor parallelism. Rows
-        behind the last piece, if any, pad the vocabulary."""
+    def pieces(
+        self, prefix: str, dimensions: Dimensions, share: Share, expert: int = 0
+    ) -> Iterator[Piece]:
+        """The blocks in the parameter of a rank, in the order of its rows. share: the rank's, of
+        tensor parallelism. Rows behind the last piece, if any, pad the vocabulary."""
         weights = [
-            (prefix + weight.name.format(expert=expert), tuple(dimensions.size(word) for word in weight.shape), weight.shape[0])
+            (
+                prefix + weight.name.format(expert=expert),
+                tuple(dimensions.size(word) for word in weight.shape),
+                weight.shape[0],
+            )
             for weight in self.weights
         ]
         if self.division is Division.COLUMNS:
@@ -65,7 +73,9 @@ class Rule:
                 own = Share(group, groups).range(dimensions.divided(word))
                 count = max(0, min(own.stop, shape[0]) - own.start)
                 if count:
-                    yield Piece(name, shape, (own.start, *(0,) * (len(shape) - 1)), range(row, row + count))
+                    yield Piece(
+                        name, shape, (own.start, *(0,) * (len(shape) - 1)), range(row, row + count)
+                    )
                 row += len(own)
 
 

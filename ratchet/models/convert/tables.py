@@ -1,7 +1,9 @@
-"""What each parameter of Megatron-core 0.16 is made of, family by family: the left column is Megatron's name below its layer,
-the right one how it is divided and which weights of Hugging Face, below theirs, it holds. Read in both directions.
+"""What each parameter of Megatron-core 0.16 is made of, family by family: the left column is
+Megatron's name below its layer, the right one how it is divided and which weights of Hugging Face,
+below theirs, it holds. Read in both directions.
 
-Megatron's names are those of its own ("local") layers; where Transformer Engine's take their place, `FUSED` says what changes.
+Megatron's names are those of its own ("local") layers; where Transformer Engine's take their place,
+`FUSED` says what changes.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from ratchet.models.convert.rules import Rule, columns, groups, rows, whole
 
 Rules = Mapping[str, Rule]
 
-EMBEDDING = {"embedding.word_embeddings.weight": rows("model.embed_tokens.weight [vocabulary, hidden]")}
+EMBEDDING = {
+    "embedding.word_embeddings.weight": rows("model.embed_tokens.weight [vocabulary, hidden]")
+}
 FINAL_NORM = {"decoder.final_layernorm.weight": whole("model.norm.weight [hidden]")}
 HEAD = {"output_layer.weight": rows("lm_head.weight [vocabulary, hidden]")}
-TIED_HEAD = {"output_layer.weight": EMBEDDING["embedding.word_embeddings.weight"]}  # a copy, where the embedding is elsewhere
+# a copy, where the embedding is elsewhere
+TIED_HEAD = {"output_layer.weight": EMBEDDING["embedding.word_embeddings.weight"]}
 
 NORMS = {
     "input_layernorm.weight": whole("input_layernorm.weight [hidden]"),
@@ -43,9 +48,13 @@ QK_NORM = {
     "self_attention.k_layernorm.weight": whole("self_attn.k_norm.weight [head]"),
 }
 LATENT_ATTENTION = {  # DeepSeek's MLA (arXiv:2405.04434)
-    "self_attention.linear_kv_down_proj.weight": rows("self_attn.kv_a_proj_with_mqa.weight [latent_keys, hidden]"),
+    "self_attention.linear_kv_down_proj.weight": rows(
+        "self_attn.kv_a_proj_with_mqa.weight [latent_keys, hidden]"
+    ),
     "self_attention.kv_layernorm.weight": whole("self_attn.kv_a_layernorm.weight [kv_rank]"),
-    "self_attention.linear_kv_up_proj.weight": rows("self_attn.kv_b_proj.weight [keys_values, kv_rank]"),
+    "self_attention.linear_kv_up_proj.weight": rows(
+        "self_attn.kv_b_proj.weight [keys_values, kv_rank]"
+    ),
     "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight [hidden, values]"),
 }
 LATENT_QUERIES = {
@@ -53,10 +62,14 @@ LATENT_QUERIES = {
     "self_attention.q_layernorm.weight": whole("self_attn.q_a_layernorm.weight [q_rank]"),
     "self_attention.linear_q_up_proj.weight": rows("self_attn.q_b_proj.weight [queries, q_rank]"),
 }
-FULL_QUERIES = {"self_attention.linear_q_proj.weight": rows("self_attn.q_proj.weight [queries, hidden]")}
+FULL_QUERIES = {
+    "self_attention.linear_q_proj.weight": rows("self_attn.q_proj.weight [queries, hidden]")
+}
 
 MLP = {
-    "mlp.linear_fc1.weight": rows("mlp.gate_proj.weight [width, hidden]", "mlp.up_proj.weight [width, hidden]"),
+    "mlp.linear_fc1.weight": rows(
+        "mlp.gate_proj.weight [width, hidden]", "mlp.up_proj.weight [width, hidden]"
+    ),
     "mlp.linear_fc2.weight": columns("mlp.down_proj.weight [hidden, width]"),
 }
 EXPERTS = {
@@ -85,7 +98,9 @@ SHARED_EXPERTS = {
         "mlp.shared_experts.gate_proj.weight [shared_width, hidden]",
         "mlp.shared_experts.up_proj.weight [shared_width, hidden]",
     ),
-    "mlp.shared_experts.linear_fc2.weight": columns("mlp.shared_experts.down_proj.weight [hidden, shared_width]"),
+    "mlp.shared_experts.linear_fc2.weight": columns(
+        "mlp.shared_experts.down_proj.weight [hidden, shared_width]"
+    ),
 }
 
 
@@ -109,9 +124,13 @@ TABLES: Mapping[str, Table] = {
     "qwen3": Table(NORMS | ATTENTION | QK_NORM),
     "qwen3_moe": Table(NORMS | ATTENTION | QK_NORM, sparse=EXPERTS),
     "mixtral": Table(NORMS | ATTENTION, sparse=MIXTRAL_EXPERTS),
-    "deepseek_v3": Table(NORMS | LATENT_ATTENTION | LATENT_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS),
+    "deepseek_v3": Table(
+        NORMS | LATENT_ATTENTION | LATENT_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS
+    ),
 }
-WITHOUT_Q_RANK = Table(NORMS | LATENT_ATTENTION | FULL_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS)
+WITHOUT_Q_RANK = Table(
+    NORMS | LATENT_ATTENTION | FULL_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS
+)
 
 
 def table_of(dimensions: Dimensions) -> Table:
@@ -120,7 +139,8 @@ def table_of(dimensions: Dimensions) -> Table:
     return TABLES[dimensions.family]
 
 
-# Transformer Engine's layers: a norm is part of the matrix behind it, where the layer has that matrix ...
+# Transformer Engine's layers: a norm is part of the matrix behind it, where the layer has that
+# matrix ...
 FUSED: Mapping[str, str] = {
     "input_layernorm.weight": "self_attention.linear_qkv",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1",
@@ -132,4 +152,7 @@ GROUPED: Mapping[str, str] = {
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
     "mlp.experts.local_experts.{expert}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
 }
-DUPLICATED = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
+DUPLICATED = (
+    "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_kv_down_proj.weight",
+)

@@ -1,11 +1,13 @@
-"""Attention over packed sequences for the learner: exact per sequence, nothing leaks between neighbours.
+"""Attention over packed sequences for the learner: exact per sequence, nothing leaks between
+neighbours.
 
-Neighbours of similar length share one causal call, right-padded inside the call only (a causal query never sees the padding
-behind it). Equal lengths, the common case, are a plain view. Everything outside attention stays padding-free. Segments of a
-tree, whose past was computed elsewhere, share masked calls in the same way.
+Neighbours of similar length share one causal call, right-padded inside the call only (a causal
+query never sees the padding behind it). Equal lengths, the common case, are a plain view.
+Everything outside attention stays padding-free. Segments of a tree, whose past was computed
+elsewhere, share masked calls in the same way.
 
-T = tokens, H = query heads, K = key/value heads, D = head_dim, R = segments of a call, P = most tokens of their pasts, L = most
-of their own.
+T = tokens, H = query heads, K = key/value heads, D = head_dim, R = segments of a call, P = most
+tokens of their pasts, L = most of their own.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from torch.autograd import Function
 
 from ratchet.models.layers.prefix_tree import Index, PrefixTree, Segment
 
-WASTE = 1.25  # a call may compute at most this many times its real cells (pairs of a query and a key) ...
+# a call may compute at most this many times its real cells (pairs of a query and a key) ...
+WASTE = 1.25
 FREE = 4096  # ... and so many more, as a call costs a CPU about as much
-Past = Callable[[Segment], Index]  # where the keys and values of the tokens before a segment lie, in order
+# where the keys and values of the tokens before a segment lie, in order
+Past = Callable[[Segment], Index]
 
 
 @dataclass(frozen=True)
 class Padding:
-    """gather: int64 [rows * longest], the token that fills each cell (padding repeats a real one, so that it stays finite);
-    cells: int64 [tokens], where each token went."""
+    """gather: int64 [rows * longest], the token that fills each cell (padding repeats a real one,
+    so that it stays finite); cells: int64 [tokens], where each token went."""
 
     gather: Tensor
     cells: Tensor
@@ -38,7 +42,8 @@ class Padding:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One attention call over consecutive sequences; `padding` is None where they are equally long."""
+    """One attention call over consecutive sequences; `padding` is None where they are equally
+    long."""
 
     rows: int
     longest: int
@@ -49,7 +54,8 @@ class Bucket:
 class PackedAttention:
     """`attend` of `Decoder.forward` for sequences laid end to end.
 
-    lengths: tokens of each sequence, each at least 1; they sum to T. Any order is exact; ascending ones make fewest calls.
+    lengths: tokens of each sequence, each at least 1; they sum to T. Any order is exact; ascending
+    ones make fewest calls.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
@@ -59,14 +65,18 @@ class PackedAttention:
         if len(self.buckets) == 1:
             return _attend(self.buckets[0], q_THD, k_TKD, v_TKD)
         sizes = [bucket.tokens for bucket in self.buckets]
-        parts = zip(self.buckets, q_THD.split(sizes), k_TKD.split(sizes), v_TKD.split(sizes), strict=True)
+        parts = zip(
+            self.buckets, q_THD.split(sizes), k_TKD.split(sizes), v_TKD.split(sizes), strict=True
+        )
         return torch.cat([_attend(bucket, q, k, v) for bucket, q, k, v in parts])
 
 
 def _attend(bucket: Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     grouped = q_THD.shape[1] != k_TKD.shape[1]
     q, k, v = (_cells(bucket, x) for x in (q_THD, k_TKD, v_TKD))
-    return _tokens(bucket, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped))
+    return _tokens(
+        bucket, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    )
 
 
 def _cells(bucket: Bucket, x: Tensor) -> Tensor:
@@ -85,8 +95,9 @@ def _tokens(bucket: Bucket, out: Tensor) -> Tensor:
 class Branches:
     """One attention call over consecutive segments of a tree, each with a past.
 
-    keys: int64 [R * (P + L)], the token that fills each cell of keys and values: the past, then the segment; padding repeats a
-    real token. seen: bool [R or 1, 1, L, P + L], what each query attends to.
+    keys: int64 [R * (P + L)], the token that fills each cell of keys and values: the past, then the
+    segment; padding repeats a real token. seen: bool [R or 1, 1, L, P + L], what each query attends
+    to.
     """
 
     own: Bucket
@@ -95,7 +106,8 @@ class Branches:
 
 
 class TreeAttention:
-    """`attend` of `Decoder.forward` for the distinct tokens of a tree, in the order of its segments."""
+    """`attend` of `Decoder.forward` for the distinct tokens of a tree, in the order of its
+    segments."""
 
     def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
         roots = [segment for segment in tree.segments if not segment.begin]
@@ -104,7 +116,9 @@ class TreeAttention:
         self.branches = branches(tree.segments[len(roots) :], tree.past, device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        first, *queries = q_THD.split([self.roots, *(branches.own.tokens for branches in self.branches)])
+        first, *queries = q_THD.split(
+            [self.roots, *(branches.own.tokens for branches in self.branches)]
+        )
         parts = [self.whole(layer, first, k_TKD[: self.roots], v_TKD[: self.roots])]
         for branches, q in zip(self.branches, queries, strict=True):
             parts.append(attend_past(branches, q, k_TKD, v_TKD))
@@ -119,13 +133,15 @@ def attend_past(branches: Branches, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor)
 
     grouped = q_THD.shape[1] != k_TKD.shape[1]
     q = _cells(own, q_THD)
-    out = F.scaled_dot_product_attention(q, past(k_TKD), past(v_TKD), attn_mask=branches.seen, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        q, past(k_TKD), past(v_TKD), attn_mask=branches.seen, enable_gqa=grouped
+    )
     return _tokens(own, out)
 
 
 class _Pad(Function):
-    """[tokens, ...] -> [rows * longest, ...]. Only real queries reach the loss, and they see no padding: the gradient of
-    padding is exactly 0, so the backward merely picks the real cells."""
+    """[tokens, ...] -> [rows * longest, ...]. Only real queries reach the loss, and they see no
+    padding: the gradient of padding is exactly 0, so the backward merely picks the real cells."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, padding: Padding) -> Tensor:
@@ -167,17 +183,23 @@ def _bucket(lengths: list[int], device: torch.device | str) -> Bucket:
     offsets = torch.arange(longest)
     gather = starts_R[:, None] + torch.minimum(offsets, lengths_R[:, None] - 1)
     cells = (offsets < lengths_R[:, None]).flatten().nonzero()[:, 0]
-    return Bucket(len(lengths), longest, tokens, Padding(gather.flatten().to(device), cells.to(device)))
+    return Bucket(
+        len(lengths), longest, tokens, Padding(gather.flatten().to(device), cells.to(device))
+    )
 
 
 def _shared_calls(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Consecutive segments that share a call: a run ends where its padding would cost more than another call."""
+    """Consecutive segments that share a call: a run ends where its padding would cost more than
+    another call."""
     runs: list[list[Segment]] = []
     used = own = past = 0  # of the last run: cells, its longest segment, its longest past
     for segment in segments:
         cost = segment.length * segment.end
         longest, behind = max(own, segment.length), max(past, segment.begin)
-        if runs and (len(runs[-1]) + 1) * longest * (longest + behind) <= WASTE * (used + cost) + FREE:
+        if (
+            runs
+            and (len(runs[-1]) + 1) * longest * (longest + behind) <= WASTE * (used + cost) + FREE
+        ):
             runs[-1].append(segment)
             used, own, past = used + cost, longest, behind
         else:

@@ -1,9 +1,10 @@
-"""What others have to do with the routers of a mixture of experts: a sampler notes which experts they choose, a learner gives
-them the sampler's choice again (rollout routing replay, arXiv:2510.11370), and measures how evenly they choose.
+"""What others have to do with the routers of a mixture of experts: a sampler notes which experts
+they choose, a learner gives them the sampler's choice again (rollout routing replay,
+arXiv:2510.11370), and measures how evenly they choose.
 
-Near a tie the slightest difference of arithmetic sends a token to another expert, which moves its logprobs by as much as many
-steps of an optimizer. A choice has no gradient, the weights of the chosen have: replay takes the choice from the sampler, and
-computes the weights anew.
+Near a tie the slightest difference of arithmetic sends a token to another expert, which moves its
+logprobs by as much as many steps of an optimizer. A choice has no gradient, the weights of the
+chosen have: replay takes the choice from the sampler, and computes the weights anew.
 
 T = tokens, E = experts, K = experts of a token, L = layers with experts, S = sequences.
 """
@@ -23,8 +24,9 @@ UNKNOWN = -1  # in place of an expert's number: no forward of the sampler's has 
 
 
 class Route(Protocol):
-    """(place among the layers with experts, router logits [T, E], the K experts of each token by them [T, K]) -> the experts
-    that compute it [T, K]; int64 both. A layer whose activations are recomputed asks again."""
+    """(place among the layers with experts, router logits [T, E], the K experts of each token by
+    them [T, K]) -> the experts that compute it [T, K]; int64 both. A layer whose activations are
+    recomputed asks again."""
 
     def __call__(self, place: int, logits_TE: Tensor, own_TK: Tensor, /) -> Tensor: ...
 
@@ -50,9 +52,11 @@ class Seen(NamedTuple):
 
 
 class Watch:
-    """Keeps what the routers of one forward did. back_T: where each token is among those that were computed; None: in order.
+    """Keeps what the routers of one forward did. back_T: where each token is among those that were
+    computed; None: in order.
 
-    Like `Routing` no dataclass: FSDP copies those on their way to a layer, and what the copy is told is lost."""
+    Like `Routing` no dataclass: FSDP copies those on their way to a layer, and what the copy is
+    told is lost."""
 
     def __init__(self) -> None:
         self.layers: dict[int, Seen] = {}
@@ -61,16 +65,21 @@ class Watch:
     def columns(self, sequence_T: Tensor, n_sequences: int) -> Tensor:
         """[S, 5], means over the layers, of each sequence:
 
-        balance: sum over experts of (its share of the choices, times experts / K) x (mean probability of it): 1 if all is even;
-        z: mean over tokens of logsumexp(logits)^2. Both with a gradient.
-        entropy: of the router, in nats a token; max_load: of the busiest expert, where 1 is even; rerouted: share of the
-        choices that the routers would have made otherwise than they were given.
+        balance: sum over experts of (its share of the choices, times experts / K) x (mean
+        probability of it): 1 if all is even; z: mean over tokens of logsumexp(logits)^2. Both with
+        a gradient. entropy: of the router, in nats a token; max_load: of the busiest expert, where
+        1 is even; rerouted: share of the choices that the routers would have made otherwise than
+        they were given.
         """
         assert self.layers, "no router was watched"
-        return torch.stack([self._layer(seen, sequence_T, n_sequences) for seen in self.layers.values()]).mean(0)
+        return torch.stack(
+            [self._layer(seen, sequence_T, n_sequences) for seen in self.layers.values()]
+        ).mean(0)
 
     def _layer(self, seen: Seen, sequence_T: Tensor, n_sequences: int) -> Tensor:
-        logits_TE, own_TK, used_TK = seen if self.back_T is None else (x.index_select(0, self.back_T) for x in seen)
+        logits_TE, own_TK, used_TK = (
+            seen if self.back_T is None else (x.index_select(0, self.back_T) for x in seen)
+        )
         count_S = torch.bincount(sequence_T, minlength=n_sequences).clamp(min=1)
 
         def mean(x: Tensor) -> Tensor:  # [T, ...] -> [S, ...]
@@ -86,12 +95,15 @@ class Watch:
         balance_S = (load_SE * mean(shares_TE)).sum(-1)
         z_S = mean(logits_TE.logsumexp(-1).square())
         entropy_S = mean(-(shares_TE * logs_TE).sum(-1)).detach()
-        return torch.stack([balance_S, z_S, entropy_S, load_SE.amax(-1), mean(1 - kept_TK.mean(-1))], dim=-1)
+        return torch.stack(
+            [balance_S, z_S, entropy_S, load_SE.amax(-1), mean(1 - kept_TK.mean(-1))], dim=-1
+        )
 
 
 class Routing:
-    """`route` of a learner's forward. given_TLK: experts that the sampler chose, `UNKNOWN` for tokens that it did not route:
-    the router here chooses theirs; None: for all. watch: is told of everything."""
+    """`route` of a learner's forward. given_TLK: experts that the sampler chose, `UNKNOWN` for
+    tokens that it did not route: the router here chooses theirs; None: for all. watch: is told of
+    everything."""
 
     def __init__(self, given_TLK: Tensor | None = None, watch: Watch | None = None) -> None:
         self.given_TLK, self.watch = given_TLK, watch
@@ -111,7 +123,8 @@ class Routing:
         if self.given_TLK is not None and self.given_TLK.shape[1:] != own:
             given = tuple(self.given_TLK.shape[1:])
             raise DataError(
-                f"routes of {given} (layers, experts a token) for a model of {own}: replay those that this model has sampled"
+                f"routes of {given} (layers, experts a token) for a model of {own}: replay those "
+                "that this model has sampled"
             )
 
     def rows(self, index: Tensor) -> Routing:

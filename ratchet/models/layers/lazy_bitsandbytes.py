@@ -1,4 +1,5 @@
-"""bitsandbytes, whose kernels quantise and restore numbers: imported where it is first used, as that takes a second."""
+"""bitsandbytes, whose kernels quantise and restore numbers: imported where it is first used, as
+that takes a second."""
 
 from __future__ import annotations
 

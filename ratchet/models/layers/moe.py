@@ -1,7 +1,8 @@
-"""Mixture of experts: each token passes the few gated layers that a router picks for it (arXiv:1701.06538, arXiv:2401.04088).
+"""Mixture of experts: each token passes the few gated layers that a router picks for it
+(arXiv:1701.06538, arXiv:2401.04088).
 
-T = tokens, K = experts of a token, E = experts, N = rows: the T * K choices sorted by expert, and padding; d = hidden size,
-F = size of an expert's gated layer, O = outputs of a matrix.
+T = tokens, K = experts of a token, E = experts, N = rows: the T * K choices sorted by expert, and
+padding; d = hidden size, F = size of an expert's gated layer, O = outputs of a matrix.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from ratchet.models.config import DecoderConfig
 from ratchet.models.layers.expert_routing import Route
 from ratchet.models.ops import swiglu
 
-Compute = Callable[[Tensor, Tensor], Tensor]  # (rows [N, d] sorted by expert, rows of each expert [E]) -> [N, d]
-Exchange = Callable[[Compute, Tensor, Tensor], Tensor]  # what computes them, and its arguments: the same result
+# (rows [N, d] sorted by expert, rows of each expert [E]) -> [N, d]
+Compute = Callable[[Tensor, Tensor], Tensor]
+# what computes them, and its arguments: the same result
+Exchange = Callable[[Compute, Tensor, Tensor], Tensor]
 
 
 class Router(nn.Module):
@@ -29,9 +32,12 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.hidden_size))
         self.experts_per_token, self.renormalise = config.experts_per_token, config.renormalise
 
-    def forward(self, x_Td: Tensor, route: Callable[[Tensor, Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """(weights [T, K], differentiable; experts [T, K], int64), the largest weight first. route: has the last word on the
-        experts, see `Route`; whoever chose them, their weights come from these logits, and so does the router's gradient."""
+    def forward(
+        self, x_Td: Tensor, route: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(weights [T, K], differentiable; experts [T, K], int64), the largest weight first. route:
+        has the last word on the experts, see `Route`; whoever chose them, their weights come from
+        these logits, and so does the router's gradient."""
         logits_TE = F.linear(x_Td, self.weight)
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
         shares_TE = logits_TE.softmax(-1)
@@ -45,7 +51,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU layers side by side, uninitialised: `gate_up_proj` [E, 2F, d] and `down_proj` [E, d, F]."""
+    """SwiGLU layers side by side, uninitialised: `gate_up_proj` [E, 2F, d] and `down_proj` [E, d,
+    F]."""
 
     def __init__(self, n_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -54,13 +61,15 @@ class Experts(nn.Module):
 
     def forward(self, x_Nd: Tensor, counts_E: Tensor) -> Tensor:
         """Rows sorted by expert -> [N, d]. counts_E: int64, rows of each expert, 0 allowed."""
-        return products(swiglu(products(x_Nd, self.gate_up_proj, counts_E)), self.down_proj, counts_E)
+        return products(
+            swiglu(products(x_Nd, self.gate_up_proj, counts_E)), self.down_proj, counts_E
+        )
 
 
 class SparseMLP(nn.Module):
-    """exchange: how rows reach the experts. Here they stay; where ranks hold a part of the experts each, it sends every row to
-    the rank of its expert, lets it compute, and brings the result back. place: among the layers with experts. held: experts
-    that are here."""
+    """exchange: how rows reach the experts. Here they stay; where ranks hold a part of the experts
+    each, it sends every row to the rank of its expert, lets it compute, and brings the result back.
+    place: among the layers with experts. held: experts that are here."""
 
     def __init__(self, config: DecoderConfig, place: int, held: int) -> None:
         super().__init__()
@@ -71,9 +80,11 @@ class SparseMLP(nn.Module):
         self.exchange: Exchange = in_place
 
     def forward(self, x_Td: Tensor, row_multiple: int = 1, route: Route | None = None) -> Tensor:
-        """row_multiple: each expert's rows are padded to a multiple of it, so that a token's result doesn't depend on how many
-        others went to the same expert (see `generators.engine.rows`)."""
-        weights_TK, experts_TK = self.gate(x_Td, None if route is None else partial(route, self.place))
+        """row_multiple: each expert's rows are padded to a multiple of it, so that a token's result
+        doesn't depend on how many others went to the same expert (see `generators.engine.rows`)."""
+        weights_TK, experts_TK = self.gate(
+            x_Td, None if route is None else partial(route, self.place)
+        )
         tokens_N, places_TK, counts_E = arrange(experts_TK, self.n_experts, row_multiple)
         y_Nd = self.exchange(self.experts, x_Td.index_select(0, tokens_N), counts_E)
         # Gathered and summed, not added to an output of zeros: on CUDA that would add in any order.
@@ -86,14 +97,17 @@ def in_place(compute: Compute, x_Nd: Tensor, counts_E: Tensor) -> Tensor:
 
 
 def arrange(experts_TK: Tensor, n_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(the token that fills each row [N], the row of each choice [T, K], rows of each expert [E]), all int64: rows sorted by
-    expert, then by token; those that pad an expert's up to the multiple repeat token 0."""
+    """(the token that fills each row [N], the row of each choice [T, K], rows of each expert [E]),
+    all int64: rows sorted by expert, then by token; those that pad an expert's up to the multiple
+    repeat token 0."""
     sorted_n, order_n = experts_TK.flatten().sort(stable=True)
     chosen_E = sorted_n.new_zeros(n_experts).scatter_add_(0, sorted_n, torch.ones_like(sorted_n))
     counts_E = (chosen_E + multiple - 1) // multiple * multiple
-    shift_E = (counts_E - chosen_E).cumsum(0) - (counts_E - chosen_E)  # padding in front of an expert's rows
+    # padding in front of an expert's rows
+    shift_E = (counts_E - chosen_E).cumsum(0) - (counts_E - chosen_E)
     rows_n = torch.arange(len(order_n), device=order_n.device) + shift_E[sorted_n]
-    total = len(order_n) if multiple == 1 else int(counts_E.sum())  # a number the host knows, or waits for
+    # a number the host knows, or waits for
+    total = len(order_n) if multiple == 1 else int(counts_E.sum())
     tokens_N = order_n.new_zeros(total).index_copy_(0, rows_n, order_n // experts_TK.shape[1])
     places_TK = torch.empty_like(order_n).index_copy_(0, order_n, rows_n).view(experts_TK.shape)
     return tokens_N, places_TK, counts_E
@@ -107,18 +121,25 @@ def products(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
     if _groupable(x_Nd, weight_EOd):
         return grouped(x_Nd, weight_EOd, counts_E)
     parts, matrices = x_Nd.split(counts_E.tolist()), weight_EOd.unbind()
-    found = [F.linear(part, matrix) for part, matrix in zip(parts, matrices, strict=True) if len(part)]
-    # Without rows there still is a path for gradients: other ranks may wait for this one's backward.
+    found = [
+        F.linear(part, matrix) for part, matrix in zip(parts, matrices, strict=True) if len(part)
+    ]
+    # Without rows there still is a path for gradients: other ranks may wait for this one's
+    # backward.
     return torch.cat(found or [F.linear(x_Nd, matrices[0])])
 
 
 def grouped(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
     """All experts in one kernel, without the host knowing the counts."""
-    return F.grouped_mm(x_Nd, weight_EOd.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32))
+    return F.grouped_mm(
+        x_Nd, weight_EOd.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32)
+    )
 
 
 def _groupable(x_Nd: Tensor, weight_EOd: Tensor) -> bool:
     """What the kernel takes: bfloat16, rows of whole 16 bytes, from Ampere on."""
     if not (x_Nd.is_cuda and len(x_Nd) and x_Nd.dtype == torch.bfloat16):
         return False
-    return all(size % 8 == 0 for size in weight_EOd.shape[1:]) and torch.cuda.get_device_capability(x_Nd.device) >= (8, 0)
+    return all(size % 8 == 0 for size in weight_EOd.shape[1:]) and torch.cuda.get_device_capability(
+        x_Nd.device
+    ) >= (8, 0)

@@ -1,6 +1,8 @@
-"""What a decoder is given of packed sequences: each distinct token once, in the order that attention wants.
+"""What a decoder is given of packed sequences: each distinct token once, in the order that
+attention wants.
 
-T = tokens of packed sequences laid end to end, U = those that are computed, S = sequences, d = hidden size.
+T = tokens of packed sequences laid end to end, U = those that are computed, S = sequences, d =
+hidden size.
 """
 
 from __future__ import annotations
@@ -18,15 +20,20 @@ from ratchet.models.layers.attention import PackedAttention, TreeAttention
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.prefix_tree import PrefixTree, path_keys
 
-STRIDE = 8  # tokens: attention of 31 takes a CPU longer than of 32, so that to leave the last one out would cost
-WORTH = 0.9  # beginnings are shared, and states left out, where at most this part of them is left: either costs a little too
+# tokens: attention of 31 takes a CPU longer than of 32, so that to leave the last one out would
+# cost
+STRIDE = 8
+# beginnings are shared, and states left out, where at most this part of them is left: either costs
+# a little too
+WORTH = 0.9
 
 
 @dataclass(frozen=True)
 class Feed:
-    """What a decoder computes of packed sequences: distinct tokens, in the order that its attention wants. back_T: int64, where
-    each of the T tokens is among them; None: as they are. read_U: int64, those of them whose final states are computed, which
-    back_T then counts; None: all. seed: of what adapters drop, where the feed brings it."""
+    """What a decoder computes of packed sequences: distinct tokens, in the order that its attention
+    wants. back_T: int64, where each of the T tokens is among them; None: as they are. read_U:
+    int64, those of them whose final states are computed, which back_T then counts; None: all. seed:
+    of what adapters drop, where the feed brings it."""
 
     tokens_U: Tensor
     positions_U: Tensor
@@ -48,7 +55,13 @@ class Feed:
         more = (0, tokens - own)
         routing = None if self.routing is None else self.routing.padded(tokens)
         tokens_U, positions_U = F.pad(self.tokens_U, more), F.pad(self.positions_U, more)
-        return replace(self, tokens_U=tokens_U, positions_U=positions_U, attend=Padded(self.attend, own), routing=routing)
+        return replace(
+            self,
+            tokens_U=tokens_U,
+            positions_U=positions_U,
+            attend=Padded(self.attend, own),
+            routing=routing,
+        )
 
 
 @dataclass(frozen=True)
@@ -64,10 +77,18 @@ class Padded:
 
 
 def feed_of(
-    tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None, *, shares: bool = True
+    tokens_T: Tensor,
+    positions_T: Tensor,
+    lengths: Sequence[int],
+    routing: Routing | None = None,
+    *,
+    shares: bool = True,
 ) -> Feed:
-    """lengths: tokens of each sequence, each at least 1. shares: beginnings that sequences have in common are computed once."""
-    assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
+    """lengths: tokens of each sequence, each at least 1. shares: beginnings that sequences have in
+    common are computed once."""
+    assert sum(lengths) == len(tokens_T), (
+        f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
+    )
     if len(lengths) > 1 and shares:
         given_TLK = None if routing is None else routing.given_TLK
         tree = PrefixTree.of(path_keys(tokens_T, given_TLK), lengths)
@@ -77,14 +98,23 @@ def feed_of(
     attend = PackedAttention(ascending, tokens_T.device)
     if ascending == list(lengths):
         return Feed(tokens_T, positions_T, attend, routing=routing)
-    # Sequences of like length share an attention call if they are neighbours: reorder once, not in every layer.
+    # Sequences of like length share an attention call if they are neighbours: reorder once, not in
+    # every layer.
     order_T, inverse_T = (index.to(tokens_T.device) for index in _by_length(lengths))
     return _reordered(tokens_T, positions_T, attend, order_T, inverse_T, routing)
 
 
-def reading_feed(tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], read_T: Tensor, *, shares: bool = True) -> Feed:
-    """Where the final states of some tokens alone are read (bool [T], at least one): what lies behind the last of a sequence is
-    not computed, and of others only what later tokens attend to. In their places [T, d] has states of some that are read."""
+def reading_feed(
+    tokens_T: Tensor,
+    positions_T: Tensor,
+    lengths: Sequence[int],
+    read_T: Tensor,
+    *,
+    shares: bool = True,
+) -> Feed:
+    """Where the final states of some tokens alone are read (bool [T], at least one): what lies
+    behind the last of a sequence is not computed, and of others only what later tokens attend to.
+    In their places [T, d] has states of some that are read."""
     kept_T, kept_S = _begun(lengths, read_T)
     kept_T = kept_T.to(tokens_T.device)
     feed = feed_of(tokens_T[kept_T], positions_T[kept_T], kept_S, shares=shares)
@@ -100,24 +130,41 @@ def reading_feed(tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], 
 
 
 def _begun(lengths: Sequence[int], read_T: Tensor) -> tuple[Tensor, list[int]]:
-    """(whether each token lies before the end of what is read of its sequence, or a little behind it, bool [T]; how many of
-    each sequence do: at least one)"""
-    lengths_S, read, places_T = np.asarray(lengths, dtype=np.int64), read_T.cpu().numpy(), np.arange(len(read_T))
+    """(whether each token lies before the end of what is read of its sequence, or a little behind
+    it, bool [T]; how many of each sequence do: at least one)"""
+    lengths_S, read, places_T = (
+        np.asarray(lengths, dtype=np.int64),
+        read_T.cpu().numpy(),
+        np.arange(len(read_T)),
+    )
     starts_S = np.cumsum(lengths_S) - lengths_S
     first_S = np.minimum.reduceat(np.where(read, places_T, len(read)), starts_S)
     last_S = np.maximum.reduceat(np.where(read, places_T, -1), starts_S)
     answers_S = -(-(last_S - first_S) // STRIDE) * STRIDE  # what follows the first
-    ends_S = np.where(last_S < 0, starts_S + 1, np.minimum(first_S + 1 + answers_S, starts_S + lengths_S))
+    ends_S = np.where(
+        last_S < 0, starts_S + 1, np.minimum(first_S + 1 + answers_S, starts_S + lengths_S)
+    )
     return torch.from_numpy(places_T < np.repeat(ends_S, lengths_S)), (ends_S - starts_S).tolist()
 
 
-def _shared(tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree, routing: Routing | None = None) -> Feed:
-    tokens_U, distinct_T = (torch.from_numpy(x).to(tokens_T.device) for x in (tree.tokens_U, tree.distinct_T))
-    return _reordered(tokens_T, positions_T, TreeAttention(tree, tokens_T.device), tokens_U, distinct_T, routing)
+def _shared(
+    tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree, routing: Routing | None = None
+) -> Feed:
+    tokens_U, distinct_T = (
+        torch.from_numpy(x).to(tokens_T.device) for x in (tree.tokens_U, tree.distinct_T)
+    )
+    return _reordered(
+        tokens_T, positions_T, TreeAttention(tree, tokens_T.device), tokens_U, distinct_T, routing
+    )
 
 
 def _reordered(
-    tokens_T: Tensor, positions_T: Tensor, attend: Attend, order_U: Tensor, back_T: Tensor, routing: Routing | None
+    tokens_T: Tensor,
+    positions_T: Tensor,
+    attend: Attend,
+    order_U: Tensor,
+    back_T: Tensor,
+    routing: Routing | None,
 ) -> Feed:
     """Of tokens order_U."""
     if routing is not None:
@@ -128,7 +175,8 @@ def _reordered(
 
 
 def _by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(where each token of the sequences in ascending order of length comes from, the inverse), int64 [T]."""
+    """(where each token of the sequences in ascending order of length comes from, the inverse),
+    int64 [T]."""
     lengths_S = torch.tensor(lengths)
     starts_S = lengths_S.cumsum(0) - lengths_S
     sorted_S, rows_S = lengths_S.sort(stable=True)

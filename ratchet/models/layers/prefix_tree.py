@@ -1,7 +1,9 @@
-"""Which tokens of packed sequences are one computation: where the whole past of two is equal, so are their hidden states.
+"""Which tokens of packed sequences are one computation: where the whole past of two is equal, so
+are their hidden states.
 
-Sequences that begin alike (the attempts of a group, answers that branch) form a tree. Each of its segments is computed once;
-what follows attends to it. U = distinct tokens of the tree, T = all tokens laid end to end, N = segments.
+Sequences that begin alike (the attempts of a group, answers that branch) form a tree. Each of its
+segments is computed once; what follows attends to it. U = distinct tokens of the tree, T = all
+tokens laid end to end, N = segments.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from torch import Tensor
 
 Index = NDArray[np.int64]
 
-SHORTEST = 4  # tokens: a shared beginning that is shorter is computed again, which costs less than to share it
+# tokens: a shared beginning that is shorter is computed again, which costs less than to share it
+SHORTEST = 4
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens [begin, end) of a sequence, the same in all that pass through it. row: one of these. begin is also how many tokens
-    come before it; start: index of its first token among the U distinct ones."""
+    """Tokens [begin, end) of a sequence, the same in all that pass through it. row: one of these.
+    begin is also how many tokens come before it; start: index of its first token among the U
+    distinct ones."""
 
     row: int
     begin: int
@@ -36,8 +40,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """segments: in the order in which their tokens are laid end to end, those without a past first, then by the length of their
-    past and their own. tokens_U: where each distinct token comes from, of the T. distinct_T: where each token went."""
+    """segments: in the order in which their tokens are laid end to end, those without a past first,
+    then by the length of their past and their own. tokens_U: where each distinct token comes from,
+    of the T. distinct_T: where each token went."""
 
     segments: tuple[Segment, ...]
     tokens_U: Index
@@ -49,9 +54,14 @@ class PrefixTree:
         """lengths: of each sequence, at least 1 each; they sum to T."""
         ends_S = np.cumsum(np.asarray(lengths, dtype=np.int64))
         starts_S = ends_S - lengths
-        rows = [tokens_T[start:end] for start, end in zip(starts_S.tolist(), ends_S.tolist(), strict=True)]
+        rows = [
+            tokens_T[start:end]
+            for start, end in zip(starts_S.tolist(), ends_S.tolist(), strict=True)
+        ]
         paths = _paths(rows)
-        known: dict[tuple[int, int], Segment] = {(s.row, s.begin): s for path in paths for s in path}
+        known: dict[tuple[int, int], Segment] = {
+            (s.row, s.begin): s for path in paths for s in path
+        }
         segments: list[Segment] = []
         start = 0
         for segment in sorted(known.values(), key=lambda s: (s.begin, s.length)):
@@ -77,13 +87,16 @@ class PrefixTree:
 
 
 def path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Index:
-    """[T]: equal where two tokens are one computation, given equal pasts: for equal tokens and, where their experts are given,
-    equal routes. Those are hashed: of different ones 2^-48 or less have one key."""
+    """[T]: equal where two tokens are one computation, given equal pasts: for equal tokens and,
+    where their experts are given, equal routes. Those are hashed: of different ones 2^-48 or less
+    have one key."""
     tokens = tokens_T.cpu().numpy()
     if routes_TLK is None:
         return tokens
     routes = routes_TLK.flatten(1).cpu().numpy().astype(np.uint64)
-    factors = np.random.default_rng(0).integers(0, 2**64, routes.shape[1] + 1, dtype=np.uint64) | np.uint64(1)
+    factors = np.random.default_rng(0).integers(
+        0, 2**64, routes.shape[1] + 1, dtype=np.uint64
+    ) | np.uint64(1)
     hashed = tokens.astype(np.uint64) * factors[-1]
     for column, factor in zip(routes.T, factors, strict=False):
         hashed += column * factor
@@ -104,11 +117,13 @@ def _alike(a: Index, b: Index) -> int:
 
 def _paths(rows: Sequence[Index]) -> list[list[Segment]]:
     """The segments of each row, from its first token to its last."""
-    # As big-endian bytes rows sort as their numbers do, and those that begin alike become neighbours.
+    # As big-endian bytes rows sort as their numbers do, and those that begin alike become
+    # neighbours.
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes())
     alike = [_alike(rows[a], rows[b]) for a, b in pairwise(order)]
     paths: list[list[Segment]] = [[] for _ in rows]
-    waiting = [(0, len(order), 0)]  # neighbours low to high, alike up to a depth that has its segments
+    # neighbours low to high, alike up to a depth that has its segments
+    waiting = [(0, len(order), 0)]
     while waiting:
         low, high, depth = waiting.pop()
         if high - low == 1:

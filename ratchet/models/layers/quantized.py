@@ -20,11 +20,12 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Quantised(nn.Module):
-    """form: "nf4", 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes; "float8", e4m3 whose scales are powers of
-    two, so that scaling rounds nothing. Quantising what was restored changes no number.
+    """form: "nf4", 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes; "float8",
+    e4m3 whose scales are powers of two, so that scaling rounds nothing. Quantising what was
+    restored changes no number.
 
-    Of float8 a number is off by at most a sixteenth of itself, or, where it is small, by 2^-17 of its block's largest; of nf4
-    by at most 0.16 of its block's largest.
+    Of float8 a number is off by at most a sixteenth of itself, or, where it is small, by 2^-17 of
+    its block's largest; of nf4 by at most 0.16 of its block's largest.
     """
 
     codes: Tensor
@@ -40,9 +41,13 @@ class Quantised(nn.Module):
     def plain(self) -> Tensor:
         """[o, i]: what is multiplied by, in the dtype that the matrix had."""
         if self.form == "nf4":
-            made = torch.ops.bitsandbytes.dequantize_4bit(self.codes, self.scales, NF4_BLOCK, "nf4", self.shape, torch.float32)
+            made = torch.ops.bitsandbytes.dequantize_4bit(
+                self.codes, self.scales, NF4_BLOCK, "nf4", self.shape, torch.float32
+            )
         else:
-            blocks = self.codes.to(torch.float32).unflatten(1, (-1, FLOAT8_BLOCK)) * self.scales.unsqueeze(2)
+            blocks = self.codes.to(torch.float32).unflatten(
+                1, (-1, FLOAT8_BLOCK)
+            ) * self.scales.unsqueeze(2)
             made = blocks.flatten(1)[:, : self.shape[1]]
         return made.to(self.dtype)
 
@@ -76,7 +81,9 @@ class Quantised(nn.Module):
     def _quantised(self, plain: Tensor) -> tuple[Tensor, Tensor]:
         wide = plain.detach().float()
         if self.form == "nf4":
-            codes, state = bits().quantize_4bit(wide.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4")
+            codes, state = bits().quantize_4bit(
+                wide.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4"
+            )
             return codes, state.absmax
         blocks = F.pad(wide, (0, -wide.shape[1] % FLOAT8_BLOCK)).unflatten(1, (-1, FLOAT8_BLOCK))
         _, exponents = torch.frexp(blocks.abs().amax(2) / LARGEST)
@@ -85,7 +92,8 @@ class Quantised(nn.Module):
 
 
 class _Product(Function):
-    """x W^T. Autograd would keep every restored matrix for the backward: here it is restored again."""
+    """x W^T. Autograd would keep every restored matrix for the backward: here it is restored
+    again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Quantised) -> Tensor:

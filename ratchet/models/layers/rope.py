@@ -1,4 +1,5 @@
-"""Rotary frequencies and their long-context scalings, as `config.json` names them (default, linear, llama3, yarn)."""
+"""Rotary frequencies and their long-context scalings, as `config.json` names them (default, linear,
+llama3, yarn)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class RotaryTable(nn.Module):
         self.register_buffer("frequencies", self.exact, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
-        """Moves with the model, but never casts: bfloat16 frequencies would be off by whole turns at long positions."""
+        """Moves with the model, but never casts: bfloat16 frequencies would be off by whole turns
+        at long positions."""
         super()._apply(fn, recurse)
         self.frequencies = self.exact.to(self.frequencies.device)
         return self
@@ -36,7 +38,8 @@ class RotaryTable(nn.Module):
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """(frequencies [head_dim / 2] float32 on the CPU, factor on cos and sin). `rope` as in `DecoderConfig`."""
+    """(frequencies [head_dim / 2] float32 on the CPU, factor on cos and sin). `rope` as in
+    `DecoderConfig`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / float(rope["rope_theta"]) ** exponents
     return SCALINGS[rope["rope_type"]](plain, rope)
@@ -52,7 +55,8 @@ def _linear(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 
 def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, the band between interpolated."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, the band between
+    interpolated."""
     factor, low, high = (float(rope[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     original = float(rope[ORIGINAL])
     wavelength = 2 * math.pi / plain
@@ -63,7 +67,8 @@ def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 
 def _yarn(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """YaRN (arXiv:2309.00071): "NTK-by-parts" interpolation, section 3.2, and the attention temperature, section 3.4."""
+    """YaRN (arXiv:2309.00071): "NTK-by-parts" interpolation, section 3.2, and the attention
+    temperature, section 3.4."""
     original, factor, base = float(rope[ORIGINAL]), float(rope["factor"]), float(rope["rope_theta"])
     head_dim = 2 * len(plain)
 
@@ -78,14 +83,24 @@ def _yarn(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = (
+        (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low)
+        / max(high - low, 0.001)
+    ).clamp(0, 1)
     frequencies = plain / factor * ramp + plain * (1 - ramp)
     if rope.get("attention_factor") is not None:
         return frequencies, float(rope["attention_factor"])
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return frequencies, temperature(factor, float(rope["mscale"])) / temperature(factor, float(rope["mscale_all_dim"]))
+        return frequencies, temperature(factor, float(rope["mscale"])) / temperature(
+            factor, float(rope["mscale_all_dim"])
+        )
     return frequencies, temperature(factor)
 
 
 Scaling = Callable[[Tensor, Mapping[str, Any]], tuple[Tensor, float]]
-SCALINGS: Mapping[str, Scaling] = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+SCALINGS: Mapping[str, Scaling] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,6 +1,8 @@
-"""LoRA adapters of a policy: which maps get one, how they begin, what their weights are called, and what merging makes of them.
+"""LoRA adapters of a policy: which maps get one, how they begin, what their weights are called, and
+what merging makes of them.
 
-Names are those of peft's files: `base_model.model.<path of the map>.lora_A.weight` [r, inputs], `lora_B` [outputs, r].
+Names are those of peft's files: `base_model.model.<path of the map>.lora_A.weight` [r, inputs],
+`lora_B` [outputs, r].
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ class Adapter:
     base: str = ""
 
     def first(self, name: str, shape: Sequence[int]) -> Tensor:
-        """A whole weight before the first step, by its name: the same bits whoever asks, and wherever it is divided. A: uniform
-        with variance 1 / (3 inputs) (kaiming), or normal with deviation 1 / rank (gaussian). B: 0."""
+        """A whole weight before the first step, by its name: the same bits whoever asks, and
+        wherever it is divided. A: uniform with variance 1 / (3 inputs) (kaiming), or normal with
+        deviation 1 / rank (gaussian). B: 0."""
         if ".lora_B." in name:
             return torch.zeros(*shape)
-        seed = int.from_bytes(blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest(), "big")
+        seed = int.from_bytes(
+            blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest(), "big"
+        )
         generator, a = torch.Generator().manual_seed(seed), torch.empty(*shape, device="cpu")
         if self.lora.init == "gaussian":
             return a.normal_(0.0, 1 / self.lora.rank, generator=generator)
@@ -46,7 +51,11 @@ class Adapter:
 def size_of(weights: Mapping[str, Tensor], names: Iterable[str], rank: int) -> int:
     """Parameters of an adapter. weights: of the model. names: of the maps that have one."""
     wanted = set(names)
-    adapted = (w for name, w in weights.items() if name.endswith(".weight") and name.split(".")[-2] in wanted)
+    adapted = (
+        w
+        for name, w in weights.items()
+        if name.endswith(".weight") and name.split(".")[-2] in wanted
+    )
     return sum(rank * sum(w.shape) for w in adapted)
 
 
@@ -54,7 +63,8 @@ def size_of(weights: Mapping[str, Tensor], names: Iterable[str], rank: int) -> i
 
 
 def attach(decoder: Decoder, adapter: Adapter) -> None:
-    """As `fit`; and whatever the decoder had trains no more, and rests quantised where the section says so."""
+    """As `fit`; and whatever the decoder had trains no more, and rests quantised where the section
+    says so."""
     targets_of(decoder.config, adapter.lora)
     decoder.requires_grad_(False)
     if adapter.lora.base is not None:
@@ -64,24 +74,37 @@ def attach(decoder: Decoder, adapter: Adapter) -> None:
 
 
 def fit(decoder: Decoder, adapter: Adapter) -> None:
-    """Gives the decoder's maps adapters as they begin, which change nothing yet. Raises ConfigError as `targets_of` does."""
+    """Gives the decoder's maps adapters as they begin, which change nothing yet. Raises ConfigError
+    as `targets_of` does."""
     wanted, lora = targets_of(decoder.config, adapter.lora), adapter.lora
     layout = pieces(decoder)
     for place, (path, linear) in enumerate(decoder.inner_maps):
-        parts = [piece.rows for piece in layout[f"{path}.weight"] if piece.name.split(".")[-2] in wanted]
+        parts = [
+            piece.rows for piece in layout[f"{path}.weight"] if piece.name.split(".")[-2] in wanted
+        ]
         if parts:
             weight = linear.weight if linear.quantised is None else linear.quantised
-            linear.adapter = LowRank(weight, parts, rank=lora.rank, scale=lora.scale, dropout=lora.dropout, place=place)
+            linear.adapter = LowRank(
+                weight, parts, rank=lora.rank, scale=lora.scale, dropout=lora.dropout, place=place
+            )
     begin(decoder, adapter, pieces(decoder))
 
 
 @torch.no_grad()
 def begin(module: nn.Module, adapter: Adapter, layout: Mapping[str, tuple[Piece, ...]]) -> None:
-    """Fills the adapters in a module with their first values: of each, what lies here. layout: by the parameters' names."""
+    """Fills the adapters in a module with their first values: of each, what lies here. layout: by
+    the parameters' names."""
     for name, parameter in adapter_parameters(module):
         for block in shards(layout[name], parameter):
             whole = adapter.first(block.name, block.shape)
-            block.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in zip(block.offsets, block.tensor.shape, strict=True))])
+            block.tensor.copy_(
+                whole[
+                    tuple(
+                        slice(o, o + n)
+                        for o, n in zip(block.offsets, block.tensor.shape, strict=True)
+                    )
+                ]
+            )
 
 
 def merge(decoder: Decoder) -> None:
@@ -128,7 +151,8 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Merged:
-    """Implements `Savable`: a weight with its adapter in it, computed when it is asked for, in float32 or better."""
+    """Implements `Savable`: a weight with its adapter in it, computed when it is asked for, in
+    float32 or better."""
 
     base: Savable
     a: Savable
@@ -144,8 +168,11 @@ class Merged:
         return w.add_(b @ a, alpha=self.scale).to(dtype)
 
 
-def merged(weights: Mapping[str, Savable], adapter: Mapping[str, Savable], scale: float) -> dict[str, Savable]:
-    """The weights of a model, those that have an adapter with it. Raises ModelError for one of a weight that isn't there."""
+def merged(
+    weights: Mapping[str, Savable], adapter: Mapping[str, Savable], scale: float
+) -> dict[str, Savable]:
+    """The weights of a model, those that have an adapter with it. Raises ModelError for one of a
+    weight that isn't there."""
     left = set(adapter)
     made: dict[str, Savable] = {}
     for name, weight in weights.items():
@@ -154,5 +181,8 @@ def merged(weights: Mapping[str, Savable], adapter: Mapping[str, Savable], scale
         made[name] = Merged(weight, adapter[a], adapter[b], scale) if has else weight
         left -= {a, b} if has else set()
     if left:
-        raise ModelError(f"the adapter's weight '{min(left)}' is of a map that this model doesn't have: it has another base")
+        raise ModelError(
+            f"the adapter's weight '{min(left)}' is of a map that this model doesn't have: it has "
+            "another base"
+        )
     return made

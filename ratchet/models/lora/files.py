@@ -1,4 +1,5 @@
-"""Adapters on disk, in peft's form: `adapter_config.json` and `adapter_model.safetensors`; and which base one belongs to."""
+"""Adapters on disk, in peft's form: `adapter_config.json` and `adapter_model.safetensors`; and
+which base one belongs to."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ from ratchet.utils.terminal_text import first_line
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 INITS: Mapping[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}  # in peft's words
 # What of peft's changes the arithmetic, and has to be off here.
-PLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "layer_replication", "lora_bias")
+PLAIN = (
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+)
 
 
 def require_peft() -> None:
@@ -53,13 +62,18 @@ def peft_config(adapter: Adapter, names: Sequence[str]) -> Any:
     )
 
 
-def save_adapter(directory: Path, adapter: Adapter, names: Sequence[str], weights: Mapping[str, Savable]) -> None:
-    """Writes what `peft.PeftModel.from_pretrained` reads, in float32. names: of the maps that have one. weights: by peft's
-    names."""
+def save_adapter(
+    directory: Path, adapter: Adapter, names: Sequence[str], weights: Mapping[str, Savable]
+) -> None:
+    """Writes what `peft.PeftModel.from_pretrained` reads, in float32. names: of the maps that have
+    one. weights: by peft's names."""
     config = peft_config(adapter, names)
     config.inference_mode = True
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: weight.to("cpu", torch.float32, copy=True).contiguous() for name, weight in weights.items()}
+    tensors = {
+        name: weight.to("cpu", torch.float32, copy=True).contiguous()
+        for name, weight in weights.items()
+    }
     with atomic_path(directory / WEIGHTS) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
     config.save_pretrained(str(directory))
@@ -74,16 +88,23 @@ class Stored:
     weights: Mapping[str, Tensor]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """shapes: of a base's weights, by canonical name. Raises ModelError where the adapter is of another base."""
+        """shapes: of a base's weights, by canonical name. Raises ModelError where the adapter is of
+        another base."""
         rank = self.adapter.lora.rank
         for name, low_rank in self.weights.items():
             path, _, which = name.removeprefix(PEFT).rpartition(".lora_")
             shape = shapes.get(f"{path}.weight")
             if shape is None:
-                raise ModelError(f"the adapter's weight '{name}' is of a map that this model doesn't have: it has another base")
+                raise ModelError(
+                    f"the adapter's weight '{name}' is of a map that this model doesn't have: it "
+                    "has another base"
+                )
             wanted = (rank, shape[1]) if which.startswith("A") else (shape[0], rank)
             if tuple(low_rank.shape) != wanted:
-                raise ModelError(f"the adapter's weight '{name}' has shape {tuple(low_rank.shape)}, the base wants {wanted}")
+                raise ModelError(
+                    f"the adapter's weight '{name}' has shape {tuple(low_rank.shape)}, the base "
+                    f"wants {wanted}"
+                )
 
 
 def load_adapter(directory: Path) -> Stored:
@@ -100,25 +121,45 @@ def load_adapter(directory: Path) -> Stored:
         weights = load_file(directory / WEIGHTS)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         reason = first_line(str(error))
-        raise ModelError(f"{directory} is no adapter that peft reads ({CONFIG}, {WEIGHTS}): {reason}") from None
+        raise ModelError(
+            f"{directory} is no adapter that peft reads ({CONFIG}, {WEIGHTS}): {reason}"
+        ) from None
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
-        raise ModelError(f"{directory} holds a {config.peft_type} adapter, and only LORA is known here")
-    more = [key for key in PLAIN if getattr(config, key, None)] + ([] if config.bias == "none" else ["bias"])
+        raise ModelError(
+            f"{directory} holds a {config.peft_type} adapter, and only LORA is known here"
+        )
+    more = [key for key in PLAIN if getattr(config, key, None)] + (
+        [] if config.bias == "none" else ["bias"]
+    )
     if more:
-        raise ModelError(f"{directory}: the adapter has {more[0]}={getattr(config, more[0])!r}, which is not plain LoRA")
+        raise ModelError(
+            f"{directory}: the adapter has {more[0]}={getattr(config, more[0])!r}, which is not "
+            "plain LoRA"
+        )
     for name in weights:
         if not (name.startswith(PEFT) and name.endswith((".lora_A.weight", ".lora_B.weight"))):
-            raise ModelError(f"{directory}: weight '{name}' is neither A nor B of a linear map: it is not plain LoRA")
+            raise ModelError(
+                f"{directory}: weight '{name}' is neither A nor B of a linear map: it is not plain "
+                "LoRA"
+            )
     names = tuple(sorted({name.split(".")[-3] for name in weights}))
     try:
-        lora = LoRAConfig(rank=config.r, alpha=float(config.lora_alpha), target_modules=names, rslora=bool(config.use_rslora))
+        lora = LoRAConfig(
+            rank=config.r,
+            alpha=float(config.lora_alpha),
+            target_modules=names,
+            rslora=bool(config.use_rslora),
+        )
     except (ValueError, TypeError, OverflowError) as error:
-        raise ModelError(f"{directory / CONFIG} holds numbers that no adapter has: {first_line(str(error))}") from None
+        raise ModelError(
+            f"{directory / CONFIG} holds numbers that no adapter has: {first_line(str(error))}"
+        ) from None
     return Stored(Adapter(lora, base=config.base_model_name_or_path or ""), names, weights)
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """Of the numbers' bits, modulo 2^64: the sums of a tensor's blocks add up to its own, however it is divided."""
+    """Of the numbers' bits, modulo 2^64: the sums of a tensor's blocks add up to its own, however
+    it is divided."""
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return int(tensor.detach().contiguous().view(words).sum(dtype=torch.int64))
 
@@ -129,9 +170,11 @@ def fingerprint(sums: Mapping[str, int]) -> str:
 
 
 def check_base(directory: Path, saved: object, own: str) -> None:
-    """Raises CheckpointError for a checkpoint of an adapter of another base, or of a model with other weights at rest."""
+    """Raises CheckpointError for a checkpoint of an adapter of another base, or of a model with
+    other weights at rest."""
     if saved != own:
         raise CheckpointError(
-            f"{directory} holds an adapter of another base, or what trains beside other weights at rest (they are {saved}, "
+            f"{directory} holds an adapter of another base, or what trains beside other weights at "
+            f"rest (they are {saved}, "
             f"these {own}): resume with the model that the run began with"
         )

@@ -18,8 +18,9 @@ from ratchet.models.layers.quantized import Quantised
 
 
 class SeededDropout(nn.Module):
-    """Dropout whose mask is a function of a seed: a resumed run, and activations that are computed again, see the same one.
-    seed: None outside of updates, and then nothing is dropped. place: other masks in other places."""
+    """Dropout whose mask is a function of a seed: a resumed run, and activations that are computed
+    again, see the same one. seed: None outside of updates, and then nothing is dropped. place:
+    other masks in other places."""
 
     def __init__(self, share: float, place: int) -> None:
         super().__init__()
@@ -37,8 +38,8 @@ class SeededDropout(nn.Module):
 def mask_seed(*names: int) -> int:
     """Return the seed of what is dropped, in [0, 2**63), by the numbers that name it.
 
-    It is a hash, as products and sums of the numbers would meet, and torch's generator on a CPU reads
-    the lowest 32 bits alone.
+    It is a hash, as products and sums of the numbers would meet, and torch's generator on a CPU
+    reads the lowest 32 bits alone.
     """
     digest = blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -51,14 +52,22 @@ class Switched(nn.Module):
 
 
 class LowRank(Switched):
-    """The adapter of one map of our decoder, whose matrix may be several canonical ones, fused: each part has an A and a B of
-    its own, one below the other in `lora_A` [p r, i] and `lora_B` [rows of the parts, r]. Uninitialised.
+    """The adapter of one map of our decoder, whose matrix may be several canonical ones, fused:
+    each part has an A and a B of its own, one below the other in `lora_A` [p r, i] and `lora_B`
+    [rows of the parts, r]. Uninitialised.
 
     spans: the rows of the map's matrix that are a part of it; the others stay as they are.
     """
 
     def __init__(
-        self, weight: Tensor | Quantised, spans: Sequence[range], *, rank: int, scale: float, dropout: float, place: int
+        self,
+        weight: Tensor | Quantised,
+        spans: Sequence[range],
+        *,
+        rank: int,
+        scale: float,
+        dropout: float,
+        place: int,
     ) -> None:
         super().__init__()
         self.outputs, inputs = weight.shape
@@ -79,7 +88,11 @@ class LowRank(Switched):
 
     def factors(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(A, B) of each part."""
-        yield from zip(self.lora_A.split(self.rank), self.lora_B.split([len(span) for span in self.spans]), strict=True)
+        yield from zip(
+            self.lora_A.split(self.rank),
+            self.lora_B.split([len(span) for span in self.spans]),
+            strict=True,
+        )
 
     @torch.no_grad()
     def merge_into(self, weight: Tensor) -> None:
@@ -89,7 +102,8 @@ class LowRank(Switched):
 
 
 def side_by_side(parts: Sequence[tuple[range, Tensor]], outputs: int) -> Tensor:
-    """[..., outputs]: each part in the columns that are its own, zeros elsewhere. parts: in the order of their columns."""
+    """[..., outputs]: each part in the columns that are its own, zeros elsewhere. parts: in the
+    order of their columns."""
     like, laid, end = parts[0][1], [], 0
     for columns, part in parts:
         if columns.start > end:

@@ -18,9 +18,14 @@ def targets_of(config: DecoderConfig, lora: LoRAConfig) -> tuple[str, ...]:
     """The maps of our decoder that get an adapter. Raises ConfigError."""
     dense = len(config.sparse_layers) < config.n_layers
     wanted = chosen(lora, (*ATTENTION, *MLP))
-    if config.n_experts and (experts := [name for name in wanted if name in MLP]) and (lora.target_modules == ALL or not dense):
+    if (
+        config.n_experts
+        and (experts := [name for name in wanted if name in MLP])
+        and (lora.target_modules == ALL or not dense)
+    ):
         raise ConfigError(
-            f"lora.target_modules={ALL if lora.target_modules == ALL else experts[0]} includes the experts of a mixture, which "
+            f"lora.target_modules={ALL if lora.target_modules == ALL else experts[0]} includes the "
+            "experts of a mixture, which "
             f"get no adapters here: set lora.target_modules=[{', '.join(ATTENTION)}]"
         )
     return wanted
@@ -35,5 +40,8 @@ def chosen(lora: LoRAConfig, known: Iterable[str]) -> tuple[str, ...]:
         if name not in names:
             near = get_close_matches(name, names, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(names)}"
-            raise ConfigError(f"lora.target_modules: no linear map of the model's layers is called '{name}'; {hint}")
+            raise ConfigError(
+                f"lora.target_modules: no linear map of the model's layers is called '{name}'; "
+                f"{hint}"
+            )
     return tuple(lora.target_modules)

@@ -1,5 +1,5 @@
-"""LoRA on a model that transformers runs: peft's own layers, put into it. Their first values and their dropout are ours, as on
-our decoder: functions of a seed."""
+"""LoRA on a model that transformers runs: peft's own layers, put into it. Their first values and
+their dropout are ours, as on our decoder: functions of a seed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,25 @@ BASE = ".base_layer"
 
 def linear_maps(layers: Sequence[nn.Module]) -> list[str]:
     """The last parts of the paths of a model's linear maps, in its repeated blocks."""
-    paths = (path for layer in layers for path, module in layer.named_modules() if isinstance(module, nn.Linear))
-    return list(dict.fromkeys(path.removesuffix(BASE).rpartition(".")[2] for path in paths if ".lora_" not in path))
+    paths = (
+        path
+        for layer in layers
+        for path, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    )
+    return list(
+        dict.fromkeys(
+            path.removesuffix(BASE).rpartition(".")[2] for path in paths if ".lora_" not in path
+        )
+    )
 
 
 @torch.no_grad()
-def attach(model: nn.Module, adapter: Adapter, names: Sequence[str], *, within: nn.Module | None = None) -> None:
-    """within: the part of the model that gets it; None: all of it. Raises ModelError where peft can't."""
+def attach(
+    model: nn.Module, adapter: Adapter, names: Sequence[str], *, within: nn.Module | None = None
+) -> None:
+    """within: the part of the model that gets it; None: all of it. Raises ModelError where peft
+    can't."""
     from peft import inject_adapter_in_model
 
     model.requires_grad_(False)

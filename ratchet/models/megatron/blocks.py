@@ -1,4 +1,5 @@
-"""The parameters of a rank of Megatron Core as blocks of canonical weights, and who speaks for those that several hold."""
+"""The parameters of a rank of Megatron Core as blocks of canonical weights, and who speaks for
+those that several hold."""
 
 from __future__ import annotations
 
@@ -42,8 +43,14 @@ def layout_of(stage: Stage, sizes: Sizes) -> Layout:
 
 def adapter_layout(stage: Stage) -> Layout:
     """Of the parameters of its adapters."""
-    factors = ((path, module) for path, module in stage.named_modules() if isinstance(module, Factors))
-    return {f"{path}.{which}": pieces for path, module in factors for which, pieces in module.pieces.items()}
+    factors = (
+        (path, module) for path, module in stage.named_modules() if isinstance(module, Factors)
+    )
+    return {
+        f"{path}.{which}": pieces
+        for path, module in factors
+        for which, pieces in module.pieces.items()
+    }
 
 
 def owned(stages: Sequence[Stage], sizes: Sizes) -> Iterator[Owned]:
@@ -51,20 +58,29 @@ def owned(stages: Sequence[Stage], sizes: Sizes) -> Iterator[Owned]:
     for stage in stages:
         layout = {**layout_of(stage, sizes), **adapter_layout(stage)}
         for name, parameter in stage.named_parameters():
-            pieces = _whole(f"head.{name[len(SCALAR) :]}", parameter) if name.startswith(SCALAR) else layout[name]
-            copied = name == "output_layer.weight" and stage.shape.tied  # the first stage has it as its embedding
+            pieces = (
+                _whole(f"head.{name[len(SCALAR) :]}", parameter)
+                if name.startswith(SCALAR)
+                else layout[name]
+            )
+            # the first stage has it as its embedding
+            copied = name == "output_layer.weight" and stage.shape.tied
             yield Owned(name, parameter, pieces, not copied and _speaks(parameter))
 
 
 def fill_stages(stages: Sequence[Stage], sizes: Sizes, read: Read) -> None:
-    """Copies every block of the model's own weights from where its name, offsets and sizes are found."""
+    """Copies every block of the model's own weights from where its name, offsets and sizes are
+    found."""
     for stage in stages:
-        tensors: dict[str, Tensor] = {name: p for name, p in stage.named_parameters() if of_model(name)}
+        tensors: dict[str, Tensor] = {
+            name: p for name, p in stage.named_parameters() if of_model(name)
+        }
         fill(tensors, layout_of(stage, sizes), read)
 
 
 def of_model(name: str) -> bool:
-    """Whether a stage's parameter is a weight of the model itself, neither of its adapter nor of the scalar head."""
+    """Whether a stage's parameter is a weight of the model itself, neither of its adapter nor of
+    the scalar head."""
     return not (of_adapter(name) or name.startswith(SCALAR))
 
 

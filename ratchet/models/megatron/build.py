@@ -32,8 +32,8 @@ TIMEOUT = timedelta(minutes=30)
 
 
 def begin(sizes: Sizes, seed: int = 0) -> None:
-    """Makes Megatron's process groups, after torch's: once in a process, on all ranks at the same time. Ranks are counted as
-    everywhere in Ratchet: tensor, context, data, pipeline."""
+    """Makes Megatron's process groups, after torch's: once in a process, on all ranks at the same
+    time. Ranks are counted as everywhere in Ratchet: tensor, context, data, pipeline."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
@@ -50,17 +50,22 @@ def end() -> None:
 
 
 class Stage(GPTModel):
-    """Consecutive layers; the first has the embedding, the last the final norm and the language head. Hidden states come out
-    of it, never logits. scalar: the head that a critic or a reward model has on the last stage."""
+    """Consecutive layers; the first has the embedding, the last the final norm and the language
+    head. Hidden states come out of it, never logits. scalar: the head that a critic or a reward
+    model has on the last stage."""
 
-    def __init__(self, shape: DecoderConfig, sizes: Sizes, config: TransformerConfig, chunk: int) -> None:
+    def __init__(
+        self, shape: DecoderConfig, sizes: Sizes, config: TransformerConfig, chunk: int
+    ) -> None:
         """Weights are uninitialised memory."""
         share = sizes.stage(parallel_state.get_pipeline_model_parallel_rank(), chunk)
         layers = share.range(shape.n_layers)
         super().__init__(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
-                layer_specs=[layer_spec(shape, layer, fp8=config.fp8 is not None) for layer in layers],
+                layer_specs=[
+                    layer_spec(shape, layer, fp8=config.fp8 is not None) for layer in layers
+                ],
                 layer_norm=RMSNorm,  # pyright: ignore[reportArgumentType]
             ),
             vocab_size=padded_vocabulary(shape.vocab_size, sizes.tensor),
@@ -71,10 +76,13 @@ class Stage(GPTModel):
             position_embedding_type="none",  # attention turns queries and keys by itself
             vp_stage=chunk if sizes.chunks > 1 else None,
         )
-        self.shape, self.share, self.layers = shape, share, layers  # of the whole model: which are here
+        # of the whole model: which are here
+        self.shape, self.share, self.layers = shape, share, layers
         self.scalar: ScalarHead | None = None
         self.rotary = RotaryTable(shape)
-        self.tensor: Any = parallel_state.get_tensor_model_parallel_group() if sizes.tensor > 1 else None
+        self.tensor: Any = (
+            parallel_state.get_tensor_model_parallel_group() if sizes.tensor > 1 else None
+        )
         for layer, module in zip(layers, self.decoder.layers, strict=True):
             if isinstance(module.mlp, MoELayer):
                 router: Any = module.mlp.router
@@ -83,25 +91,40 @@ class Stage(GPTModel):
     @property
     def head_weight(self) -> Tensor:
         """[rows of this rank, d], rows that pad the vocabulary among them."""
-        weight: Any = self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
+        weight: Any = (
+            self.shared_embedding_or_output_weight()
+            if self.shape.tied
+            else self.output_layer.weight
+        )
         return weight
 
     def forward(self, feed: Feed) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """[t, 1, d] for the next stage, which gets it by `set_input_tensor`; of the last one [T, d], the same on all ranks that
-        share a tensor."""
+        """[t, 1, d] for the next stage, which gets it by `set_input_tensor`; of the last one [T,
+        d], the same on all ranks that share a tensor."""
         dtype = torch.promote_types(self.config.params_dtype, torch.float32)
         cos_T1D, sin_T1C = self.rotary(feed.positions_U, dtype)
-        packed = Packed(attend=feed.attend, cos_T1D=cos_T1D, sin_T1C=sin_T1C, route=self._route(feed), seed=feed.seed)
+        packed = Packed(
+            attend=feed.attend,
+            cos_T1D=cos_T1D,
+            sin_T1C=sin_T1C,
+            route=self._route(feed),
+            seed=feed.seed,
+        )
         x = None
         if self.pre_process:
-            # Of an embedding that rests too: through states without a gradient Megatron neither computes a layer again for the
-            # sake of its adapters, nor sends gradients from stage to stage.
+            # Of an embedding that rests too: through states without a gradient Megatron neither
+            # computes a layer again for the sake of its adapters, nor sends gradients from stage to
+            # stage.
             x = self.embedding(input_ids=feed.tokens_U[None], position_ids=None).requires_grad_()
         x = self.decoder(hidden_states=x, attention_mask=None, packed_seq_params=packed)
         if not self.post_process:
             return x
         x_td = x[:, 0]
-        return gather(x_td, self.tensor, alike=True) if self.tensor is not None and self.config.sequence_parallel else x_td
+        return (
+            gather(x_td, self.tensor, alike=True)
+            if self.tensor is not None and self.config.sequence_parallel
+            else x_td
+        )
 
     def _route(self, feed: Feed) -> Routing | None:
         """Routers see those of the tokens that this rank keeps between the products."""
@@ -121,8 +144,9 @@ def build_stages(
     recompute: str = "none",
     fp8: Fp8 | None = None,
 ) -> list[Stage]:
-    """Those of this rank, one for each chunk of an interleaved pipeline, after `begin`; on the current CUDA device where there
-    is one. recompute, fp8: see `MegatronConfig`. Raises ModelError where the shape can't be divided so."""
+    """Those of this rank, one for each chunk of an interleaved pipeline, after `begin`; on the
+    current CUDA device where there is one. recompute, fp8: see `MegatronConfig`. Raises ModelError
+    where the shape can't be divided so."""
     sizes.check(shape)
     config = transformer_config(shape, sizes, dtype=dtype, recompute=recompute, fp8=fp8)
     return [Stage(shape, sizes, config, chunk) for chunk in range(sizes.chunks)]
@@ -131,7 +155,11 @@ def build_stages(
 RECOMPUTED: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 
 
@@ -172,7 +200,8 @@ def transformer_config(
         context_parallel_size=sizes.context,
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=sizes.chunks if sizes.chunks > 1 else None,
-        # Two ranks of an interleaved pipeline are each other's neighbours on both sides: batched messages would get mixed up.
+        # Two ranks of an interleaved pipeline are each other's neighbours on both sides: batched
+        # messages would get mixed up.
         overlap_p2p_comm=sizes.chunks > 1,
         batch_p2p_comm=sizes.chunks == 1,
         expert_model_parallel_size=sizes.experts,

@@ -1,4 +1,5 @@
-"""Megatron Core on a machine without CUDA, for tests: its modules are changed while they are imported, torch is left alone."""
+"""Megatron Core on a machine without CUDA, for tests: its modules are changed while they are
+imported, torch is left alone."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ import torch
 
 PACKAGE = "megatron.core"
 STANDIN = "_cpu_for_cuda"  # the stand-in's name in the changed modules
-DROPPED = {"cuda", "record_stream"}  # methods of tensors: x.cuda() becomes x, x.record_stream(s) too
+# methods of tensors: x.cuda() becomes x, x.record_stream(s) too
+DROPPED = {"cuda", "record_stream"}
 
 
 def install() -> None:
     """For what is imported afterwards. A second time it does nothing."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    assert not any(name.startswith(PACKAGE) for name in sys.modules), "megatron.core has been imported as it is"
+    assert not any(name.startswith(PACKAGE) for name in sys.modules), (
+        "megatron.core has been imported as it is"
+    )
     sys.meta_path.insert(0, _Finder())
 
 
@@ -48,7 +52,8 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
-REPLACED = {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_state}  # functions of modules, by their names
+# functions of modules, by their names
+REPLACED = {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_state}
 
 
 class _Standin(types.ModuleType):
@@ -66,8 +71,12 @@ class _Standin(types.ModuleType):
         self.is_available = lambda: False
         self.current_stream = self.default_stream = lambda *args, **kwargs: _Nothing()
         self.stream = self.device = lambda *args, **kwargs: nullcontext()
-        self.memory_allocated = self.memory_reserved = self.max_memory_allocated = lambda *args, **kwargs: 0
-        self.synchronize = self.set_device = self.empty_cache = self.set_stream = lambda *args, **kwargs: None
+        self.memory_allocated = self.memory_reserved = self.max_memory_allocated = (
+            lambda *args, **kwargs: 0
+        )
+        self.synchronize = self.set_device = self.empty_cache = self.set_stream = (
+            lambda *args, **kwargs: None
+        )
         self.manual_seed = torch.manual_seed
         self.get_rng_state = _rng_state
         self.set_rng_state = _set_rng_state
@@ -82,7 +91,9 @@ _STANDIN = _Standin()
 class _OnCPU(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         if node.name in REPLACED:
-            return ast.Assign([ast.Name(node.name, ast.Store())], _attribute(STANDIN, "replaced", node.name))
+            return ast.Assign(
+                [ast.Name(node.name, ast.Store())], _attribute(STANDIN, "replaced", node.name)
+            )
         self.generic_visit(node)
         return node
 
@@ -134,7 +145,9 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
         if not fullname.startswith(PACKAGE):
             return None
         spec = PathFinder.find_spec(fullname, path, target)

@@ -1,4 +1,5 @@
-"""Gives the stages of a rank adapters, which begin as those of our own decoder do and have the same names."""
+"""Gives the stages of a rank adapters, which begin as those of our own decoder do and have the same
+names."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def attach(stages: Sequence[Stage], sizes: Sizes, adapter: Adapter) -> None:
     for stage in stages:
         wanted, layout = targets_of(stage.shape, adapter.lora), layout_of(stage, sizes)
         stage.requires_grad_(False)
-        maps = [(path, module) for path, module in stage.named_modules() if isinstance(module, Adapted)]
+        maps = [
+            (path, module) for path, module in stage.named_modules() if isinstance(module, Adapted)
+        ]
         for number, (path, linear) in enumerate(maps):
             targets = {} if linear.is_expert else _targets(layout[f"{path}.weight"], wanted)
             if targets:

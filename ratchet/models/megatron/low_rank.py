@@ -1,10 +1,12 @@
-"""LoRA on Megatron's parallel linear maps: out + scale B A x (arXiv:2106.09685, eq. 3), with A and B divided as the map is.
+"""LoRA on Megatron's parallel linear maps: out + scale B A x (arXiv:2106.09685, eq. 3), with A and
+B divided as the map is.
 
-Where a map's outputs are divided over tensor-parallel ranks, so are the rows of B, and each rank has all of A; where its inputs
-are, so are the columns of A, and each has all of B. Either way ranks exchange nothing but A x: r numbers for a token.
+Where a map's outputs are divided over tensor-parallel ranks, so are the rows of B, and each rank
+has all of A; where its inputs are, so are the columns of A, and each has all of B. Either way ranks
+exchange nothing but A x: r numbers for a token.
 
-t = tokens that come in here, u = that go out (fewer or more than t under sequence parallelism), r = rank, i = inputs and
-o = outputs of the map on this rank, p = its targets.
+t = tokens that come in here, u = that go out (fewer or more than t under sequence parallelism), r =
+rank, i = inputs and o = outputs of the map on this rank, p = its targets.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ FACTORS = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class Way:
-    """How a kind of map is divided. divided: which of the factors is too, along which dimension. alone, sequence: what becomes
-    of A x on its way to B, without and with sequence parallelism."""
+    """How a kind of map is divided. divided: which of the factors is too, along which dimension.
+    alone, sequence: what becomes of A x on its way to B, without and with sequence parallelism."""
 
     divided: str
     dim: int
@@ -49,13 +51,22 @@ class Way:
         return FACTORS[1 - FACTORS.index(self.divided)]
 
 
-# Backward, each of these is the other's forward: so the gradient of A x is complete wherever it arrives.
-OUTPUTS = Way("lora_B", 0, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region)
-INPUTS = Way("lora_A", 1, reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region)
+# Backward, each of these is the other's forward: so the gradient of A x is complete wherever it
+# arrives.
+OUTPUTS = Way(
+    "lora_B", 0, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+)
+INPUTS = Way(
+    "lora_A",
+    1,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 
 
 class Factors(nn.Module):
-    """A [r, i] and B [rows, r] of one target, the rows of the map's matrix that are its own. Uninitialised."""
+    """A [r, i] and B [rows, r] of one target, the rows of the map's matrix that are its own.
+    Uninitialised."""
 
     def __init__(self, weight: Tensor, adapted: Sequence[Piece], rank: int) -> None:
         """adapted: the blocks of the target in the map's matrix."""
@@ -78,31 +89,46 @@ class Factors(nn.Module):
 class ParallelLowRank(Switched):
     """The adapter of one map: of each target that lies in its matrix."""
 
-    def __init__(self, linear: Adapted, targets: Mapping[str, Sequence[Piece]], lora: LoRAConfig, place: int) -> None:
+    def __init__(
+        self, linear: Adapted, targets: Mapping[str, Sequence[Piece]], lora: LoRAConfig, place: int
+    ) -> None:
         """place: see `SeededDropout`; the same on all ranks."""
         super().__init__()
         weight = linear.weight
         self.way, self.group, self.sequence = linear.way, linear.tp_group, linear.sequence_parallel
         self.outputs, self.scale = len(weight), lora.scale
-        self.targets = nn.ModuleDict({name: Factors(weight, pieces, lora.rank) for name, pieces in targets.items()})
-        own = self.group.rank() if self.sequence or self.way is INPUTS else 0  # x is another on each rank then
+        self.targets = nn.ModuleDict(
+            {name: Factors(weight, pieces, lora.rank) for name, pieces in targets.items()}
+        )
+        # x is another on each rank then
+        own = self.group.rank() if self.sequence or self.way is INPUTS else 0
         self.dropout = SeededDropout(lora.dropout, place * self.group.size() + own)
         for factors in self.targets.values():
-            set_tensor_model_parallel_attributes(getattr(factors, self.way.divided), True, self.way.dim, 1)
-            # Each rank sees some of the tokens there: Megatron adds up the gradients of parameters that are marked so.
+            set_tensor_model_parallel_attributes(
+                getattr(factors, self.way.divided), True, self.way.dim, 1
+            )
+            # Each rank sees some of the tokens there: Megatron adds up the gradients of parameters
+            # that are marked so.
             getattr(factors, self.way.whole).sequence_parallel = self.sequence
 
     def forward(self, x_t1i: Tensor, out_u1o: Tensor) -> Tensor:
         if self.off:
             return out_u1o
         found = [cast(Factors, factors) for factors in self.targets.values()]
-        low = F.linear(self.dropout(x_t1i), torch.cat([factors.lora_A for factors in found])) * self.scale
+        low = (
+            F.linear(self.dropout(x_t1i), torch.cat([factors.lora_A for factors in found]))
+            * self.scale
+        )
         low = (self.way.sequence if self.sequence else self.way.alone)(low, group=self.group)
         each = low.split([len(factors.lora_A) for factors in found], dim=-1)
-        parts = [part for factors, own in zip(found, each, strict=True) for part in factors.parts(own)]
+        parts = [
+            part for factors, own in zip(found, each, strict=True) for part in factors.parts(own)
+        ]
         return out_u1o + side_by_side(sorted(parts, key=lambda part: part[0].start), self.outputs)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for name, factors in self.targets.items():
             made |= make_sharded_tensors_for_checkpoint(
@@ -133,7 +159,9 @@ class Adapted(nn.Module):
         out, bias = super().forward(x, *arguments, **keys)  # pyright: ignore[reportAttributeAccessIssue]
         return (out if self.adapter is None else self.adapter(x, out)), bias
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
         made = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # pyright: ignore[reportAttributeAccessIssue]
         if self.adapter is not None:
             made |= self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata)

@@ -1,7 +1,9 @@
-"""The modules of a layer that Megatron Core has with Transformer Engine only, from what our own decoder computes them with:
-attention over packed sequences, also where context parallelism divides them, norms, and routers that can be replayed.
+"""The modules of a layer that Megatron Core has with Transformer Engine only, from what our own
+decoder computes them with: attention over packed sequences, also where context parallelism divides
+them, norms, and routers that can be replayed.
 
-T = tokens of this rank, H = query heads, K = key/value heads, D = head_dim, E = experts, k = experts of a token.
+T = tokens of this rank, H = query heads, K = key/value heads, D = head_dim, E = experts, k =
+experts of a token.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from ratchet.models.ops import rms_norm, rotate
 
 @dataclass
 class Packed(PackedSeqParams):
-    """What the layers of one forward share. It reaches them as an argument, so that a layer which is computed again, perhaps
-    after forwards of other micro-batches, finds its own."""
+    """What the layers of one forward share. It reaches them as an argument, so that a layer which
+    is computed again, perhaps after forwards of other micro-batches, finds its own."""
 
     qkv_format: str = "thd"
     attend: Attend | None = None
@@ -47,28 +49,44 @@ class Packed(PackedSeqParams):
 
 
 class Attention(nn.Module):
-    """`core_attention`: turns queries and keys by their positions, and lets the forward's own `attend` do the rest."""
+    """`core_attention`: turns queries and keys by their positions, and lets the forward's own
+    `attend` do the rest."""
 
     def __init__(self, *, layer_number: int, **others: Any) -> None:
         super().__init__()
         self.layer = layer_number - 1  # of the whole model: Megatron counts from 1
 
     def forward(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: None, /, *, packed_seq_params: Packed, **others: Any
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        mask: None,
+        /,
+        *,
+        packed_seq_params: Packed,
+        **others: Any,
     ) -> Tensor:
         packed = packed_seq_params
         assert packed.attend is not None
         assert packed.cos_T1D is not None
         assert packed.sin_T1C is not None
-        q_THD, k_TKD = (rotate(x.to(packed.cos_T1D.dtype), packed.cos_T1D, packed.sin_T1C).to(x.dtype) for x in (q_THD, k_TKD))
+        q_THD, k_TKD = (
+            rotate(x.to(packed.cos_T1D.dtype), packed.cos_T1D, packed.sin_T1C).to(x.dtype)
+            for x in (q_THD, k_TKD)
+        )
         return packed.attend(self.layer, q_THD, k_TKD, v_TKD).flatten(1)
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, *, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **others: Any) -> None:
+    def __init__(
+        self, *, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **others: Any
+    ) -> None:
         super().__init__()
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         self.eps = eps
 
@@ -77,7 +95,8 @@ class RMSNorm(nn.Module):
 
 
 class Router(TopKRouter):
-    """The arithmetic of `ratchet.models.layers.moe.Router`. route: has the last word, during one forward of its layer."""
+    """The arithmetic of `ratchet.models.layers.moe.Router`. route: has the last word, during one
+    forward of its layer."""
 
     place: int = 0  # among the layers with experts
     route: Route | None = None
@@ -112,13 +131,18 @@ class Layer(TransformerLayer):
 
 
 def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> ModuleSpec:
-    """Of a layer of the whole model, counted from 0. fp8: its linear maps are Transformer Engine's, which know such formats."""
-    column, row = (te_linear.TEColumnParallelLinear, te_linear.TERowParallelLinear) if fp8 else (Column, Row)
+    """Of a layer of the whole model, counted from 0. fp8: its linear maps are Transformer Engine's,
+    which know such formats."""
+    column, row = (
+        (te_linear.TEColumnParallelLinear, te_linear.TERowParallelLinear) if fp8 else (Column, Row)
+    )
     mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     norm = RMSNorm if shape.qk_norm else IdentityOp
     if shape.is_sparse(layer):
         experts = ModuleSpec(module=SequentialMLP, submodules=mlp)
-        block = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
+        block = ModuleSpec(
+            module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router)
+        )
     else:
         block = ModuleSpec(module=MLP, submodules=mlp)
     core: Any = Attention
@@ -134,7 +158,9 @@ def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> Module
         module=Layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attention=ModuleSpec(
+                SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
             self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
             mlp=block,

@@ -33,7 +33,8 @@ def _mend_routers(moe_utils: Any) -> None:
 
 
 def _mend_optimizer(distributed: Any) -> None:
-    """A checkpoint's tensors are copied into all that the optimizer keeps, and of torch's own that is the step too."""
+    """A checkpoint's tensors are copied into all that the optimizer keeps, and of torch's own that
+    is the step too."""
     made: Any = distributed.DistributedOptimizer
     copy = made._set_main_param_and_optimizer_states
 
@@ -46,9 +47,10 @@ def _mend_optimizer(distributed: Any) -> None:
 
 
 def _mend_buckets(distributed: Any) -> None:
-    """For a checkpoint it lays the buckets of a buffer end to end without their padding, and looks for weights in them by
-    places that count it: where there are several (the last stage of a pipeline has one for the tied embedding), all behind the
-    first are cut from the wrong place, and the end is zeros. So the padding stays in."""
+    """For a checkpoint it lays the buckets of a buffer end to end without their padding, and looks
+    for weights in them by places that count it: where there are several (the last stage of a
+    pipeline has one for the tied embedding), all behind the first are cut from the wrong place, and
+    the end is zeros. So the padding stays in."""
     made: Any = distributed.DistributedOptimizer
     gather = made.get_parameter_state_dp_zero
 

@@ -1,4 +1,5 @@
-"""The stages that a rank holds, as a policy: hidden states of its own tokens, logits of its own part of the vocabulary."""
+"""The stages that a rank holds, as a policy: hidden states of its own tokens, logits of its own
+part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -44,11 +45,14 @@ class MegatronPolicy(SpreadPolicy):
         recompute: str = "none",
         fp8: Fp8 | None = None,
     ) -> None:
-        """After `begin`. Weights are uninitialised memory. Raises ModelError where the shape can't be divided so."""
+        """After `begin`. Weights are uninitialised memory. Raises ModelError where the shape can't
+        be divided so."""
         nn.Module.__init__(self)
         self._shape, self.sizes, self.fp8 = shape, sizes, fp8
         self.spread = _spread(sizes)
-        self.stages = nn.ModuleList(build_stages(shape, sizes, dtype=dtype, recompute=recompute, fp8=fp8))
+        self.stages = nn.ModuleList(
+            build_stages(shape, sizes, dtype=dtype, recompute=recompute, fp8=fp8)
+        )
 
     @property
     def shape(self) -> DecoderConfig:
@@ -75,7 +79,11 @@ class MegatronPolicy(SpreadPolicy):
 
     @property
     def vocabulary(self) -> DividedVocabulary | None:
-        return None if self.spread.tensor is None else PaddedVocabulary(self.spread.tensor, self.vocab_size)
+        return (
+            None
+            if self.spread.tensor is None
+            else PaddedVocabulary(self.spread.tensor, self.vocab_size)
+        )
 
     def unpadded(self, feed: Feed, hidden_td: Tensor) -> Tensor:
         """[T, d], in the order of the tokens: what the last stage made of `fitted` feeds."""
@@ -83,7 +91,9 @@ class MegatronPolicy(SpreadPolicy):
 
     def fitted(self, feed: Feed, tokens: int = 1) -> Feed:
         """With so many tokens at least, and as many for each rank that shares them out."""
-        multiple = (self.sizes.tensor if self.sizes.sequence else 1) * (1 if self.fp8 is None else self.fp8.rows)
+        multiple = (self.sizes.tensor if self.sizes.sequence else 1) * (
+            1 if self.fp8 is None else self.fp8.rows
+        )
         most = max(tokens, len(feed.tokens_U), 1)
         return feed.padded(-(-most // multiple) * multiple)
 
@@ -96,7 +106,9 @@ class MegatronPolicy(SpreadPolicy):
         *,
         read_T: Tensor | None = None,
     ) -> Tensor:
-        assert len(self.chunks) == self.sizes.pipeline == 1, "a pipeline is run by Megatron's own schedule"
+        assert len(self.chunks) == self.sizes.pipeline == 1, (
+            "a pipeline is run by Megatron's own schedule"
+        )
         feed = self.feed(tokens_T, positions_T, lengths, routing)
         return self.unpadded(feed, self.chunks[0](self.fitted(feed)))
 

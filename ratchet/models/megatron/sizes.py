@@ -1,4 +1,5 @@
-"""How Megatron Core divides a decoder over ranks: arithmetic for a check before any process starts. Free of Megatron."""
+"""How Megatron Core divides a decoder over ranks: arithmetic for a check before any process starts.
+Free of Megatron."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from ratchet.models.parallel.sharding import Part, Share
 def require_megatron() -> None:
     """Raises MissingDependency where megatron-core is not installed."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise MissingDependency("megatron-core", extra="megatron", needed_for="learner.kind=megatron")
+        raise MissingDependency(
+            "megatron-core", extra="megatron", needed_for="learner.kind=megatron"
+        )
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,19 @@ class Fp8:
         least = {"mxfp8": (10, 0), "blockwise": (9, 0)}.get(self.recipe, (8, 9))
         if capability < least:
             has, needs = (".".join(map(str, version)) for version in (capability, least))
-            other = "choose another fp8_recipe, or remove learner.fp8" if capability >= (8, 9) else "remove learner.fp8"
+            other = (
+                "choose another fp8_recipe, or remove learner.fp8"
+                if capability >= (8, 9)
+                else "remove learner.fp8"
+            )
             raise ConfigError(
-                f"learner.fp8_recipe={self.recipe} needs a device of compute capability {needs}, and this has {has}: {other}"
+                f"learner.fp8_recipe={self.recipe} needs a device of compute capability {needs}, "
+                f"and this has {has}: {other}"
             )
 
     def check_shape(self, shape: DecoderConfig, tensor: int) -> None:
-        """Raises ModelError for matrices that it can't multiply, on as many ranks that share them."""
+        """Raises ModelError for matrices that it can't multiply, on as many ranks that share
+        them."""
         mlp = shape.expert_intermediate_size if shape.n_experts else shape.intermediate_size
         widths = {
             "hidden_size": shape.hidden_size,
@@ -49,15 +58,17 @@ class Fp8:
         for name, width in widths.items():
             if width % self.rows:
                 raise ModelError(
-                    f"learner.fp8_recipe={self.recipe} multiplies matrices whose sides are multiples of {self.rows}, and "
-                    f"{name} is {width} on a rank: lower learner.tensor_parallel, or remove learner.fp8"
+                    f"learner.fp8_recipe={self.recipe} multiplies matrices whose sides are "
+                    f"multiples of {self.rows}, and "
+                    f"{name} is {width} on a rank: lower learner.tensor_parallel, or remove "
+                    "learner.fp8"
                 )
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Ranks of each kind; what they leave of all is data parallelism. chunks: runs of layers on each rank of a pipeline.
-    sequence: see `ratchet.models.parallel.tensor_parallel`."""
+    """Ranks of each kind; what they leave of all is data parallelism. chunks: runs of layers on
+    each rank of a pipeline. sequence: see `ratchet.models.parallel.tensor_parallel`."""
 
     tensor: int = 1
     context: int = 1
@@ -77,18 +88,24 @@ class Sizes:
         if shape.n_layers % stages:
             fitting = max(n for n in range(1, stages) if shape.n_layers % n == 0)
             raise ModelError(
-                f"Megatron gives each stage of a pipeline as many layers, and {stages} don't divide {shape.n_layers}: set "
+                f"Megatron gives each stage of a pipeline as many layers, and {stages} don't "
+                f"divide {shape.n_layers}: set "
                 f"learner.pipeline_parallel x pipeline_chunks to {fitting}"
             )
         if self.chunks > 1 and self.pipeline == 1:
-            raise ModelError("learner.pipeline_chunks interleaves the stages of a pipeline: set learner.pipeline_parallel too")
+            raise ModelError(
+                "learner.pipeline_chunks interleaves the stages of a pipeline: set "
+                "learner.pipeline_parallel too"
+            )
         if shape.out_bias or shape.mlp_bias:
             raise ModelError(
-                "Megatron has no biases behind the heads or in gated MLPs, and this model has: set learner.kind=dtensor"
+                "Megatron has no biases behind the heads or in gated MLPs, and this model has: set "
+                "learner.kind=dtensor"
             )
         if shape.n_experts and self.tensor > 1 and not self.sequence:
             raise ModelError(
-                "experts under tensor parallelism want learner.sequence_parallel: each rank would send all tokens to them again"
+                "experts under tensor parallelism want learner.sequence_parallel: each rank would "
+                "send all tokens to them again"
             )
 
 

@@ -1,7 +1,9 @@
-"""Collectives of torch.distributed that gradients pass through, over the first dimension where there is one to choose.
+"""Collectives of torch.distributed that gradients pass through, over the first dimension where
+there is one to choose.
 
-Losses are computed alike on every rank of a tensor- or context-parallel group. So the gradient of what all ranks hold is the
-same on each, and the gradient of what was different on each is a summand: which of the two a tensor is says which way back.
+Losses are computed alike on every rank of a tensor- or context-parallel group. So the gradient of
+what all ranks hold is the same on each, and the gradient of what was different on each is a
+summand: which of the two a tensor is says which way back.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ def sum_backward(x: Tensor, group: Group) -> Tensor:
 
 
 def gather(x: Tensor, group: Group, *, alike: bool = False) -> Tensor:
-    """The ranks' equally large parts, one behind the other. alike: what follows is the same on each rank, so that a rank's own
-    part of the gradient is all of it; else the parts of all ranks' gradients are summed."""
+    """The ranks' equally large parts, one behind the other. alike: what follows is the same on each
+    rank, so that a rank's own part of the gradient is all of it; else the parts of all ranks'
+    gradients are summed."""
     return _Gather.apply(x, group, alike)
 
 
@@ -51,12 +54,14 @@ def gather_uneven(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
 
 
 def gather_columns(x: Tensor, group: Group) -> Tensor:
-    """The ranks' equally large parts side by side in the last dimension; what follows is the same on each rank."""
+    """The ranks' equally large parts side by side in the last dimension; what follows is the same
+    on each rank."""
     return gather(x.movedim(-1, 0), group, alike=True).movedim(0, -1)
 
 
 def own_columns(x: Tensor, group: Group) -> Tensor:
-    """A rank's part of x, which all ranks have alike, in the last dimension; `gather_columns` the other way round."""
+    """A rank's part of x, which all ranks have alike, in the last dimension; `gather_columns` the
+    other way round."""
     return _OwnRows.apply(x.movedim(-1, 0), group).movedim(0, -1)
 
 

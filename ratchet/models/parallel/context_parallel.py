@@ -1,9 +1,12 @@
-"""Context parallelism: each rank of a group computes some of the tokens of every sequence, and attends to all of them.
+"""Context parallelism: each rank of a group computes some of the tokens of every sequence, and
+attends to all of them.
 
-A sequence is cut into twice as many chunks as there are ranks; a rank takes one from the front and one from the back, so that
-all attend to about as much ("zig-zag": arXiv:2407.21783, section 3.3.2). Keys and values are gathered in every layer.
+A sequence is cut into twice as many chunks as there are ranks; a rank takes one from the front and
+one from the back, so that all attend to about as much ("zig-zag": arXiv:2407.21783, section 3.3.2).
+Keys and values are gathered in every layer.
 
-T = tokens of the packed sequences, t = those of this rank, H = query heads, K = key/value heads, D = head_dim.
+T = tokens of the packed sequences, t = those of this rank, H = query heads, K = key/value heads, D
+= head_dim.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from ratchet.models.parallel.sharding import Share
 
 @dataclass(frozen=True)
 class Division:
-    """Which tokens each rank has. segments, tokens: of this rank, in the order in which it computes them; `start` of a segment
-    is where it lies among the tokens of all ranks, laid end to end. sizes: tokens of each rank. place_T: where each token lies
-    among those of all ranks."""
+    """Which tokens each rank has. segments, tokens: of this rank, in the order in which it computes
+    them; `start` of a segment is where it lies among the tokens of all ranks, laid end to end.
+    sizes: tokens of each rank. place_T: where each token lies among those of all ranks."""
 
     segments: tuple[Segment, ...]
     tokens: Index
@@ -59,7 +62,10 @@ def _segments(lengths: Sequence[int], share: Share) -> list[Segment]:
         for row, length in enumerate(lengths)
         for chunk in (share.index, chunks - 1 - share.index)
     ]
-    return sorted((segment for segment in found if segment.length), key=lambda segment: (segment.begin, segment.length))
+    return sorted(
+        (segment for segment in found if segment.length),
+        key=lambda segment: (segment.begin, segment.length),
+    )
 
 
 def _tokens(segments: Sequence[Segment], starts_S: Index) -> Index:
@@ -75,8 +81,16 @@ class ContextAttention:
         self.calls = branches(division.segments, division.past, device)
 
     def __call__(self, layer: int, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor) -> Tensor:
-        k_TKD, v_TKD = gather_uneven(torch.cat([k_tKD, v_tKD], dim=1), self.sizes, self.group).chunk(2, dim=1)
-        if not self.calls:  # without a token, and yet part of what the others do, in the backward too
+        k_TKD, v_TKD = gather_uneven(
+            torch.cat([k_tKD, v_tKD], dim=1), self.sizes, self.group
+        ).chunk(2, dim=1)
+        # without a token, and yet part of what the others do, in the backward too
+        if not self.calls:
             return q_tHD + k_TKD.sum() * 0
         queries = q_tHD.split([call.own.tokens for call in self.calls])
-        return torch.cat([attend_past(call, q, k_TKD, v_TKD) for call, q in zip(self.calls, queries, strict=True)])
+        return torch.cat(
+            [
+                attend_past(call, q, k_TKD, v_TKD)
+                for call, q in zip(self.calls, queries, strict=True)
+            ]
+        )

@@ -1,7 +1,8 @@
-"""Expert parallelism: each rank of a group holds some of a layer's experts, and computes the rows of all ranks that chose them.
+"""Expert parallelism: each rank of a group holds some of a layer's experts, and computes the rows
+of all ranks that chose them.
 
-N = rows of this rank, sorted by expert, M = rows that come to it, E = experts of the layer, L = experts of a rank, R = ranks,
-d = hidden size.
+N = rows of this rank, sorted by expert, M = rows that come to it, E = experts of the layer, L =
+experts of a rank, R = ranks, d = hidden size.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ratchet.models.parallel.collectives import Group
 
 
 class ExpertExchange:
-    """`exchange` of a `SparseMLP`: two all-to-alls a layer (arXiv:2006.16668, section 3.2), and no row is ever dropped."""
+    """`exchange` of a `SparseMLP`: two all-to-alls a layer (arXiv:2006.16668, section 3.2), and no
+    row is ever dropped."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -33,12 +35,15 @@ class ExpertExchange:
         x_Md = _AllToAll.apply(x_Nd, sent_R, came_R, self.group)
         order_M = _by_expert(came_RL)
         y_Md = compute(x_Md.index_select(0, order_M), came_RL.sum(0))
-        back_M = torch.empty_like(order_M).index_copy_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+        back_M = torch.empty_like(order_M).index_copy_(
+            0, order_M, torch.arange(len(order_M), device=order_M.device)
+        )
         return _AllToAll.apply(y_Md.index_select(0, back_M), came_R, sent_R, self.group)
 
 
 def _by_expert(came_RL: Tensor) -> Tensor:
-    """Rows that came sorted by rank, then by expert: their order by expert, then by rank. int64 [M]."""
+    """Rows that came sorted by rank, then by expert: their order by expert, then by rank. int64
+    [M]."""
     experts_RL = torch.arange(came_RL.shape[1], device=came_RL.device).expand_as(came_RL)
     return experts_RL.flatten().repeat_interleave(came_RL.flatten()).argsort(stable=True)
 
@@ -47,7 +52,9 @@ class _AllToAll(Function):
     """Rows go to the ranks, so many to each, and as many come from them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sequence[int], came: Sequence[int], group: Group) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, sent: Sequence[int], came: Sequence[int], group: Group
+    ) -> Tensor:
         ctx.sent, ctx.came, ctx.group = sent, came, group
         return _exchanged(x, sent, came, group)
 

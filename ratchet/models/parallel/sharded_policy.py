@@ -1,4 +1,5 @@
-"""A decoder that is spread over the ranks of several groups, as a policy: each rank holds a part of it."""
+"""A decoder that is spread over the ranks of several groups, as a policy: each rank holds a part of
+it."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from ratchet.models.weights.hf_weights import empty_decoder
 
 @dataclass(frozen=True)
 class Spread:
-    """part: of the decoder that this rank holds. tensor, context, experts: the groups of ranks that it computes together with;
-    None: it is alone. sequence: see `TensorSeams`."""
+    """part: of the decoder that this rank holds. tensor, context, experts: the groups of ranks that
+    it computes together with; None: it is alone. sequence: see `TensorSeams`."""
 
     part: Part
     tensor: Group | None = None
@@ -36,9 +37,17 @@ class Spread:
 
 
 class Stage(nn.Module):
-    """Consecutive layers. feeds: what a pipeline passes through it, by number. autocast: products in bfloat16."""
+    """Consecutive layers. feeds: what a pipeline passes through it, by number. autocast: products
+    in bfloat16."""
 
-    def __init__(self, config: DecoderConfig, spread: Spread, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        spread: Spread,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.decoder = empty_decoder(config, part=spread.part, device=device, dtype=dtype)
         self.feeds: Sequence[Feed] = ()
@@ -51,22 +60,33 @@ class Stage(nn.Module):
                 if isinstance(module, SparseMLP):
                     module.exchange = ExpertExchange(spread.experts)
 
-    def forward(self, x: Tensor | None, number: Tensor | None = None, *, feed: Feed | None = None) -> Tensor:
-        """x: what the stage before it gave; the first takes the tokens of the feed. number: [1], of one of the `feeds`."""
+    def forward(
+        self, x: Tensor | None, number: Tensor | None = None, *, feed: Feed | None = None
+    ) -> Tensor:
+        """x: what the stage before it gave; the first takes the tokens of the feed. number: [1], of
+        one of the `feeds`."""
         if feed is None:
             assert number is not None, "neither a feed nor its number"
             feed = self.feeds[int(number)]
         before = None if self.decoder.part.first else x
         with torch.autocast(feed.tokens_U.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.decoder(feed.tokens_U, feed.positions_U, feed.attend, before, route=feed.routing)
+            return self.decoder(
+                feed.tokens_U, feed.positions_U, feed.attend, before, route=feed.routing
+            )
 
 
 class SpreadPolicy(DecoderPolicy):
-    """`hidden` gives the states of this rank's own tokens, and `division` says which they are. stages: the runs of layers that
-    are here, one, or several of an interleaved pipeline."""
+    """`hidden` gives the states of this rank's own tokens, and `division` says which they are.
+    stages: the runs of layers that are here, one, or several of an interleaved pipeline."""
 
     def __init__(
-        self, config: DecoderConfig, spread: Spread, *, device: torch.device | str, dtype: torch.dtype, chunks: int = 1
+        self,
+        config: DecoderConfig,
+        spread: Spread,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        chunks: int = 1,
     ) -> None:
         """Weights are uninitialised memory. chunks: stages of each rank of a pipeline."""
         nn.Module.__init__(self)
@@ -75,8 +95,11 @@ class SpreadPolicy(DecoderPolicy):
         parts = [replace(spread, part=replace(spread.part, pipeline=share)) for share in shares]
         parts[0].part.check(config)
         self.spread = spread
-        self.stages = nn.ModuleList(Stage(config, part, device=device, dtype=dtype) for part in parts)
-        # The last stage's, which has the head: by this way it is no module of its own, beside the stages.
+        self.stages = nn.ModuleList(
+            Stage(config, part, device=device, dtype=dtype) for part in parts
+        )
+        # The last stage's, which has the head: by this way it is no module of its own, beside the
+        # stages.
         object.__setattr__(self, "decoder", self.runs[-1].decoder)
 
     @property
@@ -99,12 +122,18 @@ class SpreadPolicy(DecoderPolicy):
 
     @property
     def vocabulary(self) -> DividedVocabulary | None:
-        return None if self.spread.tensor is None else DividedVocabulary(self.spread.tensor, self.vocab_size)
+        return (
+            None
+            if self.spread.tensor is None
+            else DividedVocabulary(self.spread.tensor, self.vocab_size)
+        )
 
     def division(self, lengths: Sequence[int]) -> Division | None:
         """Which tokens of packed sequences this rank computes; None: all."""
         group = self.spread.context
-        return None if group is None else _division(tuple(lengths), Share(group.rank(), group.size()))
+        return (
+            None if group is None else _division(tuple(lengths), Share(group.rank(), group.size()))
+        )
 
     def hidden(
         self,
@@ -118,7 +147,13 @@ class SpreadPolicy(DecoderPolicy):
         feed = self.feed(tokens_T, positions_T, lengths, routing)
         return feed.unfold(self.stages[0](None, feed=feed))
 
-    def feed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], routing: Routing | None = None) -> Feed:
+    def feed(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+    ) -> Feed:
         division, group = self.division(lengths), self.spread.context
         if division is None or group is None:
             return super().feed(tokens_T, positions_T, lengths, routing)
@@ -136,9 +171,12 @@ class SpreadPolicy(DecoderPolicy):
         return super().logits(hidden_nd)
 
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
-        raise AssertionError("a rank has blocks of weights: see ratchet.models.weights.weight_layout")
+        raise AssertionError(
+            "a rank has blocks of weights: see ratchet.models.weights.weight_layout"
+        )
 
 
-@lru_cache(maxsize=64)  # the forward and each column of a micro-batch ask for the same one, in a pipeline some time later
+# the forward and each column of a micro-batch ask for the same one, in a pipeline some time later
+@lru_cache(maxsize=64)
 def _division(lengths: tuple[int, ...], share: Share) -> Division:
     return Division.of(lengths, share)

@@ -1,7 +1,8 @@
-"""Which part of a decoder a process holds, where it is spread over several, and the seams at which they exchange numbers.
+"""Which part of a decoder a process holds, where it is spread over several, and the seams at which
+they exchange numbers.
 
-Tensor parallelism (arXiv:1909.08053): each rank has some heads, some columns of each MLP and some rows of the vocabulary.
-Pipeline parallelism: each has some of the layers.
+Tensor parallelism (arXiv:1909.08053): each rank has some heads, some columns of each MLP and some
+rows of the vocabulary. Pipeline parallelism: each has some of the layers.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Share:
 
 @dataclass(frozen=True)
 class Part:
-    """tensor: of the heads, the MLPs and the vocabulary. pipeline: of the layers; the first part has the embedding, the last
-    the final norm and the language head. experts: of the experts of each layer that has some."""
+    """tensor: of the heads, the MLPs and the vocabulary. pipeline: of the layers; the first part
+    has the embedding, the last the final norm and the language head. experts: of the experts of
+    each layer that has some."""
 
     tensor: Share = Share()
     pipeline: Share = Share()
@@ -58,7 +60,8 @@ class Part:
         )
 
     def check(self, config: DecoderConfig) -> None:
-        """Raises ModelError where a decoder can't be divided so, with the nearest number that divides it."""
+        """Raises ModelError where a decoder can't be divided so, with the nearest number that
+        divides it."""
         n = self.tensor.of
         check_even(
             n,
@@ -70,25 +73,33 @@ class Part:
             },
         )
         if n > 1 and (config.out_bias or config.mlp_bias):
-            raise ModelError("biases behind the heads or in the MLPs can't be divided: set learner.tensor_parallel=1")
+            raise ModelError(
+                "biases behind the heads or in the MLPs can't be divided: set "
+                "learner.tensor_parallel=1"
+            )
         if self.experts.of > 1 and (not config.n_experts or config.n_experts % self.experts.of):
             raise ModelError(
-                f"learner.expert_parallel={self.experts.of} doesn't divide the model's {config.n_experts} experts: set it to "
+                f"learner.expert_parallel={self.experts.of} doesn't divide the model's "
+                f"{config.n_experts} experts: set it to "
                 + (str(nearest(config.n_experts, self.experts.of)) if config.n_experts else "1")
             )
         if self.pipeline.of > config.n_layers:
             raise ModelError(
-                f"{self.pipeline.of} pipeline stages for {config.n_layers} layers: set learner.pipeline_parallel x "
+                f"{self.pipeline.of} pipeline stages for {config.n_layers} layers: set "
+                "learner.pipeline_parallel x "
                 f"pipeline_chunks to at most {config.n_layers}"
             )
 
 
 def check_even(n: int, totals: Mapping[str, int]) -> None:
-    """totals: how many there are, by what they are. Raises ModelError where n tensor-parallel ranks can't have equally many."""
+    """totals: how many there are, by what they are. Raises ModelError where n tensor-parallel ranks
+    can't have equally many."""
     for what, total in totals.items():
         if total % n:
             fix = f"set it to {nearest(total, n)}"
-            raise ModelError(f"learner.tensor_parallel={n} doesn't divide the model's {total} {what}: {fix}")
+            raise ModelError(
+                f"learner.tensor_parallel={n} doesn't divide the model's {total} {what}: {fix}"
+            )
 
 
 def nearest(total: int, n: int) -> int:

@@ -1,6 +1,7 @@
 """The seams of a decoder whose heads, MLPs and vocabulary are divided over the ranks of a group.
 
-T = tokens, d = hidden size, V = rows of the vocabulary that a rank has, n = predictions, K = tokens asked about.
+T = tokens, d = hidden size, V = rows of the vocabulary that a rank has, n = predictions, K = tokens
+asked about.
 """
 
 from __future__ import annotations
@@ -9,13 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ratchet.models.parallel.collectives import Group, gather, largest, scatter_sum, sum_backward, sum_forward
+from ratchet.models.parallel.collectives import (
+    Group,
+    gather,
+    largest,
+    scatter_sum,
+    sum_backward,
+    sum_forward,
+)
 from ratchet.models.parallel.sharding import Share
 
 
 class TensorSeams:
-    """sequence: between the products each rank keeps some of the tokens only (sequence parallelism, arXiv:2205.05198): norms
-    and what is kept for the backward are divided too. rows: of the vocabulary, on this rank."""
+    """sequence: between the products each rank keeps some of the tokens only (sequence parallelism,
+    arXiv:2205.05198): norms and what is kept for the backward are divided too. rows: of the
+    vocabulary, on this rank."""
 
     def __init__(self, group: Group, rows: range, *, sequence: bool) -> None:
         self.group, self.rows, self.sequence = group, rows, sequence
@@ -30,7 +39,9 @@ class TensorSeams:
         return self.leave(x_Td * here_T[:, None])
 
     def enter(self, x: Tensor) -> Tensor:
-        return gather(x, self.group)[: self.tokens] if self.sequence else sum_backward(x, self.group)
+        return (
+            gather(x, self.group)[: self.tokens] if self.sequence else sum_backward(x, self.group)
+        )
 
     def leave(self, x: Tensor) -> Tensor:
         if not self.sequence:
@@ -43,9 +54,9 @@ class TensorSeams:
 
 
 class DividedVocabulary:
-    """Implements `ratchet.learners.compute.token_outputs.Vocabulary`: of each prediction a rank has the logits of some tokens.
-    Never are the
-    logits of all gathered, but by `whole`. size: tokens of all ranks together."""
+    """Implements `ratchet.learners.compute.token_outputs.Vocabulary`: of each prediction a rank has
+    the logits of some tokens. Never are the logits of all gathered, but by `whole`. size: tokens of
+    all ranks together."""
 
     def __init__(self, group: Group, size: int) -> None:
         self.group, self.size = group, size
@@ -57,7 +68,8 @@ class DividedVocabulary:
         return range(min(rows.start, size), min(rows.stop, size))
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
-        # The same normaliser serves other tokens on each rank: the gradients that they have for it are summands.
+        # The same normaliser serves other tokens on each rank: the gradients that they have for it
+        # are summands.
         return logits_nV - sum_backward(self._logsumexp(logits_nV), self.group)[:, None]
 
     def first(self, all_nV: Tensor, size: int) -> Tensor:
@@ -83,14 +95,19 @@ class DividedVocabulary:
         """Among each rank's own k."""
         values_nk, ids_nk = all_nV.detach().topk(min(k, all_nV.shape[1]), dim=-1)
         missing = (0, k - values_nk.shape[1])
-        values_nk, ids_nk = F.pad(values_nk, missing, value=-torch.inf), F.pad(ids_nk + self.rows.start, missing)
+        values_nk, ids_nk = (
+            F.pad(values_nk, missing, value=-torch.inf),
+            F.pad(ids_nk + self.rows.start, missing),
+        )
         values_nK, ids_nK = (gather(x.T, self.group).T for x in (values_nk, ids_nk))
         return ids_nK.gather(1, values_nK.topk(k, dim=-1).indices)
 
     def whole(self, all_nV: Tensor, size: int) -> Tensor:
         widths = [len(self._rows(rank, size)) for rank in range(self.group.size())]
         most = max(widths)
-        parts = gather(F.pad(all_nV, (0, most - all_nV.shape[1])).T, self.group, alike=True).split(most)
+        parts = gather(F.pad(all_nV, (0, most - all_nV.shape[1])).T, self.group, alike=True).split(
+            most
+        )
         return torch.cat([part[:width] for part, width in zip(parts, widths, strict=True)]).T
 
     def _logsumexp(self, x_nV: Tensor) -> Tensor:

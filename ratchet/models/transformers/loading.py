@@ -1,4 +1,5 @@
-"""Model directories that transformers reads: what is checked before it does, and how its errors become one of ours."""
+"""Model directories that transformers reads: what is checked before it does, and how its errors
+become one of ours."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ ENDS: Mapping[str, int] = {
 
 @contextmanager
 def reading(directory: Path, what: str) -> Iterator[None]:
-    """Turn any error of transformers into a ModelError with its first line, after a look at the directory's files."""
+    """Turn any error of transformers into a ModelError with its first line, after a look at the
+    directory's files."""
     require_plausible(directory)
     try:
         yield
     except RatchetError:
         raise
-    except Exception as error:  # its code is as many families as there are, each with errors of its own kinds
+    # its code is as many families as there are, each with errors of its own kinds
+    except Exception as error:
         reason = first_line(str(error) or type(error).__name__)
         raise ModelError(f"transformers can't load {what} from {directory}: {reason}") from error
 
@@ -43,11 +46,14 @@ def reading(directory: Path, what: str) -> Iterator[None]:
 def refuse_missing_weights(directory: Path, loading: Mapping[str, Any]) -> None:
     """Raise ModelError if transformers filled weights with random numbers because no file has them.
 
-    loading: What `from_pretrained(..., output_loading_info=True)` returns; tied weights and buffers are not in it.
+    loading: What `from_pretrained(..., output_loading_info=True)` returns; tied weights and buffers
+    are not in it.
     """
     missing = sorted(loading["missing_keys"])
     if missing:
-        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        some = ", ".join(missing[:3]) + (
+            f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        )
         raise ModelError(
             f"{directory} has no weights {some}, which its config.json asks for. "
             "Add the missing weight files, or correct config.json"
@@ -55,8 +61,8 @@ def refuse_missing_weights(directory: Path, loading: Mapping[str, Any]) -> None:
 
 
 def require_plausible(directory: Path) -> None:
-    """Raise ModelError for a file that is a pipe or a device, and for a configuration with sizes beyond those of any model,
-    which transformers would compute with until memory ends."""
+    """Raise ModelError for a file that is a pipe or a device, and for a configuration with sizes
+    beyond those of any model, which transformers would compute with until memory ends."""
     for path in (path for pattern in READ for path in directory.glob(pattern)):
         try:
             safe_read.require_file(path)
@@ -74,7 +80,10 @@ def require_plausible(directory: Path) -> None:
     for key, value in _numbers(config):
         most = next((most for end, most in ENDS.items() if key.endswith(end)), None)
         if most is not None and not 0 <= value <= most:
-            raise ModelError(f"{path} says {key}={value:.6g}, which no model has: take the file from the original model")
+            raise ModelError(
+                f"{path} says {key}={value:.6g}, which no model has: take the file from the "
+                "original model"
+            )
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:

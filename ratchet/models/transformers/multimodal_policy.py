@@ -1,7 +1,7 @@
 """Models of transformers that read images, audio or videos beside text, as policies.
 
-T = tokens of packed sequences laid end to end, S = sequences, d = hidden size. A medium's tokens are in the sequence already;
-its encoder (tower) gives the embeddings that are put in their places.
+T = tokens of packed sequences laid end to end, S = sequences, d = hidden size. A medium's tokens
+are in the sequence already; its encoder (tower) gives the embeddings that are put in their places.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ from ratchet.models.weights.hf_weights import Savable
 from ratchet.types import MediaKind, Medium, Placed
 from ratchet.utils.atomic_files import atomic_path
 
-ENCODED_APART: tuple[MediaKind, ...] = ("image", "video")  # what backbones take encoded, where they take anything so
-TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}  # as transformers numbers tokens by what they stand for
+# what backbones take encoded, where they take anything so
+ENCODED_APART: tuple[MediaKind, ...] = ("image", "video")
+# as transformers numbers tokens by what they stand for
+TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}
 AROUND = 3  # tokens of text on either side of a probe's medium
 
 Media = Sequence[Sequence[Placed]]  # of each sequence
 
 
 class VisionPolicy(TransformersPolicy):
-    """Media that several sequences of a forward have in common are encoded once, where the architecture takes what its encoders
-    gave. Positions of three axes (M-RoPE) are found for each sequence alone, so that packed ones have those that they'd have
-    apart; with them goes a row of positions in the text, which tells sequences apart.
+    """Media that several sequences of a forward have in common are encoded once, where the
+    architecture takes what its encoders gave. Positions of three axes (M-RoPE) are found for each
+    sequence alone, so that packed ones have those that they'd have apart; with them goes a row of
+    positions in the text, which tells sequences apart.
 
     towers: whether all that is not the language model trains, or rests.
     """
@@ -57,8 +60,9 @@ class VisionPolicy(TransformersPolicy):
         probes: Sequence[Medium] = (),
         files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """probes: two images, to find out whether packed sequences with media are kept apart; without, each runs alone. files:
-        of its processor, by name, which `save` writes too. Raises ModelError."""
+        """probes: two images, to find out whether packed sequences with media are kept apart;
+        without, each runs alone. files: of its processor, by name, which `save` writes too. Raises
+        ModelError."""
         self.towers: Towers = towers
         self.files = dict(files or {})
         self.packs = True  # until the probes say otherwise
@@ -84,11 +88,20 @@ class VisionPolicy(TransformersPolicy):
             saved = AutoConfig.from_pretrained(directory, **options)
             config = without_dropout(saved)
             model, loading = AutoModelForMultimodalLM.from_pretrained(
-                directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+                directory,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
             )
             refuse_missing_weights(directory, loading)
         nn.Module.to(model, device)
-        files = {name: (directory / name).read_bytes() for name in PROCESSOR_FILES if (directory / name).is_file()}
+        files = {
+            name: (directory / name).read_bytes()
+            for name in PROCESSOR_FILES
+            if (directory / name).is_file()
+        }
         probes = probe_images(directory, model) if files else []
         return cls(model, saved_config=saved, towers=towers, probes=probes, files=files)
 
@@ -123,7 +136,8 @@ class VisionPolicy(TransformersPolicy):
 
     def plan(self, ranks: int) -> Plan:
         raise ModelError(
-            f"learner.tensor_parallel={ranks}: a model that reads media is not divided so: set it to 1, and "
+            f"learner.tensor_parallel={ranks}: a model that reads media is not divided so: set it "
+            "to 1, and "
             "learner.dp_shard to the number of ranks"
         )
 
@@ -131,7 +145,9 @@ class VisionPolicy(TransformersPolicy):
 
     def tower_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """By canonical name: all but the language model and its head."""
-        spoken = {id(p) for p in self.language.parameters()} | {id(self.model.get_parameter(self.head_name))}
+        spoken = {id(p) for p in self.language.parameters()} | {
+            id(self.model.get_parameter(self.head_name))
+        }
         return [(name, p) for name, p in self.model.named_parameters() if id(p) not in spoken]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -142,7 +158,9 @@ class VisionPolicy(TransformersPolicy):
         return self
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        frozen = {id(p) for _, p in self.tower_parameters()} if self.towers == "frozen" else set[int]()
+        frozen = (
+            {id(p) for _, p in self.tower_parameters()} if self.towers == "frozen" else set[int]()
+        )
         return [(name, p) for name, p in super().trained() if id(p) not in frozen]
 
     def resting(self) -> frozenset[str]:
@@ -151,7 +169,9 @@ class VisionPolicy(TransformersPolicy):
         return super().resting()
 
     def attach(self, adapter: Adapter) -> None:
-        on_transformers.attach(self.model, adapter, self.check_adapter(adapter.lora), within=self.language)
+        on_transformers.attach(
+            self.model, adapter, self.check_adapter(adapter.lora), within=self.language
+        )
         self.adapter = adapter
 
     def merge(self) -> None:
@@ -172,26 +192,37 @@ class VisionPolicy(TransformersPolicy):
     ) -> Tensor:
         """media: of each sequence, in order; (): there are none at all."""
         assert routing is None, "the routers of a transformers model are its own"
-        assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
+        assert sum(lengths) == len(tokens_T), (
+            f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
+        )
         media = media or [()] * len(lengths)
         if self.packs:
             return self._anchored(self._forward(tokens_T, positions_T, lengths, media))
-        rows = zip(tokens_T.split(list(lengths)), positions_T.split(list(lengths)), media, strict=True)
-        alone = [self._forward(tokens, positions, [len(tokens)], [own]) for tokens, positions, own in rows]
+        rows = zip(
+            tokens_T.split(list(lengths)), positions_T.split(list(lengths)), media, strict=True
+        )
+        alone = [
+            self._forward(tokens, positions, [len(tokens)], [own])
+            for tokens, positions, own in rows
+        ]
         return self._anchored(torch.cat(alone))
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Of text alone."""
         return self._forward(tokens_T, positions_T, [len(tokens_T)], [()])
 
-    def _forward(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], media: Media) -> Tensor:
+    def _forward(
+        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], media: Media
+    ) -> Tensor:
         types_T = torch.zeros_like(tokens_T)
         for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
             self._mark(types_T[end - length : end], tokens_T[end - length : end], placed)
         options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
         options |= self._read([placed.medium for row in media for placed in row], types_T[None])
         if self.takes_positions:
-            options["position_ids"] = self._positions(tokens_T, positions_T, types_T, lengths, media)
+            options["position_ids"] = self._positions(
+                tokens_T, positions_T, types_T, lengths, media
+            )
         with self._reading(tokens_T[None], types_T[None]) as shown_1T:
             return self.backbone(input_ids=shown_1T, **options)[0][0]
 
@@ -204,14 +235,21 @@ class VisionPolicy(TransformersPolicy):
             if kind in seen:
                 outputs[kind] = seen[kind].of(own)
             else:
-                options |= {name: x.to(types_NL.device) for name, x in joined(own).items() if name in self.takes}
+                options |= {
+                    name: x.to(types_NL.device)
+                    for name, x in joined(own).items()
+                    if name in self.takes
+                }
         if outputs:
             options["mm_encoder_outputs"] = outputs
-        return options | dict.fromkeys({"mm_token_type_ids", "token_type_ids"} & self.takes, types_NL)
+        return options | dict.fromkeys(
+            {"mm_token_type_ids", "token_type_ids"} & self.takes, types_NL
+        )
 
     def prefill(self, rows: Sequence[Sequence[int]], media: Media) -> tuple[Any, Tensor, Tensor]:
-        """The model's output for the last token of each row, with its cache, over rows padded on the left; the mask that
-        this took [N, L]; and the position of each row's next token [N], in all axes the same."""
+        """The model's output for the last token of each row, with its cache, over rows padded on
+        the left; the mask that this took [N, L]; and the position of each row's next token [N], in
+        all axes the same."""
         device, longest = self.model.device, max(map(len, rows))
         tokens_NL = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
         mask_NL, types_NL = torch.zeros_like(tokens_NL), torch.zeros_like(tokens_NL)
@@ -231,7 +269,13 @@ class VisionPolicy(TransformersPolicy):
         if self.takes_positions:
             options["position_ids"] = positions_RNL if len(positions_RNL) > 1 else positions_RNL[0]
         with self._reading(tokens_NL, types_NL) as shown_NL:
-            out = self.model(input_ids=shown_NL, attention_mask=mask_NL, use_cache=True, logits_to_keep=1, **options)
+            out = self.model(
+                input_ids=shown_NL,
+                attention_mask=mask_NL,
+                use_cache=True,
+                logits_to_keep=1,
+                **options,
+            )
         return out, mask_NL, positions_RNL.amax((0, 2)) + 1
 
     def _mark(self, types_T: Tensor, tokens_T: Tensor, placed: Sequence[Placed]) -> None:
@@ -242,14 +286,16 @@ class VisionPolicy(TransformersPolicy):
 
     @contextmanager
     def _reading(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
-        """Tokens whose only placeholders are those of media, while the embedding reads all as they are: one that a policy wrote
-        is a token like others."""
+        """Tokens whose only placeholders are those of media, while the embedding reads all as they
+        are: one that a policy wrote is a token like others."""
         stray_NL = (self._types(tokens_NL) > 0) & (types_NL == 0)
         if not stray_NL.any():
             yield tokens_NL
             return
         text = next(i for i in range(self.vocab_size) if not self._types(torch.tensor([i])))
-        hook = self.model.get_input_embeddings().register_forward_pre_hook(lambda module, given: (tokens_NL,))
+        hook = self.model.get_input_embeddings().register_forward_pre_hook(
+            lambda module, given: (tokens_NL,)
+        )
         try:
             yield torch.where(stray_NL, text, tokens_NL)
         finally:
@@ -274,10 +320,15 @@ class VisionPolicy(TransformersPolicy):
         return types_T
 
     def _positions(
-        self, tokens_T: Tensor, positions_T: Tensor, types_T: Tensor, lengths: Sequence[int], media: Media
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        types_T: Tensor,
+        lengths: Sequence[int],
+        media: Media,
     ) -> Tensor:
-        """[1, T]; of an M-RoPE model the rows text, time, height and width, [4, 1, T]; where it doesn't pack, without the
-        first."""
+        """[1, T]; of an M-RoPE model the rows text, time, height and width, [4, 1, T]; where it
+        doesn't pack, without the first."""
         find = getattr(self.backbone, "get_rope_index", None)
         if find is None:
             return positions_T[None]
@@ -288,29 +339,42 @@ class VisionPolicy(TransformersPolicy):
         for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
             if placed:
                 own = slice(end - length, end)
-                grids = {name: x for name, x in joined([one.medium for one in placed]).items() if name in known}
+                grids = {
+                    name: x
+                    for name, x in joined([one.medium for one in placed]).items()
+                    if name in known
+                }
                 found, _ = find(tokens_T[own][None], mm_token_type_ids=types_T[own][None], **grids)
                 rows_4T[1:, own] = found[:, 0].to(rows_4T)
         return (rows_4T if self.packs else rows_4T[1:])[:, None]
 
     def _anchored(self, hidden_Td: Tensor) -> Tensor:
-        """With a gradient, be it 0, for every weight that trains: ranks of which one saw no image must add up the same ones,
-        and an optimizer does to a weight what it would have done in one process."""
+        """With a gradient, be it 0, for every weight that trains: ranks of which one saw no image
+        must add up the same ones, and an optimizer does to a weight what it would have done in one
+        process."""
         if not torch.is_grad_enabled() or self.adapter is not None or self.towers == "frozen":
             return hidden_Td
         return hidden_Td + sum(p.sum() * 0 for _, p in self.tower_parameters() if p.requires_grad)
 
     def _encoded(self, media: Sequence[Medium]) -> dict[MediaKind, Seen]:
-        """What the encoders give for each medium, once, however often it is among them; nothing of a kind whose encoder the
-        backbone has to call by itself."""
+        """What the encoders give for each medium, once, however often it is among them; nothing of
+        a kind whose encoder the backbone has to call by itself."""
         seen: dict[MediaKind, Seen] = {}
         for kind in {medium.kind: None for medium in media}:
             encode = getattr(self.backbone, f"get_{kind}_features", None)
-            if kind not in ENCODED_APART or encode is None or "mm_encoder_outputs" not in self.takes:
+            if (
+                kind not in ENCODED_APART
+                or encode is None
+                or "mm_encoder_outputs" not in self.takes
+            ):
                 continue
             unique = {medium.key: medium for medium in media if medium.kind == kind}
             known = inspect.signature(encode).parameters
-            inputs = {name: x.to(self.model.device) for name, x in joined(list(unique.values())).items() if name in known}
+            inputs = {
+                name: x.to(self.model.device)
+                for name, x in joined(list(unique.values())).items()
+                if name in known
+            }
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.towers == "trained"):
                 output = encode(**inputs, return_dict=True)
             if len(output.pooler_output) == len(unique):
@@ -326,7 +390,9 @@ class VisionPolicy(TransformersPolicy):
             self.packs = False  # without the row of positions in the text
             super()._check_logits()
 
-    def _probe_rows(self, probes: Sequence[Medium]) -> tuple[list[Tensor], list[tuple[Placed, ...]]]:
+    def _probe_rows(
+        self, probes: Sequence[Medium]
+    ) -> tuple[list[Tensor], list[tuple[Placed, ...]]]:
         """Sequences of the first medium, of text alone, and of both media; and where these are."""
         token = int(self.model.config.image_token_id)
         rows, media = list[Tensor](), list[tuple[Placed, ...]]()
@@ -334,7 +400,10 @@ class VisionPolicy(TransformersPolicy):
             pieces, placed = [self._probe_tokens(AROUND)], list[Placed]()
             for medium in own:
                 placed.append(Placed(sum(map(len, pieces)), medium))
-                pieces += [torch.full((medium.span,), token, device=self.model.device), self._probe_tokens(AROUND + 1)]
+                pieces += [
+                    torch.full((medium.span,), token, device=self.model.device),
+                    self._probe_tokens(AROUND + 1),
+                ]
             rows.append(torch.cat(pieces))
             media.append(tuple(placed))
         return rows, media
@@ -353,26 +422,43 @@ class VisionPolicy(TransformersPolicy):
         other = torch.where(self._types(rows[0]) > 0, rows[0], (rows[0] + 1) % AROUND)
         try:
             packed = self.hidden(torch.cat(rows), torch.cat(positions), lengths, media=media)
-            beside = self.hidden(torch.cat([other, *rows[1:]]), torch.cat(positions), lengths, media=media)
+            beside = self.hidden(
+                torch.cat([other, *rows[1:]]), torch.cat(positions), lengths, media=media
+            )
         except (TypeError, ValueError, IndexError, RuntimeError):
             return False
         self.packs = False
         alone = torch.cat(
-            [self.hidden(row, at, [len(row)], media=[own]) for row, at, own in zip(rows, positions, media, strict=True)]
+            [
+                self.hidden(row, at, [len(row)], media=[own])
+                for row, at, own in zip(rows, positions, media, strict=True)
+            ]
         )
         self.packs = True
         kept = slice(lengths[0], None)
-        return close(packed, alone, self.model.dtype) and close(beside[kept], packed[kept], self.model.dtype)
+        return close(packed, alone, self.model.dtype) and close(
+            beside[kept], packed[kept], self.model.dtype
+        )
 
     @torch.no_grad()
     def _check_media(self, probes: Sequence[Medium]) -> None:
         """Against the model's own forward, which finds positions and encodes media by itself."""
         rows, media = self._probe_rows(probes)
         row, own = rows[-1], media[-1]
-        given: dict[str, Any] = {name: x.to(row.device) for name, x in joined([one.medium for one in own]).items()}
-        given |= {name: self._types(row)[None] for name in {"mm_token_type_ids", "token_type_ids"} & self.takes}
+        given: dict[str, Any] = {
+            name: x.to(row.device) for name, x in joined([one.medium for one in own]).items()
+        }
+        given |= {
+            name: self._types(row)[None]
+            for name in {"mm_token_type_ids", "token_type_ids"} & self.takes
+        }
         given = {name: x for name, x in given.items() if name in self.takes}
         theirs = self.model(input_ids=row[None], use_cache=False, **given).logits[0]
-        ours = self.logits(self.hidden(row, torch.arange(len(row), device=row.device), [len(row)], media=[own]))
+        ours = self.logits(
+            self.hidden(row, torch.arange(len(row), device=row.device), [len(row)], media=[own])
+        )
         if not close(ours, theirs, self.model.dtype):
-            raise ModelError(f"{type(self.model).__name__}: what it makes of an image differs from its own forward's")
+            raise ModelError(
+                f"{type(self.model).__name__}: what it makes of an image differs from its own "
+                "forward's"
+            )

@@ -1,4 +1,5 @@
-"""Any causal language model of transformers as a policy. The only file here that imports transformers, which takes seconds.
+"""Any causal language model of transformers as a policy. The only file here that imports
+transformers, which takes seconds.
 
 T = tokens of packed sequences laid end to end, n = any of them, d = hidden size, V = vocabulary.
 """
@@ -33,20 +34,24 @@ from ratchet.models.weights.hf_weights import Savable, remove_stale_weights
 from ratchet.utils.temp_dirs import TemporaryFolder
 
 PROBE_LENGTHS = (5, 1, 7, 3)
-PROBE_ROUNDING = 100  # sums in another order, and gradients that all but cancel out; what is wrong moves them far more
+# sums in another order, and gradients that all but cancel out; what is wrong moves them far more
+PROBE_ROUNDING = 100
 
 
 class TransformersPolicy(PolicyModel):
-    """Sequences share a forward, told apart by their positions, where a probe finds that the architecture keeps them apart;
-    elsewhere each runs alone (`packs` is False).
+    """Sequences share a forward, told apart by their positions, where a probe finds that the
+    architecture keeps them apart; elsewhere each runs alone (`packs` is False).
 
-    Logits are the model's own: its forward with the backbone replaced by given hidden states, so that soft-capping, logit
-    scales and biases apply whatever they are called. Dropout is off: a policy must score what it sampled.
+    Logits are the model's own: its forward with the backbone replaced by given hidden states, so
+    that soft-capping, logit scales and biases apply whatever they are called. Dropout is off: a
+    policy must score what it sampled.
     """
 
-    def __init__(self, model: PreTrainedModel, *, saved_config: PreTrainedConfig | None = None) -> None:
-        """saved_config: what `save` writes, where it isn't the model's own. Raises ModelError for an architecture whose
-        logits aren't a function of its backbone's hidden states."""
+    def __init__(
+        self, model: PreTrainedModel, *, saved_config: PreTrainedConfig | None = None
+    ) -> None:
+        """saved_config: what `save` writes, where it isn't the model's own. Raises ModelError for
+        an architecture whose logits aren't a function of its backbone's hidden states."""
         super().__init__()
         self.model = model.eval()
         self.path = self.find_backbone(model)
@@ -73,7 +78,12 @@ class TransformersPolicy(PolicyModel):
             saved_config = AutoConfig.from_pretrained(directory, **options)
             config = without_dropout(saved_config)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+                directory,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
             )
             model, loading = loaded
             refuse_missing_weights(directory, loading)
@@ -120,25 +130,33 @@ class TransformersPolicy(PolicyModel):
         if on == self.checkpointing:
             return
         if on and not self.model.supports_gradient_checkpointing:
-            raise ModelError(f"{type(self.model).__name__} has no activation checkpointing: switch it off for this model")
+            raise ModelError(
+                f"{type(self.model).__name__} has no activation checkpointing: switch it off for "
+                "this model"
+            )
         if on:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             self.model.gradient_checkpointing_disable()
-        self.model.train(on)  # transformers checkpoints in training mode only; dropout is off in either
+        # transformers checkpoints in training mode only; dropout is off in either
+        self.model.train(on)
 
     # --- tensor parallelism
 
     def plan(self, ranks: int) -> Plan:
-        """By which tensor parallelism divides the model. Raises ModelError where there is none, or not for so many ranks."""
+        """By which tensor parallelism divides the model. Raises ModelError where there is none, or
+        not for so many ranks."""
         plan = Plan.of(self.model, self.model.tp_plan, self.head_name.removesuffix(".weight"))
         counts = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}
         heads = {what: getattr(self.text_config, key, None) for what, key in counts.items()}
-        plan.check(self.model, ranks, {what: total for what, total in heads.items() if total is not None})
+        plan.check(
+            self.model, ranks, {what: total for what, total in heads.items() if total is not None}
+        )
         return plan
 
     def divide(self, group: Group, device: torch.device | str) -> None:
-        """Keeps this rank's part, on the device. Raises ModelError where the ranks together don't compute what it did whole."""
+        """Keeps this rank's part, on the device. Raises ModelError where the ranks together don't
+        compute what it did whole."""
         plan, whole = self.plan(group.size()), self._probe()
         self.divided = divide(self.model, plan, group)
         nn.Module.to(self.model, device)
@@ -154,23 +172,39 @@ class TransformersPolicy(PolicyModel):
                 expected = expected[:, rows.start : rows.stop]
             if name in self.divided.partial:
                 own = summed(own, group)
-            if name not in self.divided.blocks and not close(own, expected, self.model.dtype, PROBE_ROUNDING):
+            if name not in self.divided.blocks and not close(
+                own, expected, self.model.dtype, PROBE_ROUNDING
+            ):
                 raise ModelError(f"{what} changes what it computes ({name}): {REMEDY}")
 
     def _probe(self) -> dict[str, Tensor]:
-        """Of a few tokens: hidden states, logits, and the gradient of every vector, by its name: that of a first layer's norm
-        comes through all others."""
+        """Of a few tokens: hidden states, logits, and the gradient of every vector, by its name:
+        that of a first layer's norm comes through all others."""
         tokens = self._probe_tokens(7)
-        vectors = {name: parameter for name, parameter in self.model.named_parameters() if parameter.dim() == 1}
+        vectors = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.dim() == 1
+        }
         with torch.enable_grad():
             hidden = self._run(tokens, torch.arange(7, device=tokens.device))
             # No sum of squares: behind a norm that would say nothing.
-            slope = torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device).cos().view_as(hidden)
+            slope = (
+                torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device)
+                .cos()
+                .view_as(hidden)
+            )
             total = (hidden * slope).sum()
-            grads = torch.autograd.grad(total, list(vectors.values()), allow_unused=True) if vectors else ()
+            grads = (
+                torch.autograd.grad(total, list(vectors.values()), allow_unused=True)
+                if vectors
+                else ()
+            )
         with torch.no_grad():
             found = {"hidden states": hidden.detach(), "logits": self.logits(hidden)}
-        return found | {name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None}
+        return found | {
+            name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None
+        }
 
     # --- the forward
 
@@ -184,14 +218,17 @@ class TransformersPolicy(PolicyModel):
         read_T: Tensor | None = None,
     ) -> Tensor:
         assert routing is None, "the routers of a transformers model are its own"
-        assert sum(lengths) == len(tokens_T), f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
+        assert sum(lengths) == len(tokens_T), (
+            f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
+        )
         if self.packs:
             return self._run(tokens_T, positions_T)
         rows = zip(tokens_T.split(list(lengths)), positions_T.split(list(lengths)), strict=True)
         return torch.cat([self._run(tokens, positions) for tokens, positions in rows])
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        # A cache or a mask of ones would switch off what tells packed sequences apart: without a word they'd leak.
+        # A cache or a mask of ones would switch off what tells packed sequences apart: without a
+        # word they'd leak.
         options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
         if self.takes_positions:
             options["position_ids"] = positions_T[None]
@@ -217,22 +254,36 @@ class TransformersPolicy(PolicyModel):
                 own = self.model(input_ids=tokens[None], use_cache=False).logits[0]
                 ours = self.logits(self._run(tokens, torch.arange(7, device=tokens.device)))
             except (AttributeError, TypeError, RuntimeError) as error:
-                raise ModelError(f"{type(self.model).__name__} can't be split into a backbone and a head: {error}") from None
+                raise ModelError(
+                    f"{type(self.model).__name__} can't be split into a backbone and a head: "
+                    f"{error}"
+                ) from None
         if not close(ours, own, self.model.dtype):
-            raise ModelError(f"{type(self.model).__name__}: logits aren't a function of its backbone's hidden states alone")
+            raise ModelError(
+                f"{type(self.model).__name__}: logits aren't a function of its backbone's hidden "
+                "states alone"
+            )
 
     def _keeps_sequences_apart(self) -> bool:
-        """Packed equals separate, and another neighbour changes nothing beyond rounding (which experts that are shared by
-        all tokens of a forward bring even where nothing leaks)."""
+        """Packed equals separate, and another neighbour changes nothing beyond rounding (which
+        experts that are shared by all tokens of a forward bring even where nothing leaks)."""
         rows = [self._probe_tokens(n) for n in PROBE_LENGTHS]
         other = [(row + 1) % self.vocab_size if i % 2 else row for i, row in enumerate(rows)]
         positions = torch.cat([torch.arange(n, device=rows[0].device) for n in PROBE_LENGTHS])
         starts = [sum(PROBE_LENGTHS[:i]) for i in range(len(PROBE_LENGTHS))]
-        kept = torch.cat([torch.arange(starts[i], starts[i] + PROBE_LENGTHS[i]) for i in range(0, len(rows), 2)])
+        kept = torch.cat(
+            [torch.arange(starts[i], starts[i] + PROBE_LENGTHS[i]) for i in range(0, len(rows), 2)]
+        )
         with torch.no_grad():
-            packed, perturbed = (self._run(torch.cat(tokens), positions) for tokens in (rows, other))
-            separate = torch.cat([self._run(row, torch.arange(len(row), device=row.device)) for row in rows])
-        return close(perturbed[kept], packed[kept], self.model.dtype) and close(packed, separate, self.model.dtype)
+            packed, perturbed = (
+                self._run(torch.cat(tokens), positions) for tokens in (rows, other)
+            )
+            separate = torch.cat(
+                [self._run(row, torch.arange(len(row), device=row.device)) for row in rows]
+            )
+        return close(perturbed[kept], packed[kept], self.model.dtype) and close(
+            packed, separate, self.model.dtype
+        )
 
     def _probe_tokens(self, n: int) -> Tensor:
         return (torch.arange(n, device=self.model.device) * 7919 + n) % self.vocab_size
@@ -244,7 +295,10 @@ class TransformersPolicy(PolicyModel):
 
     def check_adapter(self, lora: LoRAConfig) -> tuple[str, ...]:
         if lora.base is not None:
-            raise ConfigError(f"lora.base={lora.base} is for Ratchet's own decoder, and transformers runs this: remove it")
+            raise ConfigError(
+                f"lora.base={lora.base} is for Ratchet's own decoder, and transformers runs this: "
+                "remove it"
+            )
         return chosen(lora, on_transformers.linear_maps(self.layers()))
 
     def attach(self, adapter: Adapter) -> None:
@@ -262,18 +316,32 @@ class TransformersPolicy(PolicyModel):
         return on_transformers.switched_off(self.model)
 
     def matrices(self) -> Mapping[str, Sequence[int]]:
-        """Without tensors of three dimensions: they may be experts, and may be the kernels of a convolution."""
-        inside = {parameter for layer in self.layers() for parameter in layer.parameters() if parameter.dim() == 2}
-        return {name: [len(parameter)] for name, parameter in self.named_parameters() if parameter in inside}
+        """Without tensors of three dimensions: they may be experts, and may be the kernels of a
+        convolution."""
+        inside = {
+            parameter
+            for layer in self.layers()
+            for parameter in layer.parameters()
+            if parameter.dim() == 2
+        }
+        return {
+            name: [len(parameter)]
+            for name, parameter in self.named_parameters()
+            if parameter in inside
+        }
 
     @property
     def work(self) -> Work | None:
         """Of the whole model, without an adapter."""
         if self.divided is not None:
             return None
-        modules = (module for module in self.backbone.modules() if not isinstance(module, nn.Embedding))
+        modules = (
+            module for module in self.backbone.modules() if not isinstance(module, nn.Embedding)
+        )
         added = set() if self.adapter is None else {parameter for _, parameter in self.trained()}
-        weights = (p for module in modules for p in module.parameters(recurse=False) if p not in added)
+        weights = (
+            p for module in modules for p in module.parameters(recurse=False) if p not in added
+        )
         return work_of(weights, self.model.get_parameter(self.head_name), self.text_config)
 
     def layers(self) -> list[nn.Module]:
@@ -285,7 +353,10 @@ class TransformersPolicy(PolicyModel):
         if weights is None and self.adapter is not None:
             weights = dict(self.canonical_weights())
         if weights is not None:
-            given["state_dict"] = {name: weight.to("cpu", self.model.dtype, copy=True) for name, weight in weights.items()}
+            given["state_dict"] = {
+                name: weight.to("cpu", self.model.dtype, copy=True)
+                for name, weight in weights.items()
+            }
         directory.mkdir(parents=True, exist_ok=True)
         with TemporaryFolder("partial", directory) as temporary:
             draft = temporary / "model"
@@ -300,7 +371,10 @@ class TransformersPolicy(PolicyModel):
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy whose every dropout rate is 0, whatever the architecture calls it."""
     config = copy.deepcopy(config)
-    for part in (config, *(inner for inner in vars(config).values() if isinstance(inner, PreTrainedConfig))):
+    for part in (
+        config,
+        *(inner for inner in vars(config).values() if isinstance(inner, PreTrainedConfig)),
+    ):
         for key, value in vars(part).items():
             if isinstance(value, float) and ("drop" in key):
                 setattr(part, key, 0.0)
@@ -310,7 +384,11 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 def repeated(module: nn.Module) -> list[nn.Module]:
     """Its largest list of modules."""
     lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
-    return list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))) if lists else []
+    return (
+        list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters())))
+        if lists
+        else []
+    )
 
 
 def _head_name(model: PreTrainedModel) -> str:
@@ -357,7 +435,7 @@ def _with_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Modul
 
 
 def close(a: Tensor, b: Tensor, dtype: torch.dtype, times: float = 1) -> bool:
-    """Equal up to so many times a few roundings of a model in `dtype`, on the scale of the largest entry. What leaks moves it
-    far more."""
+    """Equal up to so many times a few roundings of a model in `dtype`, on the scale of the largest
+    entry. What leaks moves it far more."""
     tolerance = (1e-5 if dtype.itemsize >= 4 else 3e-2) * times
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())

@@ -1,8 +1,9 @@
-"""Tensor parallelism of a model that transformers runs, by the plan that comes with its architecture: a style for each linear
-map, by the path of the module with * for numbers.
+"""Tensor parallelism of a model that transformers runs, by the plan that comes with its
+architecture: a style for each linear map, by the path of the module with * for numbers.
 
-Each rank keeps its block of a weight as a plain tensor, as it does of our own decoder: FSDP then divides, and checkpoints name,
-what is left in the same way. Whatever the plan says of the language head, each rank has the logits of some tokens.
+Each rank keeps its block of a weight as a plain tensor, as it does of our own decoder: FSDP then
+divides, and checkpoints name, what is left in the same way. Whatever the plan says of the language
+head, each rank has the logits of some tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ratchet.errors import ModelError
-from ratchet.models.parallel.collectives import Group, gather_columns, own_columns, sum_backward, sum_forward
+from ratchet.models.parallel.collectives import (
+    Group,
+    gather_columns,
+    own_columns,
+    sum_backward,
+    sum_forward,
+)
 from ratchet.models.parallel.sharding import Share, check_even
 from ratchet.models.parallel.tensor_parallel import DividedVocabulary
 from ratchet.models.weights.weight_layout import Piece
@@ -41,35 +48,53 @@ class Plan:
     def of(cls, model: nn.Module, rules: Mapping[str, str], head: str) -> Plan:
         """Raises ModelError where there is none, or it asks for what isn't here."""
         what = type(model).__name__
-        paths = [path for path, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-        styles = {path: rules[rule] for path in paths if (rule := re.sub(r"\.\d+(?=\.|$)", ".*", path)) in rules}
+        paths = [path for path, _ in model.named_modules()] + [
+            name for name, _ in model.named_parameters()
+        ]
+        styles = {
+            path: rules[rule]
+            for path in paths
+            if (rule := re.sub(r"\.\d+(?=\.|$)", ".*", path)) in rules
+        }
         if styles.keys() <= {head}:
             raise ModelError(f"{what} comes without a plan for tensor parallelism: {REMEDY}")
         modules = dict(model.named_modules())
         for path, style in styles.items():
             module = modules.get(path)
             if style not in BY_ROWS + BY_COLUMNS + EMBEDDING + PARTIAL:
-                raise ModelError(f"the plan of {what} divides {path} as '{style}', which Ratchet can't: {REMEDY}")
+                raise ModelError(
+                    f"the plan of {what} divides {path} as '{style}', which Ratchet can't: {REMEDY}"
+                )
             if style in BY_ROWS + BY_COLUMNS and not _is_linear(module):
-                raise ModelError(f"the plan of {what} divides {path}, which is no plain linear map: {REMEDY}")
+                raise ModelError(
+                    f"the plan of {what} divides {path}, which is no plain linear map: {REMEDY}"
+                )
             if style in EMBEDDING and not isinstance(module, nn.Embedding):
-                raise ModelError(f"the plan of {what} divides {path}, which is no embedding: {REMEDY}")
+                raise ModelError(
+                    f"the plan of {what} divides {path}, which is no embedding: {REMEDY}"
+                )
         return cls(styles, head)
 
     def check(self, model: nn.Module, n: int, heads: Mapping[str, int]) -> None:
-        """Raises ModelError where n ranks can't have equal parts. heads: how many there are, by what they are called."""
+        """Raises ModelError where n ranks can't have equal parts. heads: how many there are, by
+        what they are called."""
         totals = dict(heads)
         for path, style in self.styles.items():
             if path != self.head and style in BY_ROWS + BY_COLUMNS:
                 rows, columns = model.get_parameter(f"{path}.weight").shape
-                totals |= {f"outputs of {path}": rows} if style in BY_ROWS else {f"inputs of {path}": columns}
+                totals |= (
+                    {f"outputs of {path}": rows}
+                    if style in BY_ROWS
+                    else {f"inputs of {path}": columns}
+                )
         check_even(n, totals)
 
 
 @dataclass(frozen=True)
 class Divided:
-    """What became of a model's parameters, by name. blocks: of those that are divided, what a rank has. partial: those that
-    each rank has whole, with a summand of the gradient. vocabulary: how logits are read; None: each rank has all."""
+    """What became of a model's parameters, by name. blocks: of those that are divided, what a rank
+    has. partial: those that each rank has whole, with a summand of the gradient. vocabulary: how
+    logits are read; None: each rank has all."""
 
     blocks: Mapping[str, Piece]
     partial: frozenset[str]
@@ -77,8 +102,9 @@ class Divided:
 
 
 def divide(model: nn.Module, plan: Plan, group: Group) -> Divided:
-    """Leaves this rank's blocks in the model, whose modules then exchange numbers with those of the other ranks. Raises
-    ModelError where the plan divides a weight in some of the modules that share it only."""
+    """Leaves this rank's blocks in the model, whose modules then exchange numbers with those of the
+    other ranks. Raises ModelError where the plan divides a weight in some of the modules that share
+    it only."""
     distinct = len(list(model.parameters()))
     share = Share(group.rank(), group.size())
     cut: Cut = {}
@@ -102,7 +128,9 @@ def divide(model: nn.Module, plan: Plan, group: Group) -> Divided:
                 cut |= _divide_inputs(module, share, group, split=style in SPLIT)
     named = dict(model.named_parameters())
     if len(named) != distinct:
-        raise ModelError(f"the plan of {type(model).__name__} divides weights that other modules share: {REMEDY}")
+        raise ModelError(
+            f"the plan of {type(model).__name__} divides weights that other modules share: {REMEDY}"
+        )
     blocks = {name: replace(cut[p], name=name) for name, p in named.items() if p in cut}
     return Divided(blocks, frozenset(name for name, p in named.items() if p in partial), vocabulary)
 
@@ -122,7 +150,9 @@ def _block(weight: Tensor, dim: int, share: Share) -> tuple[nn.Parameter, Piece]
     return nn.Parameter(block), Piece("", tuple(weight.shape), offsets, range(len(block)))
 
 
-def _divide_outputs(linear: nn.Linear, share: Share, group: Group, *, gathered: bool = False) -> Cut:
+def _divide_outputs(
+    linear: nn.Linear, share: Share, group: Group, *, gathered: bool = False
+) -> Cut:
     linear.weight, rows = _block(linear.weight, 0, share)
     cut: Cut = {linear.weight: rows}
     if linear.bias is not None:
@@ -142,7 +172,9 @@ def _divide_inputs(linear: nn.Linear, share: Share, group: Group, *, split: bool
     linear.weight, columns = _block(linear.weight, 1, share)
 
     def forward(input: Tensor) -> Tensor:
-        out = sum_forward(F.linear(own_columns(input, group) if split else input, linear.weight), group)
+        out = sum_forward(
+            F.linear(own_columns(input, group) if split else input, linear.weight), group
+        )
         return out if linear.bias is None else out + linear.bias
 
     linear.forward = forward
@@ -164,12 +196,16 @@ def _divide_embedding(embedding: nn.Embedding, share: Share, group: Group) -> Cu
     rows = share.range(len(embedding.weight))
     embedding.weight, block = _block(embedding.weight, 0, share)
     if embedding.padding_idx is not None:  # the token that gives no gradient
-        embedding.padding_idx = embedding.padding_idx - rows.start if embedding.padding_idx in rows else None
+        embedding.padding_idx = (
+            embedding.padding_idx - rows.start if embedding.padding_idx in rows else None
+        )
     whole_forward = embedding.forward
 
     def forward(input: Tensor) -> Tensor:
         here = (input >= rows.start) & (input < rows.stop)
-        return sum_forward(whole_forward((input - rows.start).where(here, 0)) * here[..., None], group)
+        return sum_forward(
+            whole_forward((input - rows.start).where(here, 0)) * here[..., None], group
+        )
 
     embedding.forward = forward
     return {embedding.weight: block}

@@ -42,22 +42,35 @@ DTYPES: Mapping[str, type] = {
 
 
 def groups_of(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> list[Group]:
-    """The groups of one step, bit for bit as the batch was packed from them, but for what a model reads of media, which its
-    processor computes: their `inputs` are empty. What JSON holds (an answer, `meta`, arguments) comes back as JSON has it;
-    `extras` stay in the record. sources: of the media, by name. Raises DataError where one is missing."""
+    """The groups of one step, bit for bit as the batch was packed from them, but for what a model
+    reads of media, which its processor computes: their `inputs` are empty. What JSON holds (an
+    answer, `meta`, arguments) comes back as JSON has it; `extras` stay in the record. sources: of
+    the media, by name. Raises DataError where one is missing."""
     media: Mapping[str, bytes] = sources or {}
     known: dict[str, Medium] = {}  # equal ones are one object
     tokens = {name: _token_lists(table.column(name), dtype) for name, dtype in DTYPES.items()}
     words = table.drop_columns(list(DTYPES)).to_pylist()
     for word in words:
-        word["prompt"], word["messages"] = (_messages(word[name] or (), media) for name in ("prompt", "messages"))
+        word["prompt"], word["messages"] = (
+            _messages(word[name] or (), media) for name in ("prompt", "messages")
+        )
         word["media"] = _media(word["media"] or (), media, known)
-    rows = [(word, _trajectory(word, {name: lists[i] for name, lists in tokens.items()})) for i, word in enumerate(words)]
+    rows = [
+        (word, _trajectory(word, {name: lists[i] for name, lists in tokens.items()}))
+        for i, word in enumerate(words)
+    ]
     groups = []
     for _, members in itertools.groupby(rows, key=lambda row: row[0]["group_index"]):
         found = list(members)
         first = found[0][0]
-        groups.append(Group(first["group"], _task(first), tuple(trajectory for _, trajectory in found), first["uses"]))
+        groups.append(
+            Group(
+                first["group"],
+                _task(first),
+                tuple(trajectory for _, trajectory in found),
+                first["uses"],
+            )
+        )
     return groups
 
 
@@ -67,7 +80,10 @@ def _token_lists(column: pa.ChunkedArray, dtype: type) -> list[NDArray[Any] | No
         return []
     flat = lists.values.to_numpy(zero_copy_only=False).astype(dtype)
     spans = itertools.pairwise(lists.offsets.to_pylist())
-    return [None if gone else flat[low:high] for gone, (low, high) in zip(lists.is_null().to_pylist(), spans, strict=True)]
+    return [
+        None if gone else flat[low:high]
+        for gone, (low, high) in zip(lists.is_null().to_pylist(), spans, strict=True)
+    ]
 
 
 def _trajectory(word: Mapping[str, Any], columns: dict[str, Any]) -> Trajectory:
@@ -86,10 +102,14 @@ def _trajectory(word: Mapping[str, Any], columns: dict[str, Any]) -> Trajectory:
     )
 
 
-def _media(placed: Sequence[Mapping[str, Any]], sources: Mapping[str, bytes], known: dict[str, Medium]) -> tuple[Placed, ...]:
+def _media(
+    placed: Sequence[Mapping[str, Any]], sources: Mapping[str, bytes], known: dict[str, Medium]
+) -> tuple[Placed, ...]:
     for one in placed:
         if one["key"] not in known:
-            known[one["key"]] = Medium(one["key"], one["kind"], one["span"], {}, source_of(one["name"], sources))
+            known[one["key"]] = Medium(
+                one["key"], one["kind"], one["span"], {}, source_of(one["name"], sources)
+            )
     return tuple(Placed(one["start"], known[one["key"]]) for one in placed)
 
 
@@ -103,7 +123,11 @@ def _outcome(word: Mapping[str, Any]) -> Outcome | None:
         return Truncated(word["reward"], dict(word["reward_parts"]))
     if kind == "unjudged":
         return Unjudged(word["truncated"])
-    return Failed(word["failure"], word["failure_detail"]) if kind == "failed" else Cancelled(word["failure"])
+    return (
+        Failed(word["failure"], word["failure_detail"])
+        if kind == "failed"
+        else Cancelled(word["failure"])
+    )
 
 
 def _task(word: Mapping[str, Any]) -> Task:
@@ -122,9 +146,12 @@ def _messages(said: Any, sources: Mapping[str, bytes]) -> tuple[Message, ...]:
     return tuple(
         Message(
             role=message["role"],
-            content=_parts(message["parts"], sources) if message["content"] is None else message["content"],
+            content=_parts(message["parts"], sources)
+            if message["content"] is None
+            else message["content"],
             tool_calls=tuple(
-                ToolCall(call["id"], call["name"], json.loads(call["arguments"])) for call in message["tool_calls"] or ()
+                ToolCall(call["id"], call["name"], json.loads(call["arguments"]))
+                for call in message["tool_calls"] or ()
             ),
             tool_call_id=message["tool_call_id"],
         )
@@ -133,4 +160,6 @@ def _messages(said: Any, sources: Mapping[str, bytes]) -> tuple[Message, ...]:
 
 
 def _parts(parts: Any, sources: Mapping[str, bytes]) -> tuple[Part, ...]:
-    return tuple(Part(part["type"], restored(part["type"], part["value"], sources)) for part in parts)
+    return tuple(
+        Part(part["type"], restored(part["type"], part["value"], sources)) for part in parts
+    )

@@ -1,7 +1,8 @@
-"""The images, audio clips and videos of a record: `media/` has a file beside each file of steps, with each of them once.
+"""The images, audio clips and videos of a record: `media/` has a file beside each file of steps,
+with each of them once.
 
-They are kept encoded, as they came, and named by a hash of that: what a model reads of one is a hundred times larger, and its
-processor computes it again, bit for bit.
+They are kept encoded, as they came, and named by a hash of that: what a model reads of one is a
+hundred times larger, and its processor computes it again, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def name_of(source: bytes) -> str:
 
 @lru_cache(64)  # the attempts of a group have the same
 def _taken_out(url: str) -> tuple[str, bytes] | None:
-    """What stands for a `data:` URL in a record, and what it holds; None for one that could not be put back as it was."""
+    """What stands for a `data:` URL in a record, and what it holds; None for one that could not be
+    put back as it was."""
     found = INLINE.fullmatch(url)
     if found is None:
         return None
@@ -47,7 +49,9 @@ def _taken_out(url: str) -> tuple[str, bytes] | None:
 
 def shortened(part: Part) -> str:
     """A part's value with the name of a medium in place of one that it holds."""
-    found = _taken_out(part.value) if part.type != "text" and part.value.startswith("data:") else None
+    found = (
+        _taken_out(part.value) if part.type != "text" and part.value.startswith("data:") else None
+    )
     return part.value if found is None else found[0]
 
 
@@ -84,7 +88,9 @@ def sources_of(groups: Sequence[Group], chosen: Iterable[int]) -> dict[str, byte
 
 
 def _of(trajectory: Trajectory) -> dict[str, bytes]:
-    return _inline(trajectory.messages) | {name_of(medium.source): medium.source for _, medium in trajectory.media}
+    return _inline(trajectory.messages) | {
+        name_of(medium.source): medium.source for _, medium in trajectory.media
+    }
 
 
 def _inline(messages: Sequence[Message]) -> dict[str, bytes]:
@@ -92,7 +98,9 @@ def _inline(messages: Sequence[Message]) -> dict[str, bytes]:
 
 
 def _held(part: Part) -> Iterator[tuple[str, bytes]]:
-    found = _taken_out(part.value) if part.type != "text" and part.value.startswith("data:") else None
+    found = (
+        _taken_out(part.value) if part.type != "text" and part.value.startswith("data:") else None
+    )
     if found is not None:
         yield name_of(found[1]), found[1]
 
@@ -107,7 +115,11 @@ def write_media(path: Path, sources: Mapping[str, bytes]) -> None:
     """In the order of their names, so that equal media are equal bytes."""
     names = sorted(sources)
     table = pa.Table.from_arrays(
-        [pa.array(names, pa.string()), pa.array([sources[name] for name in names], pa.large_binary())], schema=SCHEMA
+        [
+            pa.array(names, pa.string()),
+            pa.array([sources[name] for name in names], pa.large_binary()),
+        ],
+        schema=SCHEMA,
     )
     pq.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
 
@@ -118,5 +130,9 @@ def read_media(path: Path) -> dict[str, bytes]:
         with pq.ParquetFile(path) as file:
             table = file.read()
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}, which holds images and other media of the record, can't be read: {error}") from error
-    return dict(zip(table.column("name").to_pylist(), table.column("source").to_pylist(), strict=True))
+        raise DataError(
+            f"{path}, which holds images and other media of the record, can't be read: {error}"
+        ) from error
+    return dict(
+        zip(table.column("name").to_pylist(), table.column("source").to_pylist(), strict=True)
+    )

@@ -1,7 +1,9 @@
-"""Reading a record: the Parquet files in a run's `steps/`, by the index that says which of them are whole.
+"""Reading a record: the Parquet files in a run's `steps/`, by the index that says which of them are
+whole.
 
-`index.jsonl` has a line for each file: its name, size and SHA-256, and what it holds of which steps. A line is written after
-its file, and carries a checksum of its own; files that no line names are what a killed process left.
+`index.jsonl` has a line for each file: its name, size and SHA-256, and what it holds of which
+steps. A line is written after its file, and carries a checksum of its own; files that no line names
+are what a killed process left.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ INDEX = "index.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """step: as in metrics.jsonl. rows: trajectories that are there, of `groups` groups out of `drawn`. fingerprints: of the
-    weights after the step, by role, where the learner can say."""
+    """step: as in metrics.jsonl. rows: trajectories that are there, of `groups` groups out of
+    `drawn`. fingerprints: of the weights after the step, by role, where the learner can say."""
 
     step: int
     stage: str
@@ -48,8 +50,8 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """One Parquet file: the rows of some steps, in order. media_size, media_sha256: of the file of the same name in `media/`,
-    where they have media."""
+    """One Parquet file: the rows of some steps, in order. media_size, media_sha256: of the file of
+    the same name in `media/`, where they have media."""
 
     name: str
     size: int
@@ -59,7 +61,11 @@ class RecordFile:
     media_sha256: str = ""
 
     def line(self) -> str:
-        body = {name: value for name, value in asdict(self).items() if value or not name.startswith("media_")}
+        body = {
+            name: value
+            for name, value in asdict(self).items()
+            if value or not name.startswith("media_")
+        }
         return json.dumps({**body, "check": _check(body)}) + "\n"
 
 
@@ -68,10 +74,15 @@ def _check(body: Mapping[str, Any]) -> str:
 
 
 def read_index(directory: Path) -> list[RecordFile]:
-    """[] where nothing was recorded. Raises DataError for a line that was changed; a last one without its end is none."""
+    """[] where nothing was recorded. Raises DataError for a line that was changed; a last one
+    without its end is none."""
     path = directory / INDEX
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [_read_line(path, number, line) for number, line in enumerate(lines, 1) if line.endswith(b"\n")]
+    return [
+        _read_line(path, number, line)
+        for number, line in enumerate(lines, 1)
+        if line.endswith(b"\n")
+    ]
 
 
 def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
@@ -83,7 +94,8 @@ def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
         return RecordFile(**body, steps=steps)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path}, line {number} was changed: {error}; copy the run's steps/ again, or put back a backup"
+            f"{path}, line {number} was changed: {error}; copy the run's steps/ again, or put back "
+            "a backup"
         ) from None
 
 
@@ -98,13 +110,19 @@ class Record:
     def steps(self) -> dict[int, StepFacts]:
         return {facts.step: facts for file in self.files for facts in file.steps}
 
-    def table(self, columns: Sequence[str] = tuple(SCALARS), *, steps: Iterable[int] | None = None) -> pa.Table:
-        """Some columns of all rows, or of those of some steps, in order. By default one number or word for each trajectory,
-        which is quick however many tokens there are. Raises DataError for a file that can't be read."""
+    def table(
+        self, columns: Sequence[str] = tuple(SCALARS), *, steps: Iterable[int] | None = None
+    ) -> pa.Table:
+        """Some columns of all rows, or of those of some steps, in order. By default one number or
+        word for each trajectory, which is quick however many tokens there are. Raises DataError for
+        a file that can't be read."""
         wanted = None if steps is None else frozenset(steps)
         fields = pa.schema([SCHEMA.field(name) for name in columns])
         # Permissive: a struct of an older file may lack a field, which is null then.
-        return pa.concat_tables([fields.empty_table(), *self._parts(list(columns), wanted)], promote_options="permissive")
+        return pa.concat_tables(
+            [fields.empty_table(), *self._parts(list(columns), wanted)],
+            promote_options="permissive",
+        )
 
     def _parts(self, columns: list[str], wanted: frozenset[int] | None) -> Iterator[pa.Table]:
         for file in self.files:
@@ -122,20 +140,25 @@ class Record:
                     yield part.slice(end - facts.rows, facts.rows)
 
     def step(self, step: int) -> pa.Table:
-        """All columns of one step's rows, after the file's checksum was compared. Raises DataError where it was not recorded,
-        or was changed."""
+        """All columns of one step's rows, after the file's checksum was compared. Raises DataError
+        where it was not recorded, or was changed."""
         self.verify(self._file(step))
         return self.table(SCHEMA.names, steps=[step])
 
     def _file(self, step: int) -> RecordFile:
-        file = next((file for file in self.files for facts in file.steps if facts.step == step), None)
+        file = next(
+            (file for file in self.files for facts in file.steps if facts.step == step), None
+        )
         if file is None:
-            raise DataError(f"step {step} is not in the record in {self.directory}: it has {_ranges(self.steps)}")
+            raise DataError(
+                f"step {step} is not in the record in {self.directory}: it has "
+                f"{_ranges(self.steps)}"
+            )
         return file
 
     def media(self, step: int) -> dict[str, bytes]:
-        """The encoded images and other media of a step, and of those in its file, by name. Raises DataError where they can't be
-        read, or were changed."""
+        """The encoded images and other media of a step, and of those in its file, by name. Raises
+        DataError where they can't be read, or were changed."""
         file = self._file(step)
         if not file.media_size:
             return {}
@@ -144,13 +167,14 @@ class Record:
         return read_media(path)
 
     def groups(self, step: int) -> list[Group]:
-        """The whole of what a step drew; of media only what they were made of (see `groups_of`). Raises DataError as `step`
-        and `media` do, and where only a sample of it was kept."""
+        """The whole of what a step drew; of media only what they were made of (see `groups_of`).
+        Raises DataError as `step` and `media` do, and where only a sample of it was kept."""
         table = self.step(step)
         facts = self.steps[step]
         if not facts.whole:
             raise DataError(
-                f"step {step} is in the record with {facts.groups} of its {facts.drawn} groups (record.groups): it can be "
+                f"step {step} is in the record with {facts.groups} of its {facts.drawn} groups "
+                "(record.groups): it can be "
                 "looked at, and not computed again"
             )
         return groups_of(table, self.media(step))
@@ -175,10 +199,13 @@ def _verify(path: Path, sha256: str) -> None:
 
 
 def _with(columns: list[str], part: pa.Table) -> pa.Table:
-    """These columns. Of a file from before there was one, with what is true of its rows. Raises KeyError for others."""
+    """These columns. Of a file from before there was one, with what is true of its rows. Raises
+    KeyError for others."""
     for name in ADDED.keys() & set(columns) - set(part.column_names):
         field = SCHEMA.field(name)
-        part = part.append_column(field, pa.repeat(pa.scalar(ADDED[name], field.type), part.num_rows))
+        part = part.append_column(
+            field, pa.repeat(pa.scalar(ADDED[name], field.type), part.num_rows)
+        )
     return part.select(columns)
 
 

@@ -1,7 +1,9 @@
-"""What a record says of each trajectory: the columns of its Parquet files. docs/records.md explains them to readers.
+"""What a record says of each trajectory: the columns of its Parquet files. docs/records.md explains
+them to readers.
 
-The schema is the same in every file of every run: what a run has nothing of is null. Numbers come first, so that who draws
-curves over a whole run reads the first part of each file and none of the tokens.
+The schema is the same in every file of every run: what a run has nothing of is null. Numbers come
+first, so that who draws curves over a whole run reads the first part of each file and none of the
+tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ PLACED = pa.struct([
     pa.field("name", pa.string()),
 ])  # fmt: skip
 PART = pa.struct([pa.field("type", pa.string()), pa.field("value", pa.string())])
-TOOL_CALL = pa.struct([pa.field("id", pa.string()), pa.field("name", pa.string()), pa.field("arguments", pa.string())])
+TOOL_CALL = pa.struct(
+    [pa.field("id", pa.string()), pa.field("name", pa.string()), pa.field("arguments", pa.string())]
+)
 MESSAGE = pa.struct([
     pa.field("role", pa.string()),
     pa.field("content", pa.string()),
@@ -36,7 +40,8 @@ MESSAGE = pa.struct([
     pa.field("tool_call_id", pa.string()),
 ])  # fmt: skip
 
-ADDED = {"uses": 0, "media": []}  # columns that files of version 1 may lack, and what is true of each row of those
+# columns that files of version 1 may lack, and what is true of each row of those
+ADDED = {"uses": 0, "media": []}
 
 # One number or word for each trajectory.
 SCALARS = {
@@ -90,10 +95,20 @@ SAMPLED = {
     "routes": pa.list_(pa.int16()),
     "routes_shape": pa.list_(pa.int32()),
 }
-# And what the learner made of them: columns of the batch by the same name, null where the algorithm has no such column.
+# And what the learner made of them: columns of the batch by the same name, null where the algorithm
+# has no such column.
 LEARNED = {
     name: pa.list_(pa.float32())
-    for name in ("trained", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "advantages", "returns", "weights")
+    for name in (
+        "trained",
+        "old_logprobs",
+        "ref_logprobs",
+        "teacher_logprobs",
+        "values",
+        "advantages",
+        "returns",
+        "weights",
+    )
 } | {"trained": pa.list_(pa.bool_())}
 
 SCHEMA = pa.schema(

@@ -52,7 +52,8 @@ OUTCOMES: Mapping[type, str] = {
 
 
 class Row(NamedTuple):
-    """place: of the trajectory in the batch; None where it is not in there, as it counts for nothing."""
+    """place: of the trajectory in the batch; None where it is not in there, as it counts for
+    nothing."""
 
     group_index: int
     group: Group
@@ -70,8 +71,8 @@ def table_of(
     *,
     chosen: Sequence[int] | None = None,
 ) -> pa.Table:
-    """batch: that was packed from the groups, with its columns. weights_T: what each of its tokens weighs in the policy's loss.
-    chosen: which of the groups, in order; None: all."""
+    """batch: that was packed from the groups, with its columns. weights_T: what each of its tokens
+    weighs in the policy's loss. chosen: which of the groups, in order; None: all."""
     rows = _rows(groups, chosen)
     entries = _sampled(rows, batch) | _learned(rows, batch, weights_T)
     columns = _scalars(step, stage, rows, entries) | _details(rows) | entries
@@ -93,14 +94,22 @@ def _rows(groups: Sequence[Group], chosen: Sequence[int] | None) -> list[Row]:
 # --- what the learner made of them
 
 
-def _learned(rows: Sequence[Row], batch: Batch, weights_T: NDArray[np.float64]) -> dict[str, pa.Array]:
-    there = [name for name in LEARNED if name in batch.token_columns and batch.token_columns[name].dim() == 1]
+def _learned(
+    rows: Sequence[Row], batch: Batch, weights_T: NDArray[np.float64]
+) -> dict[str, pa.Array]:
+    there = [
+        name
+        for name in LEARNED
+        if name in batch.token_columns and batch.token_columns[name].dim() == 1
+    ]
     columns_T = {name: batch.token_columns[name].detach().cpu().numpy() for name in there}
     columns_T |= {"trained": batch.trainable_T.cpu().numpy(), "weights": weights_T}
     places = [row.place for row in rows if row.place is not None]
     lengths_S, starts_S = batch.lengths_S.cpu().numpy(), batch.starts_S.cpu().numpy()
     picked_N = None if len(places) == batch.n_sequences else _tokens_of(places, starts_S, lengths_S)
-    lengths_R = np.asarray([0 if row.place is None else lengths_S[row.place] for row in rows], np.int32)
+    lengths_R = np.asarray(
+        [0 if row.place is None else lengths_S[row.place] for row in rows], np.int32
+    )
     absent_R = np.asarray([row.place is None for row in rows], np.bool_)
     made = {}
     for name, kind in LEARNED.items():
@@ -113,17 +122,25 @@ def _learned(rows: Sequence[Row], batch: Batch, weights_T: NDArray[np.float64]) 
     return made
 
 
-def _tokens_of(places: Sequence[int], starts_S: NDArray[Any], lengths_S: NDArray[Any]) -> NDArray[np.int64]:
+def _tokens_of(
+    places: Sequence[int], starts_S: NDArray[Any], lengths_S: NDArray[Any]
+) -> NDArray[np.int64]:
     """Where the tokens of some sequences are among all."""
     parts = [np.arange(starts_S[place], starts_S[place] + lengths_S[place]) for place in places]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _lists(lengths_R: NDArray[np.int32], values_N: NDArray[Any], kind: pa.DataType, null_R: NDArray[np.bool_]) -> pa.Array:
+def _lists(
+    lengths_R: NDArray[np.int32],
+    values_N: NDArray[Any],
+    kind: pa.DataType,
+    null_R: NDArray[np.bool_],
+) -> pa.Array:
     """One list for each row, of the values laid end to end."""
     offsets = np.zeros(len(lengths_R) + 1, np.int32)
     np.cumsum(lengths_R, out=offsets[1:])
-    # Floats of 64 bits become those of 32: what is exact is computed again, and these are looked at.
+    # Floats of 64 bits become those of 32: what is exact is computed again, and these are looked
+    # at.
     values = pa.array(values_N, type=kind.value_type, safe=False)
     return pa.ListArray.from_arrays(pa.array(offsets), values, type=kind, mask=pa.array(null_R))
 
@@ -138,7 +155,8 @@ def _entries_N(column: pa.Array) -> NDArray[Any]:
 
 
 def _sums(column: pa.Array, mask_N: NDArray[np.bool_] | None = None) -> pa.Array:
-    """Of each row's entries, or of those where the mask is set; null where the row has none. float64 [R]"""
+    """Of each row's entries, or of those where the mask is set; null where the row has none.
+    float64 [R]"""
     if column.null_count == len(column):
         return pa.nulls(len(column), pa.float64())
     values_N = _entries_N(column).astype(np.float64)
@@ -154,7 +172,10 @@ def _nulls_R(column: pa.Array) -> NDArray[np.bool_]:
 
 def _means(sums: pa.Array, counts: pa.Array) -> pa.Array:
     """Null where there is nothing to take a mean of."""
-    counts_R, sums_R = (np.where(_nulls_R(each), 0.0, each.to_numpy(zero_copy_only=False)) for each in (counts, sums))
+    counts_R, sums_R = (
+        np.where(_nulls_R(each), 0.0, each.to_numpy(zero_copy_only=False))
+        for each in (counts, sums)
+    )
     empty_R = _nulls_R(sums) | (counts_R == 0)
     return pa.array(sums_R / np.where(empty_R, 1.0, counts_R), mask=empty_R)
 
@@ -162,7 +183,9 @@ def _means(sums: pa.Array, counts: pa.Array) -> pa.Array:
 # --- what was sampled
 
 
-def _scalars(step: int, stage: str, rows: Sequence[Row], entries: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
+def _scalars(
+    step: int, stage: str, rows: Sequence[Row], entries: Mapping[str, pa.Array]
+) -> dict[str, pa.Array]:
     ours = [row.trajectory for row in rows]
     outcomes = [t.outcome for t in ours]
     trained = _sums(entries["trained"])
@@ -192,7 +215,9 @@ def _scalars(step: int, stage: str, rows: Sequence[Row], entries: Mapping[str, p
         "newest_version": newest,
         "rollout_logprob": pa.array(said_R, pa.float64(), mask=_nulls_R(newest)),
     }
-    return {name: _array(column, SCALARS[name]) for name, column in values.items()} | _of_groups(rows)
+    return {name: _array(column, SCALARS[name]) for name, column in values.items()} | _of_groups(
+        rows
+    )
 
 
 def _of_groups(rows: Sequence[Row]) -> dict[str, pa.Array]:
@@ -211,7 +236,9 @@ def _of_groups(rows: Sequence[Row]) -> dict[str, pa.Array]:
         "answer": [None if task.answer is None else as_json(task.answer) for task in tasks],
         "task_meta": [as_json(dict(task.meta)) if task.meta else None for task in tasks],
     }
-    return {name: _array(column, SCHEMA.field(name).type).take(taken) for name, column in values.items()}
+    return {
+        name: _array(column, SCHEMA.field(name).type).take(taken) for name, column in values.items()
+    }
 
 
 def _versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
@@ -224,7 +251,9 @@ def _versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
     none_R = np.ones(len(column), np.bool_)
     if len(starts):
         written = row_N[starts]
-        oldest_R[written], newest_R[written] = (f.reduceat(versions_N, starts) for f in (np.minimum, np.maximum))
+        oldest_R[written], newest_R[written] = (
+            f.reduceat(versions_N, starts) for f in (np.minimum, np.maximum)
+        )
         none_R[written] = False
     return pa.array(oldest_R, mask=none_R), pa.array(newest_R, mask=none_R)
 
@@ -240,13 +269,24 @@ def _sampled(rows: Sequence[Row], batch: Batch) -> dict[str, pa.Array]:
     lengths_R, none = np.asarray([len(t) for t in ours], np.int32), np.zeros(len(ours), np.bool_)
     laid = {name: _joined(getattr(t, name) for t in ours) for name in ("owner", "trainable")}
     packed = len(rows) == batch.n_sequences and all(row.place is not None for row in rows)
-    for name in ("tokens", "rollout_logprobs", "versions"):  # which a batch of these rows has end to end already
-        laid[name] = getattr(batch, f"{name}_T").cpu().numpy() if packed else _joined(getattr(t, name) for t in ours)
-    made = {name: _lists(lengths_R, column_N, SAMPLED[name], none) for name, column_N in laid.items()}
-    cut = [t.log_kept_mass for t in ours] if bool(batch.log_kept_mass_T.any()) else [None] * len(ours)
+    # which a batch of these rows has end to end already
+    for name in ("tokens", "rollout_logprobs", "versions"):
+        laid[name] = (
+            getattr(batch, f"{name}_T").cpu().numpy()
+            if packed
+            else _joined(getattr(t, name) for t in ours)
+        )
+    made = {
+        name: _lists(lengths_R, column_N, SAMPLED[name], none) for name, column_N in laid.items()
+    }
+    cut = (
+        [t.log_kept_mass for t in ours] if bool(batch.log_kept_mass_T.any()) else [None] * len(ours)
+    )
     made["log_kept_mass"] = _some(cut, SAMPLED["log_kept_mass"])
     routes = [t.routes for t in ours] if ROUTES in batch.token_columns else [None] * len(ours)
-    made["routes"] = _some([None if each is None else each.reshape(-1) for each in routes], SAMPLED["routes"])
+    made["routes"] = _some(
+        [None if each is None else each.reshape(-1) for each in routes], SAMPLED["routes"]
+    )
     shapes = [None if each is None else np.asarray(each.shape, np.int32) for each in routes]
     return made | {"routes_shape": _some(shapes, SAMPLED["routes_shape"])}
 
@@ -262,7 +302,12 @@ def _some(columns: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.Array
     if not given:
         return pa.nulls(len(columns), kind)
     lengths_R = np.asarray([0 if column is None else len(column) for column in columns], np.int32)
-    return _lists(lengths_R, np.concatenate(given), kind, np.asarray([column is None for column in columns], np.bool_))
+    return _lists(
+        lengths_R,
+        np.concatenate(given),
+        kind,
+        np.asarray([column is None for column in columns], np.bool_),
+    )
 
 
 # --- the words
@@ -274,7 +319,9 @@ def _details(rows: Sequence[Row]) -> dict[str, pa.Array]:
         "reward_parts": _maps([t.reward_parts for t in ours]),
         "metrics": _maps([t.metrics for t in ours]),
         "turns": _turns(ours),
-        "failure_detail": _array([t.outcome.detail if isinstance(t.outcome, Failed) else None for t in ours], pa.string()),
+        "failure_detail": _array(
+            [t.outcome.detail if isinstance(t.outcome, Failed) else None for t in ours], pa.string()
+        ),
         "prompt": _messages([row.group.task.messages if row.number == 0 else None for row in rows]),
         "messages": _messages([t.messages for t in ours]),
         "media": _media(ours),
@@ -310,7 +357,9 @@ def _maps(numbers: Sequence[Mapping[str, float]]) -> pa.Array:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     keys = [key for each in numbers for key in each]
     values = [value for each in numbers for value in each.values()]
-    return pa.MapArray.from_arrays(offsets, _array(keys, pa.string()), pa.array(values, pa.float64()), type=NUMBERS)
+    return pa.MapArray.from_arrays(
+        offsets, _array(keys, pa.string()), pa.array(values, pa.float64()), type=NUMBERS
+    )
 
 
 def _turns(ours: Sequence[Trajectory]) -> pa.Array:
@@ -362,14 +411,17 @@ def _tool_calls(some: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
 
 
 def _structs(lengths: Sequence[int | None], kind: pa.StructType, /, **columns: Any) -> pa.Array:
-    """Lists of structs from the columns of all entries laid end to end. A length of None: no list."""
+    """Lists of structs from the columns of all entries laid end to end. A length of None: no
+    list."""
     null = np.asarray([n is None for n in lengths], np.bool_)
     if null.all():
         return pa.nulls(len(lengths), pa.list_(kind))
     arrays = [_array(column, kind.field(name).type) for name, column in columns.items()]
     entries = pa.StructArray.from_arrays(arrays, fields=[kind.field(name) for name in columns])
     offsets = np.concatenate([[0], np.cumsum([n or 0 for n in lengths])]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), entries, type=pa.list_(kind), mask=pa.array(null))
+    return pa.ListArray.from_arrays(
+        pa.array(offsets), entries, type=pa.list_(kind), mask=pa.array(null)
+    )
 
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:
@@ -378,4 +430,6 @@ def _array(values: Any, kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:  # half a character, which a model may well write
-        return pa.array([v and v.encode("utf-8", "backslashreplace").decode() for v in values], kind)
+        return pa.array(
+            [v and v.encode("utf-8", "backslashreplace").decode() for v in values], kind
+        )

@@ -1,9 +1,11 @@
-"""Writes each step's groups down, with what the learner made of them, as Parquet files that any Arrow tool reads.
+"""Writes each step's groups down, with what the learner made of them, as Parquet files that any
+Arrow tool reads.
 
-The work is done in a thread beside training. Where this process itself trains on its processors, the tables are made between
-steps, and only written beside: two threads that interpret wait for each other longer than it takes. Files are named by their
-steps, hold nothing that depends on the clock, and end wherever a checkpoint is saved: so a run that was killed and went on has
-the same bytes as one that was not.
+The work is done in a thread beside training. Where this process itself trains on its processors,
+the tables are made between steps, and only written beside: two threads that interpret wait for each
+other longer than it takes. Files are named by their steps, hold nothing that depends on the clock,
+and end wherever a checkpoint is saved: so a run that was killed and went on has the same bytes as
+one that was not.
 """
 
 from __future__ import annotations
@@ -37,11 +39,16 @@ from ratchet.utils import failpoints
 
 log = logging.getLogger(__name__)
 
-# Of a file: the fewer files, the sooner a record is open; tokens and bytes of media lie in memory meanwhile.
+# Of a file: the fewer files, the sooner a record is open; tokens and bytes of media lie in memory
+# meanwhile.
 MOST_STEPS, MOST_TOKENS, MOST_MEDIA = 32, 2**22, 2**28
-FAULTS = (*SINK_ERRORS, DataError, TypeError, ArithmeticError)  # of a disk, or of what somebody's environment measures
+# of a disk, or of what somebody's environment measures
+FAULTS = (*SINK_ERRORS, DataError, TypeError, ArithmeticError)
 BEHIND = 2  # steps that the thread may lie behind training, which then waits
-FLOATS = [name for name, kind in LEARNED.items() if name != "trained"] + ["rollout_logprobs", "log_kept_mass"]
+FLOATS = [name for name, kind in LEARNED.items() if name != "trained"] + [
+    "rollout_logprobs",
+    "log_kept_mass",
+]
 WORDS = [name for name in SCHEMA.names if name not in FLOATS]
 FORMAT: dict[str, Any] = {
     "compression": "zstd",
@@ -52,11 +59,19 @@ FORMAT: dict[str, Any] = {
 
 
 class Recorder:
-    """keep_through: the step that the run goes on after; what was recorded later is removed. seed: of which groups are kept,
-    where not all are. beside: whether tables are made in the thread too. A disk that fails ends the record with one warning,
-    and never the run."""
+    """keep_through: the step that the run goes on after; what was recorded later is removed. seed:
+    of which groups are kept, where not all are. beside: whether tables are made in the thread too.
+    A disk that fails ends the record with one warning, and never the run."""
 
-    def __init__(self, config: RecordConfig, directory: Path, *, seed: int, keep_through: int = 0, beside: bool = True) -> None:
+    def __init__(
+        self,
+        config: RecordConfig,
+        directory: Path,
+        *,
+        seed: int,
+        keep_through: int = 0,
+        beside: bool = True,
+    ) -> None:
         self.config, self.directory, self.seed, self.beside = config, directory, seed, beside
         self.files: list[RecordFile] = []
         self._tables: list[pa.Table] = []  # of the file in progress, as are the next three
@@ -78,17 +93,21 @@ class Recorder:
         weights: Callable[[Batch], Tensor],
         roles: Mapping[str, Any],
     ) -> None:
-        """step: as in metrics.jsonl. batch: with all its columns. weights: what each token weighs in the policy's loss, [T].
-        roles: the learners, as they are after the step."""
+        """step: as in metrics.jsonl. batch: with all its columns. weights: what each token weighs
+        in the policy's loss, [T]. roles: the learners, as they are after the step."""
         if not self._on or step % self.config.every:
             return
         # Now, and not in the thread: the next step changes them.
-        prints = {name: role.fingerprint() for name, role in roles.items() if isinstance(role, Fingerprinted)}
+        prints = {
+            name: role.fingerprint()
+            for name, role in roles.items()
+            if isinstance(role, Fingerprinted)
+        }
         self._do(lambda: self._take(step, stage, groups, batch, weights, prints))
 
     def flush(self) -> None:
-        """When this returns, all that was added is on the disk. Before a checkpoint: who goes on from it finds a whole
-        record."""
+        """When this returns, all that was added is on the disk. Before a checkpoint: who goes on
+        from it finds a whole record."""
         failpoints.point("record.flush")
         if self._on:
             self._do(self._end_file)
@@ -135,9 +154,15 @@ class Recorder:
         table = table_of(step, stage, groups, batch, weights(batch).numpy(), chosen=chosen)
         self._tables.append(table)
         self._media |= sources_of(groups, chosen)
-        self._facts.append(StepFacts(step, stage, table.num_rows, len(chosen), len(groups), dict(prints)))
+        self._facts.append(
+            StepFacts(step, stage, table.num_rows, len(chosen), len(groups), dict(prints))
+        )
         self._tokens += sum(len(row) for at in chosen for row in groups[at].trajectories)
-        if len(self._tables) >= MOST_STEPS or self._tokens >= MOST_TOKENS or sum(map(len, self._media.values())) >= MOST_MEDIA:
+        if (
+            len(self._tables) >= MOST_STEPS
+            or self._tokens >= MOST_TOKENS
+            or sum(map(len, self._media.values())) >= MOST_MEDIA
+        ):
             self._end_file()
 
     def _choose(self, step: int, drawn: int) -> Sequence[int]:
@@ -149,17 +174,24 @@ class Recorder:
 
     def _end_file(self) -> None:
         if self._tables:
-            write = partial(self._write, pa.concat_tables(self._tables), tuple(self._facts), self._media)
+            write = partial(
+                self._write, pa.concat_tables(self._tables), tuple(self._facts), self._media
+            )
             self._tables, self._facts, self._media, self._tokens = [], [], {}, 0
             write() if self.beside else self._submit(write)
 
-    def _write(self, table: pa.Table, facts: tuple[StepFacts, ...], media_by_name: Mapping[str, bytes]) -> None:
-        """The tables as one file, and one row group; their media, where they have some, as another before it."""
+    def _write(
+        self, table: pa.Table, facts: tuple[StepFacts, ...], media_by_name: Mapping[str, bytes]
+    ) -> None:
+        """The tables as one file, and one row group; their media, where they have some, as another
+        before it."""
         path = self.directory / f"{facts[0].step:08d}-{facts[-1].step:08d}.parquet"
         media: tuple[int, str] = (0, "")
         if media_by_name:
             (self.directory / MEDIA).mkdir(exist_ok=True)
-            media = _written(self.directory / MEDIA / path.name, lambda draft: write_media(draft, media_by_name))
+            media = _written(
+                self.directory / MEDIA / path.name, lambda draft: write_media(draft, media_by_name)
+            )
         size, digest = _written(path, lambda draft: _write_table(draft, table))
         self.files.append(RecordFile(path.name, size, digest, facts, *media))
         self._append(self.files[-1])
@@ -174,10 +206,13 @@ class Recorder:
             os.close(descriptor)
 
     def _prune(self) -> None:
-        """Removes the oldest files of a record that is larger than it may be; the newest stays in any case."""
+        """Removes the oldest files of a record that is larger than it may be; the newest stays in
+        any case."""
         most = self.config.max_gib * 2**30
         doomed = []
-        while len(self.files) > 1 and sum(file.size + file.media_size for file in self.files) > most:
+        while (
+            len(self.files) > 1 and sum(file.size + file.media_size for file in self.files) > most
+        ):
             doomed.append(self.files.pop(0))
         if doomed:
             self._write_index()
@@ -192,7 +227,9 @@ class Recorder:
         """Goes on after a step: what is later, and what no line of the index names, is removed."""
         self.directory.mkdir(parents=True, exist_ok=True)
         # Files end where checkpoints are, so none has steps on both sides.
-        self.files = [file for file in read_index(self.directory) if file.steps[-1].step <= keep_through]
+        self.files = [
+            file for file in read_index(self.directory) if file.steps[-1].step <= keep_through
+        ]
         self._write_index()
         _clear(self.directory, {file.name for file in self.files})
         if (self.directory / MEDIA).is_dir():

@@ -1,7 +1,9 @@
-"""`trace.json`: when each part of a run began and ended, for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+"""`trace.json`: when each part of a run began and ended, for Perfetto (https://ui.perfetto.dev) or
+chrome://tracing.
 
-In the Trace Event Format's JSON array form, whose closing bracket may be missing: so it is written as the run goes, and what a
-crash leaves can be read. Times are of the wall clock, so that a resumed run goes on in the same file, after a gap.
+In the Trace Event Format's JSON array form, whose closing bracket may be missing: so it is written
+as the run goes, and what a crash leaves can be read. Times are of the wall clock, so that a resumed
+run goes on in the same file, after a gap.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ MOST_ATTEMPTS = 64  # of a step
 
 
 def traced(step: int) -> bool:
-    """Whether this step (from 0) is: each of the first, then every second, every fourth, ...: as many in each doubling of the
-    steps, so that a long run's trace stays small."""
+    """Whether this step (from 0) is: each of the first, then every second, every fourth, ...: as
+    many in each doubling of the steps, so that a long run's trace stays small."""
     return step % (1 << (step // EACH).bit_length()) == 0
 
 
 class Trace:
-    """Tracks are what the format calls threads; those of the run nest. Attempts overlap, so theirs are async events."""
+    """Tracks are what the format calls threads; those of the run nest. Attempts overlap, so theirs
+    are async events."""
 
     def __init__(self, path: Path, activity: Activity = ACTIVITY) -> None:
         """Raises OSError where the file can't be made or read."""
@@ -112,6 +115,7 @@ def tracing(path: Path | None) -> Iterator[Trace | None]:
 
 
 def _whole(content: bytes) -> bytes:
-    """Without what ends the array, or was torn by a crash: up to the last whole event, without its comma."""
+    """Without what ends the array, or was torn by a crash: up to the last whole event, without its
+    comma."""
     content = content.removesuffix(b"\n]\n") + b",\n" if content.endswith(b"}\n]\n") else content
     return content[: max(content.rfind(b"},\n") + 1, 0)]

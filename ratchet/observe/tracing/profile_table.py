@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 OTHER = "other"  # packing, advantages, recording: what no phase covers
-GENERATES = "sample"  # the phase whose speed counts the tokens that were generated, not those that were computed
+# the phase whose speed counts the tokens that were generated, not those that were computed
+GENERATES = "sample"
 
 
 @dataclass
 class Work:
-    """Of one phase, over all profiled steps. rows: went through the model's embedding. tokens: that the model was asked for,
-    0 where nobody counts them. flop: of matrix products."""
+    """Of one phase, over all profiled steps. rows: went through the model's embedding. tokens: that
+    the model was asked for, 0 where nobody counts them. flop: of matrix products."""
 
     seconds: float = 0.0
     rows: int = 0
@@ -28,9 +29,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Profile:
-    """first: step of the run, from 1 on. steps: that were profiled; asked: that were asked for. wall_s: of all of them, without
-    what is `apart_s` (evaluation, saving). unprofiled_s: a step's before the profiler was on, None for none. idle: share of the
-    wall in which `busy_of` had nothing to do. gemm: (what was measured, FLOP/s); shares are of the first."""
+    """first: step of the run, from 1 on. steps: that were profiled; asked: that were asked for.
+    wall_s: of all of them, without what is `apart_s` (evaluation, saving). unprofiled_s: a step's
+    before the profiler was on, None for none. idle: share of the wall in which `busy_of` had
+    nothing to do. gemm: (what was measured, FLOP/s); shares are of the first."""
 
     stage: str
     first: int
@@ -59,7 +61,12 @@ class Profile:
         rows = [HEADINGS, *(self._row(name) for name in self.phases), self._total()]
         widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
         lines = [
-            "  ".join([f"{first:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))])
+            "  ".join(
+                [
+                    f"{first:<{widths[0]}}",
+                    *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)),
+                ]
+            )
             for first, *cells in rows
         ]
         return "\n".join([self._title(), "", *lines, "", *self._notes()]) + "\n"
@@ -67,7 +74,11 @@ class Profile:
     def _title(self) -> str:
         last = self.first + self.steps - 1
         which = f"step {self.first}" if self.steps == 1 else f"steps {self.first} to {last}"
-        short = "" if self.steps == self.asked else f" (of {self.asked} that were asked for: there were no more)"
+        short = (
+            ""
+            if self.steps == self.asked
+            else f" (of {self.asked} that were asked for: there were no more)"
+        )
         return f"Profile of stage {self.stage}, {which}{short}"
 
     def _row(self, name: str) -> Sequence[str]:
@@ -89,15 +100,27 @@ class Profile:
         shown = f"{speed:,.0f}" if speed else "-"
         share = _percent(sum(self.share(name) for name in self.phases))
         best = self.gemm[0][1]
-        return "step", f"{self.wall_s / self.steps:.4f}", share, shown, "-", f"{rate / 1e9:,.2f}", _percent(rate / best)
+        return (
+            "step",
+            f"{self.wall_s / self.steps:.4f}",
+            share,
+            shown,
+            "-",
+            f"{rate / 1e9:,.2f}",
+            _percent(rate / best),
+        )
 
     def _notes(self) -> list[str]:
         padding = [(name, work.padding) for name, work in self.phases.items()]
-        known = ", ".join(f"{name} {_percent(share)}" for name, share in padding if share is not None)
+        known = ", ".join(
+            f"{name} {_percent(share)}" for name, share in padding if share is not None
+        )
         before = f", {self.unprofiled_s:.4f} s before it" if self.unprofiled_s is not None else ""
         return [
-            f"GEMM rate    {'; '.join(f'{rate / 1e9:,.2f} GFLOP/s, {what}' for what, rate in self.gemm)}",
-            f"padding      {known or 'nothing went through the model'} (share of the rows computed)",
+            "GEMM rate    "
+            f"{'; '.join(f'{rate / 1e9:,.2f} GFLOP/s, {what}' for what, rate in self.gemm)}",
+            f"padding      {known or 'nothing went through the model'} (share of the rows "
+            "computed)",
             f"idle         {_percent(self.idle)} of {self.busy_of}",
             f"memory       {self.peak_bytes / 2**20:,.0f} MiB at most",
             f"profiler     a step took {self.wall_s / self.steps:.4f} s under it{before}",

@@ -1,6 +1,8 @@
-"""Profiles a few steps of a stage: a trace of every operation in every thread, and a table that says where the time goes.
+"""Profiles a few steps of a stage: a trace of every operation in every thread, and a table that
+says where the time goes.
 
-Costs nothing before it starts and after it has stopped. It changes no result: it draws no random number and touches no tensor.
+Costs nothing before it starts and after it has stopped. It changes no result: it draws no random
+number and touches no tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from torch._C._profiler import _ExperimentalConfig  # the only way to ask for threads that exist already
+
+# the only way to ask for threads that exist already
+from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -30,15 +34,16 @@ from ratchet.observe.write_files import replace_text
 WARM_UP = 3  # steps in which caches, pools and the allocator get the size that they keep
 APART = ("evaluate", "save")  # inside of a step, but no part of what is trained
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-ONEDNN = "mkldnn::_linear_pointwise"  # of (rows, inputs) and (outputs, inputs): PyTorch does not count it
+# of (rows, inputs) and (outputs, inputs): PyTorch does not count it
+ONEDNN = "mkldnn::_linear_pointwise"
 EMBEDDING = "aten::embedding"  # every row that goes through a model begins here
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled. device, dtype: in which products are computed. threads: of the whole run, on a CPU. widest: (inputs,
-    outputs) of the model's largest layer. asked: tokens that models were asked to compute so far. generated: tokens that a
-    policy wrote so far."""
+    """What is profiled. device, dtype: in which products are computed. threads: of the whole run,
+    on a CPU. widest: (inputs, outputs) of the model's largest layer. asked: tokens that models were
+    asked to compute so far. generated: tokens that a policy wrote so far."""
 
     stage: str
     device: torch.device
@@ -51,8 +56,8 @@ class Subject:
 
 
 class Event(NamedTuple):
-    """What is read of an operation, a kernel or a range of the trace; times in nanoseconds. host: on a CPU's thread. range: a
-    phase, or another that somebody named."""
+    """What is read of an operation, a kernel or a range of the trace; times in nanoseconds. host:
+    on a CPU's thread. range: a phase, or another that somebody named."""
 
     name: str
     start: int
@@ -64,10 +69,18 @@ class Event(NamedTuple):
 
 
 class Profiler:
-    """first_step, left: the stage's next step and how many there are. show: gets the table once the profiled steps are over."""
+    """first_step, left: the stage's next step and how many there are. show: gets the table once the
+    profiled steps are over."""
 
     def __init__(
-        self, subject: Subject, steps: int, *, first_step: int, left: int, directory: Path, show: Callable[[str], None]
+        self,
+        subject: Subject,
+        steps: int,
+        *,
+        first_step: int,
+        left: int,
+        directory: Path,
+        show: Callable[[str], None],
     ) -> None:
         assert steps >= 1, steps
         self.subject, self.asked, self.directory, self.show = subject, steps, directory, show
@@ -123,7 +136,8 @@ class Profiler:
         work.tokens += self.subject.asked() - asked
 
     def finish(self) -> None:
-        """Ends what is being profiled, fewer steps than asked for if need be; nothing where none is."""
+        """Ends what is being profiled, fewer steps than asked for if need be; nothing where none
+        is."""
         if self._torch is None:
             return
         torch_profile, self._torch = self._torch, None
@@ -154,13 +168,18 @@ class Profiler:
             torch.cuda.synchronize(self.subject.device)
             torch.cuda.reset_peak_memory_stats(self.subject.device)
         threads = _ExperimentalConfig(profile_all_threads=True)
-        self._torch = profile(activities=activities, record_shapes=True, with_flops=True, experimental_config=threads)
+        self._torch = profile(
+            activities=activities, record_shapes=True, with_flops=True, experimental_config=threads
+        )
         self._torch.start()
         self._generated = self.subject.generated()
 
     def _found(self, events: Sequence[Event], peak: int) -> Profile:
         subject, wall = self.subject, self._wall_s - self._apart_s
-        phases = {**self._phases, OTHER: Work(wall - sum(work.seconds for work in self._phases.values()))}
+        phases = {
+            **self._phases,
+            OTHER: Work(wall - sum(work.seconds for work in self._phases.values())),
+        }
         count_work(events, phases, vocab_size=subject.vocab_size)
         if subject.device.type == "cuda":
             idle, busy_of = 1 - kernel_seconds(events, apart=APART) / wall, "the accelerator"
@@ -185,7 +204,8 @@ class Profiler:
         )
 
     def _gemm_rates(self, phases: Mapping[str, Work]) -> list[tuple[str, float]]:
-        """Of a large product, then of the model's largest layer with as many rows as a forward mostly has."""
+        """Of a large product, then of the model's largest layer with as many rows as a forward
+        mostly has."""
         subject = self.subject
         most = max(phases.values(), key=lambda work: work.rows)
         own = Gemm(max(1, most.rows // max(1, most.forwards)), *subject.widest)
@@ -195,11 +215,15 @@ class Profiler:
 
         square = Gemm.square(subject.device.type)
         kind = str(subject.dtype).removeprefix("torch.")
-        return [(f"{square} {kind}", rate(square)), (f"{own}, the model's largest layer", rate(own))]
+        return [
+            (f"{square} {kind}", rate(square)),
+            (f"{own}, the model's largest layer", rate(own)),
+        ]
 
 
 def read_events(torch_profile: profile) -> list[Event]:
-    """Those that are counted. PyTorch's own `events()` builds a tree of all of them, which takes 20 times as long."""
+    """Those that are counted. PyTorch's own `events()` builds a tree of all of them, which takes 20
+    times as long."""
     found = []
     results = torch_profile.profiler and torch_profile.profiler.kineto_results
     for event in results.events() if results else ():
@@ -219,10 +243,13 @@ def read_events(torch_profile: profile) -> list[Event]:
 
 
 def count_work(events: Sequence[Event], phases: dict[str, Work], *, vocab_size: int) -> None:
-    """Adds the operations of each phase's ranges to its work, whatever thread they ran in; the rest goes to OTHER, but for what
-    is apart. A row counts where it enters an embedding of `vocab_size`: position tables are embeddings too."""
+    """Adds the operations of each phase's ranges to its work, whatever thread they ran in; the rest
+    goes to OTHER, but for what is apart. A row counts where it enters an embedding of `vocab_size`:
+    position tables are embeddings too."""
     names = {*phases, *APART}
-    ranges = sorted((e.start, e.end, e.name) for e in events if e.host and e.range and e.name in names)
+    ranges = sorted(
+        (e.start, e.end, e.name) for e in events if e.host and e.range and e.name in names
+    )
     starts = [start for start, _, _ in ranges]
     for event in events:
         if not event.host or event.range:
@@ -240,13 +267,17 @@ def count_work(events: Sequence[Event], phases: dict[str, Work], *, vocab_size: 
 
 
 def kernel_seconds(events: Sequence[Event], *, apart: Collection[str]) -> float:
-    """In which the accelerator ran at least one kernel or copy, outside of the host's ranges of these names."""
-    ranges = {event.name for event in events if event.host and event.range}  # they are drawn on the accelerator's rows too
+    """In which the accelerator ran at least one kernel or copy, outside of the host's ranges of
+    these names."""
+    # they are drawn on the accelerator's rows too
+    ranges = {event.name for event in events if event.host and event.range}
     without = [event for event in events if event.host and event.range and event.name in apart]
     spans = sorted(
         (e.start, e.end)
         for e in events
-        if not e.host and e.name not in ranges and not any(span.start <= e.start <= span.end for span in without)
+        if not e.host
+        and e.name not in ranges
+        and not any(span.start <= e.start <= span.end for span in without)
     )
     covered, reached = 0, 0
     for start, end in spans:
@@ -256,7 +287,8 @@ def kernel_seconds(events: Sequence[Event], *, apart: Collection[str]) -> float:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Of the accelerator since profiling began; of a process on the CPU since it began, which is all that the system knows."""
+    """Of the accelerator since profiling began; of a process on the CPU since it began, which is
+    all that the system knows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

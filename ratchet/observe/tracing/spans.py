@@ -1,6 +1,8 @@
-"""What a run is busy with: in which seconds somebody generated or trained, and when each part of it began and ended.
+"""What a run is busy with: in which seconds somebody generated or trained, and when each part of it
+began and ended.
 
-One table for the process, as of waits (`ratchet.observe.stall_report`): those that work are far from those that want to know.
+One table for the process, as of waits (`ratchet.observe.stall_report`): those that work are far
+from those that want to know.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ _NOTHING = nullcontext()
 
 
 class Activity:
-    """listener: is told of each part that has ended, None: nobody. attempts: of an attempt, likewise, as long as there are any
-    attempts_left. clock: seconds."""
+    """listener: is told of each part that has ended, None: nobody. attempts: of an attempt,
+    likewise, as long as there are any attempts_left. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock

@@ -23,7 +23,9 @@ from ratchet.utils.safe_read import parse_json
 
 NUMBER = r"-?[0-9]{1,9}(?:\.[0-9]{1,12})?"
 COMMA = r"\s{0,3},\s{0,3}"
-FOUR = re.compile(rf"[\[(]\s{{0,3}}({NUMBER}){COMMA}({NUMBER}){COMMA}({NUMBER}){COMMA}({NUMBER})\s{{0,3}}[\])]")
+FOUR = re.compile(
+    rf"[\[(]\s{{0,3}}({NUMBER}){COMMA}({NUMBER}){COMMA}({NUMBER}){COMMA}({NUMBER})\s{{0,3}}[\])]"
+)
 LOWEST = {"iou": 0.0, "giou": -1.0}
 SIDES = {"unit": 1.0, "thousand": 1000.0}
 
@@ -49,18 +51,22 @@ def iou(a: Box, b: Box) -> float:
 
 
 def giou(a: Box, b: Box) -> float:
-    around = Box(min(a.left, b.left), min(a.top, b.top), max(a.right, b.right), max(a.bottom, b.bottom)).area
+    around = Box(
+        min(a.left, b.left), min(a.top, b.top), max(a.right, b.right), max(a.bottom, b.bottom)
+    ).area
     union = a.area + b.area - _shared(a, b)
     return iou(a, b) - (around - union) / around
 
 
 def _shared(a: Box, b: Box) -> float:
-    return Box(max(a.left, b.left), max(a.top, b.top), min(a.right, b.right), min(a.bottom, b.bottom)).area
+    return Box(
+        max(a.left, b.left), max(a.top, b.top), min(a.right, b.right), min(a.bottom, b.bottom)
+    ).area
 
 
 def last_box(text: str) -> Box | None:
-    """The last four numbers in brackets, of what is marked as the answer where something is; None where there are none, or they
-    are no two corners: left above right below."""
+    """The last four numbers in brackets, of what is marked as the answer where something is; None
+    where there are none, or they are no two corners: left above right below."""
     marked = marked_answer(text)
     found = last_match(FOUR, text if marked is None else marked)
     box = None if found is None else Box(*map(float, found.groups()))
@@ -82,12 +88,16 @@ class BoundingBox(FinalAnswer):
         return None if box is None else str(tuple(box))
 
     def grade(self, text: str, task: Task) -> float:
-        """Raises DataError where the task's own answer is no box, or where nothing tells how large its picture is."""
+        """Raises DataError where the task's own answer is no box, or where nothing tells how large
+        its picture is."""
         gold, box = self._gold(task), last_box(text)
         if box is None:
             return self.lowest
         if self.config.given != self.config.said:
-            (wide, high), (across, down) = self._sides(self.config.given, task), self._sides(self.config.said, task)
+            (wide, high), (across, down) = (
+                self._sides(self.config.given, task),
+                self._sides(self.config.said, task),
+            )
             box = box.scaled(wide / across, high / down)
         value = iou(box, gold) if self.config.measure == "iou" else giou(box, gold)
         return value if self.config.threshold is None else float(value >= self.config.threshold)
@@ -97,10 +107,19 @@ class BoundingBox(FinalAnswer):
             values: Any = parse_json(task.answer) if isinstance(task.answer, str) else task.answer
             one, two, three, four = map(float, values)
         except (TypeError, ValueError):
-            raise DataError(f"{task.where}: its answer {str(task.answer)[:100]!r} is no box [x1, y1, x2, y2]") from None
-        gold = Box(one, two, three, four) if self.config.corners == "xyxy" else Box(one, two, one + three, two + four)
+            raise DataError(
+                f"{task.where}: its answer {str(task.answer)[:100]!r} is no box [x1, y1, x2, y2]"
+            ) from None
+        gold = (
+            Box(one, two, three, four)
+            if self.config.corners == "xyxy"
+            else Box(one, two, one + three, two + four)
+        )
         if not gold.area:
-            raise DataError(f"{task.where}: its box {task.answer} has no area as {self.config.corners}: set corners")
+            raise DataError(
+                f"{task.where}: its box {task.answer} has no area as {self.config.corners}: set "
+                "corners"
+            )
         return gold
 
     def _sides(self, units: str, task: Task) -> tuple[float, float]:
@@ -108,10 +127,17 @@ class BoundingBox(FinalAnswer):
         if units != "pixels":
             return SIDES[units], SIDES[units]
         width, height = task.meta.get("width"), task.meta.get("height")
-        if isinstance(width, int | float) and isinstance(height, int | float) and min(width, height) > 0:
+        if (
+            isinstance(width, int | float)
+            and isinstance(height, int | float)
+            and min(width, height) > 0
+        ):
             return float(width), float(height)
         image = next((part for part in media_of(task.messages) if part.type == "image"), None)
         size = None if image is None else check(image, where=task.where, limits=MediaLimits())
         if size is None:
-            raise DataError(f"{task.where}: no picture and no columns width and height say how large a pixel is: add them")
+            raise DataError(
+                f"{task.where}: no picture and no columns width and height say how large a pixel "
+                "is: add them"
+            )
         return size

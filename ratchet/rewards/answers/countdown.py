@@ -11,7 +11,8 @@ from ratchet.types import Task
 
 
 class CountdownReward(AnswerReward):
-    """Judges by the task's `meta`: `numbers`, `target`, and `use_all` (each number exactly once; else at most once)."""
+    """Judges by the task's `meta`: `numbers`, `target`, and `use_all` (each number exactly once;
+    else at most once)."""
 
     name = "countdown"
     bounds = (0.0, 1.0)
@@ -33,7 +34,8 @@ class CountdownReward(AnswerReward):
 
 
 def final_expression(text: str) -> str:
-    """What stands in the last <answer>...</answer>, else on the last line; a result that follows it ("= 22") is cut off."""
+    """What stands in the last <answer>...</answer>, else on the last line; a result that follows it
+    ("= 22") is cut off."""
     answer = text.rpartition("<answer>")[2].partition("</answer>")[0]
     lines = answer.strip().splitlines()
     return lines[-1].partition("=")[0].strip() if lines else ""

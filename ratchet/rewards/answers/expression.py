@@ -1,7 +1,9 @@
-"""Exact value of an arithmetic expression written by a model: whole numbers, + - * / and parentheses, nothing else.
+"""Exact value of an arithmetic expression written by a model: whole numbers, + - * / and
+parentheses, nothing else.
 
-A parser of its own, since the text is hostile: no eval, and bounds on length and depth before anything is computed. Unary
-signs and powers are refused: in a puzzle that hands out numbers they would make new ones.
+A parser of its own, since the text is hostile: no eval, and bounds on length and depth before
+anything is computed. Unary signs and powers are refused: in a puzzle that hands out numbers they
+would make new ones.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class _Parser:
             self.numbers.append(int(token))
             return Fraction(token)
         if token != "(" or self.depth == MAX_DEPTH:
-            raise NotAnExpression(f"a number was expected, not {token!r}, or parentheses nest deeper than {MAX_DEPTH}")
+            raise NotAnExpression(
+                f"a number was expected, not {token!r}, or parentheses nest deeper than {MAX_DEPTH}"
+            )
         self.depth += 1
         value = self.sum()
         if not self.tokens or self.tokens.pop() != ")":

@@ -1,4 +1,5 @@
-"""Where in a text the final answer stands, and one spelling for LaTeX that says the same. Linear in the text's length."""
+"""Where in a text the final answer stands, and one spelling for LaTeX that says the same. Linear in
+the text's length."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ HASHES = re.compile(r"^####(?!#)[ \t]*([^\n]*)", re.MULTILINE)
 HEADING = re.compile(r"[^\W\d_]{2}")  # "#### Step 2", not "#### C"
 
 SPELLINGS = (
-    (re.compile(r"\\[!,;:> ]|\\(?:left|right|displaystyle|limits|quad)(?![a-zA-Z])|(?<!\\)\$|\\\$|~"), ""),
+    (
+        re.compile(
+            r"\\[!,;:> ]|\\(?:left|right|displaystyle|limits|quad)(?![a-zA-Z])|(?<!\\)\$|\\\$|~"
+        ),
+        "",
+    ),
     (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit)\{([^{}]*)\}"), r"\1"),
     (re.compile(r"\^\{?\\circ\}?|\\degree|°|\\?%"), ""),
@@ -25,7 +31,10 @@ SPELLINGS = (
     (re.compile(r"−"), "-"),
     (re.compile(r"\s"), ""),
 )
-UNIT = re.compile(r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*\\(?:text|mathrm)\{[^{}0-9,]*\}(?:\^\{?[0-9]\}?)?$")  # 5\text{ cm}^2
+# 5\text{ cm}^2
+UNIT = re.compile(
+    r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*\\(?:text|mathrm)\{[^{}0-9,]*\}(?:\^\{?[0-9]\}?)?$"
+)
 
 
 def last_boxed(text: str) -> str | None:
@@ -45,7 +54,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """What the last of \\boxed{}, "#### " and <answer></answer> holds; None where the text has no such mark."""
+    """What the last of \\boxed{}, "#### " and <answer></answer> holds; None where the text has no
+    such mark."""
     places: dict[int, str] = {}
     if (boxed := last_boxed(text)) is not None:
         places[max(text.rfind("\\boxed"), text.rfind("\\fbox"))] = boxed
@@ -60,7 +70,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def one_spelling(latex: str) -> str:
-    """The same for answers that differ only in spaces, sizes, text commands, degree or dollar signs, and trailing units."""
+    """The same for answers that differ only in spaces, sizes, text commands, degree or dollar
+    signs, and trailing units."""
     latex = UNIT.sub("", latex[:MAX_ANSWER_CHARS].strip().rstrip("."))
     for pattern, replacement in SPELLINGS:
         latex = pattern.sub(replacement, latex)

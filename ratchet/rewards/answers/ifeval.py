@@ -15,7 +15,8 @@ from ratchet.utils.safe_read import parse_json
 
 
 class IFEval(AnswerReward):
-    """Reads `instruction_id_list` and `kwargs` from the task's `meta`, or from its answer where that is such a row."""
+    """Reads `instruction_id_list` and `kwargs` from the task's `meta`, or from its answer where
+    that is such a row."""
 
     name = "ifeval"
     bounds = (0.0, 1.0)
@@ -27,11 +28,13 @@ class IFEval(AnswerReward):
             raise MissingDependency("langdetect", extra="envs", needed_for="reward ifeval")
 
     def grade(self, text: str, task: Task) -> Verdict:
-        """1 or 0; with credit "share" a part for each instruction, which sum to the share that is followed."""
+        """1 or 0; with credit "share" a part for each instruction, which sum to the share that is
+        followed."""
         readings = loosely_read(text) if self.config.loose else [text]
         ids, arguments = instructions_of(task)
         followed = [
-            any(follows(reading, one, given) for reading in readings) for one, given in zip(ids, arguments, strict=True)
+            any(follows(reading, one, given) for reading in readings)
+            for one, given in zip(ids, arguments, strict=True)
         ]
         if self.config.credit == "all":
             return float(all(followed))
@@ -56,7 +59,9 @@ def instructions_of(task: Task) -> tuple[Sequence[str], Sequence[Mapping[str, An
         raise DataError(f"task '{task.id}' has no instruction_id_list, in its meta or its answer")
     arguments = [{}] * len(ids) if arguments is None else [given or {} for given in arguments]
     if len(arguments) != len(ids):
-        raise DataError(f"task '{task.id}' has {len(ids)} instructions, and kwargs for {len(arguments)}")
+        raise DataError(
+            f"task '{task.id}' has {len(ids)} instructions, and kwargs for {len(arguments)}"
+        )
     return ids, arguments
 
 

@@ -1,8 +1,10 @@
-"""The 25 verifiable instructions of IFEval (arXiv:2311.07911), under the ids and arguments of its published data.
+"""The 25 verifiable instructions of IFEval (arXiv:2311.07911), under the ids and arguments of its
+published data.
 
-Written for hostile text: every check takes time linear in the text's length, and words of the data are never patterns. Where
-the published code differs: its sentences come from a trained model (here from rules), a text whose language can't be told
-follows a language instruction there (here it doesn't), and a line that is a lone asterisk may be a bullet there (here not).
+Written for hostile text: every check takes time linear in the text's length, and words of the data
+are never patterns. Where the published code differs: its sentences come from a trained model (here
+from rules), a text whose language can't be told follows a language instruction there (here it
+doesn't), and a line that is a lone asterisk may be a bullet there (here not).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ COMPOUND = re.compile(rf"\w+(?:(?!{CLITIC})['’./-]\w+)*|{CLITIC}", re.IGNORECA
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 SENTENCE_END = re.compile(r"(?<![.!?…])(?>[.!?…]+[\"'”’)\]*_]*)(?=\s|$)|[。！？]+")
 TITLES = frozenset(("mr", "mrs", "ms", "dr", "prof", "st", "vs", "e.g", "i.e", "cf", "fig", "capt"))
-ABBREVIATIONS = frozenset(("etc", "sr", "jr", "al", "inc", "ltd", "co", "corp", "u.s", "u.k", "a.m", "p.m", "p.s", "ph.d"))
+ABBREVIATIONS = frozenset(
+    ("etc", "sr", "jr", "al", "inc", "ltd", "co", "corp", "u.s", "u.k", "a.m", "p.m", "p.s", "ph.d")
+)
 
 
 def compared(count: int, relation: str, threshold: int) -> bool:
@@ -46,7 +50,8 @@ def language_of(text: str) -> str | None:
 
 
 def sentences(text: str) -> list[str]:
-    """Pieces that end in . ! ? before white space; not after an abbreviation, an initial, or a number that starts a line."""
+    """Pieces that end in . ! ? before white space; not after an abbreviation, an initial, or a
+    number that starts a line."""
     pieces: list[str] = []
     start = 0
     for end in SENTENCE_END.finditer(text):
@@ -110,7 +115,9 @@ def english_lowercase(text: str) -> bool:
 
 
 def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    return compared(sum(word.isupper() for word in COMPOUND.findall(text)), capital_relation, capital_frequency)
+    return compared(
+        sum(word.isupper() for word in COMPOUND.findall(text)), capital_relation, capital_frequency
+    )
 
 
 # --- length
@@ -125,14 +132,17 @@ def number_words(text: str, num_words: int, relation: str) -> bool:
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Between dividers of three asterisks. None is empty, but for what precedes the first divider and follows the last."""
+    """Between dividers of three asterisks. None is empty, but for what precedes the first divider
+    and follows the last."""
     first, *rest = re.split(r"\s?\*\*\*\s?", text)
     inner, last = (rest[:-1], rest[-1:]) if rest else ([], [])
     ends = [piece for piece in (first, *last) if piece.strip()]
     return all(piece.strip() for piece in inner) and len(inner) + len(ends) == num_paragraphs
 
 
-def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+def nth_paragraph_first_word(
+    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
     """Paragraphs are separated by blank lines."""
     pieces = text.split("\n\n")
     count = sum(1 for piece in pieces if piece.strip())
@@ -257,12 +267,16 @@ CHECKS: Mapping[str, Check] = {
 
 
 def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether `text` follows the instruction; an empty text follows none. Raises DataError for an unknown id or arguments."""
+    """Whether `text` follows the instruction; an empty text follows none. Raises DataError for an
+    unknown id or arguments."""
     check = CHECKS.get(instruction)
     if check is None:
         raise DataError(f"the instruction '{instruction}' is none of the 25 of IFEval")
-    given = {name: value for name, value in arguments.items() if value is not None}  # published rows name all, most null
+    # published rows name all, most null
+    given = {name: value for name, value in arguments.items() if value is not None}
     try:
         return bool(text.strip()) and check(text, **given)
     except (TypeError, AttributeError) as error:
-        raise DataError(f"the instruction '{instruction}' can't take the arguments {given}: {error}") from error
+        raise DataError(
+            f"the instruction '{instruction}' can't take the arguments {given}: {error}"
+        ) from error

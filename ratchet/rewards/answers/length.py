@@ -9,7 +9,8 @@ from ratchet.types import Task, Trajectory, Truncated
 
 
 class Length(PerTrajectory):
-    """Tokens are all that the policy wrote; the other units are of the last message. One that was cut off earns 0."""
+    """Tokens are all that the policy wrote; the other units are of the last message. One that was
+    cut off earns 0."""
 
     name = "length"
     bounds = (0.0, 1.0)
@@ -32,7 +33,10 @@ class Length(PerTrajectory):
     def _length(self, text: str, trajectory: Trajectory) -> int:
         if self.config.unit == "tokens":
             if not len(trajectory):
-                raise DataError("this is text without tokens, whose number is asked for: set unit to words or characters")
+                raise DataError(
+                    "this is text without tokens, whose number is asked for: set unit to words or "
+                    "characters"
+                )
             return trajectory.completion_length
         if self.config.unit == "characters":
             return len(text)

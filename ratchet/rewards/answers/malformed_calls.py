@@ -11,7 +11,8 @@ COUNT = "malformed_tool_calls"  # the metric of an attempt to which tools were o
 
 
 class MalformedToolCalls(PerTrajectory):
-    """Minus their number, over all turns of the attempt. One that was cut off is judged as it stands."""
+    """Minus their number, over all turns of the attempt. One that was cut off is judged as it
+    stands."""
 
     name = COUNT
 
@@ -19,9 +20,11 @@ class MalformedToolCalls(PerTrajectory):
         self.config = config
 
     def judge(self, trajectory: Trajectory, task: Task) -> float:
-        """0 where no tools were offered. Raises DataError for text that nobody played, whose calls nobody counted."""
+        """0 where no tools were offered. Raises DataError for text that nobody played, whose calls
+        nobody counted."""
         if not trajectory.metrics:
             raise DataError(
-                "this is text, not an attempt that was played: nobody counted its tool calls; leave this reward out"
+                "this is text, not an attempt that was played: nobody counted its tool calls; "
+                "leave this reward out"
             )
         return -float(trajectory.metrics.get(COUNT, 0.0))

@@ -9,7 +9,13 @@ from importlib.util import find_spec
 
 from ratchet.errors import MissingDependency
 from ratchet.rewards.answers.boxed import gold_answer
-from ratchet.rewards.answers.final_answer import MAX_ANSWER_CHARS, canonical, marked_answer, one_spelling, same_answer
+from ratchet.rewards.answers.final_answer import (
+    MAX_ANSWER_CHARS,
+    canonical,
+    marked_answer,
+    one_spelling,
+    same_answer,
+)
 from ratchet.rewards.answers.numeric import NUMBER, last_match, whole_number
 from ratchet.rewards.base import FinalAnswer
 from ratchet.rewards.config import MathConfig
@@ -20,12 +26,13 @@ log = logging.getLogger(__name__)
 FORMULA = re.compile(r"\$\$?(?P<a>[^$]+)\$\$?|\\\((?P<b>(?>(?:[^\\]+|\\(?![()]))*))\\\)")
 PACKAGE = "math_verify"
 MAX_ALGEBRA_CHARS = 500  # what is longer is no final answer, and takes seconds to parse
-SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\(?:[,;: ]|q?quad))+[0-9]")  # "5 6", which math-verify adds up to 11
+# "5 6", which math-verify adds up to 11
+SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\(?:[,;: ]|q?quad))+[0-9]")
 
 
 class Math(FinalAnswer):
-    """Same spelling, then equal numbers, then computer algebra (math-verify) in processes that can be killed: an answer that
-    takes longer than it may is as good as unreadable, and earns 0."""
+    """Same spelling, then equal numbers, then computer algebra (math-verify) in processes that can
+    be killed: an answer that takes longer than it may is as good as unreadable, and earns 0."""
 
     name = "math"
     bounds = (0.0, 1.0)
@@ -36,11 +43,18 @@ class Math(FinalAnswer):
         if config.symbolic == "never":
             return
         if find_spec(PACKAGE) is not None:
-            self._workers = Workers("ratchet.rewards.answers.math_worker:equal", cpu_s=config.timeout_s)
+            self._workers = Workers(
+                "ratchet.rewards.answers.math_worker:equal", cpu_s=config.timeout_s
+            )
         elif config.symbolic == "required":
-            raise MissingDependency("math-verify", extra="envs", needed_for="reward math with symbolic=required")
+            raise MissingDependency(
+                "math-verify", extra="envs", needed_for="reward math with symbolic=required"
+            )
         else:
-            log.warning("reward math compares spellings and numbers only: for algebra, pip install 'ratchet[envs]'")
+            log.warning(
+                "reward math compares spellings and numbers only: for algebra, pip install "
+                "'ratchet[envs]'"
+            )
 
     def answer(self, text: str) -> str | None:
         """Answers that only algebra finds equal count as different."""
@@ -74,19 +88,24 @@ class Math(FinalAnswer):
 
 
 def last_formula(text: str) -> str | None:
-    """The last $...$ or \\(...\\) of a text, or the last number where that comes later; a text without either is a formula
-    itself if it is one short line."""
+    """The last $...$ or \\(...\\) of a text, or the last number where that comes later; a text
+    without either is a formula itself if it is one short line."""
     formula, number = last_match(FORMULA, text), last_match(NUMBER, text)
     if number is not None and (formula is None or number.end() > formula.end()):
         alone = not re.search(r"[^\W\d_]{2}|\n", text.strip()) or "\\" in text
-        return text.strip()[:MAX_ANSWER_CHARS] if formula is None and alone and len(text) < 200 else number.group()
+        return (
+            text.strip()[:MAX_ANSWER_CHARS]
+            if formula is None and alone and len(text) < 200
+            else number.group()
+        )
     if formula is not None:
         return (formula["a"] or formula["b"])[:MAX_ANSWER_CHARS]
     return text.strip() if len(text) < 200 and "\n" not in text.strip() else None
 
 
 def _two_numbers(one: str, other: str) -> bool:
-    """Plain numbers that were found different: no algebra makes them equal. (Per cent is left to it: 50 % may be 0.5.)"""
+    """Plain numbers that were found different: no algebra makes them equal. (Per cent is left to
+    it: 50 % may be 0.5.)"""
     if "%" in one + other:
         return False
     return all(whole_number(one_spelling(text)) is not None for text in (one, other))

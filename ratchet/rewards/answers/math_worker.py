@@ -1,4 +1,5 @@
-"""What the workers of the reward `math` call: computer algebra on LaTeX by math-verify, whose parser evaluates no Python.
+"""What the workers of the reward `math` call: computer algebra on LaTeX by math-verify, whose
+parser evaluates no Python.
 
 Only its LaTeX grammar is used: the other way in which it reads expressions goes through `eval`.
 """
@@ -9,18 +10,20 @@ import logging
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-for name in ("math_verify", "latex2sympy2_extended"):  # they report every answer that they can't read, and unused deadlines
+# they report every answer that they can't read, and unused deadlines
+for name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
 
 
 def equal(answer: str, gold: str) -> bool:
-    """Whether two pieces of LaTeX are the same number, expression, set, interval, matrix or equation. What can't be read
-    (or takes more memory than there is) equals nothing."""
+    """Whether two pieces of LaTeX are the same number, expression, set, interval, matrix or
+    equation. What can't be read (or takes more memory than there is) equals nothing."""
     try:
         wanted, given = read(gold), read(answer)
         return bool(wanted) and bool(given) and bool(verify(wanted, given, timeout_seconds=None))
-    except Exception:  # a parser's bug on an answer is no reason to stop; what breaks every answer is caught below
+    # a parser's bug on an answer is no reason to stop; what breaks every answer is caught below
+    except Exception:
         return False
 
 
@@ -30,4 +33,6 @@ def read(latex: str) -> list:
 
 
 if not equal(r"\frac{2}{4}", "0.5") or equal("x+1", "x+2"):
-    raise RuntimeError("math-verify does not work here: it can't tell that 2/4 is 0.5 and x+1 is not x+2")
+    raise RuntimeError(
+        "math-verify does not work here: it can't tell that 2/4 is 0.5 and x+1 is not x+2"
+    )

@@ -27,8 +27,12 @@ class MultipleChoice(FinalAnswer):
         letter = f"(?P<letter>[{config.letters}])(?![\\w'’-])"
         verb = r"(?:\s{0,3}[:=]|\s{1,3}(?i:is|was|would\sbe)(?:\s{0,3}:)?)?"
         noun = r"(?i:\b(?:answer|choice|option)\b)\*{0,2}"
-        self._said = re.compile(rf"{noun}{verb}\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?{WRAPPED}{letter}")
-        self._alone = re.compile(rf"\s*{WRAPPED}{letter}{UNWRAPPED}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL)
+        self._said = re.compile(
+            rf"{noun}{verb}\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?{WRAPPED}{letter}"
+        )
+        self._alone = re.compile(
+            rf"\s*{WRAPPED}{letter}{UNWRAPPED}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL
+        )
         self._other = re.compile(
             rf"{UNWRAPPED}\s{{0,3}}(?:,|/|&|\b(?:or|and)\b)\s{{0,3}}{WRAPPED}[{config.letters}](?![\w'’-])"
         )
@@ -55,7 +59,11 @@ class MultipleChoice(FinalAnswer):
     def _only(self, text: str) -> str | None:
         text = TEXT.sub(r"\1", text)
         found = self._alone.fullmatch(text)
-        return None if found is None or self._other.match(text, found.end("letter")) else found["letter"]
+        return (
+            None
+            if found is None or self._other.match(text, found.end("letter"))
+            else found["letter"]
+        )
 
     def _gold(self, task: Task) -> str:
         """Raises DataError where the task's own answer is none of the letters."""
@@ -64,5 +72,8 @@ class MultipleChoice(FinalAnswer):
             return letters[answer]
         gold = self._only(answer) if isinstance(answer, str) else None
         if gold is None:
-            raise DataError(f"task '{task.id}': its answer {str(answer)[:100]!r} is none of {letters}, nor an index from 0")
+            raise DataError(
+                f"task '{task.id}': its answer {str(answer)[:100]!r} is none of {letters}, nor an "
+                "index from 0"
+            )
         return gold

@@ -1,7 +1,8 @@
 """The answer's final number equals the task's, as exact rationals.
 
-Text of a model is hostile input: it is matched by patterns that run in linear time and never evaluated, and a number of
-more than MAX_DIGITS digits, or such an exponent, is unreadable instead of computed.
+Text of a model is hostile input: it is matched by patterns that run in linear time and never
+evaluated, and a number of more than MAX_DIGITS digits, or such an exponent, is unreadable instead
+of computed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ LATEX = (
     (re.compile(r"\\(?:[!,]|(?=[$%]))"), ""),
     (re.compile("−"), "-"),
 )
-HASHES = re.compile(rf"####[ \t]*(?=[$+-]*{DECIMAL})([^\n]*)")  # a heading (#### Step 2) is no marker
+# a heading (#### Step 2) is no marker
+HASHES = re.compile(rf"####[ \t]*(?=[$+-]*{DECIMAL})([^\n]*)")
 BOXED = "\\boxed{"
 
 
@@ -57,17 +59,20 @@ class NumericAnswer(FinalAnswer):
         """Raises DataError where the task's own answer is no number."""
         gold = read_number(str(task.answer))
         if gold is None:
-            raise DataError(f"task '{task.id}': its answer '{str(task.answer)[:100]}' is not a number")
+            raise DataError(
+                f"task '{task.id}': its answer '{str(task.answer)[:100]}' is not a number"
+            )
         number = final_number(text, require_marker=self.config.require_marker)
         near = Fraction(self.config.tolerance) * max(1, abs(gold))
         return float(number is not None and abs(number - gold) <= near)
 
 
 def final_number(text: str, *, require_marker: bool = False) -> Fraction | None:
-    """The number that `text` ends on: what stands after the last "####" or in the last \\boxed{}, whichever comes later;
-    without either, the last number anywhere, or None with `require_marker`.
+    """The number that `text` ends on: what stands after the last "####" or in the last \\boxed{},
+    whichever comes later; without either, the last number anywhere, or None with `require_marker`.
 
-    A marked answer must hold exactly one number, else it is unreadable: "#### 4 or 5" does not get to be both.
+    A marked answer must hold exactly one number, else it is unreadable: "#### 4 or 5" does not get
+    to be both.
     """
     text = _plain(text)
     hashes = last_match(HASHES, text)
@@ -83,15 +88,17 @@ def final_number(text: str, *, require_marker: bool = False) -> Fraction | None:
 
 
 def read_number(text: str) -> Fraction | None:
-    """The one number in `text`: signs, thousands commas, decimals, exponents, fractions (3/4, \\frac{3}{4}) and mixed
-    numbers (1 1/2); currency and units around it are ignored, per cent too (50% is 50). None where there is none or more
-    than one, where it is longer than MAX_DIGITS, and where it is part of a power, a root or a multiple of pi.
+    """The one number in `text`: signs, thousands commas, decimals, exponents, fractions (3/4,
+    \\frac{3}{4}) and mixed numbers (1 1/2); currency and units around it are ignored, per cent too
+    (50% is 50). None where there is none or more than one, where it is longer than MAX_DIGITS, and
+    where it is part of a power, a root or a multiple of pi.
     """
     return _only(_plain(text))
 
 
 def whole_number(text: str) -> Fraction | None:
-    """The value of a text that is a number and nothing else: no unit, letter or second number. Else None."""
+    """The value of a text that is a number and nothing else: no unit, letter or second number. Else
+    None."""
     match = NUMBER.fullmatch(_plain(text).strip())
     return _value(match) if match else None
 
@@ -126,9 +133,15 @@ def _braced(text: str) -> str:
 def _value(match: re.Match[str]) -> Fraction | None:
     start, end = match.span()
     context = match.string
-    if end - start > MAX_DIGITS or POWER_OR_ROOT.search(context[max(0, start - 16) : start]) or PI_OR_ROOT.match(context, end):
+    if (
+        end - start > MAX_DIGITS
+        or POWER_OR_ROOT.search(context[max(0, start - 16) : start])
+        or PI_OR_ROOT.match(context, end)
+    ):
         return None
-    mixed, above, below, plain, exponent = (match[g] for g in ("mixed", "above", "below", "plain", "exponent"))
+    mixed, above, below, plain, exponent = (
+        match[g] for g in ("mixed", "above", "below", "plain", "exponent")
+    )
     negative = "-" in (match["sign"] or "")
     if plain is not None:
         if abs(int(exponent or 0)) > MAX_DIGITS:

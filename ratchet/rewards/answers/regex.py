@@ -12,20 +12,24 @@ from ratchet.types import Task
 
 
 class Regex(AnswerReward):
-    """Matched in a process of its own: a pattern that backtracks without end on some answer fails that attempt alone."""
+    """Matched in a process of its own: a pattern that backtracks without end on some answer fails
+    that attempt alone."""
 
     name = "regex"
     bounds = (0.0, 1.0)
 
     def __init__(self, config: RegexConfig) -> None:
         self.config = config
-        self._workers = Workers("ratchet.rewards.answers.regex_worker:match", cpu_s=config.timeout_s)
+        self._workers = Workers(
+            "ratchet.rewards.answers.regex_worker:match", cpu_s=config.timeout_s
+        )
 
     def grade(self, text: str, task: Task) -> Awaitable[float]:
         return self._grade(text, task)
 
     async def _grade(self, text: str, task: Task) -> float:
-        """Raises DataError for a task without the answer that a group is compared with, and where matching takes too long."""
+        """Raises DataError for a task without the answer that a group is compared with, and where
+        matching takes too long."""
         group = self.config.group
         if group is not None and task.answer is None:
             raise DataError(f"task '{task.id}' has no answer to compare group {group!r} with")
@@ -34,7 +38,8 @@ class Regex(AnswerReward):
         except OutOfTime as error:
             pattern = self.config.pattern
             raise DataError(
-                f"the pattern {pattern!r} backtracks too long on an answer of {len(text)} characters: {error}"
+                f"the pattern {pattern!r} backtracks too long on an answer of {len(text)} "
+                f"characters: {error}"
             ) from None
         matched = found is not None and (group is None or found.strip() == str(task.answer).strip())
         return float(matched != self.config.invert)

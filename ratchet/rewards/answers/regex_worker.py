@@ -1,4 +1,5 @@
-"""What the workers of the reward `regex` call. It imports nothing else, so that they start at once."""
+"""What the workers of the reward `regex` call. It imports nothing else, so that they start at
+once."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections import deque
 
 
 def match(pattern: str, text: str, whole: bool, group: int | str | None) -> str | None:
-    """Of the last match: the group, "" where it took no part, the whole where None is asked for. None without a match."""
+    """Of the last match: the group, "" where it took no part, the whole where None is asked for.
+    None without a match."""
     matcher = re.compile(pattern)
     if whole:
         found = matcher.fullmatch(text)

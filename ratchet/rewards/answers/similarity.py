@@ -11,7 +11,8 @@ from ratchet.rewards.base import AnswerReward
 from ratchet.rewards.config import SimilarityConfig
 from ratchet.types import Task
 
-MAX_UNITS = 10_000  # characters or words that are compared: about 30 ms; what goes beyond counts as different
+# characters or words that are compared: about 30 ms; what goes beyond counts as different
+MAX_UNITS = 10_000
 
 
 class Similarity(AnswerReward):
@@ -30,7 +31,11 @@ class Similarity(AnswerReward):
         else:
             common = common_subsequence(one[:MAX_UNITS], other[:MAX_UNITS])
         similarity = 2 * common / (len(one) + len(other)) if one or other else 1.0
-        return similarity if self.config.threshold is None else float(similarity >= self.config.threshold)
+        return (
+            similarity
+            if self.config.threshold is None
+            else float(similarity >= self.config.threshold)
+        )
 
     def _units(self, text: str) -> Sequence[Hashable]:
         text = text.strip()
@@ -40,7 +45,8 @@ class Similarity(AnswerReward):
 
 
 def common_subsequence(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
-    """Length of the longest common subsequence, a row of the table at a time as the bits of one integer (Hyyrö 2004)."""
+    """Length of the longest common subsequence, a row of the table at a time as the bits of one
+    integer (Hyyrö 2004)."""
     where: dict[Hashable, int] = {}
     for index, unit in enumerate(one):
         where[unit] = where.get(unit, 0) | 1 << index

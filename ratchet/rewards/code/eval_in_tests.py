@@ -11,8 +11,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-EVALUATORS = frozenset({"eval", "exec", "compile", "__import__", "import_module", "timeit", "sympify", "parse_expr"})
-LOADERS = frozenset({"pickle", "marshal", "dill", "cloudpickle"})  # of which `loads` runs what it reads
+EVALUATORS = frozenset(
+    {"eval", "exec", "compile", "__import__", "import_module", "timeit", "sympify", "parse_expr"}
+)
+# of which `loads` runs what it reads
+LOADERS = frozenset({"pickle", "marshal", "dill", "cloudpickle"})
 TREE_LIMITS = (SyntaxError, ValueError, RecursionError, MemoryError)
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -62,14 +65,20 @@ def _spread(node: ast.AST, names: set[str], functions: dict[str, Function]) -> I
             | ast.comprehension(target=target, iter=values)
         ) if _mentions(values, names):
             yield from _bound(target)
-        case ast.withitem(context_expr=value, optional_vars=ast.expr() as target) if _mentions(value, names):
+        case ast.withitem(context_expr=value, optional_vars=ast.expr() as target) if _mentions(
+            value, names
+        ):
             yield from _bound(target)
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if any(
-            isinstance(part, ast.Return | ast.Yield) and part.value is not None and _mentions(part.value, names)
+            isinstance(part, ast.Return | ast.Yield)
+            and part.value is not None
+            and _mentions(part.value, names)
             for part in ast.walk(node)
         ):
             yield name
-        case ast.Call(func=function) if any(_mentions(argument, names) for argument in _arguments(node)):
+        case ast.Call(func=function) if any(
+            _mentions(argument, names) for argument in _arguments(node)
+        ):
             if isinstance(function, ast.Lambda):
                 yield from _parameters(function)
             elif isinstance(function, ast.Name) and function.id in functions:
@@ -85,7 +94,13 @@ def _evaluations(tree: ast.Module, names: set[str]) -> Iterator[str]:
         arguments = _arguments(node)
         # Of a call the first argument alone is evaluated; of eval as an argument, as in map(eval,
         # answers), any other may be.
-        sources = arguments[:1] if _evaluates(node.func) else arguments if any(map(_evaluates, arguments)) else []
+        sources = (
+            arguments[:1]
+            if _evaluates(node.func)
+            else arguments
+            if any(map(_evaluates, arguments))
+            else []
+        )
         if any(_mentions(source, names) for source in sources):
             yield ast.unparse(node)[:200]
 
@@ -115,7 +130,9 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
 def _parameters(function: Function) -> list[str]:
     arguments = function.args
     more = [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
-    return [item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *more)]
+    return [
+        item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *more)
+    ]
 
 
 def _arguments(call: ast.Call) -> list[ast.expr]:

@@ -16,10 +16,13 @@ MAX_NUMBER_BYTES = 64
 
 
 def program_of(text: str, blocks: Blocks, *, require_block: bool) -> str | None:
-    """The fenced blocks that are marked as Python, else those without a mark: the last, the first, or all joined. Without any
-    the whole text, or None where a block is required. A block that is never closed ends with the text."""
+    """The fenced blocks that are marked as Python, else those without a mark: the last, the first,
+    or all joined. Without any the whole text, or None where a block is required. A block that is
+    never closed ends with the text."""
     found = fenced(text)
-    chosen = [code for mark, code in found if mark in PYTHON] or [code for mark, code in found if not mark]
+    chosen = [code for mark, code in found if mark in PYTHON] or [
+        code for mark, code in found if not mark
+    ]
     if not chosen:
         return None if require_block else text
     return "\n\n".join(chosen) if blocks == "all" else chosen[0 if blocks == "first" else -1]
@@ -43,16 +46,22 @@ def fenced(text: str) -> list[tuple[str, str]]:
     return [(mark, "".join(lines)) for mark, lines in found]
 
 
-def right_output(result: Result, expected: str, compare: Literal["tokens", "lines"], tolerance: float | None) -> bool:
-    """Bytes are compared, so that look-alike characters never match. tokens: what white space separates; numbers within
-    `tolerance` of the expected one, absolute or relative to it, are equal. lines: but for spaces at their ends, and empty
-    ones at the end. The program must have ended by itself with exit code 0."""
+def right_output(
+    result: Result, expected: str, compare: Literal["tokens", "lines"], tolerance: float | None
+) -> bool:
+    """Bytes are compared, so that look-alike characters never match. tokens: what white space
+    separates; numbers within `tolerance` of the expected one, absolute or relative to it, are
+    equal. lines: but for spaces at their ends, and empty ones at the end. The program must have
+    ended by itself with exit code 0."""
     if compare == "lines":
         return passed(result, expected)
     said, wanted = result.stdout.split(), expected.encode("utf-8", "surrogatepass").split()
     if not result.ok or len(said) != len(wanted):
         return False
-    return all(one == other or _close(one, other, tolerance) for one, other in zip(said, wanted, strict=True))
+    return all(
+        one == other or _close(one, other, tolerance)
+        for one, other in zip(said, wanted, strict=True)
+    )
 
 
 def _close(said: bytes, wanted: bytes, tolerance: float | None) -> bool:

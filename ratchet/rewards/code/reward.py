@@ -21,9 +21,10 @@ WALL_PER_CPU = 3  # a busy machine must not make a right program late
 
 
 class Code(AnswerReward):
-    """Reads `tests` ([{"stdin", "stdout"}]), or HumanEval's `prompt`, `entry_point` and `test`, from the task's `meta`, or
-    from its answer where that is such a row. The parts are the shares of the tests by how they ended; those that were not
-    run, after one that failed with credit "all", are in none."""
+    """Reads `tests` ([{"stdin", "stdout"}]), or HumanEval's `prompt`, `entry_point` and `test`,
+    from the task's `meta`, or from its answer where that is such a row. The parts are the shares of
+    the tests by how they ended; those that were not run, after one that failed with credit "all",
+    are in none."""
 
     name = "code"
     bounds = (0.0, 1.0)
@@ -42,8 +43,8 @@ class Code(AnswerReward):
         self._functions = FunctionJudge(self.sandbox, self.limits, share=config.credit == "share")
 
     async def grade(self, text: str, task: Task) -> Scored:
-        """A program's own crash, limit or wrong output is 0. Raises DataError where the task has no tests or broken ones,
-        SandboxError where the sandbox failed."""
+        """A program's own crash, limit or wrong output is 0. Raises DataError where the task has no
+        tests or broken ones, SandboxError where the sandbox failed."""
         row = given_tests(task)
         tests = row if isinstance(row, FunctionTask) else io_tests(row["tests"], task.id)
         program = program_of(text, self.config.blocks, require_block=self.config.require_block)
@@ -52,7 +53,10 @@ class Code(AnswerReward):
         if isinstance(tests, FunctionTask):
             verdict = await self._functions.judge(program, tests)
             if self.config.credit == "share" and verdict.end != "passed":
-                return self._scored({"passed": verdict.held, verdict.end: verdict.broken}, verdict.held + verdict.broken)
+                return self._scored(
+                    {"passed": verdict.held, verdict.end: verdict.broken},
+                    verdict.held + verdict.broken,
+                )
             return self._scored({verdict.end: 1}, 1)
         return await self._run(program, tests)
 
@@ -70,11 +74,20 @@ class Code(AnswerReward):
             return "limit"
         if not result.ok:
             return "crashed"
-        return "passed" if right_output(result, expected, self.config.compare, self.config.tolerance) else "wrong"
+        return (
+            "passed"
+            if right_output(result, expected, self.config.compare, self.config.tolerance)
+            else "wrong"
+        )
 
     def _scored(self, counts: Mapping[str, int], total: int) -> Scored:
         parts = {end: counts.get(end, 0) / total for end in ENDS}
-        return Scored(parts["passed"] if self.config.credit == "share" else float(counts.get("passed", 0) == total), parts)
+        return Scored(
+            parts["passed"]
+            if self.config.credit == "share"
+            else float(counts.get("passed", 0) == total),
+            parts,
+        )
 
 
 def given_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
@@ -86,10 +99,14 @@ def given_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
             values = {name: row.get(name) for name in FUNCTION_COLUMNS}
             for name, value in values.items():
                 if not isinstance(value, str):
-                    raise DataError(f"task '{task.id}' has tests of a function, and its {name} is {value!r}: it must be text")
+                    raise DataError(
+                        f"task '{task.id}' has tests of a function, and its {name} is {value!r}: "
+                        "it must be text"
+                    )
             return FunctionTask(**values, label=task.id)  # pyright: ignore[reportArgumentType]
     raise DataError(
-        f"task '{task.id}' has no tests, in its meta or its answer: give it tests=[{{stdin, stdout}}], "
+        f"task '{task.id}' has no tests, in its meta or its answer: give it tests=[{{stdin, "
+        f"stdout}}], "
         f"or {', '.join(FUNCTION_COLUMNS)}"
     )
 
@@ -98,12 +115,22 @@ def io_tests(given: Any, label: str) -> list[tuple[bytes, str]]:
     """[(stdin, expected stdout)]. Raises DataError."""
     given = _parsed(given)
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise DataError(f"task '{label}': tests must be a list of {{stdin, stdout}} with at least one, not {given!r:.100}")
+        raise DataError(
+            f"task '{label}': tests must be a list of {{stdin, stdout}} with at least one, not "
+            f"{given!r:.100}"
+        )
     found: list[tuple[bytes, str]] = []
     for index, test in enumerate(given):
-        values = (test.get("stdin", ""), test.get("stdout")) if isinstance(test, Mapping) else (None, None)
+        values = (
+            (test.get("stdin", ""), test.get("stdout"))
+            if isinstance(test, Mapping)
+            else (None, None)
+        )
         if not all(isinstance(value, str) for value in values):
-            raise DataError(f"task '{label}', tests[{index}] must have the texts stdin and stdout, not {test!r:.100}")
+            raise DataError(
+                f"task '{label}', tests[{index}] must have the texts stdin and stdout, not "
+                f"{test!r:.100}"
+            )
         found.append((str(values[0]).encode("utf-8", "surrogatepass"), str(values[1])))
     return found
 

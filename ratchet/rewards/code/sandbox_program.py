@@ -1,12 +1,14 @@
-"""What runs in the sandbox to judge a function: `program()` beside the code that is judged, `tests()` beside the tests.
+"""What runs in the sandbox to judge a function: `program()` beside the code that is judged,
+`tests()` beside the tests.
 
-Never in one process. The program gets the arguments of calls and hands back values; it never sees a test or an expected
-value. The tests get plain values rebuilt from text, never the program's objects, so nothing in them can be patched, and an
-`__eq__` that is always true stays where it was written. Standard library only: the sandbox has no Ratchet.
+Never in one process. The program gets the arguments of calls and hands back values; it never sees a
+test or an expected value. The tests get plain values rebuilt from text, never the program's
+objects, so nothing in them can be patched, and an `__eq__` that is always true stays where it was
+written. Standard library only: the sandbox has no Ratchet.
 
-A test calls a stand-in of the function. Where the answer to a call is known, it is given; at the first call that was not
-answered yet the tests go on with `Anything`, only to learn which calls are likely to follow, so that one execution answers
-them all. No verdict is ever made of such a run.
+A test calls a stand-in of the function. Where the answer to a call is known, it is given; at the
+first call that was not answered yet the tests go on with `Anything`, only to learn which calls are
+likely to follow, so that one execution answers them all. No verdict is ever made of such a run.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ SMALL = 1 << 53
 
 
 class Unplain(Exception):
-    """The value is not made of None, bool, numbers, text, bytes, lists, tuples, sets, dicts, ranges and iterators."""
+    """The value is not made of None, bool, numbers, text, bytes, lists, tuples, sets, dicts, ranges
+    and iterators."""
 
 
 # --- plain values as text. A subclass goes as its built-in base: what it overrides stays behind.
 
 
 def encode(value: Any) -> Any:
-    """JSON in which None, bool, str and small int stand for themselves, all else is [type, content]. Raises Unplain."""
+    """JSON in which None, bool, str and small int stand for themselves, all else is [type,
+    content]. Raises Unplain."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -61,7 +65,10 @@ def encode(value: Any) -> Any:
             walk: Any = kind.__iter__  # not the subclass's own
             items = [encode(item) for item in walk(value)]
             # Equal sets are the same text: a call is recognised by its text.
-            return [kind.__name__, sorted(items, key=json.dumps) if kind in (set, frozenset) else items]
+            return [
+                kind.__name__,
+                sorted(items, key=json.dumps) if kind in (set, frozenset) else items,
+            ]
     if hasattr(type(value), "__next__"):
         items = [encode(item) for item in itertools.islice(value, MAX_ITEMS + 1)]
         if len(items) <= MAX_ITEMS:
@@ -85,7 +92,8 @@ REBUILT: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(said: Any) -> Any:
-    """Raises whatever it meets in text that `encode` didn't write; what it returns is plain all the same."""
+    """Raises whatever it meets in text that `encode` didn't write; what it returns is plain all the
+    same."""
     if said is None or isinstance(said, bool | str | int):
         return said
     kind, content = said
@@ -109,8 +117,8 @@ def send(channel: int, text: str) -> None:
 
 
 def program() -> NoReturn:
-    """Reads {"prompt", "entry_point", "text", "calls"}; writes a line for each call that ended. Whatever the judged code
-    does to this process, all that it can reach are its own answers."""
+    """Reads {"prompt", "entry_point", "text", "calls"}; writes a line for each call that ended.
+    Whatever the judged code does to this process, all that it can reach are its own answers."""
     leave = os._exit
     channel = take_stdout()
     request = json.load(sys.stdin.buffer)
@@ -121,13 +129,17 @@ def program() -> NoReturn:
 
 
 def load(prompt: str, entry_point: str, text: str) -> Any:
-    """The function that `text` defines: a whole program where it parses alone and defines it, else what continues `prompt`."""
+    """The function that `text` defines: a whole program where it parses alone and defines it, else
+    what continues `prompt`."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     if defines(text, entry_point):
         parts = [valid(prompt), compile(text, "solution", "exec", dont_inherit=True)]
     else:
-        parts = [valid(prompt + text) or compile(prompt + "\n" + text, "solution", "exec", dont_inherit=True)]
+        parts = [
+            valid(prompt + text)
+            or compile(prompt + "\n" + text, "solution", "exec", dont_inherit=True)
+        ]
     for part in filter(None, parts):
         exec(part, module.__dict__)
     return module.__dict__[entry_point]
@@ -149,7 +161,10 @@ def defines(source: str, name: str) -> bool:
     for statement in statements:
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         aliases = statement.names if isinstance(statement, ast.Import | ast.ImportFrom) else []
-        named = {getattr(statement, "name", None), *(getattr(target, "id", None) for target in targets)}
+        named = {
+            getattr(statement, "name", None),
+            *(getattr(target, "id", None) for target in targets),
+        }
         if name in named | {alias.asname or alias.name for alias in aliases}:
             return True
     return False
@@ -168,7 +183,8 @@ def answer(function: Any, call: str) -> str:
 
 
 def described(error: BaseException) -> list[Any]:
-    """Return the names of the exception's classes, its own first, and the arguments to rebuild it by.
+    """Return the names of the exception's classes, its own first, and the arguments to rebuild it
+    by.
 
     These are its own where a built-in exception of them has the same text, else the text alone.
     """
@@ -185,7 +201,8 @@ def described(error: BaseException) -> list[Any]:
 
 
 def tests() -> NoReturn:
-    """Reads {"prompt", "entry_point", "test", "calls", "answers", "share"}; writes how the tests ended, see `Judge.run`."""
+    """Reads {"prompt", "entry_point", "test", "calls", "answers", "share"}; writes how the tests
+    ended, see `Judge.run`."""
     channel = take_stdout()
     request = json.load(sys.stdin.buffer)
     send(channel, json.dumps(Judge(**request).run()))
@@ -207,10 +224,22 @@ class Anything:
         return 0
 
 
-SELF = "call getitem add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow abs neg round and or"
-for _words, _result in ((SELF, None), ("eq ne lt le gt ge bool contains", True), ("len int index", 0), ("float", 0.0)):
+SELF = (
+    "call getitem add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow "
+    "rpow abs neg round and or"
+)
+for _words, _result in (
+    (SELF, None),
+    ("eq ne lt le gt ge bool contains", True),
+    ("len int index", 0),
+    ("float", 0.0),
+):
     for _word in _words.split():
-        setattr(Anything, f"__{_word}__", lambda self, *_, result=_result: self if result is None else result)
+        setattr(
+            Anything,
+            f"__{_word}__",
+            lambda self, *_, result=_result: self if result is None else result,
+        )
 
 
 class Stop(BaseException):
@@ -230,9 +259,13 @@ class ProgramError(Exception):
 
 
 class CountAsserts(ast.NodeTransformer):
-    """`assert` reports to the judge, which says whether a broken one ends the tests. One that can't break is no test."""
+    """`assert` reports to the judge, which says whether a broken one ends the tests. One that can't
+    break is no test."""
 
-    WRAPPED = "try:\n  pass\nexcept Exception as _ratchet_error:\n  if _ratchet_judge.broke(_ratchet_error): raise\n"
+    WRAPPED = (
+        "try:\n  pass\nexcept Exception as _ratchet_error:\n  if "
+        "_ratchet_judge.broke(_ratchet_error): raise\n"
+    )
     WRAPPED += "else:\n  _ratchet_judge.held += 1\n"
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
@@ -245,10 +278,19 @@ class CountAsserts(ast.NodeTransformer):
 
 
 class Judge:
-    """calls: those that the program was asked, as text. answers: to the first of them; where they are fewer, the program
-    ended before it gave the next. share: go on after an assertion that breaks."""
+    """calls: those that the program was asked, as text. answers: to the first of them; where they
+    are fewer, the program ended before it gave the next. share: go on after an assertion that
+    breaks."""
 
-    def __init__(self, prompt: str, entry_point: str, test: str, calls: list[str], answers: list[str], share: bool) -> None:
+    def __init__(
+        self,
+        prompt: str,
+        entry_point: str,
+        test: str,
+        calls: list[str],
+        answers: list[str],
+        share: bool,
+    ) -> None:
         self.prompt, self.entry_point, self.test, self.share = prompt, entry_point, test, share
         self.calls, self.answers = calls, answers
         self.asked: list[str] = []
@@ -260,13 +302,17 @@ class Judge:
         self.programs: list[BaseException] = []  # exceptions that came from the program
 
     def run(self) -> dict[str, Any]:
-        """end: "passed", "wrong" or "crashed" (the program's answer, or what it raised, broke them), "lost" (no answer came),
-        "unknown" (ask the program `calls`, of which the first `sure` are certain) or "unusable" (`why`)."""
+        """end: "passed", "wrong" or "crashed" (the program's answer, or what it raised, broke
+        them), "lost" (no answer came), "unknown" (ask the program `calls`, of which the first
+        `sure` are certain) or "unusable" (`why`)."""
         try:
             self._run()
             end, why = ("wrong" if self.broken else "passed"), ""
         except BaseException as error:
-            end, why = ("crashed" if error in self.programs else "wrong"), f"{type(error).__name__}: {error}"
+            end, why = (
+                ("crashed" if error in self.programs else "wrong"),
+                f"{type(error).__name__}: {error}",
+            )
             if self._own(error):
                 end = "unusable"
             self.broken += self.share or not self.broken
@@ -309,7 +355,10 @@ class Judge:
             code = arguments[0] if event in TAKING_CODE else None
             if isinstance(code, types.CodeType) and (nameless(code) or code in literals(self.test)):
                 return
-            self.evaluated = f"they evaluate what {self.entry_point} returned ({event}); compare its value instead"
+            self.evaluated = (
+                f"they evaluate what {self.entry_point} returned ({event}); compare "
+                "its value instead"
+            )
             raise Evaluated
 
         sys.addaudithook(hook)
@@ -322,11 +371,14 @@ class Judge:
             if self.sure is not None:
                 raise Stop from None
             raise Unusable(
-                f"the tests pass a value of type {error} to {self.entry_point}; only plain values can travel"
+                f"the tests pass a value of type {error} to {self.entry_point}; only plain values "
+                "can travel"
             ) from None
         index = len(self.asked)
         self.asked.append(text)
-        if self.sure is None and (self.lost or (index < len(self.calls) and self.calls[index] == text)):
+        if self.sure is None and (
+            self.lost or (index < len(self.calls) and self.calls[index] == text)
+        ):
             if self.lost or index >= len(self.answers):
                 self.lost = self.given = True
                 raise self._from_program(ProgramError("the program ended without an answer"))
@@ -348,7 +400,9 @@ class Judge:
                 kinds, arguments = said["raised"]
                 error = raised([str(kind) for kind in kinds], list(decode(arguments)))
             elif "opaque" in said:
-                error = ProgramError(f"it returned a value of type {said['opaque']}, which can't travel")
+                error = ProgramError(
+                    f"it returned a value of type {said['opaque']}, which can't travel"
+                )
             else:
                 value = decode(said["value"])
                 self.heard_text = before or not isinstance(value, int | float | complex | None)
@@ -367,7 +421,8 @@ class Judge:
         After the first answer such an error may be the answer's doing, so that it is a wrong one:
         no program may turn its 0 into a failed attempt.
         """
-        lacking = NameError | ModuleNotFoundError  # which `Anything` in place of an answer does not bring about
+        # which `Anything` in place of an answer does not bring about
+        lacking = NameError | ModuleNotFoundError
         kinds = lacking if self.sure is not None else lacking | SyntaxError | ImportError
         broken = isinstance(error, kinds) and not isinstance(error, UnboundLocalError)
         return isinstance(error, Unusable) or (broken and not self.given)
@@ -377,14 +432,20 @@ class Judge:
         return self._own(error) or not (self.share or self.sure is not None)
 
 
-RUNNING = ("exec", "function.__new__", "code.__new__", "marshal.loads", "pickle.find_class")  # audit events
+# audit events
+RUNNING = ("exec", "function.__new__", "code.__new__", "marshal.loads", "pickle.find_class")
 TAKING_CODE = ("exec", "function.__new__")
-COMPILING = ("collections/__init__.py", "dataclasses.py")  # of the library; they check the names that they are given
+# of the library; they check the names that they are given
+COMPILING = ("collections/__init__.py", "dataclasses.py")
 
 
 def compiled_by_library(frame: types.FrameType | None) -> bool:
     """True if a module is being imported, or a class of the library is made by source."""
-    if frame is not None and frame.f_code.co_filename.startswith("/") and frame.f_code.co_filename.endswith(COMPILING):
+    if (
+        frame is not None
+        and frame.f_code.co_filename.startswith("/")
+        and frame.f_code.co_filename.endswith(COMPILING)
+    ):
         return True
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -404,7 +465,9 @@ def literals(source: str) -> Iterator[types.CodeType]:
 
 def nameless(code: types.CodeType) -> bool:
     """True if `code` uses no variable, attribute or module, so that it only combines constants."""
-    return not code.co_names and all(nameless(part) for part in code.co_consts if isinstance(part, types.CodeType))
+    return not code.co_names and all(
+        nameless(part) for part in code.co_consts if isinstance(part, types.CodeType)
+    )
 
 
 def _stop(*_: object) -> NoReturn:
@@ -417,7 +480,10 @@ def raised(kinds: list[str], arguments: list[Any]) -> Exception:
     One that ends a loop silently could make `all(map(candidate, ...))` true, and is none of them.
     """
     classes = [getattr(builtins, kind, None) for kind in kinds]
-    nearest = next((kind for kind in classes if isinstance(kind, type) and issubclass(kind, BaseException)), None)
+    nearest = next(
+        (kind for kind in classes if isinstance(kind, type) and issubclass(kind, BaseException)),
+        None,
+    )
     silent = (StopIteration, StopAsyncIteration)
     if nearest is not None and issubclass(nearest, Exception) and not issubclass(nearest, silent):
         # Some classes refuse arguments that others take.

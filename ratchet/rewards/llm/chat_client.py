@@ -22,7 +22,8 @@ REMEMBERED = 100_000  # replies
 
 
 class Replies:
-    """What was answered, by the hash of the whole request: in memory, and in `directory` beyond the run."""
+    """What was answered, by the hash of the whole request: in memory, and in `directory` beyond the
+    run."""
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
@@ -46,7 +47,9 @@ class Replies:
         if self.directory is not None:
             path = self._path(key)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", newline="", delete=False) as file:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=path.parent, encoding="utf-8", newline="", delete=False
+            ) as file:
                 file.write(reply)
             os.replace(file.name, path)  # another run may write the same
 
@@ -56,7 +59,8 @@ class Replies:
 
 
 class ChatJudge:
-    """Puts one question at a time to a model. Equal questions are one request, also while it is under way."""
+    """Puts one question at a time to a model. Equal questions are one request, also while it is
+    under way."""
 
     def __init__(self, config: ChatJudgeConfig) -> None:
         self.config = config
@@ -74,7 +78,9 @@ class ChatJudge:
             "max_tokens": config.max_tokens,
             **config.extra_body,
         }
-        key = hashlib.sha256(json.dumps([self._endpoint.url, body], sort_keys=True).encode()).hexdigest()
+        key = hashlib.sha256(
+            json.dumps([self._endpoint.url, body], sort_keys=True).encode()
+        ).hexdigest()
         known = self._replies.get(key)
         if known is not None:
             return known
@@ -91,7 +97,9 @@ class ChatJudge:
         except (LookupError, TypeError):
             reply = None
         if not isinstance(reply, str) or not reply.strip():
-            raise DataError(f"{self._endpoint.url} answered without a message: {json.dumps(answer)[:300]}")
+            raise DataError(
+                f"{self._endpoint.url} answered without a message: {json.dumps(answer)[:300]}"
+            )
         self._replies.put(key, reply)
         return reply
 
@@ -103,9 +111,13 @@ def filled(template: str, values: Mapping[str, str]) -> str:
 
 
 def request_text(task: Task, trajectory: Trajectory) -> str:
-    """What was asked: the one message, or a conversation up to the judged answer, each turn under its role."""
+    """What was asked: the one message, or a conversation up to the judged answer, each turn under
+    its role."""
     messages = trajectory.messages
-    last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=len(messages))
+    last = max(
+        (i for i, message in enumerate(messages) if message.role == "assistant"),
+        default=len(messages),
+    )
     before = messages[:last] or task.messages
     if len(before) == 1:
         return before[0].text

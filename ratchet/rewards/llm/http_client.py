@@ -1,4 +1,5 @@
-"""Asking another process over HTTP: JSON out, JSON in, with retries, a pace and a bound on what runs at once."""
+"""Asking another process over HTTP: JSON out, JSON in, with retries, a pace and a bound on what
+runs at once."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ EXCERPT = 200
 
 
 class EndpointError(RatchetError):
-    """Nothing usable came back, after all tries. status: with which the endpoint refused; None where it did not."""
+    """Nothing usable came back, after all tries. status: with which the endpoint refused; None
+    where it did not."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -25,7 +27,8 @@ class EndpointError(RatchetError):
 
 
 class Pace:
-    """Starts at most so many requests a minute, evenly: a burst at the start of each minute would be refused by many."""
+    """Starts at most so many requests a minute, evenly: a burst at the start of each minute would
+    be refused by many."""
 
     def __init__(self, per_minute: float | None) -> None:
         self.interval_s = 60.0 / per_minute if per_minute else 0.0
@@ -47,11 +50,12 @@ class _Again(Exception):
 
 
 class Endpoint:
-    """One address. A client is made for each request: rewards live longer than the event loops that they are called from, and
-    what is asked takes far longer than a connection."""
+    """One address. A client is made for each request: rewards live longer than the event loops that
+    they are called from, and what is asked takes far longer than a connection."""
 
     def __init__(self, url: str, config: EndpointConfig) -> None:
-        """Raises ConfigError where the named environment variable is not set, MissingDependency without httpx."""
+        """Raises ConfigError where the named environment variable is not set, MissingDependency
+        without httpx."""
         try:
             import httpx
         except ImportError:
@@ -67,7 +71,10 @@ class Endpoint:
 
     async def post(self, body: Any) -> Any:
         """The JSON that the endpoint answers. Raises EndpointError."""
-        content, tries = json.dumps(body, ensure_ascii=True).encode("ascii"), self.config.retries + 1
+        content, tries = (
+            json.dumps(body, ensure_ascii=True).encode("ascii"),
+            self.config.retries + 1,
+        )
         wait_s, why = 0.0, ""
         for number in range(tries):
             await asyncio.sleep(wait_s)
@@ -82,7 +89,8 @@ class Endpoint:
         async with self._turn():
             await asyncio.sleep(self._pace.wait_s(time.monotonic()))
             try:
-                # httpx counts from one packet to the next: a server that dribbles would never be late
+                # httpx counts from one packet to the next: a server that dribbles would never be
+                # late
                 async with asyncio.timeout(self.config.timeout_s), self._client() as client:
                     answer = await client.post(self.url, content=content)
             except TimeoutError:
@@ -91,9 +99,14 @@ class Endpoint:
                 raise _Again(f"{type(error).__name__}: {error}") from None
         status = answer.status_code
         if status in TOO_EARLY_OR_BUSY or status >= 500:
-            raise _Again(f"status {status}: {answer.text[:EXCERPT]}", _seconds(answer.headers.get("retry-after")))
+            raise _Again(
+                f"status {status}: {answer.text[:EXCERPT]}",
+                _seconds(answer.headers.get("retry-after")),
+            )
         if status != 200:
-            raise EndpointError(f"{self.url} refused with status {status}: {answer.text[:EXCERPT]}", status)
+            raise EndpointError(
+                f"{self.url} refused with status {status}: {answer.text[:EXCERPT]}", status
+            )
         try:
             return answer.json()
         except ValueError:  # a page of some proxy, or an answer that was cut

@@ -11,11 +11,19 @@ from itertools import combinations
 from ratchet.errors import DataError
 from ratchet.rewards.base import PerTrajectory, answer_text
 from ratchet.rewards.config import JudgeConfig, PairwiseJudgeConfig
-from ratchet.rewards.llm.chat_client import ChatJudge, checked_answer, filled, reference_block, request_text
+from ratchet.rewards.llm.chat_client import (
+    ChatJudge,
+    checked_answer,
+    filled,
+    reference_block,
+    request_text,
+)
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
 SCORE = re.compile(r"score[^\w-]{0,8}(-?\d+(?:\.\d+)?)(?![\w.]*\d)", re.IGNORECASE)
-VERDICT = re.compile(r"(?:better|winner|verdict)[^\w\[]{0,8}(A|B|tie)\b|\[\[(A|B|C|tie)\]\]", re.IGNORECASE)
+VERDICT = re.compile(
+    r"(?:better|winner|verdict)[^\w\[]{0,8}(A|B|tie)\b|\[\[(A|B|C|tie)\]\]", re.IGNORECASE
+)
 TIES = ("tie", "c")
 
 
@@ -30,8 +38,10 @@ class Judge(PerTrajectory):
         self._chat = ChatJudge(config)
 
     async def judge(self, trajectory: Trajectory, task: Task) -> float:
-        """Raises EndpointError where the judge can't be asked, DataError where its reply holds no score of the scale."""
-        answer_text(trajectory)  # also where it was cut off: without an answer there is nothing to judge
+        """Raises EndpointError where the judge can't be asked, DataError where its reply holds no
+        score of the scale."""
+        # also where it was cut off: without an answer there is nothing to judge
+        answer_text(trajectory)
         if isinstance(trajectory.outcome, Truncated):
             return 0.0
         low, high = self.config.scale
@@ -43,23 +53,30 @@ class Judge(PerTrajectory):
             "low": f"{low:g}",
             "high": f"{high:g}",
         }
-        return (score_in(await self._chat.ask(filled(self.config.prompt, values)), low, high) - low) / (high - low)
+        return (
+            score_in(await self._chat.ask(filled(self.config.prompt, values)), low, high) - low
+        ) / (high - low)
 
 
 def score_in(reply: str, low: float, high: float) -> float:
-    """The last "Score: N" of a reply, or the "score" of its JSON. Raises DataError where there is none in the scale."""
+    """The last "Score: N" of a reply, or the "score" of its JSON. Raises DataError where there is
+    none in the scale."""
     found = SCORE.findall(reply)
     if not found:
         raise DataError(f"the judge's reply holds no score: {reply[-300:]!r}")
     score = float(found[-1])
     if not low <= score <= high:
-        raise DataError(f"the judge's score {score:g} lies outside of the scale {low:g} to {high:g}: {reply[-300:]!r}")
+        raise DataError(
+            f"the judge's score {score:g} lies outside of the scale {low:g} to {high:g}: "
+            f"{reply[-300:]!r}"
+        )
     return score
 
 
 class PairwiseJudge:
-    """The share of comparisons that an answer wins (a tie is half a win): against every other attempt of its group, or
-    against the task's answer. An attempt that was cut off earns 0 and is compared with none; one alone earns a half."""
+    """The share of comparisons that an answer wins (a tie is half a win): against every other
+    attempt of its group, or against the task's answer. An attempt that was cut off earns 0 and is
+    compared with none; one alone earns a half."""
 
     def __init__(self, config: PairwiseJudgeConfig) -> None:
         self.config = config
@@ -72,7 +89,11 @@ class PairwiseJudge:
         texts = {i: checked_answer(trajectories[i], self.config.max_chars) for i in rows}
         if self.config.against == "answer" and rows:
             if task.answer is None:
-                failed = Failed("reward", f"pairwise_judge: task '{task.id}' has no answer to compare with: use against=group")
+                failed = Failed(
+                    "reward",
+                    f"pairwise_judge: task '{task.id}' has no answer to compare with: use "
+                    "against=group",
+                )
                 return [failed if i in texts else outcome for i, outcome in enumerate(outcomes)]
             pairs = [(i, -1) for i in rows]
             texts[-1] = str(task.answer)
@@ -84,8 +105,11 @@ class PairwiseJudge:
             outcomes[i] = _win_rate(i, verdicts)
         return outcomes
 
-    async def _compared(self, one: str, other: str, task: Task, trajectory: Trajectory) -> float | Failed:
-        """1 where `one` is better, 0 where the other is; judges prefer a place, so each has both."""
+    async def _compared(
+        self, one: str, other: str, task: Task, trajectory: Trajectory
+    ) -> float | Failed:
+        """1 where `one` is better, 0 where the other is; judges prefer a place, so each has
+        both."""
         if one == other:
             return 0.5
         values = {
@@ -95,19 +119,25 @@ class PairwiseJudge:
         }
         # Equal pairs are one question, whichever attempt came first in the group.
         first, second = sorted((one, other))
-        orders = ((first, second), (second, first)) if self.config.both_orders else ((first, second),)
-        questions = [filled(self.config.prompt, {**values, "first": a, "second": b}) for a, b in orders]
+        orders = (
+            ((first, second), (second, first)) if self.config.both_orders else ((first, second),)
+        )
+        questions = [
+            filled(self.config.prompt, {**values, "first": a, "second": b}) for a, b in orders
+        ]
         try:
             replies = await asyncio.gather(*(self._chat.ask(question) for question in questions))
             wins = [verdict_in(reply) for reply in replies]
-        except Exception:  # the episode boundary: whatever a judge does costs the two attempts that it was to compare
+        # the episode boundary: whatever a judge does costs the two attempts that it was to compare
+        except Exception:
             return Failed("reward", f"pairwise_judge, task '{task.id}':\n{traceback.format_exc()}")
         share = wins[0] if len(wins) == 1 else (wins[0] + 1.0 - wins[1]) / 2
         return share if first == one else 1.0 - share
 
 
 def verdict_in(reply: str) -> float:
-    """1 where the last verdict of a reply is for A, 0 for B, a half for a tie. Raises DataError where there is none."""
+    """1 where the last verdict of a reply is for A, 0 for B, a half for a tie. Raises DataError
+    where there is none."""
     found = [first or second for first, second in VERDICT.findall(reply)]
     if not found:
         raise DataError(f"the judge's reply holds no verdict: {reply[-300:]!r}")
@@ -120,9 +150,16 @@ def _ended(trajectory: Trajectory, task: Task) -> Outcome:
     if isinstance(trajectory.outcome, Failed | Cancelled):
         return trajectory.outcome
     if not any(message.role == "assistant" for message in trajectory.messages):
-        return Failed("reward", f"pairwise_judge: an attempt at task '{task.id}' has no assistant message to judge")
+        return Failed(
+            "reward",
+            f"pairwise_judge: an attempt at task '{task.id}' has no assistant message to judge",
+        )
     name = "pairwise_judge"
-    return Truncated(0.0, {name: 0.0}) if isinstance(trajectory.outcome, Truncated) else Scored(0.5, {name: 0.5})
+    return (
+        Truncated(0.0, {name: 0.0})
+        if isinstance(trajectory.outcome, Truncated)
+        else Scored(0.5, {name: 0.5})
+    )
 
 
 def _win_rate(row: int, verdicts: Mapping[tuple[int, int], float | Failed]) -> Outcome:

@@ -1,8 +1,10 @@
-"""Judging that may never end (computer algebra, a user's regular expression) in processes that can be killed.
+"""Judging that may never end (computer algebra, a user's regular expression) in processes that can
+be killed.
 
-A thread can't be stopped, and Python's own `re` holds the interpreter's lock while it backtracks: in the driver one hostile
-answer would stall every rollout. A call here has a bound on processor time and memory; a worker that passes it dies alone and
-is replaced. The bound counts processor time, so that a loaded machine doesn't turn right answers into wrong ones.
+A thread can't be stopped, and Python's own `re` holds the interpreter's lock while it backtracks:
+in the driver one hostile answer would stall every rollout. A call here has a bound on processor
+time and memory; a worker that passes it dies alone and is replaced. The bound counts processor
+time, so that a loaded machine doesn't turn right answers into wrong ones.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from ratchet.observe.stall_report import waiting
 START_S = 120.0  # wall time for imports, on a machine that does much else
 CALLS_PER_WORKER = 2000  # caches of a computer algebra system grow with what it is asked
 BOOTSTRAP = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from ratchet.rewards.process_pool.worker_main import main; main"
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from "
+    "ratchet.rewards.process_pool.worker_main import main; main"
 )
 
 
@@ -35,16 +38,21 @@ class OutOfTime(RatchetError):
 
 
 class WorkerError(RatchetError):
-    """The function raised, or its process died twice; the message holds the traceback or says how."""
+    """The function raised, or its process died twice; the message holds the traceback or says
+    how."""
 
 
 class Workers:
-    """Calls `function` ("module:name"; JSON in, JSON out) in at most `size` processes, started when they are needed.
+    """Calls `function` ("module:name"; JSON in, JSON out) in at most `size` processes, started when
+    they are needed.
 
-    They see no environment variables, and end with this object or with this process, whichever comes first.
+    They see no environment variables, and end with this object or with this process, whichever
+    comes first.
     """
 
-    def __init__(self, function: str, *, cpu_s: float, memory_mib: int = 2048, size: int = 2) -> None:
+    def __init__(
+        self, function: str, *, cpu_s: float, memory_mib: int = 2048, size: int = 2
+    ) -> None:
         self.function, self.cpu_s, self.memory_mib = function, cpu_s, memory_mib
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="reward-worker")
         self._idle: list[_Worker] = []
@@ -53,11 +61,14 @@ class Workers:
 
     async def call(self, *arguments: Any) -> Any:
         """Raises OutOfTime or WorkerError."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, arguments)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._call, arguments
+        )
 
     def _call(self, arguments: tuple[Any, ...]) -> Any:
         request = json.dumps(arguments) + "\n"
-        for last in (False, True):  # a worker may be killed by somebody else: that is worth one more
+        # a worker may be killed by somebody else: that is worth one more
+        for last in (False, True):
             worker = self._take()
             try:
                 with waiting("rewards", self.function, "reward workers", worker.wall_s):
@@ -65,7 +76,9 @@ class Workers:
             except _Died as death:
                 worker.kill()
                 if death.by == signal.SIGPROF:
-                    raise OutOfTime(f"{self.function} took more than {self.cpu_s:g} s of processor time") from None
+                    raise OutOfTime(
+                        f"{self.function} took more than {self.cpu_s:g} s of processor time"
+                    ) from None
                 if last:
                     raise WorkerError(f"the process of {self.function} died ({death})") from None
                 continue
@@ -98,7 +111,8 @@ class _Died(Exception):
 class _Worker:
     def __init__(self, function: str, cpu_s: float, memory_mib: int) -> None:
         self.calls = 0
-        # The bound on processor time is the worker's own; this one catches what waits, or is starved for very long.
+        # The bound on processor time is the worker's own; this one catches what waits, or is
+        # starved for very long.
         self.wall_s = 30.0 + 20.0 * cpu_s
         code = f"{BOOTSTRAP}({function!r}, {cpu_s!r}, {memory_mib!r})"
         self.process = subprocess.Popen(
@@ -106,7 +120,8 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"PYTHONHASHSEED": "0"},  # sets of symbols are walked in one order, whatever the run
+            # sets of symbols are walked in one order, whatever the run
+            env={"PYTHONHASHSEED": "0"},
             start_new_session=True,  # Ctrl-C is for the driver
         )
         self._rest = b""

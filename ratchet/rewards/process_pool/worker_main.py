@@ -1,8 +1,8 @@
-"""What a process of `ratchet.rewards.process_pool.pool` runs: one function, called with the arguments of each line that
-arrives.
+"""What a process of `ratchet.rewards.process_pool.pool` runs: one function, called with the
+arguments of each line that arrives.
 
-Its own clock ends it: a call that takes more processor time than it may is killed by the kernel (SIGPROF), inside C code too
-and even if the process that waits for it is gone.
+Its own clock ends it: a call that takes more processor time than it may is killed by the kernel
+(SIGPROF), inside C code too and even if the process that waits for it is gone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from importlib import import_module
 
 
 def main(path: str, cpu_s: float, memory_mib: int) -> None:
-    """Serves until its standard input ends. `path` is "module:function"; arguments and results travel as JSON lines."""
+    """Serves until its standard input ends. `path` is "module:function"; arguments and results
+    travel as JSON lines."""
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # whatever a library prints is no answer
     module, _, name = path.partition(":")
     function = getattr(import_module(module), name)
-    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):  # from here on it has nothing to write
+    # from here on it has nothing to write
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit

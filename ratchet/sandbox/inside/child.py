@@ -1,4 +1,5 @@
-"""One execution: a process forked from the zygote gives up all that it could misuse, then becomes the program."""
+"""One execution: a process forked from the zygote gives up all that it could misuse, then becomes
+the program."""
 
 from __future__ import annotations
 
@@ -23,10 +24,15 @@ from . import landlock, rootfs, seccomp, syscalls
 
 STATUS, FIRST_UNUSED = 3, 4
 FILE_NAME = "main.py"
-STREAMS = (("stdin", 0, "r", "surrogateescape"), ("stdout", 1, "w", "surrogateescape"), ("stderr", 2, "w", "backslashreplace"))
+STREAMS = (
+    ("stdin", 0, "r", "surrogateescape"),
+    ("stdout", 1, "w", "surrogateescape"),
+    ("stderr", 2, "w", "backslashreplace"),
+)
 STACK_BYTES = 64 << 20
 MAX_DESCRIPTORS = 64
-SCRATCH_UID, NARROW_UID = 0x20000000, 65000  # of nobody; the second for containers that map only 16 bits of ids
+# of nobody; the second for containers that map only 16 bits of ids
+SCRATCH_UID, NARROW_UID = 0x20000000, 65000
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,8 @@ class Request:
 
 
 def become(request: Request, place: Place, zygote: int, files: list[int]) -> NoReturn:
-    """files: program, stdin, stdout, stderr, status. Status gets "ready", or why the program could not be started."""
+    """files: program, stdin, stdout, stderr, status. Status gets "ready", or why the program could
+    not be started."""
     program, stdin, stdout, stderr, status = files
     try:
         os.setsid()
@@ -79,7 +86,11 @@ def become(request: Request, place: Place, zygote: int, files: list[int]) -> NoR
 
 def usual_signals(command: bool) -> None:
     """What the zygote ignores, a program gets back; and a command also what Python ignores."""
-    for number in (signal.SIGTERM, signal.SIGHUP, *((signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ) if command else ())):
+    for number in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+        *((signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ) if command else ()),
+    ):
         signal.signal(number, signal.SIG_DFL)
     if not command:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -112,7 +123,8 @@ def limit_resources(request: Request, place: Place) -> None:
     memory = request.memory_mib << 20
     limits = {
         resource.RLIMIT_AS: memory,
-        resource.RLIMIT_CPU: request.cpu_s,  # soft and hard alike: SIGKILL, which no handler outlives
+        # soft and hard alike: SIGKILL, which no handler outlives
+        resource.RLIMIT_CPU: request.cpu_s,
         resource.RLIMIT_FSIZE: request.disk_mib << 20,
         resource.RLIMIT_NOFILE: MAX_DESCRIPTORS,
         resource.RLIMIT_STACK: min(STACK_BYTES, memory),
@@ -120,9 +132,13 @@ def limit_resources(request: Request, place: Place) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    if place.drop or place.level >= 3:  # else the count is the user's whole, the trainer's threads and all
-        beside = 0 if place.drop else 2  # the zygote and its launcher, counted with it in a user namespace
-        limits[resource.RLIMIT_NPROC] = (request.processes if request.forking else request.threads) + beside
+    # else the count is the user's whole, the trainer's threads and all
+    if place.drop or place.level >= 3:
+        # the zygote and its launcher, counted with it in a user namespace
+        beside = 0 if place.drop else 2
+        limits[resource.RLIMIT_NPROC] = (
+            request.processes if request.forking else request.threads
+        ) + beside
     for kind, value in limits.items():
         ceiling = resource.getrlimit(kind)[1]
         value = value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
@@ -141,8 +157,9 @@ def run_command(words: list[str]) -> NoReturn:
 
 
 def run_source(source: bytes, leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
-    """As `python main.py` would: streams, __main__, tracebacks, threads and exit handlers, exit codes. `leave` is bound here
-    because the program may replace os._exit, and then return into the code of the fork server (confined, but for what?)."""
+    """As `python main.py` would: streams, __main__, tracebacks, threads and exit handlers, exit
+    codes. `leave` is bound here because the program may replace os._exit, and then return into the
+    code of the fork server (confined, but for what?)."""
     main = types.ModuleType("__main__")
     prepare_interpreter(main, source)
     code = 1
@@ -162,12 +179,15 @@ def prepare_interpreter(main: types.ModuleType, source: bytes) -> None:
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.argv[:] = [FILE_NAME]
     for name, file, mode, errors in STREAMS:
-        stream = open(file, mode, encoding="utf-8", errors=errors, closefd=False, buffering=1 if file == 2 else -1)  # noqa: SIM115
+        buffering = 1 if file == 2 else -1
+        options = {"encoding": "utf-8", "errors": errors, "closefd": False, "buffering": buffering}
+        stream = open(file, mode, **options)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     site.setquit()  # which -S left out
     lines = source.decode("utf-8", "replace").splitlines(keepends=True)
-    linecache.cache[FILE_NAME] = (len(source), None, lines, FILE_NAME)  # so that tracebacks show the line
+    # so that tracebacks show the line
+    linecache.cache[FILE_NAME] = (len(source), None, lines, FILE_NAME)
     random.seed(0)  # a fork draws another seed, and a verdict must not hang on it
     gc.unfreeze()
 
@@ -182,7 +202,8 @@ def exit_code(stop: SystemExit) -> int:
 
 
 def report(error: BaseException) -> None:
-    """Without our own frame. The usual hook reads the source from disk, where it never was; `traceback` asks linecache."""
+    """Without our own frame. The usual hook reads the source from disk, where it never was;
+    `traceback` asks linecache."""
     error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None
     try:
         if sys.excepthook is sys.__excepthook__:
@@ -194,7 +215,8 @@ def report(error: BaseException) -> None:
 
 
 def finish(code: int) -> int:
-    """What the interpreter does at its end, less tearing itself down, which takes longer than most programs."""
+    """What the interpreter does at its end, less tearing itself down, which takes longer than most
+    programs."""
     shutdown: Any = getattr(threading, "_shutdown", None)
     try:
         if shutdown is not None:

@@ -1,4 +1,5 @@
-"""Landlock: the process may use the named paths and no others, for good. Needs no privilege; Linux 5.13 and newer."""
+"""Landlock: the process may use the named paths and no others, for good. Needs no privilege; Linux
+5.13 and newer."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
 BASE_RIGHTS = (1 << 13) - 1
-NEWER_RIGHTS = ((2, 1 << 13), (3, TRUNCATE), (5, 1 << 15))  # ABI that brought it: refer, truncate, ioctl on devices
+# ABI that brought it: refer, truncate, ioctl on devices
+NEWER_RIGHTS = ((2, 1 << 13), (3, TRUNCATE), (5, 1 << 15))
 
 
 def abi() -> int:
@@ -28,7 +30,8 @@ def handled_rights(version: int) -> int:
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str], *, executable: bool) -> None:
-    """The caller has set no_new_privs. Network and signals are shut as far as this kernel knows how."""
+    """The caller has set no_new_privs. Network and signals are shut as far as this kernel knows
+    how."""
     version = abi()
     handled = handled_rights(version)
     attributes = struct.pack("QQQ", handled, 3 if version >= 4 else 0, 3 if version >= 6 else 0)

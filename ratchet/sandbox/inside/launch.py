@@ -1,7 +1,9 @@
-"""The entry of the inner side: finds the strongest isolation that this machine grants, enters it, starts the zygote.
+"""The entry of the inner side: finds the strongest isolation that this machine grants, enters it,
+starts the zygote.
 
-A level is first tried whole in a process that is thrown away: on some machines a namespace is granted and what makes it
-useful refused, and a sandbox must never be half of what it says. Once probed, a failure ends the launch.
+A level is first tried whole in a process that is thrown away: on some machines a namespace is
+granted and what makes it useful refused, and a sandbox must never be half of what it says. Once
+probed, a failure ends the launch.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ PRELOADED = """
     decimal enum fractions functools hashlib heapq inspect io itertools json linecache math numbers operator pprint queue
     random re secrets site statistics string struct textwrap threading time traceback types typing unicodedata uuid
 """
-MULTIARCH = ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/etc/ld.so.cache")
+MULTIARCH = (
+    "/lib/x86_64-linux-gnu",
+    "/usr/lib/x86_64-linux-gnu",
+    "/lib64",
+    "/usr/lib64",
+    "/lib",
+    "/etc/ld.so.cache",
+)
 
 
 def main(control: int, options: dict[str, Any]) -> None:
@@ -55,7 +64,9 @@ def main(control: int, options: dict[str, Any]) -> None:
                 wait_for(inner, boss)
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         proc = rootfs.build(sources) if level >= 3 else None
-        channel.send(json.dumps({"level": level, "refused": refused, "by": mechanisms(place)}).encode())
+        channel.send(
+            json.dumps({"level": level, "refused": refused, "by": mechanisms(place)}).encode()
+        )
     except Exception as error:
         channel.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         os._exit(1)
@@ -77,8 +88,9 @@ def oom_first() -> None:
 
 
 def wait_for(inner: int, boss: int) -> None:
-    """The launcher stays because a process can't move itself into its new process namespace. As process 1 in there, the
-    zygote takes everything with it when it ends; should it not end by itself when the trainer has, we see to it."""
+    """The launcher stays because a process can't move itself into its new process namespace. As
+    process 1 in there, the zygote takes everything with it when it ends; should it not end by
+    itself when the trainer has, we see to it."""
     poll = select.poll()
     for file in (boss, os.pidfd_open(inner)):
         poll.register(file, select.POLLIN)
@@ -98,10 +110,15 @@ def view(readable: Sequence[str]) -> list[str]:
 
 
 def library() -> tuple[str, ...]:
-    """What a program must be able to read: the standard library and what its extension modules are linked to."""
+    """What a program must be able to read: the standard library and what its extension modules are
+    linked to."""
     found = {path for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))}
     folder = sysconfig.get_config_var("LIBDIR")
-    return (*sorted(found), *((folder,) if folder and folder.startswith(sys.base_prefix) else ()), *MULTIARCH)
+    return (
+        *sorted(found),
+        *((folder,) if folder and folder.startswith(sys.base_prefix) else ()),
+        *MULTIARCH,
+    )
 
 
 def strongest(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
@@ -157,10 +174,15 @@ def try_namespaces(sources: list[str]) -> None:
 
 
 def unused_uid(level: int, readable: Sequence[str]) -> int:
-    """For root's programs, since file permissions and process counts don't bind uid 0. 0 where there is none to be had."""
-    if os.getuid() != 0 or not (syscalls.capable(syscalls.CAP_SETUID) and syscalls.capable(syscalls.CAP_SETGID)):
+    """For root's programs, since file permissions and process counts don't bind uid 0. 0 where
+    there is none to be had."""
+    if os.getuid() != 0 or not (
+        syscalls.capable(syscalls.CAP_SETUID) and syscalls.capable(syscalls.CAP_SETGID)
+    ):
         return 0
-    if level < 3 and not all(open_to_others(path) for path in (sysconfig.get_path("stdlib"), *readable)):
+    if level < 3 and not all(
+        open_to_others(path) for path in (sysconfig.get_path("stdlib"), *readable)
+    ):
         return 0  # it could not import from a Python that only root reads
     for uid in (child.SCRATCH_UID + os.getpid(), child.NARROW_UID + os.getpid() % 500):
         if not trial(lambda uid=uid: os.setresuid(uid, uid, uid)):
@@ -170,7 +192,9 @@ def unused_uid(level: int, readable: Sequence[str]) -> int:
 
 def open_to_others(path: str) -> bool:
     parts = path.split("/")
-    return all(os.stat("/".join(parts[:i]) or "/").st_mode & stat.S_IXOTH for i in range(1, len(parts) + 1))
+    return all(
+        os.stat("/".join(parts[:i]) or "/").st_mode & stat.S_IXOTH for i in range(1, len(parts) + 1)
+    )
 
 
 def mechanisms(place: child.Place) -> list[str]:

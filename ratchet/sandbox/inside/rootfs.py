@@ -1,4 +1,5 @@
-"""Namespaces of our own and, in them, a root directory that holds a Python, the system's libraries and nothing else."""
+"""Namespaces of our own and, in them, a root directory that holds a Python, the system's libraries
+and nothing else."""
 
 from __future__ import annotations
 
@@ -12,19 +13,25 @@ BOX = "/box"  # the scratch directory; /tmp points to it
 DEVICES = ("null", "zero", "random", "urandom")
 # Debian's awk is a link into the last of them, which holds nothing but links.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/alternatives")
-STAGE = "/proc"  # where the new root is put together: always a directory, and never one of its sources
+# where the new root is put together: always a directory, and never one of its sources
+STAGE = "/proc"
 INNER_UID = 1000
 SPACES = syscalls.NEWNS | syscalls.NEWPID | syscalls.NEWNET | syscalls.NEWIPC | syscalls.NEWUTS
 
 
 def enter() -> None:
-    """Raises OSError where any step is refused: half a sandbox is none. The next process forked is the first one inside."""
+    """Raises OSError where any step is refused: half a sandbox is none. The next process forked is
+    the first one inside."""
     if syscalls.capable(syscalls.CAP_SYS_ADMIN):
         syscalls.unshare(SPACES)
     else:
         uid, gid = os.getuid(), os.getgid()
         syscalls.unshare(SPACES | syscalls.NEWUSER)
-        for name, line in (("setgroups", "deny"), ("uid_map", f"{INNER_UID} {uid} 1"), ("gid_map", f"{INNER_UID} {gid} 1")):
+        for name, line in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{INNER_UID} {uid} 1"),
+            ("gid_map", f"{INNER_UID} {gid} 1"),
+        ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
     syscalls.mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -32,9 +39,11 @@ def enter() -> None:
 
 
 def build(sources: list[str]) -> int | None:
-    """By the first process inside. Returns a /proc of our processes, or None where a container hides parts of /proc."""
+    """By the first process inside. Returns a /proc of our processes, or None where a container
+    hides parts of /proc."""
     try:
-        proc = syscalls.detached_proc()  # now: an unprivileged user may mount one only while another is in sight
+        # now: an unprivileged user may mount one only while another is in sight
+        proc = syscalls.detached_proc()
     except OSError:
         proc = None
     syscalls.mount("root", STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")

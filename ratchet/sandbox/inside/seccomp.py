@@ -1,7 +1,9 @@
-"""The filter on system calls: what is not allowed here fails with EPERM. Classic BPF, written by hand: no libseccomp.
+"""The filter on system calls: what is not allowed here fails with EPERM. Classic BPF, written by
+hand: no libseccomp.
 
-Allowed by name, because what a new kernel brings must not be open by default. Numbers are x86-64's; on another machine
-`available` is False and the sandbox refuses to start, rather than to filter by wrong numbers.
+Allowed by name, because what a new kernel brings must not be open by default. Numbers are x86-64's;
+on another machine `available` is False and the sandbox refuses to start, rather than to filter by
+wrong numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ KILL, OK, FAIL = 0x80000000, 0x7FFF0000, 0x00050000
 ARCH_X86_64, X32_BIT = 0xC000003E, 0x40000000
 OWN_PID = 0x7E57AB1E
 NAMESPACE_FLAGS, CLONE_THREAD = 0x7E020080, 0x10000
-WRITING = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | 0o20000000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
+# O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
+WRITING = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | 0o20000000
 Instruction = tuple[int, int, int, int]
 
 
@@ -56,13 +59,28 @@ FORKING = table("""
     fork=57 vfork=58 execve=59 wait4=61 kill=62 setpgid=109 setsid=112 setresuid=117 setresgid=119 setpriority=141
     tgkill=234 waitid=247 execveat=322
 """)
-# What `ls -l` and `cp` ask of every file; no file has any here, and only this answer says so without a complaint.
-ATTRIBUTES = table("getxattr=191 lgetxattr=192 fgetxattr=193 listxattr=194 llistxattr=195 flistxattr=196")
-CLONE, CLONE3, KILL_CALL, TGKILL, FCNTL, IOCTL, PRLIMIT, PRCTL, SOCKETPAIR = 56, 435, 62, 234, 72, 16, 302, 157, 53
+# What `ls -l` and `cp` ask of every file; no file has any here, and only this answer says so
+# without a complaint.
+ATTRIBUTES = table(
+    "getxattr=191 lgetxattr=192 fgetxattr=193 listxattr=194 llistxattr=195 flistxattr=196"
+)
+CLONE, CLONE3, KILL_CALL, TGKILL, FCNTL, IOCTL, PRLIMIT, PRCTL, SOCKETPAIR = (
+    56,
+    435,
+    62,
+    234,
+    72,
+    16,
+    302,
+    157,
+    53,
+)
 FLOCK = 73
 FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # descriptors and flags; no owners, leases, pipe sizes
-ASK_LOCKS, SET_LOCKS = (5, 36), (6, 7, 37, 38)  # F_GETLK, F_SETLK, F_SETLKW, and those of open files
-IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, window size, FIONREAD, FIONBIO, close-on-exec
+# F_GETLK, F_SETLK, F_SETLKW, and those of open files
+ASK_LOCKS, SET_LOCKS = (5, 36), (6, 7, 37, 38)
+# TCGETS, window size, FIONREAD, FIONBIO, close-on-exec
+IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 PRCTL_COMMANDS = (15, 16)  # the name of a thread; not the death signal
 
 
@@ -84,7 +102,8 @@ def argument(index: int) -> Instruction:
 
 
 def when(call: int, body: list[Instruction]) -> list[Instruction]:
-    """`body` must return. Its first instruction may load over the number: nothing after it looks."""
+    """`body` must return. Its first instruction may load over the number: nothing after it
+    looks."""
     return [(JUMP_EQUAL, 0, len(body), call), *body]
 
 
@@ -102,15 +121,22 @@ def without(index: int, bits: int, error: int) -> list[Instruction]:
 def locks(forking: bool) -> list[Instruction]:
     """Return the filter of file locks.
 
-    The files of the library are the same in every slot, so that a lock on one is seen by programs beside it. A program
-    of one process, which has no other to lock out, is told that its lock is granted, and gets none. It may ask for the
-    locks of others, as SQLite does before it trusts a shared index; programs beside it hold none.
+    The files of the library are the same in every slot, so that a lock on one is seen by programs
+    beside it. A program of one process, which has no other to lock out, is told that its lock is
+    granted, and gets none. It may ask for the locks of others, as SQLite does before it trusts a
+    shared index; programs beside it hold none.
     """
     if forking:
-        return when(FCNTL, one_of(1, FCNTL_COMMANDS + ASK_LOCKS + SET_LOCKS)) + when(FLOCK, [returns(OK)])
+        return when(FCNTL, one_of(1, FCNTL_COMMANDS + ASK_LOCKS + SET_LOCKS)) + when(
+            FLOCK, [returns(OK)]
+        )
     granted = returns(FAIL | 0)  # "fails" with error 0: the call returns 0 and does nothing
     setting = [step for command in SET_LOCKS for step in ((JUMP_EQUAL, 0, 1, command), granted)]
-    allowing = [step for command in FCNTL_COMMANDS + ASK_LOCKS for step in ((JUMP_EQUAL, 0, 1, command), returns(OK))]
+    allowing = [
+        step
+        for command in FCNTL_COMMANDS + ASK_LOCKS
+        for step in ((JUMP_EQUAL, 0, 1, command), returns(OK))
+    ]
     return when(FCNTL, [argument(1), *setting, *allowing, fails()]) + when(FLOCK, [granted])
 
 
@@ -121,7 +147,8 @@ def program(pid: int, level: int, forking: bool) -> bytes:
 
 @functools.cache
 def template(level: int, forking: bool) -> bytes:
-    """With a stand-in for the process id, since putting it together takes as long as the rest of a child's start."""
+    """With a stand-in for the process id, since putting it together takes as long as the rest of a
+    child's start."""
     code: list[Instruction] = [(LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, ARCH_X86_64), returns(KILL)]
     code += [(LOAD, 0, 0, 0), (JUMP_GE, 0, 1, X32_BIT), returns(KILL)]
     threads_only = [
@@ -135,10 +162,12 @@ def template(level: int, forking: bool) -> bytes:
     code += when(CLONE, without(0, NAMESPACE_FLAGS, errno.EPERM) if forking else threads_only)
     for call in ATTRIBUTES.values():
         code += when(call, [fails(errno.ENOTSUP)])
-    code += when(CLONE3, [fails(errno.ENOSYS)])  # its flags lie in memory, out of a filter's sight; glibc then uses clone
+    # its flags lie in memory, out of a filter's sight; glibc then uses clone
+    code += when(CLONE3, [fails(errno.ENOSYS)])
     code += locks(forking) + when(IOCTL, one_of(1, IOCTL_COMMANDS, errno.ENOTTY))
     code += when(PRCTL, one_of(0, PRCTL_COMMANDS))
-    # AF_UNIX, SOCK_STREAM alone (asyncio wakes itself by such a pair): connected for good, so it leads nowhere.
+    # AF_UNIX, SOCK_STREAM alone (asyncio wakes itself by such a pair): connected for good, so it
+    # leads nowhere.
     pair = [
         argument(0),
         (JUMP_EQUAL, 1, 0, 1),
@@ -151,7 +180,11 @@ def template(level: int, forking: bool) -> bytes:
     ]
     code += when(SOCKETPAIR, pair)
     # prlimit reads the caller's own limits: pid 0, no new limit (both halves of the pointer).
-    zeros = [step for word in (16, 32, 36) for step in ((LOAD, 0, 0, word), (JUMP_EQUAL, 1, 0, 0), fails())]
+    zeros = [
+        step
+        for word in (16, 32, 36)
+        for step in ((LOAD, 0, 0, word), (JUMP_EQUAL, 1, 0, 0), fails())
+    ]
     code += when(PRLIMIT, [*zeros, returns(OK)])
     allowed = dict(ALWAYS)
     if forking:

@@ -1,6 +1,7 @@
-"""One command of a session whose files travel: unpacks them, runs it, and reports how it ended with the files as they are
-then. Runs inside the sandbox, as the program, with a call of `main` at its end; standard library only. stdin: a JSON request,
-stdout: a JSON report. A directory is a file without data."""
+"""One command of a session whose files travel: unpacks them, runs it, and reports how it ended with
+the files as they are then. Runs inside the sandbox, as the program, with a call of `main` at its
+end; standard library only. stdin: a JSON request, stdout: a JSON report. A directory is a file
+without data."""
 
 import base64
 import contextlib
@@ -46,7 +47,10 @@ def pack(most):
                     data = file.read(most + 1)
             except PermissionError:
                 continue
-            found[os.path.relpath(path)] = [stat.S_IMODE(about.st_mode), base64.b64encode(data).decode()]
+            found[os.path.relpath(path)] = [
+                stat.S_IMODE(about.st_mode),
+                base64.b64encode(data).decode(),
+            ]
     return found
 
 
@@ -60,14 +64,22 @@ def listen(pipe, text, most, over):
 
 def run(request):
     texts, over, began = [bytearray(), bytearray()], threading.Event(), time.monotonic()
-    words = [os.path.abspath(word) if word == request["state"] else word for word in request["words"]]
+    words = [
+        os.path.abspath(word) if word == request["state"] else word for word in request["words"]
+    ]
     process = subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     assert process.stdout is not None
     assert process.stderr is not None
     readers = [
-        threading.Thread(target=listen, args=(pipe.fileno(), text, request["most_output"], over), daemon=True)
+        threading.Thread(
+            target=listen, args=(pipe.fileno(), text, request["most_output"], over), daemon=True
+        )
         for pipe, text in zip((process.stdout, process.stderr), texts, strict=True)
     ]
     for reader in readers:
@@ -89,7 +101,12 @@ def run(request):
         reason = "output"
     elif code < 0 and reason == "exit":
         reason = "signal"
-    return code, reason, [bytes(text[: request["most_output"]]) for text in texts], time.monotonic() - began
+    return (
+        code,
+        reason,
+        [bytes(text[: request["most_output"]]) for text in texts],
+        time.monotonic() - began,
+    )
 
 
 def main():
@@ -103,5 +120,12 @@ def main():
         reason = "output"
         texts[1] += b"\nthe working directory holds more than can be kept: this command is undone\n"
     stdout, stderr = (base64.b64encode(text).decode() for text in texts)
-    report = {"code": code, "reason": reason, "stdout": stdout, "stderr": stderr, "seconds": seconds, "files": files}
+    report = {
+        "code": code,
+        "reason": reason,
+        "stdout": stdout,
+        "stderr": stderr,
+        "seconds": seconds,
+        "files": files,
+    }
     sys.stdout.write(json.dumps(report))

@@ -1,4 +1,5 @@
-"""The system calls that Python's `os` does not offer, by ctypes. Every failure is an OSError that names the call."""
+"""The system calls that Python's `os` does not offer, by ctypes. Every failure is an OSError that
+names the call."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import struct
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.syscall.restype = ctypes.c_long
 
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x20000,
+    0x4000000,
+    0x8000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
 AT_FDCWD, AT_RECURSIVE, MNT_DETACH = -100, 0x8000, 2
@@ -51,25 +59,44 @@ def unmount(target: str, flags: int = 0) -> None:
 
 
 def make_read_only(path: str, *, recursive: bool) -> None:
-    """Only ever adds restrictions, so it works where some are locked; with the submounts, which a remount leaves writable."""
-    attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, 0, 0, 0)
+    """Only ever adds restrictions, so it works where some are locked; with the submounts, which a
+    remount leaves writable."""
+    attributes = struct.pack(
+        "QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, 0, 0, 0
+    )
     flags = AT_RECURSIVE if recursive else 0
-    syscall(f"mount_setattr {path}", MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, len(attributes))
+    syscall(
+        f"mount_setattr {path}",
+        MOUNT_SETATTR,
+        AT_FDCWD,
+        path.encode(),
+        flags,
+        attributes,
+        len(attributes),
+    )
 
 
 def pivot_root() -> None:
-    """Makes the current directory, a mount point, the root and forgets the old one, which holds everything."""
+    """Makes the current directory, a mount point, the root and forgets the old one, which holds
+    everything."""
     syscall("pivot_root", PIVOT_ROOT, b".", b".")
     unmount(".", MNT_DETACH)
     os.chdir("/")
 
 
 def detached_proc() -> int:
-    """A /proc of our own process namespace as a descriptor: it has no path, so no program can walk to it."""
+    """A /proc of our own process namespace as a descriptor: it has no path, so no program can walk
+    to it."""
     context = syscall("fsopen proc", FSOPEN, b"proc", 1)
     try:
         syscall("fsconfig proc", FSCONFIG, context, 6, None, None, 0)
-        mounted = syscall("fsmount proc", FSMOUNT, context, 1, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC)
+        mounted = syscall(
+            "fsmount proc",
+            FSMOUNT,
+            context,
+            1,
+            MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC,
+        )
     finally:
         os.close(context)
     try:

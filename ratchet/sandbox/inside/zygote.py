@@ -1,4 +1,5 @@
-"""The fork server: one request at a time, one process for each, and nothing of it left when the answer goes out."""
+"""The fork server: one request at a time, one process for each, and nothing of it left when the
+answer goes out."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
 def serve(control: int, boss: int, place: Place, proc: int | None) -> NoReturn:
-    """Ends when the trainer does: its end of `control` closes, or `boss`, a pidfd of it, says so (a copy of that end may
-    live on in something that it forked). `proc` is a /proc of our own, where processes are ours to count."""
+    """Ends when the trainer does: its end of `control` closes, or `boss`, a pidfd of it, says so (a
+    copy of that end may live on in something that it forked). `proc` is a /proc of our own, where
+    processes are ours to count."""
     channel = socket.socket(fileno=control)
     gc.collect()
     gc.freeze()  # or every child's first collection copies the pages of all that is imported
@@ -39,16 +41,26 @@ def serve(control: int, boss: int, place: Place, proc: int | None) -> NoReturn:
         if "stop" not in request:  # a late one, for a run that has ended, asks for nothing
             if last_pid is not None:
                 os.pwrite(last_pid, b"1", 0)
-            channel.send(json.dumps(execute(channel, boss, Request(**request), place, files, proc)).encode())
+            channel.send(
+                json.dumps(execute(channel, boss, Request(**request), place, files, proc)).encode()
+            )
 
 
 def execute(
-    channel: socket.socket, boss: int, request: Request, place: Place, files: list[int], proc: int | None
+    channel: socket.socket,
+    boss: int,
+    request: Request,
+    place: Place,
+    files: list[int],
+    proc: int | None,
 ) -> dict[str, Any]:
     inside = place.level >= 3
     if request.forking and proc is None:
         close(files)
-        return {"setup": f"commands and processes need namespaces and a /proc of their own; this is level {place.level}"}
+        return {
+            "setup": "commands and processes need namespaces and a /proc of their own; this is "
+            f"level {place.level}"
+        }
     if inside:
         rootfs.fresh_box(request.disk_mib, place.drop)
     ready, status = os.pipe2(os.O_CLOEXEC)
@@ -69,7 +81,11 @@ def execute(
         rootfs.discard_box()
     said = os.read(ready, 600)
     close([handle, ready])
-    setup = "" if said == b"ready" or stopped else said.decode("utf-8", "replace") or "died before it was confined"
+    setup = (
+        ""
+        if said == b"ready" or stopped
+        else said.decode("utf-8", "replace") or "died before it was confined"
+    )
     cpu = usage.ru_utime + usage.ru_stime
     return {"status": code, "stopped": stopped, "seconds": seconds, "cpu": cpu, "setup": setup}
 
@@ -85,7 +101,9 @@ def open_last_pid(proc: int | None) -> int | None:
         return None
 
 
-def watch(channel: socket.socket, boss: int, handle: int, request: Request, proc: int | None, start: float) -> str:
+def watch(
+    channel: socket.socket, boss: int, handle: int, request: Request, proc: int | None, start: float
+) -> str:
     """Waits for the child. Returns why it must be stopped, or nothing if it has ended."""
     poll = select.poll()
     for file in (handle, channel.fileno(), boss):
@@ -110,12 +128,14 @@ def watch(channel: socket.socket, boss: int, handle: int, request: Request, proc
 
 
 def leave() -> NoReturn:
-    """The trainer is gone. Children die with us: by the process namespace, or by their death signal."""
+    """The trainer is gone. Children die with us: by the process namespace, or by their death
+    signal."""
     os._exit(0)
 
 
 def end_all() -> None:
-    """Kills whatever the program started. We are process 1 of a namespace, so -1 means its processes and no others."""
+    """Kills whatever the program started. We are process 1 of a namespace, so -1 means its
+    processes and no others."""
     assert os.getpid() == 1
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)

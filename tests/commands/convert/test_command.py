@@ -14,7 +14,9 @@ from learners.megatron_cases import SEED, SHAPES, alone
 from learners.ranks import run_ranks
 from models.conftest import reference as reference
 from models.convert.cases import BASE, MODELS
-from models.convert.conftest import written as written  # the fixture: models as transformers saves them
+
+# the fixture: models as transformers saves them
+from models.convert.conftest import written as written
 from safetensors.torch import load_file, save_file
 
 from ratchet.checkpoint.sharded import save_blocks
@@ -43,7 +45,9 @@ def run(source, target, to, *, config=None, verify=True, file_bytes=SMALL, adapt
 
 
 def assert_same_model(directory, original):
-    found = {name: t for path in directory.glob("*.safetensors") for name, t in load_file(path).items()}
+    found = {
+        name: t for path in directory.glob("*.safetensors") for name, t in load_file(path).items()
+    }
     expected = load_file(original / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -61,7 +65,9 @@ def test_every_direction(written, tmp_path, before, after):
     assert form_of(tmp_path / "after") == after
     run(tmp_path / "after", tmp_path / "back", "hf", file_bytes=10**9)
     assert_same_model(tmp_path / "back", original)
-    assert {path.name for path in tmp_path.iterdir()} == {"before", "after", "back"}, "something was left behind"
+    assert {path.name for path in tmp_path.iterdir()} == {"before", "after", "back"}, (
+        "something was left behind"
+    )
 
 
 @pytest.mark.needs("megatron")
@@ -69,7 +75,9 @@ def test_every_direction(written, tmp_path, before, after):
 def test_every_family_goes_to_megatron_and_back(written, tmp_path, model):
     heard = run(written(model), tmp_path / "megatron", "megatron")
     can_run = not model.startswith("deepseek")
-    assert ("max difference" if can_run else "can't run this model: model_type 'deepseek_v3'") in heard
+    assert (
+        "max difference" if can_run else "can't run this model: model_type 'deepseek_v3'"
+    ) in heard
     run(tmp_path / "megatron", tmp_path / "back", "hf", verify=False)
     assert_same_model(tmp_path / "back", written(model))
 
@@ -99,15 +107,22 @@ def test_what_was_interrupted_goes_on(written, tmp_path, monkeypatch):
 @pytest.mark.parametrize("to", FORMS)
 def test_a_corrupted_weight_is_found_and_written_again(written, tmp_path, monkeypatch, to):
     finish = type(FORMS[to]).finish
-    damaged = load_file(written("llama") / "model.safetensors")["model.norm.weight"].numpy().tobytes()
+    damaged = (
+        load_file(written("llama") / "model.safetensors")["model.norm.weight"].numpy().tobytes()
+    )
 
     def damage_and_finish(self, directory, records, config):
-        (path,) = (path for path in directory.iterdir() if path.is_file() and damaged in path.read_bytes())
+        (path,) = (
+            path for path in directory.iterdir() if path.is_file() and damaged in path.read_bytes()
+        )
         path.write_bytes(path.read_bytes().replace(damaged, b"\x01" + damaged[1:]))
         finish(self, directory, records, config)
 
     monkeypatch.setattr(type(FORMS[to]), "finish", damage_and_finish)
-    with pytest.raises(CheckpointError, match=r"weights in .* are not those of .*: model\.norm\.weight; repeat the command"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"weights in .* are not those of .*: model\.norm\.weight; repeat the command",
+    ):
         run(written("llama"), tmp_path / "made", to)
     assert not (tmp_path / "made").exists()
     monkeypatch.setattr(type(FORMS[to]), "finish", finish)
@@ -122,11 +137,16 @@ def test_logits_that_differ_are_an_error(written, tmp_path, monkeypatch):
         run(written("llama"), tmp_path / "made", "dcp")
 
 
-def test_a_model_that_memory_does_not_hold_is_compared_by_checksums_alone(written, tmp_path, monkeypatch):
+def test_a_model_that_memory_does_not_hold_is_compared_by_checksums_alone(
+    written, tmp_path, monkeypatch
+):
     (tmp_path / "meminfo").write_text("MemTotal:  100 kB\nMemAvailable:  10 kB\n")
     monkeypatch.setattr(sample_logits, "MEMINFO", tmp_path / "meminfo")
     heard = run(written("llama"), tmp_path / "made", "dcp")
-    assert "logits not compared: the model takes 0.0 GiB in float32, and there is less memory here" in heard
+    assert (
+        "logits not compared: the model takes 0.0 GiB in float32, and there is less memory here"
+        in heard
+    )
     assert "compared: all" in heard
 
 
@@ -136,9 +156,13 @@ def test_what_was_begun_from_another_source_is_not_mixed(written, tmp_path, monk
     with pytest.raises(SystemExit):
         run(tmp_path / "source", tmp_path / "made", "dcp")
     weights = load_file(tmp_path / "source" / "model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, tmp_path / "source" / "model.safetensors")
+    save_file(
+        {name: tensor + 1 for name, tensor in weights.items()},
+        tmp_path / "source" / "model.safetensors",
+    )
     with pytest.raises(
-        CheckpointError, match="begun from another source or adapter, with another --to, or the source has changed"
+        CheckpointError,
+        match="begun from another source or adapter, with another --to, or the source has changed",
     ):
         run(tmp_path / "source", tmp_path / "made", "dcp")
 
@@ -146,8 +170,15 @@ def test_what_was_begun_from_another_source_is_not_mixed(written, tmp_path, monk
 def test_a_trainers_own_checkpoint_is_read_beside_a_config(written, tmp_path):
     model = load_file(written("llama") / "model.safetensors")
     optimizer = {f"{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in model.items()}
-    torch_dcp.save({"model": model, "optim": {"state": optimizer}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(ModelError, match=r"has no config.json: name a Hugging Face directory of this model by --config"):
+    torch_dcp.save(
+        {"model": model, "optim": {"state": optimizer}},
+        checkpoint_id=tmp_path / "dcp",
+        no_dist=True,
+    )
+    with pytest.raises(
+        ModelError,
+        match=r"has no config.json: name a Hugging Face directory of this model by --config",
+    ):
         run(tmp_path / "dcp", tmp_path / "made", "hf")
     run(tmp_path / "dcp", tmp_path / "made", "hf", config=written("llama"))
     assert_same_model(tmp_path / "made", written("llama"))
@@ -160,9 +191,14 @@ def test_the_checkpoint_of_a_learner_is_read_without_what_its_optimizer_keeps(wr
         for name, tensor in model.items():
             start, part = rank * (len(tensor) // 2), tensor.chunk(2)[rank]
             at = (start, *(0,) * (tensor.dim() - 1))
-            blocks += [Shard(name, tuple(tensor.shape), at, part), Shard(f"exp_avg/{name}", tuple(tensor.shape), at, part)]
+            blocks += [
+                Shard(name, tuple(tensor.shape), at, part),
+                Shard(f"exp_avg/{name}", tuple(tensor.shape), at, part),
+            ]
         save_blocks(tmp_path / "learner", rank, blocks, {"taken": 3})
-    assert "(learner) ->" in run(tmp_path / "learner", tmp_path / "made", "hf", config=written("llama"), file_bytes=10**9)
+    assert "(learner) ->" in run(
+        tmp_path / "learner", tmp_path / "made", "hf", config=written("llama"), file_bytes=10**9
+    )
     assert_same_model(tmp_path / "made", written("llama"))
 
 
@@ -184,8 +220,14 @@ def test_layers_for_the_prediction_of_several_tokens_are_left_out_and_named(writ
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"score.weight": torch.zeros(1, 32)}, "Megatron has no place for these weights: score.weight"),
-        ({"model.norm.weight": torch.zeros(31)}, r"'model.norm.weight' has shape \(31,\), config.json says \(32,\)"),
+        (
+            {"score.weight": torch.zeros(1, 32)},
+            "Megatron has no place for these weights: score.weight",
+        ),
+        (
+            {"model.norm.weight": torch.zeros(31)},
+            r"'model.norm.weight' has shape \(31,\), config.json says \(32,\)",
+        ),
         ({"model.norm.weight": None}, "weights are missing: model.norm.weight"),
         ({"lm_head.weight": torch.zeros(50, 32)}, "lm_head.weight differs from the embedding"),
     ],
@@ -193,7 +235,10 @@ def test_layers_for_the_prediction_of_several_tokens_are_left_out_and_named(writ
 def test_weights_that_do_not_fit_are_refused(written, tmp_path, change, message):
     shutil.copytree(written("llama-tied"), tmp_path / "source")
     weights = {**load_file(tmp_path / "source" / "model.safetensors"), **change}
-    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, tmp_path / "source/model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in weights.items() if tensor is not None},
+        tmp_path / "source/model.safetensors",
+    )
     with pytest.raises(ModelError, match=message):
         run(tmp_path / "source", tmp_path / "made", "megatron")
 
@@ -208,7 +253,10 @@ def test_an_architecture_without_a_map_goes_to_dcp_and_not_to_megatron(tmp_path)
 
 
 def test_two_processes_do_not_write_to_one_place(written, tmp_path):
-    with tool._held(tmp_path / ".made.partial"), pytest.raises(CheckpointError, match="another process is writing"):
+    with (
+        tool._held(tmp_path / ".made.partial"),
+        pytest.raises(CheckpointError, match="another process is writing"),
+    ):
         run(written("llama"), tmp_path / "made", "dcp")
 
 
@@ -216,18 +264,29 @@ def test_places_and_forms_that_are_none_are_refused(written, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="exists: give another place"):
         run(written("llama"), tmp_path / "file", "dcp")
-    with pytest.raises(ConfigError, match="--to onnx is no form of weights: there are hf, megatron, dcp"):
+    with pytest.raises(
+        ConfigError, match="--to onnx is no form of weights: there are hf, megatron, dcp"
+    ):
         run(written("llama"), tmp_path / "made", "onnx")
-    with pytest.raises(CheckpointError, match=r"holds no weights of a model: neither model\.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no weights of a model: neither model\.safetensors"
+    ):
         run(tmp_path, tmp_path / "made", "hf")
 
 
-def test_the_command_of_the_page_is_what_it_does(written, tmp_path, monkeypatch, capsys, repository):
+def test_the_command_of_the_page_is_what_it_does(
+    written, tmp_path, monkeypatch, capsys, repository
+):
     """The lines of docs/convert.md, in a directory with a model."""
     shutil.copytree(written("qwen3"), tmp_path / "my-model")
     monkeypatch.chdir(tmp_path)
     page = (repository / "docs" / "convert.md").read_text(encoding="utf-8")
-    lines = [line for block in page.split("```")[1::2] for line in block.splitlines() if line.startswith("ratchet convert ")]
+    lines = [
+        line
+        for block in page.split("```")[1::2]
+        for line in block.splitlines()
+        if line.startswith("ratchet convert ")
+    ]
     assert len(lines) >= 3
     for line in lines:
         monkeypatch.setattr(sys, "argv", line.split())
@@ -245,11 +304,23 @@ def test_the_command_of_the_page_is_what_it_does(written, tmp_path, monkeypatch,
 @pytest.mark.needs("megatron")
 def test_the_checkpoint_of_a_megatron_learner_is_read(tmp_path):
     ranks = {"data_parallel": 2, "expert_parallel": 2}
-    case = {"shape": "sparse", "kind": "grpo", "options": ranks, "steps": 1, "saved_to": str(tmp_path / "policy")}
+    case = {
+        "shape": "sparse",
+        "kind": "grpo",
+        "options": ranks,
+        "steps": 1,
+        "saved_to": str(tmp_path / "policy"),
+    }
     results = [result for (result,) in run_ranks(2, "learners.megatron_cases:run", [case])]
     assert not any(isinstance(result, str) for result in results), results
     init_policy(SHAPES["sparse"], seed=SEED).save(tmp_path / "base")
-    heard = run(tmp_path / "policy" / "megatron", tmp_path / "made", "hf", config=tmp_path / "base", file_bytes=10**9)
+    heard = run(
+        tmp_path / "policy" / "megatron",
+        tmp_path / "made",
+        "hf",
+        config=tmp_path / "base",
+        file_bytes=10**9,
+    )
     assert "logits of 16 tokens" in heard
     _, expected, _ = alone("sparse", "grpo", 1)
     found = load_file(tmp_path / "made" / "model.safetensors")

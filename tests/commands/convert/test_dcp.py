@@ -1,4 +1,5 @@
-"""Directories of torch.distributed.checkpoint: what torch writes is read, and the reverse; nothing in them is executed."""
+"""Directories of torch.distributed.checkpoint: what torch writes is read, and the reverse; nothing
+in them is executed."""
 
 from __future__ import annotations
 
@@ -28,14 +29,19 @@ def test_what_torch_writes_is_read(tmp_path):
 def test_torch_reads_what_is_written(tmp_path):
     whole = torch.randn(4, 6)
     parts = [
-        write_chunks(tmp_path / f"__{i}_0.distcp", [Shard("a", (4, 6), (2 * i, 0), whole[2 * i : 2 * i + 2])]) for i in (0, 1)
+        write_chunks(
+            tmp_path / f"__{i}_0.distcp", [Shard("a", (4, 6), (2 * i, 0), whole[2 * i : 2 * i + 2])]
+        )
+        for i in (0, 1)
     ]
     write_index(tmp_path, [chunk for part in parts for chunk in part])
     found = {"a": torch.zeros(4, 6)}
     torch_dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(found["a"], whole)
     assert torch.equal(DcpFiles(tmp_path).block("a", (1, 0), (2, 6)), whole[1:3])
-    assert (tmp_path / "__0_0.distcp").stat().st_size < 3000, "a view was written with the storage behind it"
+    assert (tmp_path / "__0_0.distcp").stat().st_size < 3000, (
+        "a view was written with the storage behind it"
+    )
 
 
 class Hostile:
@@ -72,6 +78,8 @@ def test_a_damaged_file_is_found(tmp_path, damage):
 
 
 def test_numbers_that_no_file_has_are_missed(tmp_path):
-    write_index(tmp_path, write_chunks(tmp_path / "__0_0.distcp", [Shard("a", (4,), (0,), torch.zeros(3))]))
+    write_index(
+        tmp_path, write_chunks(tmp_path / "__0_0.distcp", [Shard("a", (4,), (0,), torch.zeros(3))])
+    )
     with pytest.raises(CheckpointError, match="lacks 1 numbers of 'a'"):
         DcpFiles(tmp_path).block("a", (0,), (4,))

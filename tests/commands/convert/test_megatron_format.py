@@ -12,7 +12,12 @@ from models.convert.cases import empty
 from models.convert.conftest import written as written
 
 from ratchet.commands.convert.dcp import write_chunks, write_index
-from ratchet.commands.convert.megatron_format import MegatronFiles, spellings, spot_of, written_spots
+from ratchet.commands.convert.megatron_format import (
+    MegatronFiles,
+    spellings,
+    spot_of,
+    written_spots,
+)
 from ratchet.errors import CheckpointError
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import Place, fill, megatron_layout
@@ -62,10 +67,18 @@ def test_stacked_experts_and_norms_by_the_names_of_transformer_engine(written, t
         (spot_of(spellings(name)[-1], dimensions, stacked=True), tensor)
         for name, tensor in _filled(written("mixtral"), dimensions).items()
     ]
-    _save(tmp_path / "made", [half for spot, tensor in spots for half in _halved(_chunk(spot, tensor))])
+    _save(
+        tmp_path / "made",
+        [half for spot, tensor in spots for half in _halved(_chunk(spot, tensor))],
+    )
     files = MegatronFiles(tmp_path / "made", dimensions)
     assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in files.files.tensors
-    assert files.files.shape("decoder.layers.mlp.experts.experts.linear_fc1.weight") == (4, 4, 96, 32)
+    assert files.files.shape("decoder.layers.mlp.experts.experts.linear_fc1.weight") == (
+        4,
+        4,
+        96,
+        32,
+    )
     _assert_read(files, written("mixtral"))
     whole = files.block("lm_head.weight", (0, 0), (50, 32))
     assert torch.equal(files.block("lm_head.weight", (3, 5), (7, 20)), whole[3:10, 5:25])
@@ -76,14 +89,22 @@ def test_a_padded_vocabulary_loses_its_padding(written, tmp_path):
     own = _filled(written("llama"), dimensions)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         own[name] = torch.cat([own[name], torch.full((14, 32), 9.0)])
-    _save(tmp_path / "made", [_chunk(spot_of(name, dimensions, stacked=True), tensor) for name, tensor in own.items()])
+    _save(
+        tmp_path / "made",
+        [_chunk(spot_of(name, dimensions, stacked=True), tensor) for name, tensor in own.items()],
+    )
     _assert_read(MegatronFiles(tmp_path / "made", dimensions), written("llama"))
 
 
 def test_norms_are_written_under_both_names(written):
     dimensions = _dimensions(written("qwen3_moe-dense-first"))
     keys = {
-        layer: [spot.key for spot in written_spots(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", dimensions)]
+        layer: [
+            spot.key
+            for spot in written_spots(
+                f"decoder.layers.{layer}.pre_mlp_layernorm.weight", dimensions
+            )
+        ]
         for layer in (0, 1)
     }
     assert keys[0][1:] == ["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"]
@@ -93,8 +114,16 @@ def test_norms_are_written_under_both_names(written):
 def test_a_checkpoint_of_another_model_is_refused(written, tmp_path):
     dimensions = _dimensions(written("llama"))
     own = _filled(written("llama"), dimensions)
-    _save(tmp_path / "made", [_chunk(spot_of(name, dimensions, stacked=True), tensor) for name, tensor in own.items()])
-    with pytest.raises(CheckpointError, match=r"lacks 'decoder.layers.0.self_attention.q_layernorm.weight'"):
+    _save(
+        tmp_path / "made",
+        [_chunk(spot_of(name, dimensions, stacked=True), tensor) for name, tensor in own.items()],
+    )
+    with pytest.raises(
+        CheckpointError, match=r"lacks 'decoder.layers.0.self_attention.q_layernorm.weight'"
+    ):
         MegatronFiles(tmp_path / "made", _dimensions(written("qwen3")))
-    with pytest.raises(CheckpointError, match=r"fc1.weight' in .* is \(4, 96, 32\), by config.json it is \(4, 128, 32\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"fc1.weight' in .* is \(4, 96, 32\), by config.json it is \(4, 128, 32\)",
+    ):
         MegatronFiles(tmp_path / "made", replace(dimensions, width=64))

@@ -49,14 +49,19 @@ def neutral(values: list[Any]) -> Any:
     if not values:
         return None
     kind = Counter(type(value).__name__ for value in values).most_common(1)[0][0]
-    words = [value for value in values if isinstance(value, str) and WORD.fullmatch(value) and "." not in value]
+    words = [
+        value
+        for value in values
+        if isinstance(value, str) and WORD.fullmatch(value) and "." not in value
+    ]
     if kind == "str" and words:
         return Counter(words).most_common(1)[0][0]
     return NEUTRAL.get(kind, "text")
 
 
 def tree(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys as sections; a key that is a value here and a section there is written with dots."""
+    """Return dotted keys as sections; a key that is a value here and a section there is written
+    with dots."""
     nested: dict[str, Any] = {}
     for key in sorted(keys):
         *places, last = key.split(".")
@@ -101,28 +106,44 @@ def of_files(peer: str, checkout: Path) -> tuple[dict[str, dict[str, Any]], Coun
         totals.update(item.fate for item in result.items if not item.assumed)
         totals["null"] += len(result.unset)
         totals["unresolved"] += len(result.unread)
-        totals["not in the table"] += sum("is not in the table" in item.note for item in result.items)
+        totals["not in the table"] += sum(
+            "is not in the table" in item.note for item in result.items
+        )
         totals["keys"] += len(source.values) + len(result.unread)
-    return {method: {key: neutral(several) for key, several in keys.items()} for method, keys in values.items()}, totals
+    return {
+        method: {key: neutral(several) for key, several in keys.items()}
+        for method, keys in values.items()
+    }, totals
 
 
 def of_trl(wheel: Path) -> dict[str, dict[str, Any]]:
-    """Return fields of TRL's dataclasses, read and not run, and of transformers' TrainingArguments."""
+    """Return fields of TRL's dataclasses, read and not run, and of transformers'
+    TrainingArguments."""
     from transformers import TrainingArguments
 
     common = {name: field.default for name, field in TrainingArguments.__dataclass_fields__.items()}
-    common = {name: value if isinstance(value, bool | int | float | str) else None for name, value in common.items()}
+    common = {
+        name: value if isinstance(value, bool | int | float | str) else None
+        for name, value in common.items()
+    }
     for file, name in BESIDE:
         common |= fields(wheel / file, name)
     return {
-        name: {key: neutral([value]) for key, value in (common | fields(wheel / f"trl/trainer/{file}.py", name)).items()}
+        name: {
+            key: neutral([value])
+            for key, value in (common | fields(wheel / f"trl/trainer/{file}.py", name)).items()
+        }
         for name, file in CLASSES.items()
     }
 
 
 def fields(file: Path, name: str) -> dict[str, Any]:
     """Return annotated fields of a dataclass with their defaults, where those are literals."""
-    classes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef) and node.name == name]
+    classes = [
+        node
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
     content: dict[str, Any] = {}
     for node in classes[0].body if classes else ():
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -131,7 +152,8 @@ def fields(file: Path, name: str) -> dict[str, Any]:
 
 
 def default(node: ast.AnnAssign) -> Any:
-    """Return the default of a field, else a value of the type that its annotation begins with; None: neither is plain."""
+    """Return the default of a field, else a value of the type that its annotation begins with;
+    None: neither is plain."""
     value = node.value
     if isinstance(value, ast.Call):
         value = next((word.value for word in value.keywords if word.arg == "default"), None)
@@ -146,9 +168,13 @@ def main() -> None:
     peer, checkout = sys.argv[1], Path(sys.argv[2])
     keys, totals = (of_trl(checkout), Counter()) if peer == "trl" else of_files(peer, checkout)
     KEYS.mkdir(exist_ok=True)
-    text = json.dumps({method: tree(content) for method, content in sorted(keys.items())}, separators=(",", ":"))
+    text = json.dumps(
+        {method: tree(content) for method, content in sorted(keys.items())}, separators=(",", ":")
+    )
     (KEYS / f"{peer}.json").write_text(text + "\n")
-    sys.stdout.write(f"{peer} { ({method: len(content) for method, content in keys.items()}) } {dict(totals)}\n")
+    sys.stdout.write(
+        f"{peer} { ({method: len(content) for method, content in keys.items()}) } {dict(totals)}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Values that make the importer's conversions count, over the neutral values of `keys/`.
 
 By peer and method: several sets of values; a pattern stands for many keys, and a later entry goes
-over an earlier one, and `...` removes a key. A key that is in no newest file, but in older ones, is added by its name.
+over an earlier one, and `...` removes a key. A key that is in no newest file, but in older ones, is
+added by its name.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ NEMO: Values = {
     "grpo.advantage_clip_low": -2,
     "grpo.advantage_clip_high": 2,
     f"{COLOCATED}.enabled": True,
-    "policy.scheduler": [{"name": "a.LinearLR", "kwargs": {"start_factor": 0.5, "total_iters": 2}}, {"milestones": [2]}],
+    "policy.scheduler": [
+        {"name": "a.LinearLR", "kwargs": {"start_factor": 0.5, "total_iters": 2}},
+        {"milestones": [2]},
+    ],
     "policy.dtensor_cfg.lora_cfg.match_all_linear": False,
     "policy.dtensor_cfg.lora_cfg.target_modules": ["a"],
 }
@@ -65,9 +69,17 @@ NEMO_OLDER: Values = {
     "data.default.output_key": "result",
     "logger.trackio_enabled": True,
 }
-NEMO_COLUMNS: Values = {"data.default.*": None, "data.train.input_key": "question", "data.train.output_key": "result"}
+NEMO_COLUMNS: Values = {
+    "data.default.*": None,
+    "data.train.input_key": "question",
+    "data.train.output_key": "result",
+}
 
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ACTOR, ROLLOUT, MODEL = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.model",
+)
 CORRECTION = "algorithm.rollout_correction"
 VERL: Values = {
     "*_parallel_size": 1,
@@ -112,7 +124,9 @@ OVERLONG = {
 
 def _overlong(section: str, beside: str) -> Values:
     parts = {"enable": True, "len": 2, "penalty_factor": 1.0}
-    return {f"{section}.{key}": value for key, value in parts.items()} | {f"{beside}.max_resp_len": 4}
+    return {f"{section}.{key}": value for key, value in parts.items()} | {
+        f"{beside}.max_resp_len": 4
+    }
 
 
 VERL_MEGATRON: Values = {
@@ -184,7 +198,9 @@ ROLL: Values = {
     "train_infer_correction.is_weight.enabled": True,
     "train_infer_correction.is_weight.upper_bound": 2.0,
     "train_infer_correction.is_weight.weight_type": "token",
-    "train_infer_correction.filters": [{"enabled": True, "agg_type": "geometric", "ratio_low": 0.5, "ratio_high": 2}],
+    "train_infer_correction.filters": [
+        {"enabled": True, "agg_type": "geometric", "ratio_low": 0.5, "ratio_high": 2}
+    ],
     "rewards.*": None,
     "rewards.a.worker_cls": "x.MathRuleRewardWorker",
     "rewards.a.tag_included": ["b"],
@@ -320,4 +336,5 @@ PROFILES: Mapping[str, Mapping[str, list[Values]]] = {
         "KTOConfig": [TRL | {"loss_type": "kto"}],
     },
 }
-EXEMPT: Mapping[str, Mapping[str, str]] = {}  # by peer: rows whose value no recipe shows, with the reason
+# by peer: rows whose value no recipe shows, with the reason
+EXEMPT: Mapping[str, Mapping[str, str]] = {}

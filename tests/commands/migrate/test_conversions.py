@@ -36,7 +36,8 @@ def verl(values: dict[str, Any]) -> Imported:
 
 @pytest.mark.fault("I2")
 def test_nemo_truncated_weights_keep_their_lower_bound() -> None:
-    """tis clamps the ratio to [ratio_min, ratio] (NeMo RL, loss_functions.py); it lost ratio_min without a word."""
+    """tis clamps the ratio to [ratio_min, ratio] (NeMo RL, loss_functions.py); it lost ratio_min
+    without a word."""
     keys = {
         "loss_fn.use_importance_sampling_correction": True,
         f"{TIS}_type": "tis",
@@ -44,7 +45,11 @@ def test_nemo_truncated_weights_keep_their_lower_bound() -> None:
         f"{TIS}_ratio_min": 0.25,
     }
     result = from_keys("nemo-rl", "grpo", keys)
-    assert result.flat["algorithm.correction"] == {"weight": "token", "weight_low": 0.25, "weight_high": 2.0}
+    assert result.flat["algorithm.correction"] == {
+        "weight": "token",
+        "weight_low": 0.25,
+        "weight_high": 2.0,
+    }
     assert item(result, f"{TIS}_ratio_min").within == "loss_fn.use_importance_sampling_correction"
     without = from_keys("nemo-rl", "grpo", {**keys, f"{TIS}_ratio_min": None})
     assert without.flat["algorithm.correction"] == {"weight": "token", "weight_high": 2.0}
@@ -53,7 +58,11 @@ def test_nemo_truncated_weights_keep_their_lower_bound() -> None:
 @pytest.mark.fault("I2")
 def test_a_bound_that_no_conversion_uses_is_told() -> None:
     """Without an upper bound NeMo clamps nothing, so the lower one has no effect there either."""
-    keys = {"loss_fn.use_importance_sampling_correction": True, f"{TIS}_type": "tis", f"{TIS}_ratio_min": 0.25}
+    keys = {
+        "loss_fn.use_importance_sampling_correction": True,
+        f"{TIS}_type": "tis",
+        f"{TIS}_ratio_min": 0.25,
+    }
     unused = item(from_keys("nemo-rl", "grpo", keys), f"{TIS}_ratio_min")
     assert unused.fate == "without"
     assert "is not taken over" in unused.note
@@ -61,7 +70,12 @@ def test_a_bound_that_no_conversion_uses_is_told() -> None:
 
 @pytest.mark.parametrize(("kind", "level"), [("icepop", "token"), ("seq-mask-tis", "geometric")])
 def test_nemo_masks_have_both_bounds_and_the_whole_mean(kind: str, level: str) -> None:
-    keys = {"loss_fn.use_importance_sampling_correction": True, f"{TIS}_type": kind, f"{TIS}_ratio": 5, f"{TIS}_ratio_min": 0.0}
+    keys = {
+        "loss_fn.use_importance_sampling_correction": True,
+        f"{TIS}_type": kind,
+        f"{TIS}_ratio": 5,
+        f"{TIS}_ratio_min": 0.0,
+    }
     result = from_keys("nemo-rl", "grpo", keys)
     correction = result.flat["algorithm.correction"]
     assert {key: correction[key] for key in ("mask", "mask_low", "mask_high", "weight_high")} == {
@@ -71,48 +85,85 @@ def test_nemo_masks_have_both_bounds_and_the_whole_mean(kind: str, level: str) -
         "weight_high": None,
     }
     assert correction["mask_denominator"] == "all"
-    assert from_keys("nemo-rl", "grpo", {**keys, f"{TIS}_ratio_min": None}).flat.get("algorithm.correction") is None
+    assert (
+        from_keys("nemo-rl", "grpo", {**keys, f"{TIS}_ratio_min": None}).flat.get(
+            "algorithm.correction"
+        )
+        is None
+    )
 
 
 @pytest.mark.fault("I1")
 @pytest.mark.parametrize("threshold", ["0.5_5", "0.5_5.0", " 0.5_5 "])
 def test_verl_lower_upper_is_a_mask(threshold: str) -> None:
-    """It was read as 0.55, as Python's float reads it; verl parts it at the underscore: IcePop within [0.5, 5]."""
-    result = verl({f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": threshold})
-    found = {key.rpartition(".")[2]: value for key, value in result.flat.items() if key.startswith("algorithm.correction.")}
+    """It was read as 0.55, as Python's float reads it; verl parts it at the underscore: IcePop
+    within [0.5, 5]."""
+    result = verl(
+        {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": threshold}
+    )
+    found = {
+        key.rpartition(".")[2]: value
+        for key, value in result.flat.items()
+        if key.startswith("algorithm.correction.")
+    }
     bounds = {"mask": "token", "mask_low": 0.5, "mask_high": 5.0, "mask_denominator": "all"}
     assert found == {"weight": "token", "weight_high": None, **bounds}
 
 
 @pytest.mark.parametrize("threshold", ["5_0.5", "high", True, -2, [1]])
 def test_verl_bounds_that_are_none_are_told(threshold: Any) -> None:
-    result = verl({f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": threshold})
+    result = verl(
+        {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": threshold}
+    )
     assert not any(key.startswith("algorithm.correction") for key in result.flat)
     assert "rollout_is_threshold" in item(result, f"{CORRECTION}.rollout_is").note
 
 
 def test_verl_one_bound_is_the_greatest_weight() -> None:
     for threshold in (2, 2.0, "2.0"):
-        flat = verl({f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": threshold}).flat
-        assert (flat["algorithm.correction.weight"], flat["algorithm.correction.weight_high"]) == ("sequence", 2.0)
+        flat = verl(
+            {
+                f"{CORRECTION}.rollout_is": "sequence",
+                f"{CORRECTION}.rollout_is_threshold": threshold,
+            }
+        ).flat
+        assert (flat["algorithm.correction.weight"], flat["algorithm.correction.weight_high"]) == (
+            "sequence",
+            2.0,
+        )
         assert "algorithm.correction.mask" not in flat
 
 
-@pytest.mark.parametrize(("name", "level"), [("token_k1", "token"), ("seq_sum_k1", "sequence"), ("seq_mean_k1", "geometric")])
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("token_k1", "token"), ("seq_sum_k1", "sequence"), ("seq_mean_k1", "geometric")],
+)
 def test_verl_rejection_by_k1_bounds_the_inverse_ratio(name: str, level: str) -> None:
-    """k1 = -log ratio, and log 0.5 <= k1 <= log 4 is 1/4 <= ratio <= 2 (verl, rollout_corr_helper.py)."""
-    flat = verl({f"{CORRECTION}.rollout_rs": name, f"{CORRECTION}.rollout_rs_threshold": "0.5_4"}).flat
+    """k1 = -log ratio, and log 0.5 <= k1 <= log 4 is 1/4 <= ratio <= 2 (verl,
+    rollout_corr_helper.py)."""
+    flat = verl(
+        {f"{CORRECTION}.rollout_rs": name, f"{CORRECTION}.rollout_rs_threshold": "0.5_4"}
+    ).flat
     assert flat["algorithm.correction.mask"] == level
-    assert (flat["algorithm.correction.mask_low"], flat["algorithm.correction.mask_high"]) == (0.25, 2.0)
+    assert (flat["algorithm.correction.mask_low"], flat["algorithm.correction.mask_high"]) == (
+        0.25,
+        2.0,
+    )
     assert flat["algorithm.correction.weight"] == "none"
     one = verl({f"{CORRECTION}.rollout_rs": name, f"{CORRECTION}.rollout_rs_threshold": 4}).flat
-    assert (one["algorithm.correction.mask_low"], one["algorithm.correction.mask_high"]) == (0.25, 4.0)
+    assert (one["algorithm.correction.mask_low"], one["algorithm.correction.mask_high"]) == (
+        0.25,
+        4.0,
+    )
 
 
 def test_verl_older_rejection_bounds_the_ratio() -> None:
     keys = {f"{CORRECTION}.rollout_rs": "geometric", f"{CORRECTION}.rollout_rs_threshold": 4.0}
     flat = verl({**keys, f"{CORRECTION}.rollout_rs_threshold_lower": 0.5}).flat
-    assert (flat["algorithm.correction.mask_low"], flat["algorithm.correction.mask_high"]) == (0.5, 4.0)
+    assert (flat["algorithm.correction.mask_low"], flat["algorithm.correction.mask_high"]) == (
+        0.5,
+        4.0,
+    )
     assert verl(keys).flat["algorithm.correction.mask_low"] == 0.25
 
 
@@ -125,17 +176,30 @@ def test_verl_rejection_without_counterpart_is_told(name: str) -> None:
 
 def test_two_masks_are_not_made_one() -> None:
     keys = {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "0.5_5"}
-    result = verl({**keys, f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_2"})
+    result = verl(
+        {
+            **keys,
+            f"{CORRECTION}.rollout_rs": "seq_mean_k1",
+            f"{CORRECTION}.rollout_rs_threshold": "0.5_2",
+        }
+    )
     assert "two masks" in item(result, f"{CORRECTION}.rollout_is").note
     assert result.flat["algorithm.correction.mask"] == "geometric"
 
 
 def test_roll_filter_by_ratio_is_the_mask() -> None:
     rule = {"enabled": True, "agg_type": "segment", "ratio_low": 0.5, "ratio_high": 2}
-    result = from_keys("roll", "RLVR", {"train_infer_correction.filters": [rule, {"enabled": False}]})
-    assert (result.flat["algorithm.correction.mask"], result.flat["algorithm.correction.mask_low"]) == ("turn", 0.5)
+    result = from_keys(
+        "roll", "RLVR", {"train_infer_correction.filters": [rule, {"enabled": False}]}
+    )
+    assert (
+        result.flat["algorithm.correction.mask"],
+        result.flat["algorithm.correction.mask_low"],
+    ) == ("turn", 0.5)
     assert result.flat["algorithm.correction.weight"] == "none"
-    two = from_keys("roll", "RLVR", {"train_infer_correction.filters": [rule, {**rule, "diff_enabled": True}]})
+    two = from_keys(
+        "roll", "RLVR", {"train_infer_correction.filters": [rule, {**rule, "diff_enabled": True}]}
+    )
     assert item(two, "train_infer_correction.filters").fate == "without"
 
 
@@ -144,14 +208,28 @@ def test_roll_filter_by_ratio_is_the_mask() -> None:
 
 @pytest.mark.fault("I3")
 def test_verl_and_nemo_schedulers_count_batches() -> None:
-    """Both step their schedulers once a batch, ours once an optimizer step: a warm-up of 10 is 10 x 4 x 2 here."""
-    keys = {"data.train_batch_size": 64, f"{ACTOR}.ppo_mini_batch_size": 16, f"{ACTOR}.ppo_epochs": 2}
+    """Both step their schedulers once a batch, ours once an optimizer step: a warm-up of 10 is 10 x
+    4 x 2 here."""
+    keys = {
+        "data.train_batch_size": 64,
+        f"{ACTOR}.ppo_mini_batch_size": 16,
+        f"{ACTOR}.ppo_epochs": 2,
+    }
     assert verl({**keys, f"{ACTOR}.optim.lr_warmup_steps": 10}).flat["optimizer.warmup_steps"] == 80
     share = {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.05, "trainer.total_training_steps": 110}
     assert verl({**keys, **share}).flat["optimizer.warmup_steps"] == 5 * 8  # int(5.5) batches
-    batch = {"grpo.num_prompts_per_step": 8, "grpo.num_generations_per_prompt": 4, "policy.train_global_batch_size": 16}
+    batch = {
+        "grpo.num_prompts_per_step": 8,
+        "grpo.num_generations_per_prompt": 4,
+        "policy.train_global_batch_size": 16,
+    }
     chain = [{"name": "x.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 10}}]
-    assert from_keys("nemo-rl", "grpo", {**batch, "policy.scheduler": chain}).flat["optimizer.warmup_steps"] == 20
+    assert (
+        from_keys("nemo-rl", "grpo", {**batch, "policy.scheduler": chain}).flat[
+            "optimizer.warmup_steps"
+        ]
+        == 20
+    )
 
 
 @pytest.mark.fault("I3")
@@ -163,10 +241,19 @@ def test_a_division_that_leaves_a_rest_is_refused() -> None:
 
 
 def test_trl_rounds_as_transformers_does() -> None:
-    """warmup_steps below 1 is a share of all steps, rounded up; above it is cut to a whole number."""
+    """warmup_steps below 1 is a share of all steps, rounded up; above it is cut to a whole
+    number."""
     base = {"num_generations": 8, "per_device_train_batch_size": 8, "max_steps": 30}
-    assert from_keys("trl", "GRPOConfig", {**base, "warmup_steps": 0.05}).flat["optimizer.warmup_steps"] == 2
-    assert from_keys("trl", "GRPOConfig", {**base, "warmup_steps": 2.9}).flat["optimizer.warmup_steps"] == 2
+    assert (
+        from_keys("trl", "GRPOConfig", {**base, "warmup_steps": 0.05}).flat[
+            "optimizer.warmup_steps"
+        ]
+        == 2
+    )
+    assert (
+        from_keys("trl", "GRPOConfig", {**base, "warmup_steps": 2.9}).flat["optimizer.warmup_steps"]
+        == 2
+    )
     uneven = from_keys("trl", "GRPOConfig", {**base, "num_iterations": 4})
     assert uneven.flat["steps"] == 8
     assert "30 optimizer steps there, 32 here" in item(uneven, "max_steps").note
@@ -194,7 +281,12 @@ def test_verl_gspo_is_a_mean_over_answers_whatever_it_says() -> None:
     result = verl(keys)
     assert result.flat["algorithm.weighting"] == "sequence_mean"
     assert "whatever it says" in item(result, f"{ACTOR}.loss_agg_mode").note
-    assert verl({f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_neg": 2.0}).flat["algorithm.loss.tau_neg"] == 2.0
+    assert (
+        verl({f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_neg": 2.0}).flat[
+            "algorithm.loss.tau_neg"
+        ]
+        == 2.0
+    )
     cispo = {f"{ACTOR}.policy_loss.loss_mode": "cispo", f"{ACTOR}.clip_ratio_low": 0.5}
     assert verl(cispo).flat["algorithm.loss.clip_low"] == 0.5
 
@@ -202,14 +294,22 @@ def test_verl_gspo_is_a_mean_over_answers_whatever_it_says() -> None:
 def test_nemo_estimator_section_goes_first() -> None:
     keys = {"grpo.use_leave_one_out_baseline": False, "grpo.adv_estimator.name": "grpo"}
     assert (
-        from_keys("nemo-rl", "grpo", {**keys, "grpo.adv_estimator.use_leave_one_out_baseline": True}).flat["algorithm.kind"]
+        from_keys(
+            "nemo-rl", "grpo", {**keys, "grpo.adv_estimator.use_leave_one_out_baseline": True}
+        ).flat["algorithm.kind"]
         == "rloo"
     )
     assert from_keys("nemo-rl", "grpo", keys).flat["algorithm.kind"] == "grpo"
 
 
 def test_roll_dual_clip_is_of_pg_clip() -> None:
-    keys = {"dual_clip_loss": True, "use_pg_clip_range": True, "pg_clip": 0.5, "pg_clip_low": 0.1, "pg_clip_high": 0.3}
+    keys = {
+        "dual_clip_loss": True,
+        "use_pg_clip_range": True,
+        "pg_clip": 0.5,
+        "pg_clip_low": 0.1,
+        "pg_clip_high": 0.3,
+    }
     assert from_keys("roll", "RLVR", keys).flat["algorithm.loss.dual_clip"] == 2.0
 
 
@@ -227,8 +327,15 @@ def test_no_clipping_of_gradients_is_none_here() -> None:
 @pytest.mark.fault("I5")
 def test_a_null_there_is_not_their_default() -> None:
     """TRL's null bound is no bound; it was read as the default, 3."""
-    keys = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}
-    assert from_keys("trl", "GRPOConfig", keys).flat["algorithm.correction"] == {"weight": "token", "weight_high": None}
+    keys = {
+        "use_vllm": True,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": None,
+    }
+    assert from_keys("trl", "GRPOConfig", keys).flat["algorithm.correction"] == {
+        "weight": "token",
+        "weight_high": None,
+    }
 
 
 # --- the account
@@ -236,9 +343,14 @@ def test_a_null_there_is_not_their_default() -> None:
 
 @pytest.mark.fault("I5")
 def test_what_another_key_replaces_is_told() -> None:
-    result = from_keys("roll", "RLVR", {"rollout_batch_size": 64, "train_env_manager.num_env_groups": 8})
+    result = from_keys(
+        "roll", "RLVR", {"rollout_batch_size": 64, "train_env_manager.num_env_groups": 8}
+    )
     assert result.flat["batch_size"] == 8
-    assert "batch_size goes under: train_env_manager.num_env_groups sets it" in item(result, "rollout_batch_size").note
+    assert (
+        "batch_size goes under: train_env_manager.num_env_groups sets it"
+        in item(result, "rollout_batch_size").note
+    )
 
 
 def test_a_switch_that_is_off_leaves_its_section_without_effect() -> None:
@@ -249,8 +361,11 @@ def test_a_switch_that_is_off_leaves_its_section_without_effect() -> None:
 
 @pytest.mark.fault("I2")
 def test_a_key_asked_for_and_left_is_not_taken_over() -> None:
-    """What the mechanism holds: a conversion that reads a value and drops it does not count as one that used it."""
-    result = from_keys("nemo-rl", "grpo", {"loss_fn.disable_ppo_ratio": True, "loss_fn.ratio_clip_min": 0.1})
+    """What the mechanism holds: a conversion that reads a value and drops it does not count as one
+    that used it."""
+    result = from_keys(
+        "nemo-rl", "grpo", {"loss_fn.disable_ppo_ratio": True, "loss_fn.ratio_clip_min": 0.1}
+    )
     assert result.flat["algorithm.loss.kind"] == "reinforce"
     assert item(result, "loss_fn.ratio_clip_min").fate == "without"
     assert "algorithm.loss.kind" not in result.chosen
@@ -286,10 +401,13 @@ def test_configuration_keeps_what_is_asked_for() -> None:
 def test_the_whole_of_it_is_accepted(tmp_path: Path) -> None:
     path, out = tmp_path / "run.sh", tmp_path / "recipe.yaml"
     path.write_text(
-        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m \\\n"
-        " actor_rollout_ref.rollout.n=8 trainer.n_gpus_per_node=1 data.train_batch_size=256 a.b=1 \\\n"
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+        "actor_rollout_ref.model.path=m \\\n"
+        " actor_rollout_ref.rollout.n=8 trainer.n_gpus_per_node=1 data.train_batch_size=256 a.b=1 "
+        "\\\n"
         f" trainer.nnodes=1 {CORRECTION}.rollout_is=token \\\n"
-        f" {CORRECTION}.rollout_is_threshold=\"'0.5_5'\" {ACTOR}.ppo_epochs=1 {ACTOR}.ppo_epochs=2\n"
+        f" {CORRECTION}.rollout_is_threshold=\"'0.5_5'\" {ACTOR}.ppo_epochs=1 "
+        f"{ACTOR}.ppo_epochs=2\n"
     )
     result = read_config(path)
     text = recipe_text(result, "run.sh")

@@ -1,5 +1,5 @@
-"""`ratchet import`: configurations as the four peers write them become recipes that `ratchet check` accepts, and every key is
-accounted for."""
+"""`ratchet import`: configurations as the four peers write them become recipes that `ratchet check`
+accepts, and every key is accounted for."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_what_comes_of_it_is_accepted(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_key_is_accounted_for(name: str) -> None:
-    """Taken over, of another meaning, without counterpart, null, or unresolved: the file's keys and no others."""
+    """Taken over, of another meaning, without counterpart, null, or unresolved: the file's keys and
+    no others."""
     result = READ[name]
     source = read_source(FILES / name)
     told = [item.theirs for item in result.items if not item.assumed] + result.unset
@@ -82,11 +83,21 @@ def test_keys_of_the_examples_are_in_the_tables(name: str) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(method, id=f"{peer.name}-{name}") for peer in PEERS.values() for name, method in peer.methods.items()],
+    [
+        pytest.param(method, id=f"{peer.name}-{name}")
+        for peer in PEERS.values()
+        for name, method in peer.methods.items()
+    ],
 )
 def test_tables_name_keys_that_there_are(method: Method) -> None:
     known = {re.sub(r"\[.*?\]", "", key).removeprefix("stages.") for key in leaf_keys(RunConfig)}
-    known |= {key.rpartition(".")[0] for key in known} | {"algorithm", "generator", "cluster", "learner", "environment"}
+    known |= {key.rpartition(".")[0] for key in known} | {
+        "algorithm",
+        "generator",
+        "cluster",
+        "learner",
+        "environment",
+    }
     known |= {f"{section}.kind" for section in known} | {"environment.columns"}
     for row in method.rows:
         for key in filter(None, row.ours.split(", ")):
@@ -102,22 +113,36 @@ def test_tables_name_keys_that_there_are(method: Method) -> None:
 
 def test_trl_counts_answers_of_one_process_and_optimizer_steps() -> None:
     flat = READ["trl_grpo.yaml"].flat
-    # 16 answers x 8 steps a generation, by 8 answers a prompt; 8 steps in 2 optimizer steps of 4; and each twice
-    assert (flat["batch_size"], flat["algorithm.minibatches"], flat["algorithm.epochs"]) == (16, 2, 2)
-    assert flat["algorithm.minibatches_of"] == "attempts"  # it shuffles answers before it divides them
+    # 16 answers x 8 steps a generation, by 8 answers a prompt; 8 steps in 2 optimizer steps of 4;
+    # and each twice
+    assert (flat["batch_size"], flat["algorithm.minibatches"], flat["algorithm.epochs"]) == (
+        16,
+        2,
+        2,
+    )
+    # it shuffles answers before it divides them
+    assert flat["algorithm.minibatches_of"] == "attempts"
     assert flat["steps"] == 400 // (2 * 2)
     assert flat["optimizer.warmup_steps"] == 40
 
 
 def test_trl_loss_types_are_weightings(tmp_path: Path) -> None:
     def flat(loss: str) -> dict[str, Any]:
-        return written(tmp_path, f"num_generations: 8\nmodel_name_or_path: m\nmax_completion_length: 64\n{loss}").flat
+        return written(
+            tmp_path,
+            f"num_generations: 8\nmodel_name_or_path: m\nmax_completion_length: 64\n{loss}",
+        ).flat
 
     assert flat("")["algorithm.weighting"] == "token_mean"
     assert flat("loss_type: grpo")["algorithm.weighting"] == "sequence_mean"
     assert flat("loss_type: dr_grpo")["algorithm.fixed_length"] == 64
     assert flat("loss_type: cispo\nepsilon_high: 5.0")["algorithm.loss.clip_high"] == 4.0
-    assert flat("importance_sampling_level: sequence\nepsilon: 3e-4\nepsilon_high: 4e-4")["algorithm.kind"] == "gspo"
+    assert (
+        flat("importance_sampling_level: sequence\nepsilon: 3e-4\nepsilon_high: 4e-4")[
+            "algorithm.kind"
+        ]
+        == "gspo"
+    )
     assert flat("loss_type: luspo")["algorithm.kind"] == "grpo"
 
 
@@ -130,7 +155,11 @@ def test_the_direction_of_a_kl_is_that_of_its_gradient() -> None:
 
 def test_verl_is_on_all_accelerators_by_turns() -> None:
     recipe = READ["verl_grpo.sh"].recipe
-    assert recipe["generator"] == {"kind": "workers", "workers": 8, "of": {"kind": "vllm", "tensor_parallel": 2}}
+    assert recipe["generator"] == {
+        "kind": "workers",
+        "workers": 8,
+        "of": {"kind": "vllm", "tensor_parallel": 2},
+    }
     assert recipe["learner"]["dp_shard"] == 16
     assert recipe["cluster"] == {"colocated": True, "kind": "ray", "nodes": 2, "gpus_per_node": 8}
     assert recipe["algorithm"]["minibatches"] == 1024 // 256
@@ -148,9 +177,14 @@ def test_nemo_counts_answers_in_its_global_batch() -> None:
 def test_roll_rewards_are_of_the_domains() -> None:
     result = READ["roll_rlvr.yaml"]
     domains = result.recipe["rewards"][0]["domains"]
-    assert domains == {"deepmath_103k": [{"kind": "math"}], "aime": [{"kind": "math"}], "KodCode": [{"kind": "code"}]}
+    assert domains == {
+        "deepmath_103k": [{"kind": "math"}],
+        "aime": [{"kind": "math"}],
+        "KodCode": [{"kind": "code"}],
+    }
     assert "llm_judge is left out" in note_on(result, "rewards.llm_judge.worker_cls")
-    assert result.flat["algorithm.minibatches"] == 64 * 8 // (1 * 32 * 4)  # 8 accelerators, 2 of them on each data rank
+    # 8 accelerators, 2 of them on each data rank
+    assert result.flat["algorithm.minibatches"] == 64 * 8 // (1 * 32 * 4)
 
 
 def test_defaults_that_differ_are_taken_too() -> None:
@@ -171,7 +205,12 @@ def test_what_check_refuses_is_left_out_with_its_words() -> None:
 
 def test_what_cannot_be_resolved_is_named() -> None:
     assert "ppo_trainer" in " ".join(READ["verl_ppo.yaml"].unread)
-    assert "oc.env" in READ["verl_ppo.yaml"].unread["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"]
+    assert (
+        "oc.env"
+        in READ["verl_ppo.yaml"].unread[
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+        ]
+    )
     assert "shell" in READ["verl_grpo.sh"].unread["data.val_files"]
     assert "../not-here.yaml" in " ".join(READ["nemo_dpo.yaml"].unread)
 
@@ -194,12 +233,24 @@ def test_an_interpolation_that_leads_nowhere(tmp_path: Path, value: str, reason:
 
 def test_interpolations_that_the_file_resolves(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text("a: {b: 3, c: '${.b}', d: '${mul:${a.b}, 2}', e: 'x-${a.b}', f: '${oc.select:no,7}', g: ['${a.b}']}\n")
-    assert read_source(path).values == {"a.b": 3, "a.c": 3, "a.d": 6, "a.e": "x-3", "a.f": 7, "a.g": [3]}
+    path.write_text(
+        "a: {b: 3, c: '${.b}', d: '${mul:${a.b}, 2}', e: 'x-${a.b}', f: '${oc.select:no,7}', g: "
+        "['${a.b}']}\n"
+    )
+    assert read_source(path).values == {
+        "a.b": 3,
+        "a.c": 3,
+        "a.d": 6,
+        "a.e": "x-3",
+        "a.f": 7,
+        "a.g": [3],
+    }
 
 
 def test_anchors_are_followed(tmp_path: Path) -> None:
-    result = written(tmp_path, "model_name_or_path: m\nnum_generations: &n 4\nper_device_train_batch_size: *n\n")
+    result = written(
+        tmp_path, "model_name_or_path: m\nnum_generations: &n 4\nper_device_train_batch_size: *n\n"
+    )
     assert result.flat["algorithm.group_size"] == 4
     assert result.flat["batch_size"] == 1
 
@@ -208,7 +259,11 @@ def test_anchors_are_followed(tmp_path: Path) -> None:
     ("text", "name", "words"),
     [
         ("a: 1\n", "x.yaml", "--from trl, verl, nemo-rl, roll"),
-        ("policy: {model_name: m}\ncluster: {gpus_per_node: 1}\n", "x.yaml", "what kind of training"),
+        (
+            "policy: {model_name: m}\ncluster: {gpus_per_node: 1}\n",
+            "x.yaml",
+            "what kind of training",
+        ),
         ("[1]", "x.json", "keys and values"),
         ("{", "x.json", "JSON"),
         ("echo hello\n", "x.sh", "no override"),
@@ -225,20 +280,25 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, name: str, words: str) -
 def test_a_value_of_another_form_is_no_traceback(tmp_path: Path) -> None:
     result = written(
         tmp_path,
-        "model_name_or_path: m\nnum_generations: many\nper_device_train_batch_size: 8\nlearning_rate: fast\nadam_beta1: [1]\n",
+        "model_name_or_path: m\nnum_generations: many\nper_device_train_batch_size: "
+        "8\nlearning_rate: fast\nadam_beta1: [1]\n",
     )
     assert "'fast', and not a number" in note_on(result, "learning_rate")
     assert "num_generations is 'many'" in note_on(result, "per_device_train_batch_size")
 
 
 def test_variables_of_a_script_that_are_not_plain(tmp_path: Path) -> None:
-    text = 'python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.seed=${A:-"${B}"} trainer.nnodes=$((1+1))\n'
+    text = (
+        'python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.seed=${A:-"${B}"} '
+        "trainer.nnodes=$((1+1))\n"
+    )
     result = written(tmp_path, text, "run.sh")
     assert set(result.unread) == {"data.seed", "trainer.nnodes"}
 
 
 def test_what_cannot_be_taken_out_is_written_and_told(tmp_path: Path) -> None:
-    """A group of one has no baseline, and no value of theirs says what the recipe should do about it."""
+    """A group of one has no baseline, and no value of theirs says what the recipe should do about
+    it."""
     path, out = tmp_path / "verl.yaml", tmp_path / "out.yaml"
     path.write_text("algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {model: {path: m}}\n")
     done = CliRunner().invoke(app, ["import", str(path), "--out", str(out)])

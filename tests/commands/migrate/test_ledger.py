@@ -34,7 +34,14 @@ class Case:
     def converting(self) -> Case:
         """Return the same without the keys that no conversion reads."""
         rows = {key: self.row(key) for key in self.values}
-        return replace(self, values={key: self.values[key] for key, row in rows.items() if row and (row.ours or row.within)})
+        return replace(
+            self,
+            values={
+                key: self.values[key]
+                for key, row in rows.items()
+                if row and (row.ours or row.within)
+            },
+        )
 
 
 def cases() -> Iterator[Case]:
@@ -44,9 +51,16 @@ def cases() -> Iterator[Case]:
             neutral = dict(flat(nested))
             for profile in PROFILES.get(peer, {}).get(method, [{}]):
                 named = {key: value for key, value in profile.items() if "*" not in key}
-                wide = {key: value for key in neutral for pattern, value in profile.items() if fnmatchcase(key, pattern)}
+                wide = {
+                    key: value
+                    for key in neutral
+                    for pattern, value in profile.items()
+                    if fnmatchcase(key, pattern)
+                }
                 values = neutral | wide | named
-                yield Case(peer, method, {key: value for key, value in values.items() if value is not ...})
+                yield Case(
+                    peer, method, {key: value for key, value in values.items() if value is not ...}
+                )
 
 
 CASES = list(cases())
@@ -62,7 +76,10 @@ def other(value: Any) -> Any:
     if isinstance(value, str):
         return f"{value}-other"
     if isinstance(value, list):
-        return [item * (2 + place) if isinstance(item, float) else other(item) for place, item in enumerate(value)]
+        return [
+            item * (2 + place) if isinstance(item, float) else other(item)
+            for place, item in enumerate(value)
+        ]
     if isinstance(value, dict):
         return {key: other(item) for key, item in value.items()}
     return value
@@ -70,7 +87,9 @@ def other(value: Any) -> Any:
 
 def told(result: Imported) -> dict[str, Any]:
     """Return what the report says of each key, but for the key's value."""
-    return {item.theirs: (item.fate, item.note, item.within, dict(item.ours)) for item in result.items}
+    return {
+        item.theirs: (item.fate, item.note, item.within, dict(item.ours)) for item in result.items
+    }
 
 
 @pytest.mark.fault("I5")
@@ -95,7 +114,9 @@ def shown(case: Case) -> set[str]:
         if item.assumed or item.fate not in ("same", "different"):
             continue
         after = case.result(**{item.theirs: other(item.value)})
-        assert after.flat != before.flat or told(after) != told(before), f"{item.theirs}={item.value} changes nothing"
+        assert after.flat != before.flat or told(after) != told(before), (
+            f"{item.theirs}={item.value} changes nothing"
+        )
         if after.flat != before.flat:
             row = case.row(item.theirs)
             assert row is not None
@@ -107,10 +128,16 @@ def shown(case: Case) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", PEERS)
 def test_a_key_taken_over_changes_the_recipe(peer: str) -> None:
-    """For every key that is told to be taken over; and every row that converts is seen to do so in one of the cases."""
+    """For every key that is told to be taken over; and every row that converts is seen to do so in
+    one of the cases."""
     seen: set[str] = set()
     for case in CASES:
         if case.peer == peer:
             seen |= shown(case)
-    converting = {row.theirs for method in PEERS[peer].methods.values() for row in method.rows if row.ours or row.within}
+    converting = {
+        row.theirs
+        for method in PEERS[peer].methods.values()
+        for row in method.rows
+        if row.ours or row.within
+    }
     assert converting - seen == set(EXEMPT.get(peer, {}))

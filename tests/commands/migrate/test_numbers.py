@@ -26,8 +26,14 @@ def test_numbers_are_read_in_one_place(path: Path) -> None:
         return
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
-            called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            handed = [] if called in ("isinstance", "issubclass") else [*node.args, *(word.value for word in node.keywords)]
+            called = (
+                node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            )
+            handed = (
+                []
+                if called in ("isinstance", "issubclass")
+                else [*node.args, *(word.value for word in node.keywords)]
+            )
             names = {called} | {part.id for part in handed if isinstance(part, ast.Name)}
             assert not names & CONVERTERS, f"{path.name}:{node.lineno}"
 
@@ -68,7 +74,9 @@ def test_no_whole_number_is_refused_by_its_key(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [*REFUSED[2:], "0.5_5", "5_0.5", "1e", "1e400", 10**400, "9" * 500, 2**53 + 1], ids=lambda v: repr(v)[:20]
+    "value",
+    [*REFUSED[2:], "0.5_5", "5_0.5", "1e", "1e400", 10**400, "9" * 500, 2**53 + 1],
+    ids=lambda v: repr(v)[:20],
 )
 def test_no_real_number_is_refused_by_its_key(value: Any) -> None:
     with pytest.raises(Misread, match="some_key"):
@@ -84,7 +92,16 @@ def test_large_whole_numbers_stay_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "truth"), [(True, True), ("true", True), ("Yes", True), ("1", True), (1, True), ("no", False), (0, False)]
+    ("value", "truth"),
+    [
+        (True, True),
+        ("true", True),
+        ("Yes", True),
+        ("1", True),
+        (1, True),
+        ("no", False),
+        (0, False),
+    ],
 )
 def test_truth_values_as_the_peers_parser_reads_them(value: Any, truth: bool) -> None:
     assert numbers.flag(value, "key") is truth
@@ -111,7 +128,9 @@ def test_bounds_are_one_number_or_two(value: Any, limits: tuple[float | None, fl
     assert numbers.bounds(value, "key") == limits
 
 
-@pytest.mark.parametrize("value", ["5_0.5", "0_5", "-1", 0, "a_b", "_5", "5_", "1_2_3", True, None, "", [1, 2]])
+@pytest.mark.parametrize(
+    "value", ["5_0.5", "0_5", "-1", 0, "a_b", "_5", "5_", "1_2_3", True, None, "", [1, 2]]
+)
 def test_no_bounds_are_refused(value: Any) -> None:
     with pytest.raises(Misread, match="some_key"):
         numbers.bounds(value, "some_key")

@@ -17,7 +17,17 @@ from ratchet.commands.migrate.read_config import read_source
 from ratchet.commands.migrate.yaml_dialects import MAX_BYTES, Dialect, Reader
 from ratchet.errors import ConfigError
 
-BOTH = {"1_000": 1000, "0.5_5": 0.55, "'0.5_5'": "0.5_5", "010": 8, "0x10": 16, "1:30": 90, "yes": True, "Off": False, "n": "n"}
+BOTH = {
+    "1_000": 1000,
+    "0.5_5": 0.55,
+    "'0.5_5'": "0.5_5",
+    "010": 8,
+    "0x10": 16,
+    "1:30": 90,
+    "yes": True,
+    "Off": False,
+    "n": "n",
+}
 OMEGACONF = {
     "1e-6": 1e-6,
     "1e5": 1e5,
@@ -27,7 +37,16 @@ OMEGACONF = {
     "2024-01-01": "2024-01-01",
     "0o17": "0o17",
 }
-YAML = {"1e-6": "1e-6", "1e5": "1e5", "1.5E3": "1.5E3", "1.5E+3": 1500.0, "~": None, "Null": None, "": None, ".5": 0.5}
+YAML = {
+    "1e-6": "1e-6",
+    "1e5": "1e5",
+    "1.5E3": "1.5E3",
+    "1.5E+3": 1500.0,
+    "~": None,
+    "Null": None,
+    "": None,
+    ".5": 0.5,
+}
 
 
 @pytest.mark.fault("I1")
@@ -38,7 +57,9 @@ YAML = {"1e-6": "1e-6", "1e5": "1e5", "1.5E3": "1.5E3", "1.5E+3": 1500.0, "~": N
         *(("yaml", text, value) for text, value in (BOTH | YAML).items()),
     ],
 )
-def test_scalars_are_those_of_the_peers_loader(tmp_path: Path, dialect: Dialect, text: str, value: Any) -> None:
+def test_scalars_are_those_of_the_peers_loader(
+    tmp_path: Path, dialect: Dialect, text: str, value: Any
+) -> None:
     """Expected values are those of omegaconf 2.3.1 and PyYAML 6.0.3 (SafeLoader)."""
     path = tmp_path / "a.yaml"
     path.write_text(f"key: {text}\n")
@@ -48,9 +69,13 @@ def test_scalars_are_those_of_the_peers_loader(tmp_path: Path, dialect: Dialect,
 
 
 def test_trl_numbers_that_yaml_leaves_as_text_are_converted(tmp_path: Path) -> None:
-    """TRL's parser converts text to the type of its field: 1e-6 without a point is text in YAML 1.1."""
+    """TRL's parser converts text to the type of its field: 1e-6 without a point is text in YAML
+    1.1."""
     path = tmp_path / "grpo.yaml"
-    path.write_text("model_name_or_path: m\nnum_generations: '4'\nlearning_rate: 1e-6\nuse_vllm: 'yes'\nbeta: 1_0.5\n")
+    path.write_text(
+        "model_name_or_path: m\nnum_generations: '4'\nlearning_rate: 1e-6\nuse_vllm: 'yes'\nbeta: "
+        "1_0.5\n"
+    )
     result = read_config(path)
     assert result.peer.name == "trl"
     assert (result.flat["optimizer.lr"], result.flat["algorithm.group_size"]) == (1e-6, 4)
@@ -148,7 +173,9 @@ def test_a_malformed_json_file(tmp_path: Path, text: str, words: str) -> None:
 @pytest.mark.fault("I4")
 def test_defaults_that_multiply_files(tmp_path: Path) -> None:
     for level in range(9):
-        (tmp_path / f"f{level}.yaml").write_text(f"defaults: [{', '.join([f'f{level + 1}'] * 9)}]\n")
+        (tmp_path / f"f{level}.yaml").write_text(
+            f"defaults: [{', '.join([f'f{level + 1}'] * 9)}]\n"
+        )
     (tmp_path / "f9.yaml").write_text("a: 1\n")
     with pytest.raises(ConfigError, match="more than 200 files"):
         read_source(tmp_path / "f0.yaml")
@@ -196,9 +223,14 @@ def test_a_line_with_an_open_quote_is_told() -> None:
 
 def test_keys_without_a_dot_count_in_a_command() -> None:
     """`model_engine=megatron` chooses the learner there; FOO=1 before a command is the shell's."""
-    read = script("FOO=1 python -m verl.main --config-name=base model_engine=megatron a.b=1\nexport X=2\n")
+    read = script(
+        "FOO=1 python -m verl.main --config-name=base model_engine=megatron a.b=1\nexport X=2\n"
+    )
     assert read.nested == {"--config-name": "base", "model_engine": "megatron", "a": {"b": 1}}
-    assert script("ARGS=(\n  model_engine=megatron\n  a.b=1\n)\nrun\n").nested == {"model_engine": "megatron", "a": {"b": 1}}
+    assert script("ARGS=(\n  model_engine=megatron\n  a.b=1\n)\nrun\n").nested == {
+        "model_engine": "megatron",
+        "a": {"b": 1},
+    }
     chosen = script("python -m x engine=fsdp engine.size=2\n")
     assert chosen.nested == {"engine": {"size": 2}}
     assert "chooses a file" in chosen.unread["engine"]
@@ -206,7 +238,12 @@ def test_keys_without_a_dot_count_in_a_command() -> None:
 
 def test_the_base_of_a_script_says_what_trains(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
-    path.write_text("python -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer' algorithm.adv_estimator=grpo\n")
+    path.write_text(
+        "python -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer' "
+        "algorithm.adv_estimator=grpo\n"
+    )
     result = read_config(path)
     assert result.flat["learner.kind"] == "megatron"
-    assert "is not read" in next(item.note for item in result.items if item.theirs == "--config-name")
+    assert "is not read" in next(
+        item.note for item in result.items if item.theirs == "--config-name"
+    )

@@ -1,4 +1,5 @@
-"""Predictions: the arithmetic by hand, a probe that really runs, divisions that fit and say when none does."""
+"""Predictions: the arithmetic by hand, a probe that really runs, divisions that fit and say when
+none does."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from typer.testing import CliRunner
 
 from ratchet.cli.main import app
 from ratchet.commands.plan.cluster import plan_cluster
-from ratchet.commands.plan.command import COPY, Device, Load, Memory, StagePlan, plan_stage, run_peak, shape_of
+from ratchet.commands.plan.command import (
+    COPY,
+    Device,
+    Load,
+    Memory,
+    StagePlan,
+    plan_stage,
+    run_peak,
+    shape_of,
+)
 from ratchet.commands.plan.probe import Probe, Probed, probe
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError, RatchetError, RunDirectoryError
@@ -75,7 +85,10 @@ def test_load_and_memory_by_hand(tmp_path: Path) -> None:
 )
 def test_more_models_take_more(tmp_path: Path, override: str, part: str, factor: int) -> None:
     plan = planned(tmp_path, override)
-    assert plan.memory.held[part] == factor * Cost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
+    assert (
+        plan.memory.held[part]
+        == factor * Cost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
+    )
 
 
 def test_an_adapter_has_small_moments_and_no_second_model(tmp_path: Path) -> None:
@@ -105,16 +118,23 @@ def test_what_is_used_by_turns_is_not_added() -> None:
         (["record.every=0"], 0, 0),
     ],
 )
-def test_a_record_takes_what_it_keeps_until_a_file_is_written(tmp_path: Path, overrides, recorded: int, share: float) -> None:
+def test_a_record_takes_what_it_keeps_until_a_file_is_written(
+    tmp_path: Path, overrides, recorded: int, share: float
+) -> None:
     plan = planned(tmp_path, *overrides)
     assert plan.recorded == recorded
-    assert plan.memory.held.get("record", 0) == 2 * recorded * share * (8 * 400 + 8 * plan.load.length * 30)
+    assert plan.memory.held.get("record", 0) == 2 * recorded * share * (
+        8 * 400 + 8 * plan.load.length * 30
+    )
 
 
 def test_checkpoints_that_are_written_beside_the_training_take_a_copy(tmp_path: Path) -> None:
     plain, beside = planned(tmp_path), planned(tmp_path, "checkpoint.background=true")
     assert COPY not in plain.memory.held
-    assert beside.memory.held[COPY] == 12 * Cost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
+    assert (
+        beside.memory.held[COPY]
+        == 12 * Cost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
+    )
     assert COPY not in planned(tmp_path, "checkpoint={background: true, every: 0}").memory.held
 
 
@@ -128,7 +148,9 @@ def test_what_a_short_run_did_not_see_is_added_by_hand() -> None:
     plans = [stage(32, {}), stage(20, {COPY: 70})]
     assert run_peak(plans, None) == 1070
     # Of the second stage 20 steps of 5 lie in memory, where at most 10 of 3 were seen.
-    assert run_peak(plans, Probe((probed(1.0, 32), probed(5.0, 5)), 500)) == 500 + 70 + 2 * (100 - 32)
+    assert run_peak(plans, Probe((probed(1.0, 32), probed(5.0, 5)), 500)) == 500 + 70 + 2 * (
+        100 - 32
+    )
     assert run_peak(plans, Probe((probed(1.0, 32), probed(5.0, 20)), 500)) == 500 + 70
 
 
@@ -162,9 +184,13 @@ def test_a_probe_runs_all_stages_in_turn(tmp_path: Path) -> None:
 
 
 def test_a_probe_that_fails_says_why(tmp_path: Path) -> None:
-    nowhere = RECIPE.replace("{preset: tiny, overrides: {hidden_size: 32, n_layers: 2}}", "{path: nowhere}")
+    nowhere = RECIPE.replace(
+        "{preset: tiny, overrides: {hidden_size: 32, n_layers: 2}}", "{path: nowhere}"
+    )
     config = freeze(load_config(recipe(tmp_path, nowhere), []))
-    with pytest.raises(RatchetError, match=r"a probe of recipe failed. The run said: [\s\S]*nowhere"):
+    with pytest.raises(
+        RatchetError, match=r"a probe of recipe failed. The run said: [\s\S]*nowhere"
+    ):
         probe(config, limit_s=100)
 
 
@@ -178,10 +204,16 @@ def test_a_plan_waits_in_the_directory_of_its_run(tmp_path: Path) -> None:
     assert kept.pop("recipe")["stages"][0]["steps"] == 1
     assert kept == json.loads(done.stdout)
     assert kept["peak_bytes"] == kept["stages"][0]["shape_bytes"]
-    with pytest.raises(RunDirectoryError, match=r"the plan of another recipe; different: stages.0.steps: 1 -> 1000.*remove"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"the plan of another recipe; different: stages.0.steps: 1 -> 1000.*remove",
+    ):
         ratchet("train", file, "--run-dir", run)
     assert ratchet("train", file, "steps=1", "--run-dir", run).exit_code == 0
-    with pytest.raises(RunDirectoryError, match=r"has the run of another recipe; different: .*steps: 1 -> 2.*or plan .*yaml"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"has the run of another recipe; different: .*steps: 1 -> 2.*or plan .*yaml",
+    ):
         ratchet("plan", file, "steps=2", "--run-dir", run)
     (tmp_path / "run" / "plan.json").write_text("[]")
     with pytest.raises(RunDirectoryError, match=r"plan.json is no plan: .*remove it"):
@@ -218,9 +250,15 @@ def divided(spec: str, shape=SHAPE, load: Load = LOAD):
 
     cost = Cost(shape)
     stage = RunConfig.model_validate(
-        {"stages": [{"name": "s", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}}]}
+        {
+            "stages": [
+                {"name": "s", "algorithm": {"kind": "sft"}, "environment": {"kind": "sorting"}}
+            ]
+        }
     )
-    return plan_cluster(stage.stages[0], cost, load, cost.parameters, cost.parameters, ClusterSpec.parse(spec))
+    return plan_cluster(
+        stage.stages[0], cost, load, cost.parameters, cost.parameters, ClusterSpec.parse(spec)
+    )
 
 
 def test_a_division_fits_and_uses_everything() -> None:
@@ -239,9 +277,12 @@ def test_twice_the_accelerators_take_less_time_and_memory() -> None:
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
-    huge = preset("qwen3-1.7b", vocab_size=151936, n_layers=80, hidden_size=16384, intermediate_size=65536)
+    huge = preset(
+        "qwen3-1.7b", vocab_size=151936, n_layers=80, hidden_size=16384, intermediate_size=65536
+    )
     with pytest.raises(
-        ConfigError, match=r"does not fit on 8 H100: the best division found takes \d+ GiB of the 74 GiB usable"
+        ConfigError,
+        match=r"does not fit on 8 H100: the best division found takes \d+ GiB of the 74 GiB usable",
     ):
         divided("1x8xH100", huge)
 
@@ -249,7 +290,9 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 def test_a_probe_says_nothing_of_a_cluster(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="remove it, or them"):
         CliRunner().invoke(
-            app, ["plan", str(recipe(tmp_path)), "--cluster", "1x8xH100", "--probe", "5"], catch_exceptions=False
+            app,
+            ["plan", str(recipe(tmp_path)), "--cluster", "1x8xH100", "--probe", "5"],
+            catch_exceptions=False,
         )
 
 

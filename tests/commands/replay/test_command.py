@@ -45,7 +45,12 @@ RECIPE = {
             "steps": 4,
             "batch_size": 6,
         },
-        {"name": "ppo", "algorithm": {"kind": "ppo", "critic": {"lr": 0.01}, "minibatches": 2}, "steps": 4, "batch_size": 8},
+        {
+            "name": "ppo",
+            "algorithm": {"kind": "ppo", "critic": {"lr": 0.01}, "minibatches": 2},
+            "steps": 4,
+            "batch_size": 8,
+        },
         {
             "name": "dpo",
             "algorithm": {"kind": "dpo", "sft_coef": 1.0},
@@ -87,7 +92,8 @@ def test_every_step_of_sft_grpo_ppo_and_dpo_is_bit_equal(run):
     assert [str(difference) for verdict in found for difference in verdict.differences] == []
     assert [verdict.played.step for verdict in found] == list(range(1, 21))
     assert all(verdict.compared >= 8 for verdict in found)
-    assert {verdict.begun_at for verdict in found} == {0}  # what lies between two steps is played once
+    # what lies between two steps is played once
+    assert {verdict.begun_at for verdict in found} == {0}
     assert found[PPO - 1].played.fingerprints.keys() == {"policy", "critic"}
     norms = [verdict.played.metrics["policy/grad_norm"] for verdict in found]
     assert all(norm > 0 for norm in norms)
@@ -125,20 +131,30 @@ def test_a_digit_of_a_metric_is_noticed(copy):
 
 
 def test_what_a_changed_token_changes_is_named_and_since_when(copy):
-    """Here with checksums that fit, as if the run had learned from something else than it wrote down."""
+    """Here with checksums that fit, as if the run had learned from something else than it wrote
+    down."""
     name = next(file.name for file in Record(copy / "steps").files if file.steps[0].step == 9)
     table = pq.read_table(copy / "steps" / name)
     at = table.column_names.index("rollout_logprobs")
     rows = table.column(at).to_pylist()
-    earned = zip(table.column("step").to_pylist(), table.column("advantages").to_pylist(), strict=True)
-    teaches = next(row for row, (step, advantages) in enumerate(earned) if step == 10 and advantages[-1])
+    earned = zip(
+        table.column("step").to_pylist(), table.column("advantages").to_pylist(), strict=True
+    )
+    teaches = next(
+        row for row, (step, advantages) in enumerate(earned) if step == 10 and advantages[-1]
+    )
     rows[teaches][-1] += 0.5
-    changed = table.set_column(at, table.schema.field(at), pa.array(rows, table.schema.field(at).type))
+    changed = table.set_column(
+        at, table.schema.field(at), pa.array(rows, table.schema.field(at).type)
+    )
     pq.write_table(changed, copy / "steps" / name)
     again = Record(copy / "steps")
     size = (copy / "steps" / name).stat().st_size
     digest = hashlib.sha256((copy / "steps" / name).read_bytes()).hexdigest()
-    lines = [file.line() if file.name != name else type(file)(name, size, digest, file.steps).line() for file in again.files]
+    lines = [
+        file.line() if file.name != name else type(file)(name, size, digest, file.steps).line()
+        for file in again.files
+    ]
     (copy / "steps" / INDEX).write_text("".join(lines))
     first, second = played(copy, 10, 11)
     named = {difference.what.partition(" of ")[0] for difference in first.differences}
@@ -155,7 +171,10 @@ def test_what_the_record_left_out_is_said(run, tmp_path):
     seldom = trained(tmp_path / "seldom", recipe, "record.every=5")
     with pytest.raises(DataError, match=r"step 11 .* nothing was recorded \(record.every=5\)"):
         played(seldom, GRPO)
-    with pytest.raises(DataError, match=r"needs all steps since the checkpoint of step 8, and of step 9 nothing was recorded"):
+    with pytest.raises(
+        DataError,
+        match=r"needs all steps since the checkpoint of step 8, and of step 9 nothing was recorded",
+    ):
         played(seldom, 10)
     with pytest.raises(DataError, match="steps 1 to 20: there is no step 21"):
         played(run, 21)
@@ -188,7 +207,10 @@ def test_changes_that_mean_nothing_are_refused(run, change, why):
 def test_a_key_of_one_part_of_the_algorithm_needs_no_path(run):
     replay = Replay(run)
     asyncio.run(replay.before(GRPO))
-    assert changed_config(replay, ["algorithm.clip_high=0.7"]).stages[1].algorithm.loss.clip_high == 0.7
+    assert (
+        changed_config(replay, ["algorithm.clip_high=0.7"]).stages[1].algorithm.loss.clip_high
+        == 0.7
+    )
 
 
 def test_a_learner_in_other_processes_is_refused_with_the_reason(copy):
@@ -203,7 +225,10 @@ def test_a_learner_in_other_processes_is_refused_with_the_reason(copy):
 
 def test_the_command_says_what_it_found(run, copy, capsys):
     assert replay_steps(run, [GRPO]) == 0
-    assert "step 11 (grpo), from the start of the run and 10 recorded steps: bit-equal" in capsys.readouterr().out
+    assert (
+        "step 11 (grpo), from the start of the run and 10 recorded steps: bit-equal"
+        in capsys.readouterr().out
+    )
     metrics = copy / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"policy/lr": 0.01', '"policy/lr": 0.02'))
     assert replay_steps(copy, [DPO], as_json=True) == 1
@@ -218,7 +243,12 @@ def test_random_steps_of_the_quickstart_are_bit_equal(name, repository, tmp_path
     recipe = repository / "recipes" / f"{name}.yaml"
     last = "grpo" if name == "quickstart" else name
     shorter = ["stages.sft.steps=24", f"stages.{last}.steps=30", f"stages.{last}.batch_size=32"]
-    shorter += ["evaluation.tasks=0", "evaluation.every=0", "checkpoint.every=10", "logging.progress=off"]
+    shorter += [
+        "evaluation.tasks=0",
+        "evaluation.every=0",
+        "checkpoint.every=10",
+        "logging.progress=off",
+    ]
     assert start_run(recipe, shorter, tmp_path / "run", command="test") == 0
     steps = random.Random(name).sample(range(1, 55), 20)
     found = played(tmp_path / "run", *steps)

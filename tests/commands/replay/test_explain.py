@@ -42,7 +42,12 @@ RECIPE = {
             "steps": 4,
             "batch_size": 6,
         },
-        {"name": "ppo", "algorithm": {"kind": "ppo", "critic": {"lr": 0.01}}, "steps": 2, "batch_size": 8},
+        {
+            "name": "ppo",
+            "algorithm": {"kind": "ppo", "critic": {"lr": 0.01}},
+            "steps": 2,
+            "batch_size": 8,
+        },
         {
             "name": "dpo",
             "algorithm": {"kind": "dpo", "sft_coef": 1.0},
@@ -66,11 +71,16 @@ def run(tmp_path_factory):
 def found(run, step, role="policy"):
     replay = Replay(run)
     played, influence = asyncio.run(influences(replay, step, role=role, most=1000))
-    return replay, played, explained(played, influence, replay.policy.tokenizer, role=role, top=1000)
+    return (
+        replay,
+        played,
+        explained(played, influence, replay.policy.tokenizer, role=role, top=1000),
+    )
 
 
 @pytest.mark.parametrize(
-    ("step", "role", "updates"), [(3, "policy", 1), (GRPO, "policy", 2), (PPO, "critic", 1), (DPO, "policy", 1)]
+    ("step", "role", "updates"),
+    [(3, "policy", 1), (GRPO, "policy", 2), (PPO, "critic", 1), (DPO, "policy", 1)],
 )
 def test_the_parts_of_the_groups_make_up_the_gradient(run, step, role, updates):
     _, played, told = found(run, step, role)
@@ -78,9 +88,13 @@ def test_the_parts_of_the_groups_make_up_the_gradient(run, step, role, updates):
     for rows in (told["groups"], told["tags"]):
         assert sum(row["direction"] for row in rows) == pytest.approx(1.0, abs=1e-5)
         assert sum(row["loss_share"] for row in rows) == pytest.approx(1.0)
-        assert sum(row["loss"] for row in rows) == pytest.approx(played.metrics[f"{role}/loss"], abs=1e-6)
+        assert sum(row["loss"] for row in rows) == pytest.approx(
+            played.metrics[f"{role}/loss"], abs=1e-6
+        )
     assert {row["group"] for row in told["groups"]} == {group.id for group in played.groups}
-    assert sum(told["gradient_norms"]) / updates == pytest.approx(played.metrics[f"{role}/grad_norm"], rel=1e-5)
+    assert sum(told["gradient_norms"]) / updates == pytest.approx(
+        played.metrics[f"{role}/grad_norm"], rel=1e-5
+    )
 
 
 def test_a_group_whose_attempts_are_equal_moves_nothing(run):
@@ -109,7 +123,10 @@ def test_a_tokens_pull_is_its_weighted_advantage_where_nothing_was_updated_yet(r
 
 def test_the_right_answer_is_pulled_up_and_the_wrong_one_down(run):
     _, _, told = found(run, DPO)
-    sign = {row: {token["pull"] > 0 for token in told["tokens"] if token["row"] == row} for row in (0, 1)}
+    sign = {
+        row: {token["pull"] > 0 for token in told["tokens"] if token["row"] == row}
+        for row in (0, 1)
+    }
     assert sign == {0: {True}, 1: {False}}
 
 
@@ -120,7 +137,9 @@ def test_to_look_changes_nothing(run):
 
 
 def test_a_role_that_does_not_train_is_refused(run):
-    with pytest.raises(ConfigError, match="nothing trains critic in stage grpo: give one of policy"):
+    with pytest.raises(
+        ConfigError, match="nothing trains critic in stage grpo: give one of policy"
+    ):
         explain_step(run, GRPO, role="critic")
 
 
@@ -138,8 +157,25 @@ def test_the_command_says_it_in_tables_or_json(run, capsys):
 def test_a_token_is_found_in_its_attempt_wherever_its_mini_batch_has_it():
     """In the second of two mini-batches of attempts, whose first row is the group's second."""
     zeros = [0.0, 0.0, 0.0]
-    rows = [Row("a", i, [0, 1, 2], [False, True, True], reward=1.0, logprobs=zeros, rollout_logprobs=zeros) for i in range(4)]
-    algorithm = construct(resolve("algorithm", {"kind": "grpo", "minibatches": 2, "minibatches_of": "attempts"}))
+    rows = [
+        Row(
+            "a",
+            i,
+            [0, 1, 2],
+            [False, True, True],
+            reward=1.0,
+            logprobs=zeros,
+            rollout_logprobs=zeros,
+        )
+        for i in range(4)
+    ]
+    algorithm = construct(
+        resolve("algorithm", {"kind": "grpo", "minibatches": 2, "minibatches_of": "attempts"})
+    )
     _, second = algorithm.split(pack(groups(rows)))
     found = strongest(second, torch.zeros(6), torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0, 0.5]), 3)
-    assert [(pull.attempt, pull.strand, pull.position) for pull in found] == [(3, 0, 1), (1, 0, 2), (1, 0, 1)]
+    assert [(pull.attempt, pull.strand, pull.position) for pull in found] == [
+        (3, 0, 1),
+        (1, 0, 2),
+        (1, 0, 1),
+    ]

@@ -1,4 +1,5 @@
-"""Runs as directories, without training: two prompts a step, four attempts each, a tool, a failure and a cut-off answer."""
+"""Runs as directories, without training: two prompts a step, four attempts each, a tool, a failure
+and a cut-off answer."""
 
 from __future__ import annotations
 
@@ -20,10 +21,17 @@ from ratchet.observe.sinks import JsonlSink
 from ratchet.runs.run_dir import RunDirectory
 
 GROUPS, ATTEMPTS = 2, 4
-CONFIG = {"name": "made", "seed": 0, "tokenizer": {"kind": "bytes"}, "stages": [{"name": "rl", "optimizer": {"lr": 1e-3}}]}
+CONFIG = {
+    "name": "made",
+    "seed": 0,
+    "tokenizer": {"kind": "bytes"},
+    "stages": [{"name": "rl", "optimizer": {"lr": 1e-3}}],
+}
 
 
-def make_run(path: Path, *, steps: int = 6, lr: float = 1e-3, differs_from: int = 99, say: str = "good") -> RunDirectory:
+def make_run(
+    path: Path, *, steps: int = 6, lr: float = 1e-3, differs_from: int = 99, say: str = "good"
+) -> RunDirectory:
     """differs_from: the step from which on rewards are others. say: what the policy answers."""
     directory = RunDirectory(path)
     path.mkdir(parents=True)
@@ -39,7 +47,9 @@ def make_run(path: Path, *, steps: int = 6, lr: float = 1e-3, differs_from: int 
     return directory
 
 
-def grow(directory: RunDirectory, steps: Iterable[int], *, differs_from: int = 99, say: str = "good") -> None:
+def grow(
+    directory: RunDirectory, steps: Iterable[int], *, differs_from: int = 99, say: str = "good"
+) -> None:
     """Adds steps to the metrics, and a file to the record."""
     steps = list(steps)
     sink = JsonlSink(directory.metrics, keep_through=steps[0] - 1)
@@ -74,24 +84,35 @@ def write_record(directory: Path, steps: list[int], rows: list[dict[str, Any]]) 
     path = directory / f"{steps[0]:08d}-{steps[-1]:08d}.parquet"
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
     each = len(rows) // len(steps)
-    facts = tuple(StepFacts(step, "rl", each, GROUPS, GROUPS, {"policy": f"weights {step}"}) for step in steps)
+    facts = tuple(
+        StepFacts(step, "rl", each, GROUPS, GROUPS, {"policy": f"weights {step}"}) for step in steps
+    )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     with (directory / INDEX).open("a") as index:
         index.write(RecordFile(path.name, path.stat().st_size, digest, facts).line())
 
 
 def rows_of(step: int, *, other: bool, say: str) -> list[dict[str, Any]]:
-    """Group 0 has rewards 1, 0, none (failed), 0 and a cut-off answer without a loss; in group 1 all are equal."""
+    """Group 0 has rewards 1, 0, none (failed), 0 and a cut-off answer without a loss; in group 1
+    all are equal."""
     rows = []
     for group in range(GROUPS):
         for attempt in range(ATTEMPTS):
             reward = float(other) if group else (1.0, 0.0, None, 0.5 if other else 0.0)[attempt]
-            outcome = "failed" if reward is None else "truncated" if attempt == 3 and not group else "scored"
+            outcome = (
+                "failed"
+                if reward is None
+                else "truncated"
+                if attempt == 3 and not group
+                else "scored"
+            )
             rows.append(row_of(step, group, attempt, outcome, reward, f"{say} {step}.{attempt}"))
     return rows
 
 
-def row_of(step: int, group: int, attempt: int, outcome: str, reward: float | None, answer: str) -> dict[str, Any]:
+def row_of(
+    step: int, group: int, attempt: int, outcome: str, reward: float | None, answer: str
+) -> dict[str, Any]:
     prompt, ids = byte_tokenizer().encode(f"add {group}"), byte_tokenizer().encode(answer)
     written, before = len(ids), len(prompt)
     trains = outcome == "scored"
@@ -99,12 +120,28 @@ def row_of(step: int, group: int, attempt: int, outcome: str, reward: float | No
     messages = [
         message("system", "be brief"),
         message("user", f"add {group}"),
-        message("assistant", "", calls=[{"id": "c1", "name": "calculator", "arguments": json.dumps({"sum": [1, group]})}]),
+        message(
+            "assistant",
+            "",
+            calls=[
+                {"id": "c1", "name": "calculator", "arguments": json.dumps({"sum": [1, group]})}
+            ],
+        ),
         message("tool", "the tool says 7", answers="c1"),
         message("assistant", answer),
     ]
-    turns = [{"start": before, "end": before + 1, "reward": 0.25, "state_key": "", "terminated": False}]
-    turns.append({"start": before + 1, "end": before + written, "reward": None, "state_key": "", "terminated": True})
+    turns = [
+        {"start": before, "end": before + 1, "reward": 0.25, "state_key": "", "terminated": False}
+    ]
+    turns.append(
+        {
+            "start": before + 1,
+            "end": before + written,
+            "reward": None,
+            "state_key": "",
+            "terminated": True,
+        }
+    )
     lists: dict[str, Any] = {
         "tokens": prompt + ids,
         "owner": [0] * before + [1] * written,
@@ -157,6 +194,16 @@ def row_of(step: int, group: int, attempt: int, outcome: str, reward: float | No
 
 
 def message(
-    role: str, content: str, *, calls: list[dict[str, str]] | None = None, answers: str | None = None
+    role: str,
+    content: str,
+    *,
+    calls: list[dict[str, str]] | None = None,
+    answers: str | None = None,
 ) -> dict[str, Any]:
-    return {"role": role, "content": content, "parts": None, "tool_calls": calls or [], "tool_call_id": answers}
+    return {
+        "role": role,
+        "content": content,
+        "parts": None,
+        "tool_calls": calls or [],
+        "tool_call_id": answers,
+    }

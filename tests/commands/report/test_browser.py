@@ -1,5 +1,5 @@
-"""The page in a real browser: what is drawn, opened, filtered and compared; that what a model wrote does nothing; and that no
-request leaves."""
+"""The page in a real browser: what is drawn, opened, filtered and compared; that what a model wrote
+does nothing; and that no request leaves."""
 
 import json
 import os
@@ -34,23 +34,33 @@ def browser():
 
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # which Chromium's sandbox refuses
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=arguments
+        )
         yield browser
         browser.close()
 
 
 @pytest.fixture
 def show(browser):
-    """Opens an address in a page of its own. Ends with the test, which fails for an error on the console, and for a request
-    for anything but what was opened."""
+    """Opens an address in a page of its own. Ends with the test, which fails for an error on the
+    console, and for a request for anything but what was opened."""
     pages, complaints, requests = [], [], []
 
     def opened(address, view="curves", scheme="light"):
         context = browser.new_context(viewport=SIZE, color_scheme=scheme)
         page = context.new_page()
-        page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
+        page.on(
+            "console",
+            lambda message: (
+                complaints.append(message.text) if message.type in ("error", "warning") else None
+            ),
+        )
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        context.route(re.compile("^(?!data:)"), lambda route: (requests.append(route.request.url), route.continue_()))
+        context.route(
+            re.compile("^(?!data:)"),
+            lambda route: (requests.append(route.request.url), route.continue_()),
+        )
         pages.append((page, address))
         page.goto(f"{address}#{view}")
         ready(page, view)
@@ -61,7 +71,11 @@ def show(browser):
         page.context.close()
     assert complaints == []
     bases = [address.partition("#")[0] for _, address in pages]
-    assert [url for url in requests if not any(url == base or url.startswith(f"{base}api/") for base in bases)] == []
+    assert [
+        url
+        for url in requests
+        if not any(url == base or url.startswith(f"{base}api/") for base in bases)
+    ] == []
 
 
 def ready(page, view):
@@ -69,12 +83,15 @@ def ready(page, view):
 
 
 def until(page, condition, within_ms=15_000):
-    """Waits for an expression of the page's. Not `wait_for_function`, which the page's own policy stops."""
+    """Waits for an expression of the page's. Not `wait_for_function`, which the page's own policy
+    stops."""
     for _ in range(within_ms // 50):
         if page.evaluate(condition):
             return
         page.wait_for_timeout(50)
-    raise AssertionError(f"not in {within_ms} ms: {condition}; there is: {page.locator('main').inner_text()[:500]}")
+    raise AssertionError(
+        f"not in {within_ms} ms: {condition}; there is: {page.locator('main').inner_text()[:500]}"
+    )
 
 
 def go(page, view):
@@ -87,7 +104,9 @@ def report(tmp_path):
     """The address of a report of two runs; from step 4 on they differ."""
     make_run(tmp_path / "one")
     make_run(tmp_path / "two", lr=3e-3, differs_from=4)
-    return write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "r.html", rollouts=48).as_uri()
+    return write_report(
+        [tmp_path / "one", tmp_path / "two"], tmp_path / "r.html", rollouts=48
+    ).as_uri()
 
 
 def card(page, metric):
@@ -114,7 +133,12 @@ def test_curves_of_both_runs_are_drawn(show, report):
 def test_what_sentinels_said_is_shown(show, report):
     page = show(report)
     page.click("summary >> text=alarms")
-    assert page.locator(".alarms tbody tr").first.inner_text().split("\t") == ["one", "3", "entropy", "step 3: good"]
+    assert page.locator(".alarms tbody tr").first.inner_text().split("\t") == [
+        "one",
+        "3",
+        "entropy",
+        "step 3: good",
+    ]
 
 
 def test_a_run_can_be_hidden(show, report):
@@ -142,7 +166,8 @@ def test_the_cursor_shows_numbers_of_a_step(show, report):
     page.mouse.move(box["x"] + 1, box["y"] + 20)
     until(
         page,
-        "document.querySelector('.card[data-metric=\"rollout/reward\"] .legend').innerText.split(/\\s+/).join() === '0.1,0.1'",
+        'document.querySelector(\'.card[data-metric="rollout/reward"] '
+        ".legend').innerText.split(/\\s+/).join() === '0.1,0.1'",
     )
 
 
@@ -199,7 +224,9 @@ def test_a_rollout_is_opened_with_its_tools(show, report):
     article = page.locator("article.rollout")
     assert article.locator("h3").inner_text().startswith("one, step 1, attempt 2")
     assert article.locator(".message .who").first.inner_text() == "system"
-    facts = dict(zip(*(article.locator(part).all_inner_texts() for part in ("dt", "dd")), strict=True))
+    facts = dict(
+        zip(*(article.locator(part).all_inner_texts() for part in ("dt", "dd")), strict=True)
+    )
     assert facts["turn rewards"] == "0.25, –"
     assert facts["outcome"] == "scored"
     assert article.locator(".call b").inner_text() == "calculator"
@@ -249,7 +276,8 @@ def test_a_click_is_not_lost_when_the_list_is_painted_meanwhile(show, report):
     second = page.locator(".row").nth(1)
     second.hover()
     page.mouse.down()
-    page.evaluate("Browser.list.scrollTop = 1, Browser.paint()")  # as a scroll's event does, whenever it comes
+    # as a scroll's event does, whenever it comes
+    page.evaluate("Browser.list.scrollTop = 1, Browser.paint()")
     page.mouse.up()
     until(page, "document.querySelectorAll('.row')[1].classList.contains('chosen')")
 
@@ -286,7 +314,8 @@ def test_the_waterfall_adds_up(show, report):
     panel = page.locator(".panel").first
     labels = panel.locator(".waterfall .label").all_inner_texts()
     amounts = panel.locator(".waterfall .amount").all_inner_texts()[::2]
-    # Six steps of eight answers of 8 tokens: 2 train, 1 fails, 1 is cut off, and 4 have equal rewards.
+    # Six steps of eight answers of 8 tokens: 2 train, 1 fails, 1 is cut off, and 4 have equal
+    # rewards.
     assert dict(zip(labels, amounts, strict=True)) == {
         "Sampled": "384",
         "Failed": "−48",
@@ -295,7 +324,9 @@ def test_the_waterfall_adds_up(show, report):
         "Trained": "96",
         "… clipped": "24",
     }
-    assert panel.locator(".prompts").inner_text() == "Prompts of the whole run: 3 issued, 1 trained."
+    assert (
+        panel.locator(".prompts").inner_text() == "Prompts of the whole run: 3 issued, 1 trained."
+    )
     page.fill("#waterfall-to", "1")
     until(page, "document.querySelector('.waterfall .amount').innerText === '64'")
     assert sum(panel.locator("canvas").evaluate(INKED).values()) > 1000
@@ -305,8 +336,15 @@ def test_the_phases_of_the_steps(show, report):
     page = show(report, "time")
     phases, machine = page.locator(".panel").first.locator("table").all()
     rows = phases.locator("tbody tr").all_inner_texts()
-    assert [row.split()[:2] for row in rows] == [["sample", "50.0"], ["update", "25.0"], ["other", "25.0"]]
-    found = {row.split("\t")[0]: row.split("\t")[1:] for row in machine.locator("tbody tr").all_inner_texts()}
+    assert [row.split()[:2] for row in rows] == [
+        ["sample", "50.0"],
+        ["update", "25.0"],
+        ["other", "25.0"],
+    ]
+    found = {
+        row.split("\t")[0]: row.split("\t")[1:]
+        for row in machine.locator("tbody tr").all_inner_texts()
+    }
     assert found["FLOP utilisation (MFU)"] == ["25.0 %"] * 4
     assert (found["rss_gib"][1], found["disk_used_share"][0]) == ("2", "50.0 %")
     assert found["Samples/s"][1] == "10"
@@ -327,7 +365,10 @@ def test_what_was_planned_stands_beside_what_was_measured(show, tmp_path):
 
 def test_the_first_step_that_differs(show, report):
     page = show(report, "differences")
-    firsts = {row.split("\t")[0]: row.split("\t")[1:] for row in page.locator(".firsts tbody tr").all_inner_texts()}
+    firsts = {
+        row.split("\t")[0]: row.split("\t")[1:]
+        for row in page.locator(".firsts tbody tr").all_inner_texts()
+    }
     assert firsts["Tasks drawn"][0] == "none"
     assert firsts["What was sampled"] == ["4", "rollout 3: reward 0 and 0.5"]
     assert firsts["Metrics"][0] == "4"
@@ -345,17 +386,40 @@ def test_the_first_step_that_differs(show, report):
 
 def test_what_a_model_wrote_is_inert(show, tmp_path):
     directory = make_run(tmp_path / "one", steps=1, say=HOSTILE)
-    rows = [row_of(2, group, attempt, "scored", attempt % 2, HOSTILE) for group in range(2) for attempt in range(4)]
+    rows = [
+        row_of(2, group, attempt, "scored", attempt % 2, HOSTILE)
+        for group in range(2)
+        for attempt in range(4)
+    ]
     for row in rows:
-        for name in ("task", "environment", "tag", "stage", "failure", "failure_detail", "group", "answer", "task_meta"):
+        for name in (
+            "task",
+            "environment",
+            "tag",
+            "stage",
+            "failure",
+            "failure_detail",
+            "group",
+            "answer",
+            "task_meta",
+        ):
             row[name] = f"{HOSTILE}{row['group_index']}" if name in ("task", "tag") else HOSTILE
         row["reward_parts"] = {HOSTILE: 1.0, "other": 2.0}
         row["metrics"] = {HOSTILE: 1.0}
-        row["messages"][2]["tool_calls"][0] |= {"name": HOSTILE, "arguments": HOSTILE, "id": HOSTILE}
+        row["messages"][2]["tool_calls"][0] |= {
+            "name": HOSTILE,
+            "arguments": HOSTILE,
+            "id": HOSTILE,
+        }
         row["messages"][3] |= {"content": HOSTILE, "tool_call_id": HOSTILE, "role": HOSTILE}
-        row["messages"][1]["parts"] = [{"type": "image", "value": HOSTILE}, {"type": "text", "value": HOSTILE}]
+        row["messages"][1]["parts"] = [
+            {"type": "image", "value": HOSTILE},
+            {"type": "text", "value": HOSTILE},
+        ]
     write_record(directory.steps, [2], rows)
-    grow_metrics = directory.metrics.read_text().replace('"rollout/reward"', '"rollout/<img src=x onerror=1>"')
+    grow_metrics = directory.metrics.read_text().replace(
+        '"rollout/reward"', '"rollout/<img src=x onerror=1>"'
+    )
     directory.metrics.write_text(grow_metrics)
     page = show(write_report([directory.path], tmp_path / "r.html", rollouts=64).as_uri())
     title = page.title()
@@ -379,7 +443,9 @@ def test_markup_that_got_in_after_all_would_do_nothing(browser, report):
     ready(page, "curves")
     title = page.title()
     with page.expect_console_message(lambda message: "Content Security Policy" in message.text):
-        page.evaluate("""document.body.insertAdjacentHTML('afterbegin', `<i onclick="document.title='owned'" id=x>x</i>`)""")
+        page.evaluate(
+            """document.body.insertAdjacentHTML('afterbegin', `<i onclick="document.title='owned'" id=x>x</i>`)"""
+        )
         page.evaluate("document.getElementById('x').click()")
     assert page.title() == title
     page.close()
@@ -401,7 +467,11 @@ def test_a_live_page_follows_a_run(show, served, tmp_path):
     page = show(address)
     assert card(page, "rollout/reward").locator(".legend").inner_text() == "0.6"
     grow(directory, [7, 8])
-    until(page, "document.querySelector('.card[data-metric=\"rollout/reward\"] .legend').innerText === '0.8'")
+    until(
+        page,
+        "document.querySelector('.card[data-metric=\"rollout/reward\"] .legend').innerText === "
+        "'0.8'",
+    )
     make_run(tmp_path / "runs" / "two", steps=3)
     page.wait_for_selector("button.run.on >> text=two")
 
@@ -449,21 +519,35 @@ def test_images_and_clips_are_in_the_conversation(live, show, tmp_path):
         page = show(address, "rollouts")
         page.click(".row >> nth=0")
         until(page, "document.querySelectorAll('.picture img').length >= 3")
-        until(page, "[...document.querySelectorAll('.picture img')].every(image => image.complete && image.naturalWidth)")
+        until(
+            page,
+            "[...document.querySelectorAll('.picture img')].every(image => image.complete && "
+            "image.naturalWidth)",
+        )
         first, *_ = page.evaluate(PICTURES)
-        # The one in a file is known by its place among those that the model was shown; the large one was scaled down.
+        # The one in a file is known by its place among those that the model was shown; the large
+        # one was scaled down.
         assert first == [
             ["image 1 of the user", 48, 48],
             ["image 1 of the user", 640, 457],
             ["image 2 of the user: far.png", 48, 48],
         ]
         until(page, "document.querySelector('audio').readyState >= 1")
-        assert page.evaluate("document.querySelector('audio').duration") == pytest.approx(0.2, abs=0.02)
+        assert page.evaluate("document.querySelector('audio').duration") == pytest.approx(
+            0.2, abs=0.02
+        )
         assert page.locator("audio").first.get_attribute("aria-label") == "audio 1 of the user"
-        assert page.locator(".media").all_inner_texts()[:2] == ["video: not in this page", "image: not in this page"]
+        assert page.locator(".media").all_inner_texts()[:2] == [
+            "video: not in this page",
+            "image: not in this page",
+        ]
         page.click(".picture >> nth=0")
         large = page.locator("dialog.enlarged[open] img")
-        assert large.bounding_box()["width"] > 300 > page.locator(".picture img").first.bounding_box()["width"]
+        assert (
+            large.bounding_box()["width"]
+            > 300
+            > page.locator(".picture img").first.bounding_box()["width"]
+        )
         page.keyboard.press("Escape")
         until(page, "!document.querySelector('dialog')")
         assert page.title() != "owned"
@@ -476,7 +560,9 @@ def test_images_and_clips_are_in_the_conversation(live, show, tmp_path):
 def test_a_run_that_was_copied_without_its_media_says_so(show, tmp_path):
     directory = make_picture_run(tmp_path / "run")
     shutil.rmtree(directory.steps / "media")
-    page = show(write_report([tmp_path / "run"], tmp_path / "r.html", rollouts=8).as_uri(), "rollouts")
+    page = show(
+        write_report([tmp_path / "run"], tmp_path / "r.html", rollouts=8).as_uri(), "rollouts"
+    )
     page.click(".row >> nth=0")
     page.wait_for_selector(".conversation .media")
     assert page.locator(".picture").count() == 0

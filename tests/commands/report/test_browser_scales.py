@@ -1,4 +1,5 @@
-"""Curves of numbers that no axis can hold, in a real browser: they are left out or the axis is widened, and nothing breaks."""
+"""Curves of numbers that no axis can hold, in a real browser: they are left out or the axis is
+widened, and nothing breaks."""
 
 from __future__ import annotations
 
@@ -42,15 +43,29 @@ def odd(tmp_path: Path) -> str:
     """The address of a report of two runs, the second at enormous steps."""
     for run, steps in (("one", (1, 2, 3)), ("two", (2**53, 2**53 + 2, 2**60))):
         lines = [
-            "{" + ", ".join([f'"step": {step}', *(f"{json.dumps(name)}: {values[i]}" for name, values in ODD.items())]) + "}\n"
+            "{"
+            + ", ".join(
+                [
+                    f'"step": {step}',
+                    *(f"{json.dumps(name)}: {values[i]}" for name, values in ODD.items()),
+                ]
+            )
+            + "}\n"
             for i, step in enumerate(steps)
         ]
         (make_run(tmp_path / run, steps=1).metrics).write_text("".join(lines))
-    return write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "r.html", rollouts=8).as_uri()
+    return write_report(
+        [tmp_path / "one", tmp_path / "two"], tmp_path / "r.html", rollouts=8
+    ).as_uri()
 
 
-DRAW_ALL = "for (const card of document.querySelectorAll('.card')) if (!Curves.plots.has(card)) Curves.plot(card)"
-ALL_DRAWN = "[...document.querySelectorAll('.card')].every((card) => card.querySelector('canvas, .note'))"
+DRAW_ALL = (
+    "for (const card of document.querySelectorAll('.card')) if (!Curves.plots.has(card)) "
+    "Curves.plot(card)"
+)
+ALL_DRAWN = (
+    "[...document.querySelectorAll('.card')].every((card) => card.querySelector('canvas, .note'))"
+)
 
 
 @pytest.mark.fault("S17")
@@ -83,7 +98,10 @@ def test_no_zoom_breaks_a_chart(show, odd) -> None:  # noqa: F811
     page.fill("#metric-filter", "plain")
     until(page, "document.querySelectorAll('.card canvas').length === 1")
     for low, high in ZOOMS:
-        page.evaluate("([min, max]) => { for (const plot of charts) plot.setScale('x', {min, max}) }", [low, high])
+        page.evaluate(
+            "([min, max]) => { for (const plot of charts) plot.setScale('x', {min, max}) }",
+            [low, high],
+        )
         page.wait_for_timeout(20)
     page.click("button.run >> text=two")
     box = card(page, "plain").locator(".u-over").bounding_box()

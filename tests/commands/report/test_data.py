@@ -1,4 +1,5 @@
-"""What the page is given: metrics by column, the table of rollouts, details of some, and a sample of them for a file."""
+"""What the page is given: metrics by column, the table of rollouts, details of some, and a sample
+of them for a file."""
 
 import json
 import math
@@ -16,7 +17,14 @@ from ratchet.commands.report.texts import TokenTexts
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer, character_tokenizer
 from ratchet.errors import DataError, RunDirectoryError
 
-DTYPES = {"u1": "uint8", "u2": "uint16", "i4": "int32", "u4": "uint32", "f4": "float32", "f8": "float64"}
+DTYPES = {
+    "u1": "uint8",
+    "u2": "uint16",
+    "i4": "int32",
+    "u4": "uint32",
+    "f4": "float32",
+    "f8": "float64",
+}
 
 
 @pytest.fixture
@@ -35,7 +43,11 @@ def unpacked(data):
 
 
 def test_arrays_are_packed_where_typed_arrays_may_begin():
-    arrays = {"a": np.array([1, 2, 3], np.uint8), "b": np.array([1.5, math.nan]), "c": np.array([], np.int32)}
+    arrays = {
+        "a": np.array([1, 2, 3], np.uint8),
+        "b": np.array([1.5, math.nan]),
+        "c": np.array([], np.int32),
+    }
     packed = pack({"x": "ü"}, arrays)
     header, found = unpacked(packed)
     assert header == {"x": "ü"}
@@ -51,9 +63,15 @@ def test_arrays_are_packed_where_typed_arrays_may_begin():
 
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path):
     planned = {"steps": 3, "step_s": 2.0, "processor_s": 1.0}
-    plan = {"peak_bytes": 3 * 2**20, "stages": [{"stage": "sft", **planned}, {"stage": "rl", "steps": 9}]}
+    plan = {
+        "peak_bytes": 3 * 2**20,
+        "stages": [{"stage": "sft", **planned}, {"stage": "rl", "steps": 9}],
+    }
     seconds = [9.0, 4.0, 2.0, 7.0]  # the first warms up; the last is of the other stage
-    rows = [{"step": step, "time/step_s": s, "time/processor_s": s / 2} for step, s in enumerate(seconds, 1)]
+    rows = [
+        {"step": step, "time/step_s": s, "time/processor_s": s / 2}
+        for step, s in enumerate(seconds, 1)
+    ]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [{"step": 0}, *rows]))
     memory, step, processor = predicted(plan, MetricsFile(path).times(), {"peak_mib": 4.0})
@@ -65,17 +83,32 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path):
 
 
 def test_a_recipe_is_flat_and_its_stages_go_by_name():
-    config = {"seed": 0, "stages": [{"name": "rl", "optimizer": {"lr": 1}}], "list": [1, 2], "empty": {}}
-    expected = {"seed": 0, "stages.rl.name": "rl", "stages.rl.optimizer.lr": 1, "list": [1, 2], "empty": {}}
+    config = {
+        "seed": 0,
+        "stages": [{"name": "rl", "optimizer": {"lr": 1}}],
+        "list": [1, 2],
+        "empty": {},
+    }
+    expected = {
+        "seed": 0,
+        "stages.rl.name": "rl",
+        "stages.rl.optimizer.lr": 1,
+        "list": [1, 2],
+        "empty": {},
+    }
     assert flat(config) == expected
 
 
 def test_a_run_is_finished_running_or_stopped(reader):
     directory = reader.directory
     assert reader.state() == "stopped"
-    directory.status.write_text(json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "socket": ""}))
+    directory.status.write_text(
+        json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "socket": ""})
+    )
     assert reader.state() == "running"
-    directory.status.write_text(json.dumps({"pid": 2**22 + 1, "host": os.uname().nodename, "socket": ""}))
+    directory.status.write_text(
+        json.dumps({"pid": 2**22 + 1, "host": os.uname().nodename, "socket": ""})
+    )
     assert reader.state() == "stopped"
     directory.status.write_text(json.dumps({"pid": 1, "host": "elsewhere", "socket": ""}))
     assert reader.state() == "running"
@@ -91,12 +124,15 @@ def test_what_became_of_prompts(reader):
     with reader.directory.ledger.open("a") as file:
         file.write('ered", "id": "x"}\n')
     assert reader.prompts() == {"issued": 3, "trained": 2, "filtered": 1}
-    reader.directory.ledger.write_text('{"event": "issued", "id": "x"}\n')  # cut where a checkpoint was
+    # cut where a checkpoint was
+    reader.directory.ledger.write_text('{"event": "issued", "id": "x"}\n')
     assert reader.prompts() == {"issued": 1}
 
 
 def test_what_sentinels_said(reader):
-    assert reader.facts()["alarms"] == [{"step": 3, "sentinel": "entropy", "message": "step 3: good"}]
+    assert reader.facts()["alarms"] == [
+        {"step": 3, "sentinel": "entropy", "message": "step 3: good"}
+    ]
     (reader.directory.sentinels / "step-00000004-x.json").write_text("{")  # just being written
     assert len(reader.alarms()) == 1
 
@@ -135,7 +171,9 @@ def test_every_rollout_has_its_numbers_and_words(reader):
     assert outcomes == ["scored", "scored", "failed", "truncated"] + ["scored"] * 4
     assert [header["words"]["tag"][code] for code in arrays["tag"][[0, 4]]] == ["easy", "hard"]
     assert header["words"]["failure"][arrays["failure"][0]] == ""
-    np.testing.assert_array_equal(arrays["reward"][:5], np.array([1, 0, math.nan, 0, 0], np.float32))
+    np.testing.assert_array_equal(
+        arrays["reward"][:5], np.array([1, 0, math.nan, 0, 0], np.float32)
+    )
     np.testing.assert_array_equal(arrays["truncated"][:4], [0, 0, 0, 1])
     assert {arrays[name].dtype.name for name in ("step", "length", "task", "outcome")} == {"uint8"}
     assert arrays["reward"].dtype == np.float32
@@ -147,7 +185,8 @@ def test_only_new_files_are_sent_to_who_knows_the_others(reader):
     header, arrays = unpacked(reader.rollouts.columns(known))
     assert header["after"] == 1
     assert sorted(set(arrays["step"])) == [7, 8]
-    header, arrays = unpacked(reader.rollouts.columns(["00000001-00000099.parquet"]))  # which was removed meanwhile
+    # which was removed meanwhile
+    header, arrays = unpacked(reader.rollouts.columns(["00000001-00000099.parquet"]))
     assert header["after"] == 0
     assert len(arrays["step"]) == 64
 
@@ -183,9 +222,17 @@ def test_details_of_a_rollout(reader):
     tokens = first["tokens"]
     assert "".join(tokens["text"]) == "add 0good 3.0"
     written = [i for i, owner in enumerate(tokens["owner"]) if owner == 1]
-    assert [tokens["ratio"][i] for i in written] == pytest.approx([math.exp(0.1)] * len(written), rel=1e-4)
+    assert [tokens["ratio"][i] for i in written] == pytest.approx(
+        [math.exp(0.1)] * len(written), rel=1e-4
+    )
     assert {tokens["version"][i] for i in written} == {2}
-    assert [message["role"] for message in first["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in first["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert first["messages"][2]["tool_calls"][0]["name"] == "calculator"
     assert first["reward_parts"] == {"right": 1.0, "form": 0.0}
     assert failed["failure_detail"] == "Traceback"
@@ -196,7 +243,9 @@ def test_details_of_a_rollout(reader):
 
 def test_loss_shares_of_a_step_sum_to_one(reader):
     details = reader.rollouts.details(3, list(range(8)))
-    assert sum(sum(detail["tokens"].get("share", [0])) for detail in details) == pytest.approx(1.0, rel=1e-3)
+    assert sum(sum(detail["tokens"].get("share", [0])) for detail in details) == pytest.approx(
+        1.0, rel=1e-3
+    )
 
 
 def test_what_is_not_in_the_record_is_refused(reader):
@@ -216,9 +265,12 @@ def test_search_finds_messages_the_newest_first(reader):
 def test_a_sample_is_whole_groups_of_the_same_tasks(tmp_path):
     runs = [RunReader(make_run(tmp_path / name).path) for name in "ab"]
     samples = [run.rollouts.sample(12, 10**6) for run in runs]
-    chosen = [[(d["facts"]["step"], d["place"], d["facts"]["task"]) for d in sample] for sample in samples]
+    chosen = [
+        [(d["facts"]["step"], d["place"], d["facts"]["task"]) for d in sample] for sample in samples
+    ]
     assert chosen[0] == chosen[1]
-    assert sorted({step for step, _, _ in chosen[0]}) == [1, 3, 6]  # the first, the last and one between
+    # the first, the last and one between
+    assert sorted({step for step, _, _ in chosen[0]}) == [1, 3, 6]
     assert len({task for _, _, task in chosen[0]}) == 1
     assert all(sum(1 for s, _, _ in chosen[0] if s == step) == 4 for step in (1, 3, 6))
 
@@ -242,7 +294,9 @@ def test_texts_of_tokens_join_to_the_text():
 def test_a_broken_character_and_a_special_token_are_shown():
     tokenizer = byte_tokenizer()
     assert tokenizer.eos_ids
-    shown = TokenTexts(tokenizer)([*tokenizer.encode("\u00fc")[:1], *tokenizer.encode("x"), tokenizer.eos_ids[0]])
+    shown = TokenTexts(tokenizer)(
+        [*tokenizer.encode("\u00fc")[:1], *tokenizer.encode("x"), tokenizer.eos_ids[0]]
+    )
     assert shown == ["\ufffd", "x", "<eos>"]
 
 

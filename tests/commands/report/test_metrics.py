@@ -19,7 +19,10 @@ NAMES = [f"group/metric_{i}" for i in range(20)]
 def write(path: Path, steps: range) -> Path:
     with path.open("a") as file:
         for step in steps:
-            file.write(json.dumps({"step": step, **dict.fromkeys(NAMES, step / 7), "time/step_s": 0.5}) + "\n")
+            file.write(
+                json.dumps({"step": step, **dict.fromkeys(NAMES, step / 7), "time/step_s": 0.5})
+                + "\n"
+            )
     return path
 
 
@@ -41,7 +44,11 @@ def test_columns_have_gaps(metrics: MetricsFile, tmp_path: Path) -> None:
 
 def test_lines_that_are_no_steps_are_left_out(metrics: MetricsFile) -> None:
     with metrics.path.open("ab") as file:
-        file.write(b'{"step": 4, "a": NaN}\n[1]\n{"step": "5"}\n\xff\n{"step": 2}\n' + b"[" * 50_000 + b"\n")
+        file.write(
+            b'{"step": 4, "a": NaN}\n[1]\n{"step": "5"}\n\xff\n{"step": 2}\n'
+            + b"[" * 50_000
+            + b"\n"
+        )
         file.write(b'{"step": 6, "a": 1e999, "c": ' + b"9" * 400 + b'}\n{"step": 7, "a"')
     columns, _ = metrics.part(after=1)
     assert columns["step"].tolist() == [3, 6]
@@ -63,7 +70,9 @@ def test_parts_make_the_whole(tmp_path: Path) -> None:
     assert metrics.part(most_cells=1).columns["step"].tolist() == [1]
 
 
-def test_a_page_that_follows_reads_new_lines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_follows_reads_new_lines_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     metrics = MetricsFile(write(tmp_path / "metrics.jsonl", range(1, 201)))
     metrics.part()
     read: list[bytes] = []

@@ -1,4 +1,5 @@
-"""`ratchet ui` over a run whose files are not what a run writes: what can be read is shown, and other runs too."""
+"""`ratchet ui` over a run whose files are not what a run writes: what can be read is shown, and
+other runs too."""
 
 from __future__ import annotations
 
@@ -13,9 +14,31 @@ from ratchet.commands.report.metrics import MOST_LINE
 from ratchet.commands.report.server import Runs
 
 HERE = os.uname().nodename
-CONTENTS = ["", "null", "[]", "[1]", "5", '"x"', "{}", '{"stages": 5}', '{"step": 1}', '{"peak_bytes": "x", "stages": [1]}']
-STATES = ['{"pid": 1e9}', json.dumps({"host": HERE, "pid": 10**20}), json.dumps({"host": HERE, "pid": "x"})]
-NAMES = ["metrics.jsonl", "ledger.jsonl", ".status", "plan.json", "summary.json", "sentinels/step-1.json"]
+CONTENTS = [
+    "",
+    "null",
+    "[]",
+    "[1]",
+    "5",
+    '"x"',
+    "{}",
+    '{"stages": 5}',
+    '{"step": 1}',
+    '{"peak_bytes": "x", "stages": [1]}',
+]
+STATES = [
+    '{"pid": 1e9}',
+    json.dumps({"host": HERE, "pid": 10**20}),
+    json.dumps({"host": HERE, "pid": "x"}),
+]
+NAMES = [
+    "metrics.jsonl",
+    "ledger.jsonl",
+    ".status",
+    "plan.json",
+    "summary.json",
+    "sentinels/step-1.json",
+]
 
 
 @pytest.fixture
@@ -60,7 +83,11 @@ def test_files_of_other_shapes_are_passed_over(run: Path, name: str) -> None:
 
 def test_steps_and_lines_beyond_all_bounds_are_damaged(run: Path) -> None:
     (run / "plan.json").write_text('{"stages": []}')
-    lines = ['{"step": 1%s}' % ("0" * 400), '{"step": 9223372036854775808}', '{"step": 2, "a": "%s"}' % ("x" * MOST_LINE)]
+    lines = [
+        '{"step": 1%s}' % ("0" * 400),
+        '{"step": 9223372036854775808}',
+        '{"step": 2, "a": "%s"}' % ("x" * MOST_LINE),
+    ]
     (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "a": 1}', ""]))
     answered(run)
     assert list(Runs(run.parent)["x"].metrics.part().columns["step"]) == [3]

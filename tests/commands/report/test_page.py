@@ -1,5 +1,5 @@
-"""The file and the server, without a browser: nothing of a run is markup, nothing but our scripts may run, and nobody from
-elsewhere is answered."""
+"""The file and the server, without a browser: nothing of a run is markup, nothing but our scripts
+may run, and nobody from elsewhere is answered."""
 
 import base64
 import gzip
@@ -26,7 +26,9 @@ def test_nothing_of_a_run_is_part_of_the_markup(tmp_path):
     page = write_report([tmp_path / "run"], rollouts=64).read_text(encoding="utf-8")
     assert "onerror" not in page
     assert "<img" not in page
-    packed = re.search(r'<script type="application/gzip" id="sample-0">([A-Za-z0-9+/=]*)</script>', page)
+    packed = re.search(
+        r'<script type="application/gzip" id="sample-0">([A-Za-z0-9+/=]*)</script>', page
+    )
     details = json.loads(gzip.decompress(base64.b64decode(packed[1])))
     assert details[0]["messages"][-1]["content"].startswith(HOSTILE)
 
@@ -43,7 +45,9 @@ def test_only_our_scripts_may_run(tmp_path):
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
     allowed = set(re.findall(r"'sha256-([^']*)'", policy))
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    assert {base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts} == allowed
+    assert {
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts
+    } == allowed
     assert len(scripts) == len(SCRIPTS)
     assert "default-src 'none'" in policy
     assert "connect-src 'none'" in policy
@@ -53,7 +57,16 @@ def test_only_our_scripts_may_run(tmp_path):
 @pytest.mark.parametrize("name", [*OUR_SCRIPTS, "page.html", "style.css", "rollouts.css"])
 def test_our_assets_make_no_markup_of_texts_and_name_no_place(name):
     text = asset(name)
-    for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "://", "<!--//"):
+    for unsafe in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+        "://",
+        "<!--//",
+    ):
         assert unsafe not in text
     assert "</script" not in text or name == "page.html"
     assert text.count("\n") <= 400
@@ -107,8 +120,13 @@ def test_the_server_answers_what_the_page_asks(ask):
     assert list(json.loads(ask("/api/runs")[1])) == ["a"]
     assert ask("/api/run?run=a&after=1")[0] == 200
     assert ask("/api/rollouts?run=a&known=")[0] == 200
-    assert [each["place"] for each in json.loads(ask("/api/details?run=a&step=2&places=0,3")[1])] == [0, 3]
-    assert json.loads(ask("/api/search?run=a&text=good+2.1")[1]) == {"found": [[2, 1], [2, 5]], "since": None}
+    assert [
+        each["place"] for each in json.loads(ask("/api/details?run=a&step=2&places=0,3")[1])
+    ] == [0, 3]
+    assert json.loads(ask("/api/search?run=a&text=good+2.1")[1]) == {
+        "found": [[2, 1], [2, 5]],
+        "since": None,
+    }
 
 
 def test_a_run_that_begins_later_is_found(ask, tmp_path):
@@ -133,7 +151,9 @@ def test_the_server_refuses(ask, path, status, says):
     assert says in body
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example:80", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example:80", ""]
+)
 def test_a_page_of_somebody_else_can_read_nothing(ask, host):
     assert ask("/api/runs", host or "[]")[0] == 403
 

@@ -16,12 +16,15 @@ REFUSED = {
     "lora.rank=0": "lora.rank: 0 must be at least 1",
     "lora.dropout=1": "lora.dropout: 1 must be less than 1",
     "lora.init=pissa": "lora.init: 'pissa' must be 'kaiming' or 'gaussian'",
-    "lora.target_modules=[q_prj]": "no linear map of the model's layers is called 'q_prj'; did you mean 'q_proj'?",
+    "lora.target_modules=[q_prj]": "no linear map of the model's layers is called 'q_prj'; did you "
+    "mean 'q_proj'?",
     "lora.alfa=3": "lora.alfa: unknown key; did you mean 'alpha'?",
     "model.preset=tiny-moe": "set lora.target_modules=[q_proj, k_proj, v_proj, o_proj]",
-    "learner={kind: dtensor, pipeline_parallel: 2}": "learner.pipeline_parallel=2 runs stages that have no adapters",
+    "learner={kind: dtensor, pipeline_parallel: 2}": "learner.pipeline_parallel=2 runs stages that "
+    "have no adapters",
     "generator={kind: vllm}": "lora.rank=4 is more than generator.lora_rank=0",
-    "generator={kind: workers, of: {kind: vllm, lora_rank: 2}}": "lora.rank=4 is more than generator.lora_rank=2",
+    "generator={kind: workers, of: {kind: vllm, lora_rank: 2}}": "lora.rank=4 is more than "
+    "generator.lora_rank=2",
 }
 
 
@@ -43,12 +46,18 @@ def test_what_cannot_be_is_refused_when_the_recipe_is_read(override, recipe):
 def test_stages_of_megatron_have_adapters(recipe):
     learner = "learner={kind: megatron, tensor_parallel: 2, pipeline_parallel: 2}"
     assert load_config(recipe, [learner]).stages[0].lora.rank == 4
-    with pytest.raises(ConfigError, match="includes the experts of a mixture, which get no adapters here"):
+    with pytest.raises(
+        ConfigError, match="includes the experts of a mixture, which get no adapters here"
+    ):
         load_config(recipe, [learner, "learner.sequence_parallel=true", "model.preset=tiny-moe"])
 
 
 def test_transformers_model_on_ranks_is_refused(recipe):
-    recipe.write_text(RECIPE.replace("preset: tiny", "path: some/model, backend: transformers").replace("characters", "bytes"))
+    recipe.write_text(
+        RECIPE.replace("preset: tiny", "path: some/model, backend: transformers").replace(
+            "characters", "bytes"
+        )
+    )
     with pytest.raises(ConfigError, match=r"set model\.backend=auto, or learner\.kind=local"):
         load_config(recipe, ["learner={kind: dtensor, dp_shard: 2}"])
 
@@ -56,7 +65,10 @@ def test_transformers_model_on_ranks_is_refused(recipe):
 STAGES = "stages: [{name: a, algorithm: {kind: sft}}, {name: b}]"
 
 
-@pytest.mark.parametrize("places", ["learner={kind: dtensor, dp_shard: 2}", "generator={kind: workers, of: {kind: engine}}"])
+@pytest.mark.parametrize(
+    "places",
+    ["learner={kind: dtensor, dp_shard: 2}", "generator={kind: workers, of: {kind: engine}}"],
+)
 def test_an_adapter_in_other_processes_is_that_of_the_last_stage(places, recipe):
     recipe.write_text(f"{RECIPE}{STAGES}")
     load_config(recipe)
@@ -70,4 +82,6 @@ def test_defaults_adapt_every_map(recipe):
     assert lora.target_modules == "all-linear"
     assert lora.scale == 8.0
     assert load_config(recipe, ["lora.rslora=true"]).stages[0].lora.scale == 16.0
-    assert load_config(recipe, ["lora.target_modules=[q_proj, v_proj]"]).stages[0].lora.target_modules == ("q_proj", "v_proj")
+    assert load_config(recipe, ["lora.target_modules=[q_proj, v_proj]"]).stages[
+        0
+    ].lora.target_modules == ("q_proj", "v_proj")

@@ -1,4 +1,5 @@
-"""Recipes that ask for a precision which can't be had here: each is refused when it is read, with what to change."""
+"""Recipes that ask for a precision which can't be had here: each is refused when it is read, with
+what to change."""
 
 import re
 
@@ -14,26 +15,36 @@ environment: {kind: sorting}
 algorithm: {kind: grpo}
 """
 WITHOUT_PACKAGES = {
-    "optimizer={kind: adamw8bit}": "bitsandbytes, which is not installed: pip install 'ratchet[quantised]', or set "
+    "optimizer={kind: adamw8bit}": "bitsandbytes, which is not installed: pip install "
+    "'ratchet[quantised]', or set "
     "optimizer.kind=adamw",
-    "lora={base: nf4}": "bitsandbytes, which is not installed: pip install 'ratchet[quantised]', lora.base=float8, or remove",
-    "generator={kind: workers, of: {kind: engine, quantise: nf4}}": "bitsandbytes, which is not installed: pip install "
+    "lora={base: nf4}": "bitsandbytes, which is not installed: pip install 'ratchet[quantised]', "
+    "lora.base=float8, or remove",
+    "generator={kind: workers, of: {kind: engine, quantise: nf4}}": "bitsandbytes, which is not "
+    "installed: pip install "
     "'ratchet[quantised]', or generator.quantise=float8",
 }
 WRONG = {
-    "lora={base: float8} learner={kind: dtensor}": "lora.base=float8 quantises whole matrices, and learner.kind=dtensor",
+    "lora={base: float8} learner={kind: dtensor}": "lora.base=float8 quantises whole matrices, and "
+    "learner.kind=dtensor",
     "lora={base: int4}": "lora.base: 'int4' must be 'nf4' or 'float8'",
-    "generator={kind: engine, quantise: float8}": "set generator={kind: workers, of: {kind: engine, quantise: float8}}",
-    "device=cpu learner={kind: megatron, fp8: hybrid, weights: bfloat16}": "is computed on CUDA devices alone, and",
-    "learner={kind: megatron, fp8: e4m3}": "what rests in bfloat16, and learner.weights=float32: set learner.weights=bfloat16",
-    "lora={rank: 4} learner={kind: megatron, weights: bfloat16}": "keeps copies of what trains: set learner.weights=float32",
-    "device=cpu generator={kind: vllm, quantise: float8}": "vLLM multiplies in 8 bits on accelerators alone: remove it",
+    "generator={kind: engine, quantise: float8}": "set generator={kind: workers, of: {kind: "
+    "engine, quantise: float8}}",
+    "device=cpu learner={kind: megatron, fp8: hybrid, weights: bfloat16}": "is computed on CUDA "
+    "devices alone, and",
+    "learner={kind: megatron, fp8: e4m3}": "what rests in bfloat16, and learner.weights=float32: "
+    "set learner.weights=bfloat16",
+    "lora={rank: 4} learner={kind: megatron, weights: bfloat16}": "keeps copies of what trains: "
+    "set learner.weights=float32",
+    "device=cpu generator={kind: vllm, quantise: float8}": "vLLM multiplies in 8 bits on "
+    "accelerators alone: remove it",
 }
 
 
 @pytest.fixture
 def refusal(tmp_path, monkeypatch):
-    """What is said of RECIPE with this override where no package of those that low precision needs is installed."""
+    """What is said of RECIPE with this override where no package of those that low precision needs
+    is installed."""
     monkeypatch.setattr("ratchet.config.checks.precision.find_spec", lambda name: None)
     path = tmp_path / "r.yaml"
     path.write_text(RECIPE)
@@ -59,11 +70,17 @@ def test_what_cannot_be_is_refused_when_the_recipe_is_read(overrides, refusal):
 def test_quantised_rollouts_of_vllm_want_an_accelerator(refusal, monkeypatch):
     """Those of another machine are judged there."""
     monkeypatch.setattr("ratchet.config.checks.precision.CUDA_DEVICES", ())
-    wanted = "generator.quantise=float8 is computed by vLLM on CUDA devices alone, and there is none here"
+    wanted = (
+        "generator.quantise=float8 is computed by vLLM on CUDA devices alone, and there is "
+        "none here"
+    )
     assert wanted in refusal("generator={kind: vllm, quantise: float8}")
 
 
 def test_fp8_training_wants_transformer_engine(refusal, monkeypatch, tmp_path):
     monkeypatch.setattr("ratchet.config.checks.precision.CUDA_DEVICES", (str(tmp_path),))
     said = refusal("learner={kind: megatron, fp8: hybrid, weights: bfloat16}")
-    assert "which is not installed: pip install 'transformer-engine[pytorch]', or remove learner.fp8" in said
+    assert (
+        "which is not installed: pip install 'transformer-engine[pytorch]', or remove learner.fp8"
+        in said
+    )

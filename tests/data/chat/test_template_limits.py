@@ -1,4 +1,5 @@
-"""Templates that loop, recurse or fill memory are refused by counted steps; what published ones do is rendered as before."""
+"""Templates that loop, recurse or fill memory are refused by counted steps; what published ones do
+is rendered as before."""
 
 from datetime import datetime
 
@@ -8,14 +9,19 @@ from ratchet.data.chat.chat_templates import ChatTemplate
 from ratchet.errors import DataError
 from ratchet.types import Message, ToolCall
 
-DOUBLED = "{% set n = namespace(s=START) %}{% for i in range(60) %}{% set n.s = STEP %}{% endfor %}{{ n.s END }}"
+DOUBLED = (
+    "{% set n = namespace(s=START) %}{% for i in range(60) %}{% set n.s = STEP %}{% endfor "
+    "%}{{ n.s END }}"
+)
 
 
 HELLO = (Message("user", "hi"),)
 
 
 def render(source, messages=HELLO):
-    return ChatTemplate(source, {"bos_token": "<s>"}, datetime(2026, 1, 1)).render(list(messages), None, prompt=False)
+    return ChatTemplate(source, {"bos_token": "<s>"}, datetime(2026, 1, 1)).render(
+        list(messages), None, prompt=False
+    )
 
 
 def doubled(start, step, end=""):
@@ -23,14 +29,18 @@ def doubled(start, step, end=""):
 
 
 def loops(*conditions):
-    return "".join(f"{{% for a in range(99999){c} %}}" for c in conditions) + "{% endfor %}" * len(conditions)
+    return "".join(f"{{% for a in range(99999){c} %}}" for c in conditions) + "{% endfor %}" * len(
+        conditions
+    )
 
 
 STEPS = {
     "nested loops": loops("", "", ""),
     "loops that leave everything out": loops("", " if false"),
-    "a recursive loop": "{% for x in [1, 2] recursive %}{% if loop.depth < 40 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
-    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a recursive loop": "{% for x in [1, 2] recursive %}{% if loop.depth < 40 %}{{ loop([1, 2]) "
+    "}}{% endif %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ "
+    "f(60) }}",
     "sums of texts": doubled("'x'", "n.s + n.s"),
     "joined texts": doubled("'x'", "n.s ~ n.s", "| length"),
     "lists within lists": doubled("[1]", "[n.s, n.s]"),
@@ -39,7 +49,8 @@ STEPS = {
     "a literal in a loop": "{% for a in range(99999) %}" + "x" * 100_000 + "{% endfor %}",
     "a search in a loop": "{% set l = range(99999) | list %}"
     + loops("").replace("{% endfor", "{% if -1 in l %}{% endif %}{% endfor"),
-    "slices in a loop": "{% set l = 'a' * 9999999 %}" + loops("").replace("{% endfor", "{% set x = l[1:] %}{% endfor"),
+    "slices in a loop": "{% set l = 'a' * 9999999 %}"
+    + loops("").replace("{% endfor", "{% set x = l[1:] %}{% endfor"),
     "a slow filter": "{% set l = 'a b' * 2000000 %}{{ l | title }}",
     "grouping": loops(" if range(9999) | groupby('real')"),
 }
@@ -86,7 +97,9 @@ def test_a_template_without_end_is_refused_by_steps(source):
 @pytest.mark.parametrize("source", SIZES.values(), ids=SIZES)
 def test_what_multiplies_lengths_is_refused_before(source):
     with pytest.raises(
-        DataError, match=r"makes more than|digits than a template|wider fields|tojson indents|not for templates"
+        DataError,
+        match=r"makes more than|digits than a template|wider fields|tojson indents|not for "
+        r"templates",
     ):
         render(source)
 
@@ -105,18 +118,25 @@ def test_ordinary_expressions_are_as_jinja_has_them():
         "{% set n.k = n.k + 1 %}"
         "{{ loop.index ~ ':' + m['role'] + ' ' }}{{ m.content[1:] | trim | upper }}"
         "{% if not loop.last %},{% endif %}{% endfor %}"
-        "{{ n.k * 2 ** 3 % 5 }} {{ 'i' in messages[0].content }} {{ [1, 2] == [1, 2] }} {{ {'a': [1]} | tojson }}"
+        "{{ n.k * 2 ** 3 % 5 }} {{ 'i' in messages[0].content }} {{ [1, 2] == [1, 2] }} {{ {'a': "
+        "[1]} | tojson }}"
         "{{ '-' * 3 }}{{ '%02d' % 7 }}{{ '{:>4}'.format('x') }}{{ ['a', 'b'] | join('+') }}"
         "{{ messages | map(attribute='role') | list }}"
-        "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('y') }}{{ n }}{% for x in [3, 1] | sort %}{% break %}{% endfor %}"
+        "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('y') }}{{ n }}{% for x in [3, 1] | sort %}{% "
+        "break %}{% endfor %}"
     )
     messages = [Message("user", "hi"), Message("assistant", " so")]
-    expected = "1:user I,2:assistant SO1 True True {\"a\": [1]}---07   xa+b['user', 'assistant']<y><Namespace>"
+    expected = (
+        "1:user I,2:assistant SO1 True True {\"a\": [1]}---07   xa+b['user', "
+        "'assistant']<y><Namespace>"
+    )
     assert render(source, messages) == expected
 
 
 def test_the_budget_grows_with_messages():
-    quadratic = "{% for a in messages %}{% for b in messages %}{% endfor %}{{ a.content }}{% endfor %}"
+    quadratic = (
+        "{% for a in messages %}{% for b in messages %}{% endfor %}{{ a.content }}{% endfor %}"
+    )
     messages = [Message("user", "abc"), Message("assistant", "d", (ToolCall("c", "f", {}),))] * 400
     plain = [Message(message.role, message.text) for message in messages]
     assert render(quadratic, plain) == "abcd" * 400

@@ -22,10 +22,20 @@ from ratchet.data.chat.builtin_tokenizers import (
 )
 from ratchet.data.chat.chat_templates import BUILTIN
 from ratchet.data.chat.tokenizer import GUARD, LONG, Tokenizer, load_tokenizer
-from ratchet.data.config import PRINTABLE, AutoTokenizerConfig, ByteBPEConfig, BytesConfig, CharactersConfig
+from ratchet.data.config import (
+    PRINTABLE,
+    AutoTokenizerConfig,
+    ByteBPEConfig,
+    BytesConfig,
+    CharactersConfig,
+)
 from ratchet.errors import ConfigError, DataError, ModelError
 
-TEXTS = ["the quick brown fox jumps over the lazy dog", "the dog and the fox", "12 + 34 = 46\n\n"] * 20
+TEXTS = [
+    "the quick brown fox jumps over the lazy dog",
+    "the dog and the fox",
+    "12 + 34 = 46\n\n",
+] * 20
 CHARACTERS, BYTES, BPE = character_tokenizer(), byte_tokenizer(), byte_bpe_tokenizer(TEXTS, 300)
 
 
@@ -35,7 +45,8 @@ CHARACTERS, BYTES, BPE = character_tokenizer(), byte_tokenizer(), byte_bpe_token
 def test_characters_have_one_token_each_after_the_special_ones():
     tokenizer = character_tokenizer("01=")
     assert tokenizer.encode("10=") == [9, 8, 10]
-    assert tokenizer.vocab_size == 16  # 8 special tokens, 3 characters, reserved up to a multiple of 8
+    # 8 special tokens, 3 characters, reserved up to a multiple of 8
+    assert tokenizer.vocab_size == 16
     assert (tokenizer.pad_id, tokenizer.eos_ids, tokenizer.bos_id) == (0, (1,), None)
     assert tokenizer.decode([9, 8, 1, 10]) == "10="
     assert tokenizer.decode([9, 1], skip_special=False) == "1<eos>"
@@ -61,7 +72,9 @@ def test_characters_round_trip(text):
 
 def test_a_character_without_a_token_is_named_with_the_fix():
     with pytest.raises(
-        DataError, match=r"'é' \(U\+00E9\) has no token: add it to `tokenizer.alphabet`.*`tokenizer.kind: bytes`"
+        DataError,
+        match=r"'é' \(U\+00E9\) has no token: add it to `tokenizer.alphabet`.*`tokenizer.kind: "
+        r"bytes`",
     ):
         CHARACTERS.encode("café")
     with pytest.raises(DataError, match=r"'é'"):
@@ -106,7 +119,11 @@ def test_typed_control_tokens_stay_text(tokenizer):
     ids = tokenizer.encode("a<eos>b")
     assert not set(ids) & set(tokenizer.special_ids.values())
     assert tokenizer.decode(ids) == "a<eos>b"
-    assert tokenizer.encode("a<eos>b", allow_special=True) == [*tokenizer.encode("a"), 1, *tokenizer.encode("b")]
+    assert tokenizer.encode("a<eos>b", allow_special=True) == [
+        *tokenizer.encode("a"),
+        1,
+        *tokenizer.encode("b"),
+    ]
 
 
 @pytest.mark.parametrize("tokenizer", [CHARACTERS, BYTES, BPE], ids=["characters", "bytes", "bpe"])
@@ -114,13 +131,24 @@ def test_saved_directories_load_to_equal_ids_here_and_in_transformers(tokenizer,
     from transformers import AutoTokenizer
 
     tokenizer.save(tmp_path / "new" / "model")
-    ours, theirs = load_tokenizer(tmp_path / "new" / "model"), AutoTokenizer.from_pretrained(tmp_path / "new" / "model")
+    ours, theirs = (
+        load_tokenizer(tmp_path / "new" / "model"),
+        AutoTokenizer.from_pretrained(tmp_path / "new" / "model"),
+    )
     text = "the fox: 1+2=3\n <eos> the<user>"
-    assert ours.encode(text, allow_special=True) == tokenizer.encode(text, allow_special=True) == theirs.encode(text)
+    assert (
+        ours.encode(text, allow_special=True)
+        == tokenizer.encode(text, allow_special=True)
+        == theirs.encode(text)
+    )
     assert theirs.decode(theirs.encode(text), skip_special_tokens=True) == tokenizer.decode(
         ours.encode(text, allow_special=True)
     )
-    assert (ours.eos_ids, ours.pad_id, ours.vocab_size) == (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size)
+    assert (ours.eos_ids, ours.pad_id, ours.vocab_size) == (
+        tokenizer.eos_ids,
+        tokenizer.pad_id,
+        tokenizer.vocab_size,
+    )
     assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (1, 0, tokenizer.vocab_size)
     assert ours.fingerprint == tokenizer.fingerprint
     assert ours.chat_template == theirs.chat_template == BUILTIN["plain"]
@@ -134,20 +162,28 @@ def directory(tmp_path, **files):
     (tmp_path / "chat_template.jinja").unlink()
     for name, content in files.items():
         path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **content}))
+        path.write_text(
+            json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **content})
+        )
     return tmp_path
 
 
 def test_eos_ids_come_from_all_that_names_them_the_tokenizers_first(tmp_path):
-    both = directory(tmp_path / "a", generation_config={"eos_token_id": [5, 1, 6]}, config={"eos_token_id": 9})
+    both = directory(
+        tmp_path / "a", generation_config={"eos_token_id": [5, 1, 6]}, config={"eos_token_id": 9}
+    )
     assert load_tokenizer(both).eos_ids == (1, 5, 6)
     assert load_tokenizer(directory(tmp_path / "b", config={"eos_token_id": 9})).eos_ids == (1, 9)
-    none = directory(tmp_path / "c", tokenizer_config={"eos_token": None}, config={"eos_token_id": 9})
+    none = directory(
+        tmp_path / "c", tokenizer_config={"eos_token": None}, config={"eos_token_id": 9}
+    )
     assert load_tokenizer(none).eos_ids == (9,)
 
 
 def test_several_eos_ids_survive_saving_beside_a_models_own_file(tmp_path):
-    tokenizer = load_tokenizer(directory(tmp_path / "a", generation_config={"eos_token_id": [5, 1]}))
+    tokenizer = load_tokenizer(
+        directory(tmp_path / "a", generation_config={"eos_token_id": [5, 1]})
+    )
     tokenizer.save(tmp_path / "b")
     assert load_tokenizer(tmp_path / "b").eos_ids == (1, 5)
     (tmp_path / "c").mkdir()
@@ -158,7 +194,9 @@ def test_several_eos_ids_survive_saving_beside_a_models_own_file(tmp_path):
 
 def test_special_tokens_may_be_objects_or_lie_in_the_older_file(tmp_path):
     config = {"bos_token": {"content": "<system>", "lstrip": False}}
-    tokenizer = load_tokenizer(directory(tmp_path, tokenizer_config=config, special_tokens_map={"cls_token": "<user>"}))
+    tokenizer = load_tokenizer(
+        directory(tmp_path, tokenizer_config=config, special_tokens_map={"cls_token": "<user>"})
+    )
     assert tokenizer.bos_id == 3
     assert tokenizer.special_tokens["cls_token"] == "<user>"
 
@@ -173,9 +211,14 @@ def test_templates_come_from_the_file_then_from_the_configuration(tmp_path):
 
 
 def test_other_settings_of_a_model_are_saved_again(tmp_path):
-    tokenizer = load_tokenizer(directory(tmp_path / "a", tokenizer_config={"model_max_length": 4096}))
+    tokenizer = load_tokenizer(
+        directory(tmp_path / "a", tokenizer_config={"model_max_length": 4096})
+    )
     tokenizer.save(tmp_path / "b")
-    assert json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())["model_max_length"] == 4096
+    assert (
+        json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())["model_max_length"]
+        == 4096
+    )
 
 
 def test_truncation_and_padding_in_the_file_do_not_change_texts(tmp_path):
@@ -187,7 +230,9 @@ def test_truncation_and_padding_in_the_file_do_not_change_texts(tmp_path):
 
 
 def test_a_token_that_the_configuration_alone_calls_special_is_a_control_token(tmp_path):
-    backend = Backend(models.WordLevel({"a": 0, "</s>": 1, "<": 2, "/": 3, "s": 4, ">": 5, "?": 6}, unk_token="?"))
+    backend = Backend(
+        models.WordLevel({"a": 0, "</s>": 1, "<": 2, "/": 3, "s": 4, ">": 5, "?": 6}, unk_token="?")
+    )
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer = Tokenizer(backend, config={"eos_token": "</s>"})
     assert tokenizer.encode("a</s>", allow_special=True) == [0, 1]
@@ -200,7 +245,10 @@ def test_a_token_that_the_configuration_alone_calls_special_is_a_control_token(t
     ("files", "message"),
     [
         ({"config": {"eos_token_id": 16}}, "EOS id 16 lies outside the tokenizer's 16 tokens"),
-        ({"tokenizer_config": {"eos_token": "</s>"}}, "eos_token '</s>' of tokenizer_config.json is no token"),
+        (
+            {"tokenizer_config": {"eos_token": "</s>"}},
+            "eos_token '</s>' of tokenizer_config.json is no token",
+        ),
     ],
 )
 def test_files_that_contradict_each_other_are_refused(tmp_path, files, message):
@@ -222,7 +270,9 @@ def test_damaged_and_missing_files_are_named(tmp_path):
 def test_a_path_that_is_nowhere_and_a_hub_id_that_is_out_of_reach_say_so():
     with pytest.raises(ModelError, match="no model directory '/nowhere/at all'"):
         load_tokenizer("/nowhere/at all")
-    with pytest.raises(ModelError, match="'nobody/nothing' is no directory here, and the Hugging Face hub"):
+    with pytest.raises(
+        ModelError, match="'nobody/nothing' is no directory here, and the Hugging Face hub"
+    ):
         load_tokenizer("nobody/nothing")  # the tests run offline
 
 
@@ -232,7 +282,9 @@ def test_a_directory_with_older_files_only_goes_through_transformers(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     merges = (" ".join(merge) for merge in model["merges"])
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}'
+    )
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode("the quick fox\n")) == "the quick fox\n"
     assert tokenizer.encode(" the") == [vocabulary["Ġthe"]]
@@ -243,27 +295,39 @@ def test_a_directory_with_older_files_only_goes_through_transformers(tmp_path):
 
 
 def sentencepiece(prefix: str) -> Tokenizer:
-    """A tiny SentencePiece conversion: "legacy" puts a space before every stretch of text, "first" before the text only."""
+    """A tiny SentencePiece conversion: "legacy" puts a space before every stretch of text, "first"
+    before the text only."""
     pieces = ["<unk>", "<s>", "</s>", "<0x0A>", "▁", "h", "i", "hi", "▁hi", "▁▁hi", "?"]
     merges = [("h", "i"), ("▁", "hi"), ("▁", "▁hi")]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend = Backend(
+        models.BPE(
+            vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
+        )
+    )
     spaces = normalizers.Replace(" ", "▁")
     if prefix == "legacy":
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
     else:
         backend.normalizer = spaces
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return Tokenizer(backend, config={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
+    return Tokenizer(
+        backend, config={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    )
 
 
 @pytest.mark.parametrize("prefix", ["legacy", "first"])
 @given(text=st.lists(st.sampled_from(["<s>", "</s>", "hi", " ", "\n", "?", " hi"])).map("".join))
 def test_sentencepiece_texts_get_the_ids_of_the_library(prefix, text):
     tokenizer = sentencepiece(prefix)
-    assert tokenizer.encode(text, allow_special=True) == tokenizer._backend.encode(text, add_special_tokens=False).ids
+    assert (
+        tokenizer.encode(text, allow_special=True)
+        == tokenizer._backend.encode(text, add_special_tokens=False).ids
+    )
 
 
 @pytest.mark.parametrize("prefix", ["legacy", "first"])
@@ -281,13 +345,22 @@ def test_sentencepiece_text_that_follows_text_gets_no_space_of_its_own(prefix):
     assert split("\nhi", "text") == ["<0x0A>", "hi"]
 
 
-@given(st.lists(st.sampled_from(["<l>", "<r>", "<w>", " ", "\n", "a", "."]), max_size=8).map("".join))
+@given(
+    st.lists(st.sampled_from(["<l>", "<r>", "<w>", " ", "\n", "a", "."]), max_size=8).map("".join)
+)
 def test_special_tokens_that_swallow_spaces_or_stand_alone_act_as_in_the_library(text):
     backend = Backend.from_str(BYTES._backend.to_str())
     backend.add_special_tokens(
-        [AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True), AddedToken("<w>", single_word=True)]
+        [
+            AddedToken("<l>", lstrip=True),
+            AddedToken("<r>", rstrip=True),
+            AddedToken("<w>", single_word=True),
+        ]
     )
-    assert Tokenizer(backend).encode(text, allow_special=True) == backend.encode(text, add_special_tokens=False).ids
+    assert (
+        Tokenizer(backend).encode(text, allow_special=True)
+        == backend.encode(text, add_special_tokens=False).ids
+    )
 
 
 def test_the_longest_special_token_wins():
@@ -320,11 +393,17 @@ def test_each_kind_builds_its_tokenizer(tmp_path):
     (tmp_path / "t.txt").write_text("\n".join(TEXTS))
     assert build_characters(CharactersConfig(alphabet="ab"), None).encode("ba") == [9, 8]
     assert build_bytes(BytesConfig(), None).fingerprint == BYTES.fingerprint
-    assert build_byte_bpe(ByteBPEConfig(texts=(tmp_path / "t.txt",), vocab_size=300), None).vocab_size == 300
+    assert (
+        build_byte_bpe(ByteBPEConfig(texts=(tmp_path / "t.txt",), vocab_size=300), None).vocab_size
+        == 300
+    )
     CHARACTERS.save(tmp_path)
     assert build_auto(AutoTokenizerConfig(), str(tmp_path)).fingerprint == CHARACTERS.fingerprint
     BYTES.save(tmp_path / "other")
-    assert build_auto(AutoTokenizerConfig(path=str(tmp_path / "other")), str(tmp_path)).fingerprint == BYTES.fingerprint
+    assert (
+        build_auto(AutoTokenizerConfig(path=str(tmp_path / "other")), str(tmp_path)).fingerprint
+        == BYTES.fingerprint
+    )
 
 
 def test_each_kind_names_what_builds_it():
@@ -346,7 +425,8 @@ def test_wrong_settings_say_what_to_change(tmp_path):
 
 def test_configuration_needs_no_tokenizer_and_rendering_no_torch():
     script = (
-        "import sys, ratchet.data.config; assert not {'tokenizers', 'torch', 'jinja2'} & set(sys.modules)\n"
+        "import sys, ratchet.data.config; assert not {'tokenizers', 'torch', 'jinja2'} & "
+        "set(sys.modules)\n"
         "import ratchet.data.chat.renderer, ratchet.data.chat.builtin_tokenizers\n"
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
     )

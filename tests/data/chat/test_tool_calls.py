@@ -21,7 +21,11 @@ TOOLS = [
             "description": "Adds.",
             "parameters": {
                 "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}},
+                "properties": {
+                    "a": {"type": "integer"},
+                    "b": {"type": "string"},
+                    "c": {"type": "array"},
+                },
             },
         },
     }
@@ -29,12 +33,19 @@ TOOLS = [
 ADD = ("add", {"a": 2, "b": "é\n"})
 JSON = '{"name": "add", "arguments": {"a": 2, "b": "é\\n"}}'
 LLAMA = '{"name": "add", "parameters": {"a": 2, "b": "é\\n"}}'
-XML = "<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\né\n\n</parameter>\n</function>"
-V3 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 2, "b": "é\\n"}\n```<｜tool▁call▁end｜>'
+XML = (
+    "<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\né\n\n</parameter>\n</function>"
+)
+V3 = (
+    '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 2, "b": '
+    '"é\\n"}\n```<｜tool▁call▁end｜>'
+)
 V31 = '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 2, "b": "é\\n"}<｜tool▁call▁end｜>'
 DSML = (
-    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">2</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="b" string="true">é\n</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" '
+    'string="false">2</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="b" '
+    'string="true">é\n</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
 )
 
 READ = [
@@ -52,7 +63,8 @@ READ = [
      [ADD, ("math.sin", {"x": -1.5, "y": [True, None], "z": {"k": "v"}})]),
     ("llama", "<|python_start|>[add()]<|python_end|>", "", [("add", {})]),
     ("mistral", f"[TOOL_CALLS] [{JSON}, {JSON}]", "", [ADD, ADD]),
-    ("mistral", 'Wait.[TOOL_CALLS]add[ARGS]{"a": 2, "b": "é\\n"}[TOOL_CALLS]add[CALL_ID]aaaaaaaaa[ARGS]{"a": 2, "b": "é\\n"}',
+    ("mistral", 'Wait.[TOOL_CALLS]add[ARGS]{"a": 2, "b": '
+                '"é\\n"}[TOOL_CALLS]add[CALL_ID]aaaaaaaaa[ARGS]{"a": 2, "b": "é\\n"}',
      "Wait.", [ADD, ADD]),
     ("mistral", '[TOOL_CALLS]add{"a": 2, "b": "é\\n"}', "", [ADD]),
     ("deepseek", f"Well.<｜tool▁calls▁begin｜>{V3}\n{V3}<｜tool▁calls▁end｜>", "Well.", [ADD, ADD]),
@@ -90,9 +102,18 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', 1),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', 1),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', 1),
-    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 40 + "]" * 40 + "}}</tool_call>", 1),
-    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 100_000 + "</tool_call>", 1),
-    ("hermes", f"<tool_call>{JSON}</tool_call><tool_call></tool_call>", 1),  # then the good one is no call either
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 40 + "]" * 40 + "}}</tool_call>",
+        1,
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 100_000 + "</tool_call>",
+        1,
+    ),
+    # then the good one is no call either
+    ("hermes", f"<tool_call>{JSON}</tool_call><tool_call></tool_call>", 1),
     ("qwen3_coder", "<tool_call>\nadd\n</tool_call>", 1),
     ("qwen3_coder", "<function=add><parameter=a>2</function>", 1),
     ("qwen3_coder", "<function=add>2</function>", 1),
@@ -112,7 +133,11 @@ MALFORMED = [
     ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{}\n```", 1),
     ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁call▁end｜>", 1),
     ("deepseek", '<｜DSML｜invoke name="add">', 1),
-    ("deepseek", '<｜DSML｜invoke name="add"><｜DSML｜parameter name="a">2</｜DSML｜parameter></｜DSML｜invoke>', 1),
+    (
+        "deepseek",
+        '<｜DSML｜invoke name="add"><｜DSML｜parameter name="a">2</｜DSML｜parameter></｜DSML｜invoke>',
+        1,
+    ),
 ]
 
 
@@ -136,7 +161,8 @@ WRITTEN = st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=4)), max_s
 
 @settings(max_examples=400)
 @given(
-    st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=4)), max_size=30).map("".join), st.sampled_from(list(FORMATS))
+    st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=4)), max_size=30).map("".join),
+    st.sampled_from(list(FORMATS)),
 )
 @example("[" * 5000 + "]" * 5000, "llama")
 @example('{"a":' * 5000, "mistral")
@@ -167,13 +193,21 @@ def test_reasoning():
 
 
 def test_the_format_is_told_from_the_template_and_else_from_the_tokens():
-    told = {"qwen2.5": "hermes", "qwen3": "hermes", "llama3": "llama", "mistral": "mistral", "deepseek-r1": "deepseek"}
+    told = {
+        "qwen2.5": "hermes",
+        "qwen3": "hermes",
+        "llama3": "llama",
+        "mistral": "mistral",
+        "deepseek-r1": "deepseek",
+    }
     assert {family: renderer(family).tool_format.name for family in told} == told
     assert tool_format("auto", "<tool_call>\n<function=name>", {}).name == "qwen3_coder"
     assert tool_format("auto", "", {"[TOOL_CALLS]": 5}).name == "mistral"
     assert tool_format("llama", "<tool_call>", {}).name == "llama"
     for family in FAMILIES.keys() - told.keys():
-        with pytest.raises(ConfigError, match=r"set tokenizer.tool_format to deepseek, mistral.*tokenizer.template"):
+        with pytest.raises(
+            ConfigError, match=r"set tokenizer.tool_format to deepseek, mistral.*tokenizer.template"
+        ):
             _ = renderer(family).tool_format
     with pytest.raises(ConfigError, match="there is no 'hermis'"):
         tool_format("hermis", "", {})
@@ -187,7 +221,10 @@ def test_what_the_template_writes_as_a_call_is_read_back_and_goes_on(family):
     own = family in ("turns", "chatml")
     made = Renderer(byte_tokenizer(), family) if own else renderer(family)
     call_id = "call00000" if family == "mistral" else "call_0"
-    user, called = Message("user", "2 + 2?"), Message("assistant", "", (ToolCall(call_id, "add", {"a": 2, "b": "é"}),))
+    user, called = (
+        Message("user", "2 + 2?"),
+        Message("assistant", "", (ToolCall(call_id, "add", {"a": 2, "b": "é"}),)),
+    )
     tokens, trainable = made.supervised([user, called], TOOLS, train="last")
     sampled = [token for token, trains in zip(tokens, trainable, strict=True) if trains]
     message, malformed = made.parse_calls(sampled, tools=TOOLS)
@@ -199,13 +236,17 @@ def test_what_the_template_writes_as_a_call_is_read_back_and_goes_on(family):
 def test_a_dialogue_with_tools_extends_what_was_sampled_token_by_token():
     made = Renderer(renderer("qwen2.5").tokenizer, "chatml")
     prompt = made.prompt([Message("user", "2 + 2?")], TOOLS)
-    written = 'Hm.\n<tool_call>{"name":"add",  "arguments":{"a":2}}</tool_call>'  # not as the template spaces it
+    # not as the template spaces it
+    written = 'Hm.\n<tool_call>{"name":"add",  "arguments":{"a":2}}</tool_call>'
     sampled = [*made.tokenizer.encode(written), made.tokenizer.special_ids["<|im_end|>"]]
     message, _ = made.parse_calls(sampled, tools=TOOLS)
     history, answers = [Message("user", "2 + 2?")], [Message("tool", "4", tool_call_id="call_0")]
     assert made.keeps(sampled, answers, history=history, said=message, tools=TOOLS)
     added = made.extend(sampled, answers, history=history, tools=TOOLS)
-    assert made.tokenizer.decode(added, skip_special=False) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        made.tokenizer.decode(added, skip_special=False)
+        == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert "<tools>" in made.tokenizer.decode(prompt)
 
 
@@ -213,10 +254,12 @@ def test_a_dialogue_with_tools_extends_what_was_sampled_token_by_token():
     ("family", "said", "answer", "kept"),
     [
         ("qwen2.5", "<think>\nr\n</think>\n\na", Message("user", "and?"), True),
-        ("qwen3", "<think>\nr\n</think>\n\na", Message("user", "and?"), False),  # drops the reasoning
+        # drops the reasoning
+        ("qwen3", "<think>\nr\n</think>\n\na", Message("user", "and?"), False),
         ("qwen3", "a", Message("user", "and?"), True),  # there was none to drop
         ("deepseek-r1", "r\n</think>\n\na", Message("user", "and?"), False),
-        ("llama3", "a ", Message("user", "and?"), True),  # it trims, and the tokens stay as they were sampled
+        # it trims, and the tokens stay as they were sampled
+        ("llama3", "a ", Message("user", "and?"), True),
     ],
 )
 def test_a_turn_that_the_template_rewrites_forks_the_history(family, said, answer, kept):
@@ -229,8 +272,13 @@ def test_a_turn_that_the_template_rewrites_forks_the_history(family, said, answe
 
 def test_a_tools_answer_keeps_the_reasoning_before_the_call():
     made = renderer("qwen3")
-    sampled = [*made.tokenizer.encode(f"<think>\nr\n</think>\n\n<tool_call>\n{JSON}\n</tool_call>"), made.stop_ids[0]]
+    sampled = [
+        *made.tokenizer.encode(f"<think>\nr\n</think>\n\n<tool_call>\n{JSON}\n</tool_call>"),
+        made.stop_ids[0],
+    ]
     message, _ = made.parse_calls(sampled, tools=TOOLS)
     history, result = [Message("user", "q")], Message("tool", "4", tool_call_id="call_0")
     assert made.keeps(sampled, [result], history=history, said=message, tools=TOOLS)
-    assert not made.keeps(sampled, [result, Message("user", "and?")], history=history, said=message, tools=TOOLS)
+    assert not made.keeps(
+        sampled, [result, Message("user", "and?")], history=history, said=message, tools=TOOLS
+    )

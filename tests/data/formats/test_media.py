@@ -1,4 +1,5 @@
-"""What is said of media becomes bytes and pixels, and whatever is wrong with one is an error that names it."""
+"""What is said of media becomes bytes and pixels, and whatever is wrong with one is an error that
+names it."""
 
 from __future__ import annotations
 
@@ -18,10 +19,21 @@ import pytest
 from PIL import Image
 from scipy.signal import resample
 
-from ratchet.data.formats.media import MediaLimits, audio_of, embed, embedded, fetch, image_of, shown, video_of
+from ratchet.data.formats.media import (
+    MediaLimits,
+    audio_of,
+    embed,
+    embedded,
+    fetch,
+    image_of,
+    shown,
+    video_of,
+)
 from ratchet.errors import DataError
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL", "ignore::PIL.Image.DecompressionBombWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:PIL", "ignore::PIL.Image.DecompressionBombWarning"
+)
 
 LIMITS = MediaLimits()
 WHERE = "rows.jsonl, line 3"
@@ -56,16 +68,22 @@ def wav(samples: bytes, *, width: int = 2, channels: int = 1, rate: int = 8000) 
 # --- from a reference to bytes
 
 
-def test_a_file_is_found_by_its_path_below_the_root_and_as_it_is_without_one(tmp_path: Path) -> None:
+def test_a_file_is_found_by_its_path_below_the_root_and_as_it_is_without_one(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(b"abc")
     assert fetch("images/a.png", where=WHERE, limits=LIMITS, root=tmp_path) == b"abc"
-    assert fetch(str(tmp_path / "images" / "a.png"), where=WHERE, limits=LIMITS, root=tmp_path) == b"abc"
+    assert (
+        fetch(str(tmp_path / "images" / "a.png"), where=WHERE, limits=LIMITS, root=tmp_path)
+        == b"abc"
+    )
     assert fetch(f"file://{tmp_path}/images/a.png", where=WHERE, limits=LIMITS) == b"abc"
 
 
 @pytest.mark.parametrize(
-    "reference", ["../secret.png", "/etc/hostname", "a/../../secret.png", "file:///etc/hostname", "link.png"]
+    "reference",
+    ["../secret.png", "/etc/hostname", "a/../../secret.png", "file:///etc/hostname", "link.png"],
 )
 def test_a_path_does_not_leave_its_root(tmp_path: Path, reference: str) -> None:
     root = tmp_path / "root"
@@ -78,7 +96,10 @@ def test_a_path_does_not_leave_its_root(tmp_path: Path, reference: str) -> None:
 
 @pytest.mark.fault("D11")
 def test_a_missing_file_is_an_error_that_names_row_and_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"^{WHERE}: gone\.png: can't be read .*No such file or directory.*drop the row"):
+    with pytest.raises(
+        DataError,
+        match=rf"^{WHERE}: gone\.png: can't be read .*No such file or directory.*drop the row",
+    ):
         fetch("gone.png", where=WHERE, limits=LIMITS, root=tmp_path)
     with pytest.raises(DataError, match=r"is no path|can't be read"):
         fetch("a" * 5000, where=WHERE, limits=LIMITS, root=tmp_path)
@@ -91,7 +112,10 @@ def test_a_data_url_holds_its_file() -> None:
     content = bytes(range(256))
     url = "data:image/png;base64," + base64.b64encode(content).decode()
     assert fetch(url, where=WHERE, limits=LIMITS) == content
-    for broken, why in (("data:image/png,abc", "is no data: URL in base64"), ("data:;base64,@@@", "base64 is broken")):
+    for broken, why in (
+        ("data:image/png,abc", "is no data: URL in base64"),
+        ("data:;base64,@@@", "base64 is broken"),
+    ):
         with pytest.raises(DataError, match=why):
             fetch(broken, where=WHERE, limits=LIMITS)
 
@@ -121,7 +145,8 @@ def test_an_object_store_is_read_below_its_root_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "reference", ["ftp://a/b.png", "zip://x::http://a/b.zip", "simplecache::http://a/b.png", "local://etc/x"]
+    "reference",
+    ["ftp://a/b.png", "zip://x::http://a/b.zip", "simplecache::http://a/b.png", "local://etc/x"],
 )
 def test_an_address_that_nothing_should_read_is_refused(reference: str) -> None:
     with pytest.raises(DataError, match=r"nothing reads media from .*give a path"):
@@ -142,10 +167,14 @@ def test_an_address_of_the_web_is_fetched_only_where_that_was_asked_for() -> Non
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     try:
-        with pytest.raises(DataError, match=r"a\.png: addresses of the web are not fetched: set urls: true"):
+        with pytest.raises(
+            DataError, match=r"a\.png: addresses of the web are not fetched: set urls: true"
+        ):
             fetch(f"{address}/a.png", where=WHERE, limits=LIMITS)
         assert fetch(f"{address}/a.png", where=WHERE, limits=MediaLimits(urls=True)) == b"abc"
-        with pytest.raises(DataError, match=rf"^{WHERE}: http.*/b\.png: can't be fetched \(Not Found\)"):
+        with pytest.raises(
+            DataError, match=rf"^{WHERE}: http.*/b\.png: can't be fetched \(Not Found\)"
+        ):
             fetch(f"{address}/b.png", where=WHERE, limits=MediaLimits(urls=True))
     finally:
         server.shutdown()
@@ -190,13 +219,20 @@ def test_transparent_lies_on_white_and_sixteen_bits_keep_their_upper_half() -> N
     read = image_of(encoded(deep), where=WHERE, limits=LIMITS)
     assert [read.getpixel((x, 0)) for x in range(3)] == [(0,) * 3, (77,) * 3, (255,) * 3]
     with pytest.raises(DataError, match="32 bits"):
-        image_of(encoded(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF"), where=WHERE, limits=LIMITS)
+        image_of(
+            encoded(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF"),
+            where=WHERE,
+            limits=LIMITS,
+        )
 
 
 def test_a_photograph_is_turned_as_the_camera_was_held() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by a quarter
-    assert image_of(encoded(noise(32, 24), "JPEG", exif=exif), where=WHERE, limits=LIMITS).size == (24, 32)
+    assert image_of(encoded(noise(32, 24), "JPEG", exif=exif), where=WHERE, limits=LIMITS).size == (
+        24,
+        32,
+    )
 
 
 @pytest.mark.fault("D13")
@@ -205,7 +241,10 @@ def test_a_file_that_is_cut_off_anywhere_is_an_error_or_whole(form: str) -> None
     whole = encoded(noise(), form)
     place = f"{WHERE}: a.{form.lower()}"
     for end in range(0, len(whole) * 9 // 10, max(1, len(whole) // 60)):
-        with pytest.raises(DataError, match=rf"^{place}: (the file is empty|is no whole image|the image is damaged)"):
+        with pytest.raises(
+            DataError,
+            match=rf"^{place}: (the file is empty|is no whole image|the image is damaged)",
+        ):
             image_of(whole[:end], where=place, limits=LIMITS)
 
 
@@ -222,22 +261,41 @@ def test_changed_bytes_never_raise_anything_but_a_data_error(form: str) -> None:
 
 @pytest.mark.fault("D13")
 def test_what_is_empty_or_no_image_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"^rows.jsonl, line 3: a\.png: the file is empty: copy it again, or drop the row"):
+    with pytest.raises(
+        DataError,
+        match=r"^rows.jsonl, line 3: a\.png: the file is empty: copy it again, or drop the row",
+    ):
         image_of(b"", where=f"{WHERE}: a.png", limits=LIMITS)
-    for other in (b"hello", b"%PDF-1.7 ...", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe-3.0 EPSF-3.0\n" * 9):
-        with pytest.raises(DataError, match="is no whole image of a form that is read: give PNG, JPEG"):
+    for other in (
+        b"hello",
+        b"%PDF-1.7 ...",
+        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        b"%!PS-Adobe-3.0 EPSF-3.0\n" * 9,
+    ):
+        with pytest.raises(
+            DataError, match="is no whole image of a form that is read: give PNG, JPEG"
+        ):
             image_of(other, where=WHERE, limits=LIMITS)
 
 
 @pytest.mark.fault("D14")
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
-    with pytest.raises(DataError, match=r"is 20000 x 4 pixels, 8192 at most on a side.*raise max_side"):
+    with pytest.raises(
+        DataError, match=r"is 20000 x 4 pixels, 8192 at most on a side.*raise max_side"
+    ):
         image_of(encoded(Image.new("1", (20_000, 4))), where=WHERE, limits=LIMITS)
     wide = MediaLimits(max_side=30_000)
-    assert image_of(encoded(Image.new("1", (20_000, 4))), where=WHERE, limits=wide).size == (20_000, 4)
-    with pytest.raises(DataError, match=r"declares 8000 x 8001 = 64008000 pixels, 64000000 at most.*raise max_pixels"):
+    assert image_of(encoded(Image.new("1", (20_000, 4))), where=WHERE, limits=wide).size == (
+        20_000,
+        4,
+    )
+    with pytest.raises(
+        DataError,
+        match=r"declares 8000 x 8001 = 64008000 pixels, 64000000 at most.*raise max_pixels",
+    ):
         image_of(png_that_declares(8000, 8001), where=WHERE, limits=LIMITS)
-    # Beyond its first limit Pillow only warns, and decodes; beyond its second it raises an error of its own.
+    # Beyond its first limit Pillow only warns, and decodes; beyond its second it raises an error of
+    # its own.
     for side in (10_000, 14_000, 30_000):
         with pytest.raises(DataError, match=r"pixels"):
             image_of(png_that_declares(side, side), where=WHERE, limits=wide)
@@ -265,7 +323,11 @@ def test_of_a_longer_video_frames_are_taken_at_even_distances() -> None:
     read = video_of(images, where=WHERE, limits=MediaLimits(max_frames=3))
     assert [frame.getpixel((0, 0)) for frame in read] == [(0, 0, 0), (80, 0, 0), (160, 0, 0)]
     first, *rest = frames(9)
-    read = video_of(encoded(first, "GIF", save_all=True, append_images=rest), where=WHERE, limits=MediaLimits(max_frames=3))
+    read = video_of(
+        encoded(first, "GIF", save_all=True, append_images=rest),
+        where=WHERE,
+        limits=MediaLimits(max_frames=3),
+    )
     assert [frame.getpixel((0, 0)) for frame in read] == [(0, 0, 0), (80, 0, 0), (160, 0, 0)]
 
 
@@ -300,7 +362,10 @@ def test_samples_of_every_width_are_between_minus_one_and_one() -> None:
 
 def test_channels_are_averaged() -> None:
     raw = np.array([[16384, 0], [-16384, 16384]], "<i2").tobytes()
-    assert audio_of(wav(raw, channels=2), where=WHERE, limits=LIMITS).samples_N.tolist() == [0.25, 0.0]
+    assert audio_of(wav(raw, channels=2), where=WHERE, limits=LIMITS).samples_N.tolist() == [
+        0.25,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("wanted", [4000, 7000, 16000, 44100])
@@ -326,5 +391,7 @@ def test_a_bad_clip_is_an_error() -> None:
         with pytest.raises(DataError, match=why) as caught:
             audio_of(broken, where=WHERE, limits=LIMITS)
         assert str(caught.value).startswith(WHERE)
-    with pytest.raises(DataError, match=r"declares 1000 samples at 8000 Hz, 0\.1 s at most.*raise max_audio_s"):
+    with pytest.raises(
+        DataError, match=r"declares 1000 samples at 8000 Hz, 0\.1 s at most.*raise max_audio_s"
+    ):
         audio_of(whole, where=WHERE, limits=MediaLimits(max_audio_s=0.1))

@@ -13,7 +13,10 @@ from ratchet.testing import check_environment
 from ratchet.types import Message, Task
 
 CODE = composed((resolve("rewards", {"kind": "code"}),))
-ECHO = {"prompt": "double it", "tests": [{"stdin": "2", "stdout": "4"}, {"stdin": "5", "stdout": "10"}]}
+ECHO = {
+    "prompt": "double it",
+    "tests": [{"stdin": "2", "stdout": "4"}, {"stdin": "5", "stdout": "10"}],
+}
 
 
 def made(kind, **keys):
@@ -39,7 +42,10 @@ def test_a_made_up_function_by_hand():
 
 def rows(tmp_path, *extra):
     path = tmp_path / "code.jsonl"
-    given = [{**ECHO, "prompt": f"double it, {i}", "canonical_solution": "print(int(input()) * 2)"} for i in range(30)]
+    given = [
+        {**ECHO, "prompt": f"double it, {i}", "canonical_solution": "print(int(input()) * 2)"}
+        for i in range(30)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in [*given, *extra]))
     return path
 
@@ -51,9 +57,14 @@ def test_programs_come_from_a_file(tmp_path):
         made("programs", train=str(rows(tmp_path, {"prompt": "no tests"}))).rows("train")
     with pytest.raises(DataError, match=r"the prompt of 'programs/test/1' is also in"):
         made("programs", train=str(rows(tmp_path)), test=str(rows(tmp_path))).rows("train")
-    (bare,) = islice(made("programs", train=str(rows(tmp_path, ECHO)), test=None).tasks("train", seed=0), 1)
+    (bare,) = islice(
+        made("programs", train=str(rows(tmp_path, ECHO)), test=None).tasks("train", seed=0), 1
+    )
     assert bare.meta["tests"]
-    for keys, message in (({"test": "x.jsonl"}, "test is read beside train"), ({"train": "x", "operations": 3}, "made-up")):
+    for keys, message in (
+        ({"test": "x.jsonl"}, "test is read beside train"),
+        ({"train": "x", "operations": 3}, "made-up"),
+    ):
         with pytest.raises(ValueError, match=message):
             resolve("environment", {"kind": "programs", **keys})
 
@@ -74,10 +85,18 @@ def test_the_kit_where_every_try_is_judged_by_the_tests():
 
 def test_what_a_program_printed_is_shown_and_the_second_one_passes():
     task = Task("t", (Message("user", "double it"),), meta=ECHO)
-    wrong, right = repaired(task, "print(4)", "```python\nprint(2 * int(input()))\n```", discount=0.5)
+    wrong, right = repaired(
+        task, "print(4)", "```python\nprint(2 * int(input()))\n```", discount=0.5
+    )
     assert (wrong.done, wrong.reward) == (False, 0.0)
-    assert wrong.messages == (Message("user", "For the input\n5\nyour program prints\n4\n\nand this is expected:\n10"),)
-    assert (right.done, right.reward, right.metrics) == (True, 0.5, {"programs": 1, "repaired": 1.0})
+    assert wrong.messages == (
+        Message("user", "For the input\n5\nyour program prints\n4\n\nand this is expected:\n10"),
+    )
+    assert (right.done, right.reward, right.metrics) == (
+        True,
+        0.5,
+        {"programs": 1, "repaired": 1.0},
+    )
 
 
 def test_a_crash_is_shown_by_the_end_of_its_traceback_and_tries_are_bounded():

@@ -1,4 +1,5 @@
-"""Tasks from data: published sets by name, columns, templates, selection, splits, order, and what is refused."""
+"""Tasks from data: published sets by name, columns, templates, selection, splits, order, and what
+is refused."""
 
 import json
 from collections import Counter
@@ -54,7 +55,12 @@ def tasks(environment, split="train"):
 
 
 def math(i, **more):
-    return {"problem": f"What is {i} + 1?", "answer": str(i + 1), "solution": f"It is $\\boxed{{{i + 1}}}$.", **more}
+    return {
+        "problem": f"What is {i} + 1?",
+        "answer": str(i + 1),
+        "solution": f"It is $\\boxed{{{i + 1}}}$.",
+        **more,
+    }
 
 
 HH = "\n\nHuman: hi {i}\n\nAssistant:"
@@ -64,8 +70,20 @@ ASKED = (user("What is 3 + 1?" + BOXED),)
 
 def oasst(i):
     def row(name, parent, role, text, rank=None, **more):
-        named = {"message_id": f"{i}{name}", "parent_id": parent and f"{i}{parent}", "message_tree_id": f"{i}a"}
-        return {**named, "text": text, "role": role, "lang": "en", "rank": rank, "deleted": False, **more}
+        named = {
+            "message_id": f"{i}{name}",
+            "parent_id": parent and f"{i}{parent}",
+            "message_tree_id": f"{i}a",
+        }
+        return {
+            **named,
+            "text": text,
+            "role": role,
+            "lang": "en",
+            "rank": rank,
+            "deleted": False,
+            **more,
+        }
 
     return [
         row("a", None, "prompter", f"Q{i}"),
@@ -187,7 +205,9 @@ def test_a_published_set_is_read_in_the_form_that_it_has(name, tmp_path):
     config = resolve("environment", {"kind": "dataset", "preset": name})
     if config.default_reward:
         reward = config.default_reward
-        assert construct(resolve("rewards", {"kind": reward} if isinstance(reward, str) else reward))
+        assert construct(
+            resolve("rewards", {"kind": reward} if isinstance(reward, str) else reward)
+        )
     assert PRESETS[name].gives <= config.gives
 
 
@@ -195,7 +215,10 @@ def test_a_published_set_is_read_in_the_form_that_it_has(name, tmp_path):
 
 
 def test_gsm8k_as_published(shared_data):
-    files = {"train": str(shared_data("gsm8k/train.jsonl")), "test": str(shared_data("gsm8k/test.jsonl"))}
+    files = {
+        "train": str(shared_data("gsm8k/train.jsonl")),
+        "test": str(shared_data("gsm8k/test.jsonl")),
+    }
     environment = made(preset="gsm8k", **files)
     assert [len(environment.rows(split)) for split in ("train", "test")] == [7473, 1319]
     first = next(environment.tasks("test", seed=0))
@@ -207,7 +230,9 @@ def test_gsm8k_as_published(shared_data):
 
 
 def test_hh_rlhf_as_published(shared_data):
-    environment = made(preset="hh_rlhf", train=str(shared_data("hh_rlhf/harmless-base.test.1200.jsonl")))
+    environment = made(
+        preset="hh_rlhf", train=str(shared_data("hh_rlhf/harmless-base.test.1200.jsonl"))
+    )
     sizes = [len(environment.rows(split)) for split in ("train", "test")]
     assert sum(sizes) == 1200
     assert 90 < sizes[1] < 150
@@ -218,11 +243,18 @@ def test_hh_rlhf_as_published(shared_data):
 
 
 def test_humaneval_as_published(shared_data):
-    environment = made(preset="humaneval", train=str(shared_data("humaneval/HumanEval_000-059.jsonl")), test_share=0.0)
+    environment = made(
+        preset="humaneval",
+        train=str(shared_data("humaneval/HumanEval_000-059.jsonl")),
+        test_share=0.0,
+    )
     found = {task.id: task for task in tasks(environment)}
     assert len(found) == 60
     first = found["humaneval/train/1"]
-    assert (first.meta["task_id"], first.meta["entry_point"]) == ("HumanEval/0", "has_close_elements")
+    assert (first.meta["task_id"], first.meta["entry_point"]) == (
+        "HumanEval/0",
+        "has_close_elements",
+    )
     assert "def check(candidate)" in first.meta["test"]
 
 
@@ -230,7 +262,10 @@ def test_humaneval_as_published(shared_data):
 
 
 def test_columns_are_named_and_found_inside_values(tmp_path):
-    rows = [{"q": f"Q{i}", "extra": {"gold": [i, 0]}, "how": f"Level {i % 5 + 1}", "who": "Be brief."} for i in range(9)]
+    rows = [
+        {"q": f"Q{i}", "extra": {"gold": [i, 0]}, "how": f"Level {i % 5 + 1}", "who": "Be brief."}
+        for i in range(9)
+    ]
     columns = {"prompt": "q", "answer": "extra.gold.0", "difficulty": "how", "system": "who"}
     environment = made(train=write(tmp_path / "a.jsonl", rows), columns=columns, test_share=0.0)
     task = next(task for task in tasks(environment) if task.answer == "7")
@@ -241,8 +276,11 @@ def test_columns_are_named_and_found_inside_values(tmp_path):
 
 def test_a_template_makes_the_prompt_of_columns_and_nothing_else(tmp_path):
     rows = [{"a": "{b} and {0.__class__}", "b": 2.5, "answer": "x"}]
-    (task,) = tasks(made(train=write(tmp_path / "a.jsonl", rows), prompt='{a} {b} { } {"x": 1}', test_share=0.0))
-    assert task.messages == (user('{b} and {0.__class__} 2.5 { } {"x": 1}'),)  # what a row says is never filled in again
+    (task,) = tasks(
+        made(train=write(tmp_path / "a.jsonl", rows), prompt='{a} {b} { } {"x": 1}', test_share=0.0)
+    )
+    # what a row says is never filled in again
+    assert task.messages == (user('{b} and {0.__class__} 2.5 { } {"x": 1}'),)
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -259,7 +297,9 @@ WITH_CALLS = [
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [TOOLS[0]["function"]]])
 def test_a_conversation_with_tools_is_read_as_openai_writes_it(tools, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"messages": WITH_CALLS, "tools": tools}])
-    environment = made(train=path, columns={"messages": "messages", "tools": "tools"}, test_share=0.0)
+    environment = made(
+        train=path, columns={"messages": "messages", "tools": "tools"}, test_share=0.0
+    )
     assert isinstance(environment, OffersTools)
     (task,) = tasks(environment)
     assert task.messages == (
@@ -270,7 +310,8 @@ def test_a_conversation_with_tools_is_read_as_openai_writes_it(tools, tmp_path):
     )
     assert environment.demonstration(task) == (assistant("2"),)
     assert environment.tools(task) == tuple(TOOLS)
-    assert not isinstance(made(train=path), OffersTools)  # who plays it need not know how the policy calls tools
+    # who plays it need not know how the policy calls tools
+    assert not isinstance(made(train=path), OffersTools)
 
 
 def test_sharegpt_and_labelled_rows_and_steps(tmp_path):
@@ -281,7 +322,9 @@ def test_sharegpt_and_labelled_rows_and_steps(tmp_path):
         {"prompt": "T", "completion": "D", "label": False},
     ]
     path = write(tmp_path / "a.jsonl", [{"conversations": None, **row} for row in rows])
-    environment = made(train=path, columns={"messages": "conversations"}, test_share=0.0, shuffle=False)
+    environment = made(
+        train=path, columns={"messages": "conversations"}, test_share=0.0, shuffle=False
+    )
     talk, labelled, stepped, bad = tasks(environment)
     assert (talk.messages, environment.demonstration(talk)) == ((user("Q"),), (assistant("A"),))
     assert environment.judged(labelled) == Judged((assistant("C"),), 1.0)
@@ -289,13 +332,19 @@ def test_sharegpt_and_labelled_rows_and_steps(tmp_path):
     assert environment.demonstration(stepped) == (assistant("one\ntwo\n"),)
     with pytest.raises(DataError, match=r"line 4: the answer is labelled as bad"):
         environment.demonstration(bad)
-    with pytest.raises(DataError, match=r"line 2: no column 'chosen'; the row has prompt, completion, label, but this algo"):
+    with pytest.raises(
+        DataError,
+        match=r"line 2: no column 'chosen'; the row has prompt, completion, label, but this algo",
+    ):
         environment.comparison(labelled)
 
 
 # --- which rows, and in which split
 
-LEVELS = [{"prompt": f"Q{i}", "answer": "a", "level": i, "kind": "ab"[i % 2], "tags": ["x"] * (i == 3)} for i in range(10)]
+LEVELS = [
+    {"prompt": f"Q{i}", "answer": "a", "level": i, "kind": "ab"[i % 2], "tags": ["x"] * (i == 3)}
+    for i in range(10)
+]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +363,9 @@ def test_rows_are_kept_by_declared_comparisons(keep, left, form, tmp_path):
     path = write(tmp_path / f"a.{form}", LEVELS)
     environment = made(train=path, keep=[keep], test_share=0.0)
     if left is None:
-        with pytest.raises(DataError, match="no rows for its train split: `keep` leaves none of them"):
+        with pytest.raises(
+            DataError, match="no rows for its train split: `keep` leaves none of them"
+        ):
             environment.tasks("train", seed=0)
         return
     assert sorted(task.meta["level"] for task in tasks(environment)) == left
@@ -323,7 +374,14 @@ def test_rows_are_kept_by_declared_comparisons(keep, left, form, tmp_path):
 def test_csv_holds_text_which_is_compared_as_the_number_it_is(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer,level\na,1,3\nb,2,10\nc,3,\n")
     keep = [{"column": "level", "at_least": 4}]
-    (task,) = tasks(made(train=str(tmp_path / "a.csv"), keep=keep, columns={"difficulty": "level"}, test_share=0.0))
+    (task,) = tasks(
+        made(
+            train=str(tmp_path / "a.csv"),
+            keep=keep,
+            columns={"difficulty": "level"},
+            test_share=0.0,
+        )
+    )
     assert (task.answer, task.meta["difficulty"]) == ("2", 10.0)
 
 
@@ -331,27 +389,40 @@ def test_a_row_never_changes_sides(tmp_path):
     rows = [{"prompt": f"Q{i}", "answer": "a"} for i in range(300)]
     few = made(train=write(tmp_path / "few.jsonl", rows[:150]), test_share=0.2)
     many = made(train=write(tmp_path / "many.jsonl", rows[::-1]), test_share=0.2)
-    sides = [{task.messages: split for split in ("train", "test") for task in tasks(e, split)} for e in (few, many)]
+    sides = [
+        {task.messages: split for split in ("train", "test") for task in tasks(e, split)}
+        for e in (few, many)
+    ]
     assert len(sides[1]) == 300
     assert all(sides[1][prompt] == side for prompt, side in sides[0].items())
     assert 40 < Counter(sides[1].values())["test"] < 80
     by_id = [{"id": i, "prompt": f"Q{i}", "answer": "a"} for i in range(200)]
-    held_out = {row.messages for row in tasks(made(train=write(tmp_path / "ids.jsonl", by_id)), "test")}
+    held_out = {
+        row.messages for row in tasks(made(train=write(tmp_path / "ids.jsonl", by_id)), "test")
+    }
     renamed = [{**row, "prompt": f"Another {row['prompt']}"} for row in by_id]
-    again = {row.messages for row in tasks(made(train=write(tmp_path / "again.jsonl", renamed)), "test")}
+    again = {
+        row.messages for row in tasks(made(train=write(tmp_path / "again.jsonl", renamed)), "test")
+    }
     assert {(user(f"Another {prompt.text}"),) for (prompt,) in held_out} == again, "the id decides"
     assert 5 < len(held_out) < 40
 
 
 @pytest.mark.fault("D6")
 def test_a_prompt_under_several_ids_is_on_one_side_only(tmp_path, caplog):
-    """Rows go by their ids; those whose prompt is asked in the test split don't train, and the log says how many."""
+    """Rows go by their ids; those whose prompt is asked in the test split don't train, and the log
+    says how many."""
     rows = [{"id": i, "prompt": f"Q{i % 40}", "answer": "a"} for i in range(120)]
     environment = made(train=write(tmp_path / "a.jsonl", rows))
     train, test = (tasks(environment, split) for split in ("train", "test"))
     assert {task.messages for task in train}.isdisjoint(task.messages for task in test)
-    assert {task.messages for task in (*train, *test)} == {(user(f"Q{i}"),) for i in range(40)}, "and none is lost"
-    assert f"{120 - len(train) - len(test)} rows for training have a prompt of the test split and are left out" in caplog.text
+    assert {task.messages for task in (*train, *test)} == {(user(f"Q{i}"),) for i in range(40)}, (
+        "and none is lost"
+    )
+    assert (
+        f"{120 - len(train) - len(test)} rows for training have a prompt of the test split and are "
+        "left out" in caplog.text
+    )
     assert len(test) > 5
     assert len(train) > 60
 
@@ -362,7 +433,10 @@ def test_prompts_of_the_test_split_are_refused_for_training_or_left_out(tmp_path
     test = write(tmp_path / "test.jsonl", [{"prompt": "new", "answer": "a"}, LEVELS[4]])
     with pytest.raises(DataError) as caught:
         made(train=train, test=test).tasks("train", seed=0)
-    expected = f"{test}, line 2: the prompt is also in the training split ({train}, line 5), so for 1 rows there: "
+    expected = (
+        f"{test}, line 2: the prompt is also in the training split ({train}, line 5), so "
+        "for 1 rows there: "
+    )
     assert str(caught.value) == expected + "remove them, or set overlap: drop"
     environment = made(train=train, test=test, overlap="drop")
     assert [len(environment.rows(split)) for split in ("train", "test")] == [9, 2]
@@ -391,21 +465,36 @@ def test_the_order_is_a_function_of_seed_and_position_and_costs_no_counting(tmp_
 
 def test_without_a_scan_rows_are_read_when_they_are_met(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "Q0", "answer": "a"}\n{"prompt": "Q1"\n{"prompt": "Q2", "answer": "a"}\n')
+    path.write_text(
+        '{"prompt": "Q0", "answer": "a"}\n{"prompt": "Q1"\n{"prompt": "Q2", "answer": "a"}\n'
+    )
     lazy = made(train=str(path), scan=False, test_share=0.0, shuffle=False).tasks("train", seed=0)
     assert next(lazy).messages == (user("Q0"),)
     with pytest.raises(DataError, match=r"line 2 col 16: malformed JSON"):
         next(lazy)
     with pytest.raises(DataError, match=r"line 2 col 16: malformed JSON"):
         made(train=str(path)).tasks("train", seed=0)
-    for more in ({}, {"test_share": 0.0, "distinct": True}, {"test_share": 0.0, "keep": [{"column": "x", "contains": "y"}]}):
+    for more in (
+        {},
+        {"test_share": 0.0, "distinct": True},
+        {"test_share": 0.0, "keep": [{"column": "x", "contains": "y"}]},
+    ):
         with pytest.raises(ValidationError, match="scan: false"):
             made(train=str(path), scan=False, **more)
 
 
 def test_parts_of_a_mixture_come_by_their_weights(tmp_path):
-    one = {"kind": "dataset", "train": write(tmp_path / "a.jsonl", LEVELS), "tag": "one", "weight": 3}
-    other = {"kind": "dataset", "preset": "aime_2022_2024", "train": write(tmp_path / "b.parquet", [math(i) for i in range(9)])}
+    one = {
+        "kind": "dataset",
+        "train": write(tmp_path / "a.jsonl", LEVELS),
+        "tag": "one",
+        "weight": 3,
+    }
+    other = {
+        "kind": "dataset",
+        "preset": "aime_2022_2024",
+        "train": write(tmp_path / "b.parquet", [math(i) for i in range(9)]),
+    }
     mixture = construct(resolve("environment", {"kind": "mixture", "parts": [one, other]}))
     taken = [task.tag for task in islice(mixture.tasks("train", seed=0), 40)]
     assert Counter(taken) == {"one": 30, "dataset": 10}
@@ -429,12 +518,16 @@ def test_a_directory_in_the_form_of_the_hub_is_read_by_the_hub_s_own_library(tmp
     write(tmp_path / "set" / "main" / "train-00000-of-00001.parquet", rows[:9])
     write(tmp_path / "set" / "main" / "test-00000-of-00001.parquet", rows[9:])
     card = "---\nconfigs:\n- config_name: main\n  data_files:\n"
-    card += "".join(f"  - split: {split}\n    path: main/{split}-*\n" for split in ("train", "test"))
+    card += "".join(
+        f"  - split: {split}\n    path: main/{split}-*\n" for split in ("train", "test")
+    )
     (tmp_path / "set" / "README.md").write_text(card + "---\n")
     environment = made(preset="gsm8k", hub=str(tmp_path / "set"))
     assert [len(environment.rows(split)) for split in ("train", "test")] == [9, 3]
     assert [task.answer for task in environment.tasks("test", seed=0)] == ["9", "10", "11"]
-    with pytest.raises(DataError, match=r"set \(other, train\): can't be had: BuilderConfig 'other' not found"):
+    with pytest.raises(
+        DataError, match=r"set \(other, train\): can't be had: BuilderConfig 'other' not found"
+    ):
         made(preset="gsm8k", hub=str(tmp_path / "set"), subset="other").tasks("train", seed=0)
     with pytest.raises(DataError, match=r"set \(main, dev\): can't be had: Unknown split"):
         made(preset="gsm8k", hub=str(tmp_path / "set"), train_split="dev").tasks("train", seed=0)
@@ -446,25 +539,46 @@ def test_a_directory_in_the_form_of_the_hub_is_read_by_the_hub_s_own_library(tmp
 @pytest.mark.parametrize(
     ("row", "settings", "message"),
     [
-        ({"question": "Q"}, {}, "no column 'prompt'; the row has question: name yours in `columns`: {prompt: ...}"),
-        ({"q": 3, "answer": "a"}, {"columns": {"prompt": "q"}}, "column 'q' is an integer, must be a string"),
-        ({"q": "", "answer": "a"}, {"columns": {"prompt": "q"}}, "column 'q' is empty: write what is to be answered"),
-        ({"prompt": "Q"}, {"columns": {"answer": "gold"}}, "no column 'gold'; the row has prompt: name yours in `columns`"),
-        ({"prompt": "Q", "m": {"x": 1}}, {"columns": {"answer": "m.y"}}, "no column 'm.y'; 'm' of the row has x: name"),
-        ({"prompt": "Q", "answer": ["a"]}, {}, "column 'answer' is an array, must be text or a number"),
-        ({"prompt": "Q", "answer": None}, {"columns": {"answer": "answer"}}, "column 'answer' is null; the row has prompt"),
-        ({"prompt": "Q", "answer": "72"}, {"answer_after": "####"}, "column 'answer' has no answer after '####': add it, or"),
+        ({"question": "Q"}, {}, "no column 'prompt'; the row has question: name yours in "
+                                "`columns`: {prompt: ...}"),
+        ({"q": 3, "answer": "a"}, {"columns": {"prompt": "q"}}, "column 'q' is an integer, must be "
+                                                                "a string"),
+        ({"q": "", "answer": "a"}, {"columns": {"prompt": "q"}}, "column 'q' is empty: write what "
+                                                                 "is to be answered"),
+        ({"prompt": "Q"}, {"columns": {"answer": "gold"}}, "no column 'gold'; the row has prompt: "
+                                                           "name yours in `columns`"),
+        ({"prompt": "Q", "m": {"x": 1}}, {"columns": {"answer": "m.y"}}, "no column 'm.y'; 'm' of "
+                                                                         "the row has x: name"),
+        ({"prompt": "Q", "answer": ["a"]}, {}, "column 'answer' is an array, must be text or a "
+                                               "number"),
+        ({"prompt": "Q", "answer": None}, {"columns": {"answer": "answer"}}, "column 'answer' is "
+                                                                             "null; the row has "
+                                                                             "prompt"),
+        ({"prompt": "Q", "answer": "72"}, {"answer_after": "####"}, "column 'answer' has no answer "
+                                                                    "after '####': add it, or"),
         ({"prompt": "Q"}, {"prompt": "{question}!"}, "no column 'question'; the row has prompt"),
-        ({"prompt": ["Q"]}, {}, "column 'prompt', message 0 is a string, must be an object such as"),
-        ({"prompt": "Q", "d": "hard"}, {"columns": {"difficulty": "d"}}, "column 'd' is 'hard', must be a number, or text"),
-        ({"prompt": "Q", "d": "hard"}, {"keep": [{"column": "d", "at_most": 1}]}, "column 'd' is 'hard', must be a number"),
-        ({"prompt": "Q"}, {"keep": [{"column": "d", "at_most": 1}]}, "no column 'd'; the row has prompt"),
+        ({"prompt": ["Q"]}, {}, "column 'prompt', message 0 is a string, must be an object such "
+                                "as"),
+        ({"prompt": "Q", "d": "hard"}, {"columns": {"difficulty": "d"}}, "column 'd' is 'hard', "
+                                                                         "must be a number, or "
+                                                                         "text"),
+        ({"prompt": "Q", "d": "hard"}, {"keep": [{"column": "d", "at_most": 1}]}, "column 'd' is "
+                                                                                  "'hard', must be "
+                                                                                  "a number"),
+        ({"prompt": "Q"}, {"keep": [{"column": "d", "at_most": 1}]}, "no column 'd'; the row has "
+                                                                     "prompt"),
         ({"messages": []}, {}, "column 'messages' is an empty array, must be an array of messages"),
-        ({"messages": [{"role": "user"}]}, {}, "column 'messages', message 0 has no 'content': write it as a string"),
-        ({"messages": [{"role": "bot", "content": ""}]}, {}, "message 0 has the role 'bot', must be one of system, user"),
-        ({"messages": [{"role": "user", "content": "", "audio": "x"}]}, {}, "message 0 has 'audio', which would be lost: only"),
-        ({"messages": [{"role": "assistant", "content": "A"}]}, {}, "holds nothing but an answer: add what is asked before it"),
-        ({"messages": [{"role": "system", "content": "A"}]}, {}, "ends with a system message: add what is asked"),
+        ({"messages": [{"role": "user"}]}, {}, "column 'messages', message 0 has no 'content': "
+                                               "write it as a string"),
+        ({"messages": [{"role": "bot", "content": ""}]}, {}, "message 0 has the role 'bot', must "
+                                                             "be one of system, user"),
+        ({"messages": [{"role": "user", "content": "", "audio": "x"}]}, {}, "message 0 has "
+                                                                            "'audio', which would "
+                                                                            "be lost: only"),
+        ({"messages": [{"role": "assistant", "content": "A"}]}, {}, "holds nothing but an answer: "
+                                                                    "add what is asked before it"),
+        ({"messages": [{"role": "system", "content": "A"}]}, {}, "ends with a system message: add "
+                                                                 "what is asked"),
         (
             {"messages": [{"role": "user", "content": "Q", "tool_calls": [CALL]}]}, {},
             "message 0 has tool_calls, and its role is 'user': only the assistant calls tools",
@@ -473,20 +587,27 @@ def test_a_directory_in_the_form_of_the_hub_is_read_by_the_hub_s_own_library(tmp
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, {},
             "message 0, tool call 0: malformed JSON in a string",
         ),
-        ({"messages": [{"role": "user", "content": "Q\ud83d"}]}, {}, "message 0 holds half of a surrogate pair"),
+        ({"messages": [{"role": "user", "content": "Q\ud83d"}]}, {}, "message 0 holds half of a "
+                                                                     "surrogate pair"),
         ({"messages": listed(Message("user", "Q")), "tools": "[3]"}, {"columns": {"tools": "tools"}}, "'tools' is an array"),
-        ({"messages": listed(user("Q")), "tools": TOOLS}, {}, "column 'tools' would not be read: declare it, columns: {tools:"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "A"}, {}, "'chosen' and 'rejected' are the same: remove the row"),
-        ({"prompt": "Q", "chosen": "A"}, {}, "no column 'rejected'; the row has prompt, chosen: add it, or name yours"),
+        ({"messages": listed(user("Q")), "tools": TOOLS}, {}, "column 'tools' would not be read: "
+                                                              "declare it, columns: {tools:"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "A"}, {}, "'chosen' and 'rejected' are the "
+                                                              "same: remove the row"),
+        ({"prompt": "Q", "chosen": "A"}, {}, "no column 'rejected'; the row has prompt, chosen: "
+                                             "add it, or name yours"),
         (
             {"context": "Q", "response1": "A", "response2": "B", "overall_preference": 0},
             {"columns": {"prompt": "context", "first": "response1", "second": "response2", "preference": "overall_preference"}},
-            "column 'overall_preference' is 0, so neither is better: leave such rows out by keep: [{column: overall_",
+            "column 'overall_preference' is 0, so neither is better: leave such rows out by keep: "
+            "[{column: overall_",
         ),
     ],
 )  # fmt: skip
 @pytest.mark.fault("D1", "D8")
-def test_a_row_that_can_t_be_used_is_named_with_its_column_and_the_way_out(row, settings, message, tmp_path):
+def test_a_row_that_can_t_be_used_is_named_with_its_column_and_the_way_out(
+    row, settings, message, tmp_path
+):
     path = write(tmp_path / "a.jsonl", [row])
     with pytest.raises(DataError) as caught:
         made(train=path, test_share=0.0, **settings).tasks("train", seed=0)
@@ -521,7 +642,9 @@ def test_a_checkpoint_holds_the_fingerprint_of_every_file_here(tmp_path):
     for name in ("deep/a.jsonl", "deep/b.parquet", "c.jsonl"):
         write(tmp_path / name, LEVELS)
     places = [str(tmp_path / "deep"), "memory://elsewhere/d.jsonl"]
-    config = resolve("environment", {"kind": "dataset", "train": places, "test": str(tmp_path / "*.jsonl")})
+    config = resolve(
+        "environment", {"kind": "dataset", "train": places, "test": str(tmp_path / "*.jsonl")}
+    )
     with fsspec.open("memory://elsewhere/d.jsonl", "wb") as file:
         file.write(b"{}\n")
     assert [path.name for path in files_of(config)] == ["a.jsonl", "b.parquet", "c.jsonl"]

@@ -1,4 +1,5 @@
-"""Preference data in every published format: what is read, what is refused and how, and that algorithms learn from it."""
+"""Preference data in every published format: what is read, what is refused and how, and that
+algorithms learn from it."""
 
 import asyncio
 import json
@@ -49,14 +50,25 @@ def write(path, rows):
 
 @pytest.fixture
 def only(tmp_path):
-    """The environment of a file with one row (as training data; another makes the test split), and its task."""
+    """The environment of a file with one row (as training data; another makes the test split), and
+    its task."""
 
     def make(row, **settings):
         test = write(tmp_path / "test.jsonl", [{"prompt": "another", "completion": "", "label": 0}])
         if "columns" in settings:
             settings["columns"] = dict(settings["columns"])
-            test = write(test, [{settings["columns"].get(k, k): v for k, v in json.loads(test.read_text()).items()}])
-        environment = Preferences(PreferencesConfig(train=write(tmp_path / "train.jsonl", [row]), test=test, **settings))
+            test = write(
+                test,
+                [
+                    {
+                        settings["columns"].get(k, k): v
+                        for k, v in json.loads(test.read_text()).items()
+                    }
+                ],
+            )
+        environment = Preferences(
+            PreferencesConfig(train=write(tmp_path / "train.jsonl", [row]), test=test, **settings)
+        )
         return environment, environment.rows("train")[0]
 
     return make
@@ -69,12 +81,22 @@ def only(tmp_path):
     ("row", "prompt", "chosen", "rejected"),
     [
         pytest.param(PAIR, (Q,), (A,), (B,), id="texts"),
-        pytest.param({**PAIR, "prompt": listed(SYSTEM, Q)}, (SYSTEM, Q), (A,), (B,), id="prompt of messages"),
         pytest.param(
-            {"prompt": listed(Q), "chosen": listed(A), "rejected": listed(B)}, (Q,), (A,), (B,), id="answers of messages"
+            {**PAIR, "prompt": listed(SYSTEM, Q)}, (SYSTEM, Q), (A,), (B,), id="prompt of messages"
         ),
         pytest.param(
-            {"chosen": listed(SYSTEM, Q, A), "rejected": listed(SYSTEM, Q, B)}, (SYSTEM, Q), (A,), (B,), id="conversations"
+            {"prompt": listed(Q), "chosen": listed(A), "rejected": listed(B)},
+            (Q,),
+            (A,),
+            (B,),
+            id="answers of messages",
+        ),
+        pytest.param(
+            {"chosen": listed(SYSTEM, Q, A), "rejected": listed(SYSTEM, Q, B)},
+            (SYSTEM, Q),
+            (A,),
+            (B,),
+            id="conversations",
         ),
         pytest.param(
             {"prompt": "2+2?", "chosen": listed(SYSTEM, Q, A), "rejected": listed(SYSTEM, Q, B)},
@@ -91,7 +113,11 @@ def only(tmp_path):
             id="conversations that part early",
         ),
         pytest.param(
-            {"chosen": f"{HH} 4", "rejected": f"{HH} 5"}, (user("hi"), assistant("hello"), Q), (A,), (B,), id="transcripts"
+            {"chosen": f"{HH} 4", "rejected": f"{HH} 5"},
+            (user("hi"), assistant("hello"), Q),
+            (A,),
+            (B,),
+            id="transcripts",
         ),
         pytest.param(
             {"prompt": HH, "chosen": " 4", "rejected": " 5"},
@@ -101,14 +127,25 @@ def only(tmp_path):
             id="transcript as the prompt",
         ),
         pytest.param(
-            {"chosen": "\n\nHuman: 2+2?\n\nAssistant: ", "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5"},
+            {
+                "chosen": "\n\nHuman: 2+2?\n\nAssistant: ",
+                "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5",
+            },
             (Q,),
             (assistant(""),),
             (B,),
             id="silence",
         ),
-        pytest.param({**PAIR, "score_chosen": None, "completion": None}, (Q,), (A,), (B,), id="nulls of other formats"),
-        pytest.param({**PAIR, "chosen": "  4\n"}, (Q,), (assistant("  4\n"),), (B,), id="spaces are kept"),
+        pytest.param(
+            {**PAIR, "score_chosen": None, "completion": None},
+            (Q,),
+            (A,),
+            (B,),
+            id="nulls of other formats",
+        ),
+        pytest.param(
+            {**PAIR, "chosen": "  4\n"}, (Q,), (assistant("  4\n"),), (B,), id="spaces are kept"
+        ),
     ],
 )
 def test_a_pair_is_read_from(only, row, prompt, chosen, rejected):
@@ -124,7 +161,9 @@ def test_scores_of_a_pair_are_its_rewards(only):
 
 
 @pytest.mark.parametrize(("label", "reward"), [(True, 1.0), (False, 0.0), (-1, -1.0), (0.25, 0.25)])
-@pytest.mark.parametrize("completion", ["4", listed(A), listed(Q, A), "\n\nHuman: 2+2?\n\nAssistant: 4"])
+@pytest.mark.parametrize(
+    "completion", ["4", listed(A), listed(Q, A), "\n\nHuman: 2+2?\n\nAssistant: 4"]
+)
 def test_a_labelled_answer_is_read_with_its_reward(only, completion, label, reward):
     environment, task = only({**LABELLED, "completion": completion, "label": label})
     assert task.messages == (Q,)
@@ -142,16 +181,26 @@ def test_steps_are_read_with_their_labels_and_end_in_the_separator(only):
 
 def test_columns_are_read_by_the_names_that_the_file_gives_them(only):
     columns = {"prompt": "question", "chosen": "preferred", "rejected": "other", "label": "score"}
-    environment, task = only({"question": "2+2?", "preferred": "4", "other": "5", "chosen": 1}, columns=columns)
+    environment, task = only(
+        {"question": "2+2?", "preferred": "4", "other": "5", "chosen": 1}, columns=columns
+    )
     assert environment.comparison(task) == Comparison((A,), (B,))
     environment, task = only({"question": "2+2?", "completion": "4", "score": 7.5}, columns=columns)
     assert environment.judged(task) == Judged((A,), 7.5)
-    with pytest.raises(DataError, match="no column 'other'; the row has question, preferred: add it"):
+    with pytest.raises(
+        DataError, match="no column 'other'; the row has question, preferred: add it"
+    ):
         only({"question": "2+2?", "preferred": "4"}, columns=columns)
 
 
 @pytest.mark.parametrize(
-    "row", [{**LABELLED, "label": False}, {**LABELLED, "label": -1}, STEPPED, {**STEPPED, "labels": [0.5, 1.0]}]
+    "row",
+    [
+        {**LABELLED, "label": False},
+        {**LABELLED, "label": -1},
+        STEPPED,
+        {**STEPPED, "labels": [0.5, 1.0]},
+    ],
 )
 def test_a_bad_answer_is_no_demonstration(only, tmp_path, row):
     environment, task = only(row)
@@ -172,31 +221,44 @@ def test_a_bad_answer_is_no_demonstration(only, tmp_path, row):
         (LABELLED, "steps", "no column 'completions'; the row has prompt, completion, label"),
     ],
 )
-def test_what_a_row_does_not_have_is_an_error_where_it_is_asked_for(only, tmp_path, row, method, message):
+def test_what_a_row_does_not_have_is_an_error_where_it_is_asked_for(
+    only, tmp_path, row, method, message
+):
     environment, task = only(row)
     with pytest.raises(DataError) as caught:
         getattr(environment, method)(task)
-    assert str(caught.value).startswith(f"{tmp_path / 'train.jsonl'}, line 1: {message}, but this algorithm learns from ")
+    assert str(caught.value).startswith(
+        f"{tmp_path / 'train.jsonl'}, line 1: {message}, but this algorithm learns from "
+    )
     assert str(caught.value).endswith(": use a file with them, or another algorithm")
 
 
 # --- what is refused
 
 BOTH = "'chosen' and 'rejected'"
-NO_ANSWER = f"no column with an answer, which are {BOTH}, or 'completion' or 'completions'; the row has "
+NO_ANSWER = (
+    f"no column with an answer, which are {BOTH}, or 'completion' or 'completions'; the row has "
+)
 ERRORS = [
     ({"prompt": "q"}, f"{NO_ANSWER}prompt: name yours in `columns`"),
     ({}, f"{NO_ANSWER}no columns: name yours in `columns`"),
-    ({**PAIR, **LABELLED}, "columns 'chosen' and 'completion' belong to two formats: remove one of them"),
+    (
+        {**PAIR, **LABELLED},
+        "columns 'chosen' and 'completion' belong to two formats: remove one of them",
+    ),
     (
         {"prompt": "q", "chosen": "a"},
         "no column 'rejected'; the row has prompt, chosen: add it, or name yours in `columns`",
     ),
-    ({**PAIR, "chosen": None}, "no column 'chosen'; the row has prompt, rejected: add it, or name yours in `columns`"),
+    (
+        {**PAIR, "chosen": None},
+        "no column 'chosen'; the row has prompt, rejected: add it, or name yours in `columns`",
+    ),
     ({**PAIR, "rejected": "4"}, f"{BOTH} are the same: remove the row"),
     (
         {"chosen": "4", "rejected": "5"},
-        f"no column 'prompt', and {BOTH} are answers alone; the row has chosen, rejected: add the prompt",
+        f"no column 'prompt', and {BOTH} are answers alone; the row has chosen, rejected: add the "
+        "prompt",
     ),
     (
         {**PAIR, "chosen": listed(Q, A)},
@@ -224,7 +286,10 @@ ERRORS = [
     ),
     ({**PAIR, "prompt": ""}, "'prompt' is empty: write what is to be answered"),
     ({**PAIR, "prompt": []}, "'prompt' is an empty array: give it messages"),
-    ({**PAIR, "prompt": "\n\nAssistant:"}, "'prompt' holds no message: write what is to be answered"),
+    (
+        {**PAIR, "prompt": "\n\nAssistant:"},
+        "'prompt' holds no message: write what is to be answered",
+    ),
     (
         {**PAIR, "prompt": listed(Q, A)},
         "'prompt' ends with a message of the assistant: end it with what is to be answered",
@@ -232,10 +297,17 @@ ERRORS = [
     ({**PAIR, "prompt": 3}, "'prompt' is an integer, must be a string or an array of messages"),
     (
         {**PAIR, "prompt": ["2+2?"]},
-        'message 0 of \'prompt\' is a string, must be an object such as {"role": "user", "content": "..."}',
+        'message 0 of \'prompt\' is a string, must be an object such as {"role": "user", '
+        '"content": "..."}',
     ),
-    ({**PAIR, "prompt": [{"from": "human", "value": "?"}]}, "message 0 of 'prompt' has no 'role': write it as a string"),
-    ({**PAIR, "prompt": [{"role": "user"}]}, "message 0 of 'prompt' has no 'content': write it as a string"),
+    (
+        {**PAIR, "prompt": [{"from": "human", "value": "?"}]},
+        "message 0 of 'prompt' has no 'role': write it as a string",
+    ),
+    (
+        {**PAIR, "prompt": [{"role": "user"}]},
+        "message 0 of 'prompt' has no 'content': write it as a string",
+    ),
     (
         {**PAIR, "chosen": [{"role": "assistant", "content": None}]},
         "message 0 of 'chosen' has null as 'content': write it as a string",
@@ -246,7 +318,8 @@ ERRORS = [
     ),
     (
         {**PAIR, "chosen": [{"role": "assistant", "content": "4", "tool_calls": [{}]}]},
-        "message 0 of 'chosen' has 'tool_calls', which would be lost: only 'role' and 'content' are read; remove it",
+        "message 0 of 'chosen' has 'tool_calls', which would be lost: only 'role' and 'content' "
+        "are read; remove it",
     ),
     (
         {**PAIR, "chosen": "\ud800"},
@@ -254,10 +327,17 @@ ERRORS = [
     ),
     (
         {**PAIR, "score_chosen": 1},
-        "no column 'score_rejected'; the row has prompt, chosen, rejected, score_chosen: add it, or name yours in `columns`",
+        "no column 'score_rejected'; the row has prompt, chosen, rejected, score_chosen: add it, "
+        "or name yours in `columns`",
     ),
-    ({**PAIR, "score_chosen": True, "score_rejected": 0}, "'score_chosen' is true or false, must be a number"),
-    ({**PAIR, "score_chosen": "9", "score_rejected": 0}, "'score_chosen' is a string, must be a number"),
+    (
+        {**PAIR, "score_chosen": True, "score_rejected": 0},
+        "'score_chosen' is true or false, must be a number",
+    ),
+    (
+        {**PAIR, "score_chosen": "9", "score_rejected": 0},
+        "'score_chosen' is a string, must be a number",
+    ),
     (
         {"completion": "4", "label": 1},
         "no column 'prompt'; the row has completion, label: add it, or name yours in `columns`",
@@ -276,13 +356,34 @@ ERRORS = [
         {**LABELLED, "completion": listed(Q)},
         "'completion' ends without an answer of the assistant: drop what follows its last one",
     ),
-    ({**STEPPED, "completions": "4"}, "'completions' is a string, must be an array with one item a step"),
-    ({**STEPPED, "completions": []}, "'completions' is an empty array, must be an array with one item a step"),
-    ({**STEPPED, "completions": ["a", 4]}, "item 1 of 'completions' is an integer, must be the text of a step"),
-    ({**STEPPED, "completions": ["a", ""]}, "item 1 of 'completions' is empty, must be the text of a step"),
-    ({**STEPPED, "labels": [1]}, "'completions' has 2 steps, 'labels' 1 labels: give each step one label"),
-    ({**STEPPED, "labels": [1, -1]}, "item 1 of 'labels' is -1, must be true, false or between 0 and 1"),
-    ({**STEPPED, "labels": [None, 1]}, "item 0 of 'labels' is null, must be true, false or a number"),
+    (
+        {**STEPPED, "completions": "4"},
+        "'completions' is a string, must be an array with one item a step",
+    ),
+    (
+        {**STEPPED, "completions": []},
+        "'completions' is an empty array, must be an array with one item a step",
+    ),
+    (
+        {**STEPPED, "completions": ["a", 4]},
+        "item 1 of 'completions' is an integer, must be the text of a step",
+    ),
+    (
+        {**STEPPED, "completions": ["a", ""]},
+        "item 1 of 'completions' is empty, must be the text of a step",
+    ),
+    (
+        {**STEPPED, "labels": [1]},
+        "'completions' has 2 steps, 'labels' 1 labels: give each step one label",
+    ),
+    (
+        {**STEPPED, "labels": [1, -1]},
+        "item 1 of 'labels' is -1, must be true, false or between 0 and 1",
+    ),
+    (
+        {**STEPPED, "labels": [None, 1]},
+        "item 0 of 'labels' is null, must be true, false or a number",
+    ),
     (
         {"prompt": "q", "completions": ["a"]},
         "no column 'labels'; the row has prompt, completions: add it, or name yours in `columns`",
@@ -303,7 +404,10 @@ def test_a_row_that_can_not_be_used_is_named_with_what_to_change(tmp_path, row, 
     [
         ({}, "train"),
         ({"train": "a", "columns": {"chosne": "x"}}, "chosne is no column: did you mean chosen"),
-        ({"train": "a", "columns": {"chosen": "rejected"}}, "chosen and rejected would both be read from 'rejected'"),
+        (
+            {"train": "a", "columns": {"chosen": "rejected"}},
+            "chosen and rejected would both be read from 'rejected'",
+        ),
         ({"train": "a", "columns": {"chosen": 3}}, "valid string"),
     ],
 )
@@ -338,21 +442,30 @@ def test_one_file_keeps_the_contract_and_lines_with_one_prompt_fall_into_one_spl
 
 
 def test_two_files_keep_the_contract(tmp_path):
-    test_file = write(tmp_path / "test.jsonl", [{**LABELLED, "prompt": f"other {i}"} for i in range(3)])
-    environment = Preferences(PreferencesConfig(train=write(tmp_path / "train.jsonl", many()), test=test_file))
+    test_file = write(
+        tmp_path / "test.jsonl", [{**LABELLED, "prompt": f"other {i}"} for i in range(3)]
+    )
+    environment = Preferences(
+        PreferencesConfig(train=write(tmp_path / "train.jsonl", many()), test=test_file)
+    )
     check_environment(environment)
-    assert [task.id for task in environment.tasks("test", seed=3)] == [f"preferences/test/{line}" for line in (1, 2, 3)]
+    assert [task.id for task in environment.tasks("test", seed=3)] == [
+        f"preferences/test/{line}" for line in (1, 2, 3)
+    ]
     assert len(environment.rows("train")) == 60
 
 
 @pytest.mark.parametrize(("again", "rows"), [(["q2"], "1 row"), (["q2", "new", "q1"], "2 rows")])
 def test_prompts_in_both_files_are_refused(tmp_path, again, rows):
     train_file = write(tmp_path / "train.jsonl", [{**PAIR, "prompt": f"q{i}"} for i in range(4)])
-    test_file = write(tmp_path / "test.jsonl", [{**LABELLED, "prompt": prompt} for prompt in ["fresh", *again]])
+    test_file = write(
+        tmp_path / "test.jsonl", [{**LABELLED, "prompt": prompt} for prompt in ["fresh", *again]]
+    )
     with pytest.raises(DataError) as caught:
         Preferences(PreferencesConfig(train=train_file, test=test_file)).tasks("train", seed=0)
     assert str(caught.value) == (
-        f"{test_file}, line 2: the prompt is also in the training split ({train_file}, line 3), so for {rows} of this file: "
+        f"{test_file}, line 2: the prompt is also in the training split ({train_file}, line 3), so "
+        f"for {rows} of this file: "
         "remove them, or drop `test`, and one prompt in ten is held out"
     )
 
@@ -361,24 +474,35 @@ def test_prompts_in_both_files_are_refused(tmp_path, again, rows):
 
 
 def test_the_published_pairs_are_answers_to_one_prompt(shared_data):
-    environment = Preferences(PreferencesConfig(train=shared_data("hh_rlhf/harmless-base.test.1200.jsonl")))
+    environment = Preferences(
+        PreferencesConfig(train=shared_data("hh_rlhf/harmless-base.test.1200.jsonl"))
+    )
     check_environment(environment)
     tasks = [*environment.rows("train"), *environment.rows("test")]
     assert len(tasks) == 1200
     assert 60 < len(environment.rows("test")) < 180
-    lines = shared_data("hh_rlhf/harmless-base.test.1200.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        shared_data("hh_rlhf/harmless-base.test.1200.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     for task in tasks:
         row = json.loads(lines[int(task.id.rpartition("/")[2]) - 1])
         pair = environment.comparison(task)
         assert task.messages[0].role == task.messages[-1].role == "user"
         for column, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
             who = {"user": "Human", "assistant": "Assistant"}
-            assert "".join(f"\n\n{who[m.role]}: {m.text}" for m in (*task.messages, *answer)) == row[column]
+            assert (
+                "".join(f"\n\n{who[m.role]}: {m.text}" for m in (*task.messages, *answer))
+                == row[column]
+            )
             assert len(answer) == 1
 
 
 def test_the_published_pairs_render_with_chatml(shared_data):
-    environment = Preferences(PreferencesConfig(train=shared_data("hh_rlhf/harmless-base.test.1200.jsonl")))
+    environment = Preferences(
+        PreferencesConfig(train=shared_data("hh_rlhf/harmless-base.test.1200.jsonl"))
+    )
     tokenizer = byte_tokenizer()
     renderer = Renderer(tokenizer, "chatml")
     pairs = Pairs(TaskStream(environment, seed=0), "p", Writer(renderer, max_context=10**6))
@@ -386,7 +510,9 @@ def test_the_published_pairs_render_with_chatml(shared_data):
         expected = environment.comparison(group.task)
         prompt = renderer.prompt(group.task.messages)
         assert tokenizer.decode(prompt, skip_special=False).endswith("<|im_start|>assistant\n")
-        for trajectory, answer in zip(group.trajectories, (expected.chosen, expected.rejected), strict=True):
+        for trajectory, answer in zip(
+            group.trajectories, (expected.chosen, expected.rejected), strict=True
+        ):
             start = int(trajectory.trainable.argmax())
             assert trajectory.tokens[:start].tolist() == prompt
             assert trajectory.trainable[start:].all()
@@ -435,4 +561,6 @@ def test_an_algorithm_learns_from_its_format(kind, tmp_path):
     for update in updates:
         assert update["grad_norm"] > 0
         assert update["skipped_nonfinite"] == 0
-    assert any(not parameter.equal(before[name]) for name, parameter in policy.model.named_parameters())
+    assert any(
+        not parameter.equal(before[name]) for name, parameter in policy.model.named_parameters()
+    )

@@ -1,4 +1,5 @@
-"""Questions about images: published sets in their own form, what judges them, and rows without an image."""
+"""Questions about images: published sets in their own form, what judges them, and rows without an
+image."""
 
 import asyncio
 import io
@@ -72,7 +73,8 @@ FORMS = {
         "\\frac{3}{2}", "\\boxed{\\frac{3}{2}}", "\\boxed{2}",
     ),
     "refcoco": (
-        "a.jsonl", refcoco, "Give the box [x1, y1, x2, y2], in pixels, around what this describes: the 3",
+        "a.jsonl", refcoco, "Give the box [x1, y1, x2, y2], in pixels, around what this describes: "
+                            "the 3",
         "[1.0, 2.0, 10.5, 15.0]", "It is [1, 2, 10.5, 15].", "I see none.",
     ),
     "mmpr": (
@@ -86,10 +88,12 @@ FORMS = {
     "avqa": (
         "a.parquet",
         lambda i: {
-            "audio": {"bytes": wav(i), "path": f"{i}.wav"}, "question": f"What is in the video {i}?\n{CHOICES}",
+            "audio": {"bytes": wav(i), "path": f"{i}.wav"}, "question": "What is in the video "
+                                                                        f"{i}?\n{CHOICES}",
             "answer": "C. rain",
         },
-        f'What is in the audio 3?\n{CHOICES}\nEnd with "The answer is X", where X is the letter of your choice.',
+        f'What is in the audio 3?\n{CHOICES}\nEnd with "The answer is X", where X is the letter of '
+        'your choice.',
         "C. rain", "The answer is C", "The answer is B",
     ),
 }  # fmt: skip
@@ -108,7 +112,10 @@ def test_a_published_set_in_its_own_form(tmp_path, name, kind):
         for place in (tmp_path, tmp_path / "coco" / "train2014"):
             (place / f"{i}.png").write_bytes(png(i))
     path = write(tmp_path / file, [row(i) for i in range(6)])
-    section = resolve("environment", {"kind": kind, "preset": name, "train": path, "test_share": 0.0, "shuffle": False})
+    section = resolve(
+        "environment",
+        {"kind": kind, "preset": name, "train": path, "test_share": 0.0, "shuffle": False},
+    )
     environment = construct(section)
     task = list(islice(environment.tasks("train", seed=0), 4))[3]
     (medium, text) = task.messages[-1].content
@@ -117,13 +124,20 @@ def test_a_published_set_in_its_own_form(tmp_path, name, kind):
     if medium.type == "image":
         assert np.asarray(image_of(source, where="here", limits=LIMITS))[0, 0, 0] == 30
     else:
-        assert audio_of(source, where="here", limits=LIMITS).samples_N[0] == pytest.approx(300 / 32768)
+        assert audio_of(source, where="here", limits=LIMITS).samples_N[0] == pytest.approx(
+            300 / 32768
+        )
     if answer is None:
-        assert environment.comparison(task) == Comparison((Message("assistant", "3!"),), (Message("assistant", "no"),))
+        assert environment.comparison(task) == Comparison(
+            (Message("assistant", "3!"),), (Message("assistant", "no"),)
+        )
         return
     judge = section.default_reward
     reward = construct(resolve("rewards", {"kind": judge} if isinstance(judge, str) else judge))
-    said = [Trajectory.supervised([1], [True], messages=(Message("assistant", text),)) for text in (right, wrong)]
+    said = [
+        Trajectory.supervised([1], [True], messages=(Message("assistant", text),))
+        for text in (right, wrong)
+    ]
     assert [outcome.reward for outcome in asyncio.run(reward.score(said, task))] == [1.0, 0.0]
 
 
@@ -134,20 +148,35 @@ def test_what_answers_are_says_what_judges_them(answers, kind):
     section = resolve("environment", {"kind": "vlm", "train": "a.jsonl", "answers": answers})
     assert section.default_reward["kind"] == kind
     assert construct(resolve("rewards", dict(section.default_reward)))
-    assert resolve("environment", {"kind": "vlm", "train": "a.jsonl"}).default_reward["kind"] == "exact_match"
+    assert (
+        resolve("environment", {"kind": "vlm", "train": "a.jsonl"}).default_reward["kind"]
+        == "exact_match"
+    )
     assert resolve("environment", {"kind": "vlm", "preset": "geometry3k"}).default_reward == "math"
-    assert resolve("environment", {"kind": "vlm", "preset": "geometry3k", "answers": answers}).default_reward["kind"] == kind
+    assert (
+        resolve(
+            "environment", {"kind": "vlm", "preset": "geometry3k", "answers": answers}
+        ).default_reward["kind"]
+        == kind
+    )
 
 
 def test_a_row_without_an_image_is_refused(tmp_path):
     file = write(tmp_path / "a.jsonl", [{"prompt": "What?", "answer": "x", "picture": "a.png"}])
-    environment = construct(resolve("environment", {"kind": "vlm", "train": file, "test_share": 0.0}))
-    with pytest.raises(DataError, match=r"a\.jsonl, line 1: no image and no clip; the row has prompt, answer, picture: name"):
+    environment = construct(
+        resolve("environment", {"kind": "vlm", "train": file, "test_share": 0.0})
+    )
+    with pytest.raises(
+        DataError,
+        match=r"a\.jsonl, line 1: no image and no clip; the row has prompt, answer, picture: name",
+    ):
         environment.rows("train")
 
 
 def test_a_solution_without_an_answer_is_refused(tmp_path):
     file = write(tmp_path / "a.parquet", [{"image": png(1), "problem": "p", "solution": "3"}])
-    environment = construct(resolve("environment", {"kind": "vlm", "preset": "clevr_cogent", "train": file}))
+    environment = construct(
+        resolve("environment", {"kind": "vlm", "preset": "clevr_cogent", "train": file})
+    )
     with pytest.raises(DataError, match=r"row 1: column 'solution' has no answer in <answer>"):
         environment.rows("train")

@@ -34,7 +34,10 @@ PROBLEMS = {"kind": "arithmetic", "digits": 2, "operators": ["*"]}
 
 
 def section(**keys):
-    return resolve("environment", {"kind": "tool_use", "problems": PROBLEMS, "tools": [{"kind": "calculator"}], **keys})
+    return resolve(
+        "environment",
+        {"kind": "tool_use", "problems": PROBLEMS, "tools": [{"kind": "calculator"}], **keys},
+    )
 
 
 def written_call(name="calculator", **arguments):
@@ -53,7 +56,9 @@ class Script:
         self.prompts.append(self.tokenizer.decode(list(tokens), skip_special=False))
         ids = [*self.tokenizer.encode(self.turns.pop(0)), self.tokenizer.eos_ids[0]]
         zeros = np.zeros(len(ids), np.float32)
-        return Completion(np.array(ids), zeros, zeros, np.zeros(len(ids), np.int32), StopReason.STOP_TOKEN)
+        return Completion(
+            np.array(ids), zeros, zeros, np.zeros(len(ids), np.int32), StopReason.STOP_TOKEN
+        )
 
 
 def played(environment, task, *turns, reward=None):
@@ -76,7 +81,9 @@ def test_the_kit_with_the_reward_of_the_problems():
 def test_a_scripted_policy_calls_the_calculator_and_answers():
     environment = construct(section())
     task = Task("t", (Message("user", "37*48="),), answer="1776", tag="arithmetic")
-    trajectory, script = played(environment, task, written_call(expression="37*48"), "1776", reward=EXACT)
+    trajectory, script = played(
+        environment, task, written_call(expression="37*48"), "1776", reward=EXACT
+    )
     assert trajectory.outcome == Scored(1.0, {"exact_match": 1.0})
     assert script.prompts[1].endswith("<eos><tool>1776<assistant>")
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_errors"]) == (1, 0)
@@ -91,8 +98,19 @@ def test_a_scripted_policy_calls_the_calculator_and_answers():
 def test_a_policy_may_learn_from_what_went_wrong_with_its_calls():
     environment = construct(section())
     task = Task("t", (Message("user", "37*48="),), answer="1776")
-    turns = (written_call("calc"), written_call(expr="1"), written_call(expression="37*"), written_call(expression="37*48"))
-    trajectory, _ = played(environment, task, *turns, "1776", reward=composed((resolve("rewards", {"kind": "exact_match"}),)))
+    turns = (
+        written_call("calc"),
+        written_call(expr="1"),
+        written_call(expression="37*"),
+        written_call(expression="37*48"),
+    )
+    trajectory, _ = played(
+        environment,
+        task,
+        *turns,
+        "1776",
+        reward=composed((resolve("rewards", {"kind": "exact_match"}),)),
+    )
     assert trajectory.reward == 1.0
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_errors"]) == (4, 3)
     told = [message.text for message in trajectory.messages if message.role == "tool"]
@@ -123,7 +141,11 @@ class Unwell:
 
 def test_broken_machinery_fails_the_attempt():
     made = section(tools=[{"kind": f"{__name__}:Unwell"}])
-    trajectory, _ = played(construct(made), Task("t", (Message("user", "?"),), answer="1"), *[written_call("unwell")] * 5)
+    trajectory, _ = played(
+        construct(made),
+        Task("t", (Message("user", "?"),), answer="1"),
+        *[written_call("unwell")] * 5,
+    )
     assert isinstance(trajectory.outcome, Failed)
     assert "no room left" in trajectory.outcome.detail
 
@@ -156,9 +178,13 @@ def test_questions_are_answered_by_searching(qa, tmp_path):
     made = resolve("environment", qa)
     environment = construct(made)
     check_environment(environment)
-    task = next(task for task in islice(environment.tasks("train", seed=0), 40) if task.answer == "town 7")
+    task = next(
+        task for task in islice(environment.tasks("train", seed=0), 40) if task.answer == "town 7"
+    )
     reward = composed((resolve("rewards", made.default_reward),))
-    trajectory, script = played(environment, task, written_call("search", query="person 7"), "Town 7", reward=reward)
+    trajectory, script = played(
+        environment, task, written_call("search", query="person 7"), "Town 7", reward=reward
+    )
     assert trajectory.reward == 1.0
     assert "<tool>[1] Person 7\nPerson 7 lives in town 7.<assistant>" in script.prompts[1]
     test = tmp_path / "test.jsonl"

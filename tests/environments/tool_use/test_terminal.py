@@ -1,4 +1,5 @@
-"""The terminal: tasks solved by commands in real sessions, judged where the agent has never been."""
+"""The terminal: tasks solved by commands in real sessions, judged where the agent has never
+been."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ def made(data):
     def make(rows, **keys):
         need(Isolation.NAMESPACES)
         train, test = data("train", rows), data("test", [row(1000)])
-        made.append(construct(resolve("environment", {"kind": "terminal", "train": train, "test": test, **keys})))
+        made.append(
+            construct(
+                resolve("environment", {"kind": "terminal", "train": train, "test": test, **keys})
+            )
+        )
         return made[-1]
 
     yield make
@@ -64,7 +69,9 @@ def play(environment, *texts):
         await environment.reset(task)
         seen = []
         for said in texts:
-            step = await environment.step(said if isinstance(said, Message) else Message("assistant", said))
+            step = await environment.step(
+                said if isinstance(said, Message) else Message("assistant", said)
+            )
             seen += [message.text for message in step.messages]
             if step.done:
                 return step.reward, seen
@@ -87,14 +94,21 @@ def test_it_keeps_the_contract_in_containers(made):
     engine = FakeDocker()
     keys = {"kind": "docker", "address": engine.address, "python": PYTHON}
     check_environment(made([row(n) for n in range(2)], sandbox=keys))
-    # What the kit's faults left can't have been removed while the engine was out of reach; nothing of it runs.
-    assert all(left.process is None or left.process.poll() is not None for left in engine.containers.values())
+    # What the kit's faults left can't have been removed while the engine was out of reach; nothing
+    # of it runs.
+    assert all(
+        left.process is None or left.process.poll() is not None
+        for left in engine.containers.values()
+    )
     engine.close()
 
 
 def test_the_goal_reached_earns_1_and_anything_else_0(made):
     environment = made([row(4)])
-    assert play(environment, block("cat numbers.txt"), block("echo 7 > sum.txt"), "Done.") == (1.0, ["1\n2\n", "[exit code 0]"])
+    assert play(environment, block("cat numbers.txt"), block("echo 7 > sum.txt"), "Done.") == (
+        1.0,
+        ["1\n2\n", "[exit code 0]"],
+    )
     assert play(environment, block("echo 8 > sum.txt"), "Done.")[0] == 0.0
     assert play(environment, "I give up.")[0] == 0.0
 
@@ -112,7 +126,8 @@ def test_the_tool_does_what_a_block_does(made):
 
 
 def test_the_check_is_out_of_reach(made):
-    """Neither its files nor its tools are the agent's: what was put over them, or waits for them, is not there any more."""
+    """Neither its files nor its tools are the agent's: what was put over them, or waits for them,
+    is not there any more."""
     checks = {
         "check": "sh check.sh",
         "check_files": {"check.sh": 'test "$(cat "$WORK/sum.txt")" = 7 && echo right'},
@@ -121,7 +136,11 @@ def test_the_check_is_out_of_reach(made):
     environment = made([row(4, **checks)])
     listed = play(environment, block("ls"), "Done.")
     assert listed == (0.0, ["numbers.txt\n"])
-    cheat = "echo 'echo right' > check.sh; cat() { echo 7; }; export PATH=.:$PATH; echo 'echo 7' > cat; chmod +x cat"
+    cheat = (
+        "echo 'echo right' > check.sh; cat() { echo 7; }; export PATH=.:$PATH; echo 'echo 7' "
+        "> "
+        "cat; chmod +x cat"
+    )
     waits = "(while :; do echo 'echo right' > check.sh; done) >/dev/null 2>&1 &"
     assert play(environment, block(cheat), block(waits), "Done.")[0] == 0.0
     assert play(environment, block("echo 7 > sum.txt"), "Done.")[0] == 1.0
@@ -135,7 +154,10 @@ def test_the_number_of_commands_and_their_time_are_bounded(made):
 
 def test_a_check_that_says_it_by_its_exit_code(made):
     environment = made([row(4, expected=None, check='test -s "$WORK/sum.txt"')])
-    assert [play(environment, block(f"{command} > sum.txt"), "Done.")[0] for command in ("echo x", "true")] == [1.0, 0.0]
+    assert [
+        play(environment, block(f"{command} > sum.txt"), "Done.")[0]
+        for command in ("echo x", "true")
+    ] == [1.0, 0.0]
 
 
 def test_a_broken_sandbox_is_raised_and_never_a_reward(made):
@@ -160,8 +182,14 @@ def test_bad_rows_are_named(made, bad, why):
 
 def test_what_is_a_command_and_what_is_shown():
     assert commands_of(Message("assistant", "```python\n1\n```")) == []
-    assert commands_of(Message("assistant", "```\nls\n```\nor\n```bash\npwd\ncd /\n```")) == [("", "pwd\ncd /\n")]
+    assert commands_of(Message("assistant", "```\nls\n```\nor\n```bash\npwd\ncd /\n```")) == [
+        ("", "pwd\ncd /\n")
+    ]
     assert (
-        shown(Result(0, None, b"a" * 300, b"", 0.0, Reason.EXIT), 100) == f"{'a' * 50}\n[200 characters left out]\n{'a' * 50}"
+        shown(Result(0, None, b"a" * 300, b"", 0.0, Reason.EXIT), 100)
+        == f"{'a' * 50}\n[200 characters left out]\n{'a' * 50}"
     )
-    assert shown(Result(2, None, b"out\n", b"err\n", 0.0, Reason.EXIT), 100) == "out\nerr\n[exit code 2]"
+    assert (
+        shown(Result(2, None, b"out\n", b"err\n", 0.0, Reason.EXIT), 100)
+        == "out\nerr\n[exit code 2]"
+    )

@@ -1,4 +1,5 @@
-"""Pictures of shapes: what is asked of them is what is drawn, splits share no picture, and every key changes something."""
+"""Pictures of shapes: what is asked of them is what is drawn, splits share no picture, and every
+key changes something."""
 
 from collections import Counter
 from itertools import islice
@@ -56,7 +57,9 @@ def test_the_splits_share_no_picture_and_a_seed_gives_the_same_tasks():
 
 
 def test_the_picture_shows_the_things_of_the_task():
-    environment = made(size=48, jitter=1.0, things=[1, 6], shapes=["circle", "square", "triangle", "cross"])
+    environment = made(
+        size=48, jitter=1.0, things=[1, 6], shapes=["circle", "square", "triangle", "cross"]
+    )
     for task in tasks(environment, 40):
         image, cell = pixels(task), 16
         assert image.shape == (48, 48, 3)
@@ -64,7 +67,9 @@ def test_the_picture_shows_the_things_of_the_task():
         assert len(by_cell) == len(things(task))
         for row in range(3):
             for column in range(3):
-                part = image[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell].reshape(-1, 3)
+                part = image[
+                    row * cell : (row + 1) * cell, column * cell : (column + 1) * cell
+                ].reshape(-1, 3)
                 inside = {tuple(map(int, colour)) for colour in part} - {(255, 255, 255)}
                 thing = by_cell.get((row, column))
                 assert inside == ({COLOURS[thing.colour]} if thing else set())
@@ -79,14 +84,21 @@ def test_answers_follow_from_the_picture():
         words = text.rstrip("?").split()
         if kind == "count":
             *colour, noun = words[2:-2]
-            matching = [t for t in seen if (not colour or t.colour == colour[0]) and noun in ("things", f"{t.shape}s")]
+            matching = [
+                t
+                for t in seen
+                if (not colour or t.colour == colour[0]) and noun in ("things", f"{t.shape}s")
+            ]
             assert task.answer == str(len(matching))
         elif kind == "colour":
             assert [t.colour for t in seen if t.shape == words[-1]] == [task.answer]
         elif kind == "shape":
             assert [t.shape for t in seen if t.colour == words[-2]] == [task.answer]
         else:
-            one, other = (next(t for t in seen if [t.colour, t.shape] == pair) for pair in (words[2:4], words[-2:]))
+            one, other = (
+                next(t for t in seen if [t.colour, t.shape] == pair)
+                for pair in (words[2:4], words[-2:])
+            )
             side = {"left": one.column < other.column, "right": one.column > other.column}
             side |= {"above": one.row < other.row, "below": one.row > other.row}
             assert side[task.answer]
@@ -122,8 +134,14 @@ def test_every_key_changes_the_tasks(key, value):
 def test_keys_do_what_they_say():
     assert {len(things(task)) for task in tasks(made(things=[2, 3]))} == {2, 3}
     assert all(t.right == t.down == 0 for task in tasks(made(jitter=0.0)) for t in things(task))
-    assert {t.shape for task in tasks(made(shapes=["cross", "circle"])) for t in things(task)} == {"cross", "circle"}
-    assert {task.meta["question"] for task in tasks(made(questions=["shape", "count"]))} == {"shape", "count"}
+    assert {t.shape for task in tasks(made(shapes=["cross", "circle"])) for t in things(task)} == {
+        "cross",
+        "circle",
+    }
+    assert {task.meta["question"] for task in tasks(made(questions=["shape", "count"]))} == {
+        "shape",
+        "count",
+    }
 
 
 @pytest.mark.parametrize(
@@ -163,7 +181,10 @@ def test_a_board_has_a_ground_and_marks_for_each_cell():
     assert tuple(image[0, 0]) == (1, 2, 3)
     assert tuple(image[15, 15]) == (255, 255, 255)
     assert tuple(image[0, 16]) == (9, 9, 9)
-    assert {tuple(map(int, c)) for c in image[:15, 16:31].reshape(-1, 3)} == {(9, 9, 9), (200, 0, 0)}
+    assert {tuple(map(int, c)) for c in image[:15, 16:31].reshape(-1, 3)} == {
+        (9, 9, 9),
+        (200, 0, 0),
+    }
 
 
 def test_shuffled_pictures_come_with_questions_of_others():
@@ -171,6 +192,9 @@ def test_shuffled_pictures_come_with_questions_of_others():
     assert [(question(task), task.answer, task.id) for task in own] == [
         (question(task), task.answer, task.id) for task in other
     ]
-    same = sum(a.messages[0].content[0] == b.messages[0].content[0] for a, b in zip(own, other, strict=True))
+    same = sum(
+        a.messages[0].content[0] == b.messages[0].content[0]
+        for a, b in zip(own, other, strict=True)
+    )
     assert same < 4
     assert other == tasks(made(shuffled=True), 40)

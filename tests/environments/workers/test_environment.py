@@ -35,7 +35,12 @@ TESTS = str(Path(__file__).resolve().parents[1])
 
 def made(of=TROUBLE, processes=1, threads=2, **keys):
     section = {"kind": of, **keys} if isinstance(of, str) else of
-    return construct(resolve("environment", {"kind": "workers", "of": section, "processes": processes, "threads": threads}))
+    return construct(
+        resolve(
+            "environment",
+            {"kind": "workers", "of": section, "processes": processes, "threads": threads},
+        )
+    )
 
 
 def copies(environment, count):
@@ -115,7 +120,9 @@ def test_attempts_at_once_do_not_share_their_state(games):
         one, other = copies(games["number_guessing"], 2)
         tasks = list(islice(one.tasks("train", seed=0), 2))
         here = [await episode(construct(one.config.of), task, ["5"] * 3) for task in tasks]
-        at_once = await asyncio.gather(*(episode(e, t, ["5"] * 3) for e, t in zip((one, other), tasks, strict=True)))
+        at_once = await asyncio.gather(
+            *(episode(e, t, ["5"] * 3) for e, t in zip((one, other), tasks, strict=True))
+        )
         assert list(at_once) == here
 
     asyncio.run(both())
@@ -190,7 +197,9 @@ def test_more_attempts_than_threads_share_them():
             call.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await players[0].reset(environment.here.task())
-        assert await pid_of(players[0]) == await pid_of(players[4]), "a call that ends when it is cancelled does no harm"
+        assert await pid_of(players[0]) == await pid_of(players[4]), (
+            "a call that ends when it is cancelled does no harm"
+        )
 
     asyncio.run(play())
 
@@ -206,7 +215,9 @@ def test_a_worker_is_light_and_does_not_write_to_the_drivers_output():
 
 def test_a_part_of_a_mixture_can_be_played_by_workers():
     own = {"kind": "workers", "of": {"kind": "number_guessing"}, "processes": 1, "tag": "far"}
-    mixed = construct(resolve("environment", {"kind": "mixture", "parts": [{"kind": "number_guessing"}, own]}))
+    mixed = construct(
+        resolve("environment", {"kind": "mixture", "parts": [{"kind": "number_guessing"}, own]})
+    )
 
     async def play():
         near, far = islice(mixed.tasks("train", seed=0), 2)
@@ -224,7 +235,11 @@ def test_a_part_of_a_mixture_can_be_played_by_workers():
 @pytest.mark.parametrize(
     ("says", "message"),
     [
-        ("raise boom", r'(?s)in worker process \d+:.*troublesome\.py", line \d+, in do_raise.*ValueError: boom'),
+        (
+            "raise boom",
+            r'(?s)in worker process \d+:.*troublesome\.py", line \d+, in do_raise.*ValueError: '
+            r"boom",
+        ),
         ("raise exit", "SystemExit: exit"),
         ("raise cancel", "CancelledError: cancel"),
         ("return object", "<object object at .* can't be sent"),
@@ -301,7 +316,9 @@ def test_a_process_killed_from_outside_between_two_turns():
         watched = Watched(pid)
         os.kill(pid, signal.SIGKILL)
         assert watched.ends()
-        with pytest.raises(Lost, match=rf"{pid} died \(SIGKILL, by somebody, or by the kernel for want of memory\)"):
+        with pytest.raises(
+            Lost, match=rf"{pid} died \(SIGKILL, by somebody, or by the kernel for want of memory\)"
+        ):
             await tell(environment, "say on")
 
     asyncio.run(play())
@@ -311,7 +328,9 @@ def test_an_environment_that_can_not_be_made_there_says_why():
     async def play():
         environment = made(broken=True)
         for _ in range(2):
-            with pytest.raises(Lost, match=r"(?s)could not be made in a worker process.*OSError: no licence"):
+            with pytest.raises(
+                Lost, match=r"(?s)could not be made in a worker process.*OSError: no licence"
+            ):
                 await environment.reset(environment.here.task())
         await environment.close()
 
@@ -333,7 +352,9 @@ def test_a_thread_that_hangs_in_a_cancelled_call_retires_its_process_when_the_ot
         await watch.reset(task)  # beside `plays_on`
         await tell(watch, "until")
         call.cancel()
-        with pytest.raises(Lost, match="is given up: another call, which was cancelled, hangs in its thread 0"):
+        with pytest.raises(
+            Lost, match="is given up: another call, which was cancelled, hangs in its thread 0"
+        ):
             await lost
         newcomer = copy.copy(hangs)
         await newcomer.reset(task)
@@ -349,7 +370,9 @@ def test_a_thread_that_hangs_in_a_cancelled_call_retires_its_process_when_the_ot
 
 
 @pytest.mark.fault("R12")
-def test_a_process_in_which_attempts_leave_files_open_is_replaced_when_they_are_over(monkeypatch, caplog):
+def test_a_process_in_which_attempts_leave_files_open_is_replaced_when_they_are_over(
+    monkeypatch, caplog
+):
     monkeypatch.setattr("ratchet.environments.workers.process.MOST_LEFT", 20)
 
     async def play():
@@ -377,7 +400,9 @@ def test_a_process_in_which_attempts_leave_files_open_is_replaced_when_they_are_
 @pytest.mark.fault("P16")
 def test_the_next_process_waits_where_one_after_the_other_dies(monkeypatch):
     asked = []
-    monkeypatch.setattr("ratchet.environments.workers.pool.rest_s", lambda deaths: asked.append(deaths) or 0.0)
+    monkeypatch.setattr(
+        "ratchet.environments.workers.pool.rest_s", lambda deaths: asked.append(deaths) or 0.0
+    )
 
     async def play():
         environment = made(broken=True)
@@ -448,7 +473,9 @@ def rolled_out(environment, says, *, retries=0, timeout_s=None):
 
     async def play():
         task = next(environment.tasks("train", seed=0))
-        group = await manager.group(task, Sampling(max_new_tokens=20, stop_ids=(0,)), group_id="g", attempts=1)
+        group = await manager.group(
+            task, Sampling(max_new_tokens=20, stop_ids=(0,)), group_id="g", attempts=1
+        )
         await manager.close()
         return group.trajectories[0]
 
@@ -550,7 +577,9 @@ def test_it_offers_what_the_environment_offers_and_nothing_else():
     for kind in ("sorting", "sokoban", "environments.troublesome:Offering"):
         inner = construct(resolve("environment", {"kind": kind}))
         wrapped = made({"kind": kind})
-        assert [isinstance(wrapped, p) for p in optional] == [isinstance(inner, p) for p in optional]
+        assert [isinstance(wrapped, p) for p in optional] == [
+            isinstance(inner, p) for p in optional
+        ]
     arithmetic = made({"kind": "arithmetic"})
     task = next(arithmetic.tasks("train", seed=0))
     assert arithmetic.demonstration(task) == arithmetic.here.demonstration(task)
@@ -582,7 +611,10 @@ def test_its_section_is_judged_as_the_environments_own():
         return resolve("environment", {"kind": "workers", **keys})
 
     assert section(of={"kind": "arithmetic"}).default_reward == "exact_match"
-    assert section(of={"kind": "arithmetic"}).gives == resolve("environment", {"kind": "arithmetic"}).gives
+    assert (
+        section(of={"kind": "arithmetic"}).gives
+        == resolve("environment", {"kind": "arithmetic"}).gives
+    )
     assert not section(of={"kind": "preferences", "train": "t.jsonl"}).judges
     with pytest.raises(ValidationError, match="'workers' is unknown"):
         section(of={"kind": "workers", "of": {"kind": "sokoban"}})
@@ -621,7 +653,10 @@ VALUES = st.recursive(
 @given(answer=VALUES, meta=st.dictionaries(st.text(), VALUES))
 def test_a_task_arrives_as_it_was(answer, meta):
     call = ToolCall("c", "f", {"x": answer})
-    messages = (Message("user", (Part("text", "é"), Part("image", "a.png"))), Message("assistant", "", (call,)))
+    messages = (
+        Message("user", (Part("text", "é"), Part("image", "a.png"))),
+        Message("assistant", "", (call,)),
+    )
     task = Task("t", messages, answer=answer, seed=3, meta=meta)
     arrived = unpacked(packed(task))
     assert arrived == task
@@ -633,7 +668,9 @@ def test_a_task_arrives_as_it_was(answer, meta):
 def test_what_can_not_travel_is_refused_by_its_name():
     async def play():
         environment = made()
-        with pytest.raises(DataError, match=r"\{1\} can't be sent to or from a worker process: .* not set"):
+        with pytest.raises(
+            DataError, match=r"\{1\} can't be sent to or from a worker process: .* not set"
+        ):
             await environment.reset(environment.here.task(numbers={1}))
 
     asyncio.run(play())

@@ -1,4 +1,5 @@
-"""How many groups are under way: the controller alone, and around the real scheduler in simulated time."""
+"""How many groups are under way: the controller alone, and around the real scheduler in simulated
+time."""
 
 import math
 from collections import deque
@@ -19,7 +20,8 @@ from ratchet.testing.clock import simulate
 
 
 def test_by_hand():
-    """Of 16 groups a step an eighth is 2: so many more where nothing of the target is used, one more where half is."""
+    """Of 16 groups a step an eighth is 2: so many more where nothing of the target is used, one
+    more where half is."""
     held = Concurrency(per_step=16, most=48, staleness=2.0)
     assert held.groups == 16
     held.heed(waited=True, staleness=0.0)
@@ -66,8 +68,8 @@ def test_a_step_that_was_not_measured_changes_nothing(mismatch):
     share=st.floats(0.3, 1.0),
 )
 def test_it_holds_a_target_that_answers_late(per_step, ahead, target, power, share):
-    """What begins now is trained on when all that is before it has been. Mismatch grows with that, or with its square, by a
-    factor that nobody knows."""
+    """What begins now is trained on when all that is before it has been. Mismatch grows with that,
+    or with its square, by a factor that nobody knows."""
     held = Concurrency(per_step=per_step, most=per_step * (ahead + 1), mismatch=target)
     levels = deque([held.groups] * 40, maxlen=40)
     measured = []
@@ -86,7 +88,8 @@ def test_it_holds_a_target_that_answers_late(per_step, ahead, target, power, sha
 
 
 class InParts:
-    """A player whose attempts are two requests each, one after the other: their tokens may be of two versions."""
+    """A player whose attempts are two requests each, one after the other: their tokens may be of
+    two versions."""
 
     def __init__(self, generator, sigma):
         self.generator = generator
@@ -101,9 +104,21 @@ class InParts:
 
 def played(update_s, max_staleness, path=None, steps=60, **options):
     """(seconds, mean staleness) of a step, but for those at the beginning and at the end."""
-    course = run(steps, update_s, max_staleness=max_staleness, order="ready", slots=64, player=InParts, path=path, **options)
+    course = run(
+        steps,
+        update_s,
+        max_staleness=max_staleness,
+        order="ready",
+        slots=64,
+        player=InParts,
+        path=path,
+        **options,
+    )
     seconds, groups = simulate(course)
-    behind = [measure_staleness(taken, step).get("staleness_mean", 0.0) for step, taken in enumerate(groups)]
+    behind = [
+        measure_staleness(taken, step).get("staleness_mean", 0.0)
+        for step, taken in enumerate(groups)
+    ]
     middle = slice(20, steps - 8)
     return fmean(seconds[middle]), fmean(behind[middle])
 
@@ -122,9 +137,12 @@ FAST, SLOW = 0.5, 8.0  # seconds of an update; of an attempt 2 s in the mean
         (SLOW, 4, None, 8.00, 3.99),
     ],
 )
-def test_what_a_step_takes_and_how_stale_it_is(update_s, max_staleness, target, seconds, behind, tmp_path):
-    """A fast learner always waits, and gets the target: less for the slowest attempts than under a tighter bound that leaves it
-    as stale. A slow one waits for a target that is low; else it gets no more than it needs, and loses no time."""
+def test_what_a_step_takes_and_how_stale_it_is(
+    update_s, max_staleness, target, seconds, behind, tmp_path
+):
+    """A fast learner always waits, and gets the target: less for the slowest attempts than under a
+    tighter bound that leaves it as stale. A slow one waits for a target that is low; else it gets
+    no more than it needs, and loses no time."""
     path = tmp_path / "ledger.jsonl"
     targets = None if target is None else {"staleness": target}
     found = played(update_s, max_staleness, targets=targets, path=path)
@@ -133,11 +151,19 @@ def test_what_a_step_takes_and_how_stale_it_is(update_s, max_staleness, target, 
 
 
 def test_the_same_course_each_time_and_never_more_than_the_bound_allows():
-    found = [simulate(run(30, 0.5, max_staleness=0.5, player=InParts, targets={"staleness": 0.4})) for _ in range(2)]
+    found = [
+        simulate(run(30, 0.5, max_staleness=0.5, player=InParts, targets={"staleness": 0.4}))
+        for _ in range(2)
+    ]
     assert found[0][0] == found[1][0]
     groups = [group for taken in found[0][1] for group in taken]
-    assert [group.id for group in groups] == [f"sim/{number}" for number in range(30 * BATCH)], "the oldest first, each once"
+    assert [group.id for group in groups] == [f"sim/{number}" for number in range(30 * BATCH)], (
+        "the oldest first, each once"
+    )
     late = [
-        step - row.versions.max() for step, taken in enumerate(found[0][1]) for group in taken for row in group.trajectories
+        step - row.versions.max()
+        for step, taken in enumerate(found[0][1])
+        for group in taken
+        for row in group.trajectories
     ]
     assert max(late) <= 1

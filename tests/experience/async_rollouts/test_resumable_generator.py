@@ -13,7 +13,15 @@ from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.types import Completion, Sampling, StopReason, Task
 
-SHAPE = DecoderConfig(vocab_size=31, hidden_size=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, intermediate_size=48)
+SHAPE = DecoderConfig(
+    vocab_size=31,
+    hidden_size=32,
+    n_layers=2,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=16,
+    intermediate_size=48,
+)
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
 
@@ -32,14 +40,19 @@ async def in_issue(issue, coroutine):
 
 @pytest.mark.parametrize("after", [0, 1, 7, 18])
 def test_an_interrupted_completion_ends_as_if_it_had_not_been(after):
-    """After so many steps of the engine; a request whose journal comes from elsewhere does the same."""
+    """After so many steps of the engine; a request whose journal comes from elsewhere does the
+    same."""
 
     async def run(journals, after):
         inner = engine()
         generator = Interruptible(inner)
-        issues = [Issue(i, 0, f"g/{i}", Task("t", ()), journal=journal) for i, journal in enumerate(journals)]
+        issues = [
+            Issue(i, 0, f"g/{i}", Task("t", ()), journal=journal)
+            for i, journal in enumerate(journals)
+        ]
         asked = [
-            asyncio.create_task(in_issue(issue, generator.generate(PROMPTS[i], sampling(i)))) for i, issue in enumerate(issues)
+            asyncio.create_task(in_issue(issue, generator.generate(PROMPTS[i], sampling(i))))
+            for i, issue in enumerate(issues)
         ]
         steps = 0
         step = inner.core.step
@@ -59,7 +72,11 @@ def test_an_interrupted_completion_ends_as_if_it_had_not_been(after):
 
     whole = engine().generate_all(PROMPTS, [sampling(i) for i in range(3)])
     kept, found = asyncio.run(run([{}, {}, {}], after))
-    assert all(0 < len(journal[i].tokens) < 20 for i, journal in enumerate(kept)) if after else kept == [{}, {}, {}]
+    assert (
+        all(0 < len(journal[i].tokens) < 20 for i, journal in enumerate(kept))
+        if after
+        else kept == [{}, {}, {}]
+    )
     _, resumed = asyncio.run(run(kept, 0))
     for own in (found, resumed):
         for a, b in zip(whole, own, strict=True):
@@ -92,7 +109,9 @@ def test_an_abort_by_somebody_else_ends_the_request():
     async def run():
         inner = engine()
         generator = Interruptible(inner)
-        asked = asyncio.create_task(in_issue(Issue(0, 0, "g/0", Task("t", ())), generator.generate([1], sampling(0))))
+        asked = asyncio.create_task(
+            in_issue(Issue(0, 0, "g/0", Task("t", ())), generator.generate([1], sampling(0)))
+        )
         for _ in range(6):
             await asyncio.sleep(0)
         generator.abort()
@@ -115,7 +134,9 @@ def test_routes_are_those_of_the_first_forward():
         n = len(tokens)
         zeros = np.zeros(n, np.float32)
         shape = np.asarray(routes, np.int16)[:, None, None]
-        return Completion(np.asarray(tokens), zeros, zeros, np.zeros(n, np.int32), StopReason.LENGTH, shape)
+        return Completion(
+            np.asarray(tokens), zeros, zeros, np.zeros(n, np.int32), StopReason.LENGTH, shape
+        )
 
     whole = joined(piece([5, 6], [1, 2, 3, -1]), piece([7], [9, 9, 9, 4, -1]))
     assert whole.tokens.tolist() == [5, 6, 7]

@@ -14,7 +14,8 @@ TASK = Task("t", ())
 
 
 def play(scheduler, durations, steps):
-    """Trains `steps` steps; group i is ready durations[i] events after it began. Gives what each step took."""
+    """Trains `steps` steps; group i is ready durations[i] events after it began. Gives what each
+    step took."""
     clock, ends, taken = 0, {}, []
     for step in range(steps):
         for _ in range(scheduler.room(step)):
@@ -39,12 +40,18 @@ def play(scheduler, durations, steps):
     durations=st.lists(st.integers(0, 60), min_size=1, max_size=30),
     steps=st.integers(1, 12),
 )
-def test_every_group_is_trained_on_once_and_in_time(per_step, max_staleness, order, durations, steps):
-    scheduler = GenerateScheduler(per_step=per_step, max_staleness=max_staleness, last_step=steps, order=order)
+def test_every_group_is_trained_on_once_and_in_time(
+    per_step, max_staleness, order, durations, steps
+):
+    scheduler = GenerateScheduler(
+        per_step=per_step, max_staleness=max_staleness, last_step=steps, order=order
+    )
     taken = play(scheduler, durations, steps)
     assert all(len(chosen) == per_step for chosen in taken)
     numbers = [issue.number for chosen in taken for issue in chosen]
-    assert sorted(numbers) == list(range(per_step * steps)), "each once, and none is begun for nothing"
+    assert sorted(numbers) == list(range(per_step * steps)), (
+        "each once, and none is begun for nothing"
+    )
     staleness = [step - issue.version for step, chosen in enumerate(taken) for issue in chosen]
     assert min(staleness) >= 0
     assert max(staleness) <= math.ceil(max_staleness)
@@ -56,8 +63,12 @@ def test_every_group_is_trained_on_once_and_in_time(per_step, max_staleness, ord
 
 def test_without_staleness_a_step_takes_what_it_began():
     for order in ("issued", "ready"):
-        taken = play(GenerateScheduler(per_step=3, max_staleness=0, last_step=4, order=order), [5, 0, 9], 4)
-        assert [[issue.version for issue in chosen] for chosen in taken] == [[step] * 3 for step in range(4)]
+        taken = play(
+            GenerateScheduler(per_step=3, max_staleness=0, last_step=4, order=order), [5, 0, 9], 4
+        )
+        assert [[issue.version for issue in chosen] for chosen in taken] == [
+            [step] * 3 for step in range(4)
+        ]
 
 
 def test_the_ready_go_first_and_the_slow_are_waited_for_when_they_are_due():

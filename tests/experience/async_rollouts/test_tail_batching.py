@@ -1,4 +1,5 @@
-"""Tail batching under a clock that jumps: an attempt takes a second a token, and how many it has is known by its task."""
+"""Tail batching under a clock that jumps: an attempt takes a second a token, and how many it has is
+known by its task."""
 
 import asyncio
 import json
@@ -53,14 +54,25 @@ class Counts:
         number = int(task.id.rpartition("/")[2])
         wanted = self.lengths[number % len(self.lengths)] + attempt
         found = await self.generator.generate([1], replace(sampling, max_new_tokens=wanted))
-        return [make_trajectory([1], found.tokens.tolist(), attempt=attempt, version=int(found.versions[0]))]
+        return [
+            make_trajectory(
+                [1], found.tokens.tolist(), attempt=attempt, version=int(found.versions[0])
+            )
+        ]
 
 
 def made(lengths, *, more, last_step, path=None, attempts=1):
     generator = Ticking()
     asked = Cuttable(generator)
     manager = RolloutManager(Counts(asked, lengths), FakeEnvironment, None, needs_reward=False)
-    source = Rollouts(TaskStream(FakeEnvironment(), seed=0), "s", manager, sampling=Sampling(), seed=0, group_size=attempts)
+    source = Rollouts(
+        TaskStream(FakeEnvironment(), seed=0),
+        "s",
+        manager,
+        sampling=Sampling(),
+        seed=0,
+        group_size=attempts,
+    )
     source.ledger = Ledger(path)
     return TailBatching(source, asked, more=more, last_step=last_step), generator
 
@@ -74,8 +86,12 @@ async def trained(source, generator, n, steps):
         source.ack([group.id for group in groups], step)
         versions = {int(row.versions.max()) for group in groups for row in group.trajectories}
         assert versions == {step}, "all attempts have the newest weights"
-        numbers = {name.removeprefix("tails/"): value for name, value in source.measure(groups).items()}
-        found.append(([int(group.id.rpartition("/")[2]) for group in groups], clock() - begun, numbers))
+        numbers = {
+            name.removeprefix("tails/"): value for name, value in source.measure(groups).items()
+        }
+        found.append(
+            ([int(group.id.rpartition("/")[2]) for group in groups], clock() - begun, numbers)
+        )
         await generator.commit(step + 1)
     return found
 
@@ -85,9 +101,10 @@ def measured(deferred, wasted, waiting):
 
 
 def test_by_hand(tmp_path):
-    """Two groups a step, and one more is begun. 0 and 2 are ready after 2 s, 1 has two of its five tokens by then. 4 and 3 are
-    after 3 s, and 5 waits with 1. Two that were deferred are a step: it takes the 5 s that the longer one takes. Then two
-    prompts are left to begin, and no more, so the last step has nobody to defer."""
+    """Two groups a step, and one more is begun. 0 and 2 are ready after 2 s, 1 has two of its five
+    tokens by then. 4 and 3 are after 3 s, and 5 waits with 1. Two that were deferred are a step: it
+    takes the 5 s that the longer one takes. Then two prompts are left to begin, and no more, so the
+    last step has nobody to defer."""
     path = tmp_path / "ledger.jsonl"
     source, generator = made([1, 5, 2, 3, 1, 4, 6, 2], more=1, last_step=4, path=path)
     assert simulate(trained(source, generator, 2, range(4))) == [
@@ -139,7 +156,11 @@ def test_a_resumed_run_goes_on_with_those_that_were_deferred(tmp_path):
     assert simulate(killed_and_resumed(path)) == wanted
     lines = list(read_ledger(path))
     assert not faults_of(iter(lines), max_staleness=0)
-    assert Counter(line["event"] for line in lines) == {"issued": 8 + 2, "deferred": 2, "trained": 8}
+    assert Counter(line["event"] for line in lines) == {
+        "issued": 8 + 2,
+        "deferred": 2,
+        "trained": 8,
+    }
 
 
 @settings(max_examples=60, deadline=None)
@@ -177,7 +198,8 @@ def test_requests_of_no_group_are_neither_counted_nor_held_up():
 
 
 def test_who_asks_after_the_cut_waits_until_it_is_cancelled():
-    """An attempt whose environment is slow comes back late: it must draw nothing that nobody counts."""
+    """An attempt whose environment is slow comes back late: it must draw nothing that nobody
+    counts."""
 
     async def scene():
         generator = Ticking()
@@ -193,7 +215,11 @@ def test_who_asks_after_the_cut_waits_until_it_is_cancelled():
         for task in (running, late):
             task.cancel()
         asked.open()
-        return drawn.tokens, len(generator.requests), len((await asked.generate([1], Sampling(max_new_tokens=1))).tokens)
+        return (
+            drawn.tokens,
+            len(generator.requests),
+            len((await asked.generate([1], Sampling(max_new_tokens=1))).tokens),
+        )
 
     assert simulate(scene()) == (4, 1, 1)
 

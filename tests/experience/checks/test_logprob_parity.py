@@ -38,17 +38,37 @@ class World:
         self.learner = LocalLearner(LocalConfig(), policy)
         engine = init_policy(SHAPE, seed=1, dtype=dtype)
         self.generator = Engine(EngineConfig(kv_cache_gib=0.01, row_multiple=1), engine)
-        self.link = SharedMemoryLink(OneRank(Outlet(self.learner)), OneRank(Intake(self.generator)), dtype=sent)
+        self.link = SharedMemoryLink(
+            OneRank(Outlet(self.learner)), OneRank(Intake(self.generator)), dtype=sent
+        )
         asyncio.run(self.link.push(1))
-        settings = {"threshold": 1e-3, "first_steps": 2, "every": 4, "sample": 4, "action": "stop", **options}
-        self.gate = ParityGate(Ends(self.learner, self.generator, self.link, prints or {}), ParityConfig(**settings))
+        settings = {
+            "threshold": 1e-3,
+            "first_steps": 2,
+            "every": 4,
+            "sample": 4,
+            "action": "stop",
+            **options,
+        }
+        self.gate = ParityGate(
+            Ends(self.learner, self.generator, self.link, prints or {}), ParityConfig(**settings)
+        )
 
     def batch(self, *, temperature=1.0, recorded=None):
         """Fresh samples. recorded: the temperature under which the logprobs are."""
-        samplings = [Sampling(temperature=temperature, max_new_tokens=9, seed=i) for i in range(len(PROMPTS))]
+        samplings = [
+            Sampling(temperature=temperature, max_new_tokens=9, seed=i) for i in range(len(PROMPTS))
+        ]
         made = self.generator.generate_all(PROMPTS, samplings)
         rows = [
-            make_trajectory(prompt, c.tokens, reward=1.0, logprobs=c.logprobs, temperature=temperature, version=1)
+            make_trajectory(
+                prompt,
+                c.tokens,
+                reward=1.0,
+                logprobs=c.logprobs,
+                temperature=temperature,
+                version=1,
+            )
             for prompt, c in zip(PROMPTS, made, strict=True)
         ]
         batch = pack([make_group("g", [replace(row, attempt=i) for i, row in enumerate(rows)])])
@@ -128,7 +148,10 @@ def test_a_kernel_is_suspected_last_with_the_places_where_it_differs():
     off_T[batch.starts_S + torch.tensor([len(prompt) for prompt in PROMPTS])] = 0.0
     text = world.refused(replace(batch, rollout_logprobs_T=batch.rollout_logprobs_T + off_T))
     assert "weights and inputs agree: a kernel differs" in text
-    first, later = (float(part.split(": ")[1]) for part in text.split("from 0")[1].split("\n")[0].split(", ")[:2])
+    first, later = (
+        float(part.split(": ")[1])
+        for part in text.split("from 0")[1].split("\n")[0].split(", ")[:2]
+    )
     assert first < 1e-5
     assert later == pytest.approx(0.5, abs=1e-4)
     assert "alone or together" in text
@@ -137,7 +160,9 @@ def test_a_kernel_is_suspected_last_with_the_places_where_it_differs():
 def test_a_logprob_that_is_not_a_number_is_above_every_threshold():
     world = World(threshold=100.0)
     batch = world.batch()
-    assert "nan" in world.refused(replace(batch, rollout_logprobs_T=batch.rollout_logprobs_T * torch.nan))
+    assert "nan" in world.refused(
+        replace(batch, rollout_logprobs_T=batch.rollout_logprobs_T * torch.nan)
+    )
 
 
 def test_it_can_warn_instead(caplog):

@@ -33,13 +33,19 @@ class Digits(TextAlone):
 
 
 def group(name, *rewards):
-    return make_group(name, [make_trajectory([1], [2] * (i + 1), reward=r, attempt=i) for i, r in enumerate(rewards)])
+    return make_group(
+        name,
+        [make_trajectory([1], [2] * (i + 1), reward=r, attempt=i) for i, r in enumerate(rewards)],
+    )
 
 
 def test_a_second_opinion_by_hand():
     second = FakeReward(lambda row, task: float(row.completion_length > 1))
-    found = asyncio.run(Probes(1, 3, second).look([group("a", 1.0, 1.0), group("b", 0.5), group("c", 1.0)]))
-    assert found.metrics == {"second_opinion": {"reward": 1 / 3, "disagreement": 0.5}}  # |1-0|, |1-1|, |0.5-0|
+    found = asyncio.run(
+        Probes(1, 3, second).look([group("a", 1.0, 1.0), group("b", 0.5), group("c", 1.0)])
+    )
+    # |1-0|, |1-1|, |0.5-0|
+    assert found.metrics == {"second_opinion": {"reward": 1 / 3, "disagreement": 0.5}}
     weights = [exhibit.weight for exhibit in found.shown["second_opinion/disagreement"]]
     assert weights == [1.0, 0.0, 0.5], "groups beyond the sample are not judged"
 
@@ -76,11 +82,19 @@ def test_canaries_are_played_greedily_and_judged_by_the_reward():
         FakeReward(lambda row, task: float(row.completion_length) / 4),
     )
     canaries = [task for task, _ in zip(environment.tasks("test", seed=0), range(3), strict=False)]
-    probes = Probes(2, 3, manager=manager, canaries=canaries, sampling=Sampling(max_new_tokens=4, stop_ids=(EOS,)))
+    probes = Probes(
+        2,
+        3,
+        manager=manager,
+        canaries=canaries,
+        sampling=Sampling(max_new_tokens=4, stop_ids=(EOS,)),
+    )
     found = asyncio.run(probes.look([]))
     assert found.metrics == {"canary": {"reward": 0.5}}
     assert set(asked) == {0.0}
-    assert [exhibit.group.id for exhibit in found.shown["canary/reward"]] == [f"canary/{task.id}" for task in canaries]
+    assert [exhibit.group.id for exhibit in found.shown["canary/reward"]] == [
+        f"canary/{task.id}" for task in canaries
+    ]
     assert [probes.due(done) for done in (1, 2, 3, 4)] == [False, True, False, True]
 
 
@@ -111,7 +125,12 @@ def test_in_a_run(staleness):
         }],
     })  # fmt: skip
     steps = {}
-    run = build_run(config, 0, build_policy(config), observers=[lambda step, metrics: steps.update({step: metrics})])
+    run = build_run(
+        config,
+        0,
+        build_policy(config),
+        observers=[lambda step, metrics: steps.update({step: metrics})],
+    )
     asyncio.run(train(run))
     asyncio.run(run.close())
     for step in (2, 4):

@@ -1,4 +1,5 @@
-"""Whole episodes by the rollout functions, with scripted generators: the synchronous against the asynchronous, and by hand."""
+"""Whole episodes by the rollout functions, with scripted generators: the synchronous against the
+asynchronous, and by hand."""
 
 from __future__ import annotations
 
@@ -42,29 +43,42 @@ BOTH = [run_multi_turn_rollout, run_async_multi_turn_rollout]
 def test_sync_and_async_agree_on_everything(shape, seed):
     found = []
     for rollout in BOTH:
-        policy = WithSampling(shape(by_seed), Sampling(seed=seed)) if shape is FakeGenerator else shape(by_seed)
+        policy = (
+            WithSampling(shape(by_seed), Sampling(seed=seed))
+            if shape is FakeGenerator
+            else shape(by_seed)
+        )
         environments = {"count": Counting(), "other": Counting(parts=True)}
-        batch, metrics = rollout(policy, mixed(), TOKENIZER, environments, max_seq_len=30, max_rollout_turns=4)
+        batch, metrics = rollout(
+            policy, mixed(), TOKENIZER, environments, max_seq_len=30, max_rollout_turns=4
+        )
         found.append((flat(causes(batch)), flat(metrics)))
     assert found[0] == found[1]
 
 
 def test_the_rules_by_hand():
-    """Every answer is "ab" and EOS: 3 tokens behind a prompt of 2; every observation has 3 tokens."""
+    """Every answer is "ab" and EOS: 3 tokens behind a prompt of 2; every observation has 3
+    tokens."""
     for rollout in BOTH:
         environment = Counting()
         infos = [{"turns": 1}, {"turns": 2}, {"turns": 9}, {"turns": 3, "fault": "raises", "at": 2}]
         policy = FakeGenerator(lambda tokens, sampling: [*ids("ab"), EOS])
         start = batch_of(*infos)
-        batch, metrics = rollout(policy, start, TOKENIZER, {"count": environment}, max_seq_len=40, max_rollout_turns=3)
+        batch, metrics = rollout(
+            policy, start, TOKENIZER, {"count": environment}, max_seq_len=40, max_rollout_turns=3
+        )
         assert batch["total_reward"].tolist()[:3] == [0.5, 1.0, 1.5]
         assert math.isnan(batch["total_reward"][3]), "a failure is no reward"
         assert batch["loss_multiplier"].tolist() == [1, 1, 1, 0]
         assert batch["truncated"].tolist() == [False] * 4
         assert [error is None for error in batch["failed"]] == [True, True, True, False]
         assert "ValueError: the maze is on fire" in batch["failed"][3]
-        assert [state["turn"] for state in batch["extra_env_info"]] == [1, 2, 3, 1], "as the last step left it"
-        assert [state.get("turn") for state in start["extra_env_info"]] == [None] * 4, "the input stays as it was"
+        assert [state["turn"] for state in batch["extra_env_info"]] == [1, 2, 3, 1], (
+            "as the last step left it"
+        )
+        assert [state.get("turn") for state in start["extra_env_info"]] == [None] * 4, (
+            "the input stays as it was"
+        )
         assert [len(log) for log in start["message_log"]] == [1] * 4
         # Rows 0 to 3 have 1, 2, 3 and 2 turns; they read 0, 1, 3 and 1 observations.
         assert metrics["total_turns"] == 8
@@ -78,7 +92,11 @@ def test_the_rules_by_hand():
         assert metrics["max_gen_tokens_per_sample"] == 9
         assert metrics["mean_env_tokens_per_sample"] == 5 * 3 / 4
         assert metrics["mean_total_tokens_per_sample"] == (24 + 15) / 4
-        assert (metrics["mean_total_reward"], metrics["max_total_reward"], metrics["min_total_reward"]) == (1.0, 1.5, 0.5)
+        assert (
+            metrics["mean_total_reward"],
+            metrics["max_total_reward"],
+            metrics["min_total_reward"],
+        ) == (1.0, 1.5, 0.5)
         assert metrics["histogram/input_tokens_length"] == [2, 2, 8, 2, 8, 14, 2]
         assert (metrics["count/rows"], metrics["count/best"]) == (4, 1.5)
 
@@ -92,26 +110,39 @@ def test_percentiles_are_values_that_occurred():
 @pytest.mark.parametrize("rollout", BOTH)
 def test_a_log_holds_every_token_with_who_wrote_it(rollout):
     policy = FakeGenerator(by_seed)
-    batch, _ = rollout(policy, batch_of({"turns": 3}), TOKENIZER, {"count": Counting()}, max_seq_len=64)
+    batch, _ = rollout(
+        policy, batch_of({"turns": 3}), TOKENIZER, {"count": Counting()}, max_seq_len=64
+    )
     (log,) = batch["message_log"]
     assert [entry["role"] for entry in log] == ["user", *["assistant", "environment"] * 3]
     assert [entry["content"] for entry in log[2::2]] == ["<1>", "<2>", "<3>"]
-    assert [len(entry["token_ids"]) for entry in log[2::2]] == [3, 3, 0], "what ended it was read by nobody"
+    assert [len(entry["token_ids"]) for entry in log[2::2]] == [3, 3, 0], (
+        "what ended it was read by nobody"
+    )
     assert all(entry["token_ids"].dtype == torch.int64 for entry in log)
-    assert all(entry["generation_logprobs"].tolist() == [-1.0] * len(entry["token_ids"]) for entry in log[1::2])
+    assert all(
+        entry["generation_logprobs"].tolist() == [-1.0] * len(entry["token_ids"])
+        for entry in log[1::2]
+    )
     for turn, (prompt, _) in enumerate(policy.requests):
         before = torch.cat([entry["token_ids"] for entry in log[: 1 + 2 * turn]])
         assert prompt == before.tolist(), "each prompt extends the log so far"
-        assert TOKENIZER.decode(log[1 + 2 * turn]["token_ids"].tolist()) == log[1 + 2 * turn]["content"]
+        assert (
+            TOKENIZER.decode(log[1 + 2 * turn]["token_ids"].tolist())
+            == log[1 + 2 * turn]["content"]
+        )
 
 
 @pytest.mark.parametrize("rollout", BOTH)
 def test_token_budgets(rollout):
     def play(script, max_seq_len):
         generator = FakeGenerator(script)
-        return generator, *rollout(generator, batch_of({"turns": 9}), TOKENIZER, {"count": Counting()}, max_seq_len)
+        return generator, *rollout(
+            generator, batch_of({"turns": 9}), TOKENIZER, {"count": Counting()}, max_seq_len
+        )
 
-    # 2 + 3 + 3 = 8 tokens and room for one more: the second answer is cut, and its environment never asked.
+    # 2 + 3 + 3 = 8 tokens and room for one more: the second answer is cut, and its environment
+    # never asked.
     generator, batch, metrics = play(lambda tokens, sampling: [*ids("ab"), EOS], 9)
     assert generator.requests[-1][1].max_new_tokens == 1
     assert batch["truncated"].tolist() == [True]
@@ -127,7 +158,9 @@ def test_token_budgets(rollout):
 def test_in_step_an_environment_and_a_batched_generator_are_asked_once_a_turn():
     environment, policy = Counting(), Batched(lambda tokens, sampling: [*ids("ab"), EOS])
     infos = [{"turns": 1}, {"turns": 3}, {"turns": 2}]
-    batch, _ = run_multi_turn_rollout(policy, batch_of(*infos), TOKENIZER, {"count": environment}, max_seq_len=64)
+    batch, _ = run_multi_turn_rollout(
+        policy, batch_of(*infos), TOKENIZER, {"count": environment}, max_seq_len=64
+    )
     assert environment.calls == policy.sizes == [3, 2, 1]
     assert batch["message_log"][0][1]["generation_logprobs"].tolist() == [-2.0] * 3
 
@@ -135,7 +168,9 @@ def test_in_step_an_environment_and_a_batched_generator_are_asked_once_a_turn():
 def test_stop_strings_hold_until_the_environment_changes_them():
     for rollout in BOTH:
         policy = WithSampling(FakeGenerator(by_seed), Sampling(stop=("own",), temperature=0.5))
-        batch, _ = rollout(policy, batch_of({"turns": 3}, stop=["first"]), TOKENIZER, {"count": Counting()}, 64)
+        batch, _ = rollout(
+            policy, batch_of({"turns": 3}, stop=["first"]), TOKENIZER, {"count": Counting()}, 64
+        )
         stops = [sampling.stop for _, sampling in policy.generator.requests]
         assert stops == [("own", "first"), ("own", "s1"), ("own", "s1")]
         assert batch["stop_strings"] == [["s1"]]
@@ -148,21 +183,37 @@ def test_greedy_and_seeds():
     run_multi_turn_rollout(policy, start, TOKENIZER, {"count": Counting()}, 64, greedy=True)
     assert {sampling.temperature for _, sampling in policy.requests} == {0.0}
     seeds = [sampling.seed for _, sampling in policy.requests]
-    assert len(set(seeds)) == len(seeds), "repetitions of a prompt draw on their own, and so does each turn"
+    assert len(set(seeds)) == len(seeds), (
+        "repetitions of a prompt draw on their own, and so does each turn"
+    )
     policy.requests.clear()
     policy._version = 1
     run_multi_turn_rollout(policy, start, TOKENIZER, {"count": Counting()}, 64)
-    assert not {sampling.seed for _, sampling in policy.requests} & set(seeds), "new weights draw anew"
+    assert not {sampling.seed for _, sampling in policy.requests} & set(seeds), (
+        "new weights draw anew"
+    )
 
 
 def test_one_sample():
-    state = {"message_log": batch_of({})["message_log"][0], "extra_env_info": {"turns": 2}, "task_name": "other", "idx": 7}
-    play = run_sample_multi_turn_rollout(3, state, FakeGenerator(by_seed), TOKENIZER, {"other": Counting(parts=True)}, 64)
+    state = {
+        "message_log": batch_of({})["message_log"][0],
+        "extra_env_info": {"turns": 2},
+        "task_name": "other",
+        "idx": 7,
+    }
+    play = run_sample_multi_turn_rollout(
+        3, state, FakeGenerator(by_seed), TOKENIZER, {"other": Counting(parts=True)}, 64
+    )
     final, metrics = asyncio.run(play)
     assert final["idx"] == 7
     assert final["total_reward"].item() == 1.0
     assert final["parts"] == pytest.approx({"reward/low": 0.2, "reward/high": 0.8})
-    assert (metrics["turn_count"], metrics["terminated"], metrics["truncated"], metrics["failed"]) == (2, True, False, False)
+    assert (
+        metrics["turn_count"],
+        metrics["terminated"],
+        metrics["truncated"],
+        metrics["failed"],
+    ) == (2, True, False, False)
     assert metrics["assistant_tokens"] == sum(metrics["turn_gen_tokens"])
     assert metrics["env_tokens"] == 3
 
@@ -180,7 +231,9 @@ def test_post_processing_changes_the_batch_and_never_its_rows():
     start = lambda: batch_of({"turns": 1}, {"turns": 2, "task": "other"}, {"turns": 3})  # noqa: E731
     policy = FakeGenerator(lambda *_: [*ids("a"), EOS])
     for rollout in BOTH:
-        batch, metrics = rollout(policy, start(), TOKENIZER, {"count": Doubling(), "other": Counting()}, 64)
+        batch, metrics = rollout(
+            policy, start(), TOKENIZER, {"count": Doubling(), "other": Counting()}, 64
+        )
         assert batch["total_reward"].tolist() == [1.0, 1.0, 3.0]
         assert batch["idx"] == [0, 1, 2]
         assert (metrics["count/rows"], metrics["other/rows"]) == ([0, 2], 1)
@@ -196,9 +249,13 @@ def test_what_is_no_rows_fault_goes_up():
         for policy in (FakeGenerator(broken), Batched(broken)):
             with pytest.raises(RuntimeError, match="out of memory"):
                 rollout(policy, mixed(), TOKENIZER, {"count": Counting(), "other": Counting()}, 64)
-        with pytest.raises(DataError, match="task_name 'other' has no environment: task_to_env has 'count'"):
+        with pytest.raises(
+            DataError, match="task_name 'other' has no environment: task_to_env has 'count'"
+        ):
             rollout(FakeGenerator(by_seed), mixed(), TOKENIZER, {"count": Counting()}, 64)
-        bare = BatchedDataDict({"message_log": [[{"role": "user", "content": "hi"}]], "task_name": ["count"]})
+        bare = BatchedDataDict(
+            {"message_log": [[{"role": "user", "content": "hi"}]], "task_name": ["count"]}
+        )
         with pytest.raises(DataError, match=r"message_log\[0\] has no tensor `token_ids`"):
             rollout(FakeGenerator(by_seed), bare, TOKENIZER, {"count": Counting()}, 64)
 
@@ -212,11 +269,20 @@ def test_a_running_event_loop_is_not_blocked():
 
 
 def test_a_tokenizer_of_transformers_serves_as_well():
-    theirs = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER._backend, **TOKENIZER.special_tokens)
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=TOKENIZER._backend, **TOKENIZER.special_tokens
+    )
     found = []
     for tokenizer in (TOKENIZER, theirs):
         policy = WithSampling(FakeGenerator(by_seed), Sampling(seed=1))
-        datum = make_datum([{"role": "user", "content": "hi"}], tokenizer, task_name="count", extra_env_info={"turns": 3})
-        batch, metrics = run_multi_turn_rollout(policy, collate([datum]), tokenizer, {"count": Counting()}, 64)
+        datum = make_datum(
+            [{"role": "user", "content": "hi"}],
+            tokenizer,
+            task_name="count",
+            extra_env_info={"turns": 3},
+        )
+        batch, metrics = run_multi_turn_rollout(
+            policy, collate([datum]), tokenizer, {"count": Counting()}, 64
+        )
         found.append((flat(causes(batch)), flat(metrics)))
     assert found[0] == found[1]

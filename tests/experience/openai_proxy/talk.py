@@ -52,7 +52,8 @@ EOS = RENDERER.stop_ids[0]
 
 
 class Scripted(FakeGenerator):
-    """Says `lines` in turn, whatever it is asked; each token has a logprob of its own. `hold`: what it waits for first."""
+    """Says `lines` in turn, whatever it is asked; each token has a logprob of its own. `hold`: what
+    it waits for first."""
 
     def __init__(self, lines=CALLS):
         self.lines, self.hold, self.waiting, self.cancelled = list(lines), None, asyncio.Event(), 0
@@ -60,7 +61,10 @@ class Scripted(FakeGenerator):
         super().__init__(lambda tokens, sampling: self._line())
 
     def _line(self):
-        return [*RENDERER.tokenizer.encode(self.lines[len(self.completions) % len(self.lines)]), EOS]
+        return [
+            *RENDERER.tokenizer.encode(self.lines[len(self.completions) % len(self.lines)]),
+            EOS,
+        ]
 
     async def generate(self, tokens, sampling, media=()):
         if self.hold is not None:
@@ -73,7 +77,9 @@ class Scripted(FakeGenerator):
         completion = await super().generate(tokens, sampling, media)
         n = len(self.completions)
         logprobs = -np.arange(1, len(completion.tokens) + 1, dtype=np.float32) / 64 - n
-        completion = replace(completion, logprobs=logprobs, versions=np.full(len(logprobs), n, np.int32))
+        completion = replace(
+            completion, logprobs=logprobs, versions=np.full(len(logprobs), n, np.int32)
+        )
         self.completions.append(completion)
         return completion
 
@@ -83,9 +89,13 @@ def sampling(**more):
 
 
 @asynccontextmanager
-async def serving(generator, *, renderer=RENDERER, max_context=4096, max_turns=64, proxy=None, **sampled):
+async def serving(
+    generator, *, renderer=RENDERER, max_context=4096, max_turns=64, proxy=None, **sampled
+):
     """(session, client of it)"""
-    session = Session(generator, renderer, sampling(**sampled), max_context=max_context, max_turns=max_turns)
+    session = Session(
+        generator, renderer, sampling(**sampled), max_context=max_context, max_turns=max_turns
+    )
     async with (
         (proxy or Proxy()).open(session) as (base_url, key),
         AsyncOpenAI(base_url=base_url, api_key=key, timeout=30) as client,
@@ -98,13 +108,22 @@ async def said(client, messages, *, stream=False, **more):
     if not stream:
         answer = await client.chat.completions.create(model="policy", messages=messages, **more)
         return answer.choices[0].message.model_dump(), answer
-    chunks = [c async for c in await client.chat.completions.create(model="policy", messages=messages, stream=True, **more)]
+    chunks = [
+        c
+        async for c in await client.chat.completions.create(
+            model="policy", messages=messages, stream=True, **more
+        )
+    ]
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     message = {"role": "assistant", "content": "".join(delta.content or "" for delta in deltas)}
     calls = [call for delta in deltas for call in delta.tool_calls or []]
     if calls:
         message["tool_calls"] = [
-            {"id": c.id, "type": c.type, "function": {"name": c.function.name, "arguments": c.function.arguments}}
+            {
+                "id": c.id,
+                "type": c.type,
+                "function": {"name": c.function.name, "arguments": c.function.arguments},
+            }
             for c in calls
         ]
     return message, chunks
@@ -116,7 +135,10 @@ async def converse(client, *, turns=3, stream=False, **more):
     for turn in range(turns):
         message, _ = await said(client, messages, stream=stream, tools=TOOLS, **more)
         messages.append(message)
-        results = [{"role": "tool", "tool_call_id": c["id"], "content": "5"} for c in message.get("tool_calls") or []]
+        results = [
+            {"role": "tool", "tool_call_id": c["id"], "content": "5"}
+            for c in message.get("tool_calls") or []
+        ]
         messages += results or [{"role": "user", "content": f"go on {turn}"}]
     return messages
 

@@ -27,7 +27,10 @@ def post(body, *, path="/chat/completions", key=None, **options):
     async def scene():
         async with serving(Scripted(["a"]), **options) as (session, client):
             base = str(client.base_url).rstrip("/")
-            headers = {"authorization": f"Bearer {key or client.api_key}", "content-type": "application/json"}
+            headers = {
+                "authorization": f"Bearer {key or client.api_key}",
+                "content-type": "application/json",
+            }
             async with httpx.AsyncClient(timeout=30) as raw:
                 content = body if isinstance(body, bytes) else json.dumps(body).encode()
                 answer = await raw.post(base + path, content=content, headers=headers)
@@ -46,25 +49,47 @@ WRONG = {
     "not UTF-8": (b'{"model": "\xff\xfe"}', "the body: "),
     "no object": (b"[]", "the body: "),
     "nested without end": (b"[" * 100_000, "the body: "),
-    "half a character": (b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}', ""),
-    "no messages": ({"model": "policy", "messages": []}, "messages: List should have at least 1 item"),
+    "half a character": (
+        b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        "",
+    ),
+    "no messages": (
+        {"model": "policy", "messages": []},
+        "messages: List should have at least 1 item",
+    ),
     "no model": ({"messages": HI}, "model: Field required"),
     "an unknown parameter": ({**BODY, "top_k": 5}, "top_k: Extra inputs are not permitted"),
     "an image": (
-        {**BODY, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages.0.content: Value error, a part of type 'image_url' can't be read: this endpoint takes text only",
+        {
+            **BODY,
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ],
+        },
+        "messages.0.content: Value error, a part of type 'image_url' can't be read: this endpoint "
+        "takes text only",
     ),
-    "a number": ({**BODY, "messages": [{"role": "user", "content": 5}]}, "messages.0.content: Value error, must be text"),
-    "an unknown role": ({**BODY, "messages": [{"role": "narrator", "content": "x"}]}, "messages.0.role: "),
+    "a number": (
+        {**BODY, "messages": [{"role": "user", "content": 5}]},
+        "messages.0.content: Value error, must be text",
+    ),
+    "an unknown role": (
+        {**BODY, "messages": [{"role": "narrator", "content": "x"}]},
+        "messages.0.role: ",
+    ),
     "calls that are no JSON": (
         {
             **BODY,
             "messages": [
                 *HI,
-                {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}],
+                },
             ],
         },
-        "messages.1.tool_calls.0.function.arguments: Value error, must be the text of a JSON object",
+        "messages.1.tool_calls.0.function.arguments: Value error, must be the text of a JSON "
+        "object",
     ),
     "calls nested without end": (
         {
@@ -73,26 +98,49 @@ WRONG = {
                 *HI,
                 {
                     "role": "assistant",
-                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": '{"a":' * 50_000}}],
+                    "tool_calls": [
+                        {"id": "a", "function": {"name": "f", "arguments": '{"a":' * 50_000}}
+                    ],
                 },
             ],
         },
         "messages.1.tool_calls.0.function.arguments: ",
     ),
-    "two answers": ({**BODY, "n": 2}, "n: Input should be 1; each answer is asked for by a request of its own"),
-    "a forced call": ({**BODY, "tool_choice": "required"}, "tool_choice: Input should be 'auto' or 'none'; no call can be"),
-    "alternatives": ({**BODY, "top_logprobs": 3}, "top_logprobs: Input should be 0; only the sampled token's own"),
+    "two answers": (
+        {**BODY, "n": 2},
+        "n: Input should be 1; each answer is asked for by a request of its own",
+    ),
+    "a forced call": (
+        {**BODY, "tool_choice": "required"},
+        "tool_choice: Input should be 'auto' or 'none'; no call can be",
+    ),
+    "alternatives": (
+        {**BODY, "top_logprobs": 3},
+        "top_logprobs: Input should be 0; only the sampled token's own",
+    ),
     "a format": ({**BODY, "response_format": {"type": "json_object"}}, "response_format.type: "),
-    "an empty stop": ({**BODY, "stop": [""]}, "stop='' is not text, or is empty, which would end every completion"),
+    "an empty stop": (
+        {**BODY, "stop": [""]},
+        "stop='' is not text, or is empty, which would end every completion",
+    ),
     "five stops": ({**BODY, "stop": list("abcde")}, "stop: List should have at most 4 items"),
-    "no tokens": ({**BODY, "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
-    "a number as text": ({**BODY, "max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
+    "no tokens": (
+        {**BODY, "max_tokens": 0},
+        "max_tokens: Input should be greater than or equal to 1",
+    ),
+    "a number as text": (
+        {**BODY, "max_tokens": "5"},
+        "max_tokens: Input should be a valid integer",
+    ),
     "a penalty": ({**BODY, "frequency_penalty": 0.5}, "frequency_penalty: "),
     "another temperature": (
         {**BODY, "temperature": 0.2},
         "temperature=0.2, but this attempt is sampled with temperature=1, as the run decides",
     ),
-    "another filter": ({**BODY, "top_p": 0.9}, "top_p=0.9, but this attempt is sampled with top_p=1"),
+    "another filter": (
+        {**BODY, "top_p": 0.9},
+        "top_p=0.9, but this attempt is sampled with top_p=1",
+    ),
 }
 
 
@@ -110,7 +158,9 @@ def test_what_cannot_be_answered_is_refused_in_the_form_of_the_api(what):
 def test_deep_arguments_that_can_still_be_read_break_nothing():
     arguments = '{"a":' * 150 + "1" + "}" * 150
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    status, _, _ = post({**BODY, "messages": [*HI, {"role": "assistant", "tool_calls": [call]}, *HI]})
+    status, _, _ = post(
+        {**BODY, "messages": [*HI, {"role": "assistant", "tool_calls": [call]}, *HI]}
+    )
     assert status == 200
 
 
@@ -145,8 +195,13 @@ def test_a_body_that_does_not_come_is_not_waited_for():
     async def scene():
         proxy = Proxy(replace(LIMITS, body_s=0.05))
         async with serving(Scripted(["a"]), proxy=proxy) as (_, client):
-            reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {client.api_key}\r\n"
+            reader, writer = await asyncio.open_connection(
+                client.base_url.host, client.base_url.port
+            )
+            head = (
+                "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer "
+                f"{client.api_key}\r\n"
+            )
             writer.write(f"{head}content-length: 100\r\n\r\n{{".encode())
             answer = await asyncio.wait_for(reader.readuntil(b"}}"), 30)
             writer.close()
@@ -186,22 +241,43 @@ class Watched(Scripted):
         self.moved.append("commit")
 
 
-CONTROL = ("prepare", "receive", "commit", "rollback", "abort", "pause", "resume", "offload", "weights", "load_weights")
+CONTROL = (
+    "prepare",
+    "receive",
+    "commit",
+    "rollback",
+    "abort",
+    "pause",
+    "resume",
+    "offload",
+    "weights",
+    "load_weights",
+)
 
 
 @pytest.mark.fault("S6")
 def test_a_key_that_samples_moves_no_weights():
-    """Whatever a generator, a router or another engine's server calls it, and wherever below the address or beside it."""
+    """Whatever a generator, a router or another engine's server calls it, and wherever below the
+    address or beside it."""
     generator = Watched()
-    places = [f"{root}/{name}" for name in CONTROL for root in ("", "/..", "/policy", "/../admin", "/models")]
+    places = [
+        f"{root}/{name}"
+        for name in CONTROL
+        for root in ("", "/..", "/policy", "/../admin", "/models")
+    ]
 
     async def scene():
         async with serving(generator) as (session, client), httpx.AsyncClient(timeout=30) as raw:
-            base, headers = str(client.base_url).rstrip("/"), {"authorization": f"Bearer {client.api_key}"}
+            base, headers = (
+                str(client.base_url).rstrip("/"),
+                {"authorization": f"Bearer {client.api_key}"},
+            )
             found = set()
             for place in places:
                 for method in ("GET", "POST", "PUT", "DELETE"):
-                    answer = await raw.request(method, base + place, headers=headers, json={"version": 9})
+                    answer = await raw.request(
+                        method, base + place, headers=headers, json={"version": 9}
+                    )
                     found.add((answer.status_code, answer.json()["error"]["code"]))
             return found, session.strands
 
@@ -218,8 +294,13 @@ def test_there_are_two_routes_and_both_want_a_key():
     assert routes == {("GET", "/v1/models"), ("POST", "/v1/chat/completions")}
 
     async def scene():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as raw:
-            return [(await raw.request(method, path, json=BODY)).status_code for method, path in sorted(routes)]
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://x"
+        ) as raw:
+            return [
+                (await raw.request(method, path, json=BODY)).status_code
+                for method, path in sorted(routes)
+            ]
 
     assert asyncio.run(scene()) == [401, 401]
     assert asked == ["", ""]
@@ -257,7 +338,9 @@ def test_budgets_of_an_attempt():
     async def scene():
         async with serving(Scripted(["a"]), max_turns=2, max_context=24) as (session, client):
             await said(client, HI)
-            with pytest.raises(BadRequestError, match="the conversation has 28 tokens, the context 24"):
+            with pytest.raises(
+                BadRequestError, match="the conversation has 28 tokens, the context 24"
+            ):
                 await said(client, [{"role": "user", "content": "x" * 26}])
             await said(client, [{"role": "user", "content": "x" * 20}])
             assert [s.max_new_tokens for _, s in session.generator.requests] == [20, 2]
@@ -276,7 +359,9 @@ def test_a_client_that_leaves_aborts_its_request_and_leaves_no_tokens(stream):
         generator = Scripted(["a"])
         async with serving(generator) as (session, client):
             generator.hold = asyncio.Event()
-            asking = asyncio.ensure_future(client.chat.completions.create(model="policy", messages=HI, stream=stream))
+            asking = asyncio.ensure_future(
+                client.chat.completions.create(model="policy", messages=HI, stream=stream)
+            )
             await generator.waiting.wait()
             if stream:
                 stream_ = await asking
@@ -301,7 +386,9 @@ def test_the_end_of_a_session_aborts_what_runs():
         proxy = Proxy()
         async with serving(Scripted(["b"]), proxy=proxy):  # keeps the server up
             async with serving(generator, proxy=proxy) as (_, client):
-                raw = client.with_options(max_retries=0).copy(http_client=httpx.AsyncClient(timeout=30))
+                raw = client.with_options(max_retries=0).copy(
+                    http_client=httpx.AsyncClient(timeout=30)
+                )
                 asking = asyncio.ensure_future(said(raw, HI, stream=stream))
                 await generator.waiting.wait()
             with pytest.raises(Exception, match="the session has ended"):

@@ -5,7 +5,17 @@ import json
 
 import numpy as np
 import pytest
-from experience.openai_proxy.talk import CALLS, EOS, RENDERER, TOOLS, Scripted, converse, only, said, serving
+from experience.openai_proxy.talk import (
+    CALLS,
+    EOS,
+    RENDERER,
+    TOOLS,
+    Scripted,
+    converse,
+    only,
+    said,
+    serving,
+)
 
 from ratchet.rewards.base import is_cut_short
 from ratchet.types import Owner
@@ -27,14 +37,18 @@ def test_three_turns_with_tools_are_one_trajectory_of_the_sampled_tokens(stream)
 
     generator, messages, trajectories = asyncio.run(scene())
     row = only(trajectories)
-    assert [json.loads(m["tool_calls"][0]["function"]["arguments"]) for m in (messages[1], messages[3])] == [
+    assert [
+        json.loads(m["tool_calls"][0]["function"]["arguments"]) for m in (messages[1], messages[3])
+    ] == [
         {"a": 1, "b": 2},
         {"a": 3, "b": 4},
     ]
     assert [messages[i]["tool_calls"][0]["id"] for i in (1, 3)] == ["call_0", "call_1"]
     assert messages[1]["content"] == "I add."
     assert messages[5]["content"] == "It is 7."
-    assert [text(row.tokens[turn.start : turn.end]) for turn in row.turns] == [f"{line}<eos>" for line in CALLS]
+    assert [text(row.tokens[turn.start : turn.end]) for turn in row.turns] == [
+        f"{line}<eos>" for line in CALLS
+    ]
     sampled = row.owner == Owner.POLICY
     for name, column in (
         ("tokens", row.tokens),
@@ -48,9 +62,17 @@ def test_three_turns_with_tools_are_one_trajectory_of_the_sampled_tokens(stream)
     for (prompt, _), turn in zip(generator.requests, row.turns, strict=True):
         assert prompt == row.tokens[: turn.start].tolist()
     assert text(row.tokens[row.turns[0].end : row.turns[1].start]) == "<tool>5<assistant>"
-    assert text(row.tokens[: row.turns[0].start]).startswith('<system>[{"type": "function", "function": {"name": "add"')
+    assert text(row.tokens[: row.turns[0].start]).startswith(
+        '<system>[{"type": "function", "function": {"name": "add"'
+    )
     assert (row.attempt, row.temperature, len(row.messages)) == (3, 1.0, 6)
-    assert row.metrics == {"turns": 3.0, "forks": 0.0, "turn_limit": 0.0, "retries": 0.0, "malformed_tool_calls": 0.0}
+    assert row.metrics == {
+        "turns": 3.0,
+        "forks": 0.0,
+        "turn_limit": 0.0,
+        "retries": 0.0,
+        "malformed_tool_calls": 0.0,
+    }
 
 
 def test_usage_counts_the_tokens_and_logprobs_are_the_recorded_ones():
@@ -59,20 +81,33 @@ def test_usage_counts_the_tokens_and_logprobs_are_the_recorded_ones():
         async with serving(generator) as (session, client):
             question = [{"role": "user", "content": "hi"}]
             _, answer = await said(client, question, logprobs=True)
-            _, chunks = await said(client, question, logprobs=True, stream=True, stream_options={"include_usage": True})
+            _, chunks = await said(
+                client, question, logprobs=True, stream=True, stream_options={"include_usage": True}
+            )
         return answer, chunks, session.trajectories(0, None, {})
 
     answer, chunks, rows = asyncio.run(scene())
     prompt, drawn = 4, 5  # <user>hi<assistant>; a, the three bytes of the sign, <eos>
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (prompt, drawn, 9)
+    assert (
+        answer.usage.prompt_tokens,
+        answer.usage.completion_tokens,
+        answer.usage.total_tokens,
+    ) == (prompt, drawn, 9)
     assert chunks[-1].usage == answer.usage
     assert chunks[-1].choices == []
     streamed = [c.choices[0].logprobs for c in chunks if c.choices and c.choices[0].logprobs]
-    for content, row in ((answer.choices[0].logprobs.content, rows[0]), (streamed[0].content, rows[1])):
+    for content, row in (
+        (answer.choices[0].logprobs.content, rows[0]),
+        (streamed[0].content, rows[1]),
+    ):
         assert [c.logprob for c in content] == row.rollout_logprobs[prompt:].tolist()
         assert (content[0].token, content[-1].token) == ("a", "<eos>")
     assert answer.choices[0].message.content == "a€"
-    assert (answer.object, answer.model, answer.choices[0].finish_reason) == ("chat.completion", "policy", "stop")
+    assert (answer.object, answer.model, answer.choices[0].finish_reason) == (
+        "chat.completion",
+        "policy",
+        "stop",
+    )
     assert answer.choices[0].message.tool_calls is None
 
 
@@ -118,7 +153,9 @@ def test_tool_choice_none_hides_the_tools():
     async def scene():
         generator = Scripted([CALLS[1]])
         async with serving(generator) as (session, client):
-            message, answer = await said(client, [{"role": "user", "content": "hi"}], tools=TOOLS, tool_choice="none")
+            message, answer = await said(
+                client, [{"role": "user", "content": "hi"}], tools=TOOLS, tool_choice="none"
+            )
         return message, answer, text(session.last.tokens)
 
     message, answer, tokens = asyncio.run(scene())
@@ -130,7 +167,10 @@ def test_tool_choice_none_hides_the_tools():
 
 def test_a_malformed_call_stays_text_and_is_counted():
     async def scene():
-        async with serving(Scripted(['<tool_call>\n{"name": add}\n</tool_call>'])) as (session, client):
+        async with serving(Scripted(['<tool_call>\n{"name": add}\n</tool_call>'])) as (
+            session,
+            client,
+        ):
             message, _ = await said(client, [{"role": "user", "content": "hi"}], tools=TOOLS)
             return message, only(session.trajectories(0, None, {}))
 

@@ -64,12 +64,18 @@ def test_requests_of_an_attempt_are_seeded_in_their_order() -> None:
         async with serving(generator, renderer=renderer, max_turns=3) as (session, client):
             asked = []
             for content in ("x", "x", "y"):
-                asked.append(asyncio.create_task(said(client, [{"role": "user", "content": content}])))
+                asked.append(
+                    asyncio.create_task(said(client, [{"role": "user", "content": content}]))
+                )
                 while held and len(session._rendering._waiters or ()) < len(asked) - 1:
                     await asyncio.sleep(0)
                 if not held:
                     await asked[-1]
-            late = asyncio.create_task(client.with_options(max_retries=0).chat.completions.create(model="policy", messages=HI))  # pyright: ignore
+            late = asyncio.create_task(
+                client.with_options(max_retries=0).chat.completions.create(
+                    model="policy", messages=HI
+                )
+            )  # pyright: ignore
             if held:
                 while len(session._rendering._waiters or ()) < 3:
                     await asyncio.sleep(0)
@@ -107,10 +113,15 @@ def test_finding_the_conversation_is_linear_in_messages() -> None:
 
 def post(body: Any, generator: Scripted, **options: Any) -> tuple[int, dict[str, Any]]:
     async def scene() -> tuple[int, dict[str, Any]]:
-        async with serving(generator, **options) as (_, client), httpx.AsyncClient(timeout=30) as raw:
+        async with (
+            serving(generator, **options) as (_, client),
+            httpx.AsyncClient(timeout=30) as raw,
+        ):
             headers = {"authorization": f"Bearer {client.api_key}"}
             content = json.dumps({"model": "policy", **body}).encode()
-            answer = await raw.post(f"{client.base_url}chat/completions", content=content, headers=headers)
+            answer = await raw.post(
+                f"{client.base_url}chat/completions", content=content, headers=headers
+            )
             return answer.status_code, answer.json()["error"]
 
     return asyncio.run(scene())
@@ -140,7 +151,12 @@ class Unrendered(Renderer):
 @pytest.mark.fault("S5")
 def test_what_is_longer_than_the_context_is_not_rendered() -> None:
     text = {"role": "user", "content": "word " * 20_000}
-    status, error = post({"messages": [text]}, Scripted(), renderer=Unrendered(byte_tokenizer(), TEMPLATE), max_context=64)
+    status, error = post(
+        {"messages": [text]},
+        Scripted(),
+        renderer=Unrendered(byte_tokenizer(), TEMPLATE),
+        max_context=64,
+    )
     assert (status, error["code"]) == (400, "context_length_exceeded")
     assert "have 100000 characters" in error["message"]
 
@@ -167,10 +183,15 @@ def test_tools_that_a_model_cannot_call_are_refused_before_sampling(stream: bool
     renderer = Renderer(byte_tokenizer(), NO_CALLS)
 
     async def scene() -> str:
-        async with serving(generator, renderer=renderer) as (_, client), httpx.AsyncClient(timeout=30) as raw:
+        async with (
+            serving(generator, renderer=renderer) as (_, client),
+            httpx.AsyncClient(timeout=30) as raw,
+        ):
             headers = {"authorization": f"Bearer {client.api_key}"}
             body = {"model": "policy", "messages": HI, "tools": TOOLS, "stream": stream}
-            answer = await raw.post(f"{client.base_url}chat/completions", json=body, headers=headers)
+            answer = await raw.post(
+                f"{client.base_url}chat/completions", json=body, headers=headers
+            )
             assert answer.status_code == (200 if stream else 400)
             return answer.text
 
@@ -183,12 +204,21 @@ def test_clients_that_leave_are_quiet_and_leave_nothing(caplog: pytest.LogCaptur
     async def scene() -> None:
         generator = Scripted(["a"])
         async with serving(generator) as (session, client):
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {client.api_key}\r\n"
+            head = (
+                "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer "
+                f"{client.api_key}\r\n"
+            )
             body = json.dumps({"model": "policy", "messages": HI, "stream": True})
-            for sent in (f"{head}content-length: 100\r\n\r\n{{", f"{head}content-length: {len(body)}\r\n\r\n{body}", head):
+            for sent in (
+                f"{head}content-length: 100\r\n\r\n{{",
+                f"{head}content-length: {len(body)}\r\n\r\n{body}",
+                head,
+            ):
                 generator.hold = asyncio.Event()
                 for _ in range(10):
-                    _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+                    _, writer = await asyncio.open_connection(
+                        client.base_url.host, client.base_url.port
+                    )
                     writer.write(sent.encode())
                     await writer.drain()
                     await asyncio.sleep(0)
@@ -198,6 +228,13 @@ def test_clients_that_leave_are_quiet_and_leave_nothing(caplog: pytest.LogCaptur
             while session._running:
                 await asyncio.sleep(0)
 
-    with caplog.at_level(logging.INFO, logger="ratchet"), caplog.at_level(logging.INFO, logger="uvicorn"):
+    with (
+        caplog.at_level(logging.INFO, logger="ratchet"),
+        caplog.at_level(logging.INFO, logger="uvicorn"),
+    ):
         asyncio.run(scene())
-    assert [record for record in caplog.records if record.name.split(".")[0] in ("ratchet", "uvicorn", "asyncio")] == []
+    assert [
+        record
+        for record in caplog.records
+        if record.name.split(".")[0] in ("ratchet", "uvicorn", "asyncio")
+    ] == []

@@ -16,7 +16,16 @@ from ratchet.experience.openai_proxy.player import AgentPlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.rewards.base import is_cut_short
 from ratchet.testing.fakes import FakeEnvironment, FakeReward
-from ratchet.types import Cancelled, Completion, Failed, Message, Scored, StopReason, Task, Truncated
+from ratchet.types import (
+    Cancelled,
+    Completion,
+    Failed,
+    Message,
+    Scored,
+    StopReason,
+    Task,
+    Truncated,
+)
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
 
@@ -27,7 +36,12 @@ def play(act, generator=None, *, timeout_s=60.0, max_context=4096, max_turns=64,
     from experience.openai_proxy.talk import RENDERER
 
     player = AgentPlayer(
-        act, generator or Scripted(["a"]), RENDERER, max_context=max_context, max_turns=max_turns, timeout_s=timeout_s
+        act,
+        generator or Scripted(["a"]),
+        RENDERER,
+        max_context=max_context,
+        max_turns=max_turns,
+        timeout_s=timeout_s,
     )
     return asyncio.run(player.play(TASK, FakeEnvironment(), sampling(**sampled), attempt=2))
 
@@ -41,8 +55,13 @@ async def ask(task, base_url, api_key):
 
 def ask_in_a_thread(task, base_url, api_key):
     with OpenAI(base_url=base_url, api_key=api_key) as client:
-        answer = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task.messages[0].text}])
-    return threading.current_thread() is not threading.main_thread() and answer.choices[0].message.content
+        answer = client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": task.messages[0].text}]
+        )
+    return (
+        threading.current_thread() is not threading.main_thread()
+        and answer.choices[0].message.content
+    )
 
 
 class Asks:
@@ -54,7 +73,12 @@ class Asks:
 def test_an_agent_of_any_kind_plays_an_attempt(act):
     (row,) = play(act)
     assert [m.text for m in row.messages] == ["1+2?", "a"]
-    assert (row.outcome, row.attempt, row.extras["result"], row.metrics["turns"]) == (None, 2, "a", 1.0)
+    assert (row.outcome, row.attempt, row.extras["result"], row.metrics["turns"]) == (
+        None,
+        2,
+        "a",
+        1.0,
+    )
 
 
 PROGRAM = """
@@ -88,7 +112,9 @@ def test_a_program_that_fails_floods_or_does_not_read_costs_its_attempt():
     (row,) = play(command(PROGRAM + f"\nprint('x' * {3 * MAX_OUTPUT}, 'end')"))
     assert (len(row.extras["result"]), row.extras["result"][-4:-1]) == (MAX_OUTPUT, "end")
     (row,) = play(command("import os; os.close(0)"))
-    assert row.outcome == Failed("agent", "it ended without an answer of the policy: nothing can be learned from it")
+    assert row.outcome == Failed(
+        "agent", "it ended without an answer of the policy: nothing can be learned from it"
+    )
     (row,) = play(Command(CommandConfig(command=("/no/such/program",))))
     assert "No such file" in row.outcome.detail
 
@@ -120,13 +146,17 @@ def alive(pid, patience_s=20):
             with open(f"/proc/{pid}/stat", encoding="ascii") as state:
                 if state.read().rpartition(")")[2].split()[0] in "ZX":
                     return False
-        except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
+        # the latter where it ends between opening and reading
+        except (FileNotFoundError, ProcessLookupError):
             return False
         time.sleep(0.01)
     return True
 
 
-@pytest.mark.parametrize("error", [ValueError("no idea"), SystemExit(3), asyncio.CancelledError("odd"), StopIteration("x")])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("no idea"), SystemExit(3), asyncio.CancelledError("odd"), StopIteration("x")],
+)
 def test_an_agent_that_raises_costs_its_attempt_and_keeps_its_tokens(error):
     async def breaks(task, base_url, api_key):
         await ask(task, base_url, api_key)
@@ -203,7 +233,9 @@ def test_an_abort_cancels_the_attempt_and_the_generators_errors_go_up():
     class Aborting(Scripted):
         async def generate(self, tokens, sampling, media=()):
             done = await super().generate(tokens, sampling, media)
-            return Completion(done.tokens, done.logprobs, done.log_kept_mass, done.versions, StopReason.ABORTED)
+            return Completion(
+                done.tokens, done.logprobs, done.log_kept_mass, done.versions, StopReason.ABORTED
+            )
 
     (row,) = play(ask, Aborting(["a"]))
     assert row.outcome == Cancelled("aborted")
@@ -222,15 +254,22 @@ def test_groups_of_agents_are_judged_with_their_results():
     async def act(task, base_url, api_key):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             first = await converse(client, turns=2)
-            await said(client, [{"role": "user", "content": task.messages[0].text}], tools=TOOLS)  # forks
+            # forks
+            await said(client, [{"role": "user", "content": task.messages[0].text}], tools=TOOLS)
         return json.dumps(first[1])
 
-    reward = FakeReward(lambda row, task: float(len(row.messages) == 2 and '"role": "assistant"' in row.extras["result"]))
+    reward = FakeReward(
+        lambda row, task: float(
+            len(row.messages) == 2 and '"role": "assistant"' in row.extras["result"]
+        )
+    )
 
     async def scene():
         player = AgentPlayer(act, Scripted(["b"]), RENDERER, max_context=4096)
         manager = RolloutManager(player, FakeEnvironment, reward)
-        groups = await manager.groups([("g/0", TASK), ("g/1", TASK)], sampling(), attempts=3, greedy=True)
+        groups = await manager.groups(
+            [("g/0", TASK), ("g/1", TASK)], sampling(), attempts=3, greedy=True
+        )
         await manager.close()
         return groups
 

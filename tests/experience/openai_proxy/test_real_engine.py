@@ -1,4 +1,5 @@
-"""A tiny model that has learned to call a tool, on our engine, asked by the official client, and trained by it."""
+"""A tiny model that has learned to call a tool, on our engine, asked by the official client, and
+trained by it."""
 
 import asyncio
 import json
@@ -79,7 +80,10 @@ def learned():
     policy = Policy.of(init_policy(shape, seed=0), tokenizer, template=TEMPLATE)
     optimizer = OptimizerConfig(lr=5e-3, warmup_steps=5)
     run = make_run(
-        policy, Arena(Sums()), construct(resolve("algorithm", {"kind": "sft"})), plan("sft", 150, optimizer=optimizer)
+        policy,
+        Arena(Sums()),
+        construct(resolve("algorithm", {"kind": "sft"})),
+        plan("sft", 150, optimizer=optimizer),
     )
     asyncio.run(train(run))
     return policy, run.roles["policy"]
@@ -102,29 +106,46 @@ class Watched:
 
 
 def captured(learned, scene):
-    """(what the engine sampled, the session's trajectories, the learner's logprobs of each) after `await scene(client)`"""
+    """(what the engine sampled, the session's trajectories, the learner's logprobs of each) after
+    `await scene(client)`"""
     policy, learner = learned
     watched = Watched(policy.generator)
 
     async def run():
         options = {"stop_ids": policy.renderer.stop_ids, "temperature": 1.0}
-        async with serving(watched, renderer=policy.renderer, max_context=1024, **options) as (session, client):
+        async with serving(watched, renderer=policy.renderer, max_context=1024, **options) as (
+            session,
+            client,
+        ):
             await scene(client)
         rows = session.trajectories(0, Scored(1.0), {})
-        scores = [await learner.score(pack([Group("g", TASK, (row,))]), ["logprobs"]) for row in rows]
+        scores = [
+            await learner.score(pack([Group("g", TASK, (row,))]), ["logprobs"]) for row in rows
+        ]
         return rows, [score["logprobs"].numpy() for score in scores]
 
     return watched.completions, *asyncio.run(run())
 
 
 def assert_exact(row, completions, recomputed):
-    """Its policy tokens are those of `completions`, end to end; and the learner computes their logprobs too."""
+    """Its policy tokens are those of `completions`, end to end; and the learner computes their
+    logprobs too."""
     sampled = row.owner == Owner.POLICY
-    for name, column in (("tokens", row.tokens), ("logprobs", row.rollout_logprobs), ("versions", row.versions)):
-        np.testing.assert_array_equal(column[sampled], np.concatenate([getattr(c, name) for c in completions]))
+    for name, column in (
+        ("tokens", row.tokens),
+        ("logprobs", row.rollout_logprobs),
+        ("versions", row.versions),
+    ):
+        np.testing.assert_array_equal(
+            column[sampled], np.concatenate([getattr(c, name) for c in completions])
+        )
     np.testing.assert_array_equal(row.trainable, sampled)
-    np.testing.assert_allclose(row.rollout_logprobs[sampled], recomputed[sampled], rtol=0, atol=1e-5)
-    assert row.rollout_logprobs[sampled].min() < -1e-4, "no certainty: the comparison means something"
+    np.testing.assert_allclose(
+        row.rollout_logprobs[sampled], recomputed[sampled], rtol=0, atol=1e-5
+    )
+    assert row.rollout_logprobs[sampled].min() < -1e-4, (
+        "no certainty: the comparison means something"
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -135,20 +156,25 @@ def test_what_is_captured_is_what_the_engine_sampled_and_what_the_learner_comput
     completions, rows, recomputed = captured(learned, scene)
     row = only(rows)
     assert len(row.turns) == len(completions) == 3
-    assert len(set(row.versions[row.owner == Owner.POLICY].tolist())) == 3, "each turn has the version it was drawn with"
+    assert len(set(row.versions[row.owner == Owner.POLICY].tolist())) == 3, (
+        "each turn has the version it was drawn with"
+    )
     assert row.metrics["malformed_tool_calls"] == 0
     assert_exact(row, completions, recomputed[0])
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_history_that_does_not_extend_forks_and_no_token_trains_twice(learned, stream):
-    """The second request gives back an edited answer; the third goes on from what the policy really said."""
+    """The second request gives back an edited answer; the third goes on from what the policy really
+    said."""
 
     async def scene(client):
         messages = [{"role": "user", "content": QUESTION}]
         first, _ = await said(client, messages, stream=stream, tools=TOOLS)
         result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "3"}
-        await said(client, [*messages, {**first, "content": "Well."}, result], stream=stream, tools=TOOLS)
+        await said(
+            client, [*messages, {**first, "content": "Well."}, result], stream=stream, tools=TOOLS
+        )
         await said(client, [*messages, first, result], stream=stream, tools=TOOLS)
 
     completions, (edited, straight), recomputed = captured(learned, scene)
@@ -164,7 +190,8 @@ def test_a_few_steps_of_grpo_by_the_agent(learned):
 
     def judge(trajectory, task):
         seen.append(trajectory)
-        return float(trajectory.extras["result"] == "It is 7.") + 0.1 * (len(seen) % 3)  # so that there is something to learn
+        # so that there is something to learn
+        return float(trajectory.extras["result"] == "It is 7.") + 0.1 * (len(seen) % 3)
 
     arena = Arena(Sums(), reward=FakeReward(judge), agent=solve)
     sampling = Sampling(temperature=1.0, max_new_tokens=100)
@@ -177,5 +204,10 @@ def test_a_few_steps_of_grpo_by_the_agent(learned):
     asyncio.run(train(run))
     assert len(seen) == 2 * 4 * 3
     assert all(row.outcome is None for row in seen)
-    assert {int(version) for row in seen for version in row.versions if version >= 0} == {first, first + 1}
-    assert any((old != new).any() for old, new in zip(before, policy.model.parameters(), strict=True))
+    assert {int(version) for row in seen for version in row.versions if version >= 0} == {
+        first,
+        first + 1,
+    }
+    assert any(
+        (old != new).any() for old, new in zip(before, policy.model.parameters(), strict=True)
+    )

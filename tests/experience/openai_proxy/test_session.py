@@ -5,7 +5,16 @@ from contextvars import ContextVar
 
 import numpy as np
 import pytest
-from experience.openai_proxy.talk import RENDERER, TEMPLATE, TOOLS, Scripted, converse, only, said, serving
+from experience.openai_proxy.talk import (
+    RENDERER,
+    TEMPLATE,
+    TOOLS,
+    Scripted,
+    converse,
+    only,
+    said,
+    serving,
+)
 
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
@@ -24,7 +33,10 @@ def text(tokens):
 
 def shown(row):
     """(what the policy read, what it wrote) of each turn"""
-    return [(text(row.tokens[: turn.start]), text(row.tokens[turn.start : turn.end])) for turn in row.turns]
+    return [
+        (text(row.tokens[: turn.start]), text(row.tokens[turn.start : turn.end]))
+        for turn in row.turns
+    ]
 
 
 def play(scene, *lines, **options):
@@ -79,11 +91,16 @@ def test_two_ways_on_from_one_answer_share_its_tokens_and_train_them_once():
         await said(client, [HI, first, {**ON, "content": "other"}])
 
     one, two = play(scene)
-    assert shown(one) == [("<user>hi<assistant>", "a<eos>"), ("<user>hi<assistant>a<eos><user>on<assistant>", "b<eos>")]
+    assert shown(one) == [
+        ("<user>hi<assistant>", "a<eos>"),
+        ("<user>hi<assistant>a<eos><user>on<assistant>", "b<eos>"),
+    ]
     assert shown(two) == [("<user>hi<assistant>a<eos><user>other<assistant>", "c<eos>")]
     assert int(one.trainable.sum() + two.trainable.sum()) == 6
     assert set(two.owner[: two.turns[0].start].tolist()) == {Owner.PROMPT}
-    assert two.versions[two.turns[0].start - 3] == -1, "a prompt's tokens have neither version nor logprob"
+    assert two.versions[two.turns[0].start - 3] == -1, (
+        "a prompt's tokens have neither version nor logprob"
+    )
 
 
 def test_going_back_to_an_earlier_point_forks_there_and_the_latest_comes_last():
@@ -117,7 +134,9 @@ def test_parallel_requests_of_one_session_each_go_on_from_their_own():
         await asyncio.gather(*(branch(f"q{i}") for i in range(8)))
 
     rows = play(scene, "a")
-    assert {shown(row)[-1][0] for row in rows} == {f"<user>q{i}<assistant>a<eos><user>on<assistant>" for i in range(8)}
+    assert {shown(row)[-1][0] for row in rows} == {
+        f"<user>q{i}<assistant>a<eos><user>on<assistant>" for i in range(8)
+    }
     assert all(len(row.turns) == 2 for row in rows)
 
 
@@ -144,11 +163,15 @@ def test_a_template_that_rewrites_history_forks():
             messages += [(await said(client, messages))[0], ON]
 
     rows = play(scene, "<think>x</think>a", renderer=Renderer(byte_tokenizer(), drops))
-    assert [shown(row)[0][0] for row in rows] == ["<user>hi<assistant>", "<user>hi<assistant>a<eos><user>on<assistant>"]
+    assert [shown(row)[0][0] for row in rows] == [
+        "<user>hi<assistant>",
+        "<user>hi<assistant>a<eos><user>on<assistant>",
+    ]
 
 
 def test_how_a_client_writes_the_same_history_does_not_matter():
-    """Arguments spaced otherwise, text in parts, the developer as system, and no content as null."""
+    """Arguments spaced otherwise, text in parts, the developer as system, and no content as
+    null."""
 
     async def scene(client):
         messages = [{"role": "system", "content": "s"}, HI]
@@ -161,10 +184,23 @@ def test_how_a_client_writes_the_same_history_does_not_matter():
             "tool_calls": [{**call, "function": {**call["function"], "arguments": arguments}}],
         }
         parts = [{"type": "text", "text": "5"}]
-        history = [{"role": "developer", "content": "s"}, {**HI, "content": [{"type": "text", "text": "hi"}]}]
-        await said(client, [*history, echoed, {"role": "tool", "tool_call_id": call["id"], "content": parts}], tools=TOOLS)
+        history = [
+            {"role": "developer", "content": "s"},
+            {**HI, "content": [{"type": "text", "text": "hi"}]},
+        ]
+        await said(
+            client,
+            [*history, echoed, {"role": "tool", "tool_call_id": call["id"], "content": parts}],
+            tools=TOOLS,
+        )
 
-    row = only(play(scene, '<tool_call>\n{"name": "add", "arguments": {"a": 1,   "b": 2}}\n</tool_call>', "3"))
+    row = only(
+        play(
+            scene,
+            '<tool_call>\n{"name": "add", "arguments": {"a": 1,   "b": 2}}\n</tool_call>',
+            "3",
+        )
+    )
     assert len(row.turns) == 2
 
 
@@ -192,7 +228,9 @@ def test_a_stop_string_is_sampled_and_not_shown():
     assert len(rows) == 2, "the second conversation is one trajectory"
     written = rows[1].tokens[rows[1].turns[0].start : rows[1].turns[0].end]
     assert string in text(written)
-    np.testing.assert_array_equal(rows[0].tokens[: rows[1].turns[0].end], rows[1].tokens[: rows[1].turns[0].end])
+    np.testing.assert_array_equal(
+        rows[0].tokens[: rows[1].turns[0].end], rows[1].tokens[: rows[1].turns[0].end]
+    )
 
 
 def test_three_turns_in_many_sessions_at_once_stay_apart():

@@ -1,4 +1,5 @@
-"""How much JSON one request may hold, counted before it is parsed: parsing holds up all other requests."""
+"""How much JSON one request may hold, counted before it is parsed: parsing holds up all other
+requests."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ def body(*messages: dict[str, object], **keys: object) -> bytes:
 @pytest.mark.fault("S19")
 @pytest.mark.parametrize(
     ("text", "values"),
-    [(b"{}", 1), (b'{"a": "[,{", "b": [1, 2]}', 4), (rb'{"a": "\"[,", "b": 1}', 2), (rb'["\\", 1, "\\\""]', 3)],
+    [
+        (b"{}", 1),
+        (b'{"a": "[,{", "b": [1, 2]}', 4),
+        (rb'{"a": "\"[,", "b": 1}', 2),
+        (rb'["\\", 1, "\\\""]', 3),
+    ],
 )
 def test_values_outside_of_strings_are_counted(text: bytes, values: int) -> None:
     budget = Budget()
@@ -53,5 +59,7 @@ def test_arguments_of_all_calls_share_the_budget() -> None:
 
 def test_long_texts_of_marks_are_no_values() -> None:
     code = '{"a": [1, 2, \\"x\\"]},' * 2**14
-    request = Request.read(body({"role": "user", "content": code}, called(json.dumps({"code": code}))))
+    request = Request.read(
+        body({"role": "user", "content": code}, called(json.dumps({"code": code})))
+    )
     assert request.conversation[1].text == code

@@ -17,7 +17,11 @@ from ratchet.types import Group, Trajectory
 
 def same(ours: object, theirs: object) -> bool:
     if isinstance(theirs, np.ndarray):
-        return isinstance(ours, np.ndarray) and ours.dtype == theirs.dtype and np.array_equal(ours, theirs, equal_nan=True)
+        return (
+            isinstance(ours, np.ndarray)
+            and ours.dtype == theirs.dtype
+            and np.array_equal(ours, theirs, equal_nan=True)
+        )
     return ours == theirs
 
 
@@ -34,15 +38,20 @@ def test_groups_arrive_as_they_were(rows: list[Row], data: st.DataObject) -> Non
         )
 
     sent = [
-        replace(group, trajectories=tuple(map(changed, group.trajectories)), uses=i) for i, group in enumerate(groups(rows))
+        replace(group, trajectories=tuple(map(changed, group.trajectories)), uses=i)
+        for i, group in enumerate(groups(rows))
     ]
     sent.append(Group("without", sent[0].task, ()))
     arrived = list(unpack(pack(Shipped.of(sent))).groups([group.task for group in sent]))
-    assert [(group.id, group.uses, group.task) for group in arrived] == [(group.id, group.uses, group.task) for group in sent]
+    assert [(group.id, group.uses, group.task) for group in arrived] == [
+        (group.id, group.uses, group.task) for group in sent
+    ]
     for ours, theirs in zip(arrived, sent, strict=True):
         assert len(ours.trajectories) == len(theirs.trajectories)
         for a, b in zip(ours.trajectories, theirs.trajectories, strict=True):
-            assert all(same(getattr(a, each.name), getattr(b, each.name)) for each in fields(Trajectory))
+            assert all(
+                same(getattr(a, each.name), getattr(b, each.name)) for each in fields(Trajectory)
+            )
 
 
 def test_nothing_is_sent_of_nothing() -> None:

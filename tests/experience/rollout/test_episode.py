@@ -8,13 +8,24 @@ from ratchet.experience.rollout.episode import Player
 from ratchet.protocols import Step
 from ratchet.rewards.base import is_cut_short
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, TextAlone
-from ratchet.types import Cancelled, Completion, Failed, Message, Owner, Sampling, StopReason, Task, Truncated
+from ratchet.types import (
+    Cancelled,
+    Completion,
+    Failed,
+    Message,
+    Owner,
+    Sampling,
+    StopReason,
+    Task,
+    Truncated,
+)
 
 EOS = 99
 
 
 class Digits(TextAlone):
-    """A renderer over single digits: a message is its digits; an observation is its digits between two 50s."""
+    """A renderer over single digits: a message is its digits; an observation is its digits between
+    two 50s."""
 
     def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
@@ -41,7 +52,8 @@ def test_one_turn_keeps_every_tokens_origin():
     trajectory = play(FakeGenerator(lambda tokens, sampling: [2, EOS]), FakeEnvironment())
     assert trajectory.tokens.tolist() == [1, 2, 2, EOS]
     assert trajectory.owner.tolist() == [Owner.PROMPT] * 2 + [Owner.POLICY] * 2
-    assert trajectory.trainable.tolist() == [False, False, True, True]  # the stop token is the policy's, and trains
+    # the stop token is the policy's, and trains
+    assert trajectory.trainable.tolist() == [False, False, True, True]
     assert trajectory.rollout_logprobs.tolist() == [0.0, 0.0, -1.0, -1.0]
     assert trajectory.versions.tolist() == [-1, -1, 0, 0]
     assert [m.text for m in trajectory.messages] == ["12", "2"]
@@ -56,7 +68,9 @@ def test_the_next_prompt_extends_the_sampled_prefix_exactly():
         seen.append((list(tokens), sampling.seed))
         return [len(seen), EOS]
 
-    script = lambda task, message: Step((Message("user", "7"),), reward=0.5, done=message.text == "3")  # noqa: E731
+    def script(task, message):
+        return Step((Message("user", "7"),), reward=0.5, done=message.text == "3")
+
     trajectory = play(FakeGenerator(answer), FakeEnvironment(script))
     assert trajectory.tokens.tolist() == [1, 2, 1, EOS, 50, 7, 50, 2, EOS, 50, 7, 50, 3, EOS]
     assert trajectory.owner.tolist() == [0, 0, 1, 1, 2, 2, 2, 1, 1, 2, 2, 2, 1, 1]
@@ -88,7 +102,8 @@ def test_turn_and_context_budgets_truncate():
 
 
 def test_an_answer_is_cut_by_tokens_and_not_by_turns():
-    """Every one of these attempts but the last was truncated; only the first lost the end of its answer."""
+    """Every one of these attempts but the last was truncated; only the first lost the end of its
+    answer."""
     on = FakeEnvironment(lambda task, message: Step((Message("user", "7"),)))
     whole = FakeGenerator(lambda tokens, sampling: [1, EOS])
     by_tokens = play(FakeGenerator(lambda tokens, sampling: [1] * 9), on)
@@ -97,7 +112,12 @@ def test_an_answer_is_cut_by_tokens_and_not_by_turns():
     rows = (by_tokens, by_turns, by_room, ended)
     assert [row.truncated for row in rows] == [True, True, True, False]
     assert [is_cut_short(row) for row in rows] == [True, False, False, False]
-    assert [[turn.cut for turn in row.turns] for row in rows] == [[True], [False] * 2, [False] * 2, [False]]
+    assert [[turn.cut for turn in row.turns] for row in rows] == [
+        [True],
+        [False] * 2,
+        [False] * 2,
+        [False],
+    ]
 
 
 @pytest.mark.fault("D5")
@@ -137,7 +157,11 @@ def test_an_abort_cancels_the_attempt():
         async def generate(self, tokens, sampling, media=()):
             completion = await super().generate(tokens, sampling, media)
             return Completion(
-                completion.tokens, completion.logprobs, completion.log_kept_mass, completion.versions, StopReason.ABORTED
+                completion.tokens,
+                completion.logprobs,
+                completion.log_kept_mass,
+                completion.versions,
+                StopReason.ABORTED,
             )
 
     trajectory = play(Aborting(lambda tokens, sampling: [2]), FakeEnvironment())
@@ -155,14 +179,23 @@ class Forgetful(Digits):
 def test_a_history_that_can_not_go_on_forks_into_a_trajectory_of_its_own():
     generator = FakeGenerator(lambda tokens, sampling: [3 + len(generator.requests), EOS])
     script = lambda task, message: Step(  # noqa: E731
-        (Message("user", "7"),), reward=0.5, done=message.text == "6", state_key=message.text, metrics={"moves": 2}
+        (Message("user", "7"),),
+        reward=0.5,
+        done=message.text == "6",
+        state_key=message.text,
+        metrics={"moves": 2},
     )
     player = Player(generator, Forgetful(), max_context=64)
     task = Task("t", (Message("user", "12"),))
     sampling = Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=7)
     rows = asyncio.run(player.play(task, FakeEnvironment(script), sampling, attempt=3))
-    assert [t.tokens.tolist() for t in rows] == [[1, 2, 4, EOS], [1, 2, 4, 7, 5, EOS], [1, 2, 4, 7, 5, 7, 6, EOS]]
-    assert [t.owner.tolist() for t in rows] == [[0] * n + [1] * 2 for n in (2, 4, 6)]  # earlier turns are prompt now
+    assert [t.tokens.tolist() for t in rows] == [
+        [1, 2, 4, EOS],
+        [1, 2, 4, 7, 5, EOS],
+        [1, 2, 4, 7, 5, 7, 6, EOS],
+    ]
+    # earlier turns are prompt now
+    assert [t.owner.tolist() for t in rows] == [[0] * n + [1] * 2 for n in (2, 4, 6)]
     assert [t.attempt for t in rows] == [3, 3, 3]
     assert [[(turn.reward, turn.state_key, turn.terminated) for turn in t.turns] for t in rows] == [
         [(0.5, "4", False)],
@@ -170,21 +203,29 @@ def test_a_history_that_can_not_go_on_forks_into_a_trajectory_of_its_own():
         [(0.5, "6", True)],
     ]
     assert [len(t.messages) for t in rows] == [2, 4, 6]
-    assert all(t.metrics == {"turns": 3, "turn_limit": 0, "retries": 0, "forks": 2, "moves": 6} for t in rows)
+    assert all(
+        t.metrics == {"turns": 3, "turn_limit": 0, "retries": 0, "forks": 2, "moves": 6}
+        for t in rows
+    )
 
 
 def test_a_forked_prompt_beyond_the_context_leaves_no_empty_trajectory():
     player = Player(FakeGenerator(lambda tokens, sampling: [1, EOS]), Forgetful(), max_context=5)
     script = lambda task, message: Step((Message("user", "77777"),))  # noqa: E731
     task = Task("t", (Message("user", "12"),))
-    rows = asyncio.run(player.play(task, FakeEnvironment(script), Sampling(max_new_tokens=2, stop_ids=(EOS,)), attempt=0))
+    rows = asyncio.run(
+        player.play(
+            task, FakeEnvironment(script), Sampling(max_new_tokens=2, stop_ids=(EOS,)), attempt=0
+        )
+    )
     assert [t.tokens.tolist() for t in rows] == [[1, 2, 1, EOS]]
     assert rows[0].outcome == Truncated()
     assert rows[0].metrics["forks"] == 0
 
 
 def test_a_tokens_route_is_that_of_the_first_forward_that_computed_it():
-    """What a turn wrote was drawn from its own forward; its last token and the environment's, from that of the next prompt."""
+    """What a turn wrote was drawn from its own forward; its last token and the environment's, from
+    that of the next prompt."""
 
     class Routed(FakeGenerator):
         """Every token of turn n goes to expert n, but the last, which nothing has computed."""

@@ -38,7 +38,9 @@ class Digits(TextAlone):
 def manager(*, script=None, answer=lambda tokens, sampling: [sampling.seed % 10, EOS], reward=None):
     environment = FakeEnvironment(script)
     player = Player(FakeGenerator(answer), Digits(), max_context=64)
-    return RolloutManager(player, lambda: copy.copy(environment), reward or FakeReward(lambda t, task: float(len(t))))
+    return RolloutManager(
+        player, lambda: copy.copy(environment), reward or FakeReward(lambda t, task: float(len(t)))
+    )
 
 
 def tasks(n):
@@ -59,7 +61,9 @@ def test_attempts_are_in_order_and_each_has_its_own_seed():
     other = asyncio.run(manager().group(task, SAMPLING, group_id="s/1", attempts=8))
     tokens = lambda g: [t.tokens.tolist() for t in g.trajectories]  # noqa: E731
     assert tokens(group) == tokens(again)
-    assert tokens(group) != tokens(other), "another draw of the same task must not repeat its attempts"
+    assert tokens(group) != tokens(other), (
+        "another draw of the same task must not repeat its attempts"
+    )
     assert len({tuple(t) for t in tokens(group)}) > 1, "attempts of one group must differ in seed"
 
 
@@ -71,7 +75,9 @@ def test_a_greedy_baseline_is_one_attempt_more_and_never_trains():
     assert [t.temperature for t in group.trajectories] == [1.0] * 3 + [0.0]
     assert [t.attempt for t in group.trajectories] == [0, 1, 2, 3]
     assert group.trajectories[3].reward is not None
-    assert [t.tokens.tolist() for t in group.trajectories[:3]] == [t.tokens.tolist() for t in plain.trajectories]
+    assert [t.tokens.tolist() for t in group.trajectories[:3]] == [
+        t.tokens.tolist() for t in plain.trajectories
+    ]
 
 
 def test_one_environment_instance_never_serves_two_attempts_at_once():
@@ -108,7 +114,11 @@ def test_a_failed_attempt_is_not_judged_and_its_neighbours_are():
     seen = []
     reward = FakeReward(lambda t, task: seen.append(t) or 1.0)
     (task,) = tasks(1)
-    group = asyncio.run(manager(script=fails_on_even, reward=reward).group(task, SAMPLING, group_id="g", attempts=12))
+    group = asyncio.run(
+        manager(script=fails_on_even, reward=reward).group(
+            task, SAMPLING, group_id="g", attempts=12
+        )
+    )
     failed = [t for t in group.trajectories if isinstance(t.outcome, Failed)]
     assert 0 < len(failed) < 12
     assert len(seen) == 12 - len(failed)
@@ -118,7 +128,9 @@ def test_turn_rewards_add_to_the_judged_one_and_stand_alone_without_a_reward():
     (task,) = tasks(1)
     gives = lambda task, message: Step(reward=0.25, done=True)  # noqa: E731
     group = asyncio.run(
-        manager(script=gives, reward=FakeReward(lambda t, task: 1.0)).group(task, SAMPLING, group_id="g", attempts=1)
+        manager(script=gives, reward=FakeReward(lambda t, task: 1.0)).group(
+            task, SAMPLING, group_id="g", attempts=1
+        )
     )
     assert group.trajectories[0].outcome == Scored(1.25, {"environment": 0.25})
     player = manager().player
@@ -127,11 +139,19 @@ def test_turn_rewards_add_to_the_judged_one_and_stand_alone_without_a_reward():
     assert group.trajectories[0].outcome == Scored(0.25)
 
 
-def unneeded(reward=None, *, script=None, answer=lambda tokens, sampling: [sampling.seed % 10, EOS], **options):
+def unneeded(
+    reward=None,
+    *,
+    script=None,
+    answer=lambda tokens, sampling: [sampling.seed % 10, EOS],
+    **options,
+):
     """Of an algorithm that reads no reward."""
     environment = FakeEnvironment(script)
     player = Player(FakeGenerator(answer), Digits(), max_context=64)
-    return RolloutManager(player, lambda: copy.copy(environment), reward, **{"needs_reward": False, **options})
+    return RolloutManager(
+        player, lambda: copy.copy(environment), reward, **{"needs_reward": False, **options}
+    )
 
 
 def test_where_no_reward_is_read_attempts_that_nobody_judged_train_and_failures_do_not():
@@ -140,9 +160,15 @@ def test_where_no_reward_is_read_attempts_that_nobody_judged_train_and_failures_
             raise RuntimeError("even")
         return Step(done=True)
 
-    endless = lambda tokens, sampling: [sampling.seed % 10] if sampling.seed % 3 else [sampling.seed % 10, EOS]  # noqa: E731
+    def endless(tokens, sampling):
+        return [sampling.seed % 10] if sampling.seed % 3 else [sampling.seed % 10, EOS]
+
     (task,) = tasks(1)
-    group = asyncio.run(unneeded(script=fails_on_even, answer=endless).group(task, SAMPLING, group_id="g", attempts=24))
+    group = asyncio.run(
+        unneeded(script=fails_on_even, answer=endless).group(
+            task, SAMPLING, group_id="g", attempts=24
+        )
+    )
     kinds = [type(t.outcome).__name__ for t in group.trajectories]
     assert set(kinds) == {"Unjudged", "Failed"}
     kept = [t for t in group.trajectories if isinstance(t.outcome, Unjudged)]
@@ -176,24 +202,40 @@ def test_where_no_reward_is_read_one_that_is_given_is_still_measured():
     ]
     assert [t.counts for t in group.trajectories] == [True, True, False, True]
     assert measure_groups([group])["reward"] == 0.75
-    needed = asyncio.run(unneeded(Reward(), needs_reward=True).group(task, SAMPLING, group_id="g", attempts=4))
+    needed = asyncio.run(
+        unneeded(Reward(), needs_reward=True).group(task, SAMPLING, group_id="g", attempts=4)
+    )
     assert [t.counts for t in needed.trajectories] == [True, False, False, True]
 
 
 def test_rewards_of_the_environment_are_kept_where_none_is_read():
     (task,) = tasks(1)
     group = asyncio.run(
-        unneeded(script=lambda task, message: Step(reward=0.25, done=True)).group(task, SAMPLING, group_id="g", attempts=1)
+        unneeded(script=lambda task, message: Step(reward=0.25, done=True)).group(
+            task, SAMPLING, group_id="g", attempts=1
+        )
     )
     assert group.trajectories[0].outcome == Scored(0.25)
     needed = unneeded(needs_reward=True)
-    assert isinstance(asyncio.run(needed.group(task, SAMPLING, group_id="g", attempts=1)).trajectories[0].outcome, Failed)
+    assert isinstance(
+        asyncio.run(needed.group(task, SAMPLING, group_id="g", attempts=1)).trajectories[0].outcome,
+        Failed,
+    )
 
 
 def test_rollouts_conform_to_the_source_protocol():
-    source = Rollouts(TaskStream(FakeEnvironment(), seed=1), "s", manager(), sampling=SAMPLING, seed=3, group_size=2)
+    source = Rollouts(
+        TaskStream(FakeEnvironment(), seed=1),
+        "s",
+        manager(),
+        sampling=SAMPLING,
+        seed=3,
+        group_size=2,
+    )
     asyncio.run(check_source(source))
-    asyncio.run(check_source(FakeSource([make_group("x", [make_trajectory([1], [2], reward=0.0)])])))
+    asyncio.run(
+        check_source(FakeSource([make_group("x", [make_trajectory([1], [2], reward=0.0)])]))
+    )
 
 
 def test_a_stream_of_few_examples_visits_each_once_an_epoch_in_another_order():
@@ -207,22 +249,37 @@ def test_a_stream_of_few_examples_visits_each_once_an_epoch_in_another_order():
 
 @pytest.mark.fault("D5", "R7")
 def test_a_step_that_mostly_fails_stops_the_run_and_shows_why():
-    broken = make_trajectory([1], [2], outcome=Failed("environment", "Traceback: the server is down"))
+    broken = make_trajectory(
+        [1], [2], outcome=Failed("environment", "Traceback: the server is down")
+    )
     good = make_trajectory([1], [2], reward=1.0, attempt=1)
     half = FakeSource([make_group("g", [broken, good])])
     assert len(asyncio.run(Batcher(half, groups_per_step=2).next(0))) == 2
     mostly = FakeSource([make_group("g", [broken, replace(broken, attempt=2), good])])
     with pytest.raises(
         TrainingError,
-        match=r"step 5: 4 of 6 attempts failed \(rollouts.max_failed_share is 50%\); by kind: environment 4.*\n.*is down",
+        match=r"step 5: 4 of 6 attempts failed \(rollouts.max_failed_share is 50%\); by kind: "
+        r"environment 4.*\n.*is down",
     ):
         asyncio.run(Batcher(mostly, groups_per_step=2).next(4))
 
 
 def test_measures_by_hand():
     groups = [
-        make_group("a", [make_trajectory([1, 2], [3], reward=1.0), make_trajectory([1, 2], [4, 5, 6], reward=0.0)]),
-        make_group("b", [make_trajectory([1], [], outcome=Truncated(0.5)), make_trajectory([1], [2], outcome=Failed("env"))]),
+        make_group(
+            "a",
+            [
+                make_trajectory([1, 2], [3], reward=1.0),
+                make_trajectory([1, 2], [4, 5, 6], reward=0.0),
+            ],
+        ),
+        make_group(
+            "b",
+            [
+                make_trajectory([1], [], outcome=Truncated(0.5)),
+                make_trajectory([1], [2], outcome=Failed("env")),
+            ],
+        ),
     ]
     numbers = measure_groups(groups)
     assert numbers["reward"] == pytest.approx(0.5)
@@ -239,7 +296,9 @@ def test_a_greedy_baseline_has_numbers_of_its_own():
     greedy = make_trajectory([1], [2, 3, 4, 5], reward=9.0, attempt=2, use="baseline")
     lost = make_trajectory([1], [2], outcome=Failed("reward"), attempt=2, use="baseline")
     attempts = [make_trajectory([1], [2], reward=0.5, attempt=i) for i in range(2)]
-    numbers = measure_groups([make_group("a", [*attempts, greedy]), make_group("b", [*attempts, lost])])
+    numbers = measure_groups(
+        [make_group("a", [*attempts, greedy]), make_group("b", [*attempts, lost])]
+    )
     assert numbers["reward"] == 0.5
     assert numbers["reward_std"] == numbers["failed_share"] == 0
     assert numbers["length_mean"] == numbers["length_max"] == 1
@@ -252,7 +311,9 @@ def test_a_greedy_baseline_has_numbers_of_its_own():
 @pytest.mark.parametrize("labels", [(1.0, 0.0), (None, None)])
 def test_given_text_was_not_generated(labels):
     rows = [
-        Trajectory.supervised([1, 2, 3], [False, True, True], outcome=None if label is None else Scored(label))
+        Trajectory.supervised(
+            [1, 2, 3], [False, True, True], outcome=None if label is None else Scored(label)
+        )
         for label in labels
     ]
     mismatched = replace(Trajectory.supervised([1, 2], [False, True]), attempt=1, use="reference")
@@ -262,9 +323,16 @@ def test_given_text_was_not_generated(labels):
 
 def test_the_spread_of_each_part_of_the_reward():
     parts = [{"right": 1.0, "brief": 0.0}, {"right": 0.0, "brief": 1.0, "polite": 0.5}]
-    rows = [make_trajectory([1], [2], outcome=Scored(1.0, part), attempt=i) for i, part in enumerate(parts)]
+    rows = [
+        make_trajectory([1], [2], outcome=Scored(1.0, part), attempt=i)
+        for i, part in enumerate(parts)
+    ]
     numbers = measure_groups([make_group("a", rows)])
-    assert (numbers["reward"], numbers["reward_std"], numbers["equal_rewards_share"]) == (1.0, 0.0, 1.0)
+    assert (numbers["reward"], numbers["reward_std"], numbers["equal_rewards_share"]) == (
+        1.0,
+        0.0,
+        1.0,
+    )
     assert (numbers["reward/right"], numbers["reward_std/right"]) == (0.5, 0.5)
     assert (numbers["reward/polite"], numbers["reward_std/polite"]) == (0.5, 0.0)
 
@@ -278,27 +346,43 @@ def test_a_forked_attempt_is_judged_once_and_all_its_trajectories_have_that_outc
     reward = FakeReward(lambda t, task: seen.append(len(t.messages)) or 1.0)
     generator = FakeGenerator(lambda tokens, sampling: [1, EOS])
     environment = FakeEnvironment(lambda task, message: Step((Message("user", "7"),), reward=0.25))
-    made = RolloutManager(Player(generator, Forgetful(), max_context=64, max_turns=2), lambda: copy.copy(environment), reward)
+    made = RolloutManager(
+        Player(generator, Forgetful(), max_context=64, max_turns=2),
+        lambda: copy.copy(environment),
+        reward,
+    )
     (task,) = tasks(1)
     group = asyncio.run(made.group(task, SAMPLING, group_id="g", attempts=2, greedy=True))
     assert [(t.attempt, t.use) for t in group.trajectories] == [
         (0, "train"), (0, "train"), (1, "train"), (1, "train"), (2, "baseline"), (2, "baseline"),
     ]  # fmt: skip
-    assert seen == [4, 4, 4]  # each attempt by its last trajectory, which has the whole conversation
-    assert {t.reward for t in group.trajectories} == {1.5}  # both turns' rewards belong to the attempt
+    # each attempt by its last trajectory, which has the whole conversation
+    assert seen == [4, 4, 4]
+    # both turns' rewards belong to the attempt
+    assert {t.reward for t in group.trajectories} == {1.5}
     assert [len(rows) for rows in group.attempts] == [2, 2, 2]
 
 
 def test_redundancy_says_how_much_shorter_is_what_was_kept():
-    """Of four attempts a group that were begun; of the second one failed, and its length says nothing."""
+    """Of four attempts a group that were begun; of the second one failed, and its length says
+    nothing."""
 
     def rows(*lengths):
-        return [make_trajectory([1], [2] * length, reward=1.0, attempt=i) for i, length in enumerate(lengths)]
+        return [
+            make_trajectory([1], [2] * length, reward=1.0, attempt=i)
+            for i, length in enumerate(lengths)
+        ]
 
     failed = make_trajectory([1], [2] * 50, outcome=Failed("timeout"), attempt=3)
     groups = [make_group("a", rows(2, 4)), make_group("b", [*rows(6, 8), failed])]
     source = Rollouts(
-        TaskStream(FakeEnvironment(), seed=0), "s", manager(), sampling=SAMPLING, seed=0, group_size=2, redundant_attempts=2
+        TaskStream(FakeEnvironment(), seed=0),
+        "s",
+        manager(),
+        sampling=SAMPLING,
+        seed=0,
+        group_size=2,
+        redundant_attempts=2,
     )
     begun = (2 + 4 + 6 + 8 + 8 + 2 * (6 + 8 + 8) / 3) / 7
     assert source.measure(groups) == {
@@ -306,4 +390,9 @@ def test_redundancy_says_how_much_shorter_is_what_was_kept():
         "redundancy/length_mean": pytest.approx(begun),
         "redundancy/length_share": pytest.approx(5 / begun),
     }
-    assert Rollouts(source.stream, "s", manager(), sampling=SAMPLING, seed=0, group_size=2).measure(groups) == {}
+    assert (
+        Rollouts(source.stream, "s", manager(), sampling=SAMPLING, seed=0, group_size=2).measure(
+            groups
+        )
+        == {}
+    )

@@ -23,7 +23,12 @@ class Levels(FakeEnvironment):
     def tasks(self, split, *, seed, start=0):
         for index in range(start, start + 10_000):
             digit = index % 10
-            yield Task(f"t/{index}", (Message("user", str(digit)),), answer=digit, meta={"level": 9.5 - digit, "name": "x"})
+            yield Task(
+                f"t/{index}",
+                (Message("user", str(digit)),),
+                answer=digit,
+                meta={"level": 9.5 - digit, "name": "x"},
+            )
 
 
 def curriculum(seed=0, **keys):
@@ -31,7 +36,13 @@ def curriculum(seed=0, **keys):
 
 
 def ended(task, *rewards):
-    return Group("g", task, tuple(make_trajectory([1], [2], reward=reward, attempt=i) for i, reward in enumerate(rewards)))
+    return Group(
+        "g",
+        task,
+        tuple(
+            make_trajectory([1], [2], reward=reward, attempt=i) for i, reward in enumerate(rewards)
+        ),
+    )
 
 
 def play(stream, steps, learns=lambda digit, step: 0.0):
@@ -119,7 +130,9 @@ def test_each_key_changes_what_is_drawn(key, low, high, around):
 @pytest.mark.parametrize("name", ["name", "depth"])
 def test_a_difficulty_that_is_no_number_is_refused(name):
     with pytest.raises(
-        DataError, match=rf"difficulty={name}: task t/0 has no such number in its meta \(there is level, name\)"
+        DataError,
+        match=rf"difficulty={name}: task t/0 has no such number in its meta \(there is level, "
+        r"name\)",
     ):
         curriculum(difficulty=name)
 
@@ -144,10 +157,13 @@ def test_what_waits_keeps_its_tasks_whatever_was_learned_since():
 
 @pytest.mark.parametrize(("prefer", "teach"), [(None, 0.3), ("learnable", 0.88), ("hard", 0.27)])
 def test_more_groups_teach(prefer, teach):
-    """Of ten tasks five never succeed, two always, three half of the time. The share of groups of 8 whose rewards differ."""
+    """Of ten tasks five never succeed, two always, three half of the time. The share of groups of 8
+    whose rewards differ."""
     draw = random.Random(0)
     chances = [0.0] * 5 + [1.0] * 2 + [0.5] * 3
-    stream = TaskStream(Levels(), seed=0, examples=10) if prefer is None else curriculum(prefer=prefer)
+    stream = (
+        TaskStream(Levels(), seed=0, examples=10) if prefer is None else curriculum(prefer=prefer)
+    )
     groups = []
     for _, task in (taken for _ in range(200) for taken in stream.take(4)):
         rewards = [float(draw.random() < chances[task.answer]) for _ in range(8)]

@@ -1,4 +1,5 @@
-"""Given text as groups: tokens and columns of each row, order of groups, refusals, and what a resumed source draws again."""
+"""Given text as groups: tokens and columns of each row, order of groups, refusals, and what a
+resumed source draws again."""
 
 import asyncio
 import json
@@ -42,7 +43,9 @@ class Given(FakeEnvironment):
         return (*said(f"no {task.answer}"), user("sure?"), *said(f"yes {task.answer}"))
 
     def comparison(self, task):
-        return Comparison(said(f"good {task.answer}"), said(f"bad {task.answer}"), rewards=self.rewards)
+        return Comparison(
+            said(f"good {task.answer}"), said(f"bad {task.answer}"), rewards=self.rewards
+        )
 
     def judged(self, task):
         return Judged(said(f"judged {task.answer}"), reward=task.answer - 1.0)
@@ -60,7 +63,9 @@ def pairs(environment=None, **settings) -> Pairs:
 
 
 def labelled(reference_rows=True, **settings) -> Labelled:
-    return Labelled(TaskStream(Given(), seed=0), "k", writer(**settings), reference_rows=reference_rows)
+    return Labelled(
+        TaskStream(Given(), seed=0), "k", writer(**settings), reference_rows=reference_rows
+    )
 
 
 def stepped(**settings) -> Stepped:
@@ -88,7 +93,8 @@ def trained(trajectory) -> str:
 
 
 def assert_columns_of_given_text(trajectory):
-    """Nobody sampled it: the answer stands for the policy's, and neither logprobs nor versions are known."""
+    """Nobody sampled it: the answer stands for the policy's, and neither logprobs nor versions are
+    known."""
     n = len(trajectory.tokens)
     assert np.array_equal(trajectory.owner == Owner.POLICY, trajectory.trainable)
     assert np.array_equal(trajectory.owner == Owner.PROMPT, ~trajectory.trainable)
@@ -156,7 +162,9 @@ def test_reference_rows_are_predicted_and_never_train():
     batch = pack(draw(labelled(), 2))
     assert batch.train_S.tolist() == [True, False, True, False]
     assert batch.reference_S.tolist() == [False, True, False, True]
-    by_row = [column.split(batch.lengths_S.tolist()) for column in (batch.trainable_T, batch.predicted_T)]
+    by_row = [
+        column.split(batch.lengths_S.tolist()) for column in (batch.trainable_T, batch.predicted_T)
+    ]
     assert [row.any().item() for row in by_row[0]] == [True, False, True, False]
     assert all(row.any() for row in by_row[1])
 
@@ -194,10 +202,14 @@ def test_each_step_is_a_turn_with_its_label():
 # --- supervised rows
 
 
-@pytest.mark.parametrize(("train", "expected"), [("all", "no 0<eos>yes 0<eos>"), ("last", "yes 0<eos>")])
+@pytest.mark.parametrize(
+    ("train", "expected"), [("all", "no 0<eos>yes 0<eos>"), ("last", "yes 0<eos>")]
+)
 def test_a_demonstration_trains_in_every_turn_or_in_the_last(train, expected):
     ((trajectory,),) = (group.trajectories for group in draw(rows(train), 1))
-    assert shown(trajectory) == "<system>s<user>0?<assistant>no 0<eos><user>sure?<assistant>yes 0<eos>"
+    assert (
+        shown(trajectory) == "<system>s<user>0?<assistant>no 0<eos><user>sure?<assistant>yes 0<eos>"
+    )
     assert trained(trajectory) == expected
     assert trajectory.outcome is None
     assert_columns_of_given_text(trajectory)
@@ -223,11 +235,20 @@ def test_a_row_longer_than_the_context_is_refused_by_the_name_of_its_task(kind):
 
 @pytest.mark.parametrize(
     ("source", "method"),
-    [(Pairs, "comparison"), (lambda *a: Labelled(*a, reference_rows=True), "judged"), (Stepped, "steps")],
+    [
+        (Pairs, "comparison"),
+        (lambda *a: Labelled(*a, reference_rows=True), "judged"),
+        (Stepped, "steps"),
+    ],
 )
-def test_an_environment_without_what_is_learned_from_is_refused_before_anything_is_drawn(source, method):
+def test_an_environment_without_what_is_learned_from_is_refused_before_anything_is_drawn(
+    source, method
+):
     stream = TaskStream(FakeEnvironment(), seed=0)
-    with pytest.raises(ConfigError, match=rf"^environment FakeEnvironment has no {method}\(task\), which this algorithm"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^environment FakeEnvironment has no {method}\(task\), which this algorithm",
+    ):
         source(stream, "x", writer())
 
 

@@ -28,7 +28,10 @@ class Fresh(FakeSource):
         return [make_group(one.id, self.rows(number_of(one.id), version)) for one in drawn]
 
     def rows(self, number, version):
-        return [make_trajectory([1], [2, 3], reward=i * (number % 4), attempt=i, version=version) for i in range(2)]
+        return [
+            make_trajectory([1], [2, 3], reward=i * (number % 4), attempt=i, version=version)
+            for i in range(2)
+        ]
 
     def ack(self, ids, step):
         super().ack(ids, step)
@@ -60,7 +63,9 @@ def again(taken):
 
 def test_a_step_has_its_own_groups_and_some_of_earlier_ones():
     taken = asyncio.run(play(replay(groups=3), 6))
-    assert [len([g for g in groups if not g.uses]) for groups in taken] == [4] * 6, "as many new ones as without"
+    assert [len([g for g in groups if not g.uses]) for groups in taken] == [4] * 6, (
+        "as many new ones as without"
+    )
     assert [len(names) for names in again(taken)] == [0, 3, 3, 3, 3, 3]
     uses = {}
     for groups in taken:
@@ -82,14 +87,20 @@ def test_what_is_too_old_is_not_replayed_and_the_ledger_holds_it(tmp_path):
 
 
 def test_groups_without_a_signal_are_kept_only_where_any_will_do():
-    spread, uniform = (again(asyncio.run(play(replay(priority=priority), 4))) for priority in ("spread", "uniform"))
-    silent = [[name for names in taken for name in names if number_of(name) % 4 == 0] for taken in (spread, uniform)]
+    spread, uniform = (
+        again(asyncio.run(play(replay(priority=priority), 4))) for priority in ("spread", "uniform")
+    )
+    silent = [
+        [name for names in taken for name in names if number_of(name) % 4 == 0]
+        for taken in (spread, uniform)
+    ]
     assert not silent[0]
     assert silent[1]
 
 
 def test_chances_go_by_the_spread_of_rewards():
-    """Of groups with standard deviations of 0, 0.5, 1 and 1.5 one a step: by their shares of the sum."""
+    """Of groups with standard deviations of 0, 0.5, 1 and 1.5 one a step: by their shares of the
+    sum."""
     source, counts = replay(groups=1), [0, 0, 0, 0]
     asyncio.run(play(source, 1))
     for step in range(600):
@@ -123,7 +134,13 @@ def test_it_goes_on_where_it_was_with_the_same_groups():
     for a, b in zip(wanted, found, strict=True):
         assert [(group.id, group.uses) for group in a] == [(group.id, group.uses) for group in b]
         for one, other in zip(a, b, strict=True):
-            rows = [[(row.tokens.tolist(), row.versions.tolist(), row.outcome) for row in g.trajectories] for g in (one, other)]
+            rows = [
+                [
+                    (row.tokens.tolist(), row.versions.tolist(), row.outcome)
+                    for row in g.trajectories
+                ]
+                for g in (one, other)
+            ]
             assert rows[0] == rows[1]
 
 
@@ -147,7 +164,9 @@ def test_metrics_and_the_share_of_failures_are_of_new_groups():
 
     async def run():
         ledger = Ledger()
-        source = Replay(Failing(ledger), ReplayConfig(groups=4, priority="uniform"), ledger=ledger, seed=0)
+        source = Replay(
+            Failing(ledger), ReplayConfig(groups=4, priority="uniform"), ledger=ledger, seed=0
+        )
         batcher = Batcher(source, groups_per_step=4, max_failed_share=0.9)
         batcher.ack(await batcher.next(0), 0)
         groups = await batcher.next(1)
@@ -159,5 +178,9 @@ def test_metrics_and_the_share_of_failures_are_of_new_groups():
     assert numbers["failed_share"] == 0.0
     assert numbers["generated_tokens"] == 4 * 2 * 2
     assert numbers["trained_tokens"] == 8 * 2 * 2
-    assert batcher.measure(groups) == {"replay/share": 0.5, "replay/kept": 8.0, "replay/uses_mean": 1.0}
+    assert batcher.measure(groups) == {
+        "replay/share": 0.5,
+        "replay/kept": 8.0,
+        "replay/uses_mean": 1.0,
+    }
     assert batcher._recent[1] == ([], 8)

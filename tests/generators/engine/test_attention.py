@@ -31,7 +31,9 @@ def oracle(q_HD, k_KLD, v_KLD):
 def test_a_decode_step_sees_its_own_slot_up_to_its_own_token(kernel):
     lengths = [1, 5, 300, 17, 128, 129]
     cache = filled_cache(lengths)
-    q, k, v = (torch.randn(6, heads, 32, generator=torch.Generator().manual_seed(7)) for heads in (6, 2, 2))
+    q, k, v = (
+        torch.randn(6, heads, 32, generator=torch.Generator().manual_seed(7)) for heads in (6, 2, 2)
+    )
     attend = DecodeAttention(cache, torch.tensor(lengths) - 1, max(lengths))
     attend.kernel = getattr(attention, kernel)
     out = attend(0, q, k, v)
@@ -39,11 +41,16 @@ def test_a_decode_step_sees_its_own_slot_up_to_its_own_token(kernel):
         keys, values = cache.keys[0][row, :, :length], cache.values[0][row, :, :length]
         torch.testing.assert_close(keys[:, -1], k[row])
         torch.testing.assert_close(values[:, -1], v[row])
-        torch.testing.assert_close(out[row].double(), oracle(q[row], keys, values), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            out[row].double(), oracle(q[row], keys, values), atol=1e-5, rtol=1e-5
+        )
 
 
 def test_a_longer_neighbour_changes_no_bit_of_a_decode_step():
-    q, k, v = (torch.randn(16, heads, 32, generator=torch.Generator().manual_seed(7)) for heads in (6, 2, 2))
+    q, k, v = (
+        torch.randn(16, heads, 32, generator=torch.Generator().manual_seed(7))
+        for heads in (6, 2, 2)
+    )
     outs = []
     for longest in (200, 250, 400, 512, 1000):
         cache = filled_cache([1000] * 16)
@@ -56,7 +63,10 @@ def test_prompts_are_causal_alone_and_land_in_their_slots():
     lengths = np.array([3, 17, 16, 1])
     total = int(lengths.sum())
     cache = filled_cache([32] * 5)
-    q, k, v = (torch.randn(total + 3, heads, 32, generator=torch.Generator().manual_seed(7)) for heads in (6, 2, 2))
+    q, k, v = (
+        torch.randn(total + 3, heads, 32, generator=torch.Generator().manual_seed(7))
+        for heads in (6, 2, 2)
+    )
     starts = np.cumsum(lengths) - lengths
     slots = [(0, 0), (4, 0), (1, 1), (2, 2), (3, 3)]  # slots 0 and 4 share the first prompt
     sources = torch.cat([torch.arange(lengths[p]) + int(starts[p]) for _, p in slots])
@@ -70,5 +80,9 @@ def test_prompts_are_causal_alone_and_land_in_their_slots():
             expected = oracle(q[start + i], k[seen].transpose(0, 1), v[seen].transpose(0, 1))
             torch.testing.assert_close(out[start + i].double(), expected, atol=1e-5, rtol=1e-5)
         for slot in (s for s, p in slots if p == prompt):
-            torch.testing.assert_close(cache.keys[0][slot, :, :length], k[start : start + length].transpose(0, 1))
-            torch.testing.assert_close(cache.values[0][slot, :, :length], v[start : start + length].transpose(0, 1))
+            torch.testing.assert_close(
+                cache.keys[0][slot, :, :length], k[start : start + length].transpose(0, 1)
+            )
+            torch.testing.assert_close(
+                cache.values[0][slot, :, :length], v[start : start + length].transpose(0, 1)
+            )

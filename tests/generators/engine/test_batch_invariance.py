@@ -5,12 +5,16 @@ from ratchet.generators.engine.batch_invariance import CANDIDATES, stable_rows
 
 
 def test_the_probed_multiple_makes_products_of_any_size_agree(decoder):
-    """Where a candidate works on this machine; where none does, the largest is taken and rounding differs."""
+    """Where a candidate works on this machine; where none does, the largest is taken and rounding
+    differs."""
     multiple = stable_rows(decoder)
     assert multiple in CANDIDATES
     x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
     weight = decoder.head_weight.detach()
-    same = [torch.equal(F.linear(x[:n], weight), F.linear(x, weight)[:n]) for n in range(multiple, 256, multiple)]
+    same = [
+        torch.equal(F.linear(x[:n], weight), F.linear(x, weight)[:n])
+        for n in range(multiple, 256, multiple)
+    ]
     assert all(same) or multiple == CANDIDATES[-1]
 
 

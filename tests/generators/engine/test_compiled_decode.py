@@ -1,4 +1,5 @@
-"""A decoding step as one call: what PyTorch's operations give, to rounding, and bits that depend on no neighbour."""
+"""A decoding step as one call: what PyTorch's operations give, to rounding, and bits that depend on
+no neighbour."""
 
 import copy
 import platform
@@ -21,7 +22,9 @@ pytestmark = pytest.mark.needs("cc")
 SHAPE = DecoderConfig(67, 64, 3, 4, 2, 32, 200, max_positions=600, init_std=0.2)
 SHAPES = {
     "plain": SHAPE,
-    "biases, no norms of heads": replace(SHAPE, qk_norm=False, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "biases, no norms of heads": replace(
+        SHAPE, qk_norm=False, qkv_bias=True, out_bias=True, mlp_bias=True
+    ),
     "untied": replace(SHAPE, tied=False),
     "tiny": replace(SHAPE, hidden_size=5, head_dim=4, intermediate_size=3),
     "odd sizes": replace(SHAPE, hidden_size=52, head_dim=6, intermediate_size=37),
@@ -55,12 +58,20 @@ def cache_of(shape, rows=80, tokens=300):
 
 def step(decoder, tokens, positions, cache, slots=None):
     ours = CompiledDecoder(decoder)
-    return ours(ours.layers(), tokens, positions, torch.arange(len(tokens)) if slots is None else slots, cache)
+    return ours(
+        ours.layers(),
+        tokens,
+        positions,
+        torch.arange(len(tokens)) if slots is None else slots,
+        cache,
+    )
 
 
 def fed(rows, longest=299):
     generator = torch.Generator().manual_seed(3)
-    return torch.randint(0, 67, (rows,), generator=generator), torch.randint(0, longest, (rows,), generator=generator)
+    return torch.randint(0, 67, (rows,), generator=generator), torch.randint(
+        0, longest, (rows,), generator=generator
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -76,7 +87,9 @@ def test_it_is_the_decoders_forward(shape, threads):
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-    for one, other in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True):
+    for one, other in zip(
+        (*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
 
 
@@ -98,9 +111,13 @@ def test_a_rows_bits_depend_on_no_other(shape):
     decoder, (tokens, positions) = decoder_of(shape), fed(75)
     whole = step(decoder, tokens, positions, cache_of(shape))
     for rows in (1, 7, 16, 17, 33, 64):
-        assert torch.equal(step(decoder, tokens[:rows], positions[:rows], cache_of(shape)), whole[:rows])
+        assert torch.equal(
+            step(decoder, tokens[:rows], positions[:rows], cache_of(shape)), whole[:rows]
+        )
     some = torch.tensor([70, 3, 4, 41])
-    assert torch.equal(step(decoder, tokens[some], positions[some], cache_of(shape), slots=some), whole[some])
+    assert torch.equal(
+        step(decoder, tokens[some], positions[some], cache_of(shape), slots=some), whole[some]
+    )
 
 
 def test_changed_weights_are_seen():
@@ -119,7 +136,9 @@ def test_a_profile_counts_its_products():
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as taken:
         step(decoder, tokens, positions, cache_of(SHAPE))
     events = read_events(taken)
-    assert sum(event.flop for event in events) == 2 * 5 * sum(linear.weight.numel() for _, linear in decoder.inner_maps)
+    assert sum(event.flop for event in events) == 2 * 5 * sum(
+        linear.weight.numel() for _, linear in decoder.inner_maps
+    )
     assert [event.shapes[1] for event in events if event.name == EMBEDDING] == [[5]]
 
 
@@ -155,7 +174,11 @@ def quantised(decoder):
     decoder.layers["2"].mlp.down_proj.quantise("float8")
 
 
-@pytest.mark.parametrize("change", [of_another_dtype, strided, with_an_adapter, divided, quantised], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [of_another_dtype, strided, with_an_adapter, divided, quantised],
+    ids=lambda f: f.__name__,
+)
 def test_what_a_decoder_may_become_that_it_is_not_for(change):
     decoder = decoder_of(SHAPE)
     ours = CompiledDecoder(decoder)
@@ -164,10 +187,14 @@ def test_what_a_decoder_may_become_that_it_is_not_for(change):
     assert ours.layers() is None
 
 
-SPARSE = replace(SHAPE, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=32)
+SPARSE = replace(
+    SHAPE, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=32
+)
 
 
-@pytest.mark.parametrize("other", [replace(SHAPE, head_dim=514), replace(SHAPE, intermediate_size=30_000), SPARSE])
+@pytest.mark.parametrize(
+    "other", [replace(SHAPE, head_dim=514), replace(SHAPE, intermediate_size=30_000), SPARSE]
+)
 def test_what_it_is_not_for(other):
     assert CompiledDecoder(Decoder(other)).layers() is None
 

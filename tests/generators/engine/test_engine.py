@@ -30,9 +30,20 @@ def prompts_of(count, seed=0, longest=40):
 
 def mixed_samplings(count, longest=40):
     """Every temperature with every filter, of many lengths."""
-    filters = [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.8, "min_p": 0.02}]
+    filters = [
+        {},
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"min_p": 0.05},
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.02},
+    ]
     return [
-        Sampling(temperature=(0.0, 0.7, 1.0, 1.4)[i % 4], max_new_tokens=1 + (7 * i) % longest, seed=i, **filters[i % 5])
+        Sampling(
+            temperature=(0.0, 0.7, 1.0, 1.4)[i % 4],
+            max_new_tokens=1 + (7 * i) % longest,
+            seed=i,
+            **filters[i % 5],
+        )
         for i in range(count)
     ]
 
@@ -54,7 +65,9 @@ def logits_of(decoder, tokens):
     """[T, V] in one forward, without a cache."""
     attend = PackedAttention([len(tokens)])
     with torch.no_grad():
-        return decoder(torch.tensor(tokens), torch.arange(len(tokens)), attend) @ decoder.head_weight.T
+        return (
+            decoder(torch.tensor(tokens), torch.arange(len(tokens)), attend) @ decoder.head_weight.T
+        )
 
 
 @pytest.fixture(params=["by PyTorch", "by compiled kernels"])
@@ -74,8 +87,12 @@ async def ticks(n):
 def test_greedy_tokens_are_those_of_transformers(twins, family):
     decoder, model = twins(family)
     prompts = prompts_of(9)
-    for prompt, ours in zip(prompts, engine(decoder).generate_all(prompts, [GREEDY] * 9), strict=True):
-        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+    for prompt, ours in zip(
+        prompts, engine(decoder).generate_all(prompts, [GREEDY] * 9), strict=True
+    ):
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[
+            0, len(prompt) :
+        ]
         assert ours.tokens.tolist() == theirs.tolist()
         assert ours.stop is StopReason.LENGTH
 
@@ -83,14 +100,21 @@ def test_greedy_tokens_are_those_of_transformers(twins, family):
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "qwen3_moe", "mixtral"])
 def test_logprobs_are_those_of_a_transformers_forward_at_the_stop_token_too(twins, family):
     decoder, model = twins(family)
-    prompts, samplings = prompts_of(20), [replace(s, stop_ids=(3, 4, 5)) for s in mixed_samplings(20)]
+    prompts, samplings = (
+        prompts_of(20),
+        [replace(s, stop_ids=(3, 4, 5)) for s in mixed_samplings(20)],
+    )
     completions = engine(decoder).generate_all(prompts, samplings)
     assert sum(c.stop is StopReason.STOP_TOKEN for c in completions) > 3
     for prompt, sampling, completion in zip(prompts, samplings, completions, strict=True):
         tokens = torch.tensor(prompt + completion.tokens.tolist())
         with torch.no_grad():
             logits = model(tokens[None]).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / (sampling.temperature or 1.0)).log_softmax(-1).gather(1, tokens[len(prompt) :, None])[:, 0]
+        expected = (
+            (logits / (sampling.temperature or 1.0))
+            .log_softmax(-1)
+            .gather(1, tokens[len(prompt) :, None])[:, 0]
+        )
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
@@ -103,7 +127,9 @@ def test_cached_decoding_equals_a_forward_per_token(either):
     tokens = list(prompt)
     for _ in range(12):
         tokens.append(int(logits_of(either, tokens)[-1].argmax()))
-    assert engine(either).generate_all([prompt], [GREEDY])[0].tokens.tolist() == tokens[len(prompt) :]
+    assert (
+        engine(either).generate_all([prompt], [GREEDY])[0].tokens.tolist() == tokens[len(prompt) :]
+    )
 
 
 @pytest.mark.usefixtures("operations")
@@ -113,7 +139,11 @@ def test_cached_decoding_stays_right_over_many_tiles_and_grown_slots():
     decoder = Decoder(shape).init_weights(1)
     (completion,) = engine(decoder).generate_all([[7, 8]], [Sampling(max_new_tokens=900, seed=1)])
     tokens = [7, 8, *completion.tokens.tolist()]
-    expected = logits_of(decoder, tokens).log_softmax(-1)[1:-1].gather(1, torch.tensor(tokens[2:])[:, None])[:, 0]
+    expected = (
+        logits_of(decoder, tokens)
+        .log_softmax(-1)[1:-1]
+        .gather(1, torch.tensor(tokens[2:])[:, None])[:, 0]
+    )
     np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
 
 
@@ -122,7 +152,9 @@ def test_cached_decoding_stays_right_over_many_tiles_and_grown_slots():
 def test_a_result_does_not_depend_on_the_batch(either, max_running):
     """Bit for bit: alone, among 50 others of all lengths and settings, with any number of slots."""
     prompts, samplings = prompts_of(51), mixed_samplings(51)
-    alone = [engine(either).generate_all([p], [s])[0] for p, s in zip(prompts, samplings, strict=True)]
+    alone = [
+        engine(either).generate_all([p], [s])[0] for p, s in zip(prompts, samplings, strict=True)
+    ]
     together = engine(either, max_running=max_running).generate_all(prompts, samplings)
     for a, b in zip(alone, together, strict=True):
         assert_same(a, b)
@@ -153,7 +185,9 @@ def test_a_result_does_not_depend_on_who_arrives_when(either):
 
 def test_the_same_request_twice_gives_the_same_and_another_seed_does_not(decoder):
     generator = engine(decoder)
-    first, second, other = generator.generate_all([[1, 2, 3]] * 3, [SAMPLED, SAMPLED, replace(SAMPLED, seed=6)])
+    first, second, other = generator.generate_all(
+        [[1, 2, 3]] * 3, [SAMPLED, SAMPLED, replace(SAMPLED, seed=6)]
+    )
     assert_same(first, second)
     assert_same(first, generator.generate_all([[1, 2, 3]], [SAMPLED])[0])
     assert first.tokens.tolist() != other.tokens.tolist()
@@ -174,7 +208,8 @@ def test_equal_prompts_that_wait_together_are_computed_once(either):
     group = [replace(SAMPLED, seed=i) for i in range(8)]
     completions = generator.generate_all([[1, 2, 3, 4, 5]] * 8 + [[9, 9]], [*group, SAMPLED])
     assert generator.core.prefilled_tokens == 5 + 2
-    assert generator.core.decoded_tokens == 9 * (SAMPLED.max_new_tokens - 1)  # a prompt's forward gives the first token
+    # a prompt's forward gives the first token
+    assert generator.core.decoded_tokens == 9 * (SAMPLED.max_new_tokens - 1)
     for sampling, completion in zip(group, completions, strict=False):
         assert_same(completion, engine(either).generate_all([[1, 2, 3, 4, 5]], [sampling])[0])
 
@@ -182,14 +217,17 @@ def test_equal_prompts_that_wait_together_are_computed_once(either):
 def test_callers_of_the_same_moment_share_a_prompt(decoder):
     async def run():
         generator = engine(decoder)
-        await asyncio.gather(*(generator.generate([1, 2, 3], replace(SAMPLED, seed=i)) for i in range(8)))
+        await asyncio.gather(
+            *(generator.generate([1, 2, 3], replace(SAMPLED, seed=i)) for i in range(8))
+        )
         return generator.core.prefilled_tokens
 
     assert asyncio.run(run()) == 3
 
 
 def test_ended_requests_leave_and_waiting_ones_enter_at_once(decoder):
-    """2 slots: 1 + 10 tokens in one, 6 + 5 in the other, so 10 decode steps after the prompts; none runs half empty."""
+    """2 slots: 1 + 10 tokens in one, 6 + 5 in the other, so 10 decode steps after the prompts; none
+    runs half empty."""
     generator = engine(decoder, max_running=2)
     lengths = [1, 6, 10, 5]
     generator.generate_all(prompts_of(4), [replace(SAMPLED, max_new_tokens=n) for n in lengths])
@@ -199,7 +237,9 @@ def test_ended_requests_leave_and_waiting_ones_enter_at_once(decoder):
 def test_a_padding_multiple_of_one_changes_rounding_only(either):
     prompts, samplings = prompts_of(12), mixed_samplings(12)
     padded = engine(either).generate_all(prompts, samplings)
-    for a, b in zip(padded, engine(either, row_multiple=1).generate_all(prompts, samplings), strict=True):
+    for a, b in zip(
+        padded, engine(either, row_multiple=1).generate_all(prompts, samplings), strict=True
+    ):
         assert a.tokens.tolist() == b.tokens.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
@@ -237,7 +277,12 @@ def test_a_stop_string_may_span_tokens_which_all_belong_to_the_completion(decode
 def test_a_stop_id_outdoes_a_string_and_a_string_outdoes_the_limit(decoder):
     whole = engine(decoder).generate_all([[1, 2]], [SAMPLED])[0].tokens.tolist()
     string = replace(SAMPLED, stop=(f",{whole[5]},",), max_new_tokens=6)
-    assert [c.stop for c in engine(decoder, Numbers()).generate_all([[1, 2]] * 2, [string, replace(string, stop=())])] == [
+    assert [
+        c.stop
+        for c in engine(decoder, Numbers()).generate_all(
+            [[1, 2]] * 2, [string, replace(string, stop=())]
+        )
+    ] == [
         StopReason.STOP_STRING,
         StopReason.LENGTH,
     ]
@@ -288,15 +333,20 @@ def test_a_bounded_cache_limits_how_many_run_and_refuses_what_never_fits(decoder
     per_token = 2 * 2 * 2 * 32 * 4  # k and v, layers, KV heads, head_dim, float32
     prompts, samplings = prompts_of(40), mixed_samplings(40)
     expected = engine(decoder).generate_all(prompts, samplings)
-    small = engine(decoder, row_multiple=16, kv_cache_gib=32 * 128 * per_token / 2**30)  # 32 slots of 128 tokens, or 16 of 256
+    # 32 slots of 128 tokens, or 16 of 256
+    small = engine(decoder, row_multiple=16, kv_cache_gib=32 * 128 * per_token / 2**30)
     for a, b in zip(small.generate_all(prompts, samplings), expected, strict=True):
         assert_same(a, b, exactly=False)
     cache = small.core.cache
     assert cache.rows * cache.capacity <= 32 * 128
-    small.generate_all([[1]], [replace(SAMPLED, max_new_tokens=150)])  # takes the shape of the first requests away
+    # takes the shape of the first requests away
+    small.generate_all([[1]], [replace(SAMPLED, max_new_tokens=150)])
     assert cache.capacity == 256
     tiny = engine(decoder, row_multiple=16, kv_cache_gib=16 * 64 * per_token / 2**30)
-    with pytest.raises(ConfigError, match=r"up to 150 tokens doesn't fit .* holds 64: raise generator\.kv_cache_gib"):
+    with pytest.raises(
+        ConfigError,
+        match=r"up to 150 tokens doesn't fit .* holds 64: raise generator\.kv_cache_gib",
+    ):
         tiny.generate_all([[1]], [replace(SAMPLED, max_new_tokens=149)])
 
 
@@ -342,7 +392,8 @@ def test_a_paused_generator_stands_still_and_goes_on_where_it_was(decoder):
 
 
 async def across_an_update(generator, prompt, change):
-    """A completion during which the weights change; its first part must have begun and not ended."""
+    """A completion during which the weights change; its first part must have begun and not
+    ended."""
     task = asyncio.create_task(generator.generate(prompt, SAMPLED))
     await ticks(10)
     with torch.no_grad():
@@ -369,7 +420,12 @@ def test_a_request_that_spans_a_commit_carries_both_versions(decoder, keep_kv):
     assert completion.versions.tolist() == [0] * old + [7] * (40 - old)
     np.testing.assert_array_equal(completion.logprobs[:old], before.logprobs[:old])
     tokens = [1, 2, 3, *completion.tokens.tolist()]
-    under_new = logits_of(decoder, tokens).log_softmax(-1)[2:-1].gather(1, torch.tensor(tokens[3:])[:, None])[:, 0].numpy()
+    under_new = (
+        logits_of(decoder, tokens)
+        .log_softmax(-1)[2:-1]
+        .gather(1, torch.tensor(tokens[3:])[:, None])[:, 0]
+        .numpy()
+    )
     error = np.abs(completion.logprobs - under_new)[old:].max()
     assert error > 1e-3 if keep_kv else error < 1e-5
     assert generator.core.prefilled_tokens == (3 if keep_kv else 3 + 3 + old - 1)
@@ -381,15 +437,24 @@ def test_the_next_token_comes_from_weights_changed_in_place_without_a_copy(decod
     generator.generate_all([[1, 2, 3]], [GREEDY])
     with torch.no_grad():
         decoder.embed_tokens.weight.copy_(decoder.embed_tokens.weight.flip(0))
-    assert_same(generator.generate_all([[1, 2, 3]], [GREEDY])[0], engine(decoder).generate_all([[1, 2, 3]], [GREEDY])[0])
+    assert_same(
+        generator.generate_all([[1, 2, 3]], [GREEDY])[0],
+        engine(decoder).generate_all([[1, 2, 3]], [GREEDY])[0],
+    )
 
 
 def test_sent_weights_wait_for_the_commit_and_vanish_with_a_rollback(decoder):
     source = {name: weight.clone() * 1.1 for name, weight in canonical_weights(decoder)}
     shards = [
-        Shard(name, tuple(weight.shape), (0,) * weight.dim(), weight[: len(weight) // 2]) for name, weight in source.items()
+        Shard(name, tuple(weight.shape), (0,) * weight.dim(), weight[: len(weight) // 2])
+        for name, weight in source.items()
     ] + [
-        Shard(name, tuple(weight.shape), (len(weight) // 2, *[0] * (weight.dim() - 1)), weight[len(weight) // 2 :])
+        Shard(
+            name,
+            tuple(weight.shape),
+            (len(weight) // 2, *[0] * (weight.dim() - 1)),
+            weight[len(weight) // 2 :],
+        )
         for name, weight in source.items()
     ]
 
@@ -451,11 +516,15 @@ def test_an_error_in_a_step_reaches_every_caller_and_the_generator_recovers(deco
     saved = weight.clone()
 
     async def run():
-        return await asyncio.gather(*(generator.generate(p, SAMPLED) for p in prompts_of(4)), return_exceptions=True)
+        return await asyncio.gather(
+            *(generator.generate(p, SAMPLED) for p in prompts_of(4)), return_exceptions=True
+        )
 
     weight.fill_(float("nan"))
     results = asyncio.run(run())
-    assert all(isinstance(r, ModelError) and "aren't finite (weights version 0)" in str(r) for r in results)
+    assert all(
+        isinstance(r, ModelError) and "aren't finite (weights version 0)" in str(r) for r in results
+    )
     with pytest.raises(ModelError, match="aren't finite"):
         generator.generate_all([[1, 2]], [SAMPLED])
     assert not generator.core.busy
@@ -479,10 +548,13 @@ def test_an_error_in_an_admission_costs_those_that_enter(decoder, monkeypatch):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     ran, *broken = asyncio.run(run())
-    assert [(type(error), type(error.__cause__)) for error in broken] == [(RequestFailed, ZeroDivisionError)] * 3
+    assert [(type(error), type(error.__cause__)) for error in broken] == [
+        (RequestFailed, ZeroDivisionError)
+    ] * 3
     assert_same(ran, engine(decoder).generate_all([[1, 2]], [SAMPLED])[0])
     assert not generator.core.busy
-    with pytest.raises(ZeroDivisionError):  # nothing else was computed, so the model may be at fault
+    # nothing else was computed, so the model may be at fault
+    with pytest.raises(ZeroDivisionError):
         generator.generate_all([[1, 2]], [SAMPLED])
     monkeypatch.setattr(generator.core, "_prefill", prefill)
     assert_same(generator.generate_all([[1, 2]], [SAMPLED])[0], ran)
@@ -529,16 +601,21 @@ def test_no_gradient_and_no_inference_tensor_reaches_the_learner(decoder):
     engine(decoder).generate_all([[1, 2]], [SAMPLED])
     hidden = decoder(torch.tensor([1, 2]), torch.arange(2), PackedAttention([2]))
     hidden.sum().backward()
-    assert all(p.grad is not None for name, p in decoder.named_parameters() if "lm_head" not in name)
+    assert all(
+        p.grad is not None for name, p in decoder.named_parameters() if "lm_head" not in name
+    )
 
 
 def test_narrow_weights_run_and_agree_with_their_own_forward(decoder):
-    """bfloat16 attention goes through the fused kernel; the head is float32, as the learner computes it."""
+    """bfloat16 attention goes through the fused kernel; the head is float32, as the learner
+    computes it."""
     decoder = decoder.to(torch.bfloat16)
     (completion,) = engine(decoder).generate_all([[1, 2, 3]], [SAMPLED])
     tokens = [1, 2, 3, *completion.tokens.tolist()]
     with torch.no_grad():
-        hidden = decoder(torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention([len(tokens)]))
+        hidden = decoder(
+            torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention([len(tokens)])
+        )
         logprobs = (hidden.float() @ decoder.head_weight.float().T).log_softmax(-1)
     expected = logprobs[2:-1].gather(1, torch.tensor(tokens[3:])[:, None])[:, 0]
     assert float(np.abs(completion.logprobs - expected.numpy()).mean()) < 0.15

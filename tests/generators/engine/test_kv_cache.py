@@ -48,9 +48,16 @@ def test_moving_slots_copies_what_is_used():
         assert store[:, 0, 5, 0].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("head_dim", "stride"), [(8, 64), (16, 32), (24, 32), (32, 16), (64, 16), (256, 16)])
+@pytest.mark.parametrize(
+    ("head_dim", "stride"), [(8, 64), (16, 32), (24, 32), (32, 16), (64, 16), (256, 16)]
+)
 def test_small_heads_get_a_stride_that_keeps_every_product_in_blas(head_dim, stride):
-    cache = KVCache(replace(CONFIG, head_dim=head_dim), max_rows=1, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(
+        replace(CONFIG, head_dim=head_dim),
+        max_rows=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     assert cache.stride == stride
     assert stride * head_dim >= SMALLEST_PRODUCT
     assert stride % STRIDE == 0

@@ -1,4 +1,5 @@
-"""Several adapters served at once: each request gets what it gets alone, over weights that the learner shares."""
+"""Several adapters served at once: each request gets what it gets alone, over weights that the
+learner shares."""
 
 import asyncio
 from dataclasses import replace
@@ -36,7 +37,9 @@ def policy(seed=None, **lora):
 
 
 def saved(made, directory):
-    save_adapter(directory, made.adapter, made.check_adapter(made.adapter.lora), dict(made.adapter_weights()))
+    save_adapter(
+        directory, made.adapter, made.check_adapter(made.adapter.lora), dict(made.adapter_weights())
+    )
     return directory
 
 
@@ -44,7 +47,10 @@ def saved(made, directory):
 def adapters(tmp_path_factory):
     """Of other ranks, scales and maps."""
     path = tmp_path_factory.mktemp("adapters")
-    made = {"one": policy(5), "two": policy(6, rank=3, rslora=True, target_modules=("v_proj", "down_proj"))}
+    made = {
+        "one": policy(5),
+        "two": policy(6, rank=3, rslora=True, target_modules=("v_proj", "down_proj")),
+    }
     return {name: (saved(each, path / name), each) for name, each in made.items()}
 
 
@@ -74,9 +80,13 @@ def test_adapters_at_once_give_what_each_gives_alone(adapters):
     together = ask(engine, names)
     for name, prompt, completion in zip(names, PROMPTS, together, strict=True):
         assert_same(ask(engine, [name], [prompt])[0], completion, 1e-6)
-        alone = Engine(CONFIG, policy() if name is None else adapters[name][1]).generate_all([prompt], [SAMPLING])[0]
+        alone = Engine(CONFIG, policy() if name is None else adapters[name][1]).generate_all(
+            [prompt], [SAMPLING]
+        )[0]
         assert_same(alone, completion, 1e-5)
-    assert together[0].tokens.tolist() != together[1].tokens.tolist(), "equal prompts, other adapters"
+    assert together[0].tokens.tolist() != together[1].tokens.tolist(), (
+        "equal prompts, other adapters"
+    )
 
 
 def test_a_request_without_one_has_the_same_bits_beside_others(adapters):
@@ -84,10 +94,17 @@ def test_a_request_without_one_has_the_same_bits_beside_others(adapters):
     alone = [ask(engine, [None], [prompt])[0] for prompt in PROMPTS]
     for name, (directory, _) in adapters.items():
         engine.add_adapter(name, directory)
-    requests = [("one", [9]), *((None, prompt) for prompt in PROMPTS[:2]), ("two", [8]), *((None, p) for p in PROMPTS[2:])]
+    requests = [
+        ("one", [9]),
+        *((None, prompt) for prompt in PROMPTS[:2]),
+        ("two", [8]),
+        *((None, p) for p in PROMPTS[2:]),
+    ]
     for chosen in ([request for request in requests if request[0] is None], requests):
         found = ask(engine, *zip(*chosen, strict=True))
-        plain = [completion for completion, (name, _) in zip(found, chosen, strict=True) if name is None]
+        plain = [
+            completion for completion, (name, _) in zip(found, chosen, strict=True) if name is None
+        ]
         for one, other in zip(alone, plain, strict=True):
             assert_same(one, other)
 
@@ -105,7 +122,10 @@ def test_the_policys_own_adapter_stays_apart_and_follows_its_updates(adapters):
             parameter.mul_(-1.5)
     asyncio.run(engine.commit(1))
     again, base_again, one_again = ask(engine, names, PROMPTS[:1] * 3)
-    assert again.tokens.tolist() != own.tokens.tolist() or abs(again.logprobs - own.logprobs).max() > 1e-3
+    assert (
+        again.tokens.tolist() != own.tokens.tolist()
+        or abs(again.logprobs - own.logprobs).max() > 1e-3
+    )
     assert_same(base_again, base)
     assert_same(one_again, one)
     assert all(p.requires_grad == (".lora_" in name) for name, p in trained.named_parameters())
@@ -116,9 +136,12 @@ def test_a_request_that_moves_to_another_slot_keeps_its_adapter(adapters):
     for name, (directory, _) in adapters.items():
         engine.add_adapter(name, directory)
     samplings = [
-        Sampling(max_new_tokens=n, seed=n, adapter=name) for n, name in [(2, "one"), (9, "two"), (12, None), (12, "one")]
+        Sampling(max_new_tokens=n, seed=n, adapter=name)
+        for n, name in [(2, "one"), (9, "two"), (12, None), (12, "one")]
     ]
-    for prompt, sampling, found in zip(PROMPTS, samplings, engine.generate_all(PROMPTS, samplings), strict=True):
+    for prompt, sampling, found in zip(
+        PROMPTS, samplings, engine.generate_all(PROMPTS, samplings), strict=True
+    ):
         assert_same(engine.generate_all([prompt], [sampling])[0], found, 1e-6)
 
 

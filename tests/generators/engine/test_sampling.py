@@ -17,7 +17,8 @@ P = [0.4, 0.3, 0.2, 0.1]
 
 
 def one(p, u, sampling=None):
-    """(token, exp(logprob), kept mass) of a draw from probabilities `p` with the uniform number `u`."""
+    """(token, exp(logprob), kept mass) of a draw from probabilities `p` with the uniform number
+    `u`."""
     sampling = sampling or Sampling()
     logits = torch.tensor([p], dtype=torch.float32).log()
     drawn = draw(logits, torch.tensor([u]), Settings.from_samplings([sampling], len(p), CPU))
@@ -26,7 +27,8 @@ def one(p, u, sampling=None):
 
 
 @pytest.mark.parametrize(
-    ("u", "token"), [(0.0, 0), (0.39, 0), (0.41, 1), (0.69, 1), (0.71, 2), (0.89, 2), (0.91, 3), (0.999, 3)]
+    ("u", "token"),
+    [(0.0, 0), (0.39, 0), (0.41, 1), (0.69, 1), (0.71, 2), (0.89, 2), (0.91, 3), (0.999, 3)],
 )
 def test_inversion_follows_the_cumulative_distribution(u, token):
     assert one(P, u)[0] == token
@@ -47,13 +49,15 @@ def test_top_p_keeps_the_smallest_head_that_reaches_it():
 
 
 def test_min_p_is_relative_to_the_most_probable_token():
-    assert one(P, 0.999, Sampling(min_p=0.45)) == pytest.approx((2, 0.2, 0.9), rel=1e-6)  # 0.45 * 0.4 = 0.18
+    # 0.45 * 0.4 = 0.18
+    assert one(P, 0.999, Sampling(min_p=0.45)) == pytest.approx((2, 0.2, 0.9), rel=1e-6)
     assert one(P, 0.999, Sampling(min_p=0.99)) == pytest.approx((0, 0.4, 0.4), rel=1e-6)
 
 
 def test_filters_judge_the_distribution_of_the_temperature_and_all_must_keep_a_token():
-    # top_k=3 alone would leave 0.9, in which 0.65 * 0.9 = 0.585 needs two tokens; of the whole, 0.65 needs two as well,
-    # but 0.72 needs three, while 0.72 of 0.9 would need two: top_p reads the whole.
+    # top_k=3 alone would leave 0.9, in which 0.65 * 0.9 = 0.585 needs two tokens; of the whole,
+    # 0.65 needs two as well, but 0.72 needs three, while 0.72 of 0.9 would need two: top_p reads
+    # the whole.
     assert one(P, 0.999, Sampling(top_k=3, top_p=0.72))[0] == 2
     assert one(P, 0.999, Sampling(top_k=3, top_p=0.72, min_p=0.7))[0] == 1
     # temperature 0.5 squares: 0.16, 0.09, 0.04, 0.01 of 0.3 = 0.533, 0.3, 0.133, 0.033
@@ -67,12 +71,20 @@ def test_sorting_is_undone_and_equal_probabilities_favour_the_lower_id():
 
 
 def test_greedy_ignores_filters_and_records_under_temperature_one():
-    assert one([0.2, 0.5, 0.3], 0.999, Sampling(temperature=0, top_k=2)) == pytest.approx((1, 0.5, 1.0))
+    assert one([0.2, 0.5, 0.3], 0.999, Sampling(temperature=0, top_k=2)) == pytest.approx(
+        (1, 0.5, 1.0)
+    )
     assert one([0.4, 0.4, 0.2], 0.999, Sampling(temperature=0))[0] == 0
 
 
 def test_rows_with_different_settings_dont_touch_each_other():
-    samplings = [Sampling(), Sampling(top_k=1), Sampling(temperature=0), Sampling(temperature=2.0), Sampling(top_p=0.5)]
+    samplings = [
+        Sampling(),
+        Sampling(top_k=1),
+        Sampling(temperature=0),
+        Sampling(temperature=2.0),
+        Sampling(top_p=0.5),
+    ]
     u = torch.tensor([0.95, 0.95, 0.95, 0.5, 0.95])
     drawn = draw(torch.tensor([P] * 5).log(), u, Settings.from_samplings(samplings, 4, CPU))
     assert drawn.tokens_N.tolist() == [3, 0, 0, 1, 1]
@@ -83,7 +95,9 @@ def test_rows_with_different_settings_dont_touch_each_other():
 
 
 @given(
-    st.lists(st.one_of(st.just(0.0), st.floats(1e-30, 1.0)), min_size=1, max_size=40).filter(lambda p: sum(p) > 0),
+    st.lists(st.one_of(st.just(0.0), st.floats(1e-30, 1.0)), min_size=1, max_size=40).filter(
+        lambda p: sum(p) > 0
+    ),
     st.sampled_from([0.0, 2.0**-24, 0.5, 1 - 2.0**-24]),
 )
 def test_no_token_without_probability_is_ever_drawn(weights, u):
@@ -148,12 +162,16 @@ def test_frequencies_follow_the_exact_filtered_distribution(name):
     kept = np.where(keeps(p), p, 0.0)
     streams = torch.tensor([stream_of(seed) for seed in range(draws)])
     settings = Settings.from_samplings([sampling] * draws, vocab, CPU)
-    drawn = draw(logits.repeat(draws, 1), uniforms(streams, torch.zeros(draws, dtype=torch.int64)), settings)
+    drawn = draw(
+        logits.repeat(draws, 1), uniforms(streams, torch.zeros(draws, dtype=torch.int64)), settings
+    )
     counts = np.bincount(drawn.tokens_N.numpy(), minlength=vocab)
     assert counts[kept == 0].sum() == 0
     expected = kept[kept > 0] / kept.sum() * draws
     assert chisquare(counts[kept > 0], expected).pvalue > 1e-4
-    np.testing.assert_allclose(drawn.logprobs_N.numpy(), np.log(p)[drawn.tokens_N.numpy()], atol=1e-5)
+    np.testing.assert_allclose(
+        drawn.logprobs_N.numpy(), np.log(p)[drawn.tokens_N.numpy()], atol=1e-5
+    )
     if sampling.truncates:
         assert drawn.log_kept_F is not None
         np.testing.assert_allclose(drawn.log_kept_F.numpy(), math.log(kept.sum()), atol=1e-5)
@@ -186,6 +204,10 @@ def test_a_uniform_is_splitmix64_of_its_seed_and_index():
 
 
 def test_a_row_that_is_not_finite_gives_a_valid_token_and_says_nan():
-    drawn = draw(torch.full((1, 5), float("nan")), torch.tensor([0.5]), Settings.from_samplings([Sampling()], 5, CPU))
+    drawn = draw(
+        torch.full((1, 5), float("nan")),
+        torch.tensor([0.5]),
+        Settings.from_samplings([Sampling()], 5, CPU),
+    )
     assert 0 <= int(drawn.tokens_N) < 5
     assert math.isnan(float(drawn.logprobs_N))

@@ -1,4 +1,5 @@
-"""What of the vLLM generator needs no vLLM: its section, the file of a push, the worker's methods, the pieces of an answer."""
+"""What of the vLLM generator needs no vLLM: its section, the file of a push, the worker's methods,
+the pieces of an answer."""
 
 import asyncio
 from dataclasses import replace
@@ -55,14 +56,26 @@ def outbox(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"engine": "sync", "tensor_parallel": 2}, {"block_size": 24}, {"kv_cache_gib": 0.0}, {"dtype": "int8"}]
+    "wrong",
+    [
+        {"engine": "sync", "tensor_parallel": 2},
+        {"block_size": 24},
+        {"kv_cache_gib": 0.0},
+        {"dtype": "int8"},
+    ],
 )
 def test_nonsense_is_refused(wrong):
     with pytest.raises(ValidationError):
         VLLMConfig(**wrong)
 
 
-SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2, "hidden_size": 64}
+SHAPE = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +132,11 @@ def test_the_section_says_what_vllm_is_told(tmp_path):
     dtype = dtype_of(config, on_cpu=True)
     told = engine_arguments(config, tmp_path, dtype, 160, on_cpu=True)
     assert told["kv_cache_memory_bytes"] == 2**29
-    assert (told["dtype"], told["max_model_len"], told["tensor_parallel_size"]) == ("bfloat16", 160, 2)
+    assert (told["dtype"], told["max_model_len"], told["tensor_parallel_size"]) == (
+        "bfloat16",
+        160,
+        2,
+    )
     assert told["logprobs_mode"] == "processed_logprobs"
     assert dtype_of(VLLMConfig(), on_cpu=True) is torch.float32
     assert dtype_of(VLLMConfig(), on_cpu=False) is torch.bfloat16
@@ -163,7 +180,12 @@ def test_a_push_arrives_as_it_was_sent_with_a_tied_head_twice(outbox):
 def test_a_push_in_pieces_and_in_another_precision(outbox):
     outbox.dtype = torch.bfloat16
     for rank in range(2):
-        outbox.add(Shard(s.name, s.shape, (rank * s.shape[0] // 2, *s.offsets[1:]), s.tensor.chunk(2)[rank]) for s in shards())
+        outbox.add(
+            Shard(
+                s.name, s.shape, (rank * s.shape[0] // 2, *s.offsets[1:]), s.tensor.chunk(2)[rank]
+            )
+            for s in shards()
+        )
     arrived = dict(Inbox.open(outbox.manifest()).weights())
     for shard in shards():
         assert torch.equal(arrived[shard.name], shard.tensor.bfloat16())
@@ -199,7 +221,9 @@ class Loads(VLLMBackend):
         self.experts.w13_weight = None
         fused = SimpleNamespace(process_weights_after_loading=self.repacked.append)
         self.experts.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=fused))
-        self.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Sequential(self.experts, torch.nn.Linear(1, 1)))
+        self.model_runner = SimpleNamespace(
+            get_model=lambda: torch.nn.Sequential(self.experts, torch.nn.Linear(1, 1))
+        )
 
     def reload_weights(self, **how):
         self.loaded = dict(how["weights_iterator"])
@@ -247,12 +271,22 @@ def request(**keys):
 
 def piece(tokens, finish=None, stop=None, spans=None, logprob=-0.5):
     entries = [{token: SimpleNamespace(logprob=logprob)} for token in tokens]
-    return SimpleNamespace(token_ids=tokens, logprobs=entries, finish_reason=finish, stop_reason=stop, weight_versions=spans)
+    return SimpleNamespace(
+        token_ids=tokens,
+        logprobs=entries,
+        finish_reason=finish,
+        stop_reason=stop,
+        weight_versions=spans,
+    )
 
 
 @pytest.mark.parametrize(
     ("finish", "stop", "expected"),
-    [("length", None, StopReason.LENGTH), ("stop", 9, StopReason.STOP_TOKEN), ("abort", None, StopReason.ABORTED)],
+    [
+        ("length", None, StopReason.LENGTH),
+        ("stop", 9, StopReason.STOP_TOKEN),
+        ("abort", None, StopReason.ABORTED),
+    ],
 )
 def test_reasons_are_translated(finish, stop, expected):
     answer = Answer(request())
@@ -347,7 +381,9 @@ def generation(monkeypatch, decoder):
 
     monkeypatch.setattr(vllm, "find_spec", lambda name: True)
     monkeypatch.setattr(
-        vllm, "import_module", lambda name: SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+        vllm,
+        "import_module",
+        lambda name: SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True)),
     )
     monkeypatch.setattr(vllm, "CORES", {"async": make(Apart)})
 
@@ -374,17 +410,24 @@ def test_it_conforms(generation):
 def test_the_models_files_stay_until_the_engine_has_answered(generation, decoder, first):
     policy, start = DecoderPolicy(decoder), generation._directory / "start"
     there = []
-    generation.core.llm.worker.end_with = lambda host, driver: there.append((start / "model.safetensors").exists())
+    generation.core.llm.worker.end_with = lambda host, driver: there.append(
+        (start / "model.safetensors").exists()
+    )
     if first == "a request":
         asyncio.run(generation.generate([1], Sampling(max_new_tokens=2)))
     else:
-        asyncio.run(DirectLink(SimpleNamespace(weights=lambda: shards_of(policy)), generation).push(3))
+        asyncio.run(
+            DirectLink(SimpleNamespace(weights=lambda: shards_of(policy)), generation).push(3)
+        )
     assert there == [True]
     assert not start.exists()
 
 
 def shards_of(policy):
-    return (Shard(name, tuple(weight.shape), (0,) * weight.dim(), weight) for name, weight in policy.canonical_weights())
+    return (
+        Shard(name, tuple(weight.shape), (0,) * weight.dim(), weight)
+        for name, weight in policy.canonical_weights()
+    )
 
 
 def test_a_push_is_checked_before_the_engine_halts(generation, decoder):
@@ -411,13 +454,19 @@ def test_a_push_is_checked_before_the_engine_halts(generation, decoder):
         assert not any("pause" in line for line in llm.log)
         assert not llm.worker.loaded
         assert generation.version == 4
-        assert (await generation.generate([1], Sampling(max_new_tokens=2))).versions.tolist() == [4, 4]
+        assert (await generation.generate([1], Sampling(max_new_tokens=2))).versions.tolist() == [
+            4,
+            4,
+        ]
         assert [path.name for path in generation._directory.iterdir()] == [OWNER]
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=3), Sampling(min_p=0.1), Sampling(temperature=0.001)])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(top_p=0.9), Sampling(top_k=3), Sampling(min_p=0.1), Sampling(temperature=0.001)],
+)
 def test_sampling_that_vllm_does_otherwise_is_refused(generation, sampling):
     with pytest.raises(ConfigError, match=r"sampling\."):
         asyncio.run(generation.generate([1], sampling))
@@ -426,7 +475,10 @@ def test_sampling_that_vllm_does_otherwise_is_refused(generation, sampling):
 def test_a_generator_with_weights_of_its_own_is_sent_them(generation):
     learner = SimpleNamespace()
     sharing = SimpleNamespace(shares_weights=True)
-    generators = {generation: SharedMemoryLink, FakeGenerator(lambda tokens, sampling: [1]): SharedMemoryLink}
+    generators = {
+        generation: SharedMemoryLink,
+        FakeGenerator(lambda tokens, sampling: [1]): SharedMemoryLink,
+    }
     for generator, kind in [*generators.items(), (sharing, SharedLink)]:
         assert isinstance(make_link(resolve("link", {}), Between(learner, generator)), kind)
 
@@ -470,10 +522,20 @@ def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
             raise KeyError(ids[0])
 
     core, told, aborted = object.__new__(Stepped), [], []
-    requests = [replace(request(), deliver=told.append, fail=told.append, marks=[(0, 0)]) for _ in range(4)]
+    requests = [
+        replace(request(), deliver=told.append, fail=told.append, marks=[(0, 0)]) for _ in range(4)
+    ]
     requests[2].watch = StopStrings(("x",), Undecodable())
-    pieces = [piece([8], "length", logprob=float("nan")), piece([8], "error"), piece([8]), piece([8], "length")]
-    outputs = [SimpleNamespace(request_id=str(i), outputs=[each], prompt_token_ids=[1, 2]) for i, each in enumerate(pieces)]
+    pieces = [
+        piece([8], "length", logprob=float("nan")),
+        piece([8], "error"),
+        piece([8]),
+        piece([8], "length"),
+    ]
+    outputs = [
+        SimpleNamespace(request_id=str(i), outputs=[each], prompt_token_ids=[1, 2])
+        for i, each in enumerate(pieces)
+    ]
     core.llm = SimpleNamespace(step=lambda: outputs, abort_request=aborted.extend)
     core._answers = {str(i): Answer(each) for i, each in enumerate(requests)}
     core.step()
@@ -486,7 +548,10 @@ def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
 def test_an_abort_of_the_engine_in_this_process_tells_all_though_the_logits_of_one_were_broken():
     core, found = object.__new__(Stepped), []
     broken, whole = (replace(request(), deliver=found.append, fail=found.append) for _ in range(2))
-    core.llm, core._answers = SimpleNamespace(abort_request=lambda names: None), {"1": Answer(broken), "2": Answer(whole)}
+    core.llm, core._answers = (
+        SimpleNamespace(abort_request=lambda names: None),
+        {"1": Answer(broken), "2": Answer(whole)},
+    )
     core._answers["1"].add(piece([8], None, logprob=float("nan")))
     broken.marks.append((0, 0))
     core.abort()
@@ -498,18 +563,31 @@ def test_an_abort_of_the_engine_in_this_process_tells_all_though_the_logits_of_o
 def test_it_starts_for_adapters_of_the_next_rank_that_vllm_knows():
     dtype = dtype_of(VLLMConfig(), on_cpu=True)
     asked = engine_arguments(VLLMConfig(lora_rank=9), Path("m"), dtype, 64, on_cpu=False)
-    assert {key: asked[key] for key in asked if "lora" in key} == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16}
-    several = engine_arguments(VLLMConfig(lora_rank=9, lora_others=3), Path("m"), dtype, 64, on_cpu=True)
+    assert {key: asked[key] for key in asked if "lora" in key} == {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": 16,
+    }
+    several = engine_arguments(
+        VLLMConfig(lora_rank=9, lora_others=3), Path("m"), dtype, 64, on_cpu=True
+    )
     assert several["max_loras"] == 5, "on a CPU one place is left empty"
     assert "enable_lora" not in engine_arguments(VLLMConfig(), Path("m"), dtype, 64, on_cpu=True)
 
 
 @pytest.mark.needs("peft")
-def test_adapters_that_it_was_not_started_for_or_that_do_not_fit_are_refused(generation, decoder, tmp_path):
+def test_adapters_that_it_was_not_started_for_or_that_do_not_fit_are_refused(
+    generation, decoder, tmp_path
+):
     def written(name, shape=None, **lora):
         policy = DecoderPolicy(Decoder(shape or decoder.config).init_weights(1))
         policy.attach(Adapter(LoRAConfig(**lora)))
-        save_adapter(tmp_path / name, policy.adapter, policy.check_adapter(policy.adapter.lora), dict(policy.adapter_weights()))
+        save_adapter(
+            tmp_path / name,
+            policy.adapter,
+            policy.check_adapter(policy.adapter.lora),
+            dict(policy.adapter_weights()),
+        )
         return tmp_path / name
 
     def refused(match, *arguments):
@@ -517,10 +595,19 @@ def test_adapters_that_it_was_not_started_for_or_that_do_not_fit_are_refused(gen
             asyncio.run(generation.add_adapter(*arguments))
 
     small = written("small", rank=2)
-    refused(r"started for 0 adapters beside the policy's, and 'one' is one more: set generator\.lora_others=1", "one", small)
+    refused(
+        r"started for 0 adapters beside the policy's, and 'one' is one more: set "
+        r"generator\.lora_others=1",
+        "one",
+        small,
+    )
     generation.config = VLLMConfig(lora_rank=2, lora_others=1)
     refused("an adapter 'base' is served already", "base", small)
-    refused(r"rank 3, and vLLM was started for 2: set generator\.lora_rank=3", "one", written("large", rank=3))
+    refused(
+        r"rank 3, and vLLM was started for 2: set generator\.lora_rank=3",
+        "one",
+        written("large", rank=3),
+    )
     wide = replace(decoder.config, intermediate_size=2 * decoder.config.intermediate_size)
     refused("the base wants", "one", written("wide", wide, rank=2))
     with pytest.raises(ConfigError, match="no adapter 'one': it serves base"):

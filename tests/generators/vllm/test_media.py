@@ -1,4 +1,5 @@
-"""Images on their way to vLLM and back, and the real one where it can load a model that reads them."""
+"""Images on their way to vLLM and back, and the real one where it can load a model that reads
+them."""
 
 import importlib.util
 import io
@@ -27,7 +28,9 @@ def image(key, span, side=8):
 
 
 def request(tokens, *placed):
-    return Request(np.array(tokens), Sampling(max_new_tokens=4), len(tokens) + 4, print, print, media=placed)
+    return Request(
+        np.array(tokens), Sampling(max_new_tokens=4), len(tokens) + 4, print, print, media=placed
+    )
 
 
 TWO = request([1, 9, 9, 9, 2, 9, 9, 3], Placed(1, image("a", 3)), Placed(5, image("b", 2, 16)))
@@ -39,11 +42,17 @@ def test_each_image_is_one_placeholder_and_says_what_it_is():
     assert [one.size for one in given["multi_modal_data"]["image"]] == [(8, 8), (16, 16)]
     # Under other weights an image is encoded anew.
     assert given["multi_modal_uuids"] == {"image": ["a weights 7", "b weights 7"]}
-    assert prompt_of(request([1, 9, 2]), 7) == {"prompt_token_ids": [1, 9, 2], "cache_salt": "weights 7"}
+    assert prompt_of(request([1, 9, 2]), 7) == {
+        "prompt_token_ids": [1, 9, 2],
+        "cache_salt": "weights 7",
+    }
 
 
 def test_two_images_side_by_side_stay_two():
-    assert collapsed(request([9, 9, 9, 9], Placed(0, image("a", 2)), Placed(2, image("b", 2)))) == [9, 9]
+    assert collapsed(request([9, 9, 9, 9], Placed(0, image("a", 2)), Placed(2, image("b", 2)))) == [
+        9,
+        9,
+    ]
 
 
 def test_what_vllm_makes_of_a_prompt_is_compared():
@@ -66,13 +75,18 @@ def test_what_it_is_not_given_is_refused():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_real_one_agrees_with_the_learner_or_says_why_not(family):
     if importlib.util.find_spec("torchvision") is not None:
-        done = subprocess.run([sys.executable, str(PLAY), family], capture_output=True, text=True, timeout=420)
+        done = subprocess.run(
+            [sys.executable, str(PLAY), family], capture_output=True, text=True, timeout=420
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         assert done.stdout.endswith("fine\n")
         return
-    # vLLM 0.32's own module for the family reads transformers' image processor, which is written with torchvision.
+    # vLLM 0.32's own module for the family reads transformers' image processor, which is written
+    # with torchvision.
     module = f"vllm.model_executor.models.{family}"
-    tried = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=300)
+    tried = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=300
+    )
     assert "No module named 'torchvision'" in tried.stderr
     with pytest.raises(ModelError, match="need the package 'torchvision'"):
         check_installed()

@@ -21,18 +21,24 @@ def made(seed=0):
 @pytest.mark.parametrize("rows", [1, 4, 11, 100])
 def test_values_and_gradients_are_those_of_whole_logits(rows):
     hidden, matrix, targets, temperature, weight = made()
-    logprobs, entropies = picked_logprobs(hidden, matrix, targets, temperature, rows=rows, entropy=True)
+    logprobs, entropies = picked_logprobs(
+        hidden, matrix, targets, temperature, rows=rows, entropy=True
+    )
     all_nV = (hidden @ matrix.T / temperature[:, None]).log_softmax(-1)
     whole = all_nV.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(logprobs, whole, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(entropies, -(all_nV.exp() * all_nV).sum(-1), rtol=1e-12, atol=1e-13)
     own = torch.autograd.grad((logprobs * weight).sum(), (hidden, matrix))
-    torch.testing.assert_close(own, torch.autograd.grad((whole * weight).sum(), (hidden, matrix)), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        own, torch.autograd.grad((whole * weight).sum(), (hidden, matrix)), rtol=1e-12, atol=1e-13
+    )
 
 
 def test_entropy_costs_nothing_where_nobody_asks_and_has_no_gradient():
     hidden, matrix, targets, temperature, _ = made()
-    logprobs, entropies = picked_logprobs(hidden, matrix, targets, temperature, rows=4, entropy=False)
+    logprobs, entropies = picked_logprobs(
+        hidden, matrix, targets, temperature, rows=4, entropy=False
+    )
     assert logprobs.requires_grad
     assert not entropies.requires_grad
     assert not entropies.any()
@@ -41,14 +47,20 @@ def test_entropy_costs_nothing_where_nobody_asks_and_has_no_gradient():
 def test_a_matrix_that_rests_gets_no_gradient():
     hidden, matrix, targets, temperature, weight = made()
     resting = matrix.detach()
-    (picked_logprobs(hidden, resting, targets, temperature, rows=4, entropy=False)[0] * weight).sum().backward()
+    (
+        picked_logprobs(hidden, resting, targets, temperature, rows=4, entropy=False)[0] * weight
+    ).sum().backward()
     moving, *_ = made()
-    (picked_logprobs(moving, matrix, targets, temperature, rows=4, entropy=False)[0] * weight).sum().backward()
+    (
+        picked_logprobs(moving, matrix, targets, temperature, rows=4, entropy=False)[0] * weight
+    ).sum().backward()
     assert resting.grad is None
     assert torch.equal(hidden.grad, moving.grad)
 
 
 def test_logits_far_from_zero_stay_finite():
     hidden, matrix = torch.tensor([[1e4], [-1e4]]), torch.tensor([[1.0], [-1.0], [0.0]])
-    logprobs, _ = picked_logprobs(hidden, matrix, torch.tensor([0, 0]), torch.ones(2), rows=1, entropy=False)
+    logprobs, _ = picked_logprobs(
+        hidden, matrix, torch.tensor([0, 0]), torch.ones(2), rows=1, entropy=False
+    )
     assert logprobs.tolist() == [0.0, -2e4]

@@ -1,4 +1,5 @@
-"""FLOP by hand, for a decoder of one layer; and that what is put around a learner changes nothing else of it."""
+"""FLOP by hand, for a decoder of one layer; and that what is put around a learner changes nothing
+else of it."""
 
 from __future__ import annotations
 
@@ -16,12 +17,22 @@ from ratchet.models.presets import preset
 from ratchet.protocols import Fingerprinted
 from ratchet.testing.builders import make_group, make_trajectory
 
-SHAPE = preset("tiny", vocab_size=10, hidden_size=8, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=4, intermediate_size=16)
+SHAPE = preset(
+    "tiny",
+    vocab_size=10,
+    hidden_size=8,
+    n_layers=1,
+    n_heads=2,
+    n_kv_heads=2,
+    head_dim=4,
+    intermediate_size=16,
+)
 MATRICES = 4 * 8 * 8 + 3 * 8 * 16 + 10 * 8  # attention, the gated layer, the head
 
 
 def forward(*lengths: int) -> int:
-    """2 for each entry that a token is multiplied with; 4 x heads x size of a head for each pair of tokens."""
+    """2 for each entry that a token is multiplied with; 4 x heads x size of a head for each pair of
+    tokens."""
     return sum(2 * MATRICES * n + 4 * 2 * 4 * n * (n + 1) // 2 for n in lengths)
 
 
@@ -55,7 +66,15 @@ def test_rows_by_hand():
 
 @pytest.mark.parametrize("update", [3.0, 2.0])
 def test_an_update_reads_the_rows_that_weigh(update: float):
-    groups = [make_group("g", [make_trajectory([1], [2, 3], reward=1.0), make_trajectory([1], [2], reward=0.0, attempt=1)])]
+    groups = [
+        make_group(
+            "g",
+            [
+                make_trajectory([1], [2, 3], reward=1.0),
+                make_trajectory([1], [2], reward=0.0, attempt=1),
+            ],
+        )
+    ]
     batch = pack(groups)
     weights = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     batch.weights["pg"] = Weight("token", weights)  # pyright: ignore[reportIndexIssue]
@@ -67,7 +86,9 @@ def test_an_update_reads_the_rows_that_weigh(update: float):
 
     assert asyncio.run(learner.update(batch, [Term()])) == {"loss": 1.0}  # pyright: ignore[reportArgumentType]
     assert counted.flop == update * forward(3)
-    assert asyncio.run(learner.score(batch, ["logprobs"], top_k=2)) == {"asked": (5, ["logprobs"], 2)}
+    assert asyncio.run(learner.score(batch, ["logprobs"], top_k=2)) == {
+        "asked": (5, ["logprobs"], 2)
+    }
     assert counted.flop == update * forward(3) + forward(3, 2)
 
 

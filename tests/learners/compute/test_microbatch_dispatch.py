@@ -16,10 +16,16 @@ def test_a_batch_cut_into_parts_is_each_of_them_taken():
         taken = batch.take(rows)
         assert torch.equal(part.tokens_T, taken.tokens_T)
         assert torch.equal(
-            part.tokens_T, torch.cat([batch.tokens_T[batch.sequence_T == row] for row in rows] or [taken.tokens_T])
+            part.tokens_T,
+            torch.cat(
+                [batch.tokens_T[batch.sequence_T == row] for row in rows] or [taken.tokens_T]
+            ),
         )
         assert part.group_ids == taken.group_ids
-        assert all(torch.equal(part.weights[name].values, taken.weights[name].values) for name in batch.weights)
+        assert all(
+            torch.equal(part.weights[name].values, taken.weights[name].values)
+            for name in batch.weights
+        )
 
 
 def test_whole_columns_are_made_once(monkeypatch):
@@ -28,7 +34,9 @@ def test_whole_columns_are_made_once(monkeypatch):
     micros = [micro for own in deal(batch, plan, ranks=2) for micro in own]
     found = [{"logprobs": micro.batch.tokens_T.double()} for micro in micros]
     made, new_zeros = [], torch.Tensor.new_zeros
-    monkeypatch.setattr(torch.Tensor, "new_zeros", lambda self, *size: made.append(size) or new_zeros(self, *size))
+    monkeypatch.setattr(
+        torch.Tensor, "new_zeros", lambda self, *size: made.append(size) or new_zeros(self, *size)
+    )
     columns = gather_columns(batch, [micro.rows for micro in micros], found)
     assert torch.equal(columns["logprobs"], batch.tokens_T.double())
     assert made == [(batch.n_tokens,)]
@@ -43,4 +51,6 @@ def test_every_rank_has_as_many(micros, ranks, each):
     assert [len(own) for own in dealt] == [each] * ranks
     fillers = [micro for own in dealt for micro in own if not micro.rows]
     assert len(fillers) == each * ranks - micros
-    assert not any(weight.values.any() for micro in fillers for weight in micro.batch.weights.values())
+    assert not any(
+        weight.values.any() for micro in fillers for weight in micro.batch.weights.values()
+    )

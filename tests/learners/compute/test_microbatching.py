@@ -19,7 +19,10 @@ TASK = Task("t", (Message("user", "?"),))
 
 def packed(groups: list[list[list[int]]]) -> Batch:
     """Groups of rows of tokens; all but the first token train."""
-    rows = [[Trajectory.supervised(row, [False] + [True] * (len(row) - 1)) for row in group] for group in groups]
+    rows = [
+        [Trajectory.supervised(row, [False] + [True] * (len(row) - 1)) for row in group]
+        for group in groups
+    ]
     return pack([Group(f"g{i}", TASK, tuple(group)) for i, group in enumerate(rows)])
 
 
@@ -53,7 +56,9 @@ def test_every_row_is_in_the_plan_once_within_its_budget(
         assert sum(map(len, parts)) == batch.n_groups
 
 
-@pytest.mark.parametrize(("shares", "plan"), [(False, [[0, 3], [1], [4], [2], [5]]), (True, [[0, 1, 2], [3, 4, 5]])])
+@pytest.mark.parametrize(
+    ("shares", "plan"), [(False, [[0, 3], [1], [4], [2], [5]]), (True, [[0, 1, 2], [3, 4, 5]])]
+)
 def test_attempts_at_a_prompt_go_together_where_it_counts_once(shares: bool, plan: list[list[int]]):
     rng = np.random.default_rng(0)
     groups = []

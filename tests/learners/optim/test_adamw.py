@@ -15,7 +15,10 @@ CONFIG = OptimizerConfig(lr=1.0, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 def parameters():
     generator = torch.Generator().manual_seed(0)
     shapes = {"matrix": (3, 4), "vector": (4,), "late": (2, 2)}
-    return [(name, nn.Parameter(torch.randn(shape, generator=generator))) for name, shape in shapes.items()]
+    return [
+        (name, nn.Parameter(torch.randn(shape, generator=generator)))
+        for name, shape in shapes.items()
+    ]
 
 
 def give_gradients(named, step):
@@ -60,7 +63,11 @@ def test_it_goes_on_from_its_state_as_if_nothing_had_been():
             give_gradients(resumed, step)
             second.step(0.01)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(whole, resumed, strict=True))
-    assert all(torch.equal(first.state[name][key], kept) for name, m in second.state.items() for key, kept in m.items())
+    assert all(
+        torch.equal(first.state[name][key], kept)
+        for name, m in second.state.items()
+        for key, kept in m.items()
+    )
     second.zero_grad()
     assert all(p.grad is None for _, p in resumed)
 
@@ -77,7 +84,8 @@ AVERAGING = CONFIG.model_copy(update={"ema_decay": 0.75})
 
 
 def test_the_average_is_the_weighted_sum_of_what_the_weights_have_been():
-    """e_n = d^n w_0 + (1 - d) sum_i d^(n - i) w_i; of a parameter from the step before its first gradient on."""
+    """e_n = d^n w_0 + (1 - d) sum_i d^(n - i) w_i; of a parameter from the step before its first
+    gradient on."""
     named = parameters()
     made = AdamW(AVERAGING, named)
     been = {name: [] for name, _ in named}
@@ -89,8 +97,12 @@ def test_the_average_is_the_weighted_sum_of_what_the_weights_have_been():
     for name, p in named:
         course = [*been[name], p.detach().double()]
         n = len(course) - 1
-        expected = 0.75**n * course[0] + sum(0.25 * 0.75 ** (n - i) * course[i] for i in range(1, n + 1))
-        torch.testing.assert_close(made.state[name]["average"].double(), expected, rtol=1e-6, atol=1e-6)
+        expected = 0.75**n * course[0] + sum(
+            0.25 * 0.75 ** (n - i) * course[i] for i in range(1, n + 1)
+        )
+        torch.testing.assert_close(
+            made.state[name]["average"].double(), expected, rtol=1e-6, atol=1e-6
+        )
         assert made.state[name]["average"].dtype == torch.float32
 
 
@@ -104,7 +116,9 @@ def test_the_average_takes_the_place_of_the_weights_and_gives_it_back():
     with made.averaged():
         assert all(torch.equal(p, averages.get(name, weights[name])) for name, p in named)
     assert all(torch.equal(p, weights[name]) for name, p in named)
-    assert all(torch.equal(moments["average"], averages[name]) for name, moments in made.state.items())
+    assert all(
+        torch.equal(moments["average"], averages[name]) for name, moments in made.state.items()
+    )
 
 
 def test_a_checkpoint_without_the_average_is_refused():

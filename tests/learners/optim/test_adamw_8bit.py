@@ -1,4 +1,5 @@
-"""AdamW with means of 8 bits: near AdamW, a quarter of its bytes, and quantised again to the same bits."""
+"""AdamW with means of 8 bits: near AdamW, a quarter of its bytes, and quantised again to the same
+bits."""
 
 import asyncio
 import copy
@@ -21,12 +22,16 @@ from ratchet.testing.conformance import check_learner
 
 pytestmark = pytest.mark.needs("bitsandbytes")
 CONFIG = AdamW8bitConfig(lr=1.0, betas=(0.9, 0.99), weight_decay=0.1, ema_decay=0.5)
-SHAPES = {"matrix": (70, 100), "odd": (3, 41, 43), "vector": (5000,), "small": (8, 8)}  # the second is no whole blocks
+# the second is no whole blocks
+SHAPES = {"matrix": (70, 100), "odd": (3, 41, 43), "vector": (5000,), "small": (8, 8)}
 
 
 def parameters(shapes=SHAPES):
     generator = torch.Generator().manual_seed(0)
-    return [(name, nn.Parameter(torch.randn(shape, generator=generator))) for name, shape in shapes.items()]
+    return [
+        (name, nn.Parameter(torch.randn(shape, generator=generator)))
+        for name, shape in shapes.items()
+    ]
 
 
 def give_gradients(named, step):
@@ -45,7 +50,8 @@ def test_what_was_restored_is_quantised_to_the_same_bits():
         quantised, scales = codes.quantise(given, key)
         assert quantised.dtype == torch.uint8
         restored = codes.restore(quantised, scales, key)
-        within = given.abs().view(-1)  # codes are dense around zero: the largest gap of either map is 1/64 of the scale
+        # codes are dense around zero: the largest gap of either map is 1/64 of the scale
+        within = given.abs().view(-1)
         assert (restored - given).abs().max() <= scales.abs().max() / 64 < within.max()
         again, same = codes.quantise(restored, key)
         assert torch.equal(quantised, again)
@@ -56,8 +62,8 @@ def test_what_was_restored_is_quantised_to_the_same_bits():
 
 
 def test_steps_are_near_those_of_adamw():
-    """Within a sixth of the way, where gradients of a block lie orders apart: those that quantise the square itself, and all
-    of it, leave it by many times its length."""
+    """Within a sixth of the way, where gradients of a block lie orders apart: those that quantise
+    the square itself, and all of it, leave it by many times its length."""
     ours, theirs = parameters(), parameters()
     made, expected = AdamW8bit(CONFIG, ours), AdamW(CONFIG, theirs)
     begun = {name: p.detach().clone() for name, p in ours}
@@ -118,7 +124,11 @@ def test_it_goes_on_from_its_state_as_if_nothing_had_been():
             give_gradients(named, step)
             made.step(0.01)
     for made in (second, third):
-        assert all(torch.equal(kept, made.state[name][key]) for name, m in first.state.items() for key, kept in m.items())
+        assert all(
+            torch.equal(kept, made.state[name][key])
+            for name, m in first.state.items()
+            for key, kept in m.items()
+        )
     for (_, a), (_, b), (_, c) in zip(whole, resumed, moved, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)

@@ -1,4 +1,5 @@
-"""One step against the formulas of the post (Newton-Schulz) and of arXiv:2502.16982 (scale and decay), in float64."""
+"""One step against the formulas of the post (Newton-Schulz) and of arXiv:2502.16982 (scale and
+decay), in float64."""
 
 import asyncio
 import copy
@@ -23,12 +24,22 @@ from ratchet.testing.conformance import check_learner
 
 CONFIG = MuonConfig(lr=1.0, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, momentum=0.9)
 ROWS = {"square": [4], "tall": [7], "fused": [4, 2, 2], "experts": [3, 3, 3, 3]}
-SHAPES = {"square": (4, 4), "tall": (7, 3), "fused": (8, 5), "experts": (2, 6, 5), "embedding": (9, 4), "norm": (4,)}
+SHAPES = {
+    "square": (4, 4),
+    "tall": (7, 3),
+    "fused": (8, 5),
+    "experts": (2, 6, 5),
+    "embedding": (9, 4),
+    "norm": (4,),
+}
 
 
 def parameters(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    return [(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype))) for name, shape in SHAPES.items()]
+    return [
+        (name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+        for name, shape in SHAPES.items()
+    ]
 
 
 def give_gradients(named, step):
@@ -37,7 +48,8 @@ def give_gradients(named, step):
 
 
 def newton_schulz(g):
-    """As the post writes it: x <- a x + b (x x^T) x + c (x x^T)^2 x, five times, of g over its Frobenius norm."""
+    """As the post writes it: x <- a x + b (x x^T) x + c (x x^T)^2 x, five times, of g over its
+    Frobenius norm."""
     x = g / np.sqrt((g**2).sum())
     for _ in range(5):
         x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
@@ -105,7 +117,11 @@ def test_it_goes_on_from_its_state_as_if_nothing_had_been():
             give_gradients(resumed, step)
             second.step(0.01)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(whole, resumed, strict=True))
-    assert all(torch.equal(kept, second.state[name][key]) for name, m in first.state.items() for key, kept in m.items())
+    assert all(
+        torch.equal(kept, second.state[name][key])
+        for name, m in first.state.items()
+        for key, kept in m.items()
+    )
 
 
 def test_a_model_without_matrices_is_refused():
@@ -123,13 +139,19 @@ def test_the_decoders_matrices_are_those_of_its_files():
     inside = {name for name, shape in shapes.items() if ".layers." in name and len(shape) > 1}
     assert set(found) == inside
     assert found["decoder.layers.0.self_attn.qkv_proj.weight"] == [16, 8, 8]
-    assert found["decoder.layers.0.mlp.experts.gate_up_proj"] == [12] * 8  # two of each of the four experts
+    # two of each of the four experts
+    assert found["decoder.layers.0.mlp.experts.gate_up_proj"] == [12] * 8
     assert found["decoder.layers.1.mlp.experts.down_proj"] == [16] * 4
 
 
 def test_the_matrices_of_a_transformers_model_are_those_of_its_layers():
     config = LlamaConfig(
-        vocab_size=23, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+        vocab_size=23,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
     )
     found = TransformersPolicy(LlamaForCausalLM(config)).matrices()
     projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

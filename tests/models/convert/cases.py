@@ -1,4 +1,5 @@
-"""Tiny models of every family, and the ranks of Megatron with parameters of its shapes, without Megatron."""
+"""Tiny models of every family, and the ranks of Megatron with parameters of its shapes, without
+Megatron."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ BASE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 8,
 }
-SPARSE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SPARSE = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 4,
@@ -50,10 +56,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": False, **SPARSE}),
-    "qwen3_moe-dense-first": ("qwen3_moe", {"tie_word_embeddings": False, "mlp_only_layers": [0], **SPARSE}),
+    "qwen3_moe-dense-first": (
+        "qwen3_moe",
+        {"tie_word_embeddings": False, "mlp_only_layers": [0], **SPARSE},
+    ),
     "mixtral": ("mixtral", {"tie_word_embeddings": False, "sliding_window": None, **SPARSE}),
     "deepseek_v3": ("deepseek_v3", {"tie_word_embeddings": False, **LATENT}),
-    "deepseek_v3-full-queries": ("deepseek_v3", {"tie_word_embeddings": False, **LATENT, "q_lora_rank": None}),
+    "deepseek_v3-full-queries": (
+        "deepseek_v3",
+        {"tie_word_embeddings": False, **LATENT, "q_lora_rank": None},
+    ),
 }
 
 
@@ -64,7 +76,8 @@ def places(tensor: int = 1, pipeline: int = 1, experts: int = 1, **fields: Any) 
 
 
 def empty(layout: Layout, place: Place, dimensions: Dimensions) -> dict[str, Tensor]:
-    """Parameters of the shapes that Megatron gives them, from the pieces' own shapes and the rank's share of columns."""
+    """Parameters of the shapes that Megatron gives them, from the pieces' own shapes and the rank's
+    share of columns."""
     made = {}
     for name, pieces in layout.items():
         rows = pieces[-1].rows.stop

@@ -13,7 +13,9 @@ from torch import Tensor
 
 
 @pytest.fixture(scope="session")
-def written(reference: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def written(
+    reference: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """`written("qwen3")`: the directory of a model of MODELS, as transformers saves it."""
     made: dict[str, Path] = {}
 

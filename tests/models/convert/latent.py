@@ -1,5 +1,6 @@
-"""DeepSeek-V3 by the layers that Megatron-core has itself. Without Transformer Engine these lack an attention over keys and
-values of two sizes, so it is brought along; and ask whether a layer is of a class that is then none."""
+"""DeepSeek-V3 by the layers that Megatron-core has itself. Without Transformer Engine these lack an
+attention over keys and values of two sizes, so it is brought along; and ask whether a layer is of a
+class that is then none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What ranks of Megatron do in the tests: they take their parts from a Hugging Face directory, compute, and give them back."""
+"""What ranks of Megatron do in the tests: they take their parts from a Hugging Face directory,
+compute, and give them back."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def logits_alone(rank, directories):
     with torch.no_grad():
         for directory in directories:
             hf = read_json(Path(directory) / "config.json")
-            found[directory] = (_latent(directory, hf) if hf["model_type"] == "deepseek_v3" else _ours(directory)).numpy()
+            found[directory] = (
+                _latent(directory, hf) if hf["model_type"] == "deepseek_v3" else _ours(directory)
+            ).numpy()
     return found
 
 
@@ -59,15 +62,22 @@ def _latent(directory, hf):
     from ratchet.models.weights.hf_weights import WeightFiles
 
     model = latent_model(hf)
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
+    biases = {
+        name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")
+    }
     layout = megatron_layout(Dimensions.from_hf(hf), Place())
-    fill({**dict(model.named_parameters()), **biases}, layout, WeightFiles.find(Path(directory)).block)
+    fill(
+        {**dict(model.named_parameters()), **biases},
+        layout,
+        WeightFiles.find(Path(directory)).block,
+    )
     return model(sample()[None], torch.arange(TOKENS)[None], None)[0]
 
 
 def round_trip(rank, directory, written, saved, sizes):
-    """(logits of this rank's rows of the vocabulary or None, whether Megatron reads `written` as what was filled, the blocks
-    of this rank); and saves a checkpoint of Megatron's own to `saved`."""
+    """(logits of this rank's rows of the vocabulary or None, whether Megatron reads `written` as
+    what was filled, the blocks of this rank); and saves a checkpoint of Megatron's own to
+    `saved`."""
     from ratchet.models.convert.megatron import blocks
     from ratchet.models.megatron.build import begin  # makes Megatron ready to be imported
     from ratchet.models.megatron.sizes import Sizes
@@ -75,7 +85,8 @@ def round_trip(rank, directory, written, saved, sizes):
     from megatron.core import dist_checkpointing, parallel_state  # isort: skip
     from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
 
-    multiprocessing.current_process()._config["daemon"] = False  # so that Megatron, when it saves, may start a process
+    # so that Megatron, when it saves, may start a process
+    multiprocessing.current_process()._config["daemon"] = False
 
     begin(Sizes(**sizes))
     policy, stage, layout = _policy(directory, **sizes)
@@ -91,7 +102,10 @@ def round_trip(rank, directory, written, saved, sizes):
             filesystem_async._results_queue._manager.shutdown()
         loaded = dist_checkpointing.load(stage.sharded_state_dict(), written)
     same = all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
-    given = [(block.name, block.shape, block.offsets, block.tensor.numpy()) for block in blocks(own, layout)]
+    given = [
+        (block.name, block.shape, block.offsets, block.tensor.numpy())
+        for block in blocks(own, layout)
+    ]
     return logits, same, given
 
 
@@ -99,7 +113,9 @@ def _logits(policy, stage, parallel_state):
     """Stage by stage; None where the last one is elsewhere."""
     feed = policy.fitted(policy.feed(sample(), torch.arange(TOKENS), [TOKENS]))
     if not stage.pre_process:
-        x = torch.empty(TOKENS // (policy.sizes.tensor if policy.sizes.sequence else 1), 1, policy.hidden_size)
+        x = torch.empty(
+            TOKENS // (policy.sizes.tensor if policy.sizes.sequence else 1), 1, policy.hidden_size
+        )
         dist.recv(x, parallel_state.get_pipeline_model_parallel_prev_rank())
         stage.set_input_tensor(x)
     x = stage(feed)

@@ -1,4 +1,5 @@
-"""The maps against weights as transformers writes them: every block of every weight lies where Megatron wants it, once."""
+"""The maps against weights as transformers writes them: every block of every weight lies where
+Megatron wants it, once."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ def _dimensions(directory) -> Dimensions:
 
 @pytest.mark.parametrize(
     ("model", "division"),
-    [(m, d) for m in MODELS for d in DIVISIONS if "moe" in m or m in SPARSE_TOO or "experts" not in DIVISIONS[d]],
+    [
+        (m, d)
+        for m in MODELS
+        for d in DIVISIONS
+        if "moe" in m or m in SPARSE_TOO or "experts" not in DIVISIONS[d]
+    ],
 )
 def test_there_and_back_is_bit_exact(written, weights, model, division):
     dimensions, read = _dimensions(written(model)), WeightFiles.find(written(model)).block
@@ -55,9 +61,12 @@ def test_there_and_back_is_bit_exact(written, weights, model, division):
 
 
 def test_matrices_of_heads_and_mlps_lie_as_megatron_reads_them(written, weights):
-    """Against the rules written out for tensors: KV group by group q, k, v; gate and up of each rank; columns behind both."""
+    """Against the rules written out for tensors: KV group by group q, k, v; gate and up of each
+    rank; columns behind both."""
     dimensions, hf = _dimensions(written("qwen3")), weights("qwen3")
-    q, k, v = (hf[f"model.layers.1.self_attn.{name}_proj.weight"].view(2, -1, 8, 32) for name in "qkv")
+    q, k, v = (
+        hf[f"model.layers.1.self_attn.{name}_proj.weight"].view(2, -1, 8, 32) for name in "qkv"
+    )
     qkv = torch.cat([q, k, v], dim=1).reshape(-1, 32)
     gate, up = (hf[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up"))
     for place in places(tensor=2):
@@ -67,10 +76,16 @@ def test_matrices_of_heads_and_mlps_lie_as_megatron_reads_them(written, weights)
         fill(own, layout, WeightFiles.find(written("qwen3")).block)
         layer = "decoder.layers.1"
         assert torch.equal(own[f"{layer}.self_attention.linear_qkv.weight"], qkv.chunk(2)[r])
-        assert torch.equal(own[f"{layer}.mlp.linear_fc1.weight"], torch.cat([gate.chunk(2)[r], up.chunk(2)[r]]))
-        down, out = (hf[f"model.layers.1.{name}.weight"] for name in ("mlp.down_proj", "self_attn.o_proj"))
+        assert torch.equal(
+            own[f"{layer}.mlp.linear_fc1.weight"], torch.cat([gate.chunk(2)[r], up.chunk(2)[r]])
+        )
+        down, out = (
+            hf[f"model.layers.1.{name}.weight"] for name in ("mlp.down_proj", "self_attn.o_proj")
+        )
         assert torch.equal(own[f"{layer}.mlp.linear_fc2.weight"], down.chunk(2, dim=1)[r])
-        assert torch.equal(own[f"{layer}.self_attention.linear_proj.weight"], out.chunk(2, dim=1)[r])
+        assert torch.equal(
+            own[f"{layer}.self_attention.linear_proj.weight"], out.chunk(2, dim=1)[r]
+        )
 
 
 def test_chunks_of_an_interleaved_pipeline_have_the_layers_that_megatron_gives_them(written):
@@ -78,9 +93,13 @@ def test_chunks_of_an_interleaved_pipeline_have_the_layers_that_megatron_gives_t
     rank, ranks, chunks = 1, 2, 2
     held = [
         {piece.name for pieces in megatron_layout(dimensions, place).values() for piece in pieces}
-        for place in (Place(pipeline=Share(rank + ranks * chunk, ranks * chunks)) for chunk in range(chunks))
+        for place in (
+            Place(pipeline=Share(rank + ranks * chunk, ranks * chunks)) for chunk in range(chunks)
+        )
     ]
-    layers = [sorted({name.split(".")[2] for name in names if ".layers." in name}) for names in held]
+    layers = [
+        sorted({name.split(".")[2] for name in names if ".layers." in name}) for names in held
+    ]
     assert layers == [["1"], ["3"]]
 
 
@@ -114,7 +133,9 @@ def test_transformer_engine_fuses_norms_and_groups_experts(written):
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in names
     assert "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight" in names
     assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in names
-    latent = megatron_layout(_dimensions(written("deepseek_v3")), Place(tensor=Share(1, 2), engine=True))
+    latent = megatron_layout(
+        _dimensions(written("deepseek_v3")), Place(tensor=Share(1, 2), engine=True)
+    )
     (whole,) = latent["decoder.layers.0.self_attention.linear_kv_down_proj.weight"]
     assert len(whole.rows) == whole.shape[0] == 20
     assert "decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight" in latent
@@ -147,7 +168,10 @@ def test_a_model_of_other_parameters_is_refused(written):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "no map to Megatron for model_type 'gpt2': convert one of llama, .*deepseek_v3"),
+        (
+            {"model_type": "gpt2"},
+            "no map to Megatron for model_type 'gpt2': convert one of llama, .*deepseek_v3",
+        ),
         ({"model_type": "deepseek_v3"}, "says nothing about vocab_size"),
     ],
 )

@@ -23,13 +23,17 @@ def _by_transformers(directory):
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(directory).eval()(sample()[None]).logits[0].numpy()
+        return (
+            AutoModelForCausalLM.from_pretrained(directory).eval()(sample()[None]).logits[0].numpy()
+        )
 
 
 @pytest.fixture(scope="module")
 def by_megatron(written):
     """All in one process, which has to import Megatron."""
-    return run_ranks(1, "models.convert.ranks:logits_alone", [str(written(name)) for name in MODELS])[0]
+    return run_ranks(
+        1, "models.convert.ranks:logits_alone", [str(written(name)) for name in MODELS]
+    )[0]
 
 
 @pytest.mark.needs("megatron")
@@ -40,7 +44,8 @@ def test_logits_are_those_of_transformers(written, by_megatron, model):
 
 
 def test_latent_attention_is_mapped_and_our_models_refuse_it(written):
-    """The decoder whose shape the learner's Megatron models are built from has no such attention."""
+    """The decoder whose shape the learner's Megatron models are built from has no such
+    attention."""
     Dimensions.from_hf(json.loads((written("deepseek_v3") / "config.json").read_text()))
     with pytest.raises(ModelError, match="can't represent this model: model_type 'deepseek_v3'"):
         read_config(written("deepseek_v3"))
@@ -57,17 +62,34 @@ SPREAD = {
 @pytest.mark.slow
 @pytest.mark.needs("megatron")
 @pytest.mark.parametrize(("model", "division"), SPREAD)
-def test_ranks_are_filled_compute_and_give_back_what_they_were_given(written, tmp_path, model, division):
-    """Megatron's own checkpoints are read, and read ours, at another division than they were written."""
+def test_ranks_are_filled_compute_and_give_back_what_they_were_given(
+    written, tmp_path, model, division
+):
+    """Megatron's own checkpoints are read, and read ours, at another division than they were
+    written."""
     sizes, world = SPREAD[model, division]
-    convert(str(written(model)), tmp_path / "ours", to="megatron", config=None, verify=False, say=lambda line: None)
+    convert(
+        str(written(model)),
+        tmp_path / "ours",
+        to="megatron",
+        config=None,
+        verify=False,
+        say=lambda line: None,
+    )
     theirs = tmp_path / "theirs"
     results = run_ranks(
-        world, "models.convert.ranks:round_trip", str(written(model)), str(tmp_path / "ours"), str(theirs), sizes
+        world,
+        "models.convert.ranks:round_trip",
+        str(written(model)),
+        str(tmp_path / "ours"),
+        str(theirs),
+        sizes,
     )
     rows = [logits for logits, _, _ in results if logits is not None][: sizes.get("tensor", 1)]
     expected = _by_transformers(written(model))
-    np.testing.assert_allclose(np.concatenate(rows, axis=1), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    np.testing.assert_allclose(
+        np.concatenate(rows, axis=1), expected, atol=1e-5 * np.abs(expected).max(), rtol=0
+    )
     assert all(same for _, same, _ in results)
     hf = load_file(written(model) / "model.safetensors")
     seen = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in hf.items()}

@@ -12,7 +12,10 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 
 def qkv(tokens, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(tokens, heads, DIM, generator=generator, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [
+        torch.randn(tokens, heads, DIM, generator=generator, dtype=dtype)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
 
 
 def oracle(lengths, q, k, v):
@@ -23,7 +26,9 @@ def oracle(lengths, q, k, v):
         for head in range(HEADS):
             shared = head // (HEADS // KV_HEADS)
             scores = q[rows, head] @ k[rows, shared].T / math.sqrt(DIM)
-            scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+            scores = scores.masked_fill(
+                torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf
+            )
             out[rows, head] = scores.softmax(-1) @ v[rows, shared]
         start += length
     return out
@@ -38,7 +43,9 @@ def test_equals_separate_sequences_in_value_and_gradient(lengths):
     upstream = qkv(sum(lengths), seed=1)[0]
     found, expected = PackedAttention(lengths)(0, *inputs), oracle(lengths, *inputs)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    for ours, theirs in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (found, expected)), strict=True):
+    for ours, theirs in zip(
+        *(torch.autograd.grad(out, inputs, upstream) for out in (found, expected)), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 

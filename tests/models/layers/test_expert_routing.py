@@ -1,4 +1,5 @@
-"""Replay: the learner sends tokens where the sampler sent them. Balance: a number of each sequence, however batches are cut."""
+"""Replay: the learner sends tokens where the sampler sent them. Balance: a number of each sequence,
+however batches are cut."""
 
 import asyncio
 from dataclasses import replace
@@ -28,14 +29,30 @@ from ratchet.testing.builders import make_group
 from ratchet.types import Owner, Sampling, Scored
 
 VOCAB = 23
-QWEN = {"family": "qwen3_moe", "n_experts": 8, "experts_per_token": 2, "expert_intermediate_size": 12, "dense_layers": (1,)}
-MIXTRAL = {"family": "mixtral", "n_experts": 8, "experts_per_token": 2, "expert_intermediate_size": 24, "qk_norm": False}
+QWEN = {
+    "family": "qwen3_moe",
+    "n_experts": 8,
+    "experts_per_token": 2,
+    "expert_intermediate_size": 12,
+    "dense_layers": (1,),
+}
+MIXTRAL = {
+    "family": "mixtral",
+    "n_experts": 8,
+    "experts_per_token": 2,
+    "expert_intermediate_size": 24,
+    "qk_norm": False,
+}
 SHAPES = {"qwen3_moe": QWEN, "mixtral": MIXTRAL}
 
 
 def model(seed=0, dtype=torch.float32, shape=QWEN):
     """Routers whose experts are all but tied: the least noise chooses others."""
-    decoder = Decoder(DecoderConfig(VOCAB, 16, 3, 2, 1, 8, 24, init_std=0.3, **shape)).init_weights(seed).to(dtype)
+    decoder = (
+        Decoder(DecoderConfig(VOCAB, 16, 3, 2, 1, 8, 24, init_std=0.3, **shape))
+        .init_weights(seed)
+        .to(dtype)
+    )
     noise = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for weight in routers(decoder):
@@ -44,7 +61,9 @@ def model(seed=0, dtype=torch.float32, shape=QWEN):
 
 
 def routers(decoder):
-    return [parameter for name, parameter in decoder.named_parameters() if name.endswith("gate.weight")]
+    return [
+        parameter for name, parameter in decoder.named_parameters() if name.endswith("gate.weight")
+    ]
 
 
 def shaken(policy, scale=1e-6):
@@ -61,8 +80,12 @@ def sampled(policy, *, prompts=4, attempts=3, routes=True):
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, VOCAB, 5 + 3 * i).tolist() for i in range(prompts)]
     asked = [(g, a) for g in range(prompts) for a in range(attempts)]
-    samplings = [Sampling(max_new_tokens=4 + 5 * a, seed=10 * g + a, routes=routes) for g, a in asked]
-    completions = Engine(EngineConfig(), policy).generate_all([rows[g] for g, _ in asked], samplings)
+    samplings = [
+        Sampling(max_new_tokens=4 + 5 * a, seed=10 * g + a, routes=routes) for g, a in asked
+    ]
+    completions = Engine(EngineConfig(), policy).generate_all(
+        [rows[g] for g, _ in asked], samplings
+    )
     made = [[] for _ in rows]
     for (g, a), completion in zip(asked, completions, strict=True):
         record = TokenRecord()
@@ -74,7 +97,13 @@ def sampled(policy, *, prompts=4, attempts=3, routes=True):
 
 def learner(policy, **options):
     config = options.pop("config", LocalConfig())
-    return LocalLearner(config, policy, optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=None), total_steps=5, **options)
+    return LocalLearner(
+        config,
+        policy,
+        optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=None),
+        total_steps=5,
+        **options,
+    )
 
 
 def gap(policy, batch, **options):
@@ -84,7 +113,9 @@ def gap(policy, batch, **options):
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_with_replay_the_learner_agrees_with_the_sampler_though_its_routers_would_choose_otherwise(shape):
+def test_with_replay_the_learner_agrees_with_the_sampler_though_its_routers_would_choose_otherwise(
+    shape,
+):
     batch = pack(sampled(model(shape=SHAPES[shape])))
     routes = batch.need(ROUTES)
     assert routes.dtype == torch.int16
@@ -150,9 +181,15 @@ def test_rows_keep_their_routes_when_batches_are_cut_and_rows_without_are_unknow
     batch = pack([recorded[1], plain[0]])
     column = batch.need(ROUTES)
     three = recorded[1].trajectories
-    assert column[: sum(map(len, three))].tolist() == np.concatenate([t.routes for t in three]).tolist()
+    assert (
+        column[: sum(map(len, three))].tolist()
+        == np.concatenate([t.routes for t in three]).tolist()
+    )
     assert (column[sum(map(len, three)) :] == -1).all()
-    assert batch.take([2, 0]).need(ROUTES).tolist() == np.concatenate([three[2].routes, three[0].routes]).tolist()
+    assert (
+        batch.take([2, 0]).need(ROUTES).tolist()
+        == np.concatenate([three[2].routes, three[0].routes]).tolist()
+    )
     assert batch.to("cpu", torch.float64).need(ROUTES).dtype == torch.int16
 
 
@@ -177,7 +214,8 @@ def test_shared_beginnings_replay_as_sequences_alone_do():
     positions = torch.cat([torch.arange(n) for n in lengths])
     beginning = torch.randint(0, 8, (9, 2, 2), generator=generator, dtype=torch.int16)
     routes = torch.cat([beginning[:n].clone() for n in lengths])
-    routes[8 + 5] = torch.tensor([[7, 6], [5, 4]])  # a branch of its own, one token before its token differs
+    # a branch of its own, one token before its token differs
+    routes[8 + 5] = torch.tensor([[7, 6], [5, 4]])
     routes[-1] = -1
     with torch.no_grad():
         together = policy(tokens, positions, lengths, Routing(routes))
@@ -196,7 +234,8 @@ def test_shared_beginnings_replay_as_sequences_alone_do():
 
 
 def plain_balance(policy, row, shape=QWEN):
-    """arXiv:2412.19437 eq. 17-20 and arXiv:2202.08906 eq. 5 of one sequence, from the logits of each router."""
+    """arXiv:2412.19437 eq. 17-20 and arXiv:2202.08906 eq. 5 of one sequence, from the logits of
+    each router."""
     watch = Watch()
     policy(torch.tensor(row), torch.arange(len(row)), [len(row)], Routing(watch=watch))
     balances, zs = [], []
@@ -212,15 +251,22 @@ def plain_balance(policy, row, shape=QWEN):
 
 
 def uneven(dtype=torch.float64):
-    decoder = Decoder(DecoderConfig(VOCAB, 16, 3, 2, 1, 8, 24, init_std=0.3, **QWEN)).init_weights(3).to(dtype)
+    decoder = (
+        Decoder(DecoderConfig(VOCAB, 16, 3, 2, 1, 8, 24, init_std=0.3, **QWEN))
+        .init_weights(3)
+        .to(dtype)
+    )
     return DecoderPolicy(decoder)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("tokens", [1, 40, 10_000])
 def test_the_balance_loss_is_the_same_however_micro_batches_are_cut(tokens, checkpointing):
-    """10,000: one micro-batch, whose equal beginnings are computed once; 1: a sequence at a time."""
-    batch, terms = weighed(pack(sampled(uneven(torch.float32), routes=False)), balance_coef=0.3, z_coef=0.1)
+    """10,000: one micro-batch, whose equal beginnings are computed once; 1: a sequence at a
+    time."""
+    batch, terms = weighed(
+        pack(sampled(uneven(torch.float32), routes=False)), balance_coef=0.3, z_coef=0.1
+    )
     terms = [term for term in terms if term.name in ("router", "router_z")]
     policy = uneven()
     rows = batch.tokens_T.split(batch.lengths_S.tolist())
@@ -242,7 +288,10 @@ def test_the_balance_loss_is_the_same_however_micro_batches_are_cut(tokens, chec
 def test_even_routing_has_balance_one_and_the_loss_lowers_the_load_of_the_busiest():
     batch, terms = weighed(pack(sampled(uneven(torch.float32), routes=False)), balance_coef=1.0)
     made = LocalLearner(
-        LocalConfig(), uneven(), optimizer=OptimizerConfig(lr=0.02, max_grad_norm=None, warmup_steps=0), total_steps=20
+        LocalConfig(),
+        uneven(),
+        optimizer=OptimizerConfig(lr=0.02, max_grad_norm=None, warmup_steps=0),
+        total_steps=20,
     )
     only = [term for term in terms if term.name == "router"]
     metrics = [asyncio.run(made.update(batch, only)) for _ in range(10)]
@@ -253,7 +302,9 @@ def test_even_routing_has_balance_one_and_the_loss_lowers_the_load_of_the_busies
     logits = torch.zeros(4, 4)
     even = torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3]])
     Routing(even[:, None].to(torch.int16), seen)(0, logits, even.flip(0))
-    ((balance, z, entropy, most, rerouted),) = seen.columns(torch.zeros(4, dtype=torch.int64), 1).tolist()
+    ((balance, z, entropy, most, rerouted),) = seen.columns(
+        torch.zeros(4, dtype=torch.int64), 1
+    ).tolist()
     assert (balance, most) == (pytest.approx(1), pytest.approx(1))
     assert z == pytest.approx(np.log(4) ** 2)
     assert entropy == pytest.approx(np.log(4))
@@ -264,4 +315,6 @@ def test_tokens_without_a_route_are_routed_by_the_learner():
     (group, *_) = sampled(uneven(torch.float32))
     row = group.trajectories[1]
     cut = replace(row, routes=np.where(np.arange(len(row))[:, None, None] < 6, -1, row.routes))
-    assert gap(uneven(torch.float32), pack([replace(group, trajectories=(cut,))]), replays=True) < 1e-5
+    assert (
+        gap(uneven(torch.float32), pack([replace(group, trajectories=(cut,))]), replays=True) < 1e-5
+    )

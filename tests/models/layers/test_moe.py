@@ -9,7 +9,9 @@ from ratchet.models.presets import preset
 
 
 def layer(dtype=torch.float64, **overrides):
-    made = SparseMLP(preset("tiny-moe", 50, hidden_size=16, expert_intermediate_size=24, **overrides), 0, 4).to(dtype)
+    made = SparseMLP(
+        preset("tiny-moe", 50, hidden_size=16, expert_intermediate_size=24, **overrides), 0, 4
+    ).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -37,7 +39,9 @@ def plainly(mlp, x_Td):
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("fields", [{}, {"renormalise": False}, {"experts_per_token": 1, "renormalise": False}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"renormalise": False}, {"experts_per_token": 1, "renormalise": False}]
+)
 @pytest.mark.parametrize("count", [1, 2, 37])
 def test_values_and_gradients_are_those_of_the_plain_sum(count, fields, multiple):
     mlp, x, slopes = layer(**fields), tokens(count).requires_grad_(), tokens(count, seed=2)
@@ -72,7 +76,9 @@ def test_rows_are_arranged_by_expert_by_hand():
 
 def test_the_experts_see_rows_padded_to_the_multiple():
     mlp, seen = layer(), []
-    mlp.exchange = lambda compute, x, counts: seen.append((len(x), counts.tolist())) or compute(x, counts)
+    mlp.exchange = lambda compute, x, counts: (
+        seen.append((len(x), counts.tolist())) or compute(x, counts)
+    )
     mlp(tokens(37), 8)
     ((rows, counts),) = seen
     assert rows == sum(counts)
@@ -81,7 +87,8 @@ def test_the_experts_see_rows_padded_to_the_multiple():
 
 
 def test_experts_in_two_places_are_one_layer():
-    """What expert parallelism does: a part of the experts each, and rows sent to where their expert is."""
+    """What expert parallelism does: a part of the experts each, and rows sent to where their expert
+    is."""
     mlp, x = layer(), tokens(37).requires_grad_()
     parts = [Experts(2, 16, 24).double() for _ in range(2)]
     with torch.no_grad():
@@ -95,7 +102,12 @@ def test_experts_in_two_places_are_one_layer():
     def send(compute, x_Nd, counts_E):
         assert compute is mlp.experts
         here = x_Nd.split([int(half.sum()) for half in counts_E.chunk(2)])
-        return torch.cat([part(rows, counts) for part, rows, counts in zip(parts, here, counts_E.chunk(2), strict=True)])
+        return torch.cat(
+            [
+                part(rows, counts)
+                for part, rows, counts in zip(parts, here, counts_E.chunk(2), strict=True)
+            ]
+        )
 
     mlp.exchange = send
     found = mlp(x)
@@ -111,7 +123,10 @@ def test_experts_in_two_places_are_one_layer():
 def test_the_grouped_kernel_is_called_rightly(counts):
     """torch's kernel for CUDA has a CPU form."""
     generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(10, 16, generator=generator), torch.randn(4, 24, 16, generator=generator)
+    x, weight = (
+        torch.randn(10, 16, generator=generator),
+        torch.randn(4, 24, 16, generator=generator),
+    )
     counts = torch.tensor(counts)
     ends = []
     for product in (products, grouped):

@@ -1,4 +1,5 @@
-"""Matrices that rest in 4 or 8 bits: how far off they are, that quantising again changes nothing, and products of them."""
+"""Matrices that rest in 4 or 8 bits: how far off they are, that quantising again changes nothing,
+and products of them."""
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ BITS = {"float8": 8, "nf4": 4}
 
 def matrix(rows, columns, seed=0):
     """Rows of very different sizes, one of them 0."""
-    made = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-6, 2, rows)[:, None]
+    made = (
+        torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+        * torch.logspace(-6, 2, rows)[:, None]
+    )
     made[rows // 2] = 0
     return made
 
@@ -27,7 +31,8 @@ def largest(plain, block):
 
 @pytest.mark.parametrize("shape", [(24, 256), (7, 300), (5, 8)], ids=str)
 def test_float8_is_within_the_bound_of_its_format(shape):
-    """e4m3 keeps 3 bits behind the leading one, and halves of 2^-9 below 2^-6; a scale leaves its largest above 224."""
+    """e4m3 keeps 3 bits behind the leading one, and halves of 2^-9 below 2^-6; a scale leaves its
+    largest above 224."""
     plain = matrix(*shape)
     off = (Quantised(plain, "float8").plain() - plain).abs()
     assert (off <= torch.maximum(plain.abs() / 16, largest(plain, FLOAT8_BLOCK) * 2**-17)).all()
@@ -53,7 +58,10 @@ def test_what_was_restored_is_quantised_to_the_same_numbers(form, dtype):
 def test_it_takes_its_bits_and_a_scale_for_each_block(form):
     quantised = Quantised(matrix(64, 512), form)
     numbers, blocks = 64 * 512, {"float8": FLOAT8_BLOCK, "nf4": NF4_BLOCK}
-    assert quantised.codes.nbytes + quantised.scales.nbytes == numbers * BITS[form] // 8 + 4 * numbers // blocks[form]
+    assert (
+        quantised.codes.nbytes + quantised.scales.nbytes
+        == numbers * BITS[form] // 8 + 4 * numbers // blocks[form]
+    )
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -72,7 +80,9 @@ def test_a_product_and_its_gradient_are_those_of_the_restored_matrix(form, autoc
     theirs.float().square().sum().backward()
     for found, wanted in ((ours, theirs), (x.grad, y.grad)):
         assert (found - wanted).norm() <= (0.02 if autocast else 1e-6) * wanted.norm()
-    assert not any(tensor.shape == (12, 40) for tensor in kept), "the restored matrix waits for the backward"
+    assert not any(tensor.shape == (12, 40) for tensor in kept), (
+        "the restored matrix waits for the backward"
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -88,7 +98,9 @@ def test_new_numbers_count_once_it_is_shut(form):
 
 
 def test_a_decoder_with_quantised_maps_has_the_same_names_and_gets_its_weights_back():
-    decoder = Decoder(DecoderConfig(23, 16, 2, 2, 1, 8, 24, tied=False, qkv_bias=True)).init_weights(0)
+    decoder = Decoder(
+        DecoderConfig(23, 16, 2, 2, 1, 8, 24, tied=False, qkv_bias=True)
+    ).init_weights(0)
     before = {name: tensor.clone() for name, tensor in canonical_weights(decoder)}
     for _, linear in decoder.inner_maps:
         linear.quantise("float8")
@@ -99,5 +111,7 @@ def test_a_decoder_with_quantised_maps_has_the_same_names_and_gets_its_weights_b
         assert torch.equal(tensor, before[name]) == ("proj.weight" not in name), name
     for _, linear in decoder.inner_maps:
         linear.restore()
-    assert [name for name, _ in decoder.named_parameters()].count("layers.0.self_attn.o_proj.weight") == 1
+    assert [name for name, _ in decoder.named_parameters()].count(
+        "layers.0.self_attn.o_proj.weight"
+    ) == 1
     assert all(torch.equal(tensor, found[name]) for name, tensor in canonical_weights(decoder))

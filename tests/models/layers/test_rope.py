@@ -15,7 +15,12 @@ ROPES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
     "yarn, all stated": {
         "rope_type": "yarn",
         "rope_theta": 1e6,
@@ -45,7 +50,10 @@ def test_equals_transformers(name, head_dim):
 
     reference = LlamaRotaryEmbedding(
         LlamaConfig(
-            hidden_size=2 * head_dim, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=dict(ROPES[name])
+            hidden_size=2 * head_dim,
+            num_attention_heads=2,
+            max_position_embeddings=131072,
+            rope_parameters=dict(ROPES[name]),
         )
     )
     frequencies, scale = inverse_frequencies(ROPES[name], head_dim)
@@ -66,7 +74,9 @@ def table(name="default"):
 def test_a_cast_of_the_model_leaves_the_angles_alone():
     positions = torch.tensor([0, 1, 100_000])
     expected = table()(positions, torch.float32)
-    for found, exact in zip(table().to(torch.bfloat16)(positions, torch.float32), expected, strict=True):
+    for found, exact in zip(
+        table().to(torch.bfloat16)(positions, torch.float32), expected, strict=True
+    ):
         assert torch.equal(found, exact)
 
 

@@ -59,14 +59,23 @@ def test_switched_off_it_is_the_base_bit_for_bit():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("lora", [{}, {"target_modules": ("v_proj", "down_proj")}, {"rslora": True, "init": "gaussian"}])
+@pytest.mark.parametrize(
+    "lora", [{}, {"target_modules": ("v_proj", "down_proj")}, {"rslora": True, "init": "gaussian"}]
+)
 def test_merged_computes_what_it_computed_beside(lora, tmp_path):
     policy = adapted(**lora)
     beside = logits(policy)
     policy.save(tmp_path / "merged", policy.merged_weights())
-    torch.testing.assert_close(logits(load_policy(tmp_path / "merged")), beside, rtol=0, atol=1e-6 * float(beside.abs().max()))
+    torch.testing.assert_close(
+        logits(load_policy(tmp_path / "merged")),
+        beside,
+        rtol=0,
+        atol=1e-6 * float(beside.abs().max()),
+    )
     policy.merge()
-    torch.testing.assert_close(logits(policy), beside, rtol=0, atol=1e-6 * float(beside.abs().max()))
+    torch.testing.assert_close(
+        logits(policy), beside, rtol=0, atol=1e-6 * float(beside.abs().max())
+    )
     assert not list(policy.adapter_weights())
     assert all(parameter.requires_grad for parameter in policy.parameters())
 
@@ -74,7 +83,9 @@ def test_merged_computes_what_it_computed_beside(lora, tmp_path):
 def test_what_is_saved_without_it_is_the_base(tmp_path):
     adapted().save(tmp_path)
     for (name, ours), (_, theirs) in zip(
-        load_policy(tmp_path).canonical_weights(), init_policy(SHAPE, seed=1).canonical_weights(), strict=True
+        load_policy(tmp_path).canonical_weights(),
+        init_policy(SHAPE, seed=1).canonical_weights(),
+        strict=True,
     ):
         assert torch.equal(ours, theirs), name
 
@@ -110,7 +121,12 @@ def test_peft_reads_what_was_written_and_computes_the_same(tmp_path):
     policy = adapted(rslora=True, target_modules=("q_proj", "o_proj", "up_proj", "down_proj"))
     policy.save(tmp_path / "base")
     adapter = replace(policy.adapter, base=str(tmp_path / "base"))
-    save_adapter(tmp_path / "adapter", adapter, policy.check_adapter(adapter.lora), dict(policy.adapter_weights()))
+    save_adapter(
+        tmp_path / "adapter",
+        adapter,
+        policy.check_adapter(adapter.lora),
+        dict(policy.adapter_weights()),
+    )
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     rows = [theirs(input_ids=row[None]).logits[0] for row in TOKENS.split(LENGTHS)]
@@ -139,11 +155,15 @@ def test_a_model_of_transformers_has_the_same_adapter(tmp_path):
     torch.testing.assert_close(logits(theirs), logits(ours), rtol=0, atol=1e-5)
     with theirs.without_adapter():
         assert torch.equal(logits(theirs), base)
-    assert {name for name, p in theirs.named_parameters() if p.requires_grad} == {name for name, _ in theirs.trained()}
+    assert {name for name, p in theirs.named_parameters() if p.requires_grad} == {
+        name for name, _ in theirs.trained()
+    }
     theirs.save(tmp_path / "again")
     torch.testing.assert_close(logits(load_policy(tmp_path / "again")), base, rtol=0, atol=1e-5)
     theirs.save(tmp_path / "merged", theirs.merged_weights())
-    torch.testing.assert_close(logits(load_policy(tmp_path / "merged")), logits(ours), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logits(load_policy(tmp_path / "merged")), logits(ours), rtol=0, atol=1e-5
+    )
     theirs.merge()
     torch.testing.assert_close(logits(theirs), logits(ours), rtol=0, atol=1e-5)
 
@@ -179,9 +199,13 @@ def test_unknown_maps_and_experts_are_refused(tmp_path):
     policy = init_policy(SHAPE, seed=1)
     with pytest.raises(ConfigError, match="'q_prj'; did you mean 'q_proj'"):
         policy.attach(Adapter(LoRAConfig(target_modules=("q_prj",))))
-    shape = replace(SHAPE, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=12)
+    shape = replace(
+        SHAPE, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=12
+    )
     sparse = init_policy(shape, seed=1)
-    with pytest.raises(ConfigError, match=r"experts of a mixture.*\[q_proj, k_proj, v_proj, o_proj\]"):
+    with pytest.raises(
+        ConfigError, match=r"experts of a mixture.*\[q_proj, k_proj, v_proj, o_proj\]"
+    ):
         sparse.attach(Adapter(LoRAConfig()))
     sparse.attach(Adapter(LoRAConfig(target_modules=("q_proj", "o_proj"))))
     assert len(list(sparse.adapter_weights())) == 2 * 2 * 2
@@ -192,7 +216,9 @@ def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path):
     policy = adapted()
     save_adapter(tmp_path, policy.adapter, ("q_proj",), dict(policy.adapter_weights()))
     (tmp_path / "adapter_config.json").write_text(
-        (tmp_path / "adapter_config.json").read_text().replace('"use_dora": false', '"use_dora": true')
+        (tmp_path / "adapter_config.json")
+        .read_text()
+        .replace('"use_dora": false', '"use_dora": true')
     )
     with pytest.raises(ModelError, match="use_dora=True"):
         load_adapter(tmp_path)

@@ -1,4 +1,5 @@
-"""Models that read images: packed as alone, encoded once, at rest or trained, and what is written of them."""
+"""Models that read images: packed as alone, encoded once, at rest or trained, and what is written
+of them."""
 
 from functools import partial
 
@@ -28,7 +29,9 @@ from ratchet.utils.thread_pool import Crew
 def row(family, messages, number=0):
     made = renderer(family)
     tokens, trainable = made.supervised(messages, train="all")
-    return Trajectory.supervised(tokens, trainable, media=made.media(tokens, messages), attempt=number)
+    return Trajectory.supervised(
+        tokens, trainable, media=made.media(tokens, messages), attempt=number
+    )
 
 
 def batch_of(family, order=(0, 1, 2)):
@@ -47,15 +50,20 @@ def hidden_of(policy, batch):
 
 
 def reference_logits(policy, trajectory):
-    """transformers' own forward of one sequence: it encodes each occurrence, and finds positions, by itself."""
+    """transformers' own forward of one sequence: it encodes each occurrence, and finds positions,
+    by itself."""
     config = policy.model.config
     given = {
-        name: torch.from_numpy(np.concatenate([one.medium.inputs[name] for one in trajectory.media]))
+        name: torch.from_numpy(
+            np.concatenate([one.medium.inputs[name] for one in trajectory.media])
+        )
         for name in (trajectory.media[0].medium.inputs if trajectory.media else ())
     }
     tokens = torch.from_numpy(trajectory.tokens)
     types = (tokens == config.image_token_id).long()
-    return policy.model(input_ids=tokens[None], mm_token_type_ids=types[None], use_cache=False, **given).logits[0]
+    return policy.model(
+        input_ids=tokens[None], mm_token_type_ids=types[None], use_cache=False, **given
+    ).logits[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,7 +75,9 @@ def test_packed_logits_are_the_model_s_own_of_each_sequence_alone(family, dtype,
         expected = [reference_logits(policy, row(family, messages)) for messages in dialogues()]
         for order in ((0, 1, 2), (2, 0), (1,), (2, 1, 0)):
             found = policy.logits(hidden_of(policy, batch_of(family, order)))
-            assert torch.allclose(found, torch.cat([expected[i] for i in order]), rtol=0, atol=tolerance)
+            assert torch.allclose(
+                found, torch.cat([expected[i] for i in order]), rtol=0, atol=tolerance
+            )
     assert max(float(logits.std()) for logits in expected) > 0.1
 
 
@@ -115,10 +125,15 @@ def test_the_probe_notices_an_encoder_that_mixes_images(monkeypatch):
 def test_gradients_of_a_packed_batch_are_those_of_its_sequences_added_up(family):
     policy = policy_of(family, torch.float64, towers="trained")
     rows = [row(family, messages) for messages in dialogues()]
-    slope = torch.randn(policy.vocab_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    slope = torch.randn(
+        policy.vocab_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
     def gradients():
-        found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in policy.model.named_parameters()}
+        found = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in policy.model.named_parameters()
+        }
         policy.zero_grad()
         return found
 
@@ -131,7 +146,8 @@ def test_gradients_of_a_packed_batch_are_those_of_its_sequences_added_up(family)
     (policy.logits(hidden_of(policy, batch_of(family))) @ slope).sum().backward()
     recomputed = gradients()
     for name, expected in alone.items():
-        bound = 1e-6 * float(expected.abs().max())  # transformers turns what a tower attends to in float32
+        # transformers turns what a tower attends to in float32
+        bound = 1e-6 * float(expected.abs().max())
         assert float((packed[name] - expected).abs().max()) <= bound, name
         assert float((recomputed[name] - expected).abs().max()) <= bound, name
     assert float(alone["model.visual.patch_embed.proj.weight"].abs().max()) > 1e-3
@@ -154,7 +170,9 @@ def test_a_picture_that_several_sequences_show_is_encoded_once(family, monkeypat
 def test_towers_rest_unless_they_are_asked_to_train(family):
     frozen, trained = policy_of(family), policy_of(family, towers="trained")
     towers = {name for name, _ in frozen.tower_parameters()}
-    assert towers == {name for name, _ in frozen.model.named_parameters() if name.startswith("model.visual.")}
+    assert towers == {
+        name for name, _ in frozen.model.named_parameters() if name.startswith("model.visual.")
+    }
     assert frozen.resting() == towers
     assert trained.resting() == frozenset()
     names = {name.partition(".")[2] for name, _ in frozen.trained()}
@@ -166,7 +184,9 @@ def test_towers_rest_unless_they_are_asked_to_train(family):
     assert all(p.grad is not None for _, p in trained.tower_parameters())
     trained.zero_grad()
     policy.logits(hidden_of(trained, batch_of(family, (1,)))).sum().backward()
-    assert all(float(p.grad.abs().max()) == 0 for _, p in trained.tower_parameters()), "0 where no picture was seen, not none"
+    assert all(float(p.grad.abs().max()) == 0 for _, p in trained.tower_parameters()), (
+        "0 where no picture was seen, not none"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -182,7 +202,12 @@ def test_an_adapter_is_of_the_language_model_alone(family):
     assert sum(p.requires_grad for p in policy.parameters()) == len(names)
     with torch.no_grad():
         for name, p in policy.trained():
-            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)), dtype=p.dtype) * 0.3)
+            p.copy_(
+                torch.randn(
+                    p.shape, generator=torch.Generator().manual_seed(len(name)), dtype=p.dtype
+                )
+                * 0.3
+            )
         own = hidden_of(policy, batch)
         assert not torch.allclose(own, base, atol=1e-3)
         with policy.without_adapter():
@@ -198,26 +223,44 @@ def test_what_is_saved_is_the_model_with_its_processor(family, tmp_path):
 
     policy, batch = policy_of(family), batch_of(family)
     policy.save(tmp_path)
-    written, given = load_file(tmp_path / "model.safetensors"), load_file(model_directory(family) / "model.safetensors")
-    assert {name: weight.tolist() for name, weight in written.items()} == {name: w.tolist() for name, w in given.items()}
-    assert len(written) == len(list(policy.canonical_weights())), "the head is the embedding, and there is one of them"
+    written, given = (
+        load_file(tmp_path / "model.safetensors"),
+        load_file(model_directory(family) / "model.safetensors"),
+    )
+    assert {name: weight.tolist() for name, weight in written.items()} == {
+        name: w.tolist() for name, w in given.items()
+    }
+    assert len(written) == len(list(policy.canonical_weights())), (
+        "the head is the embedding, and there is one of them"
+    )
     again = load_policy(tmp_path)
     assert isinstance(again, VisionPolicy)
     assert again.packs
     with torch.no_grad():
         assert torch.equal(hidden_of(again, batch), hidden_of(policy, batch))
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, local_files_only=True)
-    assert all(torch.equal(theirs.get_parameter(name), weight) for name, weight in policy.canonical_weights())
+    assert all(
+        torch.equal(theirs.get_parameter(name), weight)
+        for name, weight in policy.canonical_weights()
+    )
     assert [one.span for one in probe_images(tmp_path, theirs)] == [24, 12]
 
 
 def test_threads_share_a_model_as_one_would_run_it():
-    policy, batches = policy_of("qwen3_vl"), [batch_of("qwen3_vl", order) for order in ((0,), (1, 2), (2, 0))]
+    policy, batches = (
+        policy_of("qwen3_vl"),
+        [batch_of("qwen3_vl", order) for order in ((0,), (1, 2), (2, 0))],
+    )
     forward = Forward(policy, None, chunk_mib=1, autocast=False, shared_vocab=None)
     with torch.no_grad():
         expected = [hidden_of(policy, batch) for batch in batches]
     hands = [forward, forward.twin(), forward.twin()]
-    scored = Crew(3).run([partial(hand.score, batch, ["logprobs"]) for hand, batch in zip(hands, batches, strict=True)])
+    scored = Crew(3).run(
+        [
+            partial(hand.score, batch, ["logprobs"])
+            for hand, batch in zip(hands, batches, strict=True)
+        ]
+    )
     for batch, hidden, found in zip(batches, expected, scored, strict=True):
         again = forward.score(batch, ["logprobs"], hidden_Td=hidden)
         assert torch.equal(found["logprobs"], again["logprobs"])
@@ -260,7 +303,9 @@ def test_a_model_of_text_alone_is_given_no_media(reference, tmp_path):
         load_policy(tmp_path, towers="trained")
     batch = batch_of("qwen2_5_vl", (0,))
     with pytest.raises(ModelError, match="reads text alone"):
-        Forward(text, None, chunk_mib=1, autocast=False, shared_vocab=None).score(batch, ["logprobs"])
+        Forward(text, None, chunk_mib=1, autocast=False, shared_vocab=None).score(
+            batch, ["logprobs"]
+        )
 
 
 def test_megatron_refuses_it():

@@ -12,7 +12,15 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.transformers.policy import TransformersPolicy
 from ratchet.utils.thread_pool import Crew
 
-GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {
+    "vocab_size": 50,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 OPT = {
     "vocab_size": 50,
     "hidden_size": 32,
@@ -33,14 +41,21 @@ ARCHITECTURES = {
     "gemma2": (
         "gemma2",
         None,
-        {"head_dim": 8, "pad_token_id": 0, "final_logit_softcapping": 0.7, "query_pre_attn_scalar": 8, "sliding_window": 4},
+        {
+            "head_dim": 8,
+            "pad_token_id": 0,
+            "final_logit_softcapping": 0.7,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 4,
+        },
         True,
     ),
     "granite": ("granite", None, {"logits_scaling": 3.0, "embedding_multiplier": 2.0}, True),
     "cohere": ("cohere", None, {"logit_scale": 0.3, "pad_token_id": 0}, True),
     "mixtral": ("mixtral", None, {"num_local_experts": 4, "sliding_window": None}, True),
     "qwen3": ("qwen3", None, {"head_dim": 8}, True),
-    "opt": ("opt", OPT, {}, False),  # positions come from a mask, and the backbone lies one module deeper
+    # positions come from a mask, and the backbone lies one module deeper
+    "opt": ("opt", OPT, {}, False),
     "bloom": ("bloom", BLOOM, {}, False),  # takes no positions
 }
 
@@ -66,7 +81,8 @@ def test_packed_logits_are_the_model_s_own(loaded, reference_logits, ragged):
 
 
 def test_a_token_s_work_is_that_of_the_products(loaded):
-    """Of fused attention and of products grouped by experts the counter knows nothing; bloom attends by plain products."""
+    """Of fused attention and of products grouped by experts the counter knows nothing; bloom
+    attends by plain products."""
     from torch.utils.flop_counter import FlopCounterMode
 
     _, policy, _ = loaded
@@ -75,8 +91,11 @@ def test_a_token_s_work_is_that_of_the_products(loaded):
         hidden = policy.hidden(torch.arange(7), torch.arange(7), [7])
         policy.logits(hidden)
     layers, heads = config.num_hidden_layers, config.num_attention_heads
-    assert work.attended == layers * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    grouped = layers * 2 * (3 * 32 * 48) if config.model_type == "mixtral" else 0  # two experts a token, of three matrices
+    assert work.attended == layers * heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // heads
+    )
+    # two experts a token, of three matrices
+    grouped = layers * 2 * (3 * 32 * 48) if config.model_type == "mixtral" else 0
     seen = 7 if config.model_type == "bloom" else 0
     assert work.forward_flop(7, seen) == counter.get_total_flops() + 7 * 2 * grouped
 
@@ -89,7 +108,10 @@ def test_an_adapter_is_no_part_of_the_work(reference):
 
 
 def test_the_work_of_what_does_more_than_attend_is_unknown(reference):
-    mamba = reference("mamba", shape={"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4})
+    mamba = reference(
+        "mamba",
+        shape={"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    )
     assert TransformersPolicy(mamba).work is None
 
 
@@ -99,7 +121,9 @@ def test_twins_in_two_threads_each_have_the_gradients_of_one(loaded, ragged):
     own = Forward(policy, None, chunk_mib=1, autocast=False, shared_vocab=None)
 
     def backward(hand):
-        hand.model.logits(hand.model.hidden(tokens, positions, lengths)).logsumexp(-1).mean().backward()
+        hand.model.logits(hand.model.hidden(tokens, positions, lengths)).logsumexp(
+            -1
+        ).mean().backward()
         found = [None if p.grad is None else p.grad.clone() for _, p in hand.parameters()]
         hand.model.zero_grad()
         return found
@@ -124,7 +148,13 @@ def test_gradients_are_the_model_s_own(loaded, reference_logits, ragged):
         if expected[name] is None:
             assert parameter.grad is None, name
         else:
-            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                parameter.grad,
+                expected[name],
+                rtol=1e-3,
+                atol=1e-6,
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
 
 
 def test_softcapping_bounds_the_logits(reference, ragged):
@@ -153,7 +183,9 @@ def test_a_neighbour_changes_nothing_at_all(name, reference, ragged):
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_a_leak_is_found_and_packing_given_up(name, dtype, reference, monkeypatch, ragged):
     """Without its look at the positions, transformers' causal mask spans all sequences."""
-    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+    monkeypatch.setattr(
+        "transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None
+    )
     model_type, shape, fields, _ = ARCHITECTURES[name]
     model = reference(model_type, shape=shape, **fields).to(dtype)
     policy = TransformersPolicy(model)
@@ -179,7 +211,9 @@ def test_the_head_is_float32(reference, tmp_path, ragged):
 
 
 def test_dropout_is_off_even_where_transformers_trains(reference, tmp_path, ragged):
-    reference("gpt2", shape=GPT2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).save_pretrained(tmp_path)
+    reference("gpt2", shape=GPT2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).save_pretrained(
+        tmp_path
+    )
     policy = load_policy(tmp_path)
     plain = policy.hidden(*ragged)
     policy.checkpointing = True
@@ -207,7 +241,9 @@ def test_checkpointing_recomputes_layers(reference, ragged):
 
 
 def test_saved_with_the_configuration_it_came_with(reference, tmp_path, ragged):
-    reference("gpt2", shape=GPT2, attn_pdrop=0.25).save_pretrained(tmp_path / "start", max_shard_size="20KB")
+    reference("gpt2", shape=GPT2, attn_pdrop=0.25).save_pretrained(
+        tmp_path / "start", max_shard_size="20KB"
+    )
     policy = load_policy(tmp_path / "start")
     policy.save(tmp_path / "start")
     assert len(list((tmp_path / "start").glob("*.safetensors"))) == 1
@@ -220,7 +256,12 @@ def test_saved_with_the_configuration_it_came_with(reference, tmp_path, ragged):
 
 def test_what_a_learner_reads(reference):
     policy = TransformersPolicy(reference("gpt2", shape=GPT2))
-    assert (policy.vocab_size, policy.hidden_size, policy.max_positions, policy.eos_ids) == (50, 32, 128, (2,))
+    assert (policy.vocab_size, policy.hidden_size, policy.max_positions, policy.eos_ids) == (
+        50,
+        32,
+        128,
+        (2,),
+    )
     names = dict(policy.canonical_weights())
     assert "transformer.wte.weight" in names
     assert "lm_head.weight" not in names  # tied

@@ -8,7 +8,13 @@ from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
 from ratchet.models.presets import preset
-from ratchet.models.weights.hf_weights import canonical_weights, load_decoder, load_weights, read_config, save_decoder
+from ratchet.models.weights.hf_weights import (
+    canonical_weights,
+    load_decoder,
+    load_weights,
+    read_config,
+    save_decoder,
+)
 
 VARIANTS = {
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -18,7 +24,12 @@ VARIANTS = {
     "qwen3, tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3_moe, a dense layer": (
         "qwen3_moe",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]},
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
 }
@@ -43,12 +54,14 @@ def test_canonical_weights_are_views_that_cover_every_parameter_once():
     assert sum(w.numel() for w in weights.values()) == sum(p.numel() for p in decoder.parameters())
     weights["model.layers.1.self_attn.k_proj.weight"].fill_(7.0)
     fused = decoder.layers["1"].self_attn.qkv_proj.weight.detach()
-    assert (fused == 7).all(dim=1).nonzero()[:, 0].tolist() == list(range(64, 128))  # after 2 query heads of 32 rows
+    # after 2 query heads of 32 rows
+    assert (fused == 7).all(dim=1).nonzero()[:, 0].tolist() == list(range(64, 128))
     assert all(w.is_contiguous() and not w.requires_grad for w in weights.values())
 
 
 @pytest.mark.parametrize(
-    ("family", "up"), [("qwen3_moe", "mlp.experts.2.up_proj"), ("mixtral", "block_sparse_moe.experts.2.w3")]
+    ("family", "up"),
+    [("qwen3_moe", "mlp.experts.2.up_proj"), ("mixtral", "block_sparse_moe.experts.2.w3")],
 )
 def test_experts_have_views_of_their_own(family, up):
     shape = {"qk_norm": family == "qwen3_moe", "expert_intermediate_size": 192}
@@ -78,7 +91,9 @@ def test_canonical_names_are_those_of_transformers(variant, reference, tmp_path)
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
-def test_what_transformers_saves_we_load(variant, shard, reference, reference_logits, ragged, tmp_path):
+def test_what_transformers_saves_we_load(
+    variant, shard, reference, reference_logits, ragged, tmp_path
+):
     model_type, fields = VARIANTS[variant]
     model = reference(model_type, **fields)
     model.save_pretrained(tmp_path, max_shard_size=shard)
@@ -86,12 +101,16 @@ def test_what_transformers_saves_we_load(variant, shard, reference, reference_lo
     tokens, positions, lengths = ragged
     with torch.no_grad():
         expected = reference_logits(model, tokens, lengths)
-    torch.testing.assert_close(logits(load_decoder(tmp_path), tokens, positions, lengths), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits(load_decoder(tmp_path), tokens, positions, lengths), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
-def test_what_we_save_transformers_loads(variant, shard_bytes, reference, reference_logits, ragged, tmp_path):
+def test_what_we_save_transformers_loads(
+    variant, shard_bytes, reference, reference_logits, ragged, tmp_path
+):
     from transformers import AutoModelForCausalLM
 
     model_type, fields = VARIANTS[variant]
@@ -99,14 +118,18 @@ def test_what_we_save_transformers_loads(variant, shard_bytes, reference, refere
     decoder = load_decoder(tmp_path / "start")
     save_decoder(decoder, tmp_path / "saved", max_shard_bytes=shard_bytes)
     assert (len(list((tmp_path / "saved").glob("*.safetensors"))) > 1) == (shard_bytes == 20_000)
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
+    )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.config.model_type == model_type
     assert model.generation_config.eos_token_id == 2
     tokens, positions, lengths = ragged
     with torch.no_grad():
         found = reference_logits(model.eval(), tokens, lengths)
-    torch.testing.assert_close(found, logits(decoder, tokens, positions, lengths), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found, logits(decoder, tokens, positions, lengths), rtol=1e-5, atol=1e-5
+    )
     again = load_decoder(tmp_path / "saved")
     assert again.config == decoder.config
     for one, two in zip(again.parameters(), decoder.parameters(), strict=True):
@@ -127,7 +150,11 @@ def test_bfloat16_files(tmp_path):
 def test_a_second_save_leaves_no_shards_behind(tmp_path):
     save_decoder(small(0), tmp_path, max_shard_bytes=20_000)
     save_decoder(small(1), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
     assert torch.equal(load_decoder(tmp_path).embed_tokens.weight, small(1).embed_tokens.weight)
     save_decoder(small(2), tmp_path, max_shard_bytes=20_000)
     assert not (tmp_path / "model.safetensors").exists()
@@ -165,10 +192,15 @@ def test_missing_unexpected_and_misshapen_weights_are_named():
     for change, words in [
         ({"model.norm.weight": None}, "missing: model.norm.weight"),
         ({"model.extra.weight": torch.zeros(1)}, "no place for: model.extra.weight"),
-        ({"model.norm.weight": torch.zeros(63)}, "'model.norm.weight' has shape 63, the config says 64"),
+        (
+            {"model.norm.weight": torch.zeros(63)},
+            "'model.norm.weight' has shape 63, the config says 64",
+        ),
         ({"lm_head.weight": torch.zeros(50, 64)}, "no place for: lm_head.weight"),
     ]:
-        changed = {name: tensor for name, tensor in (weights | change).items() if tensor is not None}
+        changed = {
+            name: tensor for name, tensor in (weights | change).items() if tensor is not None
+        }
         with pytest.raises(ModelError, match=words):
             load_weights(target, changed.items())
 
@@ -183,7 +215,8 @@ def test_load_weights_changes_dtype():
 def rewrite(directory, change):
     weights = load_file(directory / "model.safetensors")
     save_file(
-        {name: t.contiguous() for name, t in (weights | change).items() if t is not None}, directory / "model.safetensors"
+        {name: t.contiguous() for name, t in (weights | change).items() if t is not None},
+        directory / "model.safetensors",
     )
 
 

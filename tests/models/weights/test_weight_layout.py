@@ -4,7 +4,8 @@ from ratchet.models.weights.weight_layout import Piece, shards
 
 
 def test_rows_of_a_weight_that_is_no_matrix_are_blocks_of_as_many_dimensions():
-    """Experts of transformers, which are one weight there; those of our decoder are a matrix each."""
+    """Experts of transformers, which are one weight there; those of our decoder are a matrix
+    each."""
     whole = torch.arange(4 * 3 * 2).view(4, 3, 2)
     pieces = (Piece("experts", (4, 3, 2), (0, 0, 0), range(4)),)
     (block,) = shards(pieces, whole[2:3], range(2, 3))

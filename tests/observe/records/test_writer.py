@@ -1,4 +1,5 @@
-"""What a record holds, that it comes back bit for bit, and that nothing that happens to a process or a disk harms it."""
+"""What a record holds, that it comes back bit for bit, and that nothing that happens to a process
+or a disk harms it."""
 
 import logging
 from base64 import b64encode
@@ -42,7 +43,11 @@ def some_groups() -> list[Group]:
     """One of everything that a group can hold."""
     said = (
         Message("user", (Part("text", "look"), Part("image", "sha256:1"))),
-        Message("assistant", "half \ud83d a character", (ToolCall("c1", "search", {"query": "ü", "n": 2}),)),
+        Message(
+            "assistant",
+            "half \ud83d a character",
+            (ToolCall("c1", "search", {"query": "ü", "n": 2}),),
+        ),
         Message("tool", "found", tool_call_id="c1"),
     )
     turns = (Turn(2, 3, 0.1, "s", False, cut=True), Turn(4, 5, None, "", True))
@@ -65,9 +70,20 @@ def some_groups() -> list[Group]:
         Unjudged(truncated=True),
         None,
     )
-    rows = [make_trajectory([1], [7] * (1 + i), outcome=end, attempt=1 + i, version=2) for i, end in enumerate(ends)]
+    rows = [
+        make_trajectory([1], [7] * (1 + i), outcome=end, attempt=1 + i, version=2)
+        for i, end in enumerate(ends)
+    ]
     greedy = make_trajectory([1], [9], reward=1.0, use="baseline", temperature=0.5)
-    task = Task("t", (Message("user", "look"),), answer=["x", 1], environment="maze", seed=7, tag="b", meta={"level": 2})
+    task = Task(
+        "t",
+        (Message("user", "look"),),
+        answer=["x", 1],
+        environment="maze",
+        seed=7,
+        tag="b",
+        meta={"level": 2},
+    )
     return [
         make_group("g/0", [make_trajectory([6], [], outcome=Failed("x"))]),
         Group("g/1", task, (first, *rows, greedy), uses=2),
@@ -78,7 +94,9 @@ def some_groups() -> list[Group]:
 def columned(groups):
     batch = pack(groups)
     ramp = torch.arange(batch.n_tokens, dtype=torch.float64)
-    return batch.fill_tokens(advantages=ramp / 3, old_logprobs=-ramp.float(), teacher_ids=torch.zeros(batch.n_tokens, 2))
+    return batch.fill_tokens(
+        advantages=ramp / 3, old_logprobs=-ramp.float(), teacher_ids=torch.zeros(batch.n_tokens, 2)
+    )
 
 
 def ones(batch):
@@ -92,7 +110,15 @@ def table(step=5, groups=None, **more):
 
 
 def assert_same_batch(a, b):
-    for name in ("tokens_T", "turn_rewards_T", "state_T", "trainable_T", "rollout_logprobs_T", "log_kept_mass_T", "versions_T"):
+    for name in (
+        "tokens_T",
+        "turn_rewards_T",
+        "state_T",
+        "trainable_T",
+        "rollout_logprobs_T",
+        "log_kept_mass_T",
+        "versions_T",
+    ):
         assert torch.equal(getattr(a, name).nan_to_num(-9), getattr(b, name).nan_to_num(-9)), name
     assert torch.equal(a.rewards_S.nan_to_num(-9), b.rewards_S.nan_to_num(-9))
     assert (a.group_ids, a.tags) == (b.group_ids, b.tags)
@@ -131,8 +157,16 @@ def test_each_row_has_what_the_learner_made_of_it_and_nothing_where_it_counts_fo
     first, failed = rows[1], by_outcome["failed"]
     assert first["advantages"] == [np.float32(i / 3) for i in range(5)]
     assert first["advantage"] == pytest.approx((2 + 3 + 4) / 9)
-    assert (first["trained_tokens"], first["weight"], first["old_logprobs"][:2]) == (3, 5.0, [-0.0, -1.0])
-    assert (first["oldest_version"], first["newest_version"], first["generated_tokens"]) == (3, 3, 3)
+    assert (first["trained_tokens"], first["weight"], first["old_logprobs"][:2]) == (
+        3,
+        5.0,
+        [-0.0, -1.0],
+    )
+    assert (first["oldest_version"], first["newest_version"], first["generated_tokens"]) == (
+        3,
+        3,
+        3,
+    )
     assert first["values"] is None
     assert first["extras"] == '{"odd": "{1, 2}"}'
     assert failed["advantages"] is None
@@ -147,7 +181,9 @@ def test_a_sample_of_the_groups_has_its_own_columns():
 
 
 def record(directory, steps, config=None, *, keep_through=0, groups=None, beside=True):
-    made = Recorder(config or RecordConfig(), directory, seed=3, keep_through=keep_through, beside=beside)
+    made = Recorder(
+        config or RecordConfig(), directory, seed=3, keep_through=keep_through, beside=beside
+    )
     for step in steps:
         made.add(step, "rl", groups or some_groups(), columned(groups or some_groups()), ones, {})
     made.close()
@@ -159,10 +195,17 @@ def test_the_bytes_are_the_same_whoever_makes_the_tables(tmp_path):
     for name, beside in {"thread": True, "training": False}.items():
         record(tmp_path / name, range(1, MOST_STEPS + 3), beside=beside)
     thread, training = (
-        {path.relative_to(tmp_path / name): path.read_bytes() for path in (tmp_path / name).rglob("*") if path.is_file()}
+        {
+            path.relative_to(tmp_path / name): path.read_bytes()
+            for path in (tmp_path / name).rglob("*")
+            if path.is_file()
+        }
         for name in ("thread", "training")
     )
-    assert len([path for path in thread if path.parent.name != MEDIA and path.suffix == ".parquet"]) == 2
+    assert (
+        len([path for path in thread if path.parent.name != MEDIA and path.suffix == ".parquet"])
+        == 2
+    )
     assert thread == training
 
 
@@ -176,7 +219,9 @@ def test_any_arrow_tool_reads_the_files(tmp_path):
 def test_scalars_of_all_steps_and_all_of_one(tmp_path):
     found = record(tmp_path, range(1, 4))
     assert found.table().schema.names == list(SCALARS)
-    assert found.table(["step"]).column("step").to_pylist() == [step for step in (1, 2, 3) for _ in range(11)]
+    assert found.table(["step"]).column("step").to_pylist() == [
+        step for step in (1, 2, 3) for _ in range(11)
+    ]
     assert repr(found.step(2).to_pylist()) == repr(table(step=2).to_pylist())
     assert len(found.groups(2)) == 3
     with pytest.raises(DataError, match=r"step 9 is not in the record .* it has 1-3"):
@@ -198,8 +243,13 @@ def test_a_record_of_before_a_turns_field_lacks_it_alone(tmp_path):
     whole = record(tmp_path, [1])
     (file,) = tmp_path.glob("*.parquet")
     before = pq.read_table(file)
-    turns = [[{k: v for k, v in turn.items() if k != "cut"} for turn in row] for row in before["turns"].to_pylist()]
-    fields = [field for field in before.schema.field("turns").type.value_type if field.name != "cut"]
+    turns = [
+        [{k: v for k, v in turn.items() if k != "cut"} for turn in row]
+        for row in before["turns"].to_pylist()
+    ]
+    fields = [
+        field for field in before.schema.field("turns").type.value_type if field.name != "cut"
+    ]
     older = pa.array(turns, pa.list_(pa.struct(fields)))
     pq.write_table(before.set_column(before.schema.get_field_index("turns"), "turns", older), file)
     read = whole.table(["turns", "step"])["turns"].to_pylist()
@@ -231,18 +281,25 @@ def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_interrupted(tmp_pa
 
 
 def files_in(directory):
-    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(directory): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def picture(number, size=1):
     """(part, medium) of the same source, which is no image: nothing here looks into it."""
     source = bytes([number]) * size
     part = Part("image", f"data:image/png;base64,{b64encode(source).decode()}")
-    return part, Medium(f"{number} prepared", "image", 2, {"pixel_values": np.ones((4, 3), np.float32)}, source)
+    return part, Medium(
+        f"{number} prepared", "image", 2, {"pixel_values": np.ones((4, 3), np.float32)}, source
+    )
 
 
 def with_pictures(size=1):
-    """Two attempts at a task with one image, of which the second was shown another; and one of an image in a file."""
+    """Two attempts at a task with one image, of which the second was shown another; and one of an
+    image in a file."""
     (first, cat), (second, dog), (_, far) = (picture(number, size) for number in (1, 2, 3))
     asked = Message("user", (Part("text", "what?"), first))
     rows = [
@@ -279,7 +336,8 @@ def test_media_are_kept_once_as_they_came_and_come_back(tmp_path):
     assert sorted(found.media(1).values()) == [b"\1", b"\2", b"\3"]
     back = found.groups(1)
     for a, b in zip(was, back, strict=True):
-        assert a.task.messages == b.task.messages or a.id == "g/1"  # which has no messages of its own
+        # which has no messages of its own
+        assert a.task.messages == b.task.messages or a.id == "g/1"
         for one, other in zip(a.trajectories, b.trajectories, strict=True):
             assert one.messages == other.messages
             assert [(p.start, p.medium.key, p.medium.span, p.medium.source) for p in one.media] == [
@@ -288,8 +346,13 @@ def test_media_are_kept_once_as_they_came_and_come_back(tmp_path):
     first, second = back[0].trajectories
     assert first.media[0].medium is second.media[0].medium
     row = found.step(1).to_pylist()[1]
-    assert [part["value"] for message in row["messages"] for part in message["parts"] or ()][1].startswith("media:")
-    assert [(one["start"], one["span"], one["kind"]) for one in row["media"]] == [(1, 2, "image"), (4, 2, "image")]
+    assert [part["value"] for message in row["messages"] for part in message["parts"] or ()][
+        1
+    ].startswith("media:")
+    assert [(one["start"], one["span"], one["kind"]) for one in row["media"]] == [
+        (1, 2, "image"),
+        (4, 2, "image"),
+    ]
 
 
 def test_a_medium_that_is_gone_or_was_changed_says_so(tmp_path):
@@ -302,15 +365,22 @@ def test_a_medium_that_is_gone_or_was_changed_says_so(tmp_path):
     file.unlink()
     with pytest.raises(DataError, match=r"media/00000001-00000001\.parquet can.t be read"):
         found.groups(1)
-    with pytest.raises(DataError, match=r"medium \w+ is not in the record: copy the run's steps/media/ too"):
+    with pytest.raises(
+        DataError, match=r"medium \w+ is not in the record: copy the run's steps/media/ too"
+    ):
         groups_of(found.step(1))
     assert found.table(["reward"]).num_rows == 3  # what has no need of them goes on
 
 
 def test_media_go_with_the_oldest_files(tmp_path):
     found = recorded_pictures(tmp_path, 5, size=2**20, max_gib=8 / 2**10)
-    assert [file.name for file in found.files] == ["00000004-00000004.parquet", "00000005-00000005.parquet"]
-    assert sorted(path.name for path in (tmp_path / MEDIA).iterdir()) == [file.name for file in found.files]
+    assert [file.name for file in found.files] == [
+        "00000004-00000004.parquet",
+        "00000005-00000005.parquet",
+    ]
+    assert sorted(path.name for path in (tmp_path / MEDIA).iterdir()) == [
+        file.name for file in found.files
+    ]
     assert all(file.media_size > 3 * 2**20 for file in found.files)
 
 

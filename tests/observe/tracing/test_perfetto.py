@@ -1,4 +1,5 @@
-"""A trace is what the Trace Event Format says: it parses, its tracks nest, and phases add up to their step."""
+"""A trace is what the Trace Event Format says: it parses, its tracks nest, and phases add up to
+their step."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def check_format(events: Events) -> None:
         assert event["ph"] == "M" or isinstance(event["ts"], int)
         assert event["ph"] != "X" or event["dur"] >= 0
     open_ones = set[str]()
-    for event in sorted((e for e in events if e["ph"] in "be"), key=lambda e: (e["ts"], e["ph"] == "e")):
+    for event in sorted(
+        (e for e in events if e["ph"] in "be"), key=lambda e: (e["ts"], e["ph"] == "e")
+    ):
         assert event["cat"] == "attempt"
         (open_ones.add if event["ph"] == "b" else open_ones.remove)(event["id"])
     assert not open_ones
@@ -93,7 +96,9 @@ def test_phases_add_up_to_their_step(tmp_path: Path):
 
 
 @pytest.mark.parametrize("torn", ["", '{"ph": "X", "pi', None])
-def test_a_resumed_run_goes_on_in_it(tmp_path: Path, torn: str | None, monkeypatch: pytest.MonkeyPatch):
+def test_a_resumed_run_goes_on_in_it(
+    tmp_path: Path, torn: str | None, monkeypatch: pytest.MonkeyPatch
+):
     path, wall = tmp_path / "trace.json", iter([1000.0, 2000.0])
     monkeypatch.setattr("ratchet.observe.tracing.perfetto.time.time", lambda: next(wall))
     written(path, range(2), closed=torn is None)
@@ -105,7 +110,9 @@ def test_a_resumed_run_goes_on_in_it(tmp_path: Path, torn: str | None, monkeypat
     written(path, range(2, 4))
     events = json.loads(path.read_text())
     check_format(events)
-    assert [e["name"] for e in events if e["name"].startswith("step ")] == [f"step {i}" for i in range(1, 5)]
+    assert [e["name"] for e in events if e["name"].startswith("step ")] == [
+        f"step {i}" for i in range(1, 5)
+    ]
 
 
 def test_a_file_of_something_else_is_begun_anew(tmp_path: Path):
@@ -116,7 +123,9 @@ def test_a_file_of_something_else_is_begun_anew(tmp_path: Path):
 
 def test_a_long_run_is_thinned(tmp_path: Path):
     assert all(traced(step) for step in range(EACH))
-    counts = [sum(traced(step) for step in range(2**i * EACH, 2 ** (i + 1) * EACH)) for i in range(6)]
+    counts = [
+        sum(traced(step) for step in range(2**i * EACH, 2 ** (i + 1) * EACH)) for i in range(6)
+    ]
     assert counts == [EACH // 2] * 6
     written(tmp_path / "trace.json", [EACH + 1])
     assert [e for e in read(tmp_path / "trace.json") if e["ph"] == "X"] == []

@@ -41,7 +41,11 @@ def test_an_operation_counts_for_the_phase_that_it_began_in() -> None:
         Event("aten::embedding", 70, 71, shapes=[[99, 4], [6]]),  # a table of positions
     ]
     count_work(events, phases, vocab_size=12)
-    assert {name: work.flop for name, work in phases.items()} == {"sample": 18, "update": 13, "other": 17}
+    assert {name: work.flop for name, work in phases.items()} == {
+        "sample": 18,
+        "update": 13,
+        "other": 17,
+    }
     assert (phases["sample"].rows, phases["sample"].forwards) == (16, 2)
     assert phases["update"].rows == 0
 
@@ -89,7 +93,10 @@ PROFILE = Profile(
 
 def test_the_table_by_hand() -> None:
     lines = PROFILE.table().splitlines()
-    assert lines[0] == "Profile of stage rl, steps 4 to 5 (of 3 that were asked for: there were no more)"
+    assert (
+        lines[0]
+        == "Profile of stage rl, steps 4 to 5 (of 3 that were asked for: there were no more)"
+    )
     cells = [line.replace(" %", "%").split() for line in lines[3:8]]
     assert cells == [
         ["sample", "0.5000", "50.0%", "320", "1.250", "4.00", "25.0%"],
@@ -111,7 +118,14 @@ def test_the_table_by_hand() -> None:
 
 
 def test_a_supervised_step_without_a_warm_up_has_a_table_too() -> None:
-    nothing = replace(PROFILE, phases={"sample": Work(), "other": Work(2.0)}, generated=0, unprofiled_s=None, asked=1, steps=1)
+    nothing = replace(
+        PROFILE,
+        phases={"sample": Work(), "other": Work(2.0)},
+        generated=0,
+        unprofiled_s=None,
+        asked=1,
+        steps=1,
+    )
     table = nothing.table()
     assert "step 4\n" in table
     assert "nan" not in table
@@ -146,7 +160,9 @@ def profiler(tmp_path: Path, asked: int, left: int) -> Profiler:
         asked=lambda: 0.0,
         generated=lambda: 0.0,
     )
-    return Profiler(subject, asked, first_step=10, left=left, directory=tmp_path, show=lambda text: None)
+    return Profiler(
+        subject, asked, first_step=10, left=left, directory=tmp_path, show=lambda text: None
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +199,11 @@ def test_steps_before_and_after_are_not_in_the_trace(tmp_path: Path) -> None:
     assert found.apart_s > 0
     assert shown == [(tmp_path / "table.txt").read_text()]
     with gzip.open(tmp_path / "trace.json.gz") as file:
-        names = [event.get("name") for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
+        names = [
+            event.get("name")
+            for event in json.load(file)["traceEvents"]
+            if event.get("cat") == "user_annotation"
+        ]
     assert names.count("update") == 2
 
 
@@ -209,7 +229,9 @@ def test_what_a_signal_leaves_is_told(tmp_path: Path) -> None:
     assert "step 14 (of 3 that were asked for" in (tmp_path / "table.txt").read_text()
 
 
-def test_nothing_is_written_before_the_first_profiled_step_nor_after_an_error(tmp_path: Path) -> None:
+def test_nothing_is_written_before_the_first_profiled_step_nor_after_an_error(
+    tmp_path: Path,
+) -> None:
     made = profiler(tmp_path, asked=3, left=9)
     one_step(made)
     made.finish()

@@ -19,7 +19,12 @@ class Clock:
 def test_seconds_in_which_several_worked_count_once():
     clock = Clock()
     activity = Activity(clock)
-    for now, change in ((1.0, activity.begin), (2.0, activity.begin), (4.0, activity.end), (7.0, activity.end)):
+    for now, change in (
+        (1.0, activity.begin),
+        (2.0, activity.begin),
+        (4.0, activity.end),
+        (7.0, activity.end),
+    ):
         clock.now = now
         change()
     clock.now = 10.0

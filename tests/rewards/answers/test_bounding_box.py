@@ -43,7 +43,8 @@ def test_measures_are_those_of_counted_pixels(a, b):
 
 
 def test_measures_by_hand():
-    """Two squares of 2 that share a corner of 1: 1/7; the box around is 9, of which 2 are empty. Two of 1 with a gap of 1."""
+    """Two squares of 2 that share a corner of 1: 1/7; the box around is 9, of which 2 are empty.
+    Two of 1 with a gap of 1."""
     assert iou(Box(0, 0, 2, 2), Box(1, 1, 3, 3)) == pytest.approx(1 / 7)
     assert giou(Box(0, 0, 2, 2), Box(1, 1, 3, 3)) == pytest.approx(1 / 7 - 2 / 9)
     assert giou(Box(0, 0, 1, 1), Box(2, 0, 3, 1)) == pytest.approx(-1 / 3)
@@ -70,7 +71,9 @@ def test_the_box_that_an_answer_gives(text, box):
 
 
 def task(answer, *, size=None, **meta):
-    parts = (Part("text", "Where?"),) if size is None else (embed(blank(*size)), Part("text", "Where?"))
+    parts = (
+        (Part("text", "Where?"),) if size is None else (embed(blank(*size)), Part("text", "Where?"))
+    )
     return Task("t", (Message("user", parts),), answer=answer, meta=meta)
 
 
@@ -92,11 +95,20 @@ def test_every_key_changes_the_reward():
 
 def test_units_of_the_picture_and_of_the_answer():
     """A box of a picture of 200 x 50 pixels, said in each unit."""
-    said = {"pixels": "[20, 10, 60, 40]", "unit": "[0.1, 0.2, 0.3, 0.8]", "thousand": "[100, 200, 300, 800]"}
+    said = {
+        "pixels": "[20, 10, 60, 40]",
+        "unit": "[0.1, 0.2, 0.3, 0.8]",
+        "thousand": "[100, 200, 300, 800]",
+    }
     for units, text in said.items():
-        for known in (task("[20, 10, 60, 40]", size=(200, 50)), task("[20, 10, 60, 40]", width=200, height=50)):
+        for known in (
+            task("[20, 10, 60, 40]", size=(200, 50)),
+            task("[20, 10, 60, 40]", width=200, height=50),
+        ):
             assert graded(text, known, said=units) == pytest.approx(1.0)
-        assert graded(said["thousand"], task(text, size=(200, 50)), given=units, said="thousand") == pytest.approx(1.0)
+        assert graded(
+            said["thousand"], task(text, size=(200, 50)), given=units, said="thousand"
+        ) == pytest.approx(1.0)
     with pytest.raises(DataError, match="no picture and no columns width and height"):
         graded(said["unit"], task("[20, 10, 60, 40]"), said="unit")
 
@@ -112,7 +124,9 @@ def test_a_task_without_a_box_is_an_error(answer):
 
 def test_an_exact_answer_may_be_marked_and_its_case_ignored():
     def exact(text, answer, **settings):
-        return construct(resolve("rewards", {"kind": "exact_match", **settings})).grade(text, task(answer))
+        return construct(resolve("rewards", {"kind": "exact_match", **settings})).grade(
+            text, task(answer)
+        )
 
     assert exact("<think>a dog?</think><answer> Cat </answer>", "Cat") == 0.0
     assert exact("<think>a dog?</think><answer> Cat </answer>", "Cat", marked=True) == 1.0
@@ -124,7 +138,9 @@ def test_an_exact_answer_may_be_marked_and_its_case_ignored():
 
 def test_a_number_may_be_near():
     def numeric(text, answer, **settings):
-        return construct(resolve("rewards", {"kind": "numeric_answer", **settings})).grade(text, task(answer))
+        return construct(resolve("rewards", {"kind": "numeric_answer", **settings})).grade(
+            text, task(answer)
+        )
 
     assert numeric("about 3.15", "3.14") == 0.0
     assert numeric("about 3.15", "3.14", tolerance=0.01) == 1.0

@@ -90,7 +90,8 @@ def test_what_is_no_expression_is_refused(text):
 
 @given(
     st.recursive(
-        st.integers(0, 99).map(str), lambda e: st.tuples(e, st.sampled_from("+-*/"), e).map(lambda t: f"({''.join(t)})")
+        st.integers(0, 99).map(str),
+        lambda e: st.tuples(e, st.sampled_from("+-*/"), e).map(lambda t: f"({''.join(t)})"),
     )
 )
 def test_values_agree_with_fractions_computed_by_python(text):
@@ -165,12 +166,24 @@ def test_a_number_given_twice_may_be_used_twice():
 
 
 def test_fractions_on_the_way_are_exact():
-    assert reward.grade("8/(3-8/3)", Task("t", (), meta={"numbers": [3, 3, 8, 8], "target": 24, "use_all": True})) == 1.0
+    assert (
+        reward.grade(
+            "8/(3-8/3)",
+            Task("t", (), meta={"numbers": [3, 3, 8, 8], "target": 24, "use_all": True}),
+        )
+        == 1.0
+    )
 
 
 def test_partial_reward_is_for_legal_expressions_only():
     shaped = CountdownReward(CountdownRewardConfig(partial=0.1))
-    assert [shaped.grade(text, task()) for text in ("5*3+7", "7*3+5", "7*3", "hm", "22")] == [1.0, 0.1, 0.0, 0.0, 0.0]
+    assert [shaped.grade(text, task()) for text in ("5*3+7", "7*3+5", "7*3", "hm", "22")] == [
+        1.0,
+        0.1,
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 HOSTILE = [

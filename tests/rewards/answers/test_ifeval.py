@@ -1,4 +1,5 @@
-"""The 25 instructions of IFEval: a text that follows, one that doesn't, and one at the edge, for each."""
+"""The 25 instructions of IFEval: a text that follows, one that doesn't, and one at the edge, for
+each."""
 
 import asyncio
 import json
@@ -18,14 +19,57 @@ ENGLISH = "The old man walked slowly along the river and thought about the years
 GERMAN = "Der alte Mann ging langsam am Fluss entlang und dachte an die vergangenen Jahre"
 CHINESE = "老人慢慢地沿着河边走,想着过去的岁月。"
 
-# id, arguments, a text that follows, one that does not, one at the edge, and whether that one follows
+# id, arguments, a text that follows, one that does not, one at the edge, and whether that one
+# follows
 ROWS = [
-    ("keywords:existence", {"keywords": ["river", "C++"]}, "A River in c++.", "A river.", "riverside c++", True),
-    ("keywords:frequency", {"keyword": "dog", "frequency": 2, "relation": "at least"}, "Dog, dog", "dog", "hotdogs dog", True),
-    ("keywords:frequency", {"keyword": "a.b", "frequency": 1, "relation": "less than"}, "axb", "a.b", "no", True),
-    ("keywords:forbidden_words", {"forbidden_words": ["can", "C++"]}, "I may", "I CAN do", "a canal, scan", True),
-    ("keywords:letter_frequency", {"letter": "Z", "let_frequency": 2, "let_relation": "at least"}, "zZ", "z", "pizza", True),
-    ("keywords:letter_frequency", {"letter": "#", "let_frequency": 2, "let_relation": "less than"}, "#1", "##", "none", True),
+    (
+        "keywords:existence",
+        {"keywords": ["river", "C++"]},
+        "A River in c++.",
+        "A river.",
+        "riverside c++",
+        True,
+    ),
+    (
+        "keywords:frequency",
+        {"keyword": "dog", "frequency": 2, "relation": "at least"},
+        "Dog, dog",
+        "dog",
+        "hotdogs dog",
+        True,
+    ),
+    (
+        "keywords:frequency",
+        {"keyword": "a.b", "frequency": 1, "relation": "less than"},
+        "axb",
+        "a.b",
+        "no",
+        True,
+    ),
+    (
+        "keywords:forbidden_words",
+        {"forbidden_words": ["can", "C++"]},
+        "I may",
+        "I CAN do",
+        "a canal, scan",
+        True,
+    ),
+    (
+        "keywords:letter_frequency",
+        {"letter": "Z", "let_frequency": 2, "let_relation": "at least"},
+        "zZ",
+        "z",
+        "pizza",
+        True,
+    ),
+    (
+        "keywords:letter_frequency",
+        {"letter": "#", "let_frequency": 2, "let_relation": "less than"},
+        "#1",
+        "##",
+        "none",
+        True,
+    ),
     ("language:response_language", {"language": "de"}, GERMAN, ENGLISH, "12345 ...", False),
     ("language:response_language", {"language": "zh"}, CHINESE, ENGLISH, GERMAN, False),
     (
@@ -44,10 +88,38 @@ ROWS = [
         "1. One.",
         True,
     ),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb", "***\na\n***\nb\n***", True),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 1}, "a", "a *** b", "a ****** b", False),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "a b c", "a b", "it's - ok", True),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "a b", "a b c", "... !!!", True),
+    (
+        "length_constraints:number_paragraphs",
+        {"num_paragraphs": 2},
+        "a\n***\nb",
+        "a\n\nb",
+        "***\na\n***\nb\n***",
+        True,
+    ),
+    (
+        "length_constraints:number_paragraphs",
+        {"num_paragraphs": 1},
+        "a",
+        "a *** b",
+        "a ****** b",
+        False,
+    ),
+    (
+        "length_constraints:number_words",
+        {"num_words": 3, "relation": "at least"},
+        "a b c",
+        "a b",
+        "it's - ok",
+        True,
+    ),
+    (
+        "length_constraints:number_words",
+        {"num_words": 3, "relation": "less than"},
+        "a b",
+        "a b c",
+        "... !!!",
+        True,
+    ),
     (
         "length_constraints:nth_paragraph_first_word",
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Dog"},
@@ -64,13 +136,62 @@ ROWS = [
         "dog\n\ncat",
         False,
     ),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] to [b]", "[a] to b", "[[a]] [\n]", False),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Hi.\nP.S. bye", "Hi. PS bye", "p. s. bye", True),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "P.P.S bye", "P.S. bye", "p. p. s", True),
-    ("detectable_content:postscript", {"postscript_marker": "N.B."}, "n.b. bye", "bye", "nxbx", False),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n* b\n* c", "  * a\n**b**\n-c", True),
-    ("detectable_format:constrained_response", {}, "My answer is no.", "No.", "  Well: My answer is maybe. Or so", True),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* *b*", "*a* b", "**a** ** ** *b*", True),
+    (
+        "detectable_content:number_placeholders",
+        {"num_placeholders": 2},
+        "[a] to [b]",
+        "[a] to b",
+        "[[a]] [\n]",
+        False,
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.S."},
+        "Hi.\nP.S. bye",
+        "Hi. PS bye",
+        "p. s. bye",
+        True,
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.P.S"},
+        "P.P.S bye",
+        "P.S. bye",
+        "p. p. s",
+        True,
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "N.B."},
+        "n.b. bye",
+        "bye",
+        "nxbx",
+        False,
+    ),
+    (
+        "detectable_format:number_bullet_lists",
+        {"num_bullets": 2},
+        "* a\n- b",
+        "* a\n* b\n* c",
+        "  * a\n**b**\n-c",
+        True,
+    ),
+    (
+        "detectable_format:constrained_response",
+        {},
+        "My answer is no.",
+        "No.",
+        "  Well: My answer is maybe. Or so",
+        True,
+    ),
+    (
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 2},
+        "*a* *b*",
+        "*a* b",
+        "**a** ** ** *b*",
+        True,
+    ),
     (
         "detectable_format:multiple_sections",
         {"section_spliter": "Section", "num_sections": 2},
@@ -81,9 +202,23 @@ ROWS = [
     ),
     ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', "{a: 1}", "3", True),
     ("detectable_format:title", {}, "<<joy>>\nA poem", "<joy>", "<<  >>", False),
-    ("combination:two_responses", {}, "a\n******\nb", "a ****** a", "****** a ****** b ******", True),
+    (
+        "combination:two_responses",
+        {},
+        "a\n******\nb",
+        "a ****** a",
+        "****** a ****** b ******",
+        True,
+    ),
     ("combination:two_responses", {}, "a ****** b", "a", "a ****** ****** b", False),
-    ("combination:repeat_prompt", {"prompt_to_repeat": "Who? "}, "who? me", "me. Who?", "  Who?", True),
+    (
+        "combination:repeat_prompt",
+        {"prompt_to_repeat": "Who? "},
+        "who? me",
+        "me. Who?",
+        "  Who?",
+        True,
+    ),
     (
         "startend:end_checker",
         {"end_phrase": "Any questions? "},
@@ -121,13 +256,16 @@ def test_every_instruction_of_the_paper_has_a_row():
 
 
 @pytest.mark.needs("langdetect")
-@pytest.mark.parametrize(("instruction", "arguments", "good", "bad", "edge", "holds"), ROWS, ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(
+    ("instruction", "arguments", "good", "bad", "edge", "holds"), ROWS, ids=[row[0] for row in ROWS]
+)
 def test_an_instruction(instruction, arguments, good, bad, edge, holds):
     assert follows(good, instruction, arguments)
     assert not follows(bad, instruction, arguments)
     assert follows(edge, instruction, arguments) == holds
     assert not follows("  \n", instruction, arguments)
-    assert follows(good, instruction, arguments | {"some_other_key": None})  # as rows of the published table have it
+    # as rows of the published table have it
+    assert follows(good, instruction, arguments | {"some_other_key": None})
 
 
 HOSTILE = [c * 100_000 for c in "[<*\n-.!?\"' ,{PSp1"]
@@ -139,7 +277,14 @@ HOSTILE += [
     "'\"" * 50_000,
     "a-" * 50_000,
 ]
-HOSTILE += ["[" * 100_000 + "]", "***" * 30_000, "p." * 50_000, "Section" * 15_000, "\x00\ud800\u202e", "@." * 50_000]
+HOSTILE += [
+    "[" * 100_000 + "]",
+    "***" * 30_000,
+    "p." * 50_000,
+    "Section" * 15_000,
+    "\x00\ud800\u202e",
+    "@." * 50_000,
+]
 
 
 @pytest.mark.needs("langdetect")
@@ -173,7 +318,16 @@ def test_sentences_are_counted(text, count):
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("I'm A", 2), ("IT'S", 2), ("DON’T", 2), ("O'BRIEN", 1), ("TCP/IP and U.S.", 2), ("X-RAY", 1), ("A_B c", 1), ("9 A1", 1)],
+    [
+        ("I'm A", 2),
+        ("IT'S", 2),
+        ("DON’T", 2),
+        ("O'BRIEN", 1),
+        ("TCP/IP and U.S.", 2),
+        ("X-RAY", 1),
+        ("A_B c", 1),
+        ("9 A1", 1),
+    ],
 )
 def test_words_of_capital_letters_are_counted(text, count):
     for bound, holds in ((count, True), (count + 1, False)):
@@ -188,8 +342,16 @@ def test_words_of_capital_letters_are_counted(text, count):
         ("keywords:existence", {}, "can't take the arguments {}: "),
         ("keywords:existence", {"keywords": None}, "can't take the arguments {}: "),
         ("keywords:existence", {"keywords": ["a"], "colour": 1}, "can't take the arguments"),
-        ("keywords:frequency", {"keyword": "a", "frequency": 1, "relation": "at most"}, "neither 'less than' nor 'at least'"),
-        ("length_constraints:number_words", {"num_words": "x", "relation": "at least"}, "can't take the arguments"),
+        (
+            "keywords:frequency",
+            {"keyword": "a", "frequency": 1, "relation": "at most"},
+            "neither 'less than' nor 'at least'",
+        ),
+        (
+            "length_constraints:number_words",
+            {"num_words": "x", "relation": "at least"},
+            "can't take the arguments",
+        ),
     ],
 )
 def test_a_broken_row_is_named(instruction, arguments, message):
@@ -202,7 +364,11 @@ def test_a_broken_row_is_named(instruction, arguments, message):
 ROW = {
     "key": 1000,
     "prompt": "Write two lines without commas, in quotation marks.",
-    "instruction_id_list": ["punctuation:no_comma", "startend:quotation", "length_constraints:number_words"],
+    "instruction_id_list": [
+        "punctuation:no_comma",
+        "startend:quotation",
+        "length_constraints:number_words",
+    ],
     "kwargs": [{}, {"num_words": None}, {"num_words": 3, "relation": "at least", "keyword": None}],
 }
 PROMPT = (Message("user", ROW["prompt"]),)
@@ -223,7 +389,9 @@ def test_all_or_the_share_of_the_instructions_counts():
     texts = ('"one two three"', "one two three", "one, two", "")
     assert [outcome(made(), text, meta=ROW).reward for text in texts] == [1.0, 0.0, 0.0, 0.0]
     shares = made(credit="share")
-    assert [outcome(shares, text, meta=ROW).reward for text in texts] == pytest.approx([1.0, 2 / 3, 0.0, 0.0])
+    assert [outcome(shares, text, meta=ROW).reward for text in texts] == pytest.approx(
+        [1.0, 2 / 3, 0.0, 0.0]
+    )
     parts = outcome(shares, "one two three", meta=ROW).parts
     assert parts["ifeval/startend:quotation"] == 0.0
     assert parts["ifeval/punctuation:no_comma"] == pytest.approx(1 / 3)
@@ -237,8 +405,16 @@ def test_the_row_may_be_the_tasks_answer_as_a_mapping_or_as_json():
 
 @pytest.mark.needs("langdetect")
 def test_loose_reading_forgives_a_first_or_last_line_and_asterisks():
-    for text in ('Sure:\n"one two three"', '"one two three"\nBye', '*"one two three"*', 'Sure\n*"one two three"*\nBye'):
-        assert [outcome(made(loose=loose), text, meta=ROW).reward for loose in (False, True)] == [0.0, 1.0]
+    for text in (
+        'Sure:\n"one two three"',
+        '"one two three"\nBye',
+        '*"one two three"*',
+        'Sure\n*"one two three"*\nBye',
+    ):
+        assert [outcome(made(loose=loose), text, meta=ROW).reward for loose in (False, True)] == [
+            0.0,
+            1.0,
+        ]
     assert outcome(made(loose=True), "one two three", meta=ROW).reward == 0.0
 
 
@@ -265,5 +441,7 @@ def test_a_task_without_usable_instructions_fails_and_is_named(fields, message):
 
 def test_the_package_that_tells_languages_is_asked_for_by_name(monkeypatch):
     monkeypatch.setattr(ifeval, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"needs the package 'langdetect': pip install 'ratchet\[envs\]'"):
+    with pytest.raises(
+        MissingDependency, match=r"needs the package 'langdetect': pip install 'ratchet\[envs\]'"
+    ):
         ifeval.IFEval(IFEvalConfig())

@@ -21,12 +21,18 @@ from ratchet.types import Failed, Message, Sampling, Scored, Task, Truncated
 TASK = Task("t/0", (Message("user", "?"),), answer="7")
 TEMPLATE = (
     "{%- for m in messages -%}{{- '<' + m.role + '>' + (m.content or '') -}}"
-    "{%- for c in m.tool_calls or [] -%}{{- '<tool_call>\\n' + (c.function | tojson) + '\\n</tool_call>' -}}{%- endfor -%}"
+    "{%- for c in m.tool_calls or [] -%}{{- '<tool_call>\\n' + (c.function | tojson) + "
+    "'\\n</tool_call>' -}}{%- endfor -%}"
     "{%- if m.role == 'assistant' -%}{{- eos_token -}}{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<assistant>' -}}{%- endif -%}"
 )
 RENDERER = Renderer(byte_tokenizer(), TEMPLATE)
-TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}},)
+TOOLS = (
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    },
+)
 BROKEN = '<tool_call>\n{"name": add}\n</tool_call>'
 CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
 
@@ -38,7 +44,11 @@ class Adder(FakeEnvironment):
         return TOOLS
 
     async def step(self, message):
-        return Step(done=True) if message.text.isdigit() else Step((Message("user", "go on"),), metrics={"asked": 1.0})
+        return (
+            Step(done=True)
+            if message.text.isdigit()
+            else Step((Message("user", "go on"),), metrics={"asked": 1.0})
+        )
 
 
 def penalised(weight):
@@ -55,7 +65,10 @@ def play(*lines, attempts=1, max_turns=8):
     sampling = Sampling(max_new_tokens=128, stop_ids=RENDERER.stop_ids)
 
     async def scene():
-        rows = [await manager.group(TASK, sampling, group_id=f"g{i}", attempts=1) for i in range(attempts)]
+        rows = [
+            await manager.group(TASK, sampling, group_id=f"g{i}", attempts=1)
+            for i in range(attempts)
+        ]
         await manager.close()
         return rows
 
@@ -65,11 +78,17 @@ def play(*lines, attempts=1, max_turns=8):
 def test_each_costs_its_weight_and_is_in_the_metrics():
     groups = play(BROKEN, CALL, BROKEN + BROKEN, "7", attempts=2)
     parts = {"exact_match": 1.0, "malformed_tool_calls": -3.0}
-    assert [group.trajectories[0].outcome for group in groups] == [Scored(1.0 - 0.25 * 3, parts)] * 2
+    assert [group.trajectories[0].outcome for group in groups] == [
+        Scored(1.0 - 0.25 * 3, parts)
+    ] * 2
     numbers = measure_groups(groups)
     assert numbers["attempt/malformed_tool_calls"] == 3.0
     assert numbers["reward/malformed_tool_calls"] == -3.0
-    assert (numbers["attempt/turns"], numbers["attempt/asked"], numbers["attempt/retries"]) == (4.0, 3.0, 0.0)
+    assert (numbers["attempt/turns"], numbers["attempt/asked"], numbers["attempt/retries"]) == (
+        4.0,
+        3.0,
+        0.0,
+    )
 
 
 def test_calls_that_can_be_read_cost_nothing():
@@ -80,7 +99,9 @@ def test_calls_that_can_be_read_cost_nothing():
 
 def test_an_attempt_that_is_cut_off_pays_for_what_it_said():
     (group,) = play(BROKEN, BROKEN, max_turns=2)
-    assert group.trajectories[0].outcome == Truncated(-0.5, {"exact_match": 0.0, "malformed_tool_calls": -2.0})
+    assert group.trajectories[0].outcome == Truncated(
+        -0.5, {"exact_match": 0.0, "malformed_tool_calls": -2.0}
+    )
     assert measure_groups([group])["attempt/turn_limit"] == 1.0
 
 

@@ -136,14 +136,18 @@ HOSTILE = [
 @pytest.mark.fault("S10")
 def test_hostile_mathematics_earns_0_and_leaves_the_reward_at_work():
     reward = Math(MathConfig(timeout_s=0.5))
-    assert rewards(reward, [(f"\\boxed{{{text}}}", r"\sqrt{2}") for text in HOSTILE]) == [0.0] * len(HOSTILE)
+    assert rewards(reward, [(f"\\boxed{{{text}}}", r"\sqrt{2}") for text in HOSTILE]) == [
+        0.0
+    ] * len(HOSTILE)
     assert rewards(reward, ALGEBRA_RIGHT[:2]) == [1.0, 1.0]
 
 
 def test_an_answer_that_takes_too_long_earns_0_and_a_broken_worker_fails_the_attempt(monkeypatch):
     slow, broken = Math(MathConfig(symbolic="never")), Math(MathConfig(symbolic="never"))
     slow._workers = Workers("math:factorial", cpu_s=0.05)
-    monkeypatch.setattr(slow._workers, "call", lambda answer, gold: Workers.call(slow._workers, 10**7))
+    monkeypatch.setattr(
+        slow._workers, "call", lambda answer, gold: Workers.call(slow._workers, 10**7)
+    )
     broken._workers = Workers("no_such_module:equal", cpu_s=0.05)
     assert rewards(slow, [(r"\boxed{x}", "y")]) == [0.0]
     (outcome,) = outcomes(broken, [(r"\boxed{x}", "y")])
@@ -160,4 +164,6 @@ def test_truncation_and_a_task_without_answer():
 
 
 def test_the_probe_knows_the_packages_name():
-    assert (importlib.util.find_spec(module.PACKAGE) is not None) == (Math(MathConfig())._workers is not None)
+    assert (importlib.util.find_spec(module.PACKAGE) is not None) == (
+        Math(MathConfig())._workers is not None
+    )

@@ -130,13 +130,18 @@ def test_integers_beyond_float_precision_are_told_apart():
 
 
 @given(
-    st.integers(-(10**30), 10**30), st.sampled_from(["{}", "{:,}", "{:+,}", "#### {:,}", "\\boxed{{{:,}}}", "It is {:,} km."])
+    st.integers(-(10**30), 10**30),
+    st.sampled_from(["{}", "{:,}", "{:+,}", "#### {:,}", "\\boxed{{{:,}}}", "It is {:,} km."]),
 )
 def test_integers_round_trip(n, style):
     assert final_number(style.format(n)) == n
 
 
-@given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=6))
+@given(
+    st.decimals(
+        allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=6
+    )
+)
 def test_decimals_round_trip(x):
     assert read_number(f"{x:,f}") == Fraction(x)
     assert read_number(f"{x:e}") == Fraction(x)
@@ -197,7 +202,9 @@ def test_no_text_raises(text):
 
 def test_the_contract_and_truncation():
     check_reward(reward, task("85"), good="#### 85", bad="#### 86")
-    (cut,) = asyncio.run(reward.score([answered(task("85"), "#### 85", Truncated(None))], task("85")))
+    (cut,) = asyncio.run(
+        reward.score([answered(task("85"), "#### 85", Truncated(None))], task("85"))
+    )
     assert cut == Truncated(0.0, {"numeric_answer": 0.0})
 
 

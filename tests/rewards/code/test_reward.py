@@ -1,4 +1,5 @@
-"""The reward `code`: programs out of answers, tests of output, tests of functions, and whose fault a failure is."""
+"""The reward `code`: programs out of answers, tests of output, tests of functions, and whose fault
+a failure is."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from ratchet.sandbox import Reason, Result, SandboxError
 from ratchet.testing import answered, check_reward
 from ratchet.types import Failed, Message, Scored, Task, Truncated
 
-DOUBLE = [{"stdin": "21\n", "stdout": "42\n"}, {"stdin": "5", "stdout": "10"}, {"stdin": "0", "stdout": "0"}]
+DOUBLE = [
+    {"stdin": "21\n", "stdout": "42\n"},
+    {"stdin": "5", "stdout": "10"},
+    {"stdin": "0", "stdout": "0"},
+]
 STREAM = Task("double", (Message("user", "Double it."),), meta={"tests": DOUBLE})
 
 
@@ -59,7 +64,11 @@ def parts(**shares):
         ("a = 1\n", "last", "a = 1\n"),
         ("Here:\n```python\na = 1\n```\nand\n```py\nb = 2\n```\nDone.", "last", "b = 2\n"),
         ("Here:\n```python\na = 1\n```\nand\n```py\nb = 2\n```\nDone.", "first", "a = 1\n"),
-        ("Here:\n```python\na = 1\n```\nand\n```py\nb = 2\n```\nDone.", "all", "a = 1\n\n\nb = 2\n"),
+        (
+            "Here:\n```python\na = 1\n```\nand\n```py\nb = 2\n```\nDone.",
+            "all",
+            "a = 1\n\n\nb = 2\n",
+        ),
         ("```python\na = 1\n```\n```\noutput 1\n```", "last", "a = 1\n"),
         ("```bash\nls\n```\n```\na = 1\n```", "last", "a = 1\n"),
         ("```bash\nls\n```", "last", "```bash\nls\n```"),
@@ -145,29 +154,50 @@ def test_the_share_and_all_or_nothing(made):
     wrong_at_0 = "x = int(input())\nprint(x * 2 or 1)"
     assert judge(made(), STREAM, "print(int(input()) * 2)") == Scored(1.0, parts(passed=1.0))
     assert judge(made(), STREAM, wrong_at_0) == Scored(0.0, parts(passed=2 / 3, wrong=1 / 3))
-    assert judge(made(credit="share"), STREAM, wrong_at_0) == Scored(2 / 3, parts(passed=2 / 3, wrong=1 / 3))
+    assert judge(made(credit="share"), STREAM, wrong_at_0) == Scored(
+        2 / 3, parts(passed=2 / 3, wrong=1 / 3)
+    )
     crash_at_5 = "x = int(input())\nprint(x * 2 if x != 5 else 1 / 0)"
-    assert judge(made(), STREAM, crash_at_5) == Scored(0.0, parts(passed=1 / 3, crashed=1 / 3))  # the third was not run
-    assert judge(made(credit="share"), STREAM, crash_at_5) == Scored(2 / 3, parts(passed=2 / 3, crashed=1 / 3))
+    # the third was not run
+    assert judge(made(), STREAM, crash_at_5) == Scored(0.0, parts(passed=1 / 3, crashed=1 / 3))
+    assert judge(made(credit="share"), STREAM, crash_at_5) == Scored(
+        2 / 3, parts(passed=2 / 3, crashed=1 / 3)
+    )
 
 
 def test_a_program_that_overruns_a_limit_earns_nothing(made):
     assert judge(made(), STREAM, "while True: pass") == Scored(0.0, parts(limit=1 / 3))
-    assert judge(made(output_kib=1), STREAM, "print('42\\n' * 1000)") == Scored(0.0, parts(limit=1 / 3))
-    assert judge(made(memory_mib=64), STREAM, "x = bytearray(1 << 28)\nprint(int(input()) * 2)").parts["crashed"] == 1 / 3
+    assert judge(made(output_kib=1), STREAM, "print('42\\n' * 1000)") == Scored(
+        0.0, parts(limit=1 / 3)
+    )
+    assert (
+        judge(made(memory_mib=64), STREAM, "x = bytearray(1 << 28)\nprint(int(input()) * 2)").parts[
+            "crashed"
+        ]
+        == 1 / 3
+    )
 
 
 def test_the_contract_of_rewards(made):
     check_reward(made(), STREAM, good="```python\nprint(int(input()) * 2)\n```", bad="print(42)")
-    check_reward(made(), function("def check(c):\n    assert c(1) == 2"), good="def f(x): return 2", bad="def f(x): return 3")
+    check_reward(
+        made(),
+        function("def check(c):\n    assert c(1) == 2"),
+        good="def f(x): return 2",
+        bad="def f(x): return 3",
+    )
 
 
 def test_an_answer_that_was_cut_off_is_not_run(made):
-    assert judge(made(), STREAM, "print(int(input()) * 2)", Truncated()) == Truncated(0.0, {"code": 0.0})
+    assert judge(made(), STREAM, "print(int(input()) * 2)", Truncated()) == Truncated(
+        0.0, {"code": 0.0}
+    )
 
 
 def test_an_answer_without_the_block_that_is_required(made):
-    assert judge(made(require_block=True), STREAM, "print(int(input()) * 2)") == Scored(0.0, parts(wrong=1.0))
+    assert judge(made(require_block=True), STREAM, "print(int(input()) * 2)") == Scored(
+        0.0, parts(wrong=1.0)
+    )
 
 
 # --- tests of functions
@@ -181,36 +211,69 @@ def test_an_answer_without_the_block_that_is_required(made):
         ("return 1 / 0", "assert candidate(1) == 2", "crashed"),
         ("while True: pass", "assert candidate(1) == 2", "limit"),
         ("return x + 1", "assert f(1) == 2", "passed"),  # by its own name
-        ("return x + 1", "assert candidate(candidate(candidate(1))) == 4", "passed"),  # arguments that depend on answers
+        # arguments that depend on answers
+        ("return x + 1", "assert candidate(candidate(candidate(1))) == 4", "passed"),
         ("return x + 1", "y = 0\n    while y < 9: y = candidate(y)\n    assert y == 9", "passed"),
-        ("return x - 1", "y = 0\n    while y < 9: y = candidate(y)\n    assert y == 9", "limit"),  # the tests never end
+        # the tests never end
+        ("return x - 1", "y = 0\n    while y < 9: y = candidate(y)\n    assert y == 9", "limit"),
         (
             "return x + 1",
-            "import random\n    for _ in range(50):\n        n = random.random()\n        assert f(n) == n + 1",
+            "import random\n    for _ in range(50):\n        n = random.random()\n        assert "
+            "f(n) == n + 1",
             "passed",
         ),
-        ("raise ValueError('x')", "try: candidate(1)\n    except ValueError: return\n    assert False", "passed"),
-        ("raise KeyError('x')", "try: candidate(1)\n    except ValueError: return\n    assert False", "crashed"),
+        (
+            "raise ValueError('x')",
+            "try: candidate(1)\n    except ValueError: return\n    assert False",
+            "passed",
+        ),
+        (
+            "raise KeyError('x')",
+            "try: candidate(1)\n    except ValueError: return\n    assert False",
+            "crashed",
+        ),
         ("return x", "try: candidate(1)\n    except ValueError: return\n    assert False", "wrong"),
         ("print('chatter'); return x", "print('more'); assert candidate(1) == 1", "passed"),
-        ("import sys; sys.exit(0)", "try: candidate(1)\n    except BaseException: pass\n    assert candidate", "passed"),
-        ("import os; os._exit(0)", "try: candidate(1)\n    except BaseException: pass\n    assert candidate", "crashed"),
-        ("x.append(1); return x", "y = [0]; assert candidate(y) == [0, 1]; assert y == [0]", "passed"),  # changes stay there
+        (
+            "import sys; sys.exit(0)",
+            "try: candidate(1)\n    except BaseException: pass\n    assert candidate",
+            "passed",
+        ),
+        (
+            "import os; os._exit(0)",
+            "try: candidate(1)\n    except BaseException: pass\n    assert candidate",
+            "crashed",
+        ),
+        # changes stay there
+        (
+            "x.append(1); return x",
+            "y = [0]; assert candidate(y) == [0, 1]; assert y == [0]",
+            "passed",
+        ),
         ("return (i for i in range(x))", "assert list(candidate(3)) == [0, 1, 2]", "passed"),
         ("return lambda: 1", "assert candidate(3)", "crashed"),
         ("return x", "assert candidate(x=1) == 1 and candidate(*[2]) == 2", "passed"),
         ("return x", "assert candidate(float('inf')) == float('inf')", "passed"),
-        ("return x", "assert isinstance(candidate(True), bool) and type(candidate(1)) is int", "passed"),
+        (
+            "return x",
+            "assert isinstance(candidate(True), bool) and type(candidate(1)) is int",
+            "passed",
+        ),
         ("return {1: (2, [3])}", "assert candidate(0) == {1: (2, [3])}", "passed"),
         ("return {1: [2, [3]]}", "assert candidate(0) == {1: (2, [3])}", "wrong"),
     ],
 )
 def test_how_the_tests_of_a_function_end(made, body, test, end):
     task = function(f"def check(candidate):\n    {test}\n")
-    assert judge(made(), task, f"def f(x):\n    {body}\n") == Scored(float(end == "passed"), parts(**{end: 1.0}))
+    assert judge(made(), task, f"def f(x):\n    {body}\n") == Scored(
+        float(end == "passed"), parts(**{end: 1.0})
+    )
 
 
-PROMPT = "import math\n\ndef square(x):\n    return x * x\n\ndef f(x):\n    '''The root of x + square.'''\n"
+PROMPT = (
+    "import math\n\ndef square(x):\n    return x * x\n\ndef f(x):\n    '''The root of x + "
+    "square.'''\n"
+)
 ROOT = "def check(candidate):\n    assert candidate(2) == math.sqrt(2 + square(2))\n"
 
 
@@ -234,26 +297,35 @@ def test_a_completion_or_a_whole_program(made, answer):
 
 
 @pytest.mark.parametrize(
-    "answer", ["", "    pass", "return 1", "I don't know.", "def g(x): return 1", "    return math.sqrt(x"]
+    "answer",
+    ["", "    pass", "return 1", "I don't know.", "def g(x): return 1", "    return math.sqrt(x"],
 )
 def test_no_program_is_a_zero(made, answer):
     assert judge(made(), function(ROOT, PROMPT), answer).reward == 0.0
 
 
 def test_a_prompt_in_prose_is_no_part_of_the_program(made):
-    task = function("def check(candidate):\n    assert candidate(2) == 4", "Write f, which doubles x.")
+    task = function(
+        "def check(candidate):\n    assert candidate(2) == 4", "Write f, which doubles x."
+    )
     assert judge(made(), task, "```python\ndef f(x): return 2 * x\n```").reward == 1.0
 
 
 def test_a_share_of_the_assertions(made):
     test = (
-        "def check(c):\n    assert True\n    assert c(1) == 2\n    assert c(2) == 4, 'two'\n    for i in 3, 4: assert c(i) == 6"
+        "def check(c):\n    assert True\n    assert c(1) == 2\n    assert c(2) == 4, 'two'\n   "
+        " "
+        "for i in 3, 4: assert c(i) == 6"
     )
     reward = made(credit="share")
-    assert judge(reward, function(test), "def f(x): return 2 * x") == Scored(0.75, parts(passed=0.75, wrong=0.25))
+    assert judge(reward, function(test), "def f(x): return 2 * x") == Scored(
+        0.75, parts(passed=0.75, wrong=0.25)
+    )
     late = "def f(x):\n    while x > 2: pass\n    return 2 * x"
     assert judge(reward, function(test), late) == Scored(0.5, parts(passed=0.5, limit=0.5))
-    assert judge(reward, function(test), "def f(x): return 2") == Scored(0.25, parts(passed=0.25, wrong=0.75))
+    assert judge(reward, function(test), "def f(x): return 2") == Scored(
+        0.25, parts(passed=0.25, wrong=0.75)
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +334,10 @@ def test_a_share_of_the_assertions(made):
         ("def check(candidate):\n    assert candidate(1) == ", "SyntaxError"),
         ("def test(candidate):\n    assert candidate(1) == 1", "no function check"),
         ("def check(candidate):\n    assert True", "never call f"),
-        ("def check(candidate):\n    assert candidate(1) == helper(1)", "name 'helper' is not defined"),
+        (
+            "def check(candidate):\n    assert candidate(1) == helper(1)",
+            "name 'helper' is not defined",
+        ),
         ("import numpy as np\ndef check(candidate):\n    assert candidate(1) == 1", "numpy"),
         ("def check(candidate):\n    assert candidate(lambda: 1) == 1", "a value of type function"),
         ("import os\ndef check(candidate):\n    os._exit(0)", "ended before"),
@@ -320,7 +395,10 @@ def test_where_the_tests_come_from():
     [
         (Task("t", ()), "task 't' has no tests"),
         (Task("t", (), answer="42"), "task 't' has no tests"),
-        (Task("t", (), meta={"test": "x", "prompt": "p"}), "its entry_point is None: it must be text"),
+        (
+            Task("t", (), meta={"test": "x", "prompt": "p"}),
+            "its entry_point is None: it must be text",
+        ),
     ],
 )
 def test_a_task_without_tests_says_so(task, why):
@@ -328,7 +406,10 @@ def test_a_task_without_tests_says_so(task, why):
         given_tests(task)
 
 
-@pytest.mark.parametrize("tests", [[], "x", None, 5, {"stdin": "x"}, [5], [{"stdin": "x"}], [{"stdin": 1, "stdout": "x"}]])
+@pytest.mark.parametrize(
+    "tests",
+    [[], "x", None, 5, {"stdin": "x"}, [5], [{"stdin": "x"}], [{"stdin": 1, "stdout": "x"}]],
+)
 def test_tests_of_the_wrong_shape_are_refused(tests):
     with pytest.raises(DataError, match="tests"):
         io_tests(tests, "t")

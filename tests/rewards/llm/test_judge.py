@@ -29,7 +29,9 @@ def scores(reward, *texts, task=TASK, ended=None):
 
 
 def response_in(body):
-    (found,) = re.findall(r"<response>\n(.*?)\n</response>", body["messages"][0]["content"], re.DOTALL)
+    (found,) = re.findall(
+        r"<response>\n(.*?)\n</response>", body["messages"][0]["content"], re.DOTALL
+    )
     return found
 
 
@@ -90,7 +92,12 @@ def test_what_an_answer_says_is_never_filled_in_twice():
 
 def test_requests_are_spaced_evenly():
     pace = Pace(120.0)
-    assert [pace.wait_s(10.0), pace.wait_s(10.0), pace.wait_s(10.25), pace.wait_s(20.0)] == [0.0, 0.5, 0.75, 0.0]
+    assert [pace.wait_s(10.0), pace.wait_s(10.0), pace.wait_s(10.25), pace.wait_s(20.0)] == [
+        0.0,
+        0.5,
+        0.75,
+        0.0,
+    ]
     assert Pace(None).wait_s(3.0) == 0.0
 
 
@@ -100,22 +107,40 @@ def test_requests_are_spaced_evenly():
 def test_a_judge_gives_its_score_as_a_share_of_the_scale_and_keeps_the_contract():
     with serve(rates) as fake:
         reward = made("judge", fake, rubric="Is it right?")
-        assert scores(reward, "85", "86") == [Scored(1.0, {"judge": 1.0}), Scored(3 / 9, {"judge": 3 / 9})]
+        assert scores(reward, "85", "86") == [
+            Scored(1.0, {"judge": 1.0}),
+            Scored(3 / 9, {"judge": 3 / 9}),
+        ]
         check_reward(reward, TASK, good="85", bad="86")
         assert len(fake.seen) == 3  # "85", "86" and "": each is asked once
         path, headers, body = fake.seen[0]
-        assert (path, body["model"], body["temperature"], body["max_tokens"]) == ("/v1/chat/completions", "m", 0.0, 512)
+        assert (path, body["model"], body["temperature"], body["max_tokens"]) == (
+            "/v1/chat/completions",
+            "m",
+            0.0,
+            512,
+        )
         assert "authorization" not in headers
         text = body["messages"][0]["content"]
-        for piece in ("Is it right?", "<request>\n37+48=\n</request>", "<reference>\n85\n</reference>", "from 1 (worst) to 10"):
+        for piece in (
+            "Is it right?",
+            "<request>\n37+48=\n</request>",
+            "<reference>\n85\n</reference>",
+            "from 1 (worst) to 10",
+        ):
             assert piece in text
         assert scores(reward, "85", ended=Truncated(None)) == [Truncated(0.0, {"judge": 0.0})]
         assert scores(reward, "85", ended=Cancelled("stale")) == [Cancelled("stale")]
 
 
-def test_equal_answers_are_one_question_while_it_is_under_way_and_a_cache_outlives_the_run(tmp_path):
+def test_equal_answers_are_one_question_while_it_is_under_way_and_a_cache_outlives_the_run(
+    tmp_path,
+):
     with serve(rates) as fake:
-        assert [o.reward for o in scores(made("judge", fake, cache=str(tmp_path)), "85", "85", "1", "85")] == [1, 1, 3 / 9, 1]
+        assert [
+            o.reward
+            for o in scores(made("judge", fake, cache=str(tmp_path)), "85", "85", "1", "85")
+        ] == [1, 1, 3 / 9, 1]
         assert len(fake.seen) == 2
         again = made("judge", fake, cache=str(tmp_path))
         assert [o.reward for o in scores(again, "85", "1")] == [1, 3 / 9]
@@ -151,7 +176,12 @@ def test_what_may_pass_is_tried_again():
 @pytest.mark.parametrize(
     ("given", "keys", "requests", "why"),
     [
-        (Answer("busy", 503), {"retries": 2}, 3, "gave nothing usable in 3 tries, the last: status 503: busy"),
+        (
+            Answer("busy", 503),
+            {"retries": 2},
+            3,
+            "gave nothing usable in 3 tries, the last: status 503: busy",
+        ),
         (HANG, {"retries": 1, "timeout_s": 0.05}, 2, "no answer within 0.05 s"),
         (Answer("no such model", 404), {}, 1, "refused with status 404: no such model"),
         ({"error": "x"}, {}, 1, "answered without a message"),
@@ -189,7 +219,10 @@ def test_a_long_answer_is_cut_in_its_middle_and_a_conversation_keeps_its_roles()
     with serve(lambda body, number: chat("Score: 1")) as fake:
         scores(made("judge", fake, max_chars=10), "a" * 50 + "b" * 50, task=task)
         assert response_in(fake.seen[0][2]) == "aaaaa\n[...]\nbbbbb"
-        assert "<request>\n[system]\nBe kind.\n\n[user]\nhi\n</request>" in fake.seen[0][2]["messages"][0]["content"]
+        assert (
+            "<request>\n[system]\nBe kind.\n\n[user]\nhi\n</request>"
+            in fake.seen[0][2]["messages"][0]["content"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -206,14 +239,19 @@ def test_settings_that_can_not_be_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         resolve("rewards", {"kind": "judge", "url": "http://x/v1", "model": "m", **keys})
     with pytest.raises(ValueError, match=r"prompt lacks \{second\}"):
-        resolve("rewards", {"kind": "pairwise_judge", "url": "http://x/v1", "model": "m", "prompt": "{first}"})
+        resolve(
+            "rewards",
+            {"kind": "pairwise_judge", "url": "http://x/v1", "model": "m", "prompt": "{first}"},
+        )
 
 
 # --- against each other
 
 
 def longer_wins(body, number=0):
-    a, b = re.findall(r"<response_.>\n(.*?)\n</response_.>", body["messages"][0]["content"], re.DOTALL)
+    a, b = re.findall(
+        r"<response_.>\n(.*?)\n</response_.>", body["messages"][0]["content"], re.DOTALL
+    )
     return chat("Better: tie" if len(a) == len(b) else f"Better: {'A' if len(a) > len(b) else 'B'}")
 
 
@@ -231,7 +269,9 @@ def test_the_reward_is_the_share_of_comparisons_won():
 def test_a_judge_that_always_prefers_one_place_makes_a_tie():
     with serve(lambda body, number: chat("Better: A")) as fake:
         assert [o.reward for o in scores(made("pairwise_judge", fake), "x", "y")] == [0.5, 0.5]
-        assert [o.reward for o in scores(made("pairwise_judge", fake, both_orders=False), "y", "x")] == [0.0, 1.0]
+        assert [
+            o.reward for o in scores(made("pairwise_judge", fake, both_orders=False), "y", "x")
+        ] == [0.0, 1.0]
 
 
 def test_answers_can_be_compared_with_the_tasks_own():
@@ -253,7 +293,11 @@ def test_a_comparison_that_can_not_be_made_fails_both_attempts_and_no_others():
         assert isinstance(y, Failed)
         assert "no verdict" in y.detail
         assert z == Scored(1.0, {"pairwise_judge": 1.0})
-        cut = [answered(TASK, "x", Truncated(None)), answered(TASK, "zzz"), answered(TASK, "y", Failed("engine"))]
+        cut = [
+            answered(TASK, "x", Truncated(None)),
+            answered(TASK, "zzz"),
+            answered(TASK, "y", Failed("engine")),
+        ]
         outcomes = asyncio.run(made("pairwise_judge", fake).score(cut, TASK))
         assert [type(o) for o in outcomes] == [Truncated, Scored, Failed]
         assert [o.reward for o in outcomes[:2]] == [0.0, 0.5]
@@ -267,12 +311,18 @@ def test_a_group_goes_out_in_one_request_and_comes_back_with_parts():
         return {"results": [_judged(row) for row in body["rows"]]}
 
     def _judged(row):
-        return {"reward": float(row["response"] == row["answer"]), "parts": {"length": len(row["response"])}}
+        return {
+            "reward": float(row["response"] == row["answer"]),
+            "parts": {"length": len(row["response"])},
+        }
 
     task = Task("t/3", TASK.messages, answer="85", tag="sums", meta={"level": 3})
     with serve(answer) as fake:
         reward = construct(resolve("rewards", {"kind": "remote", "url": fake.url}))
-        assert scores(reward, "85", "860", task=task) == [Scored(1.0, {"length": 2.0}), Scored(0.0, {"length": 3.0})]
+        assert scores(reward, "85", "860", task=task) == [
+            Scored(1.0, {"length": 2.0}),
+            Scored(0.0, {"length": 3.0}),
+        ]
         (row, _) = fake.seen[0][2]["rows"]
         assert row == {
             "prompt": "37+48=", "response": "85", "answer": "85", "meta": {"level": 3}, "tag": "sums", "truncated": False,
@@ -296,7 +346,9 @@ def test_a_group_goes_out_in_one_request_and_comes_back_with_parts():
 )
 def test_an_answer_that_fits_no_group_fails_all_of_it(given, why):
     with serve(lambda body, number: given) as fake:
-        reward = construct(resolve("rewards", {"kind": "remote", "url": fake.url, "retries": 1, "backoff_s": 1e-3}))
+        reward = construct(
+            resolve("rewards", {"kind": "remote", "url": fake.url, "retries": 1, "backoff_s": 1e-3})
+        )
         for outcome in scores(reward, "85", "86"):
             assert isinstance(outcome, Failed)
             assert why in outcome.detail
@@ -312,7 +364,9 @@ def test_a_result_that_is_no_reward_fails_its_own_attempt():
         7,
     ]
     with serve(lambda body, number: {"results": results}) as fake:
-        outcomes = scores(construct(resolve("rewards", {"kind": "remote", "url": fake.url})), *"abcdef")
+        outcomes = scores(
+            construct(resolve("rewards", {"kind": "remote", "url": fake.url})), *"abcdef"
+        )
         assert outcomes[0] == Scored(2.0, {"remote": 2.0})
         assert [type(o) for o in outcomes[1:]] == [Failed] * 5
         assert "no such problem" in outcomes[1].detail
