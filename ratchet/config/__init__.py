@@ -1,0 +1,1 @@
+"""Recipes: YAML to checked configuration sections, with errors that name the line and the fix."""

@@ -1,0 +1,1 @@
+"""Rows of data: reading, ordering, filtering, tokenizing and packing them."""

@@ -1,0 +1,1 @@
+"""Environments: each serves tasks and answers the policy's turns."""

@@ -1,0 +1,1 @@
+"""Evaluation: estimators, intervals, paired tests and early stopping."""

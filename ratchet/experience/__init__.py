@@ -1,0 +1,1 @@
+"""From tasks to training groups: rollouts, data sources, asynchronous scheduling and checks."""

@@ -1,0 +1,1 @@
+"""Generators: the embedded engine, vLLM and transformers behind one protocol."""

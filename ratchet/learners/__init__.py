@@ -1,0 +1,1 @@
+"""Learners: they hold trainable weights, compute token columns and apply updates."""

@@ -1,0 +1,1 @@
+"""Models: our decoder, models of transformers and of Megatron Core, and their weights."""

@@ -1,0 +1,1 @@
+"""Rewards: functions that judge a finished attempt."""

@@ -1,0 +1,1 @@
+"""Run directories: layout, checkpoints kept, copies in object stores."""

@@ -1,0 +1,1 @@
+"""One training run: the loop, its components, colocation, checkpoints and stages."""

@@ -1,0 +1,1 @@
+"""Helpers without knowledge of training: files, threads, processes, credentials."""

@@ -1,0 +1,1 @@
+"""Weight sync from a learner to its generators, checked before it counts."""

@@ -1,0 +1,1 @@
+"""Advantage estimators and what is done to their results."""

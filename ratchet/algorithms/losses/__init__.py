@@ -1,0 +1,1 @@
+"""Loss functions on packed tensors, each with its equation and source."""

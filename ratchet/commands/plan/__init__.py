@@ -1,0 +1,1 @@
+"""`ratchet plan`: the memory and time that a recipe will take, before it is run."""

@@ -1,0 +1,1 @@
+"""`ratchet replay` and `ratchet explain`: a recorded step is computed again."""

@@ -1,0 +1,1 @@
+"""Checks that look at several keys of a recipe together."""

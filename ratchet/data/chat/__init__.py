@@ -1,0 +1,1 @@
+"""Messages to tokens: chat templates, tokenizers and tool-call formats."""

@@ -1,0 +1,1 @@
+"""Published datasets and benchmarks by name."""

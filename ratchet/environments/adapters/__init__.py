@@ -1,0 +1,1 @@
+"""Adapters for environments of other libraries: Gymnasium, gem, verifiers."""

@@ -1,0 +1,1 @@
+"""Environments whose tasks are rows of a dataset."""

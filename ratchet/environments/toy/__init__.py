@@ -1,0 +1,1 @@
+"""Small synthetic tasks that a tiny model learns within a minute."""

@@ -1,0 +1,1 @@
+"""Rollouts ahead of their training step: staleness bounds, concurrency and interruption."""

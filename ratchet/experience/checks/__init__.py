@@ -1,0 +1,1 @@
+"""Checks of experience: log-probability parity with the learner, reward hacking."""

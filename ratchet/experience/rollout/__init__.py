@@ -1,0 +1,1 @@
+"""One attempt, and groups of attempts, played in an environment."""

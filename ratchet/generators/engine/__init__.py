@@ -1,0 +1,1 @@
+"""The embedded generation engine: continuous batching, a KV cache of slots, sampling."""

@@ -1,0 +1,1 @@
+"""vLLM as a generator, with weights pushed to its workers."""

@@ -1,0 +1,1 @@
+"""Generators in worker processes, and the pool that balances requests over them."""

@@ -1,0 +1,1 @@
+"""Forward passes: micro-batching, chunked log-probabilities and FLOP counting."""

@@ -1,0 +1,1 @@
+"""Layers of the decoder: attention, mixture of experts, quantized matrices, shared prefixes."""

@@ -1,0 +1,1 @@
+"""LoRA adapters and their files."""

@@ -1,0 +1,1 @@
+"""Models divided over ranks: tensor, context and expert parallelism."""

@@ -1,0 +1,1 @@
+"""Canonical weight names and the layout of weights in shards."""

@@ -1,0 +1,1 @@
+"""Records of every step's groups, as Parquet files."""

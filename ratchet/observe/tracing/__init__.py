@@ -1,0 +1,1 @@
+"""Traces and profiles of a run."""

@@ -1,0 +1,1 @@
+"""Rewards that compare an answer with the expected one."""

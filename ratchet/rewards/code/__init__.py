@@ -1,0 +1,1 @@
+"""The reward for programs, judged by tests in the sandbox."""

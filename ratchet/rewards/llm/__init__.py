@@ -1,0 +1,1 @@
+"""Rewards by a language model behind an HTTP API."""

@@ -1,0 +1,1 @@
+"""Worker processes for rewards that may hang or crash."""
