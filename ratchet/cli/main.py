@@ -116,6 +116,21 @@ def check(
     say(describe(load_config(target, overrides or [])))
 
 
+@app.command(name="explain-algorithm")
+def explain_algorithm(
+    kind: Annotated[
+        str, typer.Argument(help="A built-in name (grpo), or the path of a class (my_pkg.mod:C).")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Keys of the algorithm: group_size=16 kl.coef=0.04")
+    ] = None,
+) -> None:
+    """Show what an algorithm consists of: its estimator, loss, aggregation, sources and keys."""
+    from ratchet.commands.explain_algorithm import explain_algorithm as explained
+
+    say(explained(kind, overrides or []))
+
+
 @app.command()
 def plan(
     recipe: Annotated[Path, typer.Argument(help="A recipe (YAML).")],
