@@ -28,6 +28,13 @@ from ratchet.weight_sync.factory import Between, make_link
 GENERATOR = "generator"  # the name of the workers that generate
 
 
+# What each process builds, by what the workers run (`generator.plays`).
+WORKER_FACTORIES = {
+    "requests": "ratchet.training.generator_workers:make_rank",
+    "groups": "ratchet.training.rollout_workers:make_rank",
+}
+
+
 class Seat(Protocol):
     """Where a worker lives (`ratchet.executors.worker.Place`)."""
 
@@ -90,7 +97,7 @@ def start_generators(
     def start(rank: int) -> Workers:
         group = executor.group(GENERATOR, rank)
         try:
-            group.build_now(section.held, arguments)
+            group.build_now(WORKER_FACTORIES[section.plays], arguments)
         except BaseException:
             group.close()
             raise

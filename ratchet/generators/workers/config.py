@@ -49,11 +49,6 @@ class WorkersConfig(Section):
         return self
 
     @property
-    def held(self) -> str:
-        """What makes the component of each process."""
-        return f"ratchet.{'playing' if self.plays == 'groups' else 'generation'}:make_rank"
-
-    @property
     def placeable(self) -> bool:
         return getattr(self.of, "placeable", True)
 
