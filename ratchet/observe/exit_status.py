@@ -1,4 +1,4 @@
-"""How a process ended, in words."""
+"""Words for how a process ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 
 
 def ended_how(status: int) -> tuple[str, str]:
-    """Of an exit status as `subprocess` gives it: (in words, the signal's name or "")."""
+    """Return an exit status, as `subprocess` gives it, in words, and the signal's name or ""."""
     if status >= 0:
         return f"exit status {status}", ""
     try:
@@ -14,6 +14,8 @@ def ended_how(status: int) -> tuple[str, str]:
     except ValueError:  # a real-time signal has no name
         name = f"signal {-status}"
     return (
-        f"{name}, by somebody, or by the kernel for want of memory" if name == "SIGKILL" else name,
+        f"{name}, by another process, or by the kernel for want of memory"
+        if name == "SIGKILL"
+        else name,
         name,
     )

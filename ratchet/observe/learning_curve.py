@@ -1,5 +1,7 @@
-"""`curve.svg`: reward and held-out accuracy over the steps of a run. Plain SVG, in the reader's
-light or dark theme."""
+"""The chart `curve.svg`: reward and held-out accuracy over the steps of a run.
+
+It is plain SVG, in the reader's light or dark theme.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ text { font: 13px system-ui, sans-serif; fill: #444 } .title { font-weight: 600;
 .s1.dot, .s1.label { fill: #c2570c; stroke: none }
 @media (prefers-color-scheme: dark) {
   text { fill: #bbb } .title { fill: #eee } .grid { stroke: #3a3a3a }
-  .s0 { stroke: #6cb0ff } .s1 { stroke: #ffa25e } .s0.dot, .s0.label { fill: #6cb0ff } .s1.dot, .s1.label { fill: #ffa25e }
+  .s0 { stroke: #6cb0ff } .s1 { stroke: #ffa25e }
+  .s0.dot, .s0.label { fill: #6cb0ff } .s1.dot, .s1.label { fill: #ffa25e }
 }
 """
 
@@ -36,8 +39,11 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """series: metric -> its label. dots: few points, each drawn. span: what the vertical axis shows
-    at least."""
+    """One chart of several series over the same steps.
+
+    series: label of each metric, by metric name. dots: True to draw each point, for few of them.
+    span: the range that the vertical axis shows at least.
+    """
 
     title: str
     series: Mapping[str, str]
@@ -58,7 +64,7 @@ PANELS = (
 
 
 def write_curve(metrics_path: Path, svg_path: Path) -> bool:
-    """Draws a run's `metrics.jsonl`; False, and no file, where it holds nothing to draw. Raises
+    """Draw a run's `metrics.jsonl`. Return False, without a file, if it has nothing to draw. Raises
     OSError."""
     svg = curve_svg(read_jsonl(metrics_path))
     if svg:
@@ -67,7 +73,8 @@ def write_curve(metrics_path: Path, svg_path: Path) -> bool:
 
 
 def curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One panel under the other, over the same steps; "" where no row has one of the metrics."""
+    """Return the panels under each other, over the same steps, or "" if no row has one of the
+    metrics."""
     drawn = [(panel, lines) for panel in PANELS if (lines := _lines(panel, rows))]
     if not drawn:
         return ""
@@ -87,7 +94,7 @@ def curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _lines(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """The points of each series that has any, by label."""
+    """Return the points of each series that has any, by label."""
     lines = {
         label: [
             Point(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)
@@ -98,7 +105,7 @@ def _lines(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Po
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """At most MAX_POINTS, each the mean of a bucket of neighbours."""
+    """Return at most MAX_POINTS points, each the mean of a bucket of neighbours."""
     size = math.ceil(len(points) / MAX_POINTS)
     buckets = [points[start : start + size] for start in range(0, len(points), size)]
     return [
@@ -143,6 +150,7 @@ def _draw(
 
 
 def _scale(value: float, source: tuple[float, float], start: float, end: float) -> float:
-    """From the source's range to [start, end]; the middle where the range is a single value."""
+    """Map a value from the source range to [start, end]; a range of one value maps to the
+    middle."""
     low, high = source
     return start + (value - low) / (high - low) * (end - start) if high > low else (start + end) / 2

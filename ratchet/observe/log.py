@@ -1,4 +1,5 @@
-"""`run.log`: everything that Ratchet logs, one format, UTC; warnings go to the screen too."""
+"""The file `run.log`: everything that Ratchet logs, in one format and UTC. Warnings go to the
+screen too."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class UtcFormatter(logging.Formatter):
 
 
 class LogFile(logging.FileHandler):
-    """The handler of `run.log`: a disk that fails costs records, with one warning, and never the
+    """The handler of `run.log`. A disk that fails costs records, with one warning, and never the
     run."""
 
     def __init__(self, path: Path, console: Console | None) -> None:
@@ -69,7 +70,8 @@ class LogFile(logging.FileHandler):
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints on the console that also draws the progress, which therefore stays whole."""
+    """A handler that prints on the console of the progress display, so that the display stays
+    whole."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -87,7 +89,7 @@ class ConsoleHandler(logging.Handler):
 def log_to(
     path: Path, *, console: Console | None = None, level: int = logging.INFO
 ) -> Iterator[None]:
-    """Inside the block, the loggers under `ratchet` append to `path`; warnings are shown on
+    """Append the loggers under `ratchet` to `path` inside the block, and show warnings on
     `console`. Raises OSError."""
     to_file = LogFile(path, console)
     to_file.setFormatter(UtcFormatter())

@@ -1,5 +1,5 @@
-"""How fast matrix products are on this machine, with a run's own threads: what its phases are held
-against."""
+"""The rate of matrix products on this machine with a run's own threads; profiles compare with
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SQUARE = {"cpu": 1024, "cuda": 8192}  # sides: products of this size are as fast
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """[rows, inner] x [inner, columns]"""
+    """The shape of one matrix product: [rows, inner] x [inner, columns]."""
 
     rows: int
     inner: int
@@ -37,8 +37,10 @@ class Gemm:
 def gemm_rate(
     gemm: Gemm, *, device: torch.device, dtype: torch.dtype, round_s: float = ROUND_S
 ) -> float:
-    """FLOP/s of this product by the threads that PyTorch has, the best of a few rounds, each of
-    round_s to twice that. Draws no random number."""
+    """Return the FLOP/s of this product with PyTorch's current threads, the best of a few rounds.
+
+    Each round takes `round_s` to twice that. Draws no random number.
+    """
     a = (
         torch.linspace(-1, 1, gemm.rows * gemm.inner, device=device)
         .view(gemm.rows, gemm.inner)

@@ -1,4 +1,4 @@
-"""Collects the numbers of one step under stable names, and merges those that come several times."""
+"""Collect the numbers of one step under stable names, and merge samples of the same name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Samples = float | Sequence[float] | NDArray[np.floating]
 
 
 class Origin(NamedTuple):
-    """Who reports a metric, and how its samples merge: one name has one origin for a whole run."""
+    """The source of a metric and the rule that merges its samples. A name has one origin for a
+    whole run."""
 
     prefix: str
     key: str
@@ -27,7 +28,7 @@ class Origin(NamedTuple):
 
 
 class StepMetrics(dict[str, float | None]):
-    """The numbers of a step by name; beside them the histograms, for whoever can show such."""
+    """The numbers of a step by name, and its histograms for sinks that can show them."""
 
     def __init__(
         self, numbers: Mapping[str, float | None], histograms: Mapping[str, Histogram]
@@ -37,9 +38,10 @@ class StepMetrics(dict[str, float | None]):
 
 
 class MetricsManager:
-    """Names are `prefix/key`, or `stage/prefix/key` where a stage is given; phases appear as
-    `time/<phase>_s` (wall seconds). Where samples belong to a domain or an environment,
-    `prefix/<label>/<of>/key`, as `rollout/tag/maths/reward`.
+    """A collector of metrics. Names are `prefix/key`, or `stage/prefix/key` with a stage.
+
+    Phases appear as `time/<phase>_s` (wall seconds). Samples that belong to a domain or an
+    environment appear as `prefix/<label>/<of>/key`, such as `rollout/tag/maths/reward`.
 
     A metric declares once how its samples merge (`declare`, or the first `add`). A result that is
     not finite becomes None (null in JSON, which knows no NaN) beside a note `<name>/nan`,
@@ -54,13 +56,14 @@ class MetricsManager:
         self._partials: dict[str, Partial] = {}
 
     def declare(self, prefix: str, reducers: Mapping[str, Reducer]) -> None:
-        """How the metrics of these keys merge, whatever they belong to. Raises ValueError for one
-        that merges otherwise."""
+        """Set how metrics of these keys merge, whatever label they have. Raises ValueError for a
+        key that already merges by another rule."""
         for key, reducer in reducers.items():
-            known = self._declared.setdefault((prefix, key), reducer)
-            if known != reducer:
+            declared = self._declared.setdefault((prefix, key), reducer)
+            if declared != reducer:
                 raise ValueError(
-                    f"metric '{prefix}/{key}' is declared as {known} and as {reducer}: rename one "
+                    f"metric '{prefix}/{key}' is declared as {declared} and as {reducer}: rename "
+                    "one "
                     "of them"
                 )
 
@@ -73,12 +76,17 @@ class MetricsManager:
         weight: float = 1.0,
         of: Mapping[str, str] | None = None,
     ) -> None:
-        """Adds numbers (or whatever `float` takes: numpy scalars, 0-dim tensors), or several
-        samples of each, to the step in progress. merge: None: as declared, else the mean. of: what
-        they belong to, by label.
+        """Add numbers, or several samples of each, to the step in progress.
 
-        Raises ValueError when a name is already reported from elsewhere or by another rule,
-        TypeError for what is no number.
+        Args:
+            prefix: The first part of the name.
+            numbers: Anything that `float` takes (numpy scalars, 0-dim tensors), by key.
+            merge: None: as declared, else the mean.
+            of: What the samples belong to, by label.
+
+        Raises:
+            ValueError: A name is already reported by another origin or merged by another rule.
+            TypeError: A value is no number.
         """
         labels = "".join(f"{label}/{value}/" for label, value in (of or {}).items())
         for key, values in numbers.items():
@@ -96,22 +104,23 @@ class MetricsManager:
                 self._partials[name].add(samples, weight)
 
     def partials(self) -> dict[str, tuple[Origin, Partial]]:
-        """What is known of the step in progress, for `merge` of another manager; the step starts
-        empty again here."""
-        found = {name: (self._origins[name], known) for name, known in self._partials.items()}
+        """Return and clear what is known of the step in progress, for `merge` of another
+        manager."""
+        partials = {name: (self._origins[name], known) for name, known in self._partials.items()}
         self._partials = {}
-        return found
+        return partials
 
     def merge(self, partials: Mapping[str, tuple[Origin, Partial]]) -> None:
-        """Adds what another rank, or another micro-batch, knows of the same step. Raises ValueError
-        as `add` does."""
-        for name, (origin, known) in partials.items():
+        """Add what another rank or micro-batch knows of the same step. Raises ValueError as `add`
+        does."""
+        for name, (origin, samples) in partials.items():
             self._claim(name, origin)
-            self._partials.setdefault(name, partial(origin.reducer)).merge(known)
+            self._partials.setdefault(name, partial(origin.reducer)).merge(samples)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times the block, also when it raises; a phase entered several times a step is summed."""
+        """Time the block, also when it raises. A phase entered several times in a step is
+        summed."""
         start = self._clock()
         try:
             yield
@@ -119,12 +128,12 @@ class MetricsManager:
             self.add("time", {f"{name}_s": self._clock() - start}, merge="sum")
 
     def flush(self, step: int) -> StepMetrics:
-        """The metrics of `step`, sorted by name; the next step starts empty."""
+        """Return the metrics of `step`, sorted by name, and start the next step empty."""
         assert step >= 0, step
         numbers: dict[str, float | None] = {}
         histograms: dict[str, Histogram] = {}
-        for name, known in sorted(self._partials.items()):
-            value = known.result()
+        for name, partial in sorted(self._partials.items()):
+            value = partial.result()
             if isinstance(value, Histogram):
                 if value.count:
                     histograms[name] = value
@@ -137,10 +146,11 @@ class MetricsManager:
         return StepMetrics(numbers, histograms)
 
     def _claim(self, name: str, origin: Origin) -> None:
-        known = self._origins.setdefault(name, origin)
-        if known != origin:
+        registered = self._origins.setdefault(name, origin)
+        if registered != origin:
             raise ValueError(
-                f"metric '{name}' is reported as {_describe(known)} and as {_describe(origin)}: "
+                f"metric '{name}' is reported as {_describe(registered)} and as "
+                f"{_describe(origin)}: "
                 "rename one of them"
             )
 

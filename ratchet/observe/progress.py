@@ -1,5 +1,5 @@
-"""How far a stage has come: a live line on a terminal, one plain line every few steps elsewhere (a
-file, CI), or nothing."""
+"""Progress of a stage: a live line on a terminal, one plain line every few steps elsewhere, or
+nothing."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ WIDTH = 24  # steps that the sparkline shows
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One block a value, from the lowest to the highest of those given; all equal: the middle
-    one."""
+    """Return one block character for each value, from the lowest to the highest. Equal values give
+    the middle one."""
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -46,7 +46,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`42s`, `3m05s`, `2h07m`."""
+    """Format seconds as `42s`, `3m05s` or `2h07m`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -57,7 +57,7 @@ def duration(seconds: float) -> str:
 
 @dataclass
 class Track:
-    """What the line says. Steps are counted over the whole run; this stage does those after
+    """The content of the progress line. Steps count over the whole run; this stage does those after
     `first_step`, up to `last_step`."""
 
     stage: str
@@ -92,10 +92,13 @@ class Track:
 
     @property
     def eta_s(self) -> float | None:
-        """At the mean pace so far, evaluation and saving included; None before the first step."""
-        done = self.step - self.first_step
+        """Return the seconds left at the mean pace so far, evaluation and saving included; None
+        before the first step."""
+        steps_done = self.step - self.first_step
         return (
-            (self.clock() - self._started) / done * (self.last_step - self.step) if done else None
+            (self.clock() - self._started) / steps_done * (self.last_step - self.step)
+            if steps_done
+            else None
         )
 
     def headline_text(self, *, blocks: bool) -> str:
@@ -122,7 +125,7 @@ class View(Protocol):
 
 
 class PlainView:
-    """One line every `every` steps, and for the stage's last step."""
+    """A view that prints one line every `every` steps, and one for the stage's last step."""
 
     def __init__(self, console: Console, every: int) -> None:
         self.console, self.every = console, every
@@ -164,10 +167,11 @@ def show_progress(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Observer]:
-    """Gives an observer of steps that draws them. `auto`: live on a terminal, else plain.
+    """Yield an observer of steps that draws them. mode=auto is live on a terminal, else plain.
 
-    first_step: steps done before (of earlier stages, or before a resume). every: steps between two
-    plain lines.
+    Args:
+        first_step: Steps done before, in earlier stages or before a resume.
+        every: Steps between two plain lines.
     """
     console = console or make_console()
     track = Track(stage, first_step, last_step, clock)

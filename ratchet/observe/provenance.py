@@ -1,5 +1,5 @@
-"""`provenance.json`: by what code and of which data a run was made, each time that it began or went
-on with others."""
+"""The file `provenance.json`: the code and data of a run, for each start or resume that changed
+them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ PACKAGE = Path(__file__).resolve().parents[1]  # Ratchet's sources
 
 
 def note_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -> None:
-    """Adds what holds from `after_step` on, unless it is what held before. data: file ->
-    fingerprint. A run that begins anew (after step 0) forgets what was there. Raises OSError."""
+    """Append what holds from `after_step` on, unless it held before.
+
+    data: the fingerprint of each file. A run that starts anew (after step 0) drops earlier entries.
+    Raises OSError.
+    """
     held = _read(path) if after_step else []
     now = {"code": code_version(), "data": dict(data)}
     if not held or any(held[-1].get(name) != value for name, value in now.items()):
@@ -28,8 +31,11 @@ def note_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -> 
 
 
 def code_version() -> dict[str, str | None]:
-    """Versions of the packages that results depend on, `sources`: a SHA-256 over Ratchet's own, and
-    `commit`: of the git tree that they lie in, None where they lie in none."""
+    """Return the versions of packages that results depend on, and of Ratchet itself.
+
+    `sources` is a SHA-256 over Ratchet's files; `commit` is that of the git tree that holds them,
+    or None.
+    """
     digest = hashlib.sha256()
     for source in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{source.relative_to(PACKAGE).as_posix()}\n".encode())
@@ -38,9 +44,11 @@ def code_version() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """The last that changed the package: somebody finds the code by it, and `sources` says whether
-    it was changed since. None without git, and where the package only lies inside somebody's tree,
-    as in a virtual environment."""
+    """Return the last commit that changed the package, or None.
+
+    It is None without git, and where the package lies in another project's tree, as in a virtual
+    environment.
+    """
     git = shutil.which("git")
     if git is None:
         return None

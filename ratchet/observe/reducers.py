@@ -1,10 +1,10 @@
-"""How samples of one metric become one number, or one histogram, however they are split over ranks
-and micro-batches.
+"""Reducers merge samples of one metric to one number or histogram, however they are split over
+ranks and micro-batches.
 
-A reducer says how; a `Partial` is what it knows of some of the samples. Merging the partials of any
-split gives, to the last bit, what one partial of all samples gives: sums are kept exactly and
-rounded once, percentiles keep their samples, histograms have fixed bins. (Only `last` depends on an
-order: the merged one's sample is the later.)
+A `Partial` is what a reducer knows of some of the samples. Merging the partials of any split gives,
+to the last bit, what one partial of all samples gives: sums are kept exactly and rounded once,
+percentiles keep their samples, histograms have fixed bins. (Only `last` depends on an order: the
+merged one's sample is the later.)
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Merge = Literal["mean", "sum", "last", "min", "max", "rate"]
 
 @dataclass(frozen=True, slots=True)
 class Percentile:
-    """The value below which so many per cent of the samples lie, exact: between two of them by
-    linear interpolation. Weights only say whether a sample counts (0: not)."""
+    """The exact percentile of the samples, by linear interpolation between two of them. A weight of
+    0 leaves a sample out; other weights do not matter."""
 
     percent: float
 
@@ -34,8 +34,11 @@ class Percentile:
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """A histogram: of k + 1 increasing edges, k bins [low, high), the last with its upper edge;
-    what lies outside is counted by the nearest. Weights only say whether a sample counts."""
+    """A histogram with k + 1 increasing edges: k bins [low, high), the last with its upper edge.
+
+    Samples outside count in the nearest bin. A weight of 0 leaves a sample out; other weights do
+    not matter.
+    """
 
     edges: tuple[float, ...]
 
@@ -49,8 +52,8 @@ Reducer = Merge | Percentile | Bins
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """counts: of each bin between two edges. Of the samples themselves: lowest, highest, total,
-    squares (sum of them)."""
+    """counts: samples of each bin between two edges. lowest, highest, total, squares: minimum,
+    maximum, sum and sum of squares of the samples themselves."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -65,18 +68,18 @@ class Histogram:
 
 
 class Partial(Protocol):
-    """What is known of some samples."""
+    """The state of a reducer after some of the samples."""
 
     def add(self, values: Sequence[float], weight: float) -> None: ...
     def merge(self, other: Partial) -> None:
-        """other: of the same reducer; stays as it is."""
+        """Add another partial of the same reducer, which stays as it is."""
         ...
 
     def result(self) -> float | Histogram: ...
 
 
 def partial(reducer: Reducer) -> Partial:
-    """Of no samples."""
+    """Return the partial of no samples."""
     if isinstance(reducer, Percentile):
         return _Kept(reducer.percent)
     if isinstance(reducer, Bins):
@@ -86,8 +89,8 @@ def partial(reducer: Reducer) -> Partial:
 
 @dataclass(slots=True)
 class ExactSum:
-    """The sum of all that was added, without rounding: parts that together are it. What is not
-    finite is summed apart."""
+    """A sum without rounding, kept as a few numbers that add up to it. Values that are not finite
+    are summed apart."""
 
     parts: list[float] = field(default_factory=list)
     infinite: float = 0.0
@@ -109,8 +112,8 @@ class ExactSum:
 
 
 def _compact(values: list[float]) -> list[float]:
-    """Few numbers with exactly the same sum: the rounded sum, then that of what is left, and so on
-    until nothing is."""
+    """Return few numbers with exactly the same sum: the rounded sum, the rounded rest, and so
+    on."""
     if len(values) < 2:
         return values
     rest, parts = values, list[float]()
@@ -151,7 +154,7 @@ class _Sum:
 
 @dataclass(slots=True)
 class _Mean:
-    """Weighted; a sample of weight 0 has no part in it, even where it is not finite. NaN where all
+    """A weighted mean. A sample of weight 0 has no part in it, even if it is not finite. NaN if all
     weights are 0."""
 
     total: ExactSum = field(default_factory=ExactSum)
@@ -173,7 +176,7 @@ class _Mean:
 
 
 class _Rate(_Mean):
-    """What was counted, over the weights, which say in how much (seconds, say)."""
+    """The sum of the samples over the sum of the weights, such as tokens over seconds."""
 
     __slots__ = ()
 
@@ -212,10 +215,10 @@ class _Extreme:
             self._see(other.value)
 
     def _see(self, value: float) -> None:
-        known = value if self.value is None else self.value
+        current = value if self.value is None else self.value
         # min and max would hide what is no number, depending on the order
         self.value = (
-            math.nan if math.isnan(known) or math.isnan(value) else self.choose(known, value)
+            math.nan if math.isnan(current) or math.isnan(value) else self.choose(current, value)
         )
 
     def result(self) -> float:
@@ -264,8 +267,8 @@ class _Counts:
         if weight == 0 or not (finite := [value for value in values if math.isfinite(value)]):
             return
         inner = np.searchsorted(self.bins.edges[1:-1], finite, side="right")
-        found = np.bincount(inner, minlength=len(self.counts))
-        self.counts = [count + int(more) for count, more in zip(self.counts, found, strict=True)]
+        counts = np.bincount(inner, minlength=len(self.counts))
+        self.counts = [count + int(more) for count, more in zip(self.counts, counts, strict=True)]
         self.total.add(finite)
         self.squares.add([value * value for value in finite])
         self.lowest, self.highest = min(self.lowest, *finite), max(self.highest, *finite)

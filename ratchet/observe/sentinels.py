@@ -1,8 +1,8 @@
-"""Sentinels: rules over the history of metrics, which warn while a run goes on or pause it, and
-keep the evidence.
+"""Sentinels: rules over the history of metrics that warn during a run or pause it, and keep the
+evidence.
 
-A rule is a pure function of a value and of those before it. What a sentinel remembers is in the
-checkpoint, so that a resumed run says what the uninterrupted one would have said.
+A rule is a pure function of a value and of those before it. A sentinel's memory is in the
+checkpoint, so that a resumed run warns as the uninterrupted one would have.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ NORMAL = 1.4826
 
 @dataclass(frozen=True)
 class Memory:
-    """Finite values of a metric: the first `window` ones, and the latest of those that came after.
-    streak: how many of the last values the rule held for."""
+    """The finite values of a metric: the first `window` ones, and the latest after those. streak:
+    how many of the last values the rule held for."""
 
     first: tuple[float, ...] = ()
     recent: tuple[float, ...] = ()
@@ -52,15 +52,15 @@ class Memory:
 
 
 def holds(sentinel: SentinelConfig, memory: Memory, value: float | None) -> bool:
-    """Whether the rule holds for a value, None for one that is not finite, after those that are
-    remembered."""
+    """Return True if the rule holds for a value after those in memory. value: None for one that is
+    not finite."""
     if value is None:
         return sentinel.rule in ("nonfinite", "above", "spike", "grows", "rises")
     return _RULES[sentinel.rule](value, memory, sentinel.threshold, sentinel.window)
 
 
 def look(sentinel: SentinelConfig, memory: Memory, value: float | None) -> Memory:
-    """What is remembered with one more value."""
+    """Return the memory with one more value."""
     streak = memory.streak + 1 if holds(sentinel, memory, value) else 0
     if value is None:
         return replace(memory, streak=streak)
@@ -80,7 +80,7 @@ def _spikes(value: float, memory: Memory, threshold: float, window: int) -> bool
 
 
 def _now_and_first(value: float, memory: Memory, window: int) -> tuple[float, float] | None:
-    """Medians of the latest window and of the first one, as soon as they don't overlap."""
+    """Return the medians of the latest and of the first window, or None while they overlap."""
     now = (*memory.recent, value)[-window:]
     return (median(now), median(memory.first)) if len(memory.first) == len(now) == window else None
 
@@ -123,20 +123,25 @@ _SAYS = {
 
 
 def value_of(sentinel: SentinelConfig, metrics: Metrics) -> tuple[str, float | None] | None:
-    """The metric that is watched, and its value: of several the greatest, or one that is not
-    finite. None where a step says nothing of it."""
-    found = {name: value for name, value in metrics.items() if fnmatchcase(name, sentinel.metric)}
-    if not found:
+    """Return the watched metric and its value; of several metrics the greatest, or one that is not
+    finite.
+
+    None if the step does not report it.
+    """
+    matching = {
+        name: value for name, value in metrics.items() if fnmatchcase(name, sentinel.metric)
+    }
+    if not matching:
         return (sentinel.metric, 0.0) if sentinel.rule == "reported" else None
-    name = max(found, key=lambda name: math.inf if (value := found[name]) is None else value)
-    return name, found[name]
+    name = max(matching, key=lambda name: math.inf if (value := matching[name]) is None else value)
+    return name, matching[name]
 
 
 # --- evidence
 
 
 class Exhibit(NamedTuple):
-    """An attempt, and how much it has to do with an alarm."""
+    """An attempt shown as evidence, and how strongly it bears on the alarm."""
 
     weight: float
     group: Group
@@ -144,15 +149,15 @@ class Exhibit(NamedTuple):
 
 
 def repetition(row: Trajectory) -> float | None:
-    """Share of the n-grams of 8 tokens of what the policy wrote that were there before; None where
-    it wrote fewer tokens."""
+    """Return the share of 8-token n-grams of the policy's text that occurred before; None for fewer
+    tokens."""
     tokens = row.tokens[row.owner == POLICY]
     return _repeated(tokens.tobytes(), tokens.itemsize)
 
 
 def _repeated(written: bytes, size: int) -> float | None:
-    """size: of a token. As bytes n-grams are compared whole: a hundred times as fast as rows of
-    numbers."""
+    """Return the share of repeated n-grams. size: bytes of a token. Comparing n-grams as bytes is a
+    hundred times as fast as comparing rows of numbers."""
     count = len(written) // size - NGRAM + 1
     if count < 1:
         return None
@@ -180,7 +185,7 @@ _CHOSEN_BY: Sequence[tuple[str, Callable[[Trajectory], float]]] = (
 
 
 def exhibits(sentinel: SentinelConfig, groups: Sequence[Group]) -> Iterator[Exhibit]:
-    """Every attempt of a step."""
+    """Yield every attempt of a step as an exhibit."""
     weigh = next(weigh for pattern, weigh in _CHOSEN_BY if fnmatchcase(sentinel.metric, pattern))
     sign = -1.0 if sentinel.rule in ("below", "shrinks") else 1.0
     for group in groups:
@@ -212,7 +217,7 @@ def _shown(exhibit: Exhibit) -> dict[str, Any]:
 
 
 def watched(config: SentinelsConfig) -> dict[str, SentinelConfig]:
-    """Those that are on, by name."""
+    """Return the sentinels that are on, by name."""
     built_in = {name: getattr(config, name) for name in type(config).model_fields}
     named = {
         name: value for name, value in built_in.items() if isinstance(value, SentinelConfig)
@@ -222,7 +227,7 @@ def watched(config: SentinelsConfig) -> dict[str, SentinelConfig]:
 
 @dataclass
 class Sentinels:
-    """Those of a stage. directory: where files of evidence go, `step-N-NAME.json`; None:
+    """The sentinels of a stage. directory: where evidence goes (`step-N-NAME.json`); None:
     nowhere."""
 
     config: SentinelsConfig
@@ -236,14 +241,17 @@ class Sentinels:
         groups: Sequence[Group] = (),
         shown: Mapping[str, Sequence[Exhibit]] | None = None,
     ) -> bool:
-        """Looks at the metrics of a step, and says whether the run is to pause. shown: evidence
-        that others have, by the metric that it is of; else it is chosen from the step's groups."""
+        """Check the metrics of a step. Return True if the run must pause.
+
+        shown: evidence by metric from other checks; without it, evidence is chosen from the step's
+        groups.
+        """
         pauses = False
         for name, sentinel in watched(self.config).items():
-            found = value_of(sentinel, metrics)
-            if found is None:
+            named_value = value_of(sentinel, metrics)
+            if named_value is None:
                 continue
-            metric, value = found
+            metric, value = named_value
             before = self.memories.get(name, Memory())
             memory = self.memories[name] = look(sentinel, before, value)
             if memory.streak == sentinel.patience:
@@ -253,7 +261,7 @@ class Sentinels:
         return pauses
 
     def state(self) -> dict[str, Any]:
-        """JSON."""
+        """Return the memory of all sentinels as JSON values."""
         return {
             name: {"first": list(kept.first), "recent": list(kept.recent), "streak": kept.streak}
             for name, kept in self.memories.items()
@@ -313,7 +321,7 @@ class Sentinels:
 
 
 def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
-    """`repetition`: mean over attempts that are long enough; {} where none is."""
+    """Return `repetition`, the mean over attempts that are long enough; {} if none is."""
     if not rows:
         return {}
     # all at once: numpy takes longer to begin than over one row
@@ -324,5 +332,5 @@ def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
     )
     ends = [size * end for end in accumulate([row.completion_length for row in rows], initial=0)]
     shares = [_repeated(written[start:end], size) for start, end in pairwise(ends)]
-    known = [share for share in shares if share is not None]
-    return {"repetition": fmean(known)} if known else {}
+    measured = [share for share in shares if share is not None]
+    return {"repetition": fmean(measured)} if measured else {}

@@ -1,4 +1,4 @@
-"""Where the metrics of each step go. A sink must never cost a run: one that fails is dropped with
+"""Sinks take the metrics of each step. A sink must never cost a run: one that fails is dropped with
 one warning."""
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ SINK_ERRORS = (OSError, RuntimeError, ValueError)
 
 
 def histograms_of(metrics: Metrics) -> Mapping[str, Histogram]:
-    """Those of the step, for a sink that can show them."""
+    """Return the histograms of the step, for a sink that can show them."""
     return metrics.histograms if isinstance(metrics, StepMetrics) else {}
 
 
 class Sink(Protocol):
-    """Takes each step's metrics, None standing for a number that was not finite. A sink that can't
-    write raises OSError (an adapter of an outside service turns that service's own errors into it),
-    RuntimeError or ValueError."""
+    """A receiver of each step's metrics, where None stands for a number that was not finite.
+
+    A sink that can't write raises OSError, RuntimeError or ValueError; an adapter of an outside
+    service converts that service's errors to OSError.
+    """
 
     def write(self, step: int, metrics: Metrics) -> None: ...
     def close(self) -> None: ...
 
 
 class Sinks:
-    """Several sinks as one: each is dropped, with one warning, the first time it fails; training
-    goes on."""
+    """Several sinks as one. Each is dropped, with one warning, the first time it fails; training
+    continues."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
@@ -68,8 +70,8 @@ class Sinks:
 
 
 class JsonlSink:
-    """`metrics.jsonl`: one line of strict JSON a step, `{"step": n, name: number or null, ...}`, in
-    order.
+    """The file `metrics.jsonl`: one line of strict JSON a step, `{"step": n, name: number or null,
+    ...}`, in order.
 
     keep_through: the step that the run resumes after. Lines of later steps, and one torn by a
     crash, are removed, so that there is exactly one line a step. The default removes all. A line
@@ -91,8 +93,8 @@ class JsonlSink:
             )
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Raises ValueError for a step that is not after the last one, or a number that is not
-        finite; OSError."""
+        """Append one line. Raises OSError, and ValueError for a step that is not after the last one
+        or a number that is not finite."""
         if step <= self._last:
             raise ValueError(f"step {step} after step {self._last}: a step has exactly one line")
         line = _line({"step": step, **metrics}).encode()
@@ -106,8 +108,8 @@ class JsonlSink:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl` in increasing order of steps, [] where there is none; damaged
-    lines are left out."""
+    """Return the rows of a `metrics.jsonl` in increasing order of steps, [] without the file.
+    Damaged lines are left out."""
     if not path.is_file():  # a pipe would be waited for
         return []
     rows: list[dict[str, Any]] = []
@@ -144,12 +146,12 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 class TensorBoardSink:
-    """Scalars (float32 there) and histograms as TensorBoard event files, written at once by
-    TensorBoard's own record writer.
+    """Scalars (float32) and histograms as TensorBoard event files, written at once by TensorBoard's
+    record writer.
 
     Its `EventFileWriter` is not used: it imports TensorFlow where that is installed, and writes
-    from a thread. keep_through: the step that the run resumes after; what earlier files hold of
-    later steps is purged on display.
+    from a thread. keep_through: the step that the run resumes after; later steps of earlier files
+    are purged on display.
     """
 
     def __init__(self, directory: Path, *, keep_through: int = -1) -> None:
@@ -190,7 +192,8 @@ class TensorBoardSink:
         self._writer.close()
 
     def _histo(self, found: Histogram) -> Any:
-        """Its first bin begins at the first limit, and is empty: below it TensorBoard has none."""
+        """Return TensorBoard's form of a histogram: its first bin begins at the first limit and is
+        empty, since below it TensorBoard has none."""
         limits, counts = found.edges, [0.0, *map(float, found.counts)]
         ends = {"min": found.lowest, "max": found.highest, "num": float(found.count)}
         sums = {"sum": found.total, "sum_squares": found.squares}

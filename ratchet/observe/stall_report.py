@@ -1,9 +1,9 @@
-"""Who waits for whom, and since when: every wait for another process, an environment or a reward is
-in one table while it lasts, and so is the last that was heard of each.
+"""The table of waits: every wait for another process, an environment or a reward while it lasts,
+and the last event of each.
 
-`kill -USR1 <driver>` writes the table to standard error and into the log; `ratchet status RUN`
-prints it (`answer_status`). Where nothing gets on any more, `stalls_told` logs it, and an error
-about a deadline has it in its text.
+`kill -USR1 <driver>` writes the table to standard error and to the log; `ratchet status RUN` prints
+it (`answer_status`). When nothing progresses, `stalls_told` logs it, and errors about a deadline
+include it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ratchet.observe.tracing.spans import ACTIVITY
 
 log = logging.getLogger(__name__)
 
-GENERATE = "generate"  # what a generator is waited for to do: while it is, somebody works
+GENERATE = "generate"  # name of waits for a generator: during one, a generator works
 RUN = "the run"  # whose events are its phases
 # parties whose last event is kept; those of which nothing was heard for longest are forgotten
 MOST = 256
@@ -34,8 +34,11 @@ MOST = 256
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """A context: the wait lasts inside of it. owner: who waits. name: for what. whom: for whom
-    still, in words. timeout_s: after which somebody ends it."""
+    """A context that lists a wait in the table while it lasts.
+
+    owner: the component that waits. name: the operation. whom: the components still waited for, in
+    words. timeout_s: the deadline that another part of the code enforces.
+    """
 
     owner: str
     name: str
@@ -87,12 +90,12 @@ def end(wait: Wait) -> None:
 
 
 def waiting(owner: str, name: str, whom: str, timeout_s: float | None) -> Wait:
-    """For a wait that keeps its own deadline; None: it has none."""
+    """Return a wait that keeps its own deadline; None: it has no deadline."""
     return Wait(owner, name, whom, math.inf if timeout_s is None else timeout_s)
 
 
 def note(who: str, what: str) -> None:
-    """The last that was heard of somebody."""
+    """Record the latest event of a component."""
     with _lock:
         _events.pop(who, None)
         _events[who] = Event(what, time.monotonic())
@@ -106,7 +109,7 @@ def forget(who: str) -> None:
 
 
 def table() -> str:
-    """A line for each wait, the oldest first; those of the same for the same are one."""
+    """Return one line for each wait, the oldest first; equal waits share a line."""
     waits = list(_waits)
     if not waits:
         return f"process {os.getpid()} waits for no other process"
@@ -116,19 +119,25 @@ def table() -> str:
     rows = [("who", "waits for", "to", "since", "at most")]
     for (owner, whom, name), same in alike.items():
         who = owner if len(same) == 1 else f"{owner} ({len(same)})"
-        most = same[0].timeout_s
+        timeout_s = same[0].timeout_s
         rows.append(
-            (who, whom, name, f"{same[0].seconds:.1f} s", "" if math.isinf(most) else f"{most:g} s")
+            (
+                who,
+                whom,
+                name,
+                f"{same[0].seconds:.1f} s",
+                "" if math.isinf(timeout_s) else f"{timeout_s:g} s",
+            )
         )
     return _aligned(rows)
 
 
 def report() -> str:
-    """The table, and the last event of each."""
+    """Return the table and the last event of each component."""
     now = time.monotonic()
     with _lock:
         rows = [(who, event.what, f"{now - event.at:.1f} s ago") for who, event in _events.items()]
-    heard = _aligned([("of", "last heard", ""), *rows]) if rows else "nothing was heard of anybody"
+    heard = _aligned([("of", "last heard", ""), *rows]) if rows else "no events recorded yet"
     return f"{table()}\n{heard}"
 
 
@@ -141,15 +150,15 @@ def _aligned(rows: list[tuple[str, ...]]) -> str:
 
 
 class Stalls:
-    """Finds that the run has not begun another phase for `after_s`; and again where that has
-    doubled."""
+    """A check that finds a run that has not begun another phase for `after_s`, and again whenever
+    that time has doubled."""
 
     def __init__(self, after_s: float) -> None:
         self.after_s = self._next = after_s
         self._last: Event | None = None
 
     def check(self, now: float) -> str | None:
-        """now: of time.monotonic. What to say, if anything."""
+        """Return what to log, or None. now: of time.monotonic."""
         last = _events.get(RUN)
         if last is None:
             return None
@@ -164,7 +173,7 @@ class Stalls:
 
 @contextlib.contextmanager
 def stalls_told(after_s: float | None) -> Iterator[None]:
-    """Logs stalls inside the block, even while the main thread waits; None: nothing."""
+    """Log stalls inside the block, even while the main thread waits. None: log nothing."""
     ended, stalls = threading.Event(), Stalls(math.inf if after_s is None else after_s)
 
     def watch() -> None:
@@ -183,7 +192,7 @@ def stalls_told(after_s: float | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown_on_signal() -> Iterator[None]:
-    """SIGUSR1 writes the table, inside the block. To be entered in the main thread."""
+    """Make SIGUSR1 write the table, inside the block. Enter it in the main thread."""
 
     def show(number: int, frame: object) -> None:
         text = table()
@@ -199,9 +208,12 @@ def shown_on_signal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def answer_status(address: str) -> Iterator[None]:
-    """A process of the same user that connects to the Unix socket at `address` is sent the table,
-    inside the block: even while the main thread waits without listening to signals. Raises OSError
-    where no socket can be made there."""
+    """Send the table to processes of the same user that connect to the Unix socket at `address`,
+    inside the block.
+
+    It works even while the main thread waits without handling signals. Raises OSError if no socket
+    can be made there.
+    """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -226,8 +238,8 @@ def _answer(listener: socket.socket) -> None:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Of the process at the other end. On Linux an address may be no file, which only its owner
-    could open."""
+    """Return the user of the process at the other end. On Linux an address may be no file, which
+    only its owner could open."""
     if sys.platform != "linux":
         return os.getuid()
     _, user, _ = struct.unpack(
@@ -237,7 +249,7 @@ def _user_of(connection: socket.socket) -> int:
 
 
 def ask_status(address: str, timeout_s: float = 10.0) -> str:
-    """The table of the process that answers at `address`. Raises OSError where none does."""
+    """Return the table of the process that answers at `address`. Raises OSError if none does."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         connection.connect(address)

@@ -1,4 +1,4 @@
-"""What a run achieved: `summary.json`, and the table of before and after."""
+"""What a run achieved: `summary.json`, and the table of accuracies before and after."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ratchet.observe.write_files import replace_text
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Of what the result depends on, without importing any of it; None for a package that is not
-    installed."""
+    """Return the versions of packages that results depend on, without importing them; None for a
+    missing package."""
 
     def of(package: str) -> str | None:
         try:
@@ -35,9 +35,12 @@ def installed_versions() -> dict[str, str | None]:
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """seconds: of training alone, without evaluation and saving. Accuracies: held-out, 0 to 1, None
-    where nothing was evaluated. trained_tokens had a loss, generated_tokens were sampled (0 in a
-    supervised stage)."""
+    """One stage of the summary.
+
+    seconds: of training alone, without evaluation and saving. Accuracies: held-out, 0 to 1, None
+    without evaluation. trained_tokens had a loss; generated_tokens were sampled (0 in a supervised
+    stage).
+    """
 
     name: str
     algorithm: str
@@ -70,7 +73,7 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """peak_mib: of the process that finished the run, at its largest."""
+    """The summary of a run. peak_mib: the largest memory of the process that finished the run."""
 
     stages: tuple[StageSummary, ...]
     command: str
@@ -81,7 +84,7 @@ class RunSummary:
     peak_mib: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The schema of `summary.json`."""
+        """Return the contents of `summary.json`."""
         return {
             "stages": [stage.as_dict() for stage in self.stages],
             "command": self.command,
@@ -93,7 +96,7 @@ class RunSummary:
         }
 
     def write(self, path: Path) -> None:
-        """Replaces the file as a whole. Raises OSError."""
+        """Replace the file as a whole. Raises OSError."""
         replace_text(path, json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
 
     def table(self) -> Table:

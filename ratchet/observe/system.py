@@ -1,8 +1,7 @@
-"""What a run takes of its machine: processors, memory, disk, and accelerators where NVIDIA's
-library is there.
+"""A run's use of its machine: processors, memory, disk, and accelerators where NVIDIA's library is
+installed.
 
-Of this machine alone: processes of a run on others are not seen. Linux says all of it (/proc);
-elsewhere there is less.
+Only processes on this machine count. Linux reports all of it (/proc); other systems report less.
 """
 
 from __future__ import annotations
@@ -23,15 +22,18 @@ PROC = Path("/proc")
 
 
 class Use(NamedTuple):
-    """cpu_s: of a processor, since the process began. resident: bytes of memory."""
+    """cpu_s: processor seconds since the process began. resident: bytes of memory."""
 
     cpu_s: float
     resident: int
 
 
 class SystemMeter:
-    """Numbers since the last `measure`. directory: on the disk that is watched. nvml: NVIDIA's
-    library; None: no accelerator is watched. clock: seconds."""
+    """A meter of the use since the last `measure`.
+
+    directory: the disk that is watched. nvml: NVIDIA's library; None: no accelerator is watched.
+    clock: returns seconds.
+    """
 
     def __init__(
         self,
@@ -55,18 +57,18 @@ class SystemMeter:
         spent = sum(
             use.cpu_s - self._worked[pid] for pid, use in uses.items() if pid in self._worked
         )
-        found = {"cpu_cores": spent / (now - self._at)} if now > self._at else {}
+        numbers = {"cpu_cores": spent / (now - self._at)} if now > self._at else {}
         self._worked, self._at = {pid: use.cpu_s for pid, use in uses.items()}, now
         if resident := sum(use.resident for use in uses.values()):
-            found["rss_gib"] = resident / GIB
-        found |= self._host()
+            numbers["rss_gib"] = resident / GIB
+        numbers |= self._host()
         with suppress(OSError):
             disk = shutil.disk_usage(self.directory)
-            found |= {"disk_free_gib": disk.free / GIB, "disk_used_share": disk.used / disk.total}
-        return found | (self._gpus.measure() if self._gpus is not None else {})
+            numbers |= {"disk_free_gib": disk.free / GIB, "disk_used_share": disk.used / disk.total}
+        return numbers | (self._gpus.measure() if self._gpus is not None else {})
 
     def _uses(self) -> dict[int, Use]:
-        """Of each process of the run; where there is no /proc, of this one."""
+        """Return the use of each process of the run; without /proc, of this process alone."""
         if not (self.proc / str(os.getpid()) / "stat").exists():
             return {os.getpid(): Use(time.process_time(), 0)}
         if self._clock() - self._looked >= KIN_S:
@@ -84,17 +86,17 @@ class SystemMeter:
         for entry in self.proc.iterdir():
             if entry.name.isdigit() and (stat := self._stat(int(entry.name))):
                 children.setdefault(int(stat[1]), []).append(int(entry.name))
-        found, new = set[int](), [os.getpid()]
+        visited, new = set[int](), [os.getpid()]
         while new:
             pid = new.pop()
-            if pid not in found:
-                found.add(pid)
+            if pid not in visited:
+                visited.add(pid)
                 new += children.get(pid, [])
-        return found
+        return visited
 
     def _stat(self, pid: int) -> list[str]:
-        """The fields after the name, which may hold blanks: state, parent, ..., 11: user time, 12:
-        system time, 21: pages."""
+        """Return the fields after the name, which may hold blanks: state, parent, ..., 11: user
+        time, 12: system time, 21: pages."""
         try:
             return (self.proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
         except (OSError, UnicodeDecodeError):  # it has ended
@@ -114,10 +116,10 @@ class SystemMeter:
 
 
 class Accelerators:
-    """Those of this machine, other people's work on them included."""
+    """The accelerators of this machine, including work of other users on them."""
 
     def __init__(self, nvml: Any) -> None:
-        """Raises what NVML raises where there is no driver."""
+        """Open the library. Raises what NVML raises without a driver."""
         self._nvml = nvml
         nvml.nvmlInit()
         self._handles = [
@@ -125,14 +127,14 @@ class Accelerators:
         ]
 
     def measure(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for index, handle in enumerate(self._handles):
             for name, value in self._of(handle):
-                found[f"gpu/{index}/{name}"] = value
-        return found
+                numbers[f"gpu/{index}/{name}"] = value
+        return numbers
 
     def _of(self, handle: Any) -> Iterator[tuple[str, float]]:
-        """What the device says; not all say everything."""
+        """Yield what the device reports; some devices do not report everything."""
         nvml = self._nvml
         readers: Mapping[str, Callable[[], float]] = {
             "busy_share": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
@@ -145,7 +147,7 @@ class Accelerators:
 
 
 def nvidia() -> Any:
-    """NVIDIA's management library where it and a driver are installed, else None."""
+    """Return NVIDIA's management library if it and a driver are installed, else None."""
     try:
         nvml = import_module("pynvml")
     except ImportError:

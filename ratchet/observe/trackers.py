@@ -1,8 +1,8 @@
-"""Experiment trackers of others, as sinks. Each imports its package when it is made.
+"""Experiment trackers as sinks. Each imports its package when it is built.
 
-A number that was not finite is left out, as none of them keeps it apart from one that is missing. A
-resumed run goes on in the same run of the tracker; steps that a crash took back are written again,
-with the same numbers.
+A number that was not finite is left out, since trackers do not tell it from a missing one. A
+resumed run continues in the same run of the tracker; steps that a crash took back are written
+again, with the same numbers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker is told of a run. id: unlike that of any other run, and the same when it is
-    resumed."""
+    """The facts of a run that a tracker shows. id: unique to the run, and the same after a
+    resume."""
 
     name: str
     id: str
@@ -50,7 +50,7 @@ class Tracked:
 
 
 def package(name: str) -> Any:
-    """Raises ConfigError that says how to install it."""
+    """Import and return a tracker's package. Raises ConfigError that says how to install it."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -62,8 +62,8 @@ def package(name: str) -> Any:
 
 @contextmanager
 def as_os_error(name: str) -> Iterator[None]:
-    """A service's own errors have no common class; whatever it raises must not cost the run, so all
-    become a sink's."""
+    """Convert a service's own errors, which have no common class, to the error of a sink, so that
+    none costs the run."""
     try:
         yield
     except Exception as error:
@@ -75,7 +75,7 @@ def finite(metrics: Metrics) -> dict[str, float]:
 
 
 def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested settings, as "stages.0.optimizer.lr"."""
+    """Yield the leaves of nested settings, named like "stages.0.optimizer.lr"."""
     if isinstance(settings, Mapping):
         parts = [(str(key), value) for key, value in settings.items()]
     elif isinstance(settings, list | tuple):
@@ -88,9 +88,11 @@ def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class RunSink:
-    """A tracker whose run has `log(metrics, step=)` and `finish()`, as most have since W&B had
-    them. histogram: its class for such, made of `np_histogram=(counts, edges)`; None: it knows
-    none."""
+    """A tracker whose run has `log(metrics, step=)` and `finish()`, as W&B's has.
+
+    histogram: its class for histograms, built with `np_histogram=(counts, edges)`; None: it has
+    none.
+    """
 
     def __init__(
         self, name: str, begin: Callable[[], Any], histogram: Callable[..., Any] | None = None
@@ -103,9 +105,9 @@ class RunSink:
         with as_os_error(self._name):
             values: dict[str, Any] = finite(metrics)
             if self._histogram is not None:
-                for name, found in histograms_of(metrics).items():
+                for name, histogram in histograms_of(metrics).items():
                     values[name] = self._histogram(
-                        np_histogram=(np.array(found.counts), np.array(found.edges))
+                        np_histogram=(np.array(histogram.counts), np.array(histogram.edges))
                     )
             self._run.log(values, step=step)
 
@@ -115,7 +117,8 @@ class RunSink:
 
 
 class WandbSink(RunSink):
-    """The run's console is left alone: its progress display and W&B's capture don't go together."""
+    """Weights & Biases. It leaves the console alone: the progress display and W&B's capture
+    conflict."""
 
     def __init__(self, config: WandbConfig, run: Tracked) -> None:
         wandb = package("wandb")
@@ -137,8 +140,8 @@ class WandbSink(RunSink):
 
 
 class SwanlabSink(RunSink):
-    """Offline, a resumed run is a log of its own beside the first: SwanLab resumes only what its
-    server knows."""
+    """SwanLab. Offline, a resumed run is a second log beside the first: SwanLab resumes only runs
+    on its server."""
 
     def __init__(self, config: SwanlabConfig, run: Tracked) -> None:
         swanlab = package("swanlab")
@@ -186,9 +189,11 @@ class MlflowSink:
         uri = config.tracking_uri or f"sqlite:///{(run.directory / 'mlflow.db').absolute()}"
         with as_os_error("mlflow"):
             self._client = mlflow.MlflowClient(tracking_uri=uri)
-            found = self._client.get_experiment_by_name(config.experiment)
+            known_experiment = self._client.get_experiment_by_name(config.experiment)
             experiment = (
-                found.experiment_id if found else self._client.create_experiment(config.experiment)
+                known_experiment.experiment_id
+                if known_experiment
+                else self._client.create_experiment(config.experiment)
             )
             earlier = self._client.search_runs(
                 [experiment], f"tags.`{self.TAG}` = '{run.id}'", max_results=1
@@ -197,10 +202,10 @@ class MlflowSink:
                 self._id = earlier[0].info.run_id
                 self._client.update_run(self._id, status="RUNNING")
             else:
-                made = self._client.create_run(
+                created = self._client.create_run(
                     experiment, run_name=run.name, tags={self.TAG: run.id}
                 )
-                self._id = made.info.run_id
+                self._id = created.info.run_id
                 self._tell(run.settings)
 
     def _tell(self, settings: Mapping[str, Any]) -> None:
@@ -268,7 +273,7 @@ class PrometheusSink:
 
 
 def run_id(directory: Path) -> str:
-    """Of the run in this directory: made when it is first asked for."""
+    """Return the id of the run in this directory, creating it on the first call."""
     path = directory / ".run_id"
     if not path.exists():
         replace_text(path, uuid4().hex[:12])
@@ -276,9 +281,11 @@ def run_id(directory: Path) -> str:
 
 
 def track(sections: Sequence[Section], run: Tracked) -> list[Sink]:
-    """A sink for each section. One that can't begin is left out with a warning where the run is
-    resumed, as no service may keep a run from going on; in a new run it raises ConfigError, while
-    somebody is there to mend it."""
+    """Return a sink for each section.
+
+    In a resumed run, a tracker that can't start is left out with a warning, as no service may stop
+    a run. In a new run it raises ConfigError, while the user can still fix it.
+    """
     sinks: list[Sink] = []
     for section in sections:
         try:

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old content or the new, never a part of it."""
+"""Write files so that a crash leaves the old content or the new, never a part of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def sync(path: Path) -> None:
-    """Flushes a file, or a directory's entries, to the disk itself. Raises OSError."""
+    """Flush a file, or a directory's entries, to the disk itself. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -50,11 +50,11 @@ def open_plain(path: Path, flags: int, *, directory: int | None = None) -> int:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces the file's content as a whole. Raises OSError, and then leaves the old content and
-    no other file.
+    """Replace the file's content as a whole. Raises OSError, and then leaves the old content and no
+    other file.
 
-    Who is killed on the way leaves a draft, which the next one to write the file overwrites: a file
-    has one writer at a time.
+    A process that is killed on the way leaves a draft, which the next writer overwrites: a file has
+    one writer at a time.
     """
     draft = path.with_name(f".{path.name}.partial")
     try:

@@ -1,4 +1,4 @@
-"""A record's rows as groups again: what a step's batch is packed from."""
+"""Groups rebuilt from a record's rows: what a step's batch is packed from."""
 
 from __future__ import annotations
 
@@ -42,32 +42,34 @@ DTYPES: Mapping[str, type] = {
 
 
 def groups_of(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> list[Group]:
-    """The groups of one step, bit for bit as the batch was packed from them, but for what a model
-    reads of media, which its processor computes: their `inputs` are empty. What JSON holds (an
-    answer, `meta`, arguments) comes back as JSON has it; `extras` stay in the record. sources: of
-    the media, by name. Raises DataError where one is missing."""
+    """Return the groups of one step, equal bit for bit to those that the batch was packed from.
+
+    Media `inputs` are empty, since the processor computes them again. Values that JSON holds (an
+    answer, `meta`, arguments) come back as JSON has them; `extras` stay in the record. sources:
+    media by name. Raises DataError for a missing medium.
+    """
     media: Mapping[str, bytes] = sources or {}
-    known: dict[str, Medium] = {}  # equal ones are one object
+    media_by_key: dict[str, Medium] = {}  # equal ones are one object
     tokens = {name: _token_lists(table.column(name), dtype) for name, dtype in DTYPES.items()}
     words = table.drop_columns(list(DTYPES)).to_pylist()
     for word in words:
         word["prompt"], word["messages"] = (
             _messages(word[name] or (), media) for name in ("prompt", "messages")
         )
-        word["media"] = _media(word["media"] or (), media, known)
+        word["media"] = _media(word["media"] or (), media, media_by_key)
     rows = [
         (word, _trajectory(word, {name: lists[i] for name, lists in tokens.items()}))
         for i, word in enumerate(words)
     ]
     groups = []
     for _, members in itertools.groupby(rows, key=lambda row: row[0]["group_index"]):
-        found = list(members)
-        first = found[0][0]
+        trajectories = list(members)
+        first = trajectories[0][0]
         groups.append(
             Group(
                 first["group"],
                 _task(first),
-                tuple(trajectory for _, trajectory in found),
+                tuple(trajectory for _, trajectory in trajectories),
                 first["uses"],
             )
         )
@@ -103,14 +105,16 @@ def _trajectory(word: Mapping[str, Any], columns: dict[str, Any]) -> Trajectory:
 
 
 def _media(
-    placed: Sequence[Mapping[str, Any]], sources: Mapping[str, bytes], known: dict[str, Medium]
+    placed: Sequence[Mapping[str, Any]],
+    sources: Mapping[str, bytes],
+    media_by_key: dict[str, Medium],
 ) -> tuple[Placed, ...]:
     for one in placed:
-        if one["key"] not in known:
-            known[one["key"]] = Medium(
+        if one["key"] not in media_by_key:
+            media_by_key[one["key"]] = Medium(
                 one["key"], one["kind"], one["span"], {}, source_of(one["name"], sources)
             )
-    return tuple(Placed(one["start"], known[one["key"]]) for one in placed)
+    return tuple(Placed(one["start"], media_by_key[one["key"]]) for one in placed)
 
 
 def _outcome(word: Mapping[str, Any]) -> Outcome | None:

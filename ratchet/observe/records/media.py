@@ -1,8 +1,8 @@
-"""The images, audio clips and videos of a record: `media/` has a file beside each file of steps,
-with each of them once.
+"""Images, audio clips and videos of a record: `media/` has one file for each file of steps, with
+each medium once.
 
-They are kept encoded, as they came, and named by a hash of that: what a model reads of one is a
-hundred times larger, and its processor computes it again, bit for bit.
+They are kept encoded, as they came, and named by a hash of their bytes. What a model reads of one
+is a hundred times larger, and its processor computes it again with the same bits.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def name_of(source: bytes) -> str:
 
 @lru_cache(64)  # the attempts of a group have the same
 def _taken_out(url: str) -> tuple[str, bytes] | None:
-    """What stands for a `data:` URL in a record, and what it holds; None for one that could not be
-    put back as it was."""
-    found = INLINE.fullmatch(url)
-    if found is None:
+    """Return the placeholder for a `data:` URL and the bytes it holds; None if it could not be
+    restored exactly."""
+    match = INLINE.fullmatch(url)
+    if match is None:
         return None
-    form, text = found.groups()
+    form, text = match.groups()
     try:
         source = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -48,43 +48,43 @@ def _taken_out(url: str) -> tuple[str, bytes] | None:
 
 
 def shortened(part: Part) -> str:
-    """A part's value with the name of a medium in place of one that it holds."""
-    found = (
+    """Return a part's value with the names of media in place of the media that it holds."""
+    taken = (
         _taken_out(part.value) if part.type != "text" and part.value.startswith("data:") else None
     )
-    return part.value if found is None else found[0]
+    return part.value if taken is None else taken[0]
 
 
 def name_in(value: str) -> str | None:
-    """The medium that a shortened value names."""
-    found = SHORT.fullmatch(value)
-    return None if found is None else found[1]
+    """Return the name of the medium in a shortened value, or None."""
+    match = SHORT.fullmatch(value)
+    return None if match is None else match[1]
 
 
 def restored(kind: str, value: str, sources: Mapping[str, bytes]) -> str:
-    """The value before it was shortened. Raises DataError for a medium that is gone."""
-    found = SHORT.fullmatch(value) if kind != "text" else None
-    if found is None:
+    """Return the value before it was shortened. Raises DataError for a missing medium."""
+    match = SHORT.fullmatch(value) if kind != "text" else None
+    if match is None:
         return value
-    return f"data:{found[2]};base64,{base64.b64encode(source_of(found[1], sources)).decode()}"
+    return f"data:{match[2]};base64,{base64.b64encode(source_of(match[1], sources)).decode()}"
 
 
 def source_of(name: str, sources: Mapping[str, bytes]) -> bytes:
-    """Raises DataError for a medium that is gone."""
+    """Return the bytes of a medium. Raises DataError if it is missing."""
     if name not in sources:
         raise DataError(f"medium {name} is not in the record: copy the run's steps/{MEDIA}/ too")
     return sources[name]
 
 
 def sources_of(groups: Sequence[Group], chosen: Iterable[int]) -> dict[str, bytes]:
-    """All media of some of the groups, by name."""
-    found: dict[str, bytes] = {}
+    """Return all media of the chosen groups, by name."""
+    sources: dict[str, bytes] = {}
     for at in chosen:
         group = groups[at]
-        found |= _inline(group.task.messages)
+        sources |= _inline(group.task.messages)
         for trajectory in group.trajectories:
-            found |= _of(trajectory)
-    return found
+            sources |= _of(trajectory)
+    return sources
 
 
 def _of(trajectory: Trajectory) -> dict[str, bytes]:
@@ -98,11 +98,11 @@ def _inline(messages: Sequence[Message]) -> dict[str, bytes]:
 
 
 def _held(part: Part) -> Iterator[tuple[str, bytes]]:
-    found = (
+    sources = (
         _taken_out(part.value) if part.type != "text" and part.value.startswith("data:") else None
     )
-    if found is not None:
-        yield name_of(found[1]), found[1]
+    if sources is not None:
+        yield name_of(sources[1]), sources[1]
 
 
 def _parts(messages: Sequence[Message]) -> Iterator[Part]:
@@ -112,7 +112,7 @@ def _parts(messages: Sequence[Message]) -> Iterator[Part]:
 
 
 def write_media(path: Path, sources: Mapping[str, bytes]) -> None:
-    """In the order of their names, so that equal media are equal bytes."""
+    """Write media in the order of their names, so that equal media give equal bytes."""
     names = sorted(sources)
     table = pa.Table.from_arrays(
         [
@@ -125,7 +125,7 @@ def write_media(path: Path, sources: Mapping[str, bytes]) -> None:
 
 
 def read_media(path: Path) -> dict[str, bytes]:
-    """By name. Raises DataError for a file that can't be read."""
+    """Return media by name. Raises DataError for a file that can't be read."""
     try:
         with pq.ParquetFile(path) as file:
             table = file.read()

@@ -1,9 +1,8 @@
-"""Reading a record: the Parquet files in a run's `steps/`, by the index that says which of them are
-whole.
+"""Read a record: the Parquet files in a run's `steps/`, by the index of complete files.
 
 `index.jsonl` has a line for each file: its name, size and SHA-256, and what it holds of which
-steps. A line is written after its file, and carries a checksum of its own; files that no line names
-are what a killed process left.
+steps. A line is written after its file and carries its own checksum. Files without a line were left
+by a killed process.
 """
 
 from __future__ import annotations
@@ -33,8 +32,11 @@ INDEX = "index.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """step: as in metrics.jsonl. rows: trajectories that are there, of `groups` groups out of
-    `drawn`. fingerprints: of the weights after the step, by role, where the learner can say."""
+    """What the index says of one step.
+
+    step: as in metrics.jsonl. rows: recorded trajectories, of `groups` groups out of `drawn`.
+    fingerprints: of the weights after the step, by role, where the learner can compute them.
+    """
 
     step: int
     stage: str
@@ -51,7 +53,7 @@ class StepFacts:
 @dataclass(frozen=True, slots=True)
 class RecordFile:
     """One Parquet file: the rows of some steps, in order. media_size, media_sha256: of the file of
-    the same name in `media/`, where they have media."""
+    the same name in `media/`, where the rows have media."""
 
     name: str
     size: int
@@ -74,8 +76,8 @@ def _check(body: Mapping[str, Any]) -> str:
 
 
 def read_index(directory: Path) -> list[RecordFile]:
-    """[] where nothing was recorded. Raises DataError for a line that was changed; a last one
-    without its end is none."""
+    """Return the index, [] without a record. Raises DataError for a changed line; an unfinished
+    last line is ignored."""
     path = directory / INDEX
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [
@@ -100,7 +102,7 @@ def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
 
 
 class Record:
-    """What a run's `steps/` holds now. Making one reads the index alone."""
+    """The contents of a run's `steps/`. Opening it reads the index alone."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -113,14 +115,16 @@ class Record:
     def table(
         self, columns: Sequence[str] = tuple(SCALARS), *, steps: Iterable[int] | None = None
     ) -> pa.Table:
-        """Some columns of all rows, or of those of some steps, in order. By default one number or
-        word for each trajectory, which is quick however many tokens there are. Raises DataError for
-        a file that can't be read."""
-        wanted = None if steps is None else frozenset(steps)
+        """Return some columns of all rows, or of the rows of `steps`, in order.
+
+        The default columns have one number or word for each trajectory, which is quick for any
+        number of tokens. Raises DataError for a file that can't be read.
+        """
+        chosen = None if steps is None else frozenset(steps)
         fields = pa.schema([SCHEMA.field(name) for name in columns])
         # Permissive: a struct of an older file may lack a field, which is null then.
         return pa.concat_tables(
-            [fields.empty_table(), *self._parts(list(columns), wanted)],
+            [fields.empty_table(), *self._parts(list(columns), chosen)],
             promote_options="permissive",
         )
 
@@ -140,8 +144,8 @@ class Record:
                     yield part.slice(end - facts.rows, facts.rows)
 
     def step(self, step: int) -> pa.Table:
-        """All columns of one step's rows, after the file's checksum was compared. Raises DataError
-        where it was not recorded, or was changed."""
+        """Return all columns of one step's rows, after comparing the file's checksum. Raises
+        DataError for a step that is missing or changed."""
         self.verify(self._file(step))
         return self.table(SCHEMA.names, steps=[step])
 
@@ -157,8 +161,8 @@ class Record:
         return file
 
     def media(self, step: int) -> dict[str, bytes]:
-        """The encoded images and other media of a step, and of those in its file, by name. Raises
-        DataError where they can't be read, or were changed."""
+        """Return the encoded media of a step and of the other steps in its file, by name. Raises
+        DataError for media that can't be read or were changed."""
         file = self._file(step)
         if not file.media_size:
             return {}
@@ -167,8 +171,10 @@ class Record:
         return read_media(path)
 
     def groups(self, step: int) -> list[Group]:
-        """The whole of what a step drew; of media only what they were made of (see `groups_of`).
-        Raises DataError as `step` and `media` do, and where only a sample of it was kept."""
+        """Return the whole of what a step drew; of media only their sources (see `groups_of`).
+
+        Raises DataError as `step` and `media` do, and where only a sample of the step was kept.
+        """
         table = self.step(step)
         facts = self.steps[step]
         if not facts.whole:
@@ -180,7 +186,7 @@ class Record:
         return groups_of(table, self.media(step))
 
     def verify(self, file: RecordFile) -> None:
-        """Raises DataError where a file is not as it was written."""
+        """Raise DataError if a file differs from what was written."""
         _verify(self.directory / file.name, file.sha256)
 
 
@@ -191,16 +197,16 @@ def digest_of(path: Path) -> str:
 
 def _verify(path: Path, sha256: str) -> None:
     try:
-        found = digest_of(path)
+        digest = digest_of(path)
     except OSError as error:
         raise DataError(f"{path} can't be read: {error}") from error
-    if found != sha256:
+    if digest != sha256:
         raise DataError(f"{path} was changed since it was recorded: its checksum does not match")
 
 
 def _with(columns: list[str], part: pa.Table) -> pa.Table:
-    """These columns. Of a file from before there was one, with what is true of its rows. Raises
-    KeyError for others."""
+    """Return these columns. Columns that an older file lacks get the value that holds for its rows.
+    Raises KeyError for others."""
     for name in ADDED.keys() & set(columns) - set(part.column_names):
         field = SCHEMA.field(name)
         part = part.append_column(
@@ -210,11 +216,11 @@ def _with(columns: list[str], part: pa.Table) -> pa.Table:
 
 
 def _ranges(steps: Iterable[int]) -> str:
-    """1-8, 12"""
-    found: list[list[int]] = []
+    """Return steps as ranges, such as `1-8, 12`."""
+    ranges: list[list[int]] = []
     for step in sorted(steps):
-        if found and step == found[-1][1] + 1:
-            found[-1][1] = step
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1][1] = step
         else:
-            found.append([step, step])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found) or "none"
+            ranges.append([step, step])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges) or "none"

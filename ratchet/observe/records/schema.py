@@ -1,9 +1,8 @@
-"""What a record says of each trajectory: the columns of its Parquet files. docs/records.md explains
-them to readers.
+"""The columns of a record's Parquet files, one row for each trajectory. docs/records.md explains
+them.
 
-The schema is the same in every file of every run: what a run has nothing of is null. Numbers come
-first, so that who draws curves over a whole run reads the first part of each file and none of the
-tokens.
+The schema is the same in every file of every run: a value that a run does not have is null. Numbers
+come first, so that a reader of curves reads the first part of each file and none of the tokens.
 """
 
 from __future__ import annotations

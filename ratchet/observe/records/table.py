@@ -1,4 +1,4 @@
-"""A step's groups, and what the learner made of them, as an Arrow table: a row for each trajectory.
+"""An Arrow table of a step's groups and the learner's columns, one row for each trajectory.
 
 T = tokens of the batch, N = tokens of the rows of a table, R = rows.
 """
@@ -52,8 +52,8 @@ OUTCOMES: Mapping[type, str] = {
 
 
 class Row(NamedTuple):
-    """place: of the trajectory in the batch; None where it is not in there, as it counts for
-    nothing."""
+    """One trajectory of the table. place: its index in the batch; None if it is not in the
+    batch."""
 
     group_index: int
     group: Group
@@ -71,8 +71,13 @@ def table_of(
     *,
     chosen: Sequence[int] | None = None,
 ) -> pa.Table:
-    """batch: that was packed from the groups, with its columns. weights_T: what each of its tokens
-    weighs in the policy's loss. chosen: which of the groups, in order; None: all."""
+    """Build the table of one step.
+
+    Args:
+        batch: The batch that was packed from the groups, with its columns.
+        weights_T: The weight of each token in the policy's loss.
+        chosen: Which groups to keep, in order; None: all.
+    """
     rows = _rows(groups, chosen)
     entries = _sampled(rows, batch) | _learned(rows, batch, weights_T)
     columns = _scalars(step, stage, rows, entries) | _details(rows) | entries
@@ -80,12 +85,12 @@ def table_of(
 
 
 def _rows(groups: Sequence[Group], chosen: Sequence[int] | None) -> list[Row]:
-    wanted = range(len(groups)) if chosen is None else frozenset(chosen)
+    kept = range(len(groups)) if chosen is None else frozenset(chosen)
     rows, place = list[Row](), 0
     for at, group in enumerate(groups):
         for number, trajectory in enumerate(group.trajectories):
             counts = trajectory.counts
-            if at in wanted:
+            if at in kept:
                 rows.append(Row(at, group, number, trajectory, place if counts else None))
             place += counts
     return rows
@@ -111,21 +116,21 @@ def _learned(
         [0 if row.place is None else lengths_S[row.place] for row in rows], np.int32
     )
     absent_R = np.asarray([row.place is None for row in rows], np.bool_)
-    made = {}
+    token_columns = {}
     for name, kind in LEARNED.items():
         column_T = columns_T.get(name)
         if column_T is None:
-            made[name] = pa.nulls(len(rows), kind)
+            token_columns[name] = pa.nulls(len(rows), kind)
             continue
         column_N = column_T if picked_N is None else column_T[picked_N]
-        made[name] = _lists(lengths_R, column_N, kind, absent_R)
-    return made
+        token_columns[name] = _lists(lengths_R, column_N, kind, absent_R)
+    return token_columns
 
 
 def _tokens_of(
     places: Sequence[int], starts_S: NDArray[Any], lengths_S: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """Where the tokens of some sequences are among all."""
+    """Return the indices of the tokens of some sequences among all tokens."""
     parts = [np.arange(starts_S[place], starts_S[place] + lengths_S[place]) for place in places]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
@@ -136,7 +141,7 @@ def _lists(
     kind: pa.DataType,
     null_R: NDArray[np.bool_],
 ) -> pa.Array:
-    """One list for each row, of the values laid end to end."""
+    """Return one list for each row, from the values laid end to end."""
     offsets = np.zeros(len(lengths_R) + 1, np.int32)
     np.cumsum(lengths_R, out=offsets[1:])
     # Floats of 64 bits become those of 32: what is exact is computed again, and these are looked
@@ -146,7 +151,7 @@ def _lists(
 
 
 def _row_N(column: pa.Array) -> NDArray[np.int64]:
-    """The row that each entry of its lists belongs to."""
+    """Return the row that each entry of a list column belongs to."""
     return np.repeat(np.arange(len(column)), np.diff(column.offsets.to_numpy()))
 
 
@@ -155,8 +160,8 @@ def _entries_N(column: pa.Array) -> NDArray[Any]:
 
 
 def _sums(column: pa.Array, mask_N: NDArray[np.bool_] | None = None) -> pa.Array:
-    """Of each row's entries, or of those where the mask is set; null where the row has none.
-    float64 [R]"""
+    """Return the sum of each row's entries, or of those where the mask is set, float64 [R]. A row
+    without entries gives null."""
     if column.null_count == len(column):
         return pa.nulls(len(column), pa.float64())
     values_N = _entries_N(column).astype(np.float64)
@@ -171,7 +176,7 @@ def _nulls_R(column: pa.Array) -> NDArray[np.bool_]:
 
 
 def _means(sums: pa.Array, counts: pa.Array) -> pa.Array:
-    """Null where there is nothing to take a mean of."""
+    """Return sums / counts; null where the count is 0."""
     counts_R, sums_R = (
         np.where(_nulls_R(each), 0.0, each.to_numpy(zero_copy_only=False))
         for each in (counts, sums)
@@ -221,7 +226,7 @@ def _scalars(
 
 
 def _of_groups(rows: Sequence[Row]) -> dict[str, pa.Array]:
-    """What all rows of a group have in common: made once, and taken as often."""
+    """Return the columns that all rows of a group share, computed once for each group."""
     groups = {row.group_index: row.group for row in rows}
     places = {at: place for place, at in enumerate(groups)}
     taken = pa.array([places[row.group_index] for row in rows], pa.int32())
@@ -242,7 +247,7 @@ def _of_groups(rows: Sequence[Row]) -> dict[str, pa.Array]:
 
 
 def _versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """The oldest and the newest that wrote a row; null of given text."""
+    """Return the oldest and the newest weight version in each row; null for given text."""
     versions_N, row_N = _entries_N(column), _row_N(column)
     known_N = versions_N >= 0
     versions_N, row_N = versions_N[known_N], row_N[known_N]
@@ -276,35 +281,35 @@ def _sampled(rows: Sequence[Row], batch: Batch) -> dict[str, pa.Array]:
             if packed
             else _joined(getattr(t, name) for t in ours)
         )
-    made = {
+    sampled_columns = {
         name: _lists(lengths_R, column_N, SAMPLED[name], none) for name, column_N in laid.items()
     }
     cut = (
         [t.log_kept_mass for t in ours] if bool(batch.log_kept_mass_T.any()) else [None] * len(ours)
     )
-    made["log_kept_mass"] = _some(cut, SAMPLED["log_kept_mass"])
+    sampled_columns["log_kept_mass"] = _some(cut, SAMPLED["log_kept_mass"])
     routes = [t.routes for t in ours] if ROUTES in batch.token_columns else [None] * len(ours)
-    made["routes"] = _some(
+    sampled_columns["routes"] = _some(
         [None if each is None else each.reshape(-1) for each in routes], SAMPLED["routes"]
     )
     shapes = [None if each is None else np.asarray(each.shape, np.int32) for each in routes]
-    return made | {"routes_shape": _some(shapes, SAMPLED["routes_shape"])}
+    return sampled_columns | {"routes_shape": _some(shapes, SAMPLED["routes_shape"])}
 
 
 def _joined(parts: Iterable[NDArray[Any]]) -> NDArray[Any]:
-    given = list(parts)
-    return np.concatenate(given) if given else np.zeros(0)
+    lists = list(parts)
+    return np.concatenate(lists) if lists else np.zeros(0)
 
 
 def _some(columns: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
-    """Lists of which some, or all, are null."""
-    given = [column for column in columns if column is not None]
-    if not given:
+    """Return a list column in which some or all lists are null."""
+    present = [column for column in columns if column is not None]
+    if not present:
         return pa.nulls(len(columns), kind)
     lengths_R = np.asarray([0 if column is None else len(column) for column in columns], np.int32)
     return _lists(
         lengths_R,
-        np.concatenate(given),
+        np.concatenate(present),
         kind,
         np.asarray([column is None for column in columns], np.bool_),
     )
@@ -330,7 +335,7 @@ def _details(rows: Sequence[Row]) -> dict[str, pa.Array]:
 
 
 def as_json(value: Any) -> str:
-    """What JSON does not know is described in words."""
+    """Return a value as JSON; what JSON does not know is described in words."""
     return json.dumps(value, default=repr, ensure_ascii=False)
 
 
@@ -339,7 +344,7 @@ def _extras(t: Trajectory) -> str | None:
 
 
 def _media(ours: Sequence[Trajectory]) -> pa.Array:
-    """name: of its source in the record's `media/`."""
+    """Return the media columns. name: that of the source in the record's `media/`."""
     placed = [placed for t in ours for placed in t.media]
     return _structs(
         [len(t.media) for t in ours],
@@ -377,15 +382,15 @@ def _turns(ours: Sequence[Trajectory]) -> pa.Array:
 
 
 def _messages(conversations: Sequence[Sequence[Message] | None]) -> pa.Array:
-    said = [message for messages in conversations for message in messages or ()]
+    messages = [message for conversation in conversations for message in conversation or ()]
     return _structs(
-        [None if messages is None else len(messages) for messages in conversations],
+        [None if conversation is None else len(conversation) for conversation in conversations],
         MESSAGE,
-        role=[m.role for m in said],
-        content=[m.content if isinstance(m.content, str) else None for m in said],
-        parts=_parts([None if isinstance(m.content, str) else m.content for m in said]),
-        tool_calls=_tool_calls([m.tool_calls or None for m in said]),
-        tool_call_id=[m.tool_call_id for m in said],
+        role=[m.role for m in messages],
+        content=[m.content if isinstance(m.content, str) else None for m in messages],
+        parts=_parts([None if isinstance(m.content, str) else m.content for m in messages]),
+        tool_calls=_tool_calls([m.tool_calls or None for m in messages]),
+        tool_call_id=[m.tool_call_id for m in messages],
     )
 
 
@@ -411,8 +416,8 @@ def _tool_calls(some: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
 
 
 def _structs(lengths: Sequence[int | None], kind: pa.StructType, /, **columns: Any) -> pa.Array:
-    """Lists of structs from the columns of all entries laid end to end. A length of None: no
-    list."""
+    """Return lists of structs from the columns of all entries laid end to end. A length of None
+    gives no list."""
     null = np.asarray([n is None for n in lengths], np.bool_)
     if null.all():
         return pa.nulls(len(lengths), pa.list_(kind))

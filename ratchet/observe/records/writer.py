@@ -1,11 +1,9 @@
-"""Writes each step's groups down, with what the learner made of them, as Parquet files that any
-Arrow tool reads.
+"""Write each step's groups and the learner's columns as Parquet files that any Arrow tool reads.
 
-The work is done in a thread beside training. Where this process itself trains on its processors,
-the tables are made between steps, and only written beside: two threads that interpret wait for each
-other longer than it takes. Files are named by their steps, hold nothing that depends on the clock,
-and end wherever a checkpoint is saved: so a run that was killed and went on has the same bytes as
-one that was not.
+A thread beside training does the work. Where this process trains on its processors, the tables are
+built between steps and only written in the thread: two threads that run Python code slow each other
+down by more. Files are named by their steps, hold nothing that depends on the clock, and end at
+every checkpoint. So a run that was killed and resumed has the same bytes as one that was not.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ log = logging.getLogger(__name__)
 # Of a file: the fewer files, the sooner a record is open; tokens and bytes of media lie in memory
 # meanwhile.
 MOST_STEPS, MOST_TOKENS, MOST_MEDIA = 32, 2**22, 2**28
-# of a disk, or of what somebody's environment measures
+# of a disk, or of what an environment measures
 FAULTS = (*SINK_ERRORS, DataError, TypeError, ArithmeticError)
 BEHIND = 2  # steps that the thread may lie behind training, which then waits
 FLOATS = [name for name, kind in LEARNED.items() if name != "trained"] + [
@@ -59,9 +57,12 @@ FORMAT: dict[str, Any] = {
 
 
 class Recorder:
-    """keep_through: the step that the run goes on after; what was recorded later is removed. seed:
-    of which groups are kept, where not all are. beside: whether tables are made in the thread too.
-    A disk that fails ends the record with one warning, and never the run."""
+    """The writer of a run's record. A disk that fails ends the record with one warning, and never
+    the run.
+
+    keep_through: the step that the run continues after; later records are removed. seed: of the
+    choice of groups, where not all are kept. beside: True if tables are also built in the thread.
+    """
 
     def __init__(
         self,
@@ -93,8 +94,14 @@ class Recorder:
         weights: Callable[[Batch], Tensor],
         roles: Mapping[str, Any],
     ) -> None:
-        """step: as in metrics.jsonl. batch: with all its columns. weights: what each token weighs
-        in the policy's loss, [T]. roles: the learners, as they are after the step."""
+        """Record one step.
+
+        Args:
+            step: As in metrics.jsonl.
+            batch: With all its columns.
+            weights: Returns the weight of each token in the policy's loss, [T].
+            roles: The learners, as they are after the step.
+        """
         if not self._on or step % self.config.every:
             return
         # Now, and not in the thread: the next step changes them.
@@ -106,8 +113,8 @@ class Recorder:
         self._do(lambda: self._take(step, stage, groups, batch, weights, prints))
 
     def flush(self) -> None:
-        """When this returns, all that was added is on the disk. Before a checkpoint: who goes on
-        from it finds a whole record."""
+        """Return when all that was added is on disk. Called before a checkpoint, so that a resumed
+        run finds a whole record."""
         failpoints.point("record.flush")
         if self._on:
             self._do(self._end_file)
@@ -120,7 +127,7 @@ class Recorder:
     # --- training's side
 
     def _do(self, job: Callable[[], None]) -> None:
-        """Mostly interpreted work."""
+        """Run a job that is mostly Python code."""
         self._submit(job) if self.beside else self._guarded(job)
 
     def _submit(self, job: Callable[[], None]) -> None:
@@ -166,11 +173,12 @@ class Recorder:
             self._end_file()
 
     def _choose(self, step: int, drawn: int) -> Sequence[int]:
-        """A function of seed and step: it is the same when the step is played again."""
-        most = self.config.groups
-        if most is None or most >= drawn:
+        """Return the groups to keep, a function of seed and step, so that a replayed step keeps the
+        same."""
+        limit = self.config.groups
+        if limit is None or limit >= drawn:
             return range(drawn)
-        return sorted(random.Random(f"{self.seed}/{step}").sample(range(drawn), most))
+        return sorted(random.Random(f"{self.seed}/{step}").sample(range(drawn), limit))
 
     def _end_file(self) -> None:
         if self._tables:
@@ -183,8 +191,7 @@ class Recorder:
     def _write(
         self, table: pa.Table, facts: tuple[StepFacts, ...], media_by_name: Mapping[str, bytes]
     ) -> None:
-        """The tables as one file, and one row group; their media, where they have some, as another
-        before it."""
+        """Write the tables as one file of one row group, after the file of their media."""
         path = self.directory / f"{facts[0].step:08d}-{facts[-1].step:08d}.parquet"
         media: tuple[int, str] = (0, "")
         if media_by_name:
@@ -206,12 +213,12 @@ class Recorder:
             os.close(descriptor)
 
     def _prune(self) -> None:
-        """Removes the oldest files of a record that is larger than it may be; the newest stays in
-        any case."""
-        most = self.config.max_gib * 2**30
+        """Remove the oldest files of a record that exceeds its limit; the newest always stays."""
+        limit_bytes = self.config.max_gib * 2**30
         doomed = []
         while (
-            len(self.files) > 1 and sum(file.size + file.media_size for file in self.files) > most
+            len(self.files) > 1
+            and sum(file.size + file.media_size for file in self.files) > limit_bytes
         ):
             doomed.append(self.files.pop(0))
         if doomed:
@@ -224,7 +231,7 @@ class Recorder:
         replace_text(self.directory / INDEX, "".join(file.line() for file in self.files))
 
     def _take_up(self, keep_through: int) -> None:
-        """Goes on after a step: what is later, and what no line of the index names, is removed."""
+        """Continue after a step: remove later files and files that no line of the index names."""
         self.directory.mkdir(parents=True, exist_ok=True)
         # Files end where checkpoints are, so none has steps on both sides.
         self.files = [
@@ -237,7 +244,7 @@ class Recorder:
 
 
 def _written(path: Path, write: Callable[[Path], None]) -> tuple[int, str]:
-    """A draft first, which takes its name when it is whole. Gives size and SHA-256."""
+    """Write a draft that takes its name when complete. Return its size and SHA-256."""
     draft = path.with_name(f".{path.name}.partial")
     write(draft)
     sync(draft)
@@ -251,7 +258,7 @@ def _write_table(path: Path, table: pa.Table) -> None:
 
 
 def _clear(directory: Path, known: Set[str]) -> None:
-    """Of files that no line of the index names."""
+    """Remove files that no line of the index names."""
     for path in directory.iterdir():
         if path.name not in known and path.suffix in (".parquet", ".partial"):
             path.unlink()

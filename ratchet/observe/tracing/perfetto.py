@@ -1,9 +1,9 @@
-"""`trace.json`: when each part of a run began and ended, for Perfetto (https://ui.perfetto.dev) or
-chrome://tracing.
+"""The file `trace.json`: when each part of a run began and ended, for Perfetto
+(https://ui.perfetto.dev) or chrome://tracing.
 
-In the Trace Event Format's JSON array form, whose closing bracket may be missing: so it is written
-as the run goes, and what a crash leaves can be read. Times are of the wall clock, so that a resumed
-run goes on in the same file, after a gap.
+It has the Trace Event Format's JSON array form, whose closing bracket may be missing: it is written
+as the run goes, and a crash leaves a readable file. Times are of the wall clock, so that a resumed
+run continues in the same file, after a gap.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MOST_ATTEMPTS = 64  # of a step
 
 
 def traced(step: int) -> bool:
-    """Whether this step (from 0) is: each of the first, then every second, every fourth, ...: as
-    many in each doubling of the steps, so that a long run's trace stays small."""
+    """Return True if this step (from 0) is traced: the first ones, then every second, every fourth,
+    and so on, the same number in each doubling of the steps."""
     return step % (1 << (step // EACH).bit_length()) == 0
 
 
 class Trace:
-    """Tracks are what the format calls threads; those of the run nest. Attempts overlap, so theirs
-    are async events."""
+    """The trace file of a run. Tracks are the format's threads; spans of the run nest. Attempts
+    overlap, so they are async events."""
 
     def __init__(self, path: Path, activity: Activity = ACTIVITY) -> None:
-        """Raises OSError where the file can't be made or read."""
+        """Open the file. Raises OSError if it can't be made or read."""
         self.activity = activity
         self._offset_s = time.time() - activity.clock()
         self._tracks: dict[str, int] = {}
@@ -51,14 +51,14 @@ class Trace:
             self._note("M", process, 0, "process_name", args={"name": name})
 
     def begin_step(self, step: int) -> None:
-        """step: from 0, of the whole run."""
+        """Start a step. step: from 0, over the whole run."""
         on = traced(step)
         self.activity.listener = self.span if on else None
         self.activity.attempts = self.attempt if on else None
         self.activity.attempts_left = MOST_ATTEMPTS
 
     def span(self, track: str, name: str, start: float, end: float) -> None:
-        """Times of the activity's clock, in seconds."""
+        """Add a span; times are seconds of the activity's clock."""
         thread = self._tracks.get(track)
         if thread is None:
             thread = self._tracks[track] = len(self._tracks) + 1
@@ -67,12 +67,12 @@ class Trace:
         self._note("X", RUN, thread, name, ts=self._us(start), dur=self._us(end) - self._us(start))
 
     def attempt(self, group: str, name: str, start: float, end: float) -> None:
-        known = {"cat": "attempt", "id": f"{group}#{name}"}
-        self._note("b", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(start), **known)
-        self._note("e", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(end), **known)
+        event = {"cat": "attempt", "id": f"{group}#{name}"}
+        self._note("b", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(start), **event)
+        self._note("e", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(end), **event)
 
     def flush(self) -> None:
-        """A disk that fails costs the trace, and not the run."""
+        """Write what was added. A disk that fails costs the trace, and not the run."""
         events, self._events = self._events, []
         if self._file is None:
             return
@@ -84,7 +84,7 @@ class Trace:
             self._file = None
 
     def close(self) -> None:
-        """Ends the array, so that any reader of JSON takes it."""
+        """End the array, so that any JSON reader accepts it."""
         self.activity.listener = self.activity.attempts = None
         self.flush()
         if self._file is not None:
@@ -101,7 +101,7 @@ class Trace:
 
 @contextmanager
 def tracing(path: Path | None) -> Iterator[Trace | None]:
-    """A trace inside the block; None: none, nor where the file can't be made."""
+    """Yield a trace inside the block; None without a path, and if the file can't be made."""
     trace = None
     try:
         trace = None if path is None else Trace(path)
@@ -115,7 +115,7 @@ def tracing(path: Path | None) -> Iterator[Trace | None]:
 
 
 def _whole(content: bytes) -> bytes:
-    """Without what ends the array, or was torn by a crash: up to the last whole event, without its
-    comma."""
+    """Return the content without the end of the array or an event torn by a crash, up to the last
+    whole event."""
     content = content.removesuffix(b"\n]\n") + b",\n" if content.endswith(b"}\n]\n") else content
     return content[: max(content.rfind(b"},\n") + 1, 0)]

@@ -1,4 +1,4 @@
-"""What was found by profiling a few steps, as numbers and as the table that a user reads."""
+"""The result of profiling a few steps, as numbers and as the table that a user reads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ GENERATES = "sample"
 
 @dataclass
 class Work:
-    """Of one phase, over all profiled steps. rows: went through the model's embedding. tokens: that
-    the model was asked for, 0 where nobody counts them. flop: of matrix products."""
+    """The work of one phase over all profiled steps. rows: passed through the model's embedding.
+    tokens: requested of the model, 0 where they are not counted. flop: of matrix products."""
 
     seconds: float = 0.0
     rows: int = 0
@@ -23,16 +23,19 @@ class Work:
 
     @property
     def padding(self) -> float | None:
-        """Share of the rows that stand for no token; None where it isn't known."""
+        """Return the share of rows that stand for no token; None if it isn't known."""
         return max(0.0, self.rows - self.tokens) / self.rows if self.rows and self.tokens else None
 
 
 @dataclass(frozen=True)
 class Profile:
-    """first: step of the run, from 1 on. steps: that were profiled; asked: that were asked for.
-    wall_s: of all of them, without what is `apart_s` (evaluation, saving). unprofiled_s: a step's
-    before the profiler was on, None for none. idle: share of the wall in which `busy_of` had
-    nothing to do. gemm: (what was measured, FLOP/s); shares are of the first."""
+    """The numbers of a profile.
+
+    first: step of the run, from 1 on. steps: profiled steps; asked: requested steps. wall_s:
+    seconds of all of them, without `apart_s` (evaluation, saving). unprofiled_s: seconds of a step
+    before the profiler was on, None for none. idle: share of the wall time in which `busy_of` had
+    nothing to do. gemm: (what was measured, FLOP/s); shares are of the first.
+    """
 
     stage: str
     first: int
@@ -57,7 +60,7 @@ class Profile:
         return count / work.seconds if count and work.seconds else None
 
     def table(self) -> str:
-        """Plain ASCII, for any terminal and any file."""
+        """Return the table in plain ASCII, for any terminal and any file."""
         rows = [HEADINGS, *(self._row(name) for name in self.phases), self._total()]
         widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
         lines = [
@@ -112,14 +115,14 @@ class Profile:
 
     def _notes(self) -> list[str]:
         padding = [(name, work.padding) for name, work in self.phases.items()]
-        known = ", ".join(
+        rates = ", ".join(
             f"{name} {_percent(share)}" for name, share in padding if share is not None
         )
         before = f", {self.unprofiled_s:.4f} s before it" if self.unprofiled_s is not None else ""
         return [
             "GEMM rate    "
             f"{'; '.join(f'{rate / 1e9:,.2f} GFLOP/s, {what}' for what, rate in self.gemm)}",
-            f"padding      {known or 'nothing went through the model'} (share of the rows "
+            f"padding      {rates or 'nothing went through the model'} (share of the rows "
             "computed)",
             f"idle         {_percent(self.idle)} of {self.busy_of}",
             f"memory       {self.peak_bytes / 2**20:,.0f} MiB at most",

@@ -1,7 +1,7 @@
-"""Profiles a few steps of a stage: a trace of every operation in every thread, and a table that
-says where the time goes.
+"""Profile a few steps of a stage: a trace of every operation in every thread, and a table of where
+the time goes.
 
-Costs nothing before it starts and after it has stopped. It changes no result: it draws no random
+It costs nothing before it starts and after it has stopped. It changes no result: it draws no random
 number and touches no tensor.
 """
 
@@ -41,9 +41,12 @@ EMBEDDING = "aten::embedding"  # every row that goes through a model begins here
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled. device, dtype: in which products are computed. threads: of the whole run,
-    on a CPU. widest: (inputs, outputs) of the model's largest layer. asked: tokens that models were
-    asked to compute so far. generated: tokens that a policy wrote so far."""
+    """What is profiled.
+
+    device, dtype: of the products. threads: of the whole run, on a CPU. widest: (inputs, outputs)
+    of the model's largest layer. asked: returns the tokens that models were asked to compute so
+    far. generated: returns the tokens that a policy wrote so far.
+    """
 
     stage: str
     device: torch.device
@@ -56,8 +59,8 @@ class Subject:
 
 
 class Event(NamedTuple):
-    """What is read of an operation, a kernel or a range of the trace; times in nanoseconds. host:
-    on a CPU's thread. range: a phase, or another that somebody named."""
+    """The fields read from an operation, a kernel or a range of the trace; times in nanoseconds.
+    host: True on a CPU's thread. range: True for a phase or another named range."""
 
     name: str
     start: int
@@ -69,8 +72,8 @@ class Event(NamedTuple):
 
 
 class Profiler:
-    """first_step, left: the stage's next step and how many there are. show: gets the table once the
-    profiled steps are over."""
+    """The profiler of a stage. first_step, left: the stage's next step and the number of steps
+    left. show: receives the table after the profiled steps."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class Profiler:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of a step, as a range of the trace. Phases neither nest nor overlap."""
+        """Mark a part of a step as a range of the trace. Phases neither nest nor overlap."""
         if self._torch is None and name not in APART:
             yield
             return
@@ -136,8 +139,8 @@ class Profiler:
         work.tokens += self.subject.asked() - asked
 
     def finish(self) -> None:
-        """Ends what is being profiled, fewer steps than asked for if need be; nothing where none
-        is."""
+        """End the profile, with fewer steps than requested if need be; do nothing if none is
+        running."""
         if self._torch is None:
             return
         torch_profile, self._torch = self._torch, None
@@ -154,7 +157,7 @@ class Profiler:
         self.show(table)
 
     def abandon(self) -> None:
-        """After an error: nothing is written."""
+        """Stop after an error, without writing."""
         if self._torch is not None:
             self._torch.stop()
             self._torch = None
@@ -204,11 +207,11 @@ class Profiler:
         )
 
     def _gemm_rates(self, phases: Mapping[str, Work]) -> list[tuple[str, float]]:
-        """Of a large product, then of the model's largest layer with as many rows as a forward
-        mostly has."""
+        """Return the rates of a large product and of the model's largest layer with the usual
+        number of rows."""
         subject = self.subject
-        most = max(phases.values(), key=lambda work: work.rows)
-        own = Gemm(max(1, most.rows // max(1, most.forwards)), *subject.widest)
+        largest = max(phases.values(), key=lambda work: work.rows)
+        layer = Gemm(max(1, largest.rows // max(1, largest.forwards)), *subject.widest)
 
         def rate(gemm: Gemm) -> float:
             return gemm_rate(gemm, device=subject.device, dtype=subject.dtype)
@@ -217,14 +220,14 @@ class Profiler:
         kind = str(subject.dtype).removeprefix("torch.")
         return [
             (f"{square} {kind}", rate(square)),
-            (f"{own}, the model's largest layer", rate(own)),
+            (f"{layer}, the model's largest layer", rate(layer)),
         ]
 
 
 def read_events(torch_profile: profile) -> list[Event]:
-    """Those that are counted. PyTorch's own `events()` builds a tree of all of them, which takes 20
-    times as long."""
-    found = []
+    """Return the events that are counted. PyTorch's `events()` builds a tree of all of them, which
+    takes 20 times as long."""
+    events = []
     results = torch_profile.profiler and torch_profile.profiler.kineto_results
     for event in results.events() if results else ():
         name, host = event.name(), event.device_type() == DeviceType.CPU
@@ -238,14 +241,16 @@ def read_events(torch_profile: profile) -> list[Event]:
             flop = 2 * math.prod(shapes[0]) * shapes[1][0]
         elif stepped and host:
             flop = int(name.removeprefix(STEP))
-        found.append(Event(name, start, start + event.duration_ns(), host, named, flop, shapes))
-    return found
+        events.append(Event(name, start, start + event.duration_ns(), host, named, flop, shapes))
+    return events
 
 
 def count_work(events: Sequence[Event], phases: dict[str, Work], *, vocab_size: int) -> None:
-    """Adds the operations of each phase's ranges to its work, whatever thread they ran in; the rest
-    goes to OTHER, but for what is apart. A row counts where it enters an embedding of `vocab_size`:
-    position tables are embeddings too."""
+    """Add the operations of each phase's ranges to its work, whatever thread they ran in.
+
+    Operations outside phases go to OTHER, except those apart. A row counts where it enters an
+    embedding of `vocab_size`: position tables are embeddings too.
+    """
     names = {*phases, *APART}
     ranges = sorted(
         (e.start, e.end, e.name) for e in events if e.host and e.range and e.name in names
@@ -267,8 +272,8 @@ def count_work(events: Sequence[Event], phases: dict[str, Work], *, vocab_size: 
 
 
 def kernel_seconds(events: Sequence[Event], *, apart: Collection[str]) -> float:
-    """In which the accelerator ran at least one kernel or copy, outside of the host's ranges of
-    these names."""
+    """Return the seconds in which the accelerator ran at least one kernel or copy, outside the
+    host's ranges named in `apart`."""
     # they are drawn on the accelerator's rows too
     ranges = {event.name for event in events if event.host and event.range}
     without = [event for event in events if event.host and event.range and event.name in apart]
@@ -287,8 +292,8 @@ def kernel_seconds(events: Sequence[Event], *, apart: Collection[str]) -> float:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Of the accelerator since profiling began; of a process on the CPU since it began, which is
-    all that the system knows."""
+    """Return the peak memory: of the accelerator since profiling began; on a CPU of the process
+    since it began, which is all that the system reports."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,8 +1,8 @@
-"""What a run is busy with: in which seconds somebody generated or trained, and when each part of it
+"""The activity of a run: the seconds in which a component generated or trained, and when each part
 began and ended.
 
-One table for the process, as of waits (`ratchet.observe.stall_report`): those that work are far
-from those that want to know.
+There is one table for the process, as for waits (`ratchet.observe.stall_report`), since the
+components that work are far from those that report.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ _NOTHING = nullcontext()
 
 
 class Activity:
-    """listener: is told of each part that has ended, None: nobody. attempts: of an attempt,
-    likewise, as long as there are any attempts_left. clock: seconds."""
+    """The table of activity.
+
+    listener: called with each part that has ended; None: no listener. attempts: likewise for an
+    attempt, as long as there are any attempts_left. clock: returns seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -28,7 +31,7 @@ class Activity:
 
     @property
     def busy_s(self) -> float:
-        """Seconds so far in which anybody worked; those in which several did count once."""
+        """Return the seconds so far in which at least one component worked."""
         return self._busy_s + (self.clock() - self._since if self._working else 0.0)
 
     def begin(self) -> None:
@@ -43,7 +46,7 @@ class Activity:
 
     @contextmanager
     def work(self, track: str, name: str) -> Iterator[None]:
-        """Somebody generates or trains, inside the block."""
+        """Mark the block as generating or training."""
         self.begin()
         try:
             with self.span(track, name):
@@ -52,11 +55,11 @@ class Activity:
             self.end()
 
     def span(self, track: str, name: str) -> AbstractContextManager[None]:
-        """A part of the run. Those of one track nest, or follow each other."""
+        """Mark the block as a part of the run. Parts of one track nest, or follow each other."""
         return _NOTHING if self.listener is None else self._told(self.listener, track, name)
 
     def attempt(self, group: str, number: int) -> AbstractContextManager[None]:
-        """Attempts overlap."""
+        """Mark the block as an attempt; attempts overlap."""
         if self.attempts is None or not self.attempts_left:
             return _NOTHING
         self.attempts_left -= 1
