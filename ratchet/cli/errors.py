@@ -1,4 +1,4 @@
-"""How a command ends: which error is shown as which sentence, and with which exit status."""
+"""The end of a command: the sentence for each error, and the exit status."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def prepare_streams() -> None:
 
 
 def say(text: object) -> None:
-    """Print text, which may hold what others wrote, so that it can't command the terminal."""
+    """Print text with control characters escaped, so that text of a model or a file can't command
+    the terminal."""
     typer.echo(visible(str(text)))
 
 
@@ -65,7 +66,7 @@ def sentence(error: BaseException) -> tuple[str, int] | None:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of this package in a traceback, so that a bug can be found by the
+    """Return the innermost line of this package in a traceback, so that a bug can be found by the
     sentence."""
     frames = [
         frame

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ratchet.cli.data import data
 from ratchet.cli.errors import end, prepare_streams, say
 from ratchet.cli.runs import Json, runs
 from ratchet.errors import ConfigError
@@ -18,7 +19,6 @@ from ratchet.utils.safe_read import parse_json
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-data = typer.Typer(no_args_is_help=True, help="Look at data before training on them.")
 app.add_typer(data, name="data")
 app.add_typer(runs, name="runs")
 
@@ -102,7 +102,7 @@ def check(
     ],
     overrides: Overrides = None,
 ) -> None:
-    """Validate a recipe and show what it works out to; or hold what a path names to its kit
+    """Validate a recipe and show its batch arithmetic, or check a class of your own
     (my_pkg.my_mod:Thing)."""
     if IMPORT_PATH.fullmatch(target) and not Path(target).exists():
         from ratchet.testing.check_command import check_named
@@ -236,8 +236,8 @@ def evaluate(
         str, typer.Option(help="Of an API: further keys of a request, in JSON; null removes one.")
     ] = "{}",
 ) -> None:
-    """What a model answers to held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and
-    whether it beats another."""
+    """Evaluate a model on held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and whether
+    it beats another."""
     from ratchet.commands.eval import Asked, Evaluation, evaluate_target
 
     evaluation = Evaluation(
@@ -362,50 +362,6 @@ def score(
     )
 
 
-@data.command()
-def inspect(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE_OR_DATA",
-            help="A recipe; or a file, a directory, an address, or a preset's name.",
-        ),
-    ],
-    keys: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Overrides of the recipe; of data, keys of `dataset`: columns={prompt: question}"
-        ),
-    ] = None,
-    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
-    sample: Annotated[int, typer.Option(min=1, help="Rows whose lengths are summed up.")] = 256,
-    test: Annotated[
-        bool,
-        typer.Option("--test", help="Of the test split, in its order; else of the training split."),
-    ] = False,
-    stage: Annotated[str | None, typer.Option(help="Of the recipe; default: its first.")] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR_OR_HUB_ID", help="Another than the recipe's; of data, bytes unless set."
-        ),
-    ] = None,
-    template: Annotated[
-        str | None, typer.Option(help="plain, turns, chatml, or a .jinja file.")
-    ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="One object: rows with ids and spans, and lengths.")
-    ] = False,
-) -> None:
-    """Rows as the model will see them, what of them trains, and how long they are."""
-    from ratchet.commands.inspect_data import inspect as inspect_data
-
-    look = {"stage": stage, "tokenizer": tokenizer, "template": template, "as_json": json}
-    inspect_data(
-        target, keys or [], rows=rows, sample=sample, split="test" if test else "train", **look
-    )
-
-
 @app.command()
 def convert(
     source: Annotated[
@@ -444,8 +400,8 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Convert a model between Hugging Face, Megatron and torch's distributed checkpoints, with an
-    adapter merged into it if you like. An interrupted conversion goes on by the same command."""
+    """Convert a model between Hugging Face, Megatron and torch's distributed checkpoints, and merge
+    an adapter into it on request. An interrupted conversion continues with the same command."""
     from ratchet.commands.convert.run import convert_places
 
     convert_places(source, target, to=to, config=config, verify=verify, say=say, adapter=merge_lora)
@@ -472,8 +428,8 @@ def replay(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compute recorded steps again, and say whether they are bit-equal (status 0) or where not
-    (status 1)."""
+    """Compute recorded steps again. Exit status 0 if they are bit-equal, 1 with the differences if
+    not."""
     from ratchet.commands.replay.command import replay_steps
     from ratchet.runs.resolve import replayable
 
@@ -488,7 +444,7 @@ def explain(
     top: Annotated[int, typer.Option(min=1, help="Groups and tokens that are shown.")] = 10,
     json: Json = False,
 ) -> None:
-    """Which groups, tags and tokens of a recorded step moved the weights."""
+    """Show which groups, tags and tokens of a recorded step moved the weights."""
     from ratchet.commands.replay.explain import explain_step
     from ratchet.runs.resolve import replayable
 
@@ -522,7 +478,7 @@ def import_config(
         Path | None, typer.Option(help="The recipe to write; default: it is printed.")
     ] = None,
 ) -> None:
-    """Turn a configuration of TRL, verl, NeMo RL or ROLL into a recipe, and list what has no
+    """Turn a configuration of TRL, verl, NeMo RL or ROLL into a recipe, and list keys without a
     counterpart."""
     from ratchet.commands.migrate.command import import_file
 
@@ -545,8 +501,8 @@ def report(
         typer.Option(min=0, help="Of each run, so many have their texts and tokens in the file."),
     ] = 256,
 ) -> None:
-    """Write what runs did as one HTML file, which needs nothing beside it: curves, rollouts, where
-    tokens and time went, and how two runs differ."""
+    """Write the curves, rollouts, token and time breakdown and differences of runs as one HTML
+    file."""
     from ratchet.commands.report import write_report
 
     say(write_report(runs, out, rollouts=rollouts))
@@ -561,7 +517,7 @@ def ui(
         int, typer.Option(min=0, max=65535, help="Of this machine; 0: any that is free.")
     ] = 8421,
 ) -> None:
-    """Show runs in the browser while they go on. Only this machine is answered; Ctrl-C ends it."""
+    """Show runs in the browser while they train. Only this machine can connect; Ctrl-C ends it."""
     from ratchet.commands.report.server import serve_forever
     from ratchet.runs.resolve import record_of
 
@@ -572,7 +528,7 @@ def ui(
 def status(
     run: Annotated[str, typer.Argument(help="The directory of a run that is under way.")],
 ) -> None:
-    """Who waits for whom in a running training, and since when."""
+    """Show which component of a running training waits for which, and since when."""
     from ratchet.runs.live_status import status_of
     from ratchet.runs.resolve import here
 
@@ -581,15 +537,15 @@ def status(
 
 @app.command()
 def doctor() -> None:
-    """What is installed, what is missing and how to get it, and what this machine offers."""
+    """Show what is installed, what is missing and how to get it, and what this machine offers."""
     from ratchet.commands.doctor import report
 
     raise typer.Exit(report())
 
 
 def main() -> None:
-    """Entry point: an error meant for the user is printed without a traceback; status 2: recipe,
-    data or model is wrong."""
+    """Run the command line. Errors meant for the user are printed without a traceback; status 2:
+    recipe, data or model is wrong."""
     prepare_streams()
     # so that `kind: my_module:Mine` finds what lies beside the recipe
     sys.path.insert(0, str(Path.cwd()))

@@ -1,4 +1,4 @@
-"""`ratchet runs ...`. Light until a command runs, as `ratchet.cli.main` is."""
+"""The commands `ratchet runs ...`. They import little, like `ratchet.cli.main`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def list_runs(
     ] = "runs",
     json: Json = False,
 ) -> None:
-    """State, steps, accuracy and size of each."""
+    """List runs with state, steps, accuracy and size."""
     from ratchet.commands.runs import list_runs as show
 
     show(place, as_json=json)
@@ -32,7 +32,7 @@ def compare_runs(
     paths: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more.")],
     json: Json = False,
 ) -> None:
-    """How their recipes differ, from which step on their numbers do, and where they end."""
+    """Show how recipes differ, from which step on the numbers differ, and where the runs end."""
     from ratchet.commands.runs import compare_runs as show
 
     if len(paths) < 2:

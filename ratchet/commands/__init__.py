@@ -1,1 +1,1 @@
-"""What each command does; `ratchet.cli` only parses its options."""
+"""The work of each command; `ratchet.cli` only parses its options."""

@@ -21,8 +21,8 @@ from ratchet.utils.terminal_text import make_console
 def chat_with(
     path: Path, *, prompts: Sequence[str], temperature: float, max_new_tokens: int, seed: int
 ) -> None:
-    """Answers each of `prompts` in one conversation; without any, asks the terminal until it has no
-    more to say."""
+    """Answer each of `prompts` in one conversation; without any, read prompts from the terminal
+    until its end."""
     console = make_console()
     policy = open_target(path).policy
     sampling = policy.ends(Sampling(temperature=temperature, max_new_tokens=max_new_tokens))

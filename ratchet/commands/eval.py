@@ -1,5 +1,5 @@
-"""`ratchet eval`: what a model answers to held-out tasks, or to a benchmark's, and whether another
-answers better."""
+"""The command `ratchet eval`: a model's answers to held-out tasks or a benchmark, compared with
+another model's on request."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MAX_NEW_TOKENS = 2048  # where no recipe says how long answers are
 
 @dataclass(frozen=True)
 class Asked:
-    """The endpoint that a target names by its address. model: as it calls it. body: further keys of
+    """The endpoint that a target names by its address. model: its name there. body: further keys of
     each request."""
 
     model: str | None = None
@@ -74,9 +74,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to evaluate on, and how; None: as the recipe of the target says. on: a kind of
-    environment, or a path, with `words` for keys. step: of the target's checkpoint; None: the
-    trained model."""
+    """Settings of an evaluation; None: as the recipe of the target says.
+
+    on: a kind of environment, or an import path, with `words` for keys. step: of the target's
+    checkpoint; None: the trained model.
+    """
 
     recipe: Path | None = None
     on: str | None = None
@@ -96,26 +98,28 @@ class Evaluation:
 def evaluate_target(
     target: str, evaluation: Evaluation, *, against: str | None = None, out: Path | None = None
 ) -> None:
-    """Prints what was found, and writes it into a directory: `out`, or a new one beside the run.
-    Either of the two may be the results of an earlier evaluation. Raises ConfigError, and
-    RatchetError where no attempt could be judged."""
+    """Print the results and write them into a directory: `out`, or a new one beside the run.
+
+    Target and `against` may also be results of an earlier evaluation. Raises ConfigError, and
+    RatchetError if no attempt could be judged.
+    """
     console = make_console()
     target, against = _read_here(target), against and _read_here(against)
-    found = _results(target, evaluation)
-    if isinstance(found, ScoreLoss):
+    results = _results(target, evaluation)
+    if isinstance(results, ScoreLoss):
         if against is not None:
             raise ConfigError(
                 "--against compares answers, and this model scores: evaluate it without"
             )
-        console.print(_table(found))
+        console.print(_table(results))
         return
-    _settle(found, target, out, console)
+    _settle(results, target, out, console)
     if against is None:
         return
     other = _results(against, replace(evaluation, step=None))
     assert isinstance(other, Results), "the same evaluation"
     _settle(other, against, None if out is None else out / "against", console)
-    console.print(Markdown(comparison(compare(found, other), target, against)))
+    console.print(Markdown(comparison(compare(results, other), target, against)))
 
 
 def _results(target: str, evaluation: Evaluation) -> Results | ScoreLoss:
@@ -132,7 +136,7 @@ def _results(target: str, evaluation: Evaluation) -> Results | ScoreLoss:
 
 
 def _read_here(target: str) -> str:
-    """Results at an address are read from a copy."""
+    """Return a local copy of results at an address."""
     if not is_address(target) or is_endpoint(target) or "/evals/" not in target:
         return target
     try:
@@ -142,7 +146,7 @@ def _read_here(target: str) -> str:
 
 
 def _settle(found: Results, target: str, out: Path | None, console: Console) -> None:
-    """What was read from a file is neither shown nor written again."""
+    """Show and write the results, unless they were read from a file."""
     path = Path(target)
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return
@@ -233,7 +237,8 @@ async def _played(evaluator: Evaluator) -> Results:
 
 
 def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[Arena, Plan]:
-    """The arena and the numbers of the recipe's last stage, as far as nothing else is asked for."""
+    """Return the environment setup and the numbers of the recipe's last stage, with the changes of
+    `evaluation`."""
     if config is None:
         plan = Plan("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
     else:
@@ -282,13 +287,14 @@ def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[Arena, Plan
 
 
 def measured_on(name: str, words: Sequence[str]) -> Section:
-    """A benchmark by its name, of which nothing but the test split is read, or any environment."""
-    known = ALSO_CALLED.get(name, name)
-    if known not in MEASURED_ON:
+    """Return the section of a benchmark by its name, of which only the test split is read, or of
+    any environment."""
+    full_name = ALSO_CALLED.get(name, name)
+    if full_name not in MEASURED_ON:
         return section_from_words("environment", name, words)
-    given = {word.partition("=")[0].strip() for word in words}
-    usual = [] if given & {"train", "train_split"} else ["train_split="]
-    return section_from_words("environment", "dataset", [f"preset={known}", *usual, *words])
+    keys = {word.partition("=")[0].strip() for word in words}
+    usual = [] if keys & {"train", "train_split"} else ["train_split="]
+    return section_from_words("environment", "dataset", [f"preset={full_name}", *usual, *words])
 
 
 def _about(

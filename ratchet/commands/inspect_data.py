@@ -1,5 +1,5 @@
-"""`ratchet data inspect`: rows as the model will see them, after the chat template, and which of
-their tokens train."""
+"""The command `ratchet data inspect`: rows as the model will see them, after the chat template,
+with the tokens that train."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Shown:
     trainable: Sequence[bool]
 
     def spans(self) -> Iterator[tuple[bool, int, int]]:
-        """(trains, start, end) of each stretch of tokens that all train, or all don't."""
+        """Yield (trains, start, end) of each stretch of tokens that all train, or all don't."""
         start = 0
         for trains, run in groupby(self.trainable):
             end = start + len(list(run))
@@ -77,8 +77,8 @@ class Shown:
 
 @dataclass(frozen=True)
 class Inspected:
-    """What is looked at. learns: what the algorithm learns from (see `StageConfig.source`); None:
-    told from each row."""
+    """The data to show. learns: what the algorithm learns from (see `StageConfig.source`); None:
+    decided by each row."""
 
     environment: Environment
     renderer: Renderer
@@ -99,9 +99,9 @@ def inspect(
     template: str | None,
     as_json: bool,
 ) -> None:
-    """Writes the first `rows` rows and the lengths of the first `sample` to stdout.
+    """Write the first `rows` rows and the lengths of the first `sample` to stdout.
 
-    Raises ConfigError or DataError where the recipe or the data can't be used.
+    Raises ConfigError or DataError if the recipe or the data can't be used.
     """
     data = (
         _of_recipe(target, words, stage)
@@ -109,9 +109,9 @@ def inspect(
         else _of_file(target, words)
     )
     if tokenizer is not None or template is not None:
-        made = data.renderer.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
+        loaded = data.renderer.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
         data = Inspected(
-            data.environment, Renderer(made, template), data.learns, data.turns, data.seed
+            data.environment, Renderer(loaded, template), data.learns, data.turns, data.seed
         )
     tasks = islice(_once(data.environment.tasks(split, seed=data.seed)), max(rows, sample))
     shown = [one for task in tasks for one in _shown(data, task)]
@@ -125,7 +125,7 @@ def inspect(
 
 
 def _once(tasks: Iterator[Task]) -> Iterator[Task]:
-    """Up to where a second pass begins."""
+    """Yield tasks up to where a second pass begins."""
     seen: set[str] = set()
     for task in tasks:
         if task.id in seen:
@@ -140,13 +140,15 @@ def _once(tasks: Iterator[Task]) -> Iterator[Task]:
 def _of_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Inspected:
     config = load_config(recipe, words)
     chosen = _stage(config, stage)
-    made = construct(config.tokenizer, config.model.path)
+    tokenizer = construct(config.tokenizer, config.model.path)
     # Of a model that is here: none is fetched to show rows.
     processor = (
         processor_of(config) if config.model.path and Path(config.model.path).is_dir() else None
     )
     format_of_tools = getattr(config.tokenizer, "tool_format", "auto")
-    renderer = Renderer(made, template_of(config), processor=processor, tool_format=format_of_tools)
+    renderer = Renderer(
+        tokenizer, template_of(config), processor=processor, tool_format=format_of_tools
+    )
     algorithm = construct(chosen.algorithm)
     turns = getattr(algorithm, "turns", "all")
     return Inspected(construct(chosen.environment), renderer, chosen.source, turns, config.seed)
@@ -165,7 +167,7 @@ def _stage(config: RunConfig, name: str | None) -> StageConfig:
 
 
 def _of_file(target: str, words: Sequence[str]) -> Inspected:
-    """A file, directory or address, or a preset's name; the words are keys of the environment
+    """Return a file, directory, address or preset by name; the words are keys of the environment
     `dataset`."""
     key = "preset" if target in PUBLISHED and not Path(target).exists() else "train"
     section = section_from_words("environment", "dataset", [f"{key}={json.dumps(target)}", *words])
@@ -205,7 +207,7 @@ def _source(data: Inspected, learns: str) -> StreamSource:
 
 
 def _told(environment: Environment, task: Task) -> str:
-    """What a row has, where no algorithm says what it wants."""
+    """Return what a row offers, for data without an algorithm."""
     ways = (
         ("pairs", Compares, "comparison"),
         ("labelled", Judges, "judged"),
@@ -229,8 +231,9 @@ def _told(environment: Environment, task: Task) -> str:
 
 
 def lengths(shown: Sequence[Shown]) -> dict[str, dict[str, float]]:
-    """Of each part: how many, quantiles of their tokens, and the share of these that train."""
-    found: dict[str, dict[str, float]] = {}
+    """Return, for each part, the count, the quantiles of its tokens, and the share of tokens that
+    train."""
+    summary: dict[str, dict[str, float]] = {}
     for part in dict.fromkeys(one.part for one in shown):
         ones = [one for one in shown if one.part == part]
         sizes = [len(one.tokens) for one in ones]
@@ -238,13 +241,13 @@ def lengths(shown: Sequence[Shown]) -> dict[str, dict[str, float]]:
             name: float(np.quantile(sizes, q, method="nearest")) for name, q in QUANTILES.items()
         }
         trained = sum(sum(one.trainable) for one in ones) / max(sum(sizes), 1)
-        found[part] = {
+        summary[part] = {
             "count": len(ones),
             **quantiles,
             "tokens": sum(sizes),
             "trainable_share": round(trained, 4),
         }
-    return found
+    return summary
 
 
 def _show(
@@ -262,16 +265,16 @@ def _show(
             else "between ⟦ and ⟧: what trains"
         )
     table = Table("", "rows", *QUANTILES, "trainable", title="tokens a row")
-    for part, found in lengths(shown).items():
-        share = f"{100 * found['trainable_share']:.1f} %"
+    for part, numbers in lengths(shown).items():
+        share = f"{100 * numbers['trainable_share']:.1f} %"
         table.add_row(
-            part, f"{found['count']:.0f}", *(f"{found[name]:.0f}" for name in QUANTILES), share
+            part, f"{numbers['count']:.0f}", *(f"{numbers[name]:.0f}" for name in QUANTILES), share
         )
     console.print(table)
 
 
 def _coloured(one: Shown, renderer: Renderer, *, marks: bool) -> Text:
-    """marks: brackets too, where colours are lost."""
+    """Return the text in colours. marks: brackets too, for output without colours."""
     text = Text()
     for trains, start, end in one.spans():
         # rich drops a bell

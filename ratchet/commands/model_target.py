@@ -1,4 +1,4 @@
-"""What `ratchet eval`, `chat` and `serve` are pointed at: a run directory, a checkpoint in it, or a
+"""The target of `ratchet eval`, `chat` and `serve`: a run directory, a checkpoint in it, or a
 Hugging Face model directory (or hub id)."""
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ from ratchet.utils.temp_dirs import TemporaryFolder
 
 @dataclass(frozen=True)
 class Target:
-    """model: directory of the weights. config: of the run, up to the stage that the weights are of,
-    or of the recipe given beside a bare model; None without either. exported: where a checkpoint's
-    weights lie as long as this does."""
+    """A model to load.
+
+    model: directory of the weights. config: of the run, up to the stage that the weights are of, or
+    of the recipe given beside a bare model; None without either. exported: the temporary directory
+    of a checkpoint's weights, which lives as long as this object.
+    """
 
     model: Path
     policy: Policy
@@ -43,7 +46,7 @@ class Target:
 
 
 def checkpoint_of(path: Path) -> tuple[Path, int] | None:
-    """(run, step) of a checkpoint's directory; None for any other."""
+    """Return (run, step) of a checkpoint's directory; None for any other."""
     run, step = path.parent.parent, STEP.fullmatch(path.name)
     if step is None or RunDirectory(run).checkpoints != path.parent or not RunDirectory(run).used:
         return None
@@ -53,16 +56,23 @@ def checkpoint_of(path: Path) -> tuple[Path, int] | None:
 def open_target(
     path: Path, recipe: Path | None = None, generator: str | None = None, *, step: int | None = None
 ) -> Target:
-    """generator: its kind; None: what the run trained with (the engine for a bare model), in this
-    process. step: of a checkpoint, after which the weights of the run are wanted; None: at its end.
-    Raises RunDirectoryError for a run that has no finished model yet, CheckpointError for a
-    checkpoint that is not there or damaged."""
+    """Open a target.
+
+    Args:
+        generator: Its kind; None: what the run trained with (the engine for a bare model), in this
+            process.
+        step: Of a checkpoint, after which the weights of the run are wanted; None: at its end.
+
+    Raises:
+        RunDirectoryError: The run has no finished model yet.
+        CheckpointError: The checkpoint is missing or damaged.
+    """
     if step is None and (found := checkpoint_of(path)) is not None:
         path, step = found
-    own = path / "config.yaml"
+    run_recipe = path / "config.yaml"
     if step is not None:
         return _open_step(path, step, recipe, generator)
-    if not own.is_file():
+    if not run_recipe.is_file():
         config = None if recipe is None else freeze(load_config(recipe))
         template = None if config is None else template_of(config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,24 +91,24 @@ def open_target(
         raise RunDirectoryError(
             f"{path} has no finished model yet: go on with `ratchet train --resume {path}`{saved}"
         )
-    config = load_config(own)
+    config = load_config(run_recipe)
     policy = _policy(config, path / MODEL, generator)
     return Target(path / MODEL, policy, config if recipe is None else freeze(load_config(recipe)))
 
 
 def _policy(config: RunConfig, model: Path, generator: str | None) -> Policy:
-    """Where a run was trained says nothing about where it is looked at."""
+    """Load the policy in this process, wherever the run was trained."""
     stages = tuple(
         stage.model_copy(update={"generator": _generator(stage, generator)})
         for stage in config.stages
     )
-    here = {
+    settings = {
         "device": "auto",
         "kernels": "auto",
         "model": ModelConfig(path=str(model)),
         "stages": stages,
     }
-    return build_policy(freeze(config.model_copy(update=here)))
+    return build_policy(freeze(config.model_copy(update=settings)))
 
 
 def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:
@@ -121,8 +131,8 @@ def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None
 
 
 def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) -> None:
-    """Writes the policy of a checkpoint of the last of these stages as the end of a run would.
-    Raises ConfigError where it lies in a form that nothing here reads."""
+    """Write the policy of a checkpoint of the last of these stages as the end of a run would.
+    Raises ConfigError for a form that this process can't read."""
     index = len(config.stages) - 1
     stage = config.stages[index]
     if isinstance(stage.learner, MegatronConfig):
@@ -157,7 +167,7 @@ def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path)
 
 
 def _generator(stage: StageConfig, kind: str | None) -> Section:
-    """What several processes held is held by this one."""
+    """Return the generator section for one process."""
     trained_with = stage.generator
     if kind is None:
         return trained_with.of if isinstance(trained_with, WorkersConfig) else trained_with

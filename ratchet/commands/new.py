@@ -1,4 +1,4 @@
-"""`ratchet new`: small files that work as they stand, to be changed into one's own."""
+"""The command `ratchet new`: small files that work as they stand, to be changed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from string import Template
 from ratchet.errors import ConfigError
 
 RECIPE = """\
-# What it is for, in a sentence. `ratchet check $name.yaml` shows what it works out to; docs/ has every key.
+# Say here what it is for. `ratchet check $name.yaml` shows its batch arithmetic.
 name: $name
-model: {preset: tiny}  # random weights; a trained model: {path: Qwen/Qwen3-0.6B}, without tokenizer below
+# Random weights; a trained model is {path: Qwen/Qwen3-0.6B}, without the tokenizer below.
+model: {preset: tiny}
 tokenizer: {kind: characters, alphabet: "0123456789="}
-environment: {kind: sorting, digits: 3}  # your own: {kind: "my_module:MyEnvironment"}, by `ratchet new environment`
+# Your own, by `ratchet new environment`: {kind: "my_module:MyEnvironment"}
+environment: {kind: sorting, digits: 3}
 sampling: {temperature: 0.7, max_new_tokens: 4}
 evaluation: {tasks: 64}
 stages:
-  - name: sft  # brings a model that knows nothing to where rewards are earned at all; a trained one does without
+  # Random weights earn no reward before some supervised steps; a trained model may skip them.
+  - name: sft
     algorithm: {kind: sft}
     steps: 30
     batch_size: 64
@@ -32,7 +35,10 @@ stages:
 """
 
 ENVIRONMENT = '''\
-"""An environment: which number is meant? A recipe names it `environment: {kind: "$name:$thing", tries: 5}`."""
+"""An environment: guess a number from hints.
+
+A recipe names it `environment: {kind: "$name:$thing", tries: 5}`.
+"""
 
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.protocols import Step
@@ -46,22 +52,22 @@ class $thing(Procedural):
         self.most, self.tries = most, tries
 
     def sample(self, rng):
-        """One task, drawn with `rng` alone: what the policy reads, its answer for rewards, and what `reset` needs."""
+        """Draw one task with `rng` alone: the prompt, the answer for rewards, data for `reset`."""
         low = rng.randint(1, self.most)
         secret = rng.randint(low, low + self.most)
         return Problem(f"from {low} to {low + self.most}", str(secret), {"secret": secret})
 
     def demonstration(self, task):
-        """How it is done, for supervised training; remove it where nobody knows."""
+        """Return a right answer for supervised training; remove this method if there is none."""
         return (Message("assistant", str(task.answer)),)
 
     async def reset(self, task):
-        """Begins an attempt; what belongs to it alone is set here."""
+        """Begin an attempt: set what belongs to it alone."""
         self.secret, self.left = task.meta["secret"], self.tries
         return task.messages
 
     async def step(self, message):
-        """Answers the policy. It may have written anything: what can't be read earns 0, and never raises."""
+        """Answer the policy. It may write anything: unreadable text earns 0 and never raises."""
         guess = message.text.strip()
         self.left -= 1
         if not (guess.isascii() and guess.isdigit() and len(guess) < 10):
@@ -79,7 +85,7 @@ from ratchet.testing import check_environment
 
 
 def test_it_keeps_the_contract():
-    """What every environment must do; `ratchet check $name:$thing` shows it as a table."""
+    """Hold it to the contract; `ratchet check $name:$thing` shows it as a table."""
     check_environment($thing(), n=5)
 
 
@@ -88,15 +94,21 @@ def test_tries_are_a_key():
 '''
 
 REWARD = '''\
-"""A reward: right, and a little more where it is brief. A recipe names it `rewards: [{kind: "$name:$thing", limit: 4}]`."""
+"""A reward: 1 for a right answer, and a little more for a brief one.
+
+A recipe names it `rewards: [{kind: "$name:$thing", limit: 4}]`.
+"""
 
 from ratchet.rewards.base import answer_text
 
 
-def $thing(trajectory, task, limit: int = 8):  # parameters after the first two are keys of a recipe
-    """Named parts sum to the reward, and are logged by name. An answer may hold anything: never run it, and return 0 where it
-    is wrong; raise only where the task is broken."""
-    text = answer_text(trajectory).strip()  # of the last message; all of them are trajectory.messages
+def $thing(trajectory, task, limit: int = 8):  # parameters after the first two are recipe keys
+    """Return named parts, which sum to the reward and are logged by name.
+
+    An answer may hold anything: never run it, and return 0 if it is wrong. Raise only for a broken
+    task.
+    """
+    text = answer_text(trajectory).strip()  # the last message; trajectory.messages has all
     right = float(text == str(task.answer))
     return {"right": right, "brief": 0.1 * right * (len(text) <= limit)}
 '''
@@ -118,8 +130,8 @@ def test_it_keeps_the_contract():
 
 
 def _module(name: str) -> str:
-    """As a file of Python: MyMaze and my-maze are my_maze. Raises ConfigError where it can be
-    none."""
+    """Return the name as a Python module: MyMaze and my-maze become my_maze. Raises ConfigError if
+    it can't be one."""
     module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
     if not module.isidentifier() or keyword.iskeyword(module):
         raise ConfigError(
@@ -167,8 +179,10 @@ KINDS: Mapping[str, Callable[[str], tuple[Mapping[str, str], str]]] = {
 
 
 def scaffold(kind: str, name: str, directory: Path = Path()) -> tuple[list[Path], str]:
-    """Writes the files; returns them, and the command that comes next. Raises ConfigError, having
-    written nothing, for a name that can't be one, and where a file is there already."""
+    """Write the files; return them, and the next command.
+
+    Raises ConfigError, having written nothing, for an invalid name and for a file that exists.
+    """
     files, command = KINDS[kind](name)
     paths = {directory / file: text for file, text in files.items()}
     for path in paths:

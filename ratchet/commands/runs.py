@@ -1,5 +1,5 @@
-"""`ratchet runs`: what lies in a directory of runs, how two of them differ, and what of them may
-go."""
+"""The command `ratchet runs`: list the runs of a directory, compare them, and prune their
+checkpoints."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ratchet.utils.terminal_text import make_console
 
 @dataclass(frozen=True)
 class RunRow:
-    """state: "running", "finished", or "stopped" where it can be resumed; "mirrored" at an address.
-    step: the last that has its metrics. accuracy: the latest that was measured. checkpoints: bytes
-    of them."""
+    """A row of the list. state: "running", "finished", or "stopped" if it can be resumed;
+    "mirrored" at an address. step: the last with metrics. accuracy: the latest. checkpoints: their
+    bytes."""
 
     path: str
     state: str
@@ -39,19 +39,19 @@ class RunRow:
 
 
 def runs_in(place: Path) -> list[RunDirectory]:
-    """`place` itself where it is a run, else those directly in it. Raises RunDirectoryError where
-    there is none."""
-    own = RunDirectory(place)
-    found = (
-        [own]
-        if own.used
+    """Return `place` itself if it is a run, else the runs directly in it. Raises RunDirectoryError
+    if there is none."""
+    run = RunDirectory(place)
+    runs_here = (
+        [run]
+        if run.used
         else [RunDirectory(path) for path in sorted(place.glob("*/")) if RunDirectory(path).used]
     )
-    if not found:
+    if not runs_here:
         raise RunDirectoryError(
             f"{place} holds no runs (directories with a config.yaml): name one that does"
         )
-    return found
+    return runs_here
 
 
 def describe_run(run: RunDirectory) -> RunRow:
@@ -80,7 +80,8 @@ def describe_run(run: RunDirectory) -> RunRow:
 
 
 def rows_in(place: str | Path) -> list[RunRow]:
-    """Of the runs in a place, or at an address. Raises RunDirectoryError where there is none."""
+    """Return the rows of the runs in a place, or at an address. Raises RunDirectoryError if there
+    is none."""
     if not isinstance(place, str) or not is_address(place):
         return [describe_run(run) for run in runs_in(Path(place))]
     rows = []
@@ -121,19 +122,19 @@ def list_runs(place: str | Path, *, as_json: bool) -> None:
 
 
 def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
-    """How the first differs from each other: keys of the recipe, the first step with other numbers,
-    and the last ones."""
+    """Print how the first run differs from each other: keys of the recipe, the first step with
+    other numbers, and the last numbers."""
     runs = [_one(path) for path in paths]
     called = [{"a": str(paths[0]), "b": str(path)} for path in paths[1:]]
-    found = [
+    lines = [
         {**names, **_compared(runs[0], other)}
         for names, other in zip(called, runs[1:], strict=True)
     ]
     if as_json:
-        print_json(found)
+        print_json(lines)
         return
     console = make_console(soft_wrap=True)
-    for comparison in found:
+    for comparison in lines:
         console.print(
             f"{comparison['a']} -> {comparison['b']}", style="bold", markup=False, highlight=False
         )
@@ -164,7 +165,7 @@ def _compared(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
 
 
 def _timeless(row: dict[str, Any]) -> dict[str, Any]:
-    """Without what the machine says: no two runs take equally long."""
+    """Return the row without numbers of the machine: no two runs take equally long."""
     return {
         name: value for name, value in row.items() if "time/" not in name and "system/" not in name
     }
@@ -181,8 +182,8 @@ def _last(rows: dict[int, dict[str, Any]], name: str) -> float | None:
 
 
 def prune_runs(place: Path, *, keep: int, really: bool) -> None:
-    """Removes checkpoints but the newest `keep` of each run that is not under way. Those stay that
-    the recipe protects: its best ones, and those at the steps that it names."""
+    """Remove checkpoints except the newest `keep` of each run that is not running. Those that the
+    recipe protects stay: its best ones, and those at the steps that it names."""
     console = make_console(soft_wrap=True)
     freed = 0
     for run in runs_in(place):
@@ -197,9 +198,9 @@ def prune_runs(place: Path, *, keep: int, really: bool) -> None:
         for checkpoint in store.surplus():
             size = _size(checkpoint.path)
             freed += size
-            done = "removed" if really else "would remove"
+            verb = "removed" if really else "would remove"
             console.print(
-                f"{done} {checkpoint.path} ({size / 2**20:,.1f} MiB)", markup=False, highlight=False
+                f"{verb} {checkpoint.path} ({size / 2**20:,.1f} MiB)", markup=False, highlight=False
             )
         if really:
             with run.locked():

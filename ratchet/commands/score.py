@@ -1,4 +1,4 @@
-"""`ratchet score`: any reward applied to a file of answers, line by line."""
+"""The command `ratchet score`: any reward applied to a file of answers, line by line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPENT = ("response", "messages")  # columns that are the trajectory, not the tas
 
 @dataclass(frozen=True)
 class Score:
-    """What came of a row. seconds: of judging it, without waiting for its turn."""
+    """The result of a row. seconds: of judging it, without waiting for its turn."""
 
     line: int
     id: str
@@ -80,10 +80,10 @@ class Score:
 def score_file(
     path: str | Path, kind: str, words: Sequence[str], *, as_json: bool, workers: int
 ) -> None:
-    """Writes a line of JSON for each row to stdout, or a summary. A bad row costs itself alone.
+    """Write a line of JSON for each row to stdout, or a summary. A bad row costs itself alone.
 
-    Raises ConfigError or another RatchetError where the reward can't be made, DataError where the
-    file can't be read.
+    Raises ConfigError or another RatchetError if the reward can't be built, DataError if the file
+    can't be read.
     """
     if isinstance(path, Path) and path.is_dir():
         raise DataError(
@@ -94,8 +94,8 @@ def score_file(
 
 
 def reward_section(kind: str, words: Sequence[str], workers: int) -> Section:
-    """Of a reward that judges several answers at once, `workers` is the number unless the words say
-    another."""
+    """Return the section of a reward. `workers` is the default of one that judges several answers
+    at once."""
     try:
         section = section_from_words("rewards", kind, words)
     except ConfigError as error:
@@ -117,8 +117,8 @@ async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, worker
 
 
 async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterator[Score]:
-    """In the order of the rows, `workers` of them judged at once, and never more than some of the
-    file in memory."""
+    """Yield scores in the order of the rows, judging `workers` of them at once, with a bounded part
+    of the file in memory."""
     turns = asyncio.Semaphore(workers)
     waiting: deque[asyncio.Task[Score]] = deque()
     try:
@@ -163,8 +163,8 @@ async def _score(
 
 
 def attempt_of(values: Mapping[str, Any], name: str) -> tuple[Task, Trajectory]:
-    """The task and its answered conversation, which is text alone and holds no tokens. Raises
-    DataError."""
+    """Return the task and its answered conversation, which is text alone and holds no tokens.
+    Raises DataError."""
     messages = _messages(values, "messages") if "messages" in values else _prompted(values)
     if not messages or messages[-1].role != "assistant":
         raise DataError("column 'messages' must end with what the assistant said")
@@ -203,13 +203,13 @@ def _prompted(values: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _messages(values: Mapping[str, Any], column: str) -> tuple[Message, ...]:
-    found: list[Message] = []
-    given = values[column]
-    if not isinstance(given, list):
+    messages: list[Message] = []
+    value = values[column]
+    if not isinstance(value, list):
         raise DataError(
-            f"column '{column}' is {_kind(given)}, must be an array of {{role, content}}"
+            f"column '{column}' is {_kind(value)}, must be an array of {{role, content}}"
         )
-    for index, message in enumerate(given):
+    for index, message in enumerate(value):
         role, content = (
             (message.get("role"), message.get("content"))
             if isinstance(message, dict)
@@ -219,8 +219,8 @@ def _messages(values: Mapping[str, Any], column: str) -> tuple[Message, ...]:
             raise DataError(
                 f"{column}[{index}] must have a role ({', '.join(ROLES)}) and a content of text"
             )
-        found.append(Message(role, content))
-    return tuple(found)
+        messages.append(Message(role, content))
+    return tuple(messages)
 
 
 def _kind(value: Any) -> str:
@@ -232,7 +232,7 @@ def _kind(value: Any) -> str:
 
 @dataclass
 class Summary:
-    """Of any number of rows, in little memory."""
+    """A summary of any number of rows, in little memory."""
 
     ends: Counter[str] = field(default_factory=Counter)
     # by part, and how many rows have it

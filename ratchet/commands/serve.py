@@ -1,4 +1,4 @@
-"""`ratchet serve`: a trained model behind the OpenAI chat API."""
+"""The command `ratchet serve`: a trained model behind the OpenAI chat API."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ FREE = ("temperature", "top_p")
 
 @dataclass(frozen=True)
 class Served:
-    """Answers each request by itself, drawn as it asks. sampling: where it doesn't say; one without
-    a seed gets a new one."""
+    """A model that answers each request by itself. sampling: defaults of a request; one without a
+    seed gets a new one."""
 
     policy: Policy
     sampling: Sampling
 
     async def answer(self, request: Request) -> Answer:
-        """Raises ApiError."""
+        """Answer a request. Raises ApiError."""
         asked: dict[str, Any] = {
             name: value for name in FREE if (value := getattr(request, name)) is not None
         }
@@ -51,14 +51,14 @@ class Served:
         return await session.answer(request.model_copy(update=dict.fromkeys(FREE)))
 
     def deliver(self, answer: Answer) -> None:
-        """Nothing is kept of it."""
+        """Do nothing: answers are not kept."""
 
 
 def serve(target: Path, *, host: str, port: int, key: str, sampling: Sampling) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP, unless that one is ignored. key: that requests must
-    bring; "": none.
+    """Serve until SIGINT, SIGTERM or SIGHUP, unless that one is ignored.
 
-    Raises ConfigError for an address that others reach without a key, or that is taken.
+    key: required of requests; "": none. Raises ConfigError for an address that others reach without
+    a key, or that is taken.
     """
     if host not in LOOPBACK and not key:
         raise ConfigError(

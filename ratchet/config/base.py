@@ -11,8 +11,8 @@ LARGEST_WHOLE = 2**31 - 1  # of fields that state no upper bound of their own
 
 
 class Section(BaseModel):
-    """One section of a recipe. Torch-free; an unknown key is an error that names the nearest known
-    one.
+    """One section of a recipe. It needs no torch; an unknown key is an error that names the nearest
+    known one.
 
     A section chosen by `kind:` names in `builds` ("module:callable") what `ratchet.training.build`
     calls with it, so that a driver never imports a backend that it does not run. A field's
@@ -27,8 +27,8 @@ class Section(BaseModel):
 
     @property
     def changed(self) -> frozenset[str]:
-        """The keys whose value is not the default. (A saved recipe names every key: which ones
-        somebody wrote is not known.)"""
+        """Return the keys whose value is not the default. (A saved recipe names every key, so the
+        keys that a user wrote are not known.)"""
         fields = type(self).model_fields
         return frozenset(
             name for name, field in fields.items() if getattr(self, name) != field.default
@@ -37,8 +37,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_what_it_looks_like(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML has types: `true` is not 1, and "5" is not 5. Pydantic would convert both, and hide
-        a slip of the pen."""
+        """Refuse values whose YAML type is wrong: `true` is not 1, and "5" is not 5. Pydantic would
+        convert both and hide a typing error."""
         if info.field_name is not None:
             field = cls.model_fields[info.field_name]
             _refuse_lookalikes(field.annotation, value)
@@ -57,15 +57,15 @@ def _refuse_lookalikes(annotation: Any, value: Any, item_of_list: str = "") -> N
         return
     accepted = _leaf_types(annotation)
     if accepted and accepted <= {int, float, type(None)}:
-        wanted = "a number" if float in accepted else "a whole number"
+        expected = "a number" if float in accepted else "a whole number"
         raise PydanticCustomError(
-            "not_a_number", "{which}must be {wanted}", {"which": item_of_list, "wanted": wanted}
+            "not_a_number", "{which}must be {wanted}", {"which": item_of_list, "wanted": expected}
         )
 
 
 def _refuse_huge(annotation: Any, value: Any, item_of_list: str = "") -> None:
-    """Raise for a whole number that no count, size or index of a run has: it would be a loop or an
-    array without an end."""
+    """Raise for a whole number that no count, size or index of a run has: it would cause an endless
+    loop or array."""
     if isinstance(value, list | tuple):
         items = _item_annotations(annotation)
         for index, item in enumerate(value if items else ()):
@@ -87,8 +87,8 @@ def _item_annotations(annotation: Any) -> list[Any]:
 
 
 def _leaf_types(annotation: Any) -> set[Any]:
-    """The types that an annotation accepts, through unions and Annotated; a Literal counts as the
-    types of its values."""
+    """Return the types that an annotation accepts, through unions and Annotated; a Literal counts
+    as the types of its values."""
     origin = get_origin(annotation)
     if origin is Literal:
         return {type(value) for value in get_args(annotation)}

@@ -1,4 +1,4 @@
-"""What a recipe works out to, in numbers."""
+"""The batch arithmetic of a recipe, as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARED_BY_VLLM = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 
 def describe(config: RunConfig) -> str:
-    """The batch arithmetic of every stage, as text of a few lines each."""
+    """Return the batch arithmetic of every stage, a few lines each."""
     model = config.model
     source = f"preset {model.preset}, random weights" if model.preset else f"{model.path}"
     context = context_of(model)
@@ -55,7 +55,7 @@ def describe(config: RunConfig) -> str:
 
 
 def _ranks(config: RunConfig) -> str:
-    """How the processes of a spread learner share it out; one serves all stages."""
+    """Return how a distributed learner divides its processes; one layout serves all stages."""
     learner = config.stages[0].learner
     if not hasattr(learner, "provider"):
         return ""
@@ -68,7 +68,7 @@ def _ranks(config: RunConfig) -> str:
 
 
 def _workers(config: RunConfig) -> str:
-    """Generators in processes of their own; one set serves all stages."""
+    """Return a line on generators in processes of their own; one set serves all stages."""
     generator: Any = config.stages[0].generator
     if _kind(generator) != "workers":
         return ""
@@ -87,7 +87,7 @@ def _workers(config: RunConfig) -> str:
 
 
 def _share(stage: StageConfig) -> str:
-    """Of an optimizer step."""
+    """Return the part of a batch that an optimizer step has."""
     learner: Any = stage.learner
     if not hasattr(learner, "provider"):
         return ""
@@ -131,9 +131,10 @@ def _stage(stage: StageConfig, first: int) -> list[str]:
 
 
 def _teacher(stage: StageConfig) -> str:
-    """A directory that is not there is no mistake yet: another run may have to make it first."""
-    given = getattr(stage.algorithm, "teacher", None) or {}
-    paths = dict.fromkeys([given] if isinstance(given, str) else given.values())
+    """Return a line on the teacher. A missing directory is not an error yet, as another run may
+    create it first."""
+    teachers = getattr(stage.algorithm, "teacher", None) or {}
+    paths = dict.fromkeys([teachers] if isinstance(teachers, str) else teachers.values())
     return ", ".join(
         path if is_address(path) or Path(path).is_dir() else f"{path} (no directory here)"
         for path in paths
@@ -141,14 +142,14 @@ def _teacher(stage: StageConfig) -> str:
 
 
 def _batch(stage: StageConfig) -> str:
-    given = {
+    overrides = {
         "rows": "row",
         "pairs": "pair",
         "labelled": "labelled answer",
         "steps": "stepwise answer",
     }
-    if stage.source in given:
-        return f"{_count(stage.batch_size, given[stage.source])} a step"
+    if stage.source in overrides:
+        return f"{_count(stage.batch_size, overrides[stage.source])} a step"
     trajectories = stage.batch_size * stage.attempts
     new = trajectories * stage.sampling.max_new_tokens
     drawn = f"{_count(stage.batch_size, 'prompt')} x {_count(stage.attempts, 'attempt')}"
@@ -219,8 +220,8 @@ def _checkpoints(stage: StageConfig, first: int) -> str:
 
 
 def _marks(stage: StageConfig, first: int, every: int) -> int:
-    """Multiples of `every` among the run's step numbers that this stage completes, its last one
-    left out."""
+    """Return the number of multiples of `every` among the step numbers of this stage, without its
+    last."""
     return (first + stage.steps - 1) // every - first // every if every else 0
 
 

@@ -1,5 +1,4 @@
-"""What is wrong with a recipe, told so that it can be mended: where, which key, which value, what
-would be right."""
+"""Errors in a recipe, in terms of its fix: where, which key, which value, what would be right."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ MAX_VALUE_CHARS = 80
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`message` follows the key's path."""
+    """One error in a recipe. `message` follows the key's path."""
 
     origin: Origin
     message: str
@@ -46,8 +45,8 @@ def report(problems: Iterable[Problem]) -> ConfigError:
     lines = [str(p) for p in ordered[:MAX_SHOWN]]
     if len(ordered) == 1:
         return ConfigError(lines[0])
-    more = [f"and {len(ordered) - MAX_SHOWN:,} more"] if len(ordered) > MAX_SHOWN else []
-    return ConfigError("\n  ".join([f"{len(ordered):,} problems:", *lines, *more]))
+    rest = [f"and {len(ordered) - MAX_SHOWN:,} more"] if len(ordered) > MAX_SHOWN else []
+    return ConfigError("\n  ".join([f"{len(ordered):,} problems:", *lines, *rest]))
 
 
 def _place_in_files(origin: Origin) -> tuple[str, int, str]:
@@ -55,8 +54,8 @@ def _place_in_files(origin: Origin) -> tuple[str, int, str]:
 
 
 def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
-    """The node at a location of the resolved tree, or the nearest one above it with the keys that
-    are left."""
+    """Return the node at a location of the resolved tree, or the nearest one above it with the
+    remaining keys."""
     node = tree
     for index, part in enumerate(location):
         inner: Any = node.value
@@ -70,11 +69,11 @@ def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
 
 
 def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Problem]:
-    """Yield pydantic's errors in the words of a recipe. One value that fits no branch of a union is
+    """Yield pydantic's errors in the words of a recipe. A value that fits no branch of a union is
     one problem.
 
-    The words of the first MAX_SHOWN alone are looked for, since the names nearest to an unknown one
-    cost milliseconds.
+    Only the first MAX_SHOWN get full messages, since a search for the nearest known name takes
+    milliseconds.
     """
     by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in error.errors(include_url=False):
@@ -82,21 +81,21 @@ def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Pr
             by_place.setdefault(_place(tree, line), []).append(line)
     places = [(*_origin_at(tree, place), place, lines) for place, lines in by_place.items()]
     places.sort(key=lambda item: _place_in_files(item[0]))
-    for index, (origin, left, place, lines) in enumerate(places):
+    for index, (origin, missing, place, lines) in enumerate(places):
         yield Problem(
             origin,
-            _explained(origin, left, place, lines, tree, model)
+            _explained(origin, missing, place, lines, tree, model)
             if index < MAX_SHOWN
             else "is wrong too",
         )
 
 
 def _origin_at(tree: Node, place: Location) -> tuple[Origin, list[str]]:
-    node, left = locate(tree, place)
+    node, missing = locate(tree, place)
     origin = node.origin
-    for key in left:
+    for key in missing:
         origin = origin.below(key)
-    return origin, left
+    return origin, missing
 
 
 def _explained(
@@ -107,26 +106,27 @@ def _explained(
     tree: Node,
     model: type[Any],
 ) -> str:
-    """left: the keys of `place` that the recipe does not have."""
+    """Return the message of one problem. left: the keys of `place` that the recipe does not
+    have."""
     first, *others = dict.fromkeys(_wanted(line) for line in lines)
-    wanted = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+    expected = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
     value = locate(tree, place)[0].value
     if lines[0]["type"] == "extra_forbidden":
         return unknown_key(str(place[-1]), place[:-1], tree, model)
     if lines[0]["type"] == "missing":
         return _missing(place, tree, model)
     if left or lines[0]["type"] in TELLING or isinstance(value, dict | list):
-        return wanted
-    return f"{_shown(origin.path, value)} {wanted}"
+        return expected
+    return f"{_shown(origin.path, value)} {expected}"
 
 
 def _place(tree: Node, line: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The location without pydantic's labels of union branches, which name no key."""
+    """Return the location without pydantic's labels of union branches, which name no key."""
     location = tuple(line["loc"])
     if line["type"] in ("missing", "extra_forbidden"):
         return location
-    node, left = locate(tree, location)
-    return location if not left or node.is_section else location[: len(location) - len(left)]
+    node, missing = locate(tree, location)
+    return location if not missing or node.is_section else location[: len(location) - len(missing)]
 
 
 SECRET = ("api_key", "access_key", "secret", "password", "api_token", "access_token", "auth_token")
@@ -138,7 +138,7 @@ def is_secret(key: str) -> bool:
 
 
 def _shown(path: str, value: Any) -> str:
-    """As YAML has it."""
+    """Return a value as YAML has it."""
     if is_secret(path):
         return REDACTED
     if value is None or isinstance(value, bool):
@@ -198,7 +198,7 @@ def _missing(place: Location, tree: Node, model: type[Any]) -> str:
 
 
 def unlike(word: str, known: Iterable[str]) -> str:
-    """End of a message about an unknown name: the nearest known one, or all of them."""
+    """Return the end of a message about an unknown name: the nearest known one, or all of them."""
     names = list(known)
     near = get_close_matches(word, names, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(names)}"
@@ -208,8 +208,8 @@ def unlike(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
-    """Where the key belongs if it exists elsewhere, else the nearest known one, else all that is
-    known here."""
+    """Return where the key belongs if it exists elsewhere, else the nearest known key, else all
+    keys known here."""
     siblings = children_of(model, place, tree)
     everywhere = list(keys(model))
     elsewhere = [k for k in everywhere if k.name == key]
@@ -229,7 +229,7 @@ def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
 
 
 def _listed(found: Sequence[Key]) -> str:
-    """The least nested of them, with the kind that has it, unless several have."""
+    """Return the least nested of the keys, with the kind that has it, unless several have."""
     depth = min(k.written.count(".") for k in found)
     kinds: dict[str, set[str]] = {}
     for k in found:

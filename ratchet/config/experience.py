@@ -1,5 +1,5 @@
-"""Sections on how attempts come about: what is drawn, played, replayed, and compared. Defaults
-stand here and nowhere else."""
+"""Sections on rollouts: sampling, replay, staleness, curriculum, parity. Defaults stand here and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Temperature = Annotated[float, AfterValidator(lambda value: checked_setting("tem
 
 
 class SamplingConfig(Section):
-    """How attempts are drawn. Filters act after the temperature."""
+    """Sampling of attempts. Filters act after the temperature."""
 
     temperature: float = Field(default=1.0, description="0 is greedy; training needs more than 0.")
     top_p: float = Field(default=1.0, description="Smallest set of tokens of this mass; 1: off.")
@@ -45,7 +45,7 @@ class SamplingConfig(Section):
 
 
 class ReplayConfig(Section):
-    """Groups that earlier steps trained on, beside those of a step (arXiv:1511.05952)."""
+    """Groups of earlier steps, trained on again beside those of a step (arXiv:1511.05952)."""
 
     groups: int = Field(
         default=8, ge=1, description="More groups a step, as far as there are so many."
@@ -76,8 +76,8 @@ class ReplayConfig(Section):
 
 
 class AdaptiveConfig(Section):
-    """How many groups are under way, between a step's and what max_staleness allows: more where the
-    learner waits, fewer where one of these is exceeded."""
+    """The number of groups in flight, between a step's and what max_staleness allows: more while
+    the learner waits, fewer while one of these limits is exceeded."""
 
     staleness: float | None = Field(
         default=None,
@@ -101,8 +101,8 @@ class AdaptiveConfig(Section):
 
 
 class RolloutsConfig(Section):
-    """How attempts are played, and what may go wrong. Which redundant ones are first depends on
-    timing: a run that has any does not repeat bit by bit."""
+    """Rollouts and their failures. Which redundant ones finish first depends on timing, so a run
+    with redundancy does not repeat bit by bit."""
 
     max_turns: int = Field(
         default=64, ge=1, description="Turns of the policy, after which an attempt is cut off."
@@ -174,8 +174,8 @@ class RolloutsConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Which of the stage's `examples` is next: drawn with weights, each time anew, in place of
-    passes over all of them.
+    """The choice of the next of the stage's `examples`: weighted draws in place of passes over all
+    of them.
 
     prefer: "learnable" weighs a task by p (1 - p) (arXiv:2502.12272), "hard" by 1 - p
     (arXiv:2501.12599), where p is its running success rate, 0.5 until it is tried. difficulty: easy
@@ -232,8 +232,8 @@ class CurriculumConfig(Section):
 
 
 class ParityConfig(Section):
-    """Compares the sampler's logprobs of fresh tokens with the learner's, before an update; both
-    have the same weights then."""
+    """A comparison of the sampler's log-probabilities of fresh tokens with the learner's before an
+    update, when both have the same weights."""
 
     first_steps: int = Field(
         default=3,

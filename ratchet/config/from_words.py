@@ -1,4 +1,4 @@
-"""One section alone, from the words of a command line: a kind, or somebody's path, and its keys."""
+"""One section built from the words of a command line: a kind or an import path, and its keys."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from ratchet.errors import ConfigError
 
 
 def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Section:
-    """`words` are its keys ("timeout_s=5", "domains.maths=[{kind: math}]"), the values in YAML.
-    Raises ConfigError with everything that is wrong with them."""
+    """Return a section. `words` are its keys ("timeout_s=5", "domains.maths=[{kind: math}]"), with
+    values in YAML.
+
+    Raises ConfigError with everything that is wrong with them.
+    """
     section = section_class(slot, kind)
     keys = _keys(words)
     try:
@@ -34,9 +37,9 @@ def _keys(words: Sequence[str]) -> Node:
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
             raise ConfigError(f"{COMMAND_LINE}: override '{text}' is not of the form key=value")
-        node, found = read_text(value, COMMAND_LINE, ".".join(path))
+        node, problems_here = read_text(value, COMMAND_LINE, ".".join(path))
         parsed[path] = replace(node, origin=replace(node.origin, line=None))
-        problems += found
+        problems += problems_here
     keys = as_layer(parsed, Node({}, Origin(COMMAND_LINE, None, "")), problems)
     if problems:
         raise report(problems)

@@ -1,5 +1,5 @@
-"""The schema as a list of keys: for suggestions, and for the test that every declared key is read
-somewhere."""
+"""The schema as a list of keys: for suggestions, and for the test that every declared key is
+read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGES = "stages"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`path` has the kind in brackets where a section has one:
+    """One key. `path` has the kind in brackets where a section has one:
     stages.algorithm[grpo].group_size."""
 
     path: str
@@ -37,13 +37,12 @@ class Key:
 
     @property
     def written(self) -> str:
-        """As a recipe may write it: a stage's key at the top, where it is the default of all
-        stages."""
+        """Return the key as a recipe may write it: at the top, as the default of all stages."""
         return re.sub(r"\[.*?\]", "", self.path.removeprefix(f"{STAGES}."))
 
     @property
     def kinds(self) -> str:
-        """Those that the sections around it must have, outermost first."""
+        """Return the kinds that the sections around it must have, outermost first."""
         return ", ".join(re.findall(r"\[(.*?)\]", self.path))
 
 
@@ -52,7 +51,7 @@ def slot_of(field: FieldInfo) -> Slot | None:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section in an annotation, within tuple, union or Annotated."""
+    """Return the section in an annotation, within tuple, union or Annotated."""
     if isclass(annotation) and issubclass(annotation, Section):
         return annotation
     return next((found for part in get_args(annotation) if (found := section_of(part))), None)
@@ -60,7 +59,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 @cache
 def keys(model: type[Section], prefix: str = "") -> tuple[Key, ...]:
-    """Every key below a section, with all built-in kinds of the sections that have some."""
+    """Return every key below a section, with all built-in kinds of sections that have kinds."""
     return tuple(_walk(model, prefix))
 
 
@@ -79,13 +78,13 @@ def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
 
 
 def leaf_keys(model: type[Section]) -> tuple[str, ...]:
-    """Every key that holds a value: "seed", "stages.optimizer[adamw].lr",
+    """Return every key that holds a value: "seed", "stages.optimizer[adamw].lr",
     "stages.algorithm[grpo].group_size", ..."""
     return tuple(key.path for key in keys(model) if key.leaf)
 
 
 def model_at(model: type[Section], place: Sequence[str | int], tree: Node) -> type[Section] | None:
-    """The section class at a location; its kind, where it has one, is read from the tree. None
+    """Return the section class at a location; its kind, if it has one, is read from the tree. None
     below free-form values."""
     current: type[Section] | None = model
     node: Node | None = tree
@@ -113,13 +112,13 @@ def _chosen(slot: Slot, node: Node) -> type[Section] | None:
 
 
 def children_of(model: type[Section], place: Sequence[str | int], tree: Node) -> list[str]:
-    """The keys that may stand at a location; at the top those of a stage too."""
-    found = model_at(model, place, tree)
-    if found is None:
+    """Return the keys that may stand at a location; at the top those of a stage too."""
+    section = model_at(model, place, tree)
+    if section is None:
         return []
-    known = list(found.model_fields)
-    if not place and STAGES in found.model_fields:
-        stage = section_of(found.model_fields[STAGES].annotation)
+    names = list(section.model_fields)
+    if not place and STAGES in section.model_fields:
+        stage = section_of(section.model_fields[STAGES].annotation)
         assert stage is not None
-        known += ["extends", *(key for key in stage.model_fields if key != "name")]
-    return known
+        names += ["extends", *(key for key in stage.model_fields if key != "name")]
+    return names

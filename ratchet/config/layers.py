@@ -45,9 +45,9 @@ def _merge_items(base: Node, over: Node, problems: list[Problem], names: Sequenc
             index = places[label]
             items[index] = merge(items[index], child, problems)
         else:
-            known = names if base.origin.path == STAGES else list(places)
+            labels = names if base.origin.path == STAGES else list(places)
             problems.append(
-                Problem(child.origin, f"there is no '{label}' here{unlike(label, known)}")
+                Problem(child.origin, f"there is no '{label}' here{unlike(label, labels)}")
             )
     return replace(base, value=items)
 
@@ -64,7 +64,7 @@ def _other_kind(base: Node, over: Node, key: str) -> bool:
 
 
 def stage_names(root: Node) -> list[str]:
-    """By position. Empty where a recipe has no list of stages."""
+    """Return the names of the stages by position; [] for a recipe without a list of stages."""
     stages = root.get(STAGES)
     if stages is None or not isinstance(stages.value, list):
         return []
@@ -83,8 +83,8 @@ def _stage_name(stage: Node, root: Node) -> str | None:
 
 
 def expand(root: Node, problems: list[Problem]) -> Node:
-    """The resolved tree: each stage laid over the stage keys at the top, and named. No `stages`
-    make a single one."""
+    """Return the resolved tree: each stage laid over the stage keys at the top, and named. Without
+    `stages` there is one stage."""
     defaults = Node(
         {key: node for key, node in root.value.items() if key in STAGE_KEYS}, root.origin
     )
@@ -99,7 +99,7 @@ def expand(root: Node, problems: list[Problem]) -> Node:
 
 
 def _refuse_product(defaults: Node, stages: Sequence[Node]) -> None:
-    """Raise ConfigError where keys at the top, which each stage repeats, come to more values than a
+    """Raise ConfigError if keys at the top, which each stage repeats, come to more values than a
     recipe may have."""
     repeated = sum(1 for _ in _leaves(defaults, ())) * len(stages)
     if repeated > MAX_NODES:
@@ -124,9 +124,12 @@ def _complete(stage: Node, defaults: Node, problems: list[Problem]) -> Node:
 
 
 def lay(base: Node, layer: Node, problems: list[Problem]) -> Node:
-    """`merge` for whole recipes. `stages` as a section changes stages by name
-    (`stages.grpo.steps`), as a list it replaces them. A stage key at the top that the stages of
-    `base` set themselves would do nothing, and is a problem."""
+    """Merge whole recipes.
+
+    `stages` as a section changes stages by name (`stages.grpo.steps`), as a list it replaces them.
+    A stage key at the top that the stages of `base` set themselves would do nothing, and is a
+    problem.
+    """
     stages = layer.get(STAGES)
     if stages is None or stages.is_section:
         _refuse_shadowed(base, layer, problems)
@@ -136,7 +139,8 @@ def lay(base: Node, layer: Node, problems: list[Problem]) -> Node:
 
 
 def _of_single_stage(base: Node, layer: Node, stages: Node, problems: list[Problem]) -> Node:
-    """`stages.grpo.steps` for a recipe without `stages`: its one stage has its keys at the top."""
+    """Apply `stages.grpo.steps` to a recipe without `stages`, whose one stage has its keys at the
+    top."""
     name = _stage_name(Node({}, base.origin), base) or "0"
     rest = replace(layer, value={key: node for key, node in layer.value.items() if key != STAGES})
     for label, child in stages.value.items():
@@ -186,8 +190,8 @@ def _leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:
 
 
 def _sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
-    """Whether a stage gives the value itself, or chooses another kind for the section that has the
-    key."""
+    """Return True if a stage gives the value itself, or chooses another kind for the section that
+    has the key."""
     node: Node | None = stage
     for key in path:
         node = node.get(key) if node is not None else None
@@ -209,8 +213,8 @@ def _sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
 
 
 def _has_key(stage: Node, path: Path) -> bool:
-    """Whether the kind that the stage chose for the section has the key; yes where that can't be
-    told."""
+    """Return True if the kind that the stage chose for the section has the key, or if that is
+    unknown."""
     section = stage.get(path[0])
     kind = section.scalar("kind") if section is not None else None
     if kind is None or len(path) < 2:
@@ -222,8 +226,8 @@ def _has_key(stage: Node, path: Path) -> bool:
 
 
 def as_layer(overrides: Mapping[Path, Node], root: Node, problems: list[Problem]) -> Node:
-    """All overrides, by path, as one layer, so that their order means nothing (`kind` may come
-    after its keys)."""
+    """Return all overrides as one layer, so that their order does not matter (`kind` may come after
+    its keys)."""
     whole = root
     for path, node in overrides.items():
         for depth in range(len(path) - 1, -1, -1):

@@ -1,9 +1,9 @@
-"""From a recipe file to a `RunConfig`, and back.
+"""Load a recipe file as a `RunConfig`, and dump it.
 
-A recipe is shorter than what it resolves to: whatever can stand in a stage can stand at the top as
-the default of all stages; without `stages` there is one. `extends: other.yaml` (relative to the
-file) starts from another recipe, all but its `name`; overrides (`a.b.c=value`, the value in YAML)
-come last. Stages are addressed by name or position: `stages.grpo.steps`.
+A recipe is shorter than what it resolves to: a key of a stage can stand at the top as the default
+of all stages; without `stages` there is one. `extends: other.yaml` (relative to the file) starts
+from another recipe, all but its `name`; overrides (`a.b.c=value`, the value in YAML) come last.
+Stages are addressed by name or position: `stages.grpo.steps`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MAX_FILES = 32  # of a recipe and those that it extends
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The resolved and checked configuration of a recipe. Raises ConfigError with everything that
-    is wrong with it."""
+    """Return the resolved and checked configuration of a recipe. Raises ConfigError with everything
+    that is wrong with it."""
     problems: list[Problem] = []
     root = _read(Path(path), problems)
     if overrides:
@@ -50,13 +50,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML that loads to an equal object. Values of secret keys (`api_key`, `password`, ...) are
-    left out."""
+    """Return YAML that loads to an equal object. Values of secret keys (`api_key`, `password`, ...)
+    are left out."""
     return write_text(plain(config))
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """The same as plain values."""
+    """Return what `dump_config` writes, as plain values."""
     return _tidy(config.model_dump(mode="json"))
 
 
@@ -64,26 +64,28 @@ def _build(tree: Node, problems: Sequence[Problem]) -> RunConfig:
     try:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
-        known = {problem.origin for problem in problems}
+        origins = {problem.origin for problem in problems}
         raise report(
-            [*problems, *(p for p in explain(error, tree, RunConfig) if p.origin not in known)]
+            [*problems, *(p for p in explain(error, tree, RunConfig) if p.origin not in origins)]
         ) from None
-    found = list(problems)
+    unique = list(problems)
     for conflict in conflicts(config):
         located = [locate(tree, key) for key in conflict.keys]
-        # The first of the keys that somebody wrote; the others may be defaults.
-        node, left = next(((node, left) for node, left in located if not left), located[0])
+        # The first key that the recipe has; the others may be defaults.
+        node, missing = next(
+            ((node, missing) for node, missing in located if not missing), located[0]
+        )
         origin = node.origin
-        for key in left:
+        for key in missing:
             origin = origin.below(key)
-        found.append(Problem(origin, conflict.message))
-    if found:
-        raise report(found)
+        unique.append(Problem(origin, conflict.message))
+    if unique:
+        raise report(unique)
     return config
 
 
 def _read(path: Path, problems: list[Problem]) -> Node:
-    """A recipe over all that it extends. Raises ConfigError."""
+    """Return a recipe laid over all that it extends. Raises ConfigError."""
     layers: list[Node] = []
     chain: list[Path] = []
     budget = Budget()
@@ -156,7 +158,7 @@ def _without_lines(node: Node) -> Node:
 
 
 def _tidy(value: Any) -> Any:
-    """`kind` first, secrets redacted."""
+    """Return the value with `kind` first and secrets redacted."""
     if isinstance(value, Mapping):
         ordered = sorted(value.items(), key=lambda item: item[0] != "kind")
         return {k: REDACTED if is_secret(k) and v is not None else _tidy(v) for k, v in ordered}

@@ -1,4 +1,4 @@
-"""What images, audio clips and videos may be, and where they lie."""
+"""Limits of images, audio clips and videos, and where their files may lie."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PILLOW_PIXELS = 178_956_970  # of an image that Pillow refuses to open, whatever
 
 
 class FileLimits(Section):
-    """What can be told of a medium before it is decoded, and may be."""
+    """Limits that can be checked before a medium is decoded."""
 
     max_side: int = Field(default=8192, ge=1, description="Pixels of an image's longer side.")
     max_pixels: int = Field(
@@ -34,7 +34,7 @@ class FileLimits(Section):
 
 
 class MediaLimits(FileLimits):
-    """What an image, an audio clip or a video may be. Beyond it, a row or an attempt fails with an
+    """Limits of an image, an audio clip or a video. Beyond them a row or an attempt fails with an
     error that says so."""
 
     max_frames: int = Field(
@@ -47,7 +47,7 @@ class MediaLimits(FileLimits):
 
 
 class MediaConfig(MediaLimits):
-    """Images, audio clips and videos that messages refer to."""
+    """The images, audio clips and videos that messages refer to."""
 
     root: str | None = Field(
         default=None,

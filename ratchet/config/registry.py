@@ -1,5 +1,5 @@
-"""The built-in kinds: for each slot of a recipe, short names and the sections that they stand for,
-by module and class, so that nothing is imported but what a recipe names."""
+"""The built-in kinds: for each slot of a recipe, short names and their config classes as import
+paths, so that only what a recipe names is imported."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "sapo": "ratchet.algorithms.config.policy_gradient:SAPOConfig",
         "kimi": "ratchet.algorithms.config.policy_gradient:KimiConfig",
         "decoupled_ppo": "ratchet.algorithms.config.policy_gradient:DecoupledPPOConfig",
-        "on_policy_distillation": "ratchet.algorithms.config.policy_gradient:OnPolicyDistillationConfig",
+        "on_policy_distillation": (
+            "ratchet.algorithms.config.policy_gradient:OnPolicyDistillationConfig"
+        ),
         "dpo": "ratchet.algorithms.config.preference:DPOConfig",
         "ipo": "ratchet.algorithms.config.preference:IPOConfig",
         "simpo": "ratchet.algorithms.config.preference:SimPOConfig",

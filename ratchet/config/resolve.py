@@ -1,8 +1,7 @@
-"""Sections chosen by `kind:`: a short built-in name, or the dotted path of anybody's class,
+"""Sections chosen by `kind:`: a short built-in name, or the import path of a class,
 `my_pkg.maze:Maze`.
 
-No registry needs editing for the latter, and nothing is imported but the configuration of the kind
-that a recipe names.
+The latter needs no registry entry, and only the configuration of the named kind is imported.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def resolve(slot: str, values: Mapping[str, Any]) -> Section:
-    """The section of a `slot` ("algorithm", ...) from a recipe's mapping.
+    """Return the section of a `slot` ("algorithm", ...) from a recipe's mapping.
 
     Raises ConfigError for an unknown or unusable kind, pydantic's ValidationError for wrong values.
     """
@@ -64,43 +63,48 @@ def kind_of(slot: str, values: Mapping[str, Any]) -> str:
 
 @cache
 def section_class(slot: str, kind: str) -> type[Section]:
-    """The class that validates `kind`, with `kind` among its fields, so that a saved section says
-    what it is."""
+    """Return the class that validates `kind`, with `kind` among its fields, so that a saved section
+    names its kind."""
     if ":" in kind:
-        made = _of_import_path(slot, kind)
+        target_class = _of_import_path(slot, kind)
         _require_methods(slot, kind)
     elif kind in KINDS[slot]:
-        made = imported(KINDS[slot][kind])
+        target_class = imported(KINDS[slot][kind])
     else:
         raise ConfigError(_unknown(slot, kind))
     missing = {
         name: spec
         for name, spec in PLACE_FIELDS.get(slot, {}).items()
-        if name not in made.model_fields
+        if name not in target_class.model_fields
     }
-    if "kind" not in made.model_fields:
+    if "kind" not in target_class.model_fields:
         missing["kind"] = (Literal[kind], kind)
     if not missing:
-        return made
+        return target_class
     return create_model(
-        made.__name__, __base__=made, __doc__=made.__doc__, __module__=made.__module__, **missing
+        target_class.__name__,
+        __base__=target_class,
+        __doc__=target_class.__doc__,
+        __module__=target_class.__module__,
+        **missing,
     )
 
 
 def with_kind(slot: str, section: Section) -> Section:
-    """A section made in Python, given the keys that its place adds, so that a dump of it loads
+    """Return a section made in Python with the keys that its slot adds, so that a dump of it loads
     again."""
-    made = type(section)
-    path = f"{made.__module__}:{made.__qualname__}"
+    section_type = type(section)
+    path = f"{section_type.__module__}:{section_type.__qualname__}"
     kind = getattr(section, "kind", None) or next(
         (k for k, known in KINDS[slot].items() if known == path), path
     )
-    wanted = section_class(slot, kind)
-    return section if isinstance(section, wanted) else wanted.model_validate(dict(section))
+    expected = section_class(slot, kind)
+    return section if isinstance(section, expected) else expected.model_validate(dict(section))
 
 
 def construct(section: Section, /, *arguments: Any, **named: Any) -> Any:
-    """Calls what the section's `builds` ("module:callable") names, with the section first."""
+    """Call the factory that the section's `builds` ("module:callable") names, with the section
+    first."""
     return imported(section.builds)(section, *arguments, **named)
 
 
@@ -126,8 +130,8 @@ METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 
 
 def imported(path: str) -> Any:
-    """Raises ConfigError with the reason. Other errors of the user's own module keep their
-    traceback."""
+    """Import and return what a path names. Raises ConfigError with the reason. Other errors of the
+    user's own module keep their traceback."""
     module, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(
@@ -135,20 +139,20 @@ def imported(path: str) -> Any:
             "my_pkg.module:Class"
         )
     try:
-        found = import_module(module)
+        loaded = import_module(module)
     except (ImportError, SyntaxError) as error:
         reason = f"{type(error).__name__}: {shortened(str(error), 500)}"
         raise ConfigError(
             f"'{path}' can't be imported ({reason}); is it installed, or in the directory that you "
             "start from?"
         ) from error
-    if not hasattr(found, name):
-        near = get_close_matches(name, vars(found), n=1)
+    if not hasattr(loaded, name):
+        near = get_close_matches(name, vars(loaded), n=1)
         raise ConfigError(
             f"module {module} has no '{name}'"
             + (f"; did you mean '{module}:{near[0]}'?" if near else "")
         )
-    return getattr(found, name)
+    return getattr(loaded, name)
 
 
 def _of_import_path(slot: str, kind: str) -> type[Section]:
@@ -166,7 +170,7 @@ def _of_import_path(slot: str, kind: str) -> type[Section]:
 
 
 def _require_methods(slot: str, kind: str) -> None:
-    """Raise ConfigError for a class that can't be what its slot wants."""
+    """Raise ConfigError for a class that lacks the methods of its slot."""
     target = imported(kind)
     if inspect.isclass(target) and not _is_section(target):
         lacking = [name for name in METHODS.get(slot, ()) if not hasattr(target, name)]
@@ -179,7 +183,7 @@ def _is_section(found: Any) -> bool:
 
 
 def _built_by(kind: str, config: type[Section]) -> type[Section]:
-    """The section of a class that takes it as its one argument."""
+    """Return a section for a class that takes it as its one argument."""
     return (
         config
         if config.builds
@@ -188,8 +192,8 @@ def _built_by(kind: str, config: type[Section]) -> type[Section]:
 
 
 class Unpacked(Section):
-    """Section of a class or function without `Config`: its fields are the parameters, handed over
-    by name."""
+    """A section for a class or function without `Config`: its fields are the parameters, passed by
+    name."""
 
     builds: ClassVar[str] = "ratchet.config.resolve:call_unpacked"
     target: ClassVar[str] = ""
@@ -199,8 +203,8 @@ class Unpacked(Section):
 
 
 def call_unpacked(section: Unpacked, *context: Any, **named: Any) -> Any:
-    """What `builds` of an `Unpacked` section names. The context that built-in kinds get is not for
-    it."""
+    """Call what `builds` of an `Unpacked` section names, without the context that built-in kinds
+    get."""
     values = {name: getattr(section, name) for name in section.parameters}
     target = imported(section.target)
     return partial(target, **values) if section.binds else target(**values)
@@ -254,13 +258,13 @@ def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Sect
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints.get(parameter.name, Any), default)
     try:
-        made = create_model(kind.partition(":")[2], __base__=Unpacked, **fields)
+        unpacked = create_model(kind.partition(":")[2], __base__=Unpacked, **fields)
     except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
         raise ConfigError(
             f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `Config`"
         ) from error
-    made.target, made.parameters, made.binds = kind, frozenset(fields), binds
-    return made
+    unpacked.target, unpacked.parameters, unpacked.binds = kind, frozenset(fields), binds
+    return unpacked
 
 
 # --- the place of such a section in the schema
@@ -268,8 +272,8 @@ def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Sect
 
 @dataclass(frozen=True)
 class Slot:
-    """Marks a field whose section (or, with `many`, list of sections) is chosen by `kind:`; with
-    `optional`, null is none."""
+    """A mark on a field whose section (or, with `many`, list of sections) is chosen by `kind:`.
+    With `optional`, null is allowed."""
 
     name: str
     many: bool = False
@@ -318,7 +322,7 @@ class Slot:
 
 
 def _located(error: ValidationError | PydanticCustomError, index: int) -> list[InitErrorDetails]:
-    """The line errors of one item, moved below its index."""
+    """Return the line errors of one item, moved below its index."""
     if isinstance(error, PydanticCustomError):
         return [InitErrorDetails(type=error, loc=(index,), input=None)]
     moved = []

@@ -43,7 +43,8 @@ StageName = Annotated[
 
 
 class ModelConfig(Section):
-    """What is trained: a preset with random weights, or the model in a directory or on the hub."""
+    """The model to train: a preset with random weights, or the model in a directory or on the
+    hub."""
 
     preset: str | None = Field(
         default=None, description="Shape of a model that starts from random weights."
@@ -72,7 +73,7 @@ class ModelConfig(Section):
 
 
 class RecordConfig(Section):
-    """What is written down of each step, in steps/ (docs/records.md)."""
+    """The records of each step, in steps/ (docs/records.md)."""
 
     every: int = Field(
         default=1, ge=0, description="Steps from one that is recorded to the next; 0: none."
@@ -107,15 +108,15 @@ class LoggingConfig(Section):
     stall_s: float | None = Field(
         default=600.0,
         gt=0,
-        description="Seconds that a phase of a step may take before a report says who waits for "
-        "whom; null: any.",
+        description="Seconds that a phase of a step may take before the table of waits is logged; "
+        "null: any.",
     )
 
 
 class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101). Steps here are optimizer steps: batches x minibatches x epochs.
 
-    whole_matrices: whether its steps need each matrix in one process. needs: a package that
+    whole_matrices: True if its steps need each matrix in one process. needs: a package that
     computes them.
     """
 
@@ -158,7 +159,7 @@ class OptimizerConfig(Section):
 
 class LoRAConfig(Section):
     """A low-rank adapter (arXiv:2106.09685): W x becomes W x + scale B A x. Only A and B train; W
-    rests."""
+    is frozen."""
 
     rank: int = Field(default=16, ge=1, description="Rows of each A, columns of each B.")
     alpha: float = Field(default=32.0, gt=0, description="The scale is alpha / rank.")
@@ -308,10 +309,14 @@ def _default(slot: str, kind: str) -> Any:
 
 
 def own_rewards(environment: object) -> tuple[Section, ...]:
-    """What the environment says judges its answers; nothing where its steps give the rewards
-    themselves."""
-    own = getattr(environment, "default_reward", "")
-    return (resolve("rewards", {"kind": own} if isinstance(own, str) else own),) if own else ()
+    """Return the rewards that the environment names for its answers; none where its steps give
+    rewards."""
+    default = getattr(environment, "default_reward", "")
+    return (
+        (resolve("rewards", {"kind": default} if isinstance(default, str) else default),)
+        if default
+        else ()
+    )
 
 
 def _rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
@@ -383,13 +388,13 @@ class StageConfig(Section):
 
     @property
     def source(self) -> str | None:
-        """ "rows", "pairs", "labelled", "steps" or "rollouts"; None where an algorithm of somebody
-        else's doesn't say."""
+        """Return "rows", "pairs", "labelled", "steps" or "rollouts"; None if a custom algorithm
+        does not say."""
         return getattr(self.algorithm, "source", None)
 
     @property
     def played_by_workers(self) -> bool:
-        """Whether the generator's workers play its groups."""
+        """Return True if the generator's workers play the stage's groups."""
         return getattr(self.generator, "plays", "") == "groups" and self.source in (
             "rollouts",
             None,
@@ -397,7 +402,7 @@ class StageConfig(Section):
 
     @property
     def attempts(self) -> int:
-        """Trajectories a group."""
+        """Return the number of trajectories in a group."""
         return int(getattr(self.algorithm, "group_size", 1))
 
     @property
@@ -457,7 +462,7 @@ class RunConfig(Section):
 
     @property
     def compiles(self) -> bool:
-        """Whether all that learns can compute with compiled kernels."""
+        """Return True if every learner can compute with compiled kernels."""
         return all(getattr(stage.learner, "compiles", False) for stage in self.stages)
 
     @model_validator(mode="after")

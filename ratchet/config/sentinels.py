@@ -1,5 +1,5 @@
-"""What is watched while a stage trains: each sentinel is data, and those below are the built-in
-ones."""
+"""The metrics that are watched while a stage trains: each sentinel is data, and these are the
+built-in ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rule = Literal["above", "below", "spike", "grows", "shrinks", "rises", "reported
 
 
 class SentinelConfig(Section):
-    """Watches one metric. It alarms when its rule has held for `patience` steps that report the
+    """A watch on one metric. It alarms when its rule has held for `patience` steps that report the
     metric, and again only after the rule has ended."""
 
     metric: str = Field(
@@ -46,8 +46,8 @@ def _watch(about: str, **sentinel: Any) -> Any:
 
 
 class SentinelsConfig(Section):
-    """A description says what an alarm means, and ends its message. What is given of a built-in one
-    replaces that alone."""
+    """The sentinels of a stage. A description says what an alarm means, and ends its message. A key
+    set for a built-in sentinel replaces that key alone."""
 
     loss_spike: SentinelConfig = _watch(
         "one batch pushes the weights far: look at its rows for outliers, lower optimizer.lr or "
@@ -111,11 +111,11 @@ class SentinelsConfig(Section):
         metric="second_opinion/disagreement", rule="above", threshold=0.2,
     )  # fmt: skip
     canary: SentinelConfig = _watch(
-        "tasks that nobody can solve earn rewards: the reward can be had without solving them",
+        "tasks without a solution earn rewards: the reward can be had without solving them",
         metric="canary/reward", rule="above", threshold=0.1,
     )  # fmt: skip
     canary_rise: SentinelConfig = _watch(
-        "tasks that nobody can solve earn more than they did at first: the policy learns to please "
+        "tasks without a solution earn more than they did at first: the policy learns to please "
         "the reward",
         metric="canary/reward", rule="rises", threshold=0.05, window=4,
     )  # fmt: skip

@@ -1,9 +1,8 @@
-"""YAML as a tree whose every value knows where it was written, so that an error found much later
-names file and line.
+"""YAML as a tree whose every value knows its file and line, so that later errors can name them.
 
 A small file can stand for a huge tree (anchors that repeat anchors), or take a parser's stack or
-hours: so a recipe is read within a `Budget`. What a file holds that is no recipe is not repeated in
-messages.
+hours, so a recipe is read within a `Budget`. Messages do not repeat the contents of a file that is
+no recipe.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ MAX_DIGITS = 100
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """`file` is a path or "command line"; `path` the dotted path as an override would write it."""
+    """The place of a value. `file` is a path or "command line"; `path` is the dotted path as an
+    override would write it."""
 
     file: str
     line: int | None
@@ -49,7 +49,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """`value`: a dict of nodes by key, a list of nodes, or a scalar."""
+    """A value of the tree. `value`: a dict of nodes by key, a list of nodes, or a scalar."""
 
     value: Any
     origin: Origin
@@ -62,7 +62,7 @@ class Node:
         return self.value.get(key) if self.is_section else None
 
     def scalar(self, key: str) -> Any:
-        """Value of a scalar child; None where there is no such child."""
+        """Return the value of a scalar child; None if there is no such child."""
         child = self.get(key)
         return None if child is None or isinstance(child.value, dict | list) else child.value
 
@@ -106,8 +106,8 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 @dataclass
 class Budget:
-    """What a recipe, with all that it extends, may still take. bytes: of its files; written: values
-    and keys in them; nodes: values once each anchor stands where it is named."""
+    """The rest of what a recipe, with all that it extends, may use. bytes: of its files; written:
+    values and keys in them; nodes: values after anchors are expanded."""
 
     bytes: int = MAX_BYTES
     written: int = MAX_WRITTEN
@@ -164,8 +164,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _scalar(node: yaml.ScalarNode, where: Origin) -> Any:
-    """Raises ConfigError for a tag that is not of the core schema, and for a number that no key can
-    take."""
+    """Return a scalar's value. Raises ConfigError for a tag outside the core schema, and for a
+    number that no key can take."""
     text = node.value
     match node.tag.rpartition(":")[2]:
         case "null":
@@ -234,7 +234,7 @@ class _Reader:
 
     def _section(self, node: yaml.MappingNode, origin: Origin) -> dict[str, Node]:
         merged: dict[str, Node] = {}
-        own: dict[str, Node] = {}
+        children: dict[str, Node] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if key_node.tag.endswith(":merge"):
@@ -249,28 +249,27 @@ class _Reader:
                 )
             child = self.read(value_node, origin.below(key).path)
             child = replace(child, origin=replace(child.origin, line=line))
-            if key in own:
-                first = own[key].origin.line
+            if key in children:
+                first = children[key].origin.line
                 self.problems.append(
                     Problem(child.origin, f"is set twice, here and in line {first}: remove one")
                 )
-            own[key] = child
-        return merged | own
+            children[key] = child
+        return merged | children
 
     def _merged(self, node: yaml.Node, origin: Origin) -> dict[str, Node]:
         """Content of `<<: *anchor` or `<<: [*a, *b]`, where earlier ones win."""
         read = self.read(node, origin.path)
-        found: dict[str, Node] = {}
+        merged: dict[str, Node] = {}
         for item in reversed(read.value if isinstance(read.value, list) else [read]):
             if not item.is_section:
                 raise ConfigError(f"{item.origin}: << must name an anchor of a section")
-            found |= item.value
-        return found
+            merged |= item.value
+        return merged
 
 
 def _label(item: yaml.Node, index: int) -> str:
-    """Items are called by their `name` where they have one, as stages do; otherwise by their
-    position."""
+    """Return an item's `name` if it has one, as stages do; otherwise its position."""
     if isinstance(item, yaml.MappingNode):
         for key, value in item.value:
             if key.value == "name" and isinstance(value, yaml.ScalarNode):
@@ -281,8 +280,8 @@ def _label(item: yaml.Node, index: int) -> str:
 def read_text(
     text: str, file: str, path: str = "", budget: Budget | None = None
 ) -> tuple[Node, list[Problem]]:
-    """The tree of one YAML document, and its duplicate keys. Raises ConfigError where it isn't
-    YAML, or above the budget."""
+    """Return the tree of one YAML document, and its duplicate keys. Raises ConfigError for text
+    that is not YAML or exceeds the budget."""
     budget = budget or Budget()
     try:
         root = _Loader(text, file, budget).get_single_node()
@@ -298,8 +297,8 @@ def read_text(
 
 
 def _without_content(detail: str) -> str:
-    """PyYAML's words without names from the file, which may be no recipe; single characters and its
-    own <words> stay."""
+    """Return PyYAML's words without names from the file, which may be no recipe; single characters
+    and its own <words> stay."""
     return shortened(
         re.sub(r"'([^']*)'", lambda quoted: quoted[0] if _is_mark(quoted[1]) else "a name", detail),
         200,
@@ -311,8 +310,8 @@ def _is_mark(word: str) -> bool:
 
 
 def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Problem]]:
-    """Raises ConfigError for a file that is missing (naming one nearby), unreadable, empty, no
-    mapping of keys, too large."""
+    """Return the tree of a file. Raises ConfigError for a file that is missing (naming one nearby),
+    unreadable, empty, too large, or no mapping of keys."""
     budget = budget or Budget()
     try:
         content = safe_read.read_bytes(path, MAX_BYTES)
@@ -352,13 +351,13 @@ def _nearby(path: Path) -> str:
         )
     except OSError:  # a folder that may not be listed
         return ""
-    wanted = path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
-    near = difflib.get_close_matches(wanted, recipes, n=1)
+    file_name = path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
+    near = difflib.get_close_matches(file_name, recipes, n=1)
     return f": did you mean {folder / near[0]}?" if near else ""
 
 
 def write_text(values: Mapping[str, Any]) -> str:
-    """YAML that `read_text` reads back to equal values."""
+    """Return YAML that `read_text` reads back to equal values."""
     return yaml.dump(
         dict(values),
         Dumper=_Dumper,

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, logs, trackers, warnings."""
+"""Reporting of a run: metrics, logs, trackers, warnings."""

@@ -44,7 +44,7 @@ class _Lasting:
             self._give_up()
 
     def _give_up(self) -> None:
-        """What the stream still buffers goes there too, or the interpreter would fail at its
+        """Send what the stream still buffers to /dev/null too, or the interpreter would fail at its
         end."""
         nothing = os.open(os.devnull, os.O_WRONLY)
         with suppress(OSError, ValueError):

@@ -132,8 +132,8 @@ class MetricsManager:
         assert step >= 0, step
         numbers: dict[str, float | None] = {}
         histograms: dict[str, Histogram] = {}
-        for name, partial in sorted(self._partials.items()):
-            value = partial.result()
+        for name, samples in sorted(self._partials.items()):
+            value = samples.result()
             if isinstance(value, Histogram):
                 if value.count:
                     histograms[name] = value

@@ -263,7 +263,7 @@ class _Counts:
         self.counts = [0] * (len(self.bins.edges) - 1)
 
     def add(self, values: Sequence[float], weight: float) -> None:
-        """What is not finite lies in no bin."""
+        """Count the samples. One that is not finite lies in no bin."""
         if weight == 0 or not (finite := [value for value in values if math.isfinite(value)]):
             return
         inner = np.searchsorted(self.bins.edges[1:-1], finite, side="right")

@@ -116,13 +116,13 @@ def table() -> str:
     alike: dict[tuple[str, str, str], list[Wait]] = {}
     for wait in waits:
         alike.setdefault((wait.owner, wait.of, wait.name), []).append(wait)
-    rows = [("who", "waits for", "to", "since", "at most")]
+    rows = [("waiting", "waits for", "to", "since", "at most")]
     for (owner, whom, name), same in alike.items():
-        who = owner if len(same) == 1 else f"{owner} ({len(same)})"
+        waiter = owner if len(same) == 1 else f"{owner} ({len(same)})"
         timeout_s = same[0].timeout_s
         rows.append(
             (
-                who,
+                waiter,
                 whom,
                 name,
                 f"{same[0].seconds:.1f} s",
@@ -136,7 +136,9 @@ def report() -> str:
     """Return the table and the last event of each component."""
     now = time.monotonic()
     with _lock:
-        rows = [(who, event.what, f"{now - event.at:.1f} s ago") for who, event in _events.items()]
+        rows = [
+            (name, event.what, f"{now - event.at:.1f} s ago") for name, event in _events.items()
+        ]
     heard = _aligned([("of", "last heard", ""), *rows]) if rows else "no events recorded yet"
     return f"{table()}\n{heard}"
 

@@ -1,4 +1,4 @@
-"""What a run achieved: `summary.json`, and the table of accuracies before and after."""
+"""The result of a run: `summary.json`, and the table of accuracies before and after."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_waits_are_in_the_table_while_they_last(start, monkeypatch):
     while "rank 0 of 2" in stall_report.table():
         pass
     header, row = stall_report.table().splitlines()
-    assert header.split() == ["who", "waits", "for", "to", "since", "at", "most"]
+    assert header.split() == ["waiting", "waits", "for", "to", "since", "at", "most"]
     assert row.startswith(f"the loop  learner rank 1 of 2 on {os.uname().nodename}  hang")
     assert row.endswith("50 s")
     monkeypatch.setattr("ratchet.executors.worker_group.CLOSE_S", 0.1)

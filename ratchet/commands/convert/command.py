@@ -1,8 +1,8 @@
-"""`ratchet convert`: the weights of a model from one form into another.
+"""The command `ratchet convert`: the weights of a model from one form into another.
 
-The new directory is made beside its place, under a hidden name, file by file. What is interrupted
-goes on with the first file that is not there; what is complete has been compared with its source,
-and only then gets its name.
+The new directory is built beside its place, under a hidden name, file by file. An interrupted
+conversion continues with the first missing file; a complete one is compared with its source, and
+only then gets its name.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk. beside: where its config.json and tokenizer are. adapter: that its weights
-    are read with."""
+    """A model on disk. beside: where its config.json and tokenizer are. adapter: one that its
+    weights are read with."""
 
     directory: Path
     form: str
@@ -56,8 +56,8 @@ class StoredModel:
 
     @property
     def runner(self) -> str:
-        """The form whose logits it has: Megatron reads files itself, and these are without the
-        adapter."""
+        """Return the form whose implementation computes the logits: Megatron reads files itself,
+        and these are without the adapter."""
         return self.form if self.adapter is None else "hf"
 
     def open(self) -> Weights:
@@ -97,10 +97,16 @@ def convert(
     adapter: Path | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """source: a model in any form, a run directory with a trained one, or a Hub id. config: a
-    Hugging Face directory with the config.json and the tokenizer, where the source has none.
-    adapter: a directory in peft's form, to be merged into the weights. Raises ConfigError,
-    CheckpointError or ModelError."""
+    """Convert a model.
+
+    Args:
+        source: A model in any form, a run directory with a trained one, or a Hub id.
+        config: A Hugging Face directory with the config.json and the tokenizer, if the source has
+            none.
+        adapter: A directory in peft's form, to be merged into the weights.
+
+    Raises ConfigError, CheckpointError or ModelError.
+    """
     if to not in FORMS:
         raise ConfigError(f"--to {to} is no form of weights: there are {', '.join(FORMS)}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -119,9 +125,9 @@ def convert(
         copy_companions(stored.beside, work)
         FORMS[to].finish(work, records, stored.config)
         if verify:
-            made = StoredModel(work, to, work, stored.config)
-            _compare_weights(weights, made, files, source, say)
-            _compare_logits(stored, made, weights, say)
+            converted = StoredModel(work, to, work, stored.config)
+            _compare_weights(weights, converted, files, source, say)
+            _compare_logits(stored, converted, weights, say)
         work.replace(target)
     shutil.rmtree(target / WORK)
     say(
@@ -131,8 +137,8 @@ def convert(
 
 
 def find_stored(source: str, config: Path | None = None) -> StoredModel:
-    """Raises CheckpointError or ModelError where there is no model, or nothing says of what shape
-    it is."""
+    """Return the model at `source`. Raises CheckpointError or ModelError if there is none, or its
+    shape is unknown."""
     run = (Path(source) / "config.yaml").is_file()
     directory = find_model(Path(source) / MODEL if run else source)
     form, beside = form_of(directory), config or directory
@@ -156,7 +162,7 @@ def _adapter_for(source: str, adapter: Path) -> Stored:
 
 @contextmanager
 def _held(work: Path) -> Iterator[None]:
-    """For this process alone."""
+    """Lock the work directory for this process."""
     (work / WORK).mkdir(parents=True, exist_ok=True)
     descriptor = os.open(work / WORK / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -173,16 +179,16 @@ def _held(work: Path) -> Iterator[None]:
 def _fingerprint(stored: StoredModel) -> dict[str, Any]:
     files = sorted(path for path in stored.directory.iterdir() if path.is_file())
     sizes = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
-    found = {
+    states = {
         "directory": str(stored.directory.resolve()),
         "form": stored.form,
         "files": sizes,
         "config": dict(stored.config),
     }
     if stored.adapter is None:
-        return found
+        return states
     weights = {name: checksum(weight) for name, weight in stored.adapter.weights.items()}
-    return {**found, "adapter": {"scale": stored.adapter.adapter.lora.scale, "weights": weights}}
+    return {**states, "adapter": {"scale": stored.adapter.adapter.lora.scale, "weights": weights}}
 
 
 def _plan_in(path: Path) -> Any:
@@ -193,7 +199,7 @@ def _plan_in(path: Path) -> Any:
 
 
 def _settle(work: Path, plan: Mapping[str, Any]) -> None:
-    """What was begun here must be the same."""
+    """Check that an interrupted conversion had the same plan."""
     path = work / WORK / "plan.json"
     if not path.exists():
         write_json(path, plan)
@@ -208,7 +214,7 @@ def _settle(work: Path, plan: Mapping[str, Any]) -> None:
 def _plan(
     entries: Iterator[Entry], work: Path, name: Callable[[int, int], str], file_bytes: int
 ) -> list[File]:
-    """As many entries to a file as there is room for, in their order."""
+    """Put as many entries into each file as fit, in their order."""
     runs: list[list[Entry]] = []
     room = 0
     for entry in entries:
@@ -223,7 +229,7 @@ def _plan(
 def _write_files(
     files: Sequence[File], write: Callable[[Path, Sequence[Entry]], list[Record]], say: Say
 ) -> list[Record]:
-    made: list[Record] = []
+    written: list[Record] = []
     there = [file.records() for file in files]
     if any(there):
         say(
@@ -234,15 +240,15 @@ def _write_files(
         if records is None:
             records = write(file.path, file.entries)
             write_json(file.note, {"size": file.path.stat().st_size, "records": records})
-        made += records
-    return made
+        written += records
+    return written
 
 
 def _compare_weights(
     weights: Weights, made: StoredModel, files: Sequence[File], source: str, say: Say
 ) -> None:
-    """Every weight, by its checksum. Files with a wrong one are forgotten, so that the next attempt
-    writes them again."""
+    """Compare every weight by its checksum. Files with a wrong one are removed, so that the next
+    attempt writes them again."""
     copies = made.open()
     wrong = [
         name
@@ -269,11 +275,11 @@ def _compare_logits(stored: StoredModel, made: StoredModel, weights: Weights, sa
     before, after = (
         sample_logits(x.runner, x.directory, x.open(), x.config) for x in (stored, made)
     )
-    most = float((after - before).abs().max())
-    say(f"logits of {TOKENS} tokens, vocabulary {before.shape[1]}: max difference {most:.1e}")
-    if most > TOLERANCE * max(1.0, float(before.abs().max())):
+    largest = float((after - before).abs().max())
+    say(f"logits of {TOKENS} tokens, vocabulary {before.shape[1]}: max difference {largest:.1e}")
+    if largest > TOLERANCE * max(1.0, float(before.abs().max())):
         raise CheckpointError(
-            f"the logits of {made.directory} differ by up to {most:.1e}, though its weights are "
+            f"the logits of {made.directory} differ by up to {largest:.1e}, though its weights are "
             "the same"
         )
 

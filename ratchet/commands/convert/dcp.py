@@ -1,9 +1,9 @@
 """Directories of torch.distributed.checkpoint, which Megatron's dist_checkpointing writes too:
-tensors in `*.distcp`, and where each chunk of each lies in `.metadata`.
+tensors in `*.distcp`, and the place of each chunk in `.metadata`.
 
-That index is a pickle. It is read by a list of the names that it may contain, all of which only
-hold data; the tensors are read as torch does with `weights_only=True`. So nothing in such a
-directory can be executed.
+That index is a pickle. It is read with a list of allowed names, all of which only hold data;
+tensors are read as torch does with `weights_only=True`. So nothing in such a directory can be
+executed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Index(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Chunk:
-    """start, length: bytes in the file. key, shape: of the whole tensor."""
+    """A chunk of a tensor. start, length: bytes in the file. key, shape: of the whole tensor."""
 
     key: str
     shape: tuple[int, ...]
@@ -75,11 +75,11 @@ class Chunk:
 
 
 class DcpFiles:
-    """tensors: the chunks of each, by its key. What else a directory may hold, such as a step's
-    number, is not read."""
+    """The tensors of a directory. tensors: the chunks of each, by its key. Other values that a
+    directory may hold, such as a step's number, are not read."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError where there is no index, or it can't be read."""
+        """Read the index. Raises CheckpointError if there is none, or it can't be read."""
         self.directory = directory
         try:
             with (directory / INDEX).open("rb") as file:
@@ -97,12 +97,15 @@ class DcpFiles:
         return self.tensors[key][0].dtype
 
     def block(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Of one tensor, on the CPU. A chunk is read as a whole, and kept until the next. Raises
-        CheckpointError where some of it is nowhere, or a file is damaged."""
-        made, missing = assemble(self.tensors.get(key, ()), offsets, sizes, self._cut)
-        if missing or made is None:
+        """Return a block of one tensor, on the CPU. A chunk is read as a whole and kept until the
+        next.
+
+        Raises CheckpointError if a part of the block is missing, or a file is damaged.
+        """
+        block, missing = assemble(self.tensors.get(key, ()), offsets, sizes, self._cut)
+        if missing or block is None:
             raise CheckpointError(f"{self.directory} lacks {missing} numbers of '{key}'")
-        return made
+        return block
 
     def _cut(self, chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> Tensor:
         if self._last is None or self._last[0] != chunk:
@@ -129,7 +132,7 @@ class DcpFiles:
 
 
 def _chunks(index: dcp.Metadata) -> dict[str, tuple[Chunk, ...]]:
-    """Only of what the index has a place for: files of other keys may have been taken away."""
+    """Return the chunks that the index places: files of other keys may have been removed."""
     lies = {(at.fqn, at.offset): info for at, info in index.storage_data.items()}
     tensors = {
         key: found
@@ -152,9 +155,9 @@ def _of_tensor(
 
 
 def write_chunks(path: Path, chunks: Iterable[Shard]) -> list[Chunk]:
-    """One file, whole or not at all; with one chunk in memory at a time. Returns what `write_index`
-    needs."""
-    made: list[Chunk] = []
+    """Write one file, whole or not at all, with one chunk in memory at a time. Return what
+    `write_index` needs."""
+    chunks_written: list[Chunk] = []
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         for chunk in chunks:
             # A clone: of a view the whole storage behind it would be saved.
@@ -162,7 +165,7 @@ def write_chunks(path: Path, chunks: Iterable[Shard]) -> list[Chunk]:
             start = file.tell()
             torch.save(tensor, file)
             sizes, length = tuple(tensor.shape), file.tell() - start
-            made.append(
+            chunks_written.append(
                 Chunk(
                     chunk.name,
                     chunk.shape,
@@ -174,11 +177,11 @@ def write_chunks(path: Path, chunks: Iterable[Shard]) -> list[Chunk]:
                     length,
                 )
             )
-    return made
+    return chunks_written
 
 
 def write_index(directory: Path, chunks: Iterable[Chunk], empty: Sequence[str] = ()) -> None:
-    """The directory is complete with it. empty: keys that readers ask for, and which hold
+    """Write the index, which completes the directory. empty: keys that readers expect and that hold
     nothing."""
     tensors: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, Any] = {}
@@ -186,9 +189,11 @@ def write_index(directory: Path, chunks: Iterable[Chunk], empty: Sequence[str] =
         if chunk.key not in tensors:
             properties = dcp.TensorProperties(dtype=chunk.dtype)
             tensors[chunk.key] = dcp.TensorStorageMetadata(properties, torch.Size(chunk.shape), [])
-        known = tensors[chunk.key].chunks
-        index = dcp.MetadataIndex(chunk.key, torch.Size(chunk.offsets), len(known))
-        known.append(dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+        chunks_of_key = tensors[chunk.key].chunks
+        index = dcp.MetadataIndex(chunk.key, torch.Size(chunk.offsets), len(chunks_of_key))
+        chunks_of_key.append(
+            dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        )
         places[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
     if empty:
         torch.save([None], directory / NOTHING)  # once for all

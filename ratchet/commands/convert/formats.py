@@ -1,9 +1,9 @@
-"""The forms in which the weights of a model lie on disk: Hugging Face's safetensors, torch's
-distributed checkpoint (DCP), and Megatron-core's checkpoint. Each can be read as canonical weights,
-block by block, and written file by file.
+"""Forms of model weights on disk: Hugging Face's safetensors, torch's distributed checkpoint (DCP),
+and Megatron-core's checkpoint.
 
-In all of them `config.json`, the tokenizer and what else belongs to a model lie beside the weights,
-as Hugging Face names them.
+Each can be read as canonical weights, block by block, and written file by file. In all of them
+`config.json`, the tokenizer and the other files of a model lie beside the weights, as Hugging Face
+names them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Record = Mapping[str, Any]  # what `finish` has to know of a tensor that was wri
 
 @dataclass(frozen=True)
 class Weights:
-    """Those of a model, by canonical name. left_out: such as are there, and belong to no layer that
+    """The weights of a model, by canonical name. left_out: weights that belong to no layer that
     config.json counts."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -63,7 +63,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written, or a chunk of one. weights: those that it has numbers of."""
+    """A tensor to be written, or a chunk of one. weights: the weights whose numbers it has."""
 
     key: str
     shape: tuple[int, ...]
@@ -87,16 +87,17 @@ class Readable(Protocol):
 
 class Form(Readable, Protocol):
     def entries(self, weights: Weights, config: Config) -> Iterator[Entry]:
-        """Raises ModelError where there is no place for a weight, or one is missing."""
+        """Yield the entries to write. Raises ModelError for a weight without a place, or a missing
+        one."""
         ...
 
     def file(self, number: int, of: int) -> str:
-        """The name of one of them, counted from 0."""
+        """Return the name of a file, counted from 0."""
         ...
 
     def write(self, path: Path, entries: Sequence[Entry]) -> list[Record]: ...
     def finish(self, directory: Path, records: Sequence[Record], config: Config) -> None:
-        """The directory is complete with it."""
+        """Write what completes the directory."""
         ...
 
 
@@ -143,8 +144,8 @@ class Dcp:
         ).exists()
 
     def open(self, directory: Path, config: Config) -> Weights:
-        """A trainer may have put its model under a name, and other things beside it: `{"model":
-        ..., "optim": ...}`."""
+        """Return the weights. A trainer may have put its model under a name, beside other things:
+        `{"model": ..., "optim": ...}`."""
         files = DcpFiles(directory)
         prefix = min(
             (key.removesuffix(EMBEDDING) for key in files.tensors if key.endswith(EMBEDDING)),
@@ -227,8 +228,8 @@ class Megatron(Dcp):
 
 
 class LearnerBlocks:
-    """The checkpoint of a learner in several processes, with what its optimizer keeps beside the
-    weights. Only read."""
+    """The checkpoint of a distributed learner, with optimizer state beside the weights. It is only
+    read."""
 
     def is_in(self, directory: Path) -> bool:
         return any(directory.glob("rank-*.json"))
@@ -250,7 +251,7 @@ READABLE: Mapping[str, Readable] = {**FORMS, "learner": LearnerBlocks()}
 
 
 def form_of(directory: Path) -> str:
-    """Raises CheckpointError where it is none."""
+    """Return the form of a directory. Raises CheckpointError if it has none."""
     found = next((name for name, form in READABLE.items() if form.is_in(directory)), None)
     if found is None:
         raise CheckpointError(
@@ -290,9 +291,11 @@ def _chunk(record: Record) -> Chunk:
 
 
 def _canonical(weights: Weights, config: Config) -> Weights:
-    """Without constants that old checkpoints carry, layers for the prediction of several tokens,
-    which transformers does not load either, and a second copy of a tied head. Raises ModelError
-    where that is none."""
+    """Return the weights without constants of old checkpoints, multi-token prediction layers, which
+    transformers does not load either, and a second copy of a tied head.
+
+    Raises ModelError for a head that is no copy.
+    """
     layers = config.get("num_hidden_layers", 0)
     left_out = [
         name

@@ -1,9 +1,9 @@
 """Checkpoints of Megatron-core (`dist_checkpointing`, format "torch_dist") as canonical weights,
-and canonical weights as such checkpoints. Nothing of Megatron is needed for it.
+and back. Megatron is not needed for it.
 
-A checkpoint says nothing of how ranks divided the model: its tensors are those of a single rank, in
-which the layers of a dense model are stacked along a first dimension, and experts along one of
-their own. Where layers differ, each has its own tensors.
+A checkpoint does not depend on how ranks divided the model: its tensors are those of a single rank.
+Layers of a dense model are stacked along a first dimension, and experts along one of their own. If
+layers differ, each has its own tensors.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ENDS = (*EMBEDDING, *HEAD)  # of which the vocabulary may be padded
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a parameter lies: at `index` of the first dimensions of tensor `key`, which has `of`
-    there."""
+    """The place of a parameter: at `index` of the first dimensions of tensor `key`, whose sizes are
+    `of`."""
 
     key: str
     index: tuple[int, ...] = ()
@@ -61,8 +61,8 @@ class MegatronFiles:
     """The canonical weights of a checkpoint. shapes: by their names."""
 
     def __init__(self, directory: Path, dimensions: Dimensions) -> None:
-        """Raises CheckpointError where parameters of such a model are missing, or have another
-        shape."""
+        """Read the index. Raises CheckpointError if parameters of such a model are missing or have
+        another shape."""
         self.files = DcpFiles(directory)
         self.layout: Layout = megatron_layout(dimensions, Place())
         self.spots = {name: self._find(name, dimensions) for name in self.layout}
@@ -76,14 +76,14 @@ class MegatronFiles:
         return self.files.dtype(self.spots[self.rows[name][0].parameter].key)
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Raises CheckpointError where a file is missing or damaged."""
-        made, missing = assemble(self.rows[name], offsets, sizes, self._cut)
-        assert made is not None, f"no block of '{name}' is empty"
+        """Return a block. Raises CheckpointError if a file is missing or damaged."""
+        block, missing = assemble(self.rows[name], offsets, sizes, self._cut)
+        assert block is not None, f"no block of '{name}' is empty"
         assert not missing, f"the map lacks {missing} numbers of '{name}'"
-        return made
+        return block
 
     def parameter(self, name: str) -> Tensor:
-        """As a model on a single rank has it. Raises CheckpointError."""
+        """Return a parameter as a model on a single rank has it. Raises CheckpointError."""
         spot, pieces = self.spots[name], self.layout[name]
         sizes = (pieces[-1].rows.stop, *pieces[0].shape[1:])
         return self._read(spot, (0,) * len(sizes), sizes)
@@ -113,18 +113,20 @@ class MegatronFiles:
                 "describes?"
             )
         (spot, *_), pieces = tried, self.layout[parameter]
-        rows, found = pieces[-1].rows.stop, self.files.shape(spot.key)
-        wanted = (*spot.of, rows, *pieces[0].shape[1:])
-        padded = parameter in ENDS and found[0] > rows and found[1:] == wanted[1:]
-        if found != wanted and not padded:
+        rows, shape = pieces[-1].rows.stop, self.files.shape(spot.key)
+        expected = (*spot.of, rows, *pieces[0].shape[1:])
+        padded = parameter in ENDS and shape[0] > rows and shape[1:] == expected[1:]
+        if shape != expected and not padded:
             raise CheckpointError(
-                f"'{spot.key}' in {self.files.directory} is {found}, by config.json it is {wanted}"
+                f"'{spot.key}' in {self.files.directory} is {shape}, by config.json it is "
+                f"{expected}"
             )
         return spot
 
 
 def spellings(parameter: str) -> list[str]:
-    """As Megatron's own layers call it, and, a norm, as Transformer Engine's do."""
+    """Return the names of a parameter in Megatron's own layers and, for a norm, in Transformer
+    Engine's."""
     inside = IN_LAYER.fullmatch(parameter)
     if inside is None or inside[2] not in FUSED:
         return [parameter]
@@ -132,7 +134,7 @@ def spellings(parameter: str) -> list[str]:
 
 
 def spot_of(parameter: str, dimensions: Dimensions, *, stacked: bool) -> Spot:
-    """stacked: layers along the first dimension."""
+    """Return the place of a parameter. stacked: True if layers lie along the first dimension."""
     inside = IN_LAYER.fullmatch(parameter)
     if inside is None:
         return Spot(parameter)
@@ -150,7 +152,7 @@ def spot_of(parameter: str, dimensions: Dimensions, *, stacked: bool) -> Spot:
 
 
 def written_spots(parameter: str, dimensions: Dimensions) -> Iterator[Spot]:
-    """Where a checkpoint for any kind of layers has it: norms, which are small, under both their
+    """Yield the places of a parameter for any kind of layers: norms, which are small, under both
     names."""
     stacked = not dimensions.experts
     yield spot_of(parameter, dimensions, stacked=stacked)
@@ -163,8 +165,7 @@ def written_spots(parameter: str, dimensions: Dimensions) -> Iterator[Spot]:
 
 
 def empty_states(dimensions: Dimensions) -> list[str]:
-    """Keys of what matrices keep beside their weights, which is nothing; Megatron's own layers ask
-    for it all the same."""
+    """Return keys of the empty extra states of matrices, which Megatron's own layers require."""
     matrices = [
         name
         for name in megatron_layout(dimensions, Place())
@@ -172,7 +173,8 @@ def empty_states(dimensions: Dimensions) -> list[str]:
     ]
     spots = [next(written_spots(name, dimensions)) for name in matrices]
     return [
-        f"{spot.key.removesuffix('weight')}_extra_state/shard_{_joined(spot.index or (0,))}_{_joined(spot.of or (1,))}"
+        f"{spot.key.removesuffix('weight')}_extra_state/"
+        f"shard_{_joined(spot.index or (0,))}_{_joined(spot.of or (1,))}"
         for spot in spots
     ]
 
@@ -182,7 +184,7 @@ def _joined(numbers: tuple[int, ...]) -> str:
 
 
 def write_format(directory: Path, dimensions: Dimensions) -> None:
-    """What Megatron wants beside the index."""
+    """Write the files that Megatron needs beside the index."""
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     content: Mapping[str, object] = {
         "content_metadata": {"non_homogeneous_layers": bool(dimensions.experts)}

@@ -1,4 +1,4 @@
-"""The weights of a model with an adapter in them, as a view of both: nothing is computed before it
+"""The weights of a model merged with an adapter, as a view of both: nothing is computed before it
 is read."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ratchet.models.lora.files import Stored
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """Implements `Savable`."""
+    """A `Savable` model whose weights are on disk."""
 
     weights: Weights
     name: str
@@ -30,10 +30,10 @@ class _OnDisk:
 
 
 def with_adapter(weights: Weights, stored: Stored) -> Weights:
-    """Added in float32 or better; each weight keeps its dtype. Raises ModelError where the adapter
-    has another base."""
+    """Return weights with the adapter added in float32 or better; each keeps its dtype. Raises
+    ModelError for an adapter of another base."""
     stored.check(weights.shapes)
-    made = merged(
+    merged_weights = merged(
         {name: _OnDisk(weights, name) for name in weights.shapes},
         stored.weights,
         stored.adapter.lora.scale,
@@ -41,10 +41,10 @@ def with_adapter(weights: Weights, stored: Stored) -> Weights:
 
     @lru_cache(maxsize=3)  # a fused matrix of Megatron's takes blocks of three weights by turns
     def whole(name: str) -> Tensor:
-        return made[name].to("cpu", weights.dtypes[name], copy=True)
+        return merged_weights[name].to("cpu", weights.dtypes[name], copy=True)
 
     def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        if not isinstance(made[name], Merged):
+        if not isinstance(merged_weights[name], Merged):
             return weights.read(name, offsets, sizes)
         # Cut from the whole, whose bits are always the same: a product of another shape may be
         # rounded otherwise.

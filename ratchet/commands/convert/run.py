@@ -1,4 +1,4 @@
-"""`ratchet convert` where any of its places may be an address."""
+"""The command `ratchet convert` for places that may be addresses."""
 
 from __future__ import annotations
 
@@ -22,31 +22,37 @@ def convert_places(
     say: Say,
     adapter: str | None = None,
 ) -> None:
-    """As `convert`. What goes to an address is made in the cache first, and stays there until all
-    of it has arrived: the same command tries again."""
+    """Convert like `convert`. A target at an address is built in the cache first, and stays there
+    until all of it has arrived: the same command tries again."""
     away = is_address(target)
     if away:
         check_address(target)
-        made = cached("converted", f"{source}|{to}|{config}|{adapter}|{target}")
-        _expect_room(target, made)
+        output = cached("converted", f"{source}|{to}|{config}|{adapter}|{target}")
+        _expect_room(target, output)
     else:
-        made = Path(target)
-    found = str(weights_of(source)) if is_address(source) else source
-    if not (away and made.exists()):
-        made.parent.mkdir(parents=True, exist_ok=True)
+        output = Path(target)
+    local_source = str(weights_of(source)) if is_address(source) else source
+    if not (away and output.exists()):
+        output.parent.mkdir(parents=True, exist_ok=True)
         convert(
-            found, made, to=to, config=_here(config), verify=verify, say=say, adapter=_here(adapter)
+            local_source,
+            output,
+            to=to,
+            config=_here(config),
+            verify=verify,
+            say=say,
+            adapter=_here(adapter),
         )
     if not away:
         return
     try:
-        put_directory(made, target, last=LAST)
+        put_directory(output, target, last=LAST)
     except OSError as error:
         raise CheckpointError(
-            f"{error}; what was converted lies in {made}: the same command tries again"
+            f"{error}; what was converted lies in {output}: the same command tries again"
         ) from error
-    forget(made)
-    say(f"{made.name} is at {target}")
+    forget(output)
+    say(f"{output.name} is at {target}")
 
 
 def _expect_room(target: str, made: Path) -> None:

@@ -1,7 +1,5 @@
-"""Logits of a few tokens by a model on disk, run as its form wants it: a Megatron checkpoint by
-Megatron-core itself, any other by the built-in decoder. So a conversion between the two compares
-two implementations.
-"""
+"""Logits of a few tokens by a model on disk: a Megatron checkpoint by Megatron-core itself, any
+other by the built-in decoder. So a conversion between the two compares two implementations."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def why_not(weights: Weights, config: Config, forms: tuple[str, str]) -> str | None:
-    """What keeps logits from being computed here; None: nothing."""
+    """Return why logits can't be computed here; None if they can."""
     needed = 4 * sum(torch.Size(shape).numel() for shape in weights.shapes.values())
     if reason := unsupported_reason(config):
         return f"the built-in decoder can't run this model: {reason}"
@@ -42,7 +40,7 @@ def why_not(weights: Weights, config: Config, forms: tuple[str, str]) -> str | N
 
 
 def sample_logits(form: str, directory: Path, weights: Weights, config: Config) -> Tensor:
-    """[T, V], float32, on the CPU, of the same tokens for every form."""
+    """Return logits [T, V], float32, on the CPU, of the same tokens for every form."""
     return RUN[form](DecoderConfig.from_hf(config), directory, weights, config)
 
 
@@ -90,7 +88,7 @@ def _logits(policy: PolicyModel) -> Tensor:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A group of one process, which Megatron wants to have."""
+    """Make a process group of one process, which Megatron requires."""
     dist.init_process_group(
         "gloo" if not torch.cuda.is_available() else None,
         rank=0,
@@ -104,7 +102,7 @@ def _alone() -> Iterator[None]:
 
 
 def _available_bytes() -> float:
-    """Without bound where the system does not say."""
+    """Return the free memory, or infinity if the system does not report it."""
     try:
         lines = dict(
             line.split(":", 1) for line in MEMINFO.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,5 @@
-"""`ratchet import`: the recipe with its account as comments, and the account on the terminal."""
+"""The command `ratchet import`: the recipe with its account as comments, and the account on the
+terminal."""
 
 from __future__ import annotations
 
@@ -19,25 +20,25 @@ SHOWN = 48  # characters of a value
 
 
 def import_file(file: Path, peer: str | None, out: Path | None) -> None:
-    """Raises ConfigError where nothing can be read, where `out` is there already, and, after
-    writing, where what came of it is not yet a recipe that can run."""
+    """Write the recipe. Raises ConfigError if nothing can be read, if `out` exists, and, after
+    writing, if the result is not yet a recipe that can run."""
     if out is not None and out.exists():
         raise ConfigError(
             f"{out} is there already, and is not overwritten: give another --out, or remove it"
         )
     result = read_config(file, peer)
     text = recipe_text(result, file.name)
-    said = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    said.print(f"{file}: {result.peer.title}, {result.method}")
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{file}: {result.peer.title}, {result.method}")
     for line in _same(result):
-        said.print(line)
+        console.print(line)
     for line in account(result):
-        said.print(line)
+        console.print(line)
     if out is None:
         Console(highlight=False, markup=False, soft_wrap=True).print(text, end="")
     else:
         out.write_text(text, encoding="utf-8")
-        said.print(f"\nnext: ratchet check {out}")
+        console.print(f"\nnext: ratchet check {out}")
     if result.refused:
         raise ConfigError(
             "; ".join(
@@ -57,8 +58,8 @@ def recipe_text(result: Imported, name: str) -> str:
 
 
 def account(result: Imported) -> Iterator[str]:
-    """Every key that means something else here, every key without a counterpart or effect, and what
-    could not be read."""
+    """Yield every key that means something else here, every key without a counterpart or effect,
+    and what could not be read."""
     yield from _section("Means something else here", _pairs(result.different))
     yield from _section("Without counterpart", _pairs(result.without))
     yield from _section("Without effect on a result here", _pairs(result.idle))
@@ -89,7 +90,7 @@ def _same(result: Imported) -> Iterator[str]:
 
 
 def _pairs(items: Sequence[Item]) -> list[tuple[str, str]]:
-    """Keys with one reason stand together."""
+    """Group keys with the same reason."""
     together: dict[str, list[str]] = {}
     for item in items:
         together.setdefault(item.note, []).append(_said(item))

@@ -26,13 +26,13 @@ MAX_DEPTH = 32
 
 
 class NotRead(ValueError):
-    """The text of an override is no single value. The message says why."""
+    """An error: the text of an override is no single value. The message says why."""
 
 
 @dataclass
 class Script:
-    """What a script says. `unread`: by key what can't be read and why; `repeated`: what a later
-    word replaces."""
+    """The overrides of a script. `unread`: by key, what can't be read and why; `repeated`: what a
+    later word replaces."""
 
     nested: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""From a peer's keys to a recipe that `ratchet check` accepts, with an account of every key."""
+"""Convert a peer's keys to a recipe that `ratchet check` accepts, with an account of every key."""
 
 from __future__ import annotations
 
@@ -50,10 +50,12 @@ Fate = Literal["same", "different", "without", "idle"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What became of a key. `ours` is empty where it has no counterpart, and then `note` says why;
-    with both, `note` says what means something else. assumed: the file doesn't say it, it is their
-    default. within: their key that was converted with it. idle: nothing that it says changes a
-    result here."""
+    """The account of a key. `ours` is empty if it has no counterpart, and then `note` says why;
+    with both, `note` says what means something else.
+
+    assumed: True if the file doesn't set it and it is the peer's default. within: the peer's key
+    that was converted with it. idle: True if nothing that it says changes a result here.
+    """
 
     theirs: str
     value: Any
@@ -65,8 +67,8 @@ class Item:
 
     @property
     def fate(self) -> Fate:
-        """Exactly one for each key: taken over as it is, with a change that `note` names, not at
-        all, or without effect."""
+        """Return the one fate of each key: taken as it is, taken with a change that `note` names,
+        dropped, or without effect."""
         if self.within or self.ours:
             return "different" if self.note else "same"
         return "idle" if self.idle else "without"
@@ -74,9 +76,12 @@ class Item:
 
 @dataclass
 class Imported:
-    """`flat`: the recipe by dotted key. `unset`: keys that are null there. `unread`: what could not
-    be resolved. `repeated`: earlier values of what a script says twice. `refused`: what `ratchet
-    check` would say of the whole; nothing where it accepts it."""
+    """The result of an import.
+
+    `flat`: the recipe by dotted key. `unset`: keys that are null there. `unread`: what could not be
+    resolved. `repeated`: earlier values of what a script says twice. `refused`: what `ratchet
+    check` says of the whole; "" if it accepts it.
+    """
 
     peer: Peer
     method: str
@@ -110,7 +115,7 @@ class Imported:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Keys of the recipe that nothing in the file says."""
+        """Return keys of the recipe that no key of the file sets."""
         return {key: value for key, value in self.flat.items() if key not in self.told}
 
     @property
@@ -129,8 +134,8 @@ class Imported:
 
 
 def read_config(path: Path, peer: str | None = None) -> Imported:
-    """Raises ConfigError where the file can't be read, where its keys are no peer's, or where what
-    kind of training it is can't be told."""
+    """Import a file. Raises ConfigError if it can't be read, if its keys are no peer's, or if the
+    kind of training can't be told."""
     source = read_source(path)
     chosen = PEERS[peer] if peer is not None else _told(source.values, path)
     if path.suffix not in (".sh", ".bash", ".txt") and chosen.dialect != "omegaconf":
@@ -170,7 +175,7 @@ def _told(values: Mapping[str, Any], path: Path) -> Peer:
 
 
 def _apply(result: Imported, method: Method, config: Config) -> None:
-    """Rows in the table's order, so that what it puts last goes over what it puts first."""
+    """Apply rows in the table's order, so that later ones override earlier ones."""
     places = {row.theirs: place for place, row in enumerate(method.rows)}
     keys = [(key, value, method.row(key), False) for key, value in config.values.items()]
     keys += [
@@ -326,8 +331,7 @@ def _main(item: Item) -> str:
 
 
 def _settle(result: Imported) -> None:
-    """Takes out what `ratchet check` refuses, and says so; what can't be taken out stays, in
-    `refused`."""
+    """Remove what `ratchet check` refuses, and say so; what can't be removed stays in `refused`."""
     for _ in range(len(result.flat)):
         result.refused = list(_problems(result.recipe))
         if not result.refused:
@@ -348,7 +352,7 @@ def _settle(result: Imported) -> None:
 
 
 def _taken(result: Imported, path: str) -> str | None:
-    """The key of ours that a problem is at, if one of theirs brought it."""
+    """Return our key that a problem is at, if a key of the peer set it."""
     keys = (key for item in result.items for key in item.ours if key in result.flat)
     return next((key for key in keys if path == key or path.startswith(f"{key}.")), None)
 
@@ -363,14 +367,14 @@ def _less(item: Item, key: str, message: str) -> Item:
 
 
 def _problems(recipe: Mapping[str, Any]) -> Iterator[Problem]:
-    found: list[Problem] = []
-    tree = expand(read_text(write_text(recipe), "the recipe")[0], found)
+    problems: list[Problem] = []
+    tree = expand(read_text(write_text(recipe), "the recipe")[0], problems)
     try:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
-        yield from [*found, *explain(error, tree, RunConfig)]
+        yield from [*problems, *explain(error, tree, RunConfig)]
         return
-    yield from found
+    yield from problems
     for conflict in conflicts(config):
         located = [locate(tree, key) for key in conflict.keys]
         # the first that was written

@@ -38,50 +38,88 @@ COMMON = (
     *nothing(shared.BASE, "--config*"),
     Row("policy.model_name", "model.path"),
     Row(
-        "policy.tokenizer.name", "tokenizer.path",
+        "policy.tokenizer.name",
+        "tokenizer.path",
         how=to.tokenizer,
     ),
     Row(
-        "policy.tokenizer.chat_template", "tokenizer.template", "the path of a .jinja file here", shared.template,
+        "policy.tokenizer.chat_template",
+        "tokenizer.template",
+        "the path of a .jinja file here",
+        shared.template,
     ),
     Row("policy.optimizer.name", "optimizer.kind", how=to.of_megatron(False, to.optimizer)),
     Row("policy.optimizer.kwargs.lr", "optimizer.lr", how=to.of_megatron(False, number)),
-    Row("policy.optimizer.kwargs.weight_decay", "optimizer.weight_decay", "on matrices only", to.of_megatron(False, number)),
+    Row(
+        "policy.optimizer.kwargs.weight_decay",
+        "optimizer.weight_decay",
+        "on matrices only",
+        to.of_megatron(False, number),
+    ),
     Row("policy.optimizer.kwargs.betas", "optimizer.betas", how=to.of_megatron(False)),
     Row("policy.optimizer.kwargs.eps", "optimizer.eps", how=to.of_megatron(False, number)),
     Row("policy.scheduler", "optimizer.warmup_steps", how=to.of_megatron(False, to.warmup)),
     Row("policy.max_grad_norm", "optimizer.max_grad_norm", how=shared.norm, null=None),
     Row(f"{MEGATRON}.optimizer.lr", "optimizer.lr", how=to.of_megatron(True, number)),
-    Row(f"{MEGATRON}.optimizer.weight_decay", "optimizer.weight_decay", "on matrices only", to.of_megatron(True, number)),
     Row(
-        f"{MEGATRON}.optimizer.adam_beta1", "optimizer.betas",
-        how=to.of_megatron(True, shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2")),
+        f"{MEGATRON}.optimizer.weight_decay",
+        "optimizer.weight_decay",
+        "on matrices only",
+        to.of_megatron(True, number),
     ),
     Row(
-        f"{MEGATRON}.optimizer.adam_beta2", "optimizer.betas",
-        how=to.of_megatron(True, shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2")),
+        f"{MEGATRON}.optimizer.adam_beta1",
+        "optimizer.betas",
+        how=to.of_megatron(
+            True,
+            shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2"),
+        ),
+    ),
+    Row(
+        f"{MEGATRON}.optimizer.adam_beta2",
+        "optimizer.betas",
+        how=to.of_megatron(
+            True,
+            shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2"),
+        ),
     ),
     Row(f"{MEGATRON}.optimizer.adam_eps", "optimizer.eps", how=to.of_megatron(True, number)),
     Row(
-        f"{MEGATRON}.scheduler.lr_warmup_iters", "optimizer.warmup_steps", f"{to.RISES}; the rate "
-                                                                           "rises from 0 here",
+        f"{MEGATRON}.scheduler.lr_warmup_iters",
+        "optimizer.warmup_steps",
+        f"{to.RISES}; the rate rises from 0 here",
         to.of_megatron(True, to.batches),
     ),
     Row(
-        f"{MEGATRON}.scheduler.lr_decay_style", "optimizer.schedule",
-        how=to.of_megatron(True, choose({"constant": "constant", "linear": "linear", "cosine": "cosine"})),
+        f"{MEGATRON}.scheduler.lr_decay_style",
+        "optimizer.schedule",
+        how=to.of_megatron(
+            True, choose({"constant": "constant", "linear": "linear", "cosine": "cosine"})
+        ),
     ),
     Row(f"{MEGATRON}.enabled", "learner.kind", how=to.megatron_learner),
-    Row(f"{MEGATRON}.sequence_parallel", "learner.sequence_parallel", how=to.of_megatron(True, flag)),
     Row(
-        f"{MEGATRON}.activation_checkpointing", "learner.recompute",
+        f"{MEGATRON}.sequence_parallel", "learner.sequence_parallel", how=to.of_megatron(True, flag)
+    ),
+    Row(
+        f"{MEGATRON}.activation_checkpointing",
+        "learner.recompute",
         how=to.of_megatron(True, choose({True: "full", False: "none"})),
     ),
     Row(f"{DTENSOR}.enabled", "learner.kind", how=to.dtensor),
-    Row(f"{DTENSOR}.sequence_parallel", "learner.sequence_parallel", how=to.of_megatron(False, to.spread)),
-    Row(f"{DTENSOR}.activation_checkpointing", "learner.activation_checkpointing", how=to.of_megatron(False, flag)),
     Row(
-        f"{DTENSOR}.cpu_offload", "learner.cpu_offload",
+        f"{DTENSOR}.sequence_parallel",
+        "learner.sequence_parallel",
+        how=to.of_megatron(False, to.spread),
+    ),
+    Row(
+        f"{DTENSOR}.activation_checkpointing",
+        "learner.activation_checkpointing",
+        how=to.of_megatron(False, flag),
+    ),
+    Row(
+        f"{DTENSOR}.cpu_offload",
+        "learner.cpu_offload",
         how=to.of_megatron(False, to.spread),
     ),
     Row(f"{DTENSOR}.lora_cfg.dim", "lora.rank", how=to.lora(whole)),
@@ -89,39 +127,60 @@ COMMON = (
     Row(f"{DTENSOR}.lora_cfg.dropout", "lora.dropout", how=to.lora(number)),
     Row(f"{DTENSOR}.lora_cfg.target_modules", "lora.target_modules", how=to.lora(to.targets)),
     Row(
-        "policy.sequence_packing.train_mb_tokens", "learner.micro_batch_tokens",
-        how=when(lambda config: config.flag("policy.sequence_packing.enabled"), whole, "sequence_packing is off there"),
+        "policy.sequence_packing.train_mb_tokens",
+        "learner.micro_batch_tokens",
+        how=when(
+            lambda config: config.flag("policy.sequence_packing.enabled"),
+            whole,
+            "sequence_packing is off there",
+        ),
     ),
     Row("policy.sequence_packing.enabled", within="policy.sequence_packing.train_mb_tokens"),
     Row("checkpointing.save_period", "checkpoint.every", how=whole),
     Row(
-        "checkpointing.keep_top_k", "checkpoint.keep_best",
+        "checkpointing.keep_top_k",
+        "checkpoint.keep_best",
         "the best by checkpoint.metric; the newest checkpoint.keep stay too",
         positive("the newest are kept, as many as checkpoint.keep says"),
     ),
     Row("checkpointing.checkpoint_dir", "run_dir"),
     Row("checkpointing.checkpoint_must_save_by", note="checkpoint.limit_s is in seconds: set it"),
     Row("logger.tensorboard_enabled", "logging.tensorboard", how=flag),
-    *(Row(f"logger.{name}_enabled", "logging.sinks", how=to.project_of(name)) for name in shared.TRACKERS),
+    *(
+        Row(f"logger.{name}_enabled", "logging.sinks", how=to.project_of(name))
+        for name in shared.TRACKERS
+    ),
     Row("cluster.num_nodes", "cluster", how=to.nodes_of),
     Row("cluster.gpus_per_node", within=f"{DTENSOR}.enabled"),
     *nothing("accelerators are shared out by learner and generator", "cluster.*"),
     *nothing(
-        "a metric here is eval/accuracy, or any other that is logged: checkpoint.metric", "checkpointing.metric_name",
+        "a metric here is eval/accuracy, or any other that is logged: checkpoint.metric",
+        "checkpointing.metric_name",
         "checkpointing.higher_is_better",
     ),
-    *nothing("the run leaves model/ in Hugging Face form; `ratchet convert` makes other forms", "checkpointing.*"),
+    *nothing(
+        "the run leaves model/ in Hugging Face form; `ratchet convert` makes other forms",
+        "checkpointing.*",
+    ),
     *idle(
-        shared.MICRO, "policy.train_micro_batch_size", "policy.logprob_batch_size", "policy.generation_batch_size",
-        "policy.dynamic_batching.*", "policy.logprob_chunk_size",
+        shared.MICRO,
+        "policy.train_micro_batch_size",
+        "policy.logprob_batch_size",
+        "policy.generation_batch_size",
+        "policy.dynamic_batching.*",
+        "policy.logprob_chunk_size",
     ),
     *idle(shared.PACKED, "policy.sequence_packing.*", "policy.make_sequence_length_divisible_by"),
     *nothing(
-        shared.FLOAT32, "policy.precision", f"{GENERATION}.vllm_cfg.precision", f"{GENERATION}.vllm_cfg.kv_cache_dtype",
+        shared.FLOAT32,
+        "policy.precision",
+        f"{GENERATION}.vllm_cfg.precision",
+        f"{GENERATION}.vllm_cfg.kv_cache_dtype",
     ),
     *nothing(
         "the model's context is the bound, and sampling.max_new_tokens bounds an answer",
-        "policy.max_total_sequence_length", "data.max_input_seq_length",
+        "policy.max_total_sequence_length",
+        "data.max_input_seq_length",
     ),
     *idle(shared.CACHE, f"{GENERATION}.vllm_cfg.gpu_memory_utilization"),
     *within(f"{DTENSOR}.enabled", f"{DTENSOR}.*_parallel_size"),
@@ -129,8 +188,14 @@ COMMON = (
     Row(f"{MEGATRON}.optimizer.clip_grad", note="policy.max_grad_norm counts, which it repeats"),
     Row(f"{DTENSOR}.lora_cfg.enabled", within=f"{DTENSOR}.lora_cfg.dim"),
     Row(f"{DTENSOR}.lora_cfg.match_all_linear", within=f"{DTENSOR}.lora_cfg.target_modules"),
-    *nothing("is an adapter's own way of doing it, without a key", f"{DTENSOR}.lora_cfg.*", f"{MEGATRON}.peft.*"),
-    *nothing("a switch of their engine, which the learner has not", f"{DTENSOR}.*", f"{MEGATRON}.*"),
+    *nothing(
+        "is an adapter's own way of doing it, without a key",
+        f"{DTENSOR}.lora_cfg.*",
+        f"{MEGATRON}.peft.*",
+    ),
+    *nothing(
+        "a switch of their engine, which the learner has not", f"{DTENSOR}.*", f"{MEGATRON}.*"
+    ),
     *nothing(shared.NUMERICS, "policy.*"),
     Row("data.train.split", "environment.train_split"),
     Row("data.train.input_key", "environment.columns", how=to.column("prompt")),
@@ -143,16 +208,24 @@ COMMON = (
     *within("logger.mlflow_enabled", "logger.mlflow.*"),
     *within("logger.swanlab_enabled", "logger.swanlab.*"),
     *idle("metrics go to metrics.jsonl and the terminal of themselves", "logger.*"),
-    *nothing("rewards are chosen by kind (docs/rewards.md), environments too "
-             "(docs/environments.md)", "env.*"),
-    *nothing("rewards judge such slips, each with its weight: malformed_tool_calls, format, regex", "reward_penalties.*"),
-    *nothing("rollouts has max_staleness and order, and what is under way is the scheduler's own", "async_rl.*"),
+    *nothing(
+        "rewards are chosen by kind (docs/rewards.md), environments too (docs/environments.md)",
+        "env.*",
+    ),
+    *nothing(
+        "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex",
+        "reward_penalties.*",
+    ),
+    *nothing(
+        "rollouts has max_staleness and order, and what is under way is the scheduler's own",
+        "async_rl.*",
+    ),
     *idle("columns pass between processes of themselves", "data_plane.*"),
-)  # fmt: skip
+)
 
 
 def _common(section: str) -> tuple[Row, ...]:
-    """Keys that every one of its trainers has, with its own section's."""
+    """Return the rows of keys that every trainer of NeMo RL has, with the trainer's own section."""
     return (
         Row(
             f"{section}.max_num_steps",
@@ -178,54 +251,87 @@ def _common(section: str) -> tuple[Row, ...]:
 
 
 GRPO = (
-    Row("grpo.use_leave_one_out_baseline", "algorithm.kind, algorithm.advantage.scale", how=to.advantage, default=True),
+    Row(
+        "grpo.use_leave_one_out_baseline",
+        "algorithm.kind, algorithm.advantage.scale",
+        how=to.advantage,
+        default=True,
+    ),
     Row("grpo.normalize_rewards", within="grpo.use_leave_one_out_baseline", default=True),
     Row("grpo.adv_estimator.name", "algorithm.kind", how=to.estimator),
     *within("grpo.adv_estimator.name", "grpo.adv_estimator.*"),
     Row("grpo.advantage_clip_low", "algorithm.advantage_clip", how=to.advantage_clip),
     Row("grpo.advantage_clip_high", "algorithm.advantage_clip", how=to.advantage_clip),
     *nothing(
-        "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex", "grpo.penalize_*",
-        "grpo.invalid_tool_call_*", "grpo.malformed_thinking_*",
+        "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex",
+        "grpo.penalize_*",
+        "grpo.invalid_tool_call_*",
+        "grpo.malformed_thinking_*",
     ),
     *nothing(
         "answers that sampler and learner see too differently leave by algorithm.correction.mask",
         "grpo.seq_logprob_error_threshold",
     ),
     *nothing(
-        "advantages have no best-at-k or pass-at-1 part", "grpo.use_best_at_k", "grpo.best_at_k_*", "grpo.*combined_training*",
+        "advantages have no best-at-k or pass-at-1 part",
+        "grpo.use_best_at_k",
+        "grpo.best_at_k_*",
+        "grpo.*combined_training*",
     ),
     *nothing(
-        "groups of equal rewards: algorithm.equal_rewards, rollouts.dynamic_sampling", "grpo.zero_variance_prompt_filtering",
+        "groups of equal rewards: algorithm.equal_rewards, rollouts.dynamic_sampling",
+        "grpo.zero_variance_prompt_filtering",
     ),
-    *nothing("a teacher is algorithm.teacher, one for each stage (docs/algorithms)", "on_policy_distillation.*", "_teachers.*"),
+    *nothing(
+        "a teacher is algorithm.teacher, one for each stage (docs/algorithms)",
+        "on_policy_distillation.*",
+        "_teachers.*",
+    ),
     *idle(
-        "how the trainer computes it, not what", "grpo.deduplicate_multimodal_data", "grpo.debug_payload_metrics",
-        "grpo.calculate_advantages_on_gpu", "grpo.skip_reference_policy_logprobs_calculation",
+        "how the trainer computes it, not what",
+        "grpo.deduplicate_multimodal_data",
+        "grpo.debug_payload_metrics",
+        "grpo.calculate_advantages_on_gpu",
+        "grpo.skip_reference_policy_logprobs_calculation",
     ),
     *nothing("a run ends with its steps: sentinels stop it before", "grpo.stop_at_validation_*"),
-    *nothing("evaluation.samples says how many attempts a held-out task has", "grpo.num_val_generations_per_prompt"),
-    Row("grpo.dynamic_sampling_oversample_ratio", note="groups are replaced one by one here: no "
-                                                       "more are begun than needed"),
+    *nothing(
+        "evaluation.samples says how many attempts a held-out task has",
+        "grpo.num_val_generations_per_prompt",
+    ),
+    Row(
+        "grpo.dynamic_sampling_oversample_ratio",
+        note="groups are replaced one by one here: no more are begun than needed",
+    ),
     Row("grpo.num_prompts_per_step", "batch_size", how=whole, default=32),
     Row("grpo.num_generations_per_prompt", "algorithm.group_size", how=whole, default=16),
     Row("policy.train_global_batch_size", "algorithm.minibatches", ANSWERS, to.minibatches),
     Row("grpo.max_rollout_turns", "rollouts.max_turns", how=whole),
-    Row("grpo.overlong_filtering", "algorithm.truncated", how=choose({True: "drop", False: "keep"})),
+    Row(
+        "grpo.overlong_filtering", "algorithm.truncated", how=choose({True: "drop", False: "keep"})
+    ),
     Row("grpo.use_dynamic_sampling", "rollouts.dynamic_sampling", how=flag),
     Row(
-        "grpo.dynamic_sampling_max_gen_batches", "rollouts.max_replaced",
+        "grpo.dynamic_sampling_max_gen_batches",
+        "rollouts.max_replaced",
         "groups replaced a step over batch_size; then they stay, where there the run stops",
-        when(lambda config: config.flag("grpo.use_dynamic_sampling"), whole, "use_dynamic_sampling "
-                                                                             "is false there"),
+        when(
+            lambda config: config.flag("grpo.use_dynamic_sampling"),
+            whole,
+            "use_dynamic_sampling is false there",
+        ),
     ),
-    Row("grpo.batch_multiplier", note="groups are replaced one by one here: no more are begun than "
-                                      "needed"),
+    Row(
+        "grpo.batch_multiplier",
+        note="groups are replaced one by one here: no more are begun than needed",
+    ),
     Row("grpo.reward_shaping.enabled", "algorithm.shaping", how=to.overlong),
     Row(
-        "grpo.async_grpo.max_trajectory_age_steps", "rollouts.max_staleness",
-        how=when(lambda config: config.flag("grpo.async_grpo.enabled"), number, "async_grpo is off "
-                                                                                "there"),
+        "grpo.async_grpo.max_trajectory_age_steps",
+        "rollouts.max_staleness",
+        how=when(
+            lambda config: config.flag("grpo.async_grpo.enabled"), number, "async_grpo is off there"
+        ),
     ),
     *within("grpo.reward_shaping.enabled", "grpo.reward_shaping.*"),
     Row("grpo.async_grpo.enabled", within="grpo.async_grpo.max_trajectory_age_steps"),
@@ -238,18 +344,28 @@ GRPO = (
     Row("loss_fn.ratio_clip_min", "algorithm.loss", how=to.clip, default=0.2),
     Row("loss_fn.ratio_clip_max", "algorithm.loss", how=to.clip, default=0.2),
     Row(
-        "loss_fn.ratio_clip_c", "algorithm.loss.dual_clip",
+        "loss_fn.ratio_clip_c",
+        "algorithm.loss.dual_clip",
         how=when(
-            lambda config: not (config.flag("loss_fn.disable_ppo_ratio") or config.flag("loss_fn.use_cispo")), number,
+            lambda config: (
+                not (config.flag("loss_fn.disable_ppo_ratio") or config.flag("loss_fn.use_cispo"))
+            ),
+            number,
             "acts on the clipped ratio alone there",
         ),
     ),
     Row(
-        "loss_fn.token_level_loss", "algorithm.weighting",
-        how=choose({True: "token_mean", False: "sequence_mean"}), default=True,
+        "loss_fn.token_level_loss",
+        "algorithm.weighting",
+        how=choose({True: "token_mean", False: "sequence_mean"}),
+        default=True,
     ),
     Row("loss_fn.reference_policy_kl_penalty", "algorithm.kl", how=to.kl, default=0.01),
-    Row("loss_fn.reference_policy_kl_type", within="loss_fn.reference_policy_kl_penalty", default="k3"),
+    Row(
+        "loss_fn.reference_policy_kl_type",
+        within="loss_fn.reference_policy_kl_penalty",
+        default="k3",
+    ),
     Row("loss_fn.use_importance_sampling_correction", "algorithm.correction", how=to.correction),
     Row(
         "loss_fn.force_on_policy_ratio",
@@ -257,12 +373,21 @@ GRPO = (
     ),
     Row("loss_fn.positive_example_nll_weight", "algorithm.positive_nll_coef", how=number),
     *within(
-        "loss_fn.ratio_clip_min", "loss_fn.disable_ppo_ratio", "loss_fn.use_cispo", "loss_fn.sequence_level_importance_ratios",
+        "loss_fn.ratio_clip_min",
+        "loss_fn.disable_ppo_ratio",
+        "loss_fn.use_cispo",
+        "loss_fn.sequence_level_importance_ratios",
     ),
-    *within("loss_fn.use_importance_sampling_correction", f"{to.TIS}_type", f"{to.TIS}_ratio", f"{to.TIS}_ratio_min"),
+    *within(
+        "loss_fn.use_importance_sampling_correction",
+        f"{to.TIS}_type",
+        f"{to.TIS}_ratio",
+        f"{to.TIS}_ratio_min",
+    ),
     Row("loss_fn.use_kl_in_reward", within="loss_fn.reference_policy_kl_penalty"),
     *nothing(
-        "the ratio to the sampler's policy weighs the KL here, without clamps", "loss_fn.use_on_policy_kl_approximation",
+        "the ratio to the sampler's policy weighs the KL here, without clamps",
+        "loss_fn.use_on_policy_kl_approximation",
         "loss_fn.kl_*",
     ),
     Row(f"{GENERATION}.max_new_tokens", "sampling.max_new_tokens", how=whole),
@@ -270,8 +395,10 @@ GRPO = (
     Row(f"{GENERATION}.top_p", "sampling.top_p", how=real),
     Row(f"{GENERATION}.top_k", "sampling.top_k", how=at_least_0),
     Row(f"{GENERATION}.stop_strings", "sampling.stop", how=shared.listed),
-    Row(f"{GENERATION}.stop_token_ids", note="a model's own end tokens end an answer; others as "
-                                             "text in sampling.stop"),
+    Row(
+        f"{GENERATION}.stop_token_ids",
+        note="a model's own end tokens end an answer; others as text in sampling.stop",
+    ),
     Row(f"{GENERATION}.backend", "generator", how=to.generator_of),
     Row(
         f"{GENERATION}.vllm_cfg.enforce_eager",
@@ -281,14 +408,18 @@ GRPO = (
     Row("data.train.dataset_name", "environment", note=shared.ROWS, how=to.rows),
     Row("data.train.data_path", "environment", note=shared.ROWS, how=to.rows),
     Row("data.dataset_name", "environment", note=shared.ROWS, how=to.rows),
-    Row("data.default.prompt_file", note="environment.prompt is the text around a question: "
-                                         "'{problem}\nThink first.'"),
+    Row(
+        "data.default.prompt_file",
+        note="environment.prompt is the text around a question: '{problem}\nThink first.'",
+    ),
     *within(
-        f"{GENERATION}.backend", f"{GENERATION}.colocated.*", f"{GENERATION}.vllm_cfg.*_parallel_size",
+        f"{GENERATION}.backend",
+        f"{GENERATION}.colocated.*",
+        f"{GENERATION}.vllm_cfg.*_parallel_size",
         f"{GENERATION}.vllm_cfg.max_model_len",
     ),
     *_common("grpo"),
-)  # fmt: skip
+)
 
 
 def _given(section: str, note: str) -> tuple[Row, ...]:
@@ -303,20 +434,28 @@ def _given(section: str, note: str) -> tuple[Row, ...]:
 
 DPO = (
     Row("dpo.reference_policy_kl_penalty", "algorithm.beta", "the beta of DPO", real, default=0.05),
-    Row("dpo.preference_average_log_probs", "algorithm.normalize", how=choose({True: "mean", False: "sum"})),
     Row(
-        "dpo.sft_loss_weight", "algorithm.sft_coef", "over preference_loss_weight",
+        "dpo.preference_average_log_probs",
+        "algorithm.normalize",
+        how=choose({True: "mean", False: "sum"}),
+    ),
+    Row(
+        "dpo.sft_loss_weight",
+        "algorithm.sft_coef",
+        "over preference_loss_weight",
         to.sft_coef,
     ),
     Row(
-        "dpo.preference_loss_weight", note="the loss has weight 1 here, and sft_coef is over it: "
-                                           "scale optimizer.lr by it",
+        "dpo.preference_loss_weight",
+        note="the loss has weight 1 here, and sft_coef is over it: scale optimizer.lr by it",
         default=1,
     ),
-    Row("dpo.sft_average_log_probs", note="the likelihood of the chosen answers is a mean over "
-                                          "their tokens"),
+    Row(
+        "dpo.sft_average_log_probs",
+        note="the likelihood of the chosen answers is a mean over their tokens",
+    ),
     *_given("dpo", shared.PAIRS),
-)  # fmt: skip
+)
 SFT = (
     Row("sft.only_unmask_final", "algorithm.train", how=choose({True: "last", False: "all"})),
     *_given("sft", shared.ROWS),

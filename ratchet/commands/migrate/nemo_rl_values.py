@@ -185,7 +185,7 @@ def separate(config: Config) -> bool:
 
 
 def of_learner(config: Config) -> int:
-    """Accelerators that train, where generation has its own."""
+    """Return the accelerators that train, if generation has its own."""
     if not separate(config):
         return gpus(config)
     per_node, nodes = config.whole("cluster.gpus_per_node", 1), config.whole("cluster.num_nodes", 1)
@@ -231,8 +231,7 @@ def megatron_learner(value: Any, config: Config) -> Any:
         return Idle(off("megatron_cfg"))
     sizes = {
         part: config.whole(
-            f"{MEGATRON}.{'context_parallel_size' if part == 'context' else part + '_model_parallel_size'}",
-            1,
+            f"{MEGATRON}.{part}{'' if part == 'context' else '_model'}_parallel_size", 1
         )
         for part in SCALES
     }
@@ -248,7 +247,7 @@ def megatron_learner(value: Any, config: Config) -> Any:
 
 
 def of_megatron(condition: bool, how: Convert | None = None) -> Convert:
-    """Counts where Megatron trains, or where it does not."""
+    """Return a conversion that applies where Megatron trains, or where it does not."""
     return when(
         lambda config: megatron(config) == condition,
         how,
@@ -277,15 +276,15 @@ def generator_of(value: Any, config: Config) -> Any:
         keys["pipeline_parallel"] = pipeline
     if config[f"{GENERATION}.vllm_cfg.max_model_len"] is not None:
         keys["max_context"] = config.whole(f"{GENERATION}.vllm_cfg.max_model_len")
-    own = separate(config)
-    devices = gpus(config) - of_learner(config) if own else gpus(config)
+    is_separate = separate(config)
+    devices = gpus(config) - of_learner(config) if is_separate else gpus(config)
     copies = max(1, devices // (keys["tensor_parallel"] * pipeline))
     generator = {"kind": "workers", "workers": copies, "of": keys} if copies > 1 else keys
-    turns = {} if own or megatron(config) else {"cluster.colocated": True}
+    turns = {} if is_separate or megatron(config) else {"cluster.colocated": True}
     note = (
         "vLLM needs accelerators of its own beside learner.kind=megatron: lower data_parallel or "
         "workers"
-        if megatron(config) and not own
+        if megatron(config) and not is_separate
         else ""
     )
     return Sets({"generator": generator, **turns}, note)
@@ -399,7 +398,7 @@ def targets(value: Any, config: Config) -> Any:
 
 
 def rows(value: Any, config: Config) -> Any:
-    """A path goes before the name of what reads it."""
+    """Convert the data: a path overrides the name of its reader."""
     return shared.rows(
         config["data.train.data_path"] or config["data.train_data_path"] or value, config
     )
@@ -411,12 +410,12 @@ def column(usual: str) -> Convert:
 
 def project_of(tracker: str) -> Convert:
     def how(value: Any, config: Config) -> Any:
-        wanted = [name for name in shared.TRACKERS if config.flag(f"logger.{name}_enabled")]
+        trackers = [name for name in shared.TRACKERS if config.flag(f"logger.{name}_enabled")]
         if not numbers.flag(value):
             return Idle("off there")
         project = {
             name: config[f"logger.{name}.project"] or config[f"logger.{name}.experiment_name"]
-            for name in wanted
+            for name in trackers
         }
         return [
             {
@@ -427,7 +426,7 @@ def project_of(tracker: str) -> Convert:
                     else {}
                 ),
             }
-            for name in wanted
+            for name in trackers
         ]
 
     return how

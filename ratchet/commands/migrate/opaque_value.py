@@ -1,4 +1,4 @@
-"""A value that can be handed on, and not be looked at: it shows what a conversion makes of it."""
+"""A value that can be passed on but not read: it shows what a conversion does with it."""
 
 from __future__ import annotations
 

@@ -31,8 +31,9 @@ MAX_TEXT = 20_000  # characters and items of a value once its ${...} are filled 
 
 @dataclass
 class Source:
-    """`values`: by dotted key; a list is a value. `unread`: what could not be resolved, by key,
-    each with what to do. `repeated`: by key what a script says first of what it says twice."""
+    """A peer's configuration. `values`: by dotted key; a list is a value. `unread`: what could not
+    be resolved, by key, each with what to do. `repeated`: by key, what a script says first of what
+    it says twice."""
 
     values: dict[str, Any]
     unread: dict[str, str] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class Source:
 
 
 def read_source(path: Path, dialect: Dialect = "omegaconf") -> Source:
-    """Raises ConfigError where the file is missing, or neither YAML nor JSON nor a script with
+    """Read a file. Raises ConfigError if it is missing, or neither YAML nor JSON nor a script with
     overrides."""
     source = Source({})
     reader = Reader(dialect)
@@ -68,12 +69,12 @@ def read_source(path: Path, dialect: Dialect = "omegaconf") -> Source:
 
 
 def _yaml(path: Path, source: Source, reader: Reader, chain: tuple[Path, ...]) -> dict[str, Any]:
-    """With the files that `defaults` names below it, as far as they lie beside it."""
+    """Return the file's keys, with those of the files that its `defaults` names beside it."""
     resolved = path.resolve()
     if resolved in chain:
         raise ConfigError(f"{path}: defaults name each other in a circle")
-    own = reader.yaml(path)
-    listed = own.pop("defaults", None)
+    content = reader.yaml(path)
+    listed = content.pop("defaults", None)
     whole: dict[str, Any] = {}
     for entry in listed if isinstance(listed, list) else [listed]:
         if entry is None or entry == "_self_":
@@ -98,7 +99,7 @@ def _yaml(path: Path, source: Source, reader: Reader, chain: tuple[Path, ...]) -
             for word in reversed(place.split(".") if place else []):
                 below = {word: below}
             whole = _laid(whole, below)
-    return _laid(whole, own)
+    return _laid(whole, content)
 
 
 def _is_file(path: Path) -> bool:
@@ -109,7 +110,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _files(entry: Any) -> Iterator[tuple[str, str]]:
-    """(place, file without its ending) of an entry of `defaults`: a file, or {group@place:
+    """Yield (place, file without its ending) of an entry of `defaults`: a file, or {group@place:
     file}."""
     if not isinstance(entry, Mapping):
         yield "", str(entry)
@@ -144,7 +145,7 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 @dataclass
 class _Resolver:
-    """It resolves each key once: its value, or why it has none."""
+    """A resolver of interpolations. It resolves each key once: its value, or why it has none."""
 
     source: Source
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -219,7 +220,7 @@ class _Resolver:
         raise LookupError(f"'{resolver}:' is known there alone: set what it works out to")
 
     def _looked_up(self, name: str, key: str) -> Any:
-        """A name with dots before it begins so many sections up."""
+        """Return the value of a name; each dot before it goes up one section."""
         values = self.source.values
         ups = len(name) - len(name.lstrip("."))
         place = key.split(".")[: -ups or None] if ups else []
@@ -243,7 +244,7 @@ def _rest(value: Any, left: int) -> int:
 
 
 def _sum(resolver: str, arguments: list[str]) -> Any:
-    """Whole numbers stay whole, but for a quotient, as in Python there."""
+    """Add or divide as Python does there: whole numbers stay whole, except for a quotient."""
     try:
         numbers = [number(hydra(word)) for word in arguments]
         if len(numbers) != 2:

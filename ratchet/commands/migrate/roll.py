@@ -33,20 +33,35 @@ EVERY = "greedy accuracy on evaluation.tasks held-out tasks"
 
 
 def _train(role: str) -> tuple[Row, ...]:
-    """Keys of the role that trains."""
+    """Return the rows of the role that trains."""
     args, model = f"{role}.training_args", f"{role}.model_args"
     return (
         Row(f"{args}.learning_rate", "optimizer.lr", how=number, default=5e-5),
         Row(
-            f"{args}.lr_scheduler_type", "optimizer.schedule", "their default is linear, ours "
-                                                               "constant",
-            choose({"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}),
+            f"{args}.lr_scheduler_type",
+            "optimizer.schedule",
+            "their default is linear, ours constant",
+            choose(
+                {
+                    "linear": "linear",
+                    "cosine": "cosine",
+                    "constant": "constant",
+                    "constant_with_warmup": "constant",
+                }
+            ),
             default="linear",
         ),
         Row(f"{args}.weight_decay", "optimizer.weight_decay", "on matrices only", number),
-        Row(f"{args}.adam_beta1", "optimizer.betas", how=shared.betas(f"{args}.adam_beta1", f"{args}.adam_beta2"), default=0.9),
         Row(
-            f"{args}.adam_beta2", "optimizer.betas", how=shared.betas(f"{args}.adam_beta1", f"{args}.adam_beta2"),
+            f"{args}.adam_beta1",
+            "optimizer.betas",
+            how=shared.betas(f"{args}.adam_beta1", f"{args}.adam_beta2"),
+            default=0.9,
+        ),
+        Row(
+            f"{args}.adam_beta2",
+            "optimizer.betas",
+            how=shared.betas(f"{args}.adam_beta1", f"{args}.adam_beta2"),
             default=0.999,
         ),
         Row(f"{args}.warmup_steps", "optimizer.warmup_steps", how=whole),
@@ -54,50 +69,84 @@ def _train(role: str) -> tuple[Row, ...]:
         Row(f"{args}.num_train_epochs", note=shared.EPOCHS),
         Row(f"{model}.model_name_or_path", "model.path"),
         Row(
-            f"{model}.disable_gradient_checkpointing", "learner.activation_checkpointing",
-            how=to.checkpointing(role), default=False,
+            f"{model}.disable_gradient_checkpointing",
+            "learner.activation_checkpointing",
+            how=to.checkpointing(role),
+            default=False,
         ),
         Row(
-            f"{role}.strategy_args.strategy_config.recompute_granularity", "learner.recompute",
+            f"{role}.strategy_args.strategy_config.recompute_granularity",
+            "learner.recompute",
             how=choose({"full": "full", "selective": "attention"}),
         ),
-        Row(f"{role}.strategy_args.strategy_config.use_distributed_optimizer", "learner.distributed_optimizer", how=flag),
-        Row(f"{role}.strategy_args.strategy_config.sequence_parallel", "learner.sequence_parallel", how=flag),
-        Row(f"{role}.strategy_args.strategy_name", "learner", how=to.learner(role), default="fsdp2_train"),
+        Row(
+            f"{role}.strategy_args.strategy_config.use_distributed_optimizer",
+            "learner.distributed_optimizer",
+            how=flag,
+        ),
+        Row(
+            f"{role}.strategy_args.strategy_config.sequence_parallel",
+            "learner.sequence_parallel",
+            how=flag,
+        ),
+        Row(
+            f"{role}.strategy_args.strategy_name",
+            "learner",
+            how=to.learner(role),
+            default="fsdp2_train",
+        ),
         Row(f"{model}.lora_target", "lora.target_modules", how=to.lora(role, to.targets)),
         Row(f"{model}.lora_rank", "lora.rank", how=to.lora(role, whole), default=8),
         Row(f"{model}.lora_alpha", "lora.alpha", how=to.lora(role, real)),
         Row(f"{model}.lora_dropout", "lora.dropout", how=to.lora(role, number)),
         *within(
-            f"{role}.strategy_args.strategy_name", f"{role}.device_mapping", f"{role}.strategy_args.strategy_config.*_size",
+            f"{role}.strategy_args.strategy_name",
+            f"{role}.device_mapping",
+            f"{role}.strategy_args.strategy_config.*_size",
             f"{model}.ulysses_size",
         ),
         *nothing("a switch of their engine, which the learner has not", f"{role}.strategy_args.*"),
         *idle(
-            shared.MICRO, f"{role}.infer_batch_size", f"{role}.use_dynamic_batching_*", f"{role}.max_tokens_per_microbatch_*",
+            shared.MICRO,
+            f"{role}.infer_batch_size",
+            f"{role}.use_dynamic_batching_*",
+            f"{role}.max_tokens_per_microbatch_*",
         ),
         *idle(shared.PACKED, f"{role}.use_sequence_packing", f"{role}.sequence_packing_args.*"),
         *nothing(shared.FLOAT32, f"{model}.dtype"),
         *nothing(shared.NUMERICS, f"{model}.*", f"{args}.*", f"{role}.*"),
         *nothing(shared.LOADER, f"{role}.data_args.*"),
-    )  # fmt: skip
+    )
 
 
 COMMON = (
     *nothing(shared.BASE, "--config*"),
-    *nothing("a teacher is algorithm.teacher, of a stage of its own (docs/algorithms)", "teacher.*", "student_*"),
     *nothing(
-        "a value of the file's own, which its other keys refer to", "lora_rank", "lora_alpha", "lora_target",
+        "a teacher is algorithm.teacher, of a stage of its own (docs/algorithms)",
+        "teacher.*",
+        "student_*",
+    ),
+    *nothing(
+        "a value of the file's own, which its other keys refer to",
+        "lora_rank",
+        "lora_alpha",
+        "lora_target",
         "max_actions_per_traj",
     ),
-    *nothing("an agent from outside talks to the proxy (docs/environments.md)", "agent_*", "*_agent_*", "env_manager_cls"),
+    *nothing(
+        "an agent from outside talks to the proxy (docs/environments.md)",
+        "agent_*",
+        "*_agent_*",
+        "env_manager_cls",
+    ),
     Row("pretrain", "model.path"),
     Row("exp_name", "name", how=shared.run_name),
     Row("seed", "seed", how=whole, default=42),
     Row("max_steps", "steps", how=whole, default=500),
     Row("save_steps", "checkpoint.every", how=whole, default=50),
     Row(
-        "max_ckpt_to_keep", "checkpoint.keep",
+        "max_ckpt_to_keep",
+        "checkpoint.keep",
         how=to.kept,
     ),
     Row("eval_steps", "evaluation.every", EVERY, at_least_0, default=10),
@@ -105,50 +154,91 @@ COMMON = (
     Row("track_with", "logging.sinks", how=to.tracker),
     *nothing("a tracker's keys are those of logging.sinks", "tracker_kwargs.*"),
     *nothing(
-        "a run has a directory of its own, with checkpoints, logs and metrics in it: run_dir", "output_dir", "logging_dir",
-        "checkpoint_config.*", "base_dir", "rollout_dump_dir", "*_dir",
+        "a run has a directory of its own, with checkpoints, logs and metrics in it: run_dir",
+        "output_dir",
+        "logging_dir",
+        "checkpoint_config.*",
+        "base_dir",
+        "rollout_dump_dir",
+        "*_dir",
     ),
     *idle("every step is logged", "logging_steps"),
     *nothing("a run goes on by `ratchet train --resume RUN`", "resume_from_checkpoint"),
-    *nothing("set tokenizer.template, or the model's own counts", "global_template", "tag_to_template.*"),
     *nothing(
-        "accelerators are shared out by learner, generator and cluster", "num_gpus_per_node", "num_nodes", "is_offload_states",
+        "set tokenizer.template, or the model's own counts", "global_template", "tag_to_template.*"
+    ),
+    *nothing(
+        "accelerators are shared out by learner, generator and cluster",
+        "num_gpus_per_node",
+        "num_nodes",
+        "is_offload_states",
         "model_update_buffer_size_mb",
     ),
     *nothing(
-        "the environment of the process is set before `ratchet train`", "system_envs.*", "rpc_timeout", "local_rank",
+        "the environment of the process is set before `ratchet train`",
+        "system_envs.*",
+        "rpc_timeout",
+        "local_rank",
         "model_download_type",
     ),
-    *nothing("what is held out is environment.test and evaluation here", "validation.*", "val_batch_size", "val_*"),
+    *nothing(
+        "what is held out is environment.test and evaluation here",
+        "validation.*",
+        "val_batch_size",
+        "val_*",
+    ),
     *nothing("the reference is the model at the stage's start", "reference.*", "enable_reference"),
     *nothing("`ratchet train --profile N`", "profiler_*", "length_profiler_dir"),
     *nothing("read by the launcher there", "hydra.*", "defaults"),
-)  # fmt: skip
+)
 
 RLVR = (
     Row("adv_estimator", "algorithm.kind", how=to.estimator, default="gae"),
     Row("rollout_batch_size", "batch_size", how=whole, default=128),
     Row("num_return_sequences_in_group", "algorithm.group_size", how=whole, default=1),
-    Row("actor_train.training_args.per_device_train_batch_size", "algorithm.minibatches", COUNTED, to.minibatches, default=8),
-    Row("actor_train.training_args.gradient_accumulation_steps", "algorithm.minibatches", COUNTED, to.minibatches, default=1),
+    Row(
+        "actor_train.training_args.per_device_train_batch_size",
+        "algorithm.minibatches",
+        COUNTED,
+        to.minibatches,
+        default=8,
+    ),
+    Row(
+        "actor_train.training_args.gradient_accumulation_steps",
+        "algorithm.minibatches",
+        COUNTED,
+        to.minibatches,
+        default=1,
+    ),
     Row("ppo_epochs", "algorithm.epochs", how=whole),
     Row("response_length", within="actor_infer.generating_args.max_new_tokens"),
-    Row("actor_infer.generating_args.max_new_tokens", "sampling.max_new_tokens", how=to.longest, default=8192),
+    Row(
+        "actor_infer.generating_args.max_new_tokens",
+        "sampling.max_new_tokens",
+        how=to.longest,
+        default=8192,
+    ),
     Row("sequence_length", within="actor_infer.generating_args.max_new_tokens"),
     Row("prompt_length", within="actor_infer.generating_args.max_new_tokens", default=1024),
     Row(
-        "actor_infer.generating_args.temperature", "sampling.temperature", how=real,
+        "actor_infer.generating_args.temperature",
+        "sampling.temperature",
+        how=real,
         default=0.95,
     ),
     Row(
-        "actor_infer.generating_args.top_p", "sampling.top_p", "there the learner's probabilities "
-                                                               "are not cut alike",
-        number, default=0.7,
+        "actor_infer.generating_args.top_p",
+        "sampling.top_p",
+        "there the learner's probabilities are not cut alike",
+        number,
+        default=0.7,
     ),
     Row(
-        "actor_infer.generating_args.top_k", "sampling.top_k", "there the learner's probabilities "
-                                                               "are not cut alike",
-        at_least_0, default=50,
+        "actor_infer.generating_args.top_k",
+        "sampling.top_k",
+        "there the learner's probabilities are not cut alike",
+        at_least_0,
+        default=50,
     ),
     Row("actor_infer.generating_args.stop_strings", "sampling.stop"),
     Row("pg_clip", "algorithm.loss", how=to.clip, default=0.2),
@@ -164,20 +254,24 @@ RLVR = (
     Row("whiten_advantages", "algorithm.whiten", how=flag),
     Row("advantage_clip", "algorithm.advantage_clip", how=real),
     Row(
-        "reward_clip", "algorithm.shaping", "rewards are kept within it on both sides, before "
-                                            "anything else",
+        "reward_clip",
+        "algorithm.shaping",
+        "rewards are kept within it on both sides, before anything else",
         to.clipped_reward,
     ),
     Row(
-        "value_clip", "algorithm.critic.value_clip",
+        "value_clip",
+        "algorithm.critic.value_clip",
         how=when(lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"),
     ),
     Row(
-        "critic_warmup", "algorithm.critic.warmup_steps",
+        "critic_warmup",
+        "algorithm.critic.warmup_steps",
         how=when(lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"),
     ),
     Row(
-        "critic.training_args.learning_rate", "algorithm.critic.lr",
+        "critic.training_args.learning_rate",
+        "algorithm.critic.lr",
         how=when(lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"),
     ),
     *nothing("the critic is a copy of the policy with a scalar head", "critic.*"),
@@ -187,87 +281,145 @@ RLVR = (
     Row("init_kl_coef", within="add_token_level_kl", default=0.2),
     Row("target_kl", within="add_token_level_kl"),
     *nothing(
-        "the penalty in the reward is k1, and algorithm.kl.rate is the speed of its adaptation", "kl_horizon", "kl_penalty",
+        "the penalty in the reward is k1, and algorithm.kl.rate is the speed of its adaptation",
+        "kl_horizon",
+        "kl_penalty",
     ),
     Row("entropy_loss_coef", "algorithm.entropy_coef", how=real),
     Row(
-        "postive_loss_coef", "algorithm.positive_nll_coef", "the likelihood of answers that earned "
-                                                            "more than 0",
+        "postive_loss_coef",
+        "algorithm.positive_nll_coef",
+        "the likelihood of answers that earned more than 0",
         real,
     ),
     Row(
-        "positive_loss_coef", "algorithm.positive_nll_coef", "the likelihood of answers that "
-                                                             "earned more than 0",
+        "positive_loss_coef",
+        "algorithm.positive_nll_coef",
+        "the likelihood of answers that earned more than 0",
         real,
     ),
     Row(
-        "max_len_mask", "algorithm.truncated", "drop: answers that were cut off count in the "
-                                               "statistics, and don't train",
+        "max_len_mask",
+        "algorithm.truncated",
+        "drop: answers that were cut off count in the statistics, and don't train",
         choose({True: "drop", False: "keep"}),
     ),
     Row("async_generation_ratio", "rollouts.max_staleness", how=to.ahead),
     Row("max_running_requests", note="generator.max_running bounds requests of one engine"),
-    Row("train_infer_correction.is_weight.enabled", "algorithm.correction.weight", how=to.correction),
-    Row("train_infer_correction.is_weight.weight_type", within="train_infer_correction.is_weight.enabled", default="token"),
-    Row("train_infer_correction.is_weight.upper_bound", within="train_infer_correction.is_weight.enabled", default=1.2),
+    Row(
+        "train_infer_correction.is_weight.enabled", "algorithm.correction.weight", how=to.correction
+    ),
+    Row(
+        "train_infer_correction.is_weight.weight_type",
+        within="train_infer_correction.is_weight.enabled",
+        default="token",
+    ),
+    Row(
+        "train_infer_correction.is_weight.upper_bound",
+        within="train_infer_correction.is_weight.enabled",
+        default=1.2,
+    ),
     Row("train_infer_correction.filters", "algorithm.correction.mask", how=to.filters),
-    *nothing("algorithm.correction has one weight and one mask, both without gradients", "train_infer_correction.*"),
+    *nothing(
+        "algorithm.correction has one weight and one mask, both without gradients",
+        "train_infer_correction.*",
+    ),
     Row("actor_train.data_args.file_name", "environment.train", how=to.files),
     Row("validation.data_args.file_name", "environment.test", how=shared.listed),
-    Row("actor_train.data_args.domain_interleave_probs.*", note="environment.kind=mixture has "
-                                                                "parts with weights"),
+    Row(
+        "actor_train.data_args.domain_interleave_probs.*",
+        note="environment.kind=mixture has parts with weights",
+    ),
     Row("actor_infer.strategy_args.strategy_name", "generator", how=to.generator_of),
     Row("train_env_manager.num_env_groups", "batch_size", "groups of attempts at one task", whole),
     Row("train_env_manager.group_size", "algorithm.group_size", how=whole),
     *nothing(
         "an environment of many turns is chosen by environment.kind, by its path where it is yours "
         "(docs/environments.md)",
-        "train_env_manager.*", "val_env_manager.*", "custom_envs.*", "max_tokens_per_step", "default_history_length",
+        "train_env_manager.*",
+        "val_env_manager.*",
+        "custom_envs.*",
+        "max_tokens_per_step",
+        "default_history_length",
     ),
-    *nothing("advantage gigpo has gamma and step_weight", "episode_reward_weight", "step_reward_weight"),
-    *nothing("groups are whole whatever they hold: no row is copied or left out to fill a batch", "batch_adjust_mode"),
+    *nothing(
+        "advantage gigpo has gamma and step_weight", "episode_reward_weight", "step_reward_weight"
+    ),
+    *nothing(
+        "groups are whole whatever they hold: no row is copied or left out to fill a batch",
+        "batch_adjust_mode",
+    ),
     Row("rewards.*.worker_cls", "rewards", how=to.rewards),
     Row("rewards.*.tag_included", within="rewards.*.worker_cls"),
-    *nothing("a reward's own keys are in docs/rewards.md; it runs in the run's own processes, on "
-             "no accelerator", "rewards.*"),
+    *nothing(
+        "a reward's own keys are in docs/rewards.md; it runs in the run's own processes, on "
+        "no accelerator",
+        "rewards.*",
+    ),
     *idle(shared.CACHE, "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
     *within(
-        "actor_infer.strategy_args.strategy_name", "actor_infer.device_mapping",
+        "actor_infer.strategy_args.strategy_name",
+        "actor_infer.device_mapping",
         "actor_infer.strategy_args.strategy_config.max_model_len",
         "actor_infer.strategy_args.strategy_config.tensor_parallel_size",
     ),
-    *nothing("vLLM's own ways are set by generator's keys, and nothing else of it", "actor_infer.*"),
-    *nothing("a learned reward is rewards: [{kind: reward_model, path: ...}]", "reward_pretrain", "reward_model.*", "reward.*"),
+    *nothing(
+        "vLLM's own ways are set by generator's keys, and nothing else of it", "actor_infer.*"
+    ),
+    *nothing(
+        "a learned reward is rewards: [{kind: reward_model, path: ...}]",
+        "reward_pretrain",
+        "reward_model.*",
+        "reward.*",
+    ),
     *nothing(
         (
             "prompts of equal rewards are left out by algorithm.equal_rewards=drop or replaced by "
             "rollouts.dynamic_sampling; "
             "difficulty has no weight"
         ),
-        "difficulty_*", "length_loss_weight",
+        "difficulty_*",
+        "length_loss_weight",
     ),
     *nothing(
         "algorithm.shaping has normalise (over the group, the batch or all batches so far), scale "
-        "and clip", "whiten_rewards",
-        "use_reward_*", "add_len_reward", "reward_norm", "reward_normalization.*", "reward_shift", "reward_scale",
+        "and clip",
+        "whiten_rewards",
+        "use_reward_*",
+        "add_len_reward",
+        "reward_norm",
+        "reward_normalization.*",
+        "reward_shift",
+        "reward_scale",
     ),
     *nothing(
         "rollouts has redundant_attempts and redundant_groups; what is under way is the "
         "scheduler's own",
-        "is_use_additional_prompts", "max_additional_running_prompts", "is_num_return_sequences_expand", "generate_opt_level",
+        "is_use_additional_prompts",
+        "max_additional_running_prompts",
+        "is_num_return_sequences_expand",
+        "generate_opt_level",
         "user_defined_rollout_loop_cls",
     ),
     *nothing(
-        "without a counterpart: the answer's end and its length are judged by algorithm.shaping", "error_max_len_*",
-        "mask_type", "l2", "balance_length", "minibatch_data_iter_num",
+        "without a counterpart: the answer's end and its length are judged by algorithm.shaping",
+        "error_max_len_*",
+        "mask_type",
+        "l2",
+        "balance_length",
+        "minibatch_data_iter_num",
     ),
     *nothing(
-        "algorithm.loss.kind chooses among ppo, reinforce, gspo, cispo, topr, gmpo, sapo and kimi", "use_policy_loss_type",
-        "use_topr_*", "rl_loss_coef", "actor_train.pg_variant", "pg_variant",
+        "algorithm.loss.kind chooses among ppo, reinforce, gspo, cispo, topr, gmpo, sapo and kimi",
+        "use_policy_loss_type",
+        "use_topr_*",
+        "rl_loss_coef",
+        "actor_train.pg_variant",
+        "pg_variant",
     ),
     *_train("actor_train"),
     *COMMON,
-)  # fmt: skip
+)
 
 
 def _given(role: str) -> tuple[Row, ...]:
@@ -300,17 +452,23 @@ def _given(role: str) -> tuple[Row, ...]:
 
 DPO = (
     Row("ipo", "algorithm.kind", how=choose({True: "ipo", False: "dpo"})),
-    Row("beta", "algorithm.beta", "taken here; ROLL 0.3 does not hand it to its loss, which has "
-                                  "0.1", real, default=0.1),
     Row(
-        "label_smoothing", "algorithm.label_smoothing", "taken here; ROLL 0.3 does not hand it to "
-                                                        "its loss",
+        "beta",
+        "algorithm.beta",
+        "taken here; ROLL 0.3 does not hand it to its loss, which has 0.1",
+        real,
+        default=0.1,
+    ),
+    Row(
+        "label_smoothing",
+        "algorithm.label_smoothing",
+        "taken here; ROLL 0.3 does not hand it to its loss",
         when(lambda config: not config.flag("ipo"), real, "ipo has none"),
     ),
     Row("chosen_key", "environment.columns", how=to.column("chosen"), default="chosen"),
     Row("rejected_key", "environment.columns", how=to.column("rejected"), default="rejected"),
     *_given("actor_train"),
-)  # fmt: skip
+)
 SFT = (
     Row("prompt_key", "environment.columns", how=to.column("prompt"), default="instruction"),
     Row("response_key", "environment.columns", how=to.column("solution"), default="output"),

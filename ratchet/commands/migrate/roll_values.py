@@ -23,8 +23,8 @@ JUDGES: Mapping[str, Mapping[str, Any]] = {
 
 
 def accelerators(role: str, config: Config) -> int:
-    """Of a role, by its device_mapping, a sum of Python's ranges and lists that is read and not
-    run."""
+    """Return the accelerators of a role, by its device_mapping: a sum of Python's ranges and lists
+    that is read and not run."""
     key = f"{role}.device_mapping"
     mapping = config[key]
     if mapping is None:
@@ -62,7 +62,7 @@ def data_ranks(role: str, config: Config) -> int:
 
 
 def step(role: str, config: Config) -> int:
-    """Rows of an optimizer step."""
+    """Return the rows of an optimizer step."""
     args = f"{role}.training_args"
     rows_of_rank = config.whole(f"{args}.per_device_train_batch_size") * config.whole(
         f"{args}.gradient_accumulation_steps"
@@ -274,7 +274,7 @@ def filters(value: Any, config: Config) -> Any:
 
 
 def rewards(value: Any, config: Config) -> Any:
-    """The rewards of all domains together."""
+    """Return the rewards of all domains together."""
     domains: dict[str, Any] = {}
     unknown: list[str] = []
     for key, path in config.values.items():

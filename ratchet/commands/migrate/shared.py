@@ -1,4 +1,4 @@
-"""What several tables convert alike."""
+"""Conversions that several tables share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def share(value: Any, steps: int | None, rounded: Callable[[float], int]) -> Any
 
 
 def betas(first: str, second: str) -> Any:
-    """Two keys of theirs are one of ours."""
+    """Convert two keys of theirs to one of ours."""
     return lambda value, config: [config.number(first), config.number(second)]
 
 
@@ -81,21 +81,21 @@ def norm(value: Any, config: Config) -> Any:
 
 
 def run_name(value: Any, config: Config) -> str:
-    """As a directory may be called."""
+    """Convert a name to one that a directory may have."""
     return re.sub(r"[^\w.+-]+", "-", str(value)).lstrip("_.+-") or "run"
 
 
 def sinks(value: Any, project: Any) -> Any:
-    """From the names of trackers."""
+    """Convert the names of trackers."""
     names = [value] if isinstance(value, str) else list(value or ())
-    known = [
+    trackers = [
         {"kind": name, **({"project": str(project)} if project and name != "mlflow" else {})}
         for name in names
         if name in TRACKERS
     ]
-    said = "tensorboard" in names or not names or names == ["none"]
-    rest = {"logging.tensorboard": "tensorboard" in names} if said else {}
-    values: dict[str, Any] = {**rest, **({"logging.sinks": known} if known else {})}
+    has_tensorboard = "tensorboard" in names or not names or names == ["none"]
+    rest = {"logging.tensorboard": "tensorboard" in names} if has_tensorboard else {}
+    values: dict[str, Any] = {**rest, **({"logging.sinks": trackers} if trackers else {})}
     others = [
         name
         for name in names
@@ -110,7 +110,7 @@ def sinks(value: Any, project: Any) -> Any:
 
 
 def rows(value: Any, config: Config) -> Any:
-    """Data by the names of files, by a published dataset's, or by an id of the hub."""
+    """Convert data named by files, by a published dataset, or by an id of the hub."""
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if all(FILE.search(name) for name in names):
         return Sets({"environment.train": names})
@@ -122,10 +122,10 @@ def rows(value: Any, config: Config) -> Any:
     ids = {_bare(name): name for name in PRESETS} | {
         _bare(preset.hub): name for name, preset in PRESETS.items()
     }
-    known = ids.get(_bare(names[0]))
-    note = "the preset says what its columns mean (docs/data.md)" if known else ""
+    dataset = ids.get(_bare(names[0]))
+    note = "the preset says what its columns mean (docs/data.md)" if dataset else ""
     return Sets(
-        {"environment.preset": known} if known else {"environment.hub": names[0]},
+        {"environment.preset": dataset} if dataset else {"environment.hub": names[0]},
         "; ".join(filter(None, [note, others])),
     )
 

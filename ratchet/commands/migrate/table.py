@@ -1,4 +1,4 @@
-"""What the tables of peers are made of: a row for each key, and what a row may say of a value."""
+"""The parts of the tables of peers: a row for each key, and what a row may say of a value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Config:
     """A peer's configuration, flat: `values` by dotted key as the file has them, `defaults` as the
     peer would add them.
 
-    `looked_up` receives every key that a conversion asks for.
+    `looked_up` receives every key that a conversion reads.
     """
 
     values: Mapping[str, Any]
@@ -52,7 +52,8 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Sets:
-    """Several keys of a recipe for one of theirs, or a note on this very value."""
+    """The result of a conversion: several keys of a recipe for one of theirs, or a note on this
+    very value."""
 
     values: Mapping[str, Any]
     note: str = ""
@@ -60,14 +61,15 @@ class Sets:
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """This value has no counterpart: why, or what to do."""
+    """The result of a conversion for a value without a counterpart: why, or what to do."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """This value changes nothing: it is off there, or what it says holds here anyway."""
+    """The result of a conversion for a value that changes nothing: it is off there, or holds here
+    anyway."""
 
     why: str
 
@@ -77,13 +79,15 @@ Convert = Callable[[Any, Config], Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`theirs`: a dotted key; `*` in it stands for any characters. `ours`: key of a recipe; ""
-    where there is none, and then `note` says why, or what to do. With both, `note` says what means
+    """A key of a peer.
+
+    `theirs`: a dotted key; `*` in it stands for any characters. `ours`: key of a recipe; "" if
+    there is none, and then `note` says why, or what to do. With both, `note` says what means
     something else here. `how`: the value of `ours` from theirs, or `Sets`, `Without` or `Idle`;
     None: as it is. `within`: their key that is converted together with this one. `default`: theirs
-    where a file says nothing and ours is another. `null`: the value of `ours` where theirs is null;
-    without it a null takes nothing over. `idle`: that there is no counterpart changes no result of
-    the training.
+    if a file is silent and ours differs. `null`: the value of `ours` for a null of theirs; without
+    it a null takes nothing over. `idle`: True if the missing counterpart changes no result of the
+    training.
     """
 
     theirs: str
@@ -98,7 +102,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Method:
-    """One kind of training of a peer. `fixed`: keys of every recipe that comes of it; rows go over
+    """One kind of training of a peer. `fixed`: keys of every recipe that comes of it; rows override
     them."""
 
     fixed: Mapping[str, Any]
@@ -135,8 +139,8 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """`version`: whose keys and defaults these are. `marks`: (prefixes of) keys that no other peer
-    has. `method`: name of the method that a configuration is of; "" where that can't be told.
+    """A library. `version`: whose keys and defaults these are. `marks`: (prefixes of) keys that no
+    other peer has. `method`: returns the name of a configuration's method; "" if it can't be told.
     `dialect`: whose YAML its files are."""
 
     name: str
@@ -154,7 +158,7 @@ class Peer:
 
 
 def choose(choices: Mapping[Any, Any]) -> Convert:
-    """By value; one that is not listed has no counterpart."""
+    """Return a conversion by value; an unlisted value has no counterpart."""
 
     def how(value: Any, config: Config) -> Any:
         if isinstance(next(iter(choices)), bool):
@@ -171,7 +175,7 @@ def choose(choices: Mapping[Any, Any]) -> Convert:
 
 
 def when(condition: Callable[[Config], Any], how: Convert | None, why: str) -> Convert:
-    """`how` where another key makes this one count."""
+    """Return `how` restricted to where another key makes this one count."""
 
     def checked(value: Any, config: Config) -> Any:
         if not condition(config):
@@ -226,12 +230,12 @@ def at_least_0(value: Any, config: Config) -> int:
 
 
 def within(key: str, *keys: str) -> Iterator[Row]:
-    """Rows of keys that the conversion of another one reads."""
+    """Yield rows of keys that the conversion of another one reads."""
     return (Row(name, within=key) for name in keys)
 
 
 def nothing(why: str, *keys: str) -> Iterator[Row]:
-    """Rows of keys without a counterpart, for one reason."""
+    """Yield rows of keys without a counterpart, for one reason."""
     return (Row(key, note=why) for key in keys)
 
 

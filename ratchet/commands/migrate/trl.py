@@ -57,17 +57,25 @@ TRAINING = (
     Row("warmup_ratio", "optimizer.warmup_steps", how=to.warmup),
     Row("weight_decay", "optimizer.weight_decay", "on matrices only", number),
     Row("adam_beta1", "optimizer.betas", how=shared.betas("adam_beta1", "adam_beta2"), default=0.9),
-    Row("adam_beta2", "optimizer.betas", how=shared.betas("adam_beta1", "adam_beta2"), default=0.999),
+    Row(
+        "adam_beta2", "optimizer.betas", how=shared.betas("adam_beta1", "adam_beta2"), default=0.999
+    ),
     Row("adam_epsilon", "optimizer.eps", how=number),
     Row("max_grad_norm", "optimizer.max_grad_norm", how=shared.norm, null=None),
     Row("optim", "optimizer.kind", how=to.optimizer),
     Row("seed", "seed", how=whole, default=42),
     Row("gradient_checkpointing", "learner.activation_checkpointing", how=flag, default=True),
-    Row("save_steps", "checkpoint.every", how=to.every("save_strategy", "checkpoint.every"), default=500),
+    Row(
+        "save_steps",
+        "checkpoint.every",
+        how=to.every("save_strategy", "checkpoint.every"),
+        default=500,
+    ),
     Row("save_total_limit", "checkpoint.keep", how=to.kept),
     Row(
-        "eval_steps", "evaluation.every", "what is evaluated is `evaluation` here: greedy accuracy "
-                                          "on held-out tasks",
+        "eval_steps",
+        "evaluation.every",
+        "what is evaluated is `evaluation` here: greedy accuracy on held-out tasks",
         to.every("eval_strategy", "evaluation.every"),
     ),
     Row("run_name", "name", how=shared.run_name),
@@ -89,59 +97,121 @@ TRAINING = (
     Row("use_peft", within="lora_r"),
     *within("lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_kwargs.*"),
     Row("project", within="report_to"),
-    *nothing(shared.FLOAT32, "dtype", "torch_dtype", "bf16", "fp16", "tf32", "cast_lm_head_to_fp32"),
     *nothing(
-        shared.NUMERICS, "attn_implementation", "use_liger_kernel", "torch_compile*", "activation_offloading",
+        shared.FLOAT32, "dtype", "torch_dtype", "bf16", "fp16", "tf32", "cast_lm_head_to_fp32"
+    ),
+    *nothing(
+        shared.NUMERICS,
+        "attn_implementation",
+        "use_liger_kernel",
+        "torch_compile*",
+        "activation_offloading",
         "gradient_checkpointing_kwargs",
     ),
     *nothing(
-        shared.LOADER, "dataloader_*", "remove_unused_columns", "dataset_num_proc", "dataset_streaming", "shuffle_dataset",
+        shared.LOADER,
+        "dataloader_*",
+        "remove_unused_columns",
+        "dataset_num_proc",
+        "dataset_streaming",
+        "shuffle_dataset",
         "data_seed",
     ),
-    *idle(shared.PACKED, "padding_free", "pad_to_multiple_of", "group_by_length", "pad_token", "packing*", "eval_packing"),
-    *nothing(PLACED, "deepspeed", "fsdp*", "ddp_*", "local_rank", "ds3_gather_for_generation", "accelerator_config", "use_cpu"),
+    *idle(
+        shared.PACKED,
+        "padding_free",
+        "pad_to_multiple_of",
+        "group_by_length",
+        "pad_token",
+        "packing*",
+        "eval_packing",
+    ),
+    *nothing(
+        PLACED,
+        "deepspeed",
+        "fsdp*",
+        "ddp_*",
+        "local_rank",
+        "ds3_gather_for_generation",
+        "accelerator_config",
+        "use_cpu",
+    ),
     *nothing(HUB, "push_to_hub", "hub_*"),
     *idle("every step is logged", "logging_*", "log_*", "num_completions_to_print", "disable_tqdm"),
     *nothing(
-        "is drawn from the held-out tasks: evaluation.tasks says how many", "per_device_eval_batch_size",
-        "eval_accumulation_steps", "num_generations_eval", "eval_on_start", "do_eval",
+        "is drawn from the held-out tasks: evaluation.tasks says how many",
+        "per_device_eval_batch_size",
+        "eval_accumulation_steps",
+        "num_generations_eval",
+        "eval_on_start",
+        "do_eval",
     ),
     *nothing(
-        "a run goes on by `ratchet train --resume RUN`", "resume_from_checkpoint", "overwrite_output_dir", "save_only_model",
+        "a run goes on by `ratchet train --resume RUN`",
+        "resume_from_checkpoint",
+        "overwrite_output_dir",
+        "save_only_model",
         "load_best_model_at_end",
     ),
-    *nothing("chosen by checkpoint.metric and checkpoint.keep_best", "metric_for_best_model", "greater_is_better"),
     *nothing(
-        "8 bits are lora: {base: float8} here, 4 bits nf4, without options of their own", "load_in_8bit", "bnb_*",
+        "chosen by checkpoint.metric and checkpoint.keep_best",
+        "metric_for_best_model",
+        "greater_is_better",
+    ),
+    *nothing(
+        "8 bits are lora: {base: float8} here, 4 bits nf4, without options of their own",
+        "load_in_8bit",
+        "bnb_*",
         "use_bnb_nested_quant",
     ),
     *nothing(
-        "an adapter is the plain one of LoRA (or rslora), on linear maps", "use_dora", "lora_modules_to_save",
-        "lora_target_parameters", "lora_task_type",
+        "an adapter is the plain one of LoRA (or rslora), on linear maps",
+        "use_dora",
+        "lora_modules_to_save",
+        "lora_target_parameters",
+        "lora_task_type",
     ),
     *nothing(
-        "the reference is the model at the stage's start, and stays: an earlier stage can move it", "sync_ref_model",
+        "the reference is the model at the stage's start, and stays: an earlier stage can move it",
+        "sync_ref_model",
         "ref_model_*",
     ),
     *nothing("no dropout acts here but lora.dropout", "disable_dropout"),
     *nothing("set algorithm.router.balance_coef for a mixture of experts", "router_aux_loss_coef"),
     *nothing("model.path is loaded as it stands", "model_init_kwargs"),
-    *nothing("set tokenizer.template to a .jinja file", "chat_template_path", "eos_token", "chat_template_kwargs"),
+    *nothing(
+        "set tokenizer.template to a .jinja file",
+        "chat_template_path",
+        "eos_token",
+        "chat_template_kwargs",
+    ),
     *nothing(
         "evaluation draws answers and judges them, before and after each stage, and every so many "
         "steps",
         "batch_eval_metrics",
-        "bf16_full_eval", "fp16_full_eval", "eval_*", "include_*", "do_train", "do_predict", "prediction_loss_only",
+        "bf16_full_eval",
+        "fp16_full_eval",
+        "eval_*",
+        "include_*",
+        "do_train",
+        "do_predict",
+        "prediction_loss_only",
         "label_names",
     ),
-    *nothing("a micro-batch finds its own size where learner.micro_batch_tokens is auto", "auto_find_batch_size"),
+    *nothing(
+        "a micro-batch finds its own size where learner.micro_batch_tokens is auto",
+        "auto_find_batch_size",
+    ),
     *nothing("sums over tokens are over all ranks, always", "average_tokens_across_devices"),
     *nothing(
-        "all training state is in a checkpoint, and comes back by --resume", "enable_jit_checkpoint", "restore_callback_*",
+        "all training state is in a checkpoint, and comes back by --resume",
+        "enable_jit_checkpoint",
+        "restore_callback_*",
         "save_on_each_node",
     ),
     *nothing(
-        "the loss is that of the algorithm, without noise or smoothing beside it", "label_smoothing_factor",
+        "the loss is that of the algorithm, without noise or smoothing beside it",
+        "label_smoothing_factor",
         "neftune_noise_alpha",
     ),
     *nothing("optimizer has keys of its own", "optim_args", "optim_target_modules"),
@@ -153,14 +223,22 @@ TRAINING = (
     Row("dataset_train_split", "environment.train_split"),
     Row("dataset_test_split", "environment.test_split"),
     *nothing(
-        "environment.kind=mixture mixes several, each with its columns", "datasets", "dataset_text_field", "dataset_kwargs",
-        "ignore_bias_buffers", "test_split_size", "streaming",
+        "environment.kind=mixture mixes several, each with its columns",
+        "datasets",
+        "dataset_text_field",
+        "dataset_kwargs",
+        "ignore_bias_buffers",
+        "test_split_size",
+        "streaming",
     ),
     *nothing(
-        "the library stops where something breaks, and `ratchet doctor` says what is missing", "ignore_data_skip",
-        "skip_memory_metrics", "full_determinism", "torch_empty_cache_steps",
+        "the library stops where something breaks, and `ratchet doctor` says what is missing",
+        "ignore_data_skip",
+        "skip_memory_metrics",
+        "full_determinism",
+        "torch_empty_cache_steps",
     ),
-)  # fmt: skip
+)
 
 
 # --- attempts
@@ -171,11 +249,25 @@ ATTEMPTS = (
     Row("num_generations", "algorithm.group_size", how=whole, default=8),
     Row("per_device_train_batch_size", "batch_size", COUNTED, to.prompts, default=8),
     Row("gradient_accumulation_steps", "batch_size", COUNTED, to.prompts, default=1),
-    Row("generation_batch_size", "algorithm.minibatches, algorithm.minibatches_of", OVER_ALL, to.divided),
-    Row("steps_per_generation", "algorithm.minibatches, algorithm.minibatches_of", COUNTED, to.divided),
+    Row(
+        "generation_batch_size",
+        "algorithm.minibatches, algorithm.minibatches_of",
+        OVER_ALL,
+        to.divided,
+    ),
+    Row(
+        "steps_per_generation",
+        "algorithm.minibatches, algorithm.minibatches_of",
+        COUNTED,
+        to.divided,
+    ),
     Row("num_iterations", "algorithm.epochs", how=whole, default=1),
-    Row("max_steps", "steps", "steps are batches here and optimizer steps there: theirs over "
-                              "minibatches x epochs", to.batches),
+    Row(
+        "max_steps",
+        "steps",
+        "steps are batches here and optimizer steps there: theirs over minibatches x epochs",
+        to.batches,
+    ),
     Row("num_train_epochs", note=shared.EPOCHS, how=to.epochs),
     Row("max_completion_length", "sampling.max_new_tokens", how=whole, default=512),
     Row("temperature", "sampling.temperature", how=number, default=1.0),
@@ -184,21 +276,35 @@ ATTEMPTS = (
     Row("min_p", "sampling.min_p", how=number),
     Row("beta", "algorithm.kl.coef, algorithm.kl.objective", how=to.kl, default=0.0),
     Row("scale_rewards", "algorithm.advantage.scale", how=to.reward_scale, default="group"),
-    Row("delta", note="algorithm.loss.dual_clip bounds negative advantages alone, at any sign "
-                      "theirs: set it if that will do"),
-    Row("mask_truncated_completions", "algorithm.truncated", how=choose({True: "drop", False: "keep"})),
+    Row(
+        "delta",
+        note="algorithm.loss.dual_clip bounds negative advantages alone, at any sign "
+        "theirs: set it if that will do",
+    ),
+    Row(
+        "mask_truncated_completions",
+        "algorithm.truncated",
+        how=choose({True: "drop", False: "keep"}),
+    ),
     Row("entropy_coef", "algorithm.entropy_coef", how=number),
     Row("reward_funcs", "rewards", how=to.rewards),
     Row("use_vllm", "generator.kind, cluster.colocated", how=to.vllm),
     Row(
-        "vllm_tensor_parallel_size", "generator.tensor_parallel",
+        "vllm_tensor_parallel_size",
+        "generator.tensor_parallel",
         how=when(lambda config: config.flag("use_vllm"), whole, "use_vllm is false there"),
     ),
     Row(
-        "vllm_max_model_length", "generator.max_context",
+        "vllm_max_model_length",
+        "generator.max_context",
         how=when(lambda config: config.flag("use_vllm"), whole, "use_vllm is false there"),
     ),
-    Row("vllm_importance_sampling_correction", "algorithm.correction", how=to.correction, default=True),
+    Row(
+        "vllm_importance_sampling_correction",
+        "algorithm.correction",
+        how=to.correction,
+        default=True,
+    ),
     Row("max_tool_calling_iterations", "rollouts.max_turns", how=whole),
     Row("dataset_name", "environment", shared.ROWS, shared.rows),
     Row(
@@ -206,12 +312,21 @@ ATTEMPTS = (
         note="set algorithm.correction.mask: geometric, which masks by the mean ratio of an answer",
     ),
     Row(
-        "multi_objective_aggregation", "algorithm.advantage.kind",
+        "multi_objective_aggregation",
+        "algorithm.advantage.kind",
         how=choose({"normalize_then_sum": "gdpo", "sum_then_normalize": "group_relative"}),
     ),
     Row("use_bias_correction_kl", within="beta", default=True),
-    Row("vllm_importance_sampling_mode", within="vllm_importance_sampling_correction", default="sequence_mask"),
-    Row("vllm_importance_sampling_clip_max", within="vllm_importance_sampling_correction", default=3.0),
+    Row(
+        "vllm_importance_sampling_mode",
+        within="vllm_importance_sampling_correction",
+        default="sequence_mask",
+    ),
+    Row(
+        "vllm_importance_sampling_clip_max",
+        within="vllm_importance_sampling_correction",
+        default=3.0,
+    ),
     *within("vllm_importance_sampling_correction", "vllm_importance_sampling_*"),
     Row("vllm_mode", within="use_vllm", default="colocate"),
     Row("epsilon", within="loss_type", default=0.2),
@@ -219,31 +334,44 @@ ATTEMPTS = (
     Row("sapo_temperature_neg", within="loss_type", default=1.05),
     Row("reward_weights", within="reward_funcs"),
     *nothing(
-        "path of a model with a scalar head goes into rewards: [{kind: reward_model, path: ...}]", "reward_model_name_or_path",
+        "path of a model with a scalar head goes into rewards: [{kind: reward_model, path: ...}]",
+        "reward_model_name_or_path",
     ),
     *within("loss_type", "epsilon_high", "importance_sampling_level"),
     *nothing("algorithm.loss has ppo, gspo, cispo, sapo, gmpo, topr and kimi", "vespo_*"),
     *idle(shared.CACHE, "vllm_gpu_memory_utilization"),
     *nothing(
         "cluster.colocated says whether vLLM shares the accelerator, and vLLM is started by the "
-        "run itself", "vllm_server_*",
-        "vllm_group_port", "vllm_enable_sleep_mode", "vllm_model_impl",
+        "run itself",
+        "vllm_server_*",
+        "vllm_group_port",
+        "vllm_enable_sleep_mode",
+        "vllm_model_impl",
     ),
     *nothing(
-        "samples are drawn from the model's whole distribution, shaped by temperature alone", "repetition_penalty",
-        "generation_kwargs", "vllm_structured_outputs_regex",
+        "samples are drawn from the model's whole distribution, shaped by temperature alone",
+        "repetition_penalty",
+        "generation_kwargs",
+        "vllm_structured_outputs_regex",
     ),
     *nothing(
-        "generator.kind=engine batches continuously and pages its cache", "cache_implementation", "use_transformers_*",
+        "generator.kind=engine batches continuously and pages its cache",
+        "cache_implementation",
+        "use_transformers_*",
         "transformers_continuous_batching_config",
     ),
     *nothing(
-        "the coefficient of entropy is fixed, and all tokens train", "use_adaptive_entropy", "entropy_coef_*",
-        "entropy_target", "top_entropy_quantile",
+        "the coefficient of entropy is fixed, and all tokens train",
+        "use_adaptive_entropy",
+        "entropy_coef_*",
+        "entropy_target",
+        "top_entropy_quantile",
     ),
-    *nothing("a prompt is never cut here: rows that leave no room fail by name", "max_prompt_length"),
+    *nothing(
+        "a prompt is never cut here: rows that leave no room fail by name", "max_prompt_length"
+    ),
     *TRAINING,
-)  # fmt: skip
+)
 
 GIVEN = (
     Row("per_device_train_batch_size", "batch_size", ROWS_COUNTED, to.rows, default=8),
@@ -252,12 +380,15 @@ GIVEN = (
     Row("num_train_epochs", note=shared.EPOCHS, how=to.epochs),
     *nothing(
         "rows are never cut: the model's context is the bound, and a longer row is an error that "
-        "names it", "max_length",
-        "max_prompt_length", "max_completion_length", "truncation_mode",
+        "names it",
+        "max_length",
+        "max_prompt_length",
+        "max_completion_length",
+        "truncation_mode",
     ),
     *nothing("the reference is scored as the batch comes", "precompute_ref_*"),
     *TRAINING,
-)  # fmt: skip
+)
 
 
 PREFERENCES = (
@@ -268,28 +399,34 @@ PREFERENCES = (
     Row("learning_rate", "optimizer.lr", how=number, default=1e-6),
     Row("dataset_name", "environment", shared.PAIRS, shared.rows),
     *nothing(
-        "the divergence of DPO is the reverse KL here", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha",
-        "use_weighting", "discopop_tau",
+        "the divergence of DPO is the reverse KL here",
+        "f_divergence_type",
+        "f_alpha_divergence_coef",
+        "ld_alpha",
+        "use_weighting",
+        "discopop_tau",
     ),
     *GIVEN,
-)  # fmt: skip
+)
 
 SUPERVISED = (
     Row("learning_rate", "optimizer.lr", how=number, default=2e-5),
     Row("dataset_name", "environment", shared.ROWS, shared.rows),
     Row(
-        "assistant_only_loss", "algorithm.train", "only assistant messages ever train here: all of "
-                                                  "them, or the last",
+        "assistant_only_loss",
+        "algorithm.train",
+        "only assistant messages ever train here: all of them, or the last",
         choose({True: "all"}),
     ),
     Row(
-        "completion_only_loss", "algorithm.train", "only assistant messages ever train here: all "
-                                                   "of them, or the last",
+        "completion_only_loss",
+        "algorithm.train",
+        "only assistant messages ever train here: all of them, or the last",
         choose({True: "last"}),
     ),
     Row("loss_type", how=alone("nll", "the loss is the likelihood of the given tokens")),
     *GIVEN,
-)  # fmt: skip
+)
 
 REWARD_MODEL = (
     Row("learning_rate", "optimizer.lr", how=number, default=1e-4),
@@ -307,25 +444,28 @@ KTO = (
     Row("dataset_name", "environment", LABELLED, shared.rows),
     Row("loss_type", how=alone("kto", "the loss is KTO's own")),
     *GIVEN,
-)  # fmt: skip
+)
 
 OTHERWISE = ("loss_type", "num_generations", "beta", "epsilon", "epsilon_high", "scale_rewards")
 RLOO = (
     Row("num_generations", "algorithm.group_size", how=whole, default=2),
     Row(
-        "beta", "algorithm.kl", "a penalty in the reward of each token, as there of the whole "
-                                "answer",
-        to.kl_in_reward, default=0.05,
+        "beta",
+        "algorithm.kl",
+        "a penalty in the reward of each token, as there of the whole answer",
+        to.kl_in_reward,
+        default=0.05,
     ),
     Row("epsilon", "algorithm.loss.clip_low", how=number, default=0.2),
     Row("epsilon_high", "algorithm.loss.clip_high", how=number),
     Row("normalize_advantages", "algorithm.whiten", how=flag),
     Row(
-        "reward_clip_range", "algorithm.shaping",
+        "reward_clip_range",
+        "algorithm.shaping",
         how=to.clipped,
     ),
     *(row for row in ATTEMPTS if row.theirs not in OTHERWISE and row.within != "loss_type"),
-)  # fmt: skip
+)
 
 ROLLOUTS = frozenset(
     {
@@ -355,7 +495,8 @@ OF_SFT = frozenset(
 
 
 def _method(values: Mapping[str, Any]) -> str:
-    """By the keys that one of its configurations alone has; the file doesn't name its class."""
+    """Return the method by the keys that only one configuration class has; the file doesn't name
+    its class."""
     keys = set(values)
     if keys & {"normalize_advantages", "reward_clip_range"}:
         return "RLOOConfig"

@@ -35,7 +35,7 @@ def micro(config: Config) -> int:
 
 
 def answers(config: Config) -> int:
-    """In a generation batch, of one process."""
+    """Return the answers in a generation batch, of one process."""
     if config["generation_batch_size"] is not None:
         return config.whole("generation_batch_size")
     steps = (
@@ -59,7 +59,7 @@ def minibatches(config: Config) -> int:
 
 
 def divided(value: Any, config: Config) -> Sets:
-    """There answers are shuffled before a batch is divided."""
+    """Convert minibatches; answers are shuffled there before a batch is divided."""
     count = minibatches(config)
     return Sets(
         {
@@ -70,7 +70,7 @@ def divided(value: Any, config: Config) -> Sets:
 
 
 def updates(config: Config) -> int:
-    """Optimizer steps a batch."""
+    """Return the optimizer steps of a batch."""
     return minibatches(config) * config.whole("num_iterations") if config["num_generations"] else 1
 
 
@@ -162,8 +162,8 @@ def _options(config: Config) -> Mapping[str, Any]:
 
 
 def _left(options: Mapping[str, Any], taken: str) -> str:
-    left = ", ".join(f"{name}={value}" for name, value in options.items() if name != taken)
-    return f"lr_scheduler_kwargs' {left} has no counterpart" if left else ""
+    unused = ", ".join(f"{name}={value}" for name, value in options.items() if name != taken)
+    return f"lr_scheduler_kwargs' {unused} has no counterpart" if unused else ""
 
 
 def optimizer(value: Any, config: Config) -> Any:
@@ -247,7 +247,7 @@ def reward_scale(value: Any, config: Config) -> Any:
 
 
 def rewards(value: Any, config: Config) -> Any:
-    known: Mapping[str, Any] = {
+    conversions: Mapping[str, Any] = {
         "accuracy_reward": {"kind": "math"},
         "reasoning_accuracy_reward": {"kind": "math", "require_marker": True},
         "think_format_reward": {"kind": "format", "tags": ["think"], "outside": True},
@@ -260,13 +260,15 @@ def rewards(value: Any, config: Config) -> Any:
         else [numbers.real(weight, "reward_weights") for weight in weights_there]
     )
     taken = [
-        {**known[name], "weight": weight}
+        {**conversions[name], "weight": weight}
         for name, weight in zip(value, weights, strict=True)
-        if name in known
+        if name in conversions
     ]
-    left = [name for name in value if name not in known and name != "get_soft_overlong_punishment"]
+    unknown = [
+        name for name in value if name not in conversions and name != "get_soft_overlong_punishment"
+    ]
     values: dict[str, Any] = {"rewards": taken} if taken else {}
-    notes = [f"{', '.join(left)} is left out: {shared.OWN_REWARD}"] if left else []
+    notes = [f"{', '.join(unknown)} is left out: {shared.OWN_REWARD}"] if unknown else []
     if "get_soft_overlong_punishment" in value:
         factor = dict(zip(value, weights, strict=True))["get_soft_overlong_punishment"]
         length = config.whole("max_completion_length")
@@ -279,7 +281,7 @@ def rewards(value: Any, config: Config) -> Any:
         values["algorithm.shaping"] = [penalty]
         notes.append("buffer is 256 here; the file doesn't say what the punishment was made with")
     if not values:
-        return Without(f"{', '.join(left)}: {shared.OWN_REWARD}")
+        return Without(f"{', '.join(unknown)}: {shared.OWN_REWARD}")
     return Sets(values, "; ".join(notes))
 
 

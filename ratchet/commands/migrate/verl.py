@@ -32,7 +32,9 @@ EVERY = "-1 is never there; here 0 is only at the end"
 
 ALGORITHM = (
     Row("algorithm.adv_estimator", "algorithm.kind", how=to.estimator_of, default="gae"),
-    Row(f"{ACTOR}.policy_loss.loss_mode", "algorithm.loss.kind", how=to.loss_mode, default="vanilla"),
+    Row(
+        f"{ACTOR}.policy_loss.loss_mode", "algorithm.loss.kind", how=to.loss_mode, default="vanilla"
+    ),
     Row(f"{ACTOR}.clip_ratio", within=f"{ACTOR}.policy_loss.loss_mode", default=0.2),
     Row(f"{ACTOR}.clip_ratio_low", within=f"{ACTOR}.policy_loss.loss_mode"),
     Row(f"{ACTOR}.clip_ratio_high", within=f"{ACTOR}.policy_loss.loss_mode"),
@@ -40,8 +42,14 @@ ALGORITHM = (
     Row(f"{ACTOR}.tau_neg", within=f"{ACTOR}.policy_loss.loss_mode", default=1.05),
     Row(f"{ACTOR}.loss_scale_factor", within=f"{ACTOR}.loss_agg_mode"),
     Row(
-        f"{ACTOR}.clip_ratio_c", "algorithm.loss.dual_clip", DUAL,
-        when(lambda config: config[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla", number, "acts on loss_mode vanilla alone"),
+        f"{ACTOR}.clip_ratio_c",
+        "algorithm.loss.dual_clip",
+        DUAL,
+        when(
+            lambda config: config[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla",
+            number,
+            "acts on loss_mode vanilla alone",
+        ),
         default=3.0,
     ),
     Row(f"{ACTOR}.loss_agg_mode", "algorithm.weighting", how=to.aggregation, default="token-mean"),
@@ -52,15 +60,20 @@ ALGORITHM = (
     Row(f"{ACTOR}.ppo_mini_batch_size", "algorithm.minibatches", how=to.minibatches, default=256),
     Row(f"{ACTOR}.ppo_epochs", "algorithm.epochs", how=whole, default=1),
     Row(
-        "algorithm.gamma", "algorithm.advantage.gamma",
-        how=when(to.ppo, real, "read by gae alone"), default=1.0,
-    ),
-    Row(
-        "algorithm.lam", "algorithm.advantage.lam", how=when(to.ppo, real, "read by gae alone"),
+        "algorithm.gamma",
+        "algorithm.advantage.gamma",
+        how=when(to.ppo, real, "read by gae alone"),
         default=1.0,
     ),
     Row(
-        "algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage.scale",
+        "algorithm.lam",
+        "algorithm.advantage.lam",
+        how=when(to.ppo, real, "read by gae alone"),
+        default=1.0,
+    ),
+    Row(
+        "algorithm.norm_adv_by_std_in_grpo",
+        "algorithm.advantage.scale",
         how=when(to.grpo, choose({True: "std", False: "none"}), "read by grpo alone"),
     ),
     Row("algorithm.use_kl_in_reward", "algorithm.kl", how=to.kl_reward, default=False),
@@ -71,32 +84,47 @@ ALGORITHM = (
     Row(
         "algorithm.kl_penalty",
         note="the penalty in the reward is k1, whose gradient alone is a divergence's "
-             "(algorithm.kl.place)",
+        "(algorithm.kl.place)",
     ),
     Row(
-        "algorithm.filter_groups.enable", "rollouts.dynamic_sampling",
-        "groups of equal rewards are replaced; there by the metric of filter_groups.metric", flag,
+        "algorithm.filter_groups.enable",
+        "rollouts.dynamic_sampling",
+        "groups of equal rewards are replaced; there by the metric of filter_groups.metric",
+        flag,
     ),
     Row(
-        "algorithm.filter_groups.max_num_gen_batches", "rollouts.max_replaced",
+        "algorithm.filter_groups.max_num_gen_batches",
+        "rollouts.max_replaced",
         "groups replaced a step over batch_size; then they stay, where there the run stops",
-        when(lambda config: config.flag("algorithm.filter_groups.enable"), to.replaced, "off there"),
+        when(
+            lambda config: config.flag("algorithm.filter_groups.enable"), to.replaced, "off there"
+        ),
     ),
     Row(f"{CORRECTION}.rollout_is", "algorithm.correction.weight", how=to.weight),
     Row(f"{CORRECTION}.rollout_is_threshold", within=f"{CORRECTION}.rollout_is", default=2.0),
     Row(f"{CORRECTION}.rollout_rs", "algorithm.correction.mask", how=to.mask),
-    *within(f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold", f"{CORRECTION}.rollout_rs_threshold_lower"),
+    *within(
+        f"{CORRECTION}.rollout_rs",
+        f"{CORRECTION}.rollout_rs_threshold",
+        f"{CORRECTION}.rollout_rs_threshold_lower",
+    ),
     Row(
         f"{CORRECTION}.bypass_mode",
         note="the old policy's probabilities are computed here, and the correction is apart from "
-             "the clip (decoupled)",
+        "the clip (decoupled)",
     ),
-    *nothing("algorithm.correction has a weight and a mask, each with bounds, and nothing else", f"{CORRECTION}.*"),
+    *nothing(
+        "algorithm.correction has a weight and a mask, each with bounds, and nothing else",
+        f"{CORRECTION}.*",
+    ),
     *(
         row
         for section, length in (
             ("reward_model.overlong_buffer", "reward_model.overlong_buffer.max_resp_len"),
-            ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.reward_kwargs.max_resp_len"),
+            (
+                "reward_model.reward_kwargs.overlong_buffer_cfg",
+                "reward_model.reward_kwargs.max_resp_len",
+            ),
             ("reward.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.max_resp_len"),
         )
         for row in (
@@ -105,22 +133,36 @@ ALGORITHM = (
             *within(f"{section}.enable", f"{section}.len", f"{section}.penalty_factor", length),
         )
     ),
-    Row("critic.optim.lr", "algorithm.critic.lr", how=when(to.ppo, number, "only gae has a critic"), default=1e-5),
     Row(
-        "critic.cliprange_value", "algorithm.critic.value_clip", how=when(to.ppo, number, "only gae has a critic"),
+        "critic.optim.lr",
+        "algorithm.critic.lr",
+        how=when(to.ppo, number, "only gae has a critic"),
+        default=1e-5,
+    ),
+    Row(
+        "critic.cliprange_value",
+        "algorithm.critic.value_clip",
+        how=when(to.ppo, number, "only gae has a critic"),
         default=0.5,
     ),
-    Row("trainer.critic_warmup", "algorithm.critic.warmup_steps", how=when(to.ppo, whole, "only gae has a critic")),
+    Row(
+        "trainer.critic_warmup",
+        "algorithm.critic.warmup_steps",
+        how=when(to.ppo, whole, "only gae has a critic"),
+    ),
     *nothing(
         "the critic is a copy of the policy with a scalar head, and shares its batches and "
         "optimizer but for its rate",
         "critic.*",
     ),
     *nothing(
-        "algorithm.loss has none of these", f"{ACTOR}.policy_loss.*", "algorithm.use_pf_ppo", "algorithm.pf_ppo.*",
+        "algorithm.loss has none of these",
+        f"{ACTOR}.policy_loss.*",
+        "algorithm.use_pf_ppo",
+        "algorithm.pf_ppo.*",
         "algorithm.filter_groups.metric",
     ),
-)  # fmt: skip
+)
 
 RUN = (
     Row("data.train_batch_size", "batch_size", how=whole, default=1024),
@@ -133,20 +175,28 @@ RUN = (
     Row("data.val_files", "environment.test", how=shared.listed),
     Row(f"{MODEL}.path", "model.path", how=shared.model),
     Row(f"{MODEL}.trust_remote_code", "model.trust_remote_code", how=flag),
-    Row(f"{MODEL}.custom_chat_template", "tokenizer.template", "the path of a .jinja file here", shared.template),
     Row(
-        f"{MODEL}.enable_gradient_checkpointing", "learner.activation_checkpointing",
+        f"{MODEL}.custom_chat_template",
+        "tokenizer.template",
+        "the path of a .jinja file here",
+        shared.template,
+    ),
+    Row(
+        f"{MODEL}.enable_gradient_checkpointing",
+        "learner.activation_checkpointing",
         how=when(to.no_megatron, flag, "learner.recompute is attention or full with megatron"),
         default=True,
     ),
     Row(f"{MODEL}.lora_rank", "lora.rank", how=positive("0 there: no adapter")),
     Row(
-        f"{MODEL}.lora_alpha", "lora.alpha",
+        f"{MODEL}.lora_alpha",
+        "lora.alpha",
         how=when(to.lora, real, "lora_rank is 0 there"),
         default=16,
     ),
     Row(
-        f"{MODEL}.target_modules", "lora.target_modules",
+        f"{MODEL}.target_modules",
+        "lora.target_modules",
         how=when(to.lora, None, "lora_rank is 0 there"),
     ),
     Row(f"{ACTOR}.optim.lr", "optimizer.lr", how=number, default=1e-6),
@@ -157,39 +207,59 @@ RUN = (
     Row(f"{ACTOR}.optim.min_lr_ratio", "optimizer.min_lr_ratio", how=number),
     Row(f"{ACTOR}.optim.num_cycles", within=f"{ACTOR}.optim.lr_scheduler_type"),
     Row(f"{ACTOR}.optim.betas", "optimizer.betas", how=to.betas, default=[0.9, 0.999]),
-    Row(f"{ACTOR}.optim.weight_decay", "optimizer.weight_decay", "on matrices only", number, default=0.01),
+    Row(
+        f"{ACTOR}.optim.weight_decay",
+        "optimizer.weight_decay",
+        "on matrices only",
+        number,
+        default=0.01,
+    ),
     Row(f"{ACTOR}.grad_clip", "optimizer.max_grad_norm", how=number),
     Row("trainer.total_training_steps", "steps", how=whole),
     Row("trainer.total_epochs", note=shared.EPOCHS),
     Row("trainer.save_freq", "checkpoint.every", EVERY, at_least_0, default=-1),
     Row("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", how=whole),
     Row(
-        "trainer.test_freq", "evaluation.every", "greedy accuracy on evaluation.tasks held-out "
-                                                 f"tasks; {EVERY}",
-        at_least_0, default=-1,
+        "trainer.test_freq",
+        "evaluation.every",
+        f"greedy accuracy on evaluation.tasks held-out tasks; {EVERY}",
+        at_least_0,
+        default=-1,
     ),
     Row(
-        f"{ROLLOUT}.val_kwargs.n", "evaluation.samples", "sampled attempts beside the greedy one",
+        f"{ROLLOUT}.val_kwargs.n",
+        "evaluation.samples",
+        "sampled attempts beside the greedy one",
         to.samples,
     ),
     Row(
-        f"{ROLLOUT}.val_kwargs.temperature", "evaluation.temperature",
+        f"{ROLLOUT}.val_kwargs.temperature",
+        "evaluation.temperature",
         how=to.evaluated,
     ),
     Row("trainer.experiment_name", "name", how=shared.run_name),
-    Row("trainer.logger", "logging.sinks", how=lambda value, config: shared.sinks(value, config["trainer.project_name"])),
+    Row(
+        "trainer.logger",
+        "logging.sinks",
+        how=lambda value, config: shared.sinks(value, config["trainer.project_name"]),
+    ),
     Row("trainer.default_local_dir", "run_dir", how=shared.model),
     Row("data.seed", "seed", how=whole),
     Row("data.prompt_key", within="data.train_files", default="prompt"),
     Row(f"{ACTOR}.strategy", "learner", how=to.learner, default="fsdp"),
     Row(
-        f"{ACTOR}.fsdp_config.param_offload", "learner.cpu_offload",
+        f"{ACTOR}.fsdp_config.param_offload",
+        "learner.cpu_offload",
         how=when(to.spread, flag, "learner.kind=dtensor alone has cpu_offload"),
     ),
     Row(
-        f"{ACTOR}.ppo_max_token_len_per_gpu", "learner.micro_batch_tokens",
-        how=when(lambda config: config.flag(f"{ACTOR}.use_dynamic_bsz"), whole, "use_dynamic_bsz "
-                                                                                "is false there"),
+        f"{ACTOR}.ppo_max_token_len_per_gpu",
+        "learner.micro_batch_tokens",
+        how=when(
+            lambda config: config.flag(f"{ACTOR}.use_dynamic_bsz"),
+            whole,
+            "use_dynamic_bsz is false there",
+        ),
     ),
     Row(f"{ROLLOUT}.name", "generator", how=to.generator, default="vllm"),
     Row(f"{ROLLOUT}.tensor_model_parallel_size", within=f"{ROLLOUT}.name", default=2),
@@ -204,64 +274,106 @@ RUN = (
     *nothing(shared.OWN_REWARD, "custom_reward_function.*", "reward.custom_reward_function.*"),
     *nothing(
         "rewards are chosen by kind here; the recipe has math, which judges what verl's own do for "
-        "maths", "reward_model.*",
-        "reward.*", "reward_manager.*", "data.reward_fn_key",
+        "maths",
+        "reward_model.*",
+        "reward.*",
+        "reward_manager.*",
+        "data.reward_fn_key",
     ),
-)  # fmt: skip
+)
 
 REST = (
     *nothing(shared.BASE, "--config*", "*@*"),
-    *nothing("a teacher is algorithm.teacher, of a stage of its own (docs/algorithms)", "distillation.*"),
-    *nothing("rollouts has max_staleness, order and its own scheduler", "async_training.*", "rollout.*", "skip.*"),
+    *nothing(
+        "a teacher is algorithm.teacher, of a stage of its own (docs/algorithms)", "distillation.*"
+    ),
+    *nothing(
+        "rollouts has max_staleness, order and its own scheduler",
+        "async_training.*",
+        "rollout.*",
+        "skip.*",
+    ),
     *nothing("programs run in the sandbox that is built in (docs/sandbox.md)", "sandbox_fusion.*"),
-    *nothing("groups are replaced one by one here", "algorithm.filter_groups.max_inflight_gen_batches"),
-    *nothing("gdpo takes all named parts of a reward, and rewards have weights", "algorithm.gdpo_reward_keys"),
+    *nothing(
+        "groups are replaced one by one here", "algorithm.filter_groups.max_inflight_gen_batches"
+    ),
+    *nothing(
+        "gdpo takes all named parts of a reward, and rewards have weights",
+        "algorithm.gdpo_reward_keys",
+    ),
     Row("model_engine", within=f"{ACTOR}.strategy"),
     *within(f"{ROLLOUT}.name", f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.max_num_seqs"),
     Row(f"{ACTOR}.use_dynamic_bsz", within=f"{ACTOR}.ppo_max_token_len_per_gpu"),
     *idle(
-        shared.MICRO, f"{ACTOR}.ppo_micro_batch_size*", f"{ROLLOUT}.log_prob_*",
+        shared.MICRO,
+        f"{ACTOR}.ppo_micro_batch_size*",
+        f"{ROLLOUT}.log_prob_*",
         f"{ARR}.ref.log_prob_*",
     ),
     *idle(shared.CACHE, f"{ROLLOUT}.gpu_memory_utilization"),
     *nothing(shared.FLOAT32, f"{ROLLOUT}.dtype", f"{ACTOR}.fsdp_config.model_dtype"),
     *idle(shared.PACKED, f"{MODEL}.use_remove_padding", "critic.model.use_remove_padding"),
-    *nothing(shared.NUMERICS, f"{MODEL}.*", f"{ACTOR}.use_torch_compile", f"{ACTOR}.entropy_*", f"{ACTOR}.use_fused_kernels"),
+    *nothing(
+        shared.NUMERICS,
+        f"{MODEL}.*",
+        f"{ACTOR}.use_torch_compile",
+        f"{ACTOR}.entropy_*",
+        f"{ACTOR}.use_fused_kernels",
+    ),
     *within(f"{ACTOR}.strategy", f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.megatron.*"),
     *nothing("the learner and its checkpoints have no such switch", f"{ACTOR}.*"),
-    *nothing("the reference is the model at the stage's start, held like the learner's", f"{ARR}.ref.*"),
+    *nothing(
+        "the reference is the model at the stage's start, held like the learner's", f"{ARR}.ref.*"
+    ),
     *nothing(
         "an environment of many turns is chosen by environment.kind, with tools of its own "
         "(docs/environments.md)",
-        f"{ROLLOUT}.multi_turn.*", f"{ROLLOUT}.agent.*",
+        f"{ROLLOUT}.multi_turn.*",
+        f"{ROLLOUT}.agent.*",
     ),
     *nothing(
-        "sampling.max_new_tokens bounds an answer, and nothing else does", f"{ROLLOUT}.prompt_length",
+        "sampling.max_new_tokens bounds an answer, and nothing else does",
+        f"{ROLLOUT}.prompt_length",
         f"{ROLLOUT}.response_length",
     ),
     *nothing(
-        "vLLM's own ways are set by generator's keys, and nothing else of it", f"{ROLLOUT}.*", f"{ARR}.hybrid_engine",
+        "vLLM's own ways are set by generator's keys, and nothing else of it",
+        f"{ROLLOUT}.*",
+        f"{ARR}.hybrid_engine",
         f"{ARR}.nccl_timeout",
     ),
     *nothing(
-        "a prompt is never cut here: rows that leave no room fail by name", "data.max_prompt_length", "data.truncation",
+        "a prompt is never cut here: rows that leave no room fail by name",
+        "data.max_prompt_length",
+        "data.truncation",
         "data.filter_overlong_prompts*",
     ),
     *nothing(shared.LOADER, "data.*"),
     *nothing(
-        "a run goes on by `ratchet train --resume RUN`", "trainer.resume_*", "trainer.del_local_ckpt_after_load",
+        "a run goes on by `ratchet train --resume RUN`",
+        "trainer.resume_*",
+        "trainer.del_local_ckpt_after_load",
         "trainer.default_hdfs_dir",
     ),
     *nothing(
-        "evaluation is before and after each stage; evaluation.tasks: 0 switches it off", "trainer.val_before_train",
-        "trainer.val_only", "trainer.log_val_generations", "trainer.*_data_dir",
+        "evaluation is before and after each stage; evaluation.tasks: 0 switches it off",
+        "trainer.val_before_train",
+        "trainer.val_only",
+        "trainer.log_val_generations",
+        "trainer.*_data_dir",
     ),
     Row("trainer.project_name", within="trainer.logger"),
     *nothing(
-        "done by itself, or said by cluster", "trainer.*", "ray_init.*", "ray_kwargs.*", "global_profiler.*", "hydra.*",
-        "*_target_", "transfer_queue.*",
+        "done by itself, or said by cluster",
+        "trainer.*",
+        "ray_init.*",
+        "ray_kwargs.*",
+        "global_profiler.*",
+        "hydra.*",
+        "*_target_",
+        "transfer_queue.*",
     ),
-)  # fmt: skip
+)
 
 
 def _method(values: Mapping[str, Any]) -> str:

@@ -211,7 +211,7 @@ def engine(config: Config) -> Any:
 
 
 def learner(value: Any, config: Config) -> Any:
-    """By the engine, over all accelerators, as its hybrid engine does."""
+    """Convert the engine, over all accelerators, as verl's hybrid engine uses them."""
     value = engine(config)
     what = "the accelerators over the learner's parallel sizes"
     if value in ("fsdp", "fsdp2"):
@@ -257,9 +257,9 @@ def generator(value: Any, config: Config) -> Any:
     ways = config.whole(f"{ROLLOUT}.tensor_model_parallel_size", 1)
     copies = max(1, gpus(config) // ways)
     keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": ways}
-    for theirs, ours in (("max_model_len", "max_context"), ("max_num_seqs", "max_running")):
-        if config[f"{ROLLOUT}.{theirs}"] is not None:
-            keys[ours] = config.whole(f"{ROLLOUT}.{theirs}")
+    for their_key, ours in (("max_model_len", "max_context"), ("max_num_seqs", "max_running")):
+        if config[f"{ROLLOUT}.{their_key}"] is not None:
+            keys[ours] = config.whole(f"{ROLLOUT}.{their_key}")
     if copies > 1:
         keys = {"kind": "workers", "workers": copies, "of": keys}
     turns = {} if engine(config) == "megatron" else {"cluster.colocated": True}

@@ -30,7 +30,7 @@ FLOAT = "tag:yaml.org,2002:float"
 
 
 class _Yaml(yaml.SafeLoader):
-    """It reads YAML 1.1 without dates, which no key of these libraries holds.
+    """A loader of YAML 1.1 without dates, which no key of these libraries holds.
 
     It counts while it composes: PyYAML takes seconds for a nest of brackets, minutes for a million
     values.
@@ -60,7 +60,8 @@ _Yaml.yaml_implicit_resolvers = {
 
 
 class _OmegaConf(_Yaml):
-    """It adds OmegaConf's floats (omegaconf.readthedocs.io; its YAML loader adds one resolver)."""
+    """A loader with OmegaConf's floats (omegaconf.readthedocs.io; its YAML loader adds one
+    resolver)."""
 
 
 _OmegaConf.add_implicit_resolver(
@@ -73,7 +74,7 @@ LOADERS: dict[Dialect, type[yaml.SafeLoader]] = {"omegaconf": _OmegaConf, "yaml"
 
 @dataclass
 class Reader:
-    """It reads the files of one configuration; its bounds hold for all of them together."""
+    """A reader of the files of one configuration; its bounds hold for all of them together."""
 
     dialect: Dialect
     values: int = 0

@@ -1,5 +1,5 @@
-"""How a stage is best shared out over a cluster that is not here, and what it then takes, by shapes
-and data sheets."""
+"""The best division of a stage over a cluster that is not here, and its cost, by shapes and data
+sheets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ROOM = 0.35  # of an accelerator's memory that generation wants for keys and val
 
 @dataclass(frozen=True)
 class Division:
-    """Of a learner and of generators that use the accelerators by turns. replicas: of the
-    generator."""
+    """A division for a learner and for generators that share the accelerators by turns. replicas:
+    of the generator."""
 
     tensor: int
     shards: int
@@ -39,7 +39,7 @@ class Division:
     replicas: int
 
     def recipe(self) -> dict[str, object]:
-        """As keys of a recipe."""
+        """Return the keys of a recipe."""
         learner: dict[str, object] = {
             "kind": "dtensor",
             "dp_shard": self.shards,
@@ -63,8 +63,8 @@ class Division:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """memory: of one accelerator. seconds: of a step, by phase. bound: what limits the longest of
-    them."""
+    """A division with its cost. memory: bytes of one accelerator. seconds: of a step, by phase.
+    bound: what limits the longest phase."""
 
     division: Division
     memory: Memory
@@ -75,8 +75,8 @@ class ClusterPlan:
 def plan_cluster(
     stage: StageConfig, cost: Cost, load: Load, trained: int, frozen: int, spec: ClusterSpec
 ) -> ClusterPlan:
-    """trained: parameters that optimizers move. frozen: of models that only score. Raises
-    ConfigError where nothing fits."""
+    """Return the cheapest division that fits. trained: parameters that optimizers move. frozen: of
+    models that only score. Raises ConfigError if nothing fits."""
     limit, least = spec.accelerator.memory * USABLE, float("inf")
     for division in _divisions(cost, load, spec):
         memory = _memory(cost, load, trained, frozen, division)
@@ -93,8 +93,8 @@ def plan_cluster(
 
 
 def _divisions(cost: Cost, load: Load, spec: ClusterSpec) -> Iterator[Division]:
-    """The cheapest first: the fewest that share a layer, no recomputation, the largest
-    micro-batch."""
+    """Yield divisions, the cheapest first: the fewest ranks that share a layer, no recomputation,
+    the largest micro-batch."""
     weights = cost.parameters * HALF
     room = spec.accelerator.memory * (USABLE - ROOM)
     sizes = [

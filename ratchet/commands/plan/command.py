@@ -1,9 +1,9 @@
-"""`ratchet plan`: what a recipe will take, before anything is spent: memory by phase and role, time
-by phase.
+"""The command `ratchet plan`: memory by phase and role, and time by phase, before the recipe is
+run.
 
-Memory follows from shapes, or from what a short run of it took, and what that was too short to see.
-Time on this machine is measured by that run (`ratchet.commands.plan.probe`); that of accelerators
-that are not here is estimated from what their makers state (`ratchet.executors.datasheets`).
+Memory follows from shapes, or from a short run of the recipe plus what that was too short to see.
+Time on this machine is measured by that run (`ratchet.commands.plan.probe`); time on accelerators
+that are not here is estimated from data sheets (`ratchet.executors.datasheets`).
 
 P = parameters of a model.
 """
@@ -53,8 +53,8 @@ COPY = "copy for checkpoints"
 
 @dataclass(frozen=True)
 class Device:
-    """Of one process. compute_bytes: of a number in products. fixed: bytes that the process takes
-    with nothing in it."""
+    """The memory constants of one process. compute_bytes: of a number in products. fixed: bytes of
+    an empty process."""
 
     kind: str
     fixed: int
@@ -63,9 +63,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by what they are for. held: always; the phases: on top of it. by_turns: what one phase
-    took is given back before the next; else both are there, as the engine keeps its cache, and a
-    process what it has freed."""
+    """Bytes by purpose. held: always; the phases: on top of it.
+
+    by_turns: True if each phase frees its memory before the next; else they add up, as the engine
+    keeps its cache, and a process what it has freed.
+    """
 
     held: Mapping[str, int]
     phases: Mapping[str, Mapping[str, int]]
@@ -79,8 +81,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """flop: of a step, by phase, at most. recorded: steps that the record keeps in memory at a
-    time, at most."""
+    """The plan of a stage. flop: of a step, by phase, at most. recorded: steps that the record
+    keeps in memory at a time, at most."""
 
     name: str
     steps: int
@@ -92,10 +94,12 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Load:
-    """What a step works on. rows: sequences. prompt, length: tokens of a sequence, the longest that
-    a few tasks have. attempts: that are generated at a time, in training and in evaluation; 0 where
-    text is given. passes: forwards before the update, and updates: forwards and backwards of it, of
-    each row."""
+    """The work of a step.
+
+    rows: sequences. prompt, length: tokens of the longest prompt and sequence of a few tasks.
+    attempts: generated at a time, in training and in evaluation; 0 for given text. passes: forwards
+    before the update; updates: forwards and backwards of it, of each row.
+    """
 
     rows: int
     prompt: int
@@ -110,7 +114,7 @@ class Load:
         return self.rows * self.length
 
     def flop(self, cost: Cost) -> dict[str, float]:
-        """By phase, of a step. A backward takes twice as much as a forward."""
+        """Return the FLOP of a step, by phase. A backward takes twice as much as a forward."""
         forward = cost.forward_flop(self.tokens, self.length / 2)
         sampled = forward if self.attempts else 0.0
         return {
@@ -121,7 +125,8 @@ class Load:
 
 
 def plan_stage(config: RunConfig, index: int, cost: Cost, device: Device) -> StagePlan:
-    """cost: of the model that the run begins with. Raises DataError for data that can't be read."""
+    """Plan one stage. cost: of the model that the run begins with. Raises DataError for data that
+    can't be read."""
     stage = config.stages[index]
     algorithm: Algorithm = construct(stage.algorithm)
     load = load_of(config, index, algorithm, cost.shape)
@@ -137,19 +142,20 @@ def plan_stage(config: RunConfig, index: int, cost: Cost, device: Device) -> Sta
 
 
 def run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
-    """Bytes of the process at its largest, over all stages. A short run has seen everything but the
-    longest files of the record, and copies for checkpoints."""
+    """Return the peak bytes of the process over all stages. A short run has seen everything except
+    the longest files of the record, and copies for checkpoints."""
     if probe is None:
         return max(plan.memory.peak for plan in plans)
     copy = max(plan.memory.held.get(COPY, 0) for plan in plans)
-    found = list(zip(plans, probe.stages, strict=True))
-    most = max(probed.tables * plan.recorded for plan, probed in found)
-    seen = max(probed.tables * probed.recorded for _, probed in found)
-    return probe.peak + copy + int(WRITTEN * max(0.0, most - seen))
+    measured = list(zip(plans, probe.stages, strict=True))
+    largest = max(probed.tables * plan.recorded for plan, probed in measured)
+    seen = max(probed.tables * probed.recorded for _, probed in measured)
+    return probe.peak + copy + int(WRITTEN * max(0.0, largest - seen))
 
 
 def recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
-    """That lie in memory before their file is written: none are kept beyond a save."""
+    """Return the steps that lie in memory before their file is written: none are kept beyond a
+    save."""
     if not record.every:
         return 0
     recorded = min(stage.steps, stage.checkpoint.every or stage.steps) // record.every
@@ -157,8 +163,8 @@ def recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
 
 
 def shape_of(config: RunConfig) -> DecoderConfig:
-    """Of the model that the run begins with. Raises ConfigError for an architecture whose costs are
-    not known here."""
+    """Return the shape of the model that the run begins with. Raises ConfigError for an
+    architecture of unknown cost."""
     source = config.model
     if source.path is None:
         assert source.preset is not None, (
@@ -198,7 +204,7 @@ def load_of(config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderC
 def lengths_of(
     config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig
 ) -> tuple[int, int]:
-    """(tokens of the longest prompt, tokens of the longest sequence) of a few tasks."""
+    """Return (tokens of the longest prompt, tokens of the longest sequence) of a few tasks."""
     stage, arena = config.stages[index], build_arena(config.stages[index])
     tokenizer = construct(config.tokenizer, config.model.path)
     renderer = Renderer(
@@ -214,7 +220,7 @@ def lengths_of(
 
 
 def _given(arena: Arena, renderer: Renderer, task: Task, algorithm: Algorithm) -> int:
-    """Tokens of the longest row that a task makes."""
+    """Return the tokens of the longest row that a task makes."""
     place = arena.environment
     if algorithm.source == "pairs" and isinstance(place, Compares):
         compared = place.comparison(task)
@@ -233,7 +239,7 @@ def _given(arena: Arena, renderer: Renderer, task: Task, algorithm: Algorithm) -
 
 
 def answers(stage: StageConfig, algorithm: Algorithm) -> bool:
-    """Whether the policy answers in the stage's evaluations."""
+    """Return True if the policy answers in the stage's evaluations."""
     return bool(stage.yardstick) or algorithm.source == "rollouts"
 
 
@@ -244,9 +250,9 @@ def memory_of(
     hands = getattr(learner, "workers", 1)
     hands = int(hands) if device.kind == "cpu" and hands != "auto" else 1
     trained = trained_parameters(stage, algorithm, cost)
-    most = most_tokens(getattr(learner, "micro_batch_tokens", "auto"), device.kind)
+    max_tokens = most_tokens(getattr(learner, "micro_batch_tokens", "auto"), device.kind)
     each = -(-load.tokens // (hands * stage.minibatches))
-    micro = max(min(most, each), load.length)
+    micro = max(min(max_tokens, each), load.length)
     kept = cost.activation_bytes(
         device.compute_bytes, checkpointing=getattr(learner, "activation_checkpointing", False)
     )
@@ -270,19 +276,19 @@ def memory_of(
 
 
 def trained_parameters(stage: StageConfig, algorithm: Algorithm, cost: Cost) -> int:
-    """Of all roles."""
+    """Return the trained parameters of all roles."""
     return _trained(stage, cost) * len(algorithm.losses)
 
 
 def frozen_parameters(stage: StageConfig, algorithm: Algorithm, cost: Cost) -> int:
-    """Of models that only score."""
-    own = [name for name in algorithm.roles if name not in algorithm.losses]
-    return sum(_role_parameters(stage, algorithm, cost, name) for name in own)
+    """Return the parameters of models that only score."""
+    scoring = [name for name in algorithm.roles if name not in algorithm.losses]
+    return sum(_role_parameters(stage, algorithm, cost, name) for name in scoring)
 
 
 def _role_parameters(stage: StageConfig, algorithm: Algorithm, cost: Cost, name: str) -> int:
-    """Of a role beside the policy: its own model's, a copy's, or none where it is the policy
-    without its adapter."""
+    """Return the parameters of a role beside the policy: its own model's, a copy's, or 0 if it is
+    the policy without its adapter."""
     path = algorithm.roles[name].path
     if path is not None:
         return Cost(read_config(find_model(path))).parameters
@@ -290,26 +296,26 @@ def _role_parameters(stage: StageConfig, algorithm: Algorithm, cost: Cost, name:
 
 
 def _roles(stage: StageConfig, algorithm: Algorithm, cost: Cost, device: Device) -> dict[str, int]:
-    """Weights of each role, and what the optimizer keeps of those that train."""
-    found = {"policy: weights": cost.parameters * MASTER}
+    """Return the bytes of each role's weights, and of the optimizer state of those that train."""
+    role_bytes = {"policy: weights": cost.parameters * MASTER}
     if device.compute_bytes != MASTER:
-        found["policy: weights in half precision"] = cost.parameters * device.compute_bytes
+        role_bytes["policy: weights in half precision"] = cost.parameters * device.compute_bytes
     for name in algorithm.roles:
         if own := _role_parameters(stage, algorithm, cost, name):
-            found[f"{name}: weights"] = own * MASTER
+            role_bytes[f"{name}: weights"] = own * MASTER
     for name in algorithm.losses:
-        found[f"{name}: optimizer"] = int(
+        role_bytes[f"{name}: optimizer"] = int(
             _trained(stage, cost) * MOMENTS.get(getattr(stage.optimizer, "kind", ""), 2 * MASTER)
         )
         if stage.optimizer.ema_decay is not None:
-            found[f"{name}: average"] = _trained(stage, cost) * MASTER
+            role_bytes[f"{name}: average"] = _trained(stage, cost) * MASTER
     if stage.checkpoint.background and stage.checkpoint.every:
-        found[COPY] = sum(found.values())
-    return found
+        role_bytes[COPY] = sum(role_bytes.values())
+    return role_bytes
 
 
 def _trained(stage: StageConfig, cost: Cost) -> int:
-    """Parameters that an optimizer moves."""
+    """Return the parameters that an optimizer moves."""
     return (
         cost.parameters
         if stage.lora is None

@@ -1,5 +1,5 @@
-"""A short run of a recipe in a process of its own: how long each part of a step takes on this
-machine, and how much memory."""
+"""A short run of a recipe in its own process: the time of each part of a step on this machine, and
+the memory."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Probed:
-    """Of a stage. seconds: of a step, by part, and "rest" for what is between them; the median over
-    steps but the first, which warms up. processor_s: of a step, all threads together. tables: bytes
-    that the record kept of each step that it has, and recorded: how many lay in memory at a
-    time."""
+    """The measurement of a stage.
+
+    seconds: of a step, by part, and "rest" for the time between them; the median over steps without
+    the first, which warms up. processor_s: of a step, all threads together. tables: bytes that the
+    record kept of each step; recorded: how many steps lay in memory at a time.
+    """
 
     steps: int
     seconds: Mapping[str, float]
@@ -43,22 +45,24 @@ class Probed:
 
 @dataclass(frozen=True)
 class Probe:
-    """peak: bytes of the process at its largest."""
+    """The measurement of a run. peak: peak bytes of the process."""
 
     stages: tuple[Probed, ...]
     peak: int
 
 
 def probe(config: RunConfig, *, limit_s: float) -> Probe:
-    """All stages one after the other in one process, as the run has them: each from the model that
-    the one before it left, with the record, an evaluation and a save. limit_s: of a stage's
-    training, after which no step more of it is begun, but for its first few. Raises RatchetError
-    where the run fails."""
+    """Run all stages one after the other in one process, as the run does, with the record, an
+    evaluation and a save.
+
+    limit_s: of a stage's training, after which no further step begins, except for its first few.
+    Raises RatchetError if the run fails.
+    """
     with TemporaryFolder("plan") as place:
-        run, said = _train(place, write_text(_shortened(config)), "--try", str(limit_s))
+        run, output = _train(place, write_text(_shortened(config)), "--try", str(limit_s))
         if not run.summary.exists():
             raise RatchetError(
-                f"a probe of {config.name} failed. The run said: {said.strip()[-800:]}"
+                f"a probe of {config.name} failed. The run said: {output.strip()[-800:]}"
             )
         rows, record = (
             [row for row in read_jsonl(run.metrics) if "time/step_s" in row],
@@ -66,8 +70,8 @@ def probe(config: RunConfig, *, limit_s: float) -> Probe:
         )
         stages, ends = [], accumulate(stage.steps for stage in config.stages)
         for stage, end in zip(config.stages, ends, strict=True):
-            own = [row for row in rows if end - stage.steps < row["step"] <= end]
-            stages.append(_probed(own, record, stage.name))
+            stage_rows = [row for row in rows if end - stage.steps < row["step"] <= end]
+            stages.append(_probed(stage_rows, record, stage.name))
         return Probe(tuple(stages), _peak(run))
 
 
@@ -94,7 +98,8 @@ def _shortened(config: RunConfig) -> dict[str, Any]:
 
 
 def _short(stage: StageConfig) -> StageConfig:
-    """Evaluated and saved at its end alone, on as many tasks as are played at a time."""
+    """Return the stage evaluated and saved at its end alone, on as many tasks as are played at a
+    time."""
     tasks = min(
         stage.evaluation.tasks, getattr(stage.generator, "max_running", stage.evaluation.tasks)
     )
@@ -119,7 +124,7 @@ def _defaults(section: type[EvaluationConfig | CheckpointConfig], *names: str) -
 
 
 def _train(place: Path, recipe: str, *options: str) -> tuple[RunDirectory, str]:
-    """(the run, what it said on its way)"""
+    """Return (the run, its output)."""
     path, run = place / "recipe.yaml", RunDirectory(place / "run")
     path.write_text(recipe)
     command = [
@@ -132,14 +137,14 @@ def _train(place: Path, recipe: str, *options: str) -> tuple[RunDirectory, str]:
         str(run.path),
         *options,
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         check=False,
     )
-    return run, done.stdout.decode(errors="replace")
+    return run, process.stdout.decode(errors="replace")
 
 
 def _peak(run: RunDirectory) -> int:
@@ -161,10 +166,10 @@ logging: {progress: "off"}
 
 
 def empty_process(config: RunConfig) -> int:
-    """Bytes of a run that has next to nothing to compute: Python, PyTorch, and what they load on
-    the way."""
+    """Return the bytes of a run with next to nothing to compute: Python, PyTorch, and what they
+    load."""
     with TemporaryFolder("plan") as place:
-        run, said = _train(place, f"{EMPTY}threads: {config.threads}\ndevice: {config.device}\n")
+        run, output = _train(place, f"{EMPTY}threads: {config.threads}\ndevice: {config.device}\n")
         if not run.summary.exists():
-            raise RatchetError(f"an empty run failed on this machine: {said.strip()[-800:]}")
+            raise RatchetError(f"an empty run failed on this machine: {output.strip()[-800:]}")
         return _peak(run)

@@ -1,4 +1,4 @@
-"""What `ratchet plan` prints."""
+"""The output of `ratchet plan`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,11 @@ def show_plan(
     directory: RunDirectory | None,
     as_json: bool,
 ) -> None:
-    """directory: of the run, that the plan is kept in too. Raises ConfigError for what can't be
-    planned or doesn't fit, RatchetError where a probe fails."""
+    """Print the plan. directory: of the run, where the plan is kept too.
+
+    Raises ConfigError for a recipe that can't be planned or doesn't fit, RatchetError for a failed
+    probe.
+    """
     if cluster is not None and (probe_s is not None or directory is not None):
         raise ConfigError(
             "--probe and --run-dir are about this machine, and --cluster plans for another: remove "
@@ -61,14 +64,14 @@ def show_plan(
         None if spec is None else on_cluster(config, index, plan, cost, spec)
         for index, plan in enumerate(plans)
     ]
-    found = list(
+    stage_plans = list(
         zip(plans, [None] * len(plans) if probed is None else probed.stages, clusters, strict=True)
     )
     peak = run_peak(plans, probed) if spec is None else None
     numbers = {
         "name": config.name,
         "peak_bytes": peak,
-        "stages": [_numbers(*each) for each in found],
+        "stages": [_numbers(*each) for each in stage_plans],
     }
     if directory is not None:
         directory.path.mkdir(parents=True, exist_ok=True)
@@ -81,7 +84,7 @@ def show_plan(
         f"{config.name}: {cost.parameters:,} parameters, {cost.multiplied:,} of them multiplied "
         "with each token"
     )
-    for plan, tried, divided in found:
+    for plan, tried, divided in stage_plans:
         _show(console, plan, tried, divided, spec)
     if peak is not None:
         how = (
@@ -183,7 +186,7 @@ def _numbers(
 ) -> dict[str, Any]:
     memory = stage.memory if divided is None else divided.memory
     seconds: Mapping[str, float] | None = None if probed is None else probed.seconds
-    found: dict[str, Any] = {
+    plain: dict[str, Any] = {
         "stage": stage.name,
         "steps": stage.steps,
         "tokens": stage.load.tokens,
@@ -195,10 +198,10 @@ def _numbers(
         "shape_bytes": memory.peak,
     }
     if probed is not None:
-        found |= {"probed_steps": probed.steps, "processor_s": probed.processor_s}
+        plain |= {"probed_steps": probed.steps, "processor_s": probed.processor_s}
     if divided is not None:
         seconds = divided.seconds
-        found |= {"bound": divided.bound, "recipe": divided.division.recipe()}
+        plain |= {"bound": divided.bound, "recipe": divided.division.recipe()}
     if seconds is not None:
-        found |= {"seconds": dict(seconds), "step_s": sum(seconds.values())}
-    return found
+        plain |= {"seconds": dict(seconds), "step_s": sum(seconds.values())}
+    return plain

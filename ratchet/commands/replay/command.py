@@ -1,5 +1,5 @@
-"""`ratchet replay`: computes a step again, and says where that is not bit for bit what the run
-did."""
+"""The command `ratchet replay`: it computes a step again, and says where the result differs from
+the run's, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NOT_EQUAL = 1  # the exit status
 
 @dataclass(frozen=True)
 class Difference:
-    """what: a metric, a column with the place in it, the weights of a role. None: it has no such
-    thing."""
+    """One difference. what: a metric, a column with the place in it, or the weights of a role.
+    None: the side does not have it."""
 
     what: str
     recorded: Any
@@ -44,9 +44,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """begun_at: the step of the checkpoint that it was played from; 0: the start of the run.
-    compared: how many metrics. earlier: the first step on the way after which weights were others;
-    None: none. changed: the step by another recipe."""
+    """The result for a step.
+
+    begun_at: the step of the checkpoint that it was played from; 0: the start of the run. compared:
+    the number of metrics. earlier: the first step on the way after which weights differed; None:
+    none. changed: the step under another recipe.
+    """
 
     played: Played
     begun_at: int
@@ -64,7 +67,7 @@ class Verdict:
 def replay_steps(
     path: Path, steps: Sequence[int], *, changes: Sequence[str] = (), as_json: bool = False
 ) -> int:
-    """Prints what came of each step, in increasing order. Returns the exit status: 0 where all were
+    """Print the result of each step, in increasing order. Return the exit status: 0 if all were
     bit-equal, else 1."""
     console = make_console()
     equal = True
@@ -85,7 +88,7 @@ def replay_steps(
 async def verdicts(
     replay: Replay, steps: Sequence[int], changes: Sequence[str] = ()
 ) -> AsyncIterator[Verdict]:
-    """One for each step, in increasing order. Raises as `Replay` does."""
+    """Yield one verdict for each step, in increasing order. Raises as `Replay` does."""
     rows = {row["step"]: row for row in read_jsonl(replay.directory.metrics)}
     for step in sorted(set(steps)):
         await replay.before(step)
@@ -96,9 +99,9 @@ async def verdicts(
                 changed = await replay.play_changed(config, states)
         played = await replay.play()
         recorded = {name: value for name, value in rows.get(step, {}).items() if name != "step"}
-        found = list(differences(replay, played, recorded))
+        unequal = list(differences(replay, played, recorded))
         compared = sum(name in recorded for name in comparable(played))
-        yield Verdict(played, replay.begun_at, recorded, compared, found, earlier, changed)
+        yield Verdict(played, replay.begun_at, recorded, compared, unequal, earlier, changed)
 
 
 def comparable(played: Played) -> list[str]:
@@ -108,8 +111,8 @@ def comparable(played: Played) -> list[str]:
 def differences(
     replay: Replay, played: Played, recorded: Mapping[str, float | None]
 ) -> Iterator[Difference]:
-    """Of metrics, of the batch's columns, and of the weights after the step, as far as the run said
-    which those were."""
+    """Yield differences of metrics, of the batch's columns, and of the weights after the step, as
+    far as the run recorded them."""
     for name in comparable(played):
         now = played.metrics[name]
         if name not in recorded or recorded[name] != now:
@@ -130,8 +133,8 @@ def differences(
 
 
 def _first_unequal(was: pa.ChunkedArray, now: pa.ChunkedArray) -> tuple[int, int] | None:
-    """(row, token) where two columns of lists differ first, NaN being equal to NaN; None where they
-    don't."""
+    """Return (row, token) where two columns of lists differ first, NaN being equal to NaN; None if
+    they don't."""
     if was.equals(now):
         return None
     for row, (a, b) in enumerate(zip(was, now, strict=True)):
@@ -167,7 +170,7 @@ def _distance(a: Any, b: Any) -> str:
 
 
 def as_plain(verdict: Verdict) -> dict[str, Any]:
-    """What `--json` writes."""
+    """Return what `--json` writes."""
     played = verdict.played
     return {
         "step": played.step,

@@ -1,5 +1,5 @@
-"""Steps of a run, played again: by the loop of every run, with groups from the record, and weights
-from the nearest earlier checkpoint, or from the recipe where there is none."""
+"""Steps of a run, computed again by the loop of every run, with groups from the record, and weights
+from the nearest earlier checkpoint or from the recipe."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ratchet.types import Group, Medium, Placed
 
 
 class Recorded:
-    """Implements `Source`: the groups that a step had."""
+    """A `Source` of the groups that a step had."""
 
     def __init__(self, record: Record, processor: Processor | None) -> None:
         self.record, self.processor = record, processor
@@ -47,7 +47,7 @@ class Recorded:
         return [self._whole(group) for group in self.record.groups(version + 1)]
 
     def _whole(self, group: Group) -> Group:
-        """With what the model reads of its media."""
+        """Return the group with what the model reads of its media."""
         rows = tuple(
             replace(
                 row, media=tuple(Placed(start, self._read(medium)) for start, medium in row.media)
@@ -62,13 +62,13 @@ class Recorded:
             raise DataError(
                 f"{where} can't be read: the model of the run has no processor for it any more"
             )
-        found = self.processor.expanded(embedded(medium.kind, medium.source), where=where).medium
-        if found.key != medium.key:
+        expanded = self.processor.expanded(embedded(medium.kind, medium.source), where=where).medium
+        if expanded.key != medium.key:
             raise DataError(
                 f"{where} is prepared otherwise than it was: the model has another processor, and "
                 "nothing would be equal"
             )
-        return found
+        return expanded
 
     def ack(self, ids: Sequence[str], step: int) -> None: ...
 
@@ -81,7 +81,7 @@ class Recorded:
 
 
 class Nobody(Section):
-    """In place of a generator's section: whatever the model is, there is none."""
+    """A generator section for replay, which generates nothing."""
 
     builds: ClassVar[str] = "ratchet.commands.replay.engine:no_generator"
 
@@ -91,7 +91,7 @@ def no_generator(*_: object) -> None:
 
 
 class NoLink:
-    """Implements `Link`: nobody generates."""
+    """A `Link` that sends nothing, as nothing generates."""
 
     async def push(self, version: int) -> None: ...
 
@@ -100,8 +100,8 @@ class NoLink:
 
 @dataclass(frozen=True)
 class Played:
-    """A step as it was played again. `groups` and `batch` are what it learned from, `metrics` what
-    metrics.jsonl would say, `fingerprints` of the weights after it, by role."""
+    """A replayed step. `groups` and `batch` are what it learned from, `metrics` what metrics.jsonl
+    would say, `fingerprints` of the weights after it, by role."""
 
     step: int
     stage: str
@@ -118,8 +118,7 @@ class Played:
 
 
 class Witness:
-    """Stands where a run has its recorder, and its sinks, and keeps what it is given of one
-    step."""
+    """A stand-in for a run's recorder and sinks that keeps what one step reports."""
 
     def __init__(self) -> None:
         self._step: dict[str, Any] = {}
@@ -159,12 +158,12 @@ class Witness:
 
 
 class Replay:
-    """A run of the past. `before(step)` brings its weights to where that step begins, and `play`
-    takes it.
+    """A finished run. `before(step)` brings its weights to where that step begins, and `play`
+    computes it.
 
     Raises RunDirectoryError for what is no run, DataError for a record that lacks or was changed in
     a step that is needed, CheckpointError for a damaged checkpoint, ConfigError for a run that one
-    process can't play again.
+    process can't replay.
     """
 
     def __init__(self, path: Path) -> None:
@@ -186,7 +185,7 @@ class Replay:
         prepare_process(self.config.threads)
 
     async def before(self, step: int) -> Run:
-        """The run, which has done all steps before this one."""
+        """Return the run after all steps before this one."""
         nearest = max((saved for saved in self.store.steps() if saved < step), default=0)
         start = self.done if self.run is not None and nearest <= self.done < step else nearest
         self._require(step, range(start + 1, step + 1))
@@ -197,7 +196,7 @@ class Replay:
         return self._stage_of_next()
 
     async def play(self) -> Played:
-        """The next step."""
+        """Compute the next step."""
         run = self._stage_of_next()
         run.recorder = witness = Witness()
         run.observers = (witness.observe,)
@@ -205,17 +204,19 @@ class Replay:
         await train(run)
         self.done += 1
         played = witness.played
-        said = self.record.steps[played.step].fingerprints
+        recorded = self.record.steps[played.step].fingerprints
         if self.diverged is None and any(
-            played.fingerprints.get(role) != was for role, was in said.items()
+            played.fingerprints.get(role) != was for role, was in recorded.items()
         ):
             self.diverged = played.step
         return played
 
     async def play_changed(self, config: RunConfig, states: Path) -> Played:
-        """The next step by another recipe, on learners of its own. states: a directory for what the
-        run's learners are now. Raises ConfigError where the other recipe needs a model that this
-        one has not."""
+        """Compute the next step under another recipe, on learners of its own.
+
+        states: a directory for the present state of the run's learners. Raises ConfigError if the
+        other recipe needs a model that this one has not.
+        """
         run = self._stage_of_next()
         policy = build_policy(
             self._without_generator(begins_with(config, self.index, self.directory.path))
@@ -261,8 +262,8 @@ class Replay:
         run.state = AlgoState(**checkpoint.meta["state"])
 
     def _stage_of_next(self) -> Run:
-        """Of the stage that the next step belongs to, which goes on with the model that the one
-        before it left."""
+        """Return the stage of the next step, starting from the model that the one before it
+        left."""
         assert self.run is not None, "`before` comes first"
         assert self.policy is not None
         if self.done == self._end(self.index):
@@ -322,7 +323,7 @@ class Replay:
             )
 
     def _require(self, step: int, needed: range) -> None:
-        """Raises DataError where a step that is needed is not whole in the record."""
+        """Raise DataError if a needed step is not whole in the record."""
         last = self._end(len(self.config.stages) - 1)
         if not 1 <= step <= last:
             raise DataError(f"the run has steps 1 to {last}: there is no step {step}")
@@ -363,9 +364,12 @@ class Replay:
 
 
 def changed_config(replay: Replay, changes: Sequence[str]) -> RunConfig:
-    """The run's recipe with changes to what is made of recorded groups:
-    "algorithm.loss.clip_high=0.3". Where only one part of the algorithm has the key, its name may
-    be left out. Raises ConfigError for other keys, which would change the groups."""
+    """Return the run's recipe with changes to what is computed from recorded groups, such as
+    "algorithm.loss.clip_high=0.3".
+
+    If only one part of the algorithm has the key, its name may be left out. Raises ConfigError for
+    other keys, which would change the groups.
+    """
     section = replay.config.stages[replay.index]
     return load_config(replay.directory.config, [_placed(text, section) for text in changes])
 

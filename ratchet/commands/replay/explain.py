@@ -1,4 +1,4 @@
-"""`ratchet explain`: which groups, tags and tokens of a step moved the weights."""
+"""The command `ratchet explain`: the groups, tags and tokens of a step that moved the weights."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ CONTEXT = 12  # tokens before one that is shown
 def explain_step(
     path: Path, step: int, *, role: str = "policy", top: int = 10, as_json: bool = False
 ) -> None:
-    """Prints what moved a role's weights in a step. Raises as `Replay` does, and ConfigError for a
+    """Print what moved a role's weights in a step. Raises as `Replay` does, and ConfigError for a
     role that did not train."""
     replay = Replay(path)
     played, influence = asyncio.run(influences(replay, step, role=role, most=top))
     assert replay.policy is not None, "the step was played"
-    found = explained(played, influence, replay.policy.tokenizer, role=role, top=top)
+    result = explained(played, influence, replay.policy.tokenizer, role=role, top=top)
     console = make_console()
     if as_json:
-        console.out(json.dumps(found), highlight=False)
+        console.out(json.dumps(result), highlight=False)
     else:
-        show(found, console, top)
+        show(result, console, top)
 
 
 async def influences(
@@ -71,7 +71,8 @@ async def influences(
 def explained(
     played: Played, influence: Influence, tokenizer: Tokenizer, *, role: str, top: int
 ) -> dict[str, Any]:
-    """What `--json` writes: all groups and tags, the strongest first, and the `top` tokens."""
+    """Return what `--json` writes: all groups and tags, the strongest first, and the `top`
+    tokens."""
     groups = {group.id: group for group in played.groups}
     shares, updates = influence.groups, max(influence.updates, 1)
     losses = sum(abs(share.loss) for share in shares.values())
@@ -108,16 +109,16 @@ def _group_row(group: Group, share: GroupShare, updates: int, losses: float) -> 
 
 
 def _by_tag(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    tags: dict[str, dict[str, Any]] = {}
     for row in rows:
-        tag = found.setdefault(
+        tag = tags.setdefault(
             row["tag"],
             {"tag": row["tag"], "groups": 0, "direction": 0.0, "loss": 0.0, "loss_share": 0.0},
         )
         tag["groups"] += 1
         for name in ("direction", "loss", "loss_share"):
             tag[name] += row[name]
-    return sorted(found.values(), key=lambda tag: -abs(tag["direction"]))
+    return sorted(tags.values(), key=lambda tag: -abs(tag["direction"]))
 
 
 def _token_row(
@@ -144,8 +145,8 @@ def _token_row(
 def show(found: Mapping[str, Any], console: Console, top: int) -> None:
     norms = ", ".join(f"{norm:.4g}" for norm in found["gradient_norms"])
     head = f"step {found['step']} ({found['stage']}), {found['role']}: "
-    said = f"gradient of {norms}" if norms else "nothing had a gradient"
-    console.print(head + said, markup=False, highlight=False)
+    summary = f"gradient of {norms}" if norms else "nothing had a gradient"
+    console.print(head + summary, markup=False, highlight=False)
     if len(found["tags"]) > 1:
         console.print(
             _table("Tags", found["tags"], ("tag", "groups"), ("direction", "loss", "loss_share"))
@@ -171,9 +172,9 @@ def _table(
     columns = [Column(name, overflow="fold") for name in words]
     table = Table(*columns, *(Column(name, justify="right") for name in numbers), title=title)
     for row in rows:
-        said = [_literal(row[name]) for name in words]
+        cells = [_literal(row[name]) for name in words]
         table.add_row(
-            *said, *("-" if row[name] is None else f"{row[name]:.4g}" for name in numbers)
+            *cells, *("-" if row[name] is None else f"{row[name]:.4g}" for name in numbers)
         )
     return table
 

@@ -1,5 +1,4 @@
-"""What of a mini-batch moved the weights: the parts that its groups and tokens have in the
-gradient.
+"""The shares of groups and tokens of a mini-batch in its gradient.
 
 T = tokens of a mini-batch, S = its sequences, G = its groups.
 """
@@ -22,9 +21,12 @@ from ratchet.protocols import LossTerm, needed
 
 @dataclass
 class GroupShare:
-    """Of one group, over the optimizer steps that it had a part in. direction: of the gradient g of
-    a step, g_i . g / |g|^2 of the group's own part g_i: over all groups they sum to 1, and one
-    below 0 pulled the other way. norm: |g_i| / |g|. loss: its summand."""
+    """The share of one group, over the optimizer steps that it had a part in.
+
+    direction: of the gradient g of a step, g_i . g / |g|^2 of the group's own part g_i: over all
+    groups they sum to 1, and one below 0 pulled the other way. norm: |g_i| / |g|. loss: its
+    summand.
+    """
 
     direction: float = 0.0
     norm: float = 0.0
@@ -33,9 +35,12 @@ class GroupShare:
 
 @dataclass(frozen=True)
 class TokenPull:
-    """position: in its trajectory, which is number `strand` of those of its attempt that count.
-    loss: its summand, of terms that are sums over tokens. pull: -d loss / d logprob: above 0 the
-    step makes the token likelier."""
+    """The pull of one token.
+
+    position: in its trajectory, which is number `strand` of those of its attempt that count. loss:
+    its summand, of terms that are sums over tokens. pull: -d loss / d logprob: above 0 the step
+    makes the token likelier.
+    """
 
     group: str
     attempt: int
@@ -48,8 +53,9 @@ class TokenPull:
 
 @dataclass
 class Influence:
-    """Of a step. updates: optimizer steps with a gradient. norms: of their gradients. tokens: the
-    strongest of each. pull, loss: sums over all tokens, of absolute values."""
+    """The influences of a step. updates: optimizer steps with a gradient. norms: of their
+    gradients. tokens: the strongest of each. pull, loss: sums over all tokens, of absolute
+    values."""
 
     groups: dict[str, GroupShare] = field(default_factory=dict)
     tokens: list[TokenPull] = field(default_factory=list)
@@ -63,7 +69,7 @@ class Influence:
 
 
 class Influences(Around):
-    """Notes, before each update of a learner, what moves it. most: tokens that are kept of each
+    """A hook before each update of a learner that records what moves it. most: tokens kept of each
     update."""
 
     inner: LocalLearner
@@ -88,13 +94,16 @@ class Influences(Around):
             share = self.found.groups.setdefault(name, GroupShare())
             if not squared or not weighing_rows(part, terms):
                 continue
-            own, loss = self.inner.gradient(part, terms)
+            gradient, loss = self.inner.gradient(part, terms)
             share.loss += loss
             share.direction += (
-                sum(float((a.double() * b.double()).sum()) for a, b in zip(own, whole, strict=True))
+                sum(
+                    float((a.double() * b.double()).sum())
+                    for a, b in zip(gradient, whole, strict=True)
+                )
                 / squared
             )
-            share.norm += (sum(float((g.double() ** 2).sum()) for g in own) / squared) ** 0.5
+            share.norm += (sum(float((g.double() ** 2).sum()) for g in gradient) / squared) ** 0.5
         loss_T, pull_T = (torch.cat(columns) for columns in zip(*pulls, strict=True))
         self.found.pull += float(pull_T.abs().sum())
         self.found.loss += float(loss_T.abs().sum())
@@ -104,8 +113,8 @@ class Influences(Around):
 def token_pulls(
     learner: LocalLearner, part: Batch, terms: Sequence[LossTerm]
 ) -> tuple[Tensor, Tensor]:
-    """(loss, pull) of each token of a part of a mini-batch, [T] both; pulls are 0 of terms that
-    don't read logprobs."""
+    """Return (loss, pull) of each token of a part of a mini-batch, [T] both; pulls are 0 for terms
+    that don't read logprobs."""
     hand = learner.hands[0]
     micro, watch = part.to(hand.device, hand.dtype), hand.watch(terms)
     needs = needed(terms)
@@ -128,7 +137,7 @@ def token_pulls(
 
 
 def _summands(term: Any, out: Any, micro: Batch) -> Tensor:
-    """What each token adds to a term that is a sum over tokens; 0 for others."""
+    """Return what each token adds to a term that is a sum over tokens; 0 for others."""
     level, weight, _, coef = micro.weights[term.name]
     if level != "token" or not coef:
         return torch.zeros(micro.n_tokens, dtype=torch.float64)
@@ -140,12 +149,12 @@ def strongest(mini: Batch, loss_T: Tensor, pull_T: Tensor, most: int) -> list[To
     order = torch.argsort(pull_T.abs(), descending=True, stable=True)[:most].tolist()
     sequence_T, starts_S = mini.sequence_T, mini.starts_S
     units = list(zip(mini.group_S.tolist(), mini.attempt_S.tolist(), strict=True))
-    found = []
+    losses = []
     for t in order:
         if pull_T[t] == 0:
             break
         s = int(sequence_T[t])
         group, attempt = units[s]
         place = mini.group_ids[group], attempt, s - units.index(units[s]), t - int(starts_S[s])
-        found.append(TokenPull(*place, int(mini.tokens_T[t]), float(loss_T[t]), float(pull_T[t])))
-    return found
+        losses.append(TokenPull(*place, int(mini.tokens_T[t]), float(loss_T[t]), float(pull_T[t])))
+    return losses

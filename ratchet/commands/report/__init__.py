@@ -1,4 +1,4 @@
-"""What runs did, for people: `ratchet report` as one HTML file, `ratchet ui` as a live page of this
+"""Reports of runs: `ratchet report` as one HTML file, `ratchet ui` as a live page of this
 machine."""
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ MOST_TOKENS = 2**18  # of a run, that have their numbers in the file: some megab
 
 
 def write_report(places: Sequence[str | Path], out: Path | None = None, *, rollouts: int) -> Path:
-    """Writes the runs as one HTML file, and returns where: by default into the first run, or here
-    where that has an address. rollouts: of each run, so many have their texts in the file. Raises
-    RunDirectoryError for what is no run, or where the file can't be written; DataError for a record
-    that can't be read."""
+    """Write the runs as one HTML file, and return its path: by default in the first run, or here if
+    that has an address.
+
+    rollouts: how many of each run have their texts in the file. Raises RunDirectoryError for what
+    is no run, or if the file can't be written; DataError for a record that can't be read.
+    """
     paths = [record_of(place) for place in places]
     page = report_page(named(paths), rollouts=rollouts, tokens=MOST_TOKENS)
     out = out or (Path(FILE) if is_address(places[0]) else paths[0] / FILE)

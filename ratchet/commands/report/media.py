@@ -1,5 +1,5 @@
-"""The images, audio clips and videos of rollouts, as a page shows them: `data:` URLs, so that no
-page asks anybody for them."""
+"""The images, audio clips and videos of rollouts as `data:` URLs, so that a page requests nothing
+from elsewhere."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ SHOWN = re.compile(r"data:(image/(png|jpeg|gif|webp|bmp)|audio/[\w.+-]+|video/[\
 def named_parts(
     messages: Sequence[Mapping[str, Any]], placed: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The messages of a record's row, whose parts say which medium of the record they are
-    (`media`), where that is known: it is in the part's value, or they are as many as the model was
-    shown. placed: the row's `media`."""
+    """Return the messages of a record's row, whose parts name their medium of the record (`media`)
+    where it is known: from the part's value, or by order if there are as many as the model was
+    shown.
+
+    placed: the row's `media`.
+    """
     parts = [
         part for message in messages for part in message["parts"] or () if part["type"] != "text"
     ]
@@ -46,7 +49,7 @@ def named_parts(
 
 
 def names_of(details: Iterable[Mapping[str, Any]]) -> dict[str, MediaKind]:
-    """The kind of each medium that some rollouts show, by name."""
+    """Return the kind of each medium that some rollouts show, by name."""
     parts = (
         part
         for detail in details
@@ -57,7 +60,7 @@ def names_of(details: Iterable[Mapping[str, Any]]) -> dict[str, MediaKind]:
 
 
 def url_of(kind: MediaKind, source: bytes) -> str | None:
-    """None for what browsers don't show, can't be read, or is too large."""
+    """Return the URL; None for what browsers don't show, can't be read, or is too large."""
     try:
         if kind == "image" and len(source) > AS_IT_IS:
             source = _scaled(source)

@@ -1,9 +1,9 @@
 """The numbers of a run's `metrics.jsonl`, read on from where a page stopped, a bounded part at a
 time.
 
-A run of a week has some hundred thousand steps, and a page asks for the new ones every few seconds.
-So no row stays in memory: what stays is where in the file some steps end, and a few numbers of each
-step that a plan is compared with.
+A run of a week has some hundred thousand steps, and a page requests the new ones every few seconds.
+So no row stays in memory, only the file positions of some steps, and a few numbers of each step
+that a plan is compared with.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TIMES = ("time/step_s", "time/processor_s")
 
 class Part(NamedTuple):
     """Columns over some steps, "step" among them, NaN where a step has no such number. has_more:
-    further steps are there."""
+    True if further steps exist."""
 
     columns: dict[str, NDArray[np.float64]]
     has_more: bool
 
 
 class MetricsFile:
-    """Reads one `metrics.jsonl`, which may grow, or be written anew when its run goes on from a
+    """A reader of one `metrics.jsonl`, which may grow, or be rewritten when its run resumes from a
     checkpoint."""
 
     def __init__(self, path: Path) -> None:

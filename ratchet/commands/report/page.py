@@ -1,10 +1,9 @@
-"""The page: our styles and scripts and the charting library in one HTML file, with or without runs
-in it.
+"""The page: styles, scripts and the charting library in one HTML file, with or without runs in it.
 
 Nothing that comes from a run is ever part of the HTML: it is compressed and written in base64,
-which has no character that means anything there, and the scripts put texts in place as texts. The
-content security policy allows those scripts alone, by their hashes, so that markup which got in
-after all would do nothing.
+which has no character that means anything there, and the scripts insert texts as texts. The content
+security policy allows those scripts alone, by their hashes, so that markup which got in after all
+would do nothing.
 """
 
 from __future__ import annotations
@@ -51,14 +50,16 @@ def asset(name: str) -> str:
 
 
 def live_page() -> str:
-    """The page that asks this machine for its runs."""
+    """Return the page that requests its runs from this machine."""
     return _page("Ratchet", [], connect="'self'")
 
 
 def report_page(runs: Sequence[RunReader], *, rollouts: int, tokens: int) -> str:
-    """A page that holds its runs: all metrics, the table of all rollouts, and of each run at most
-    so many `rollouts` with their texts and numbers of tokens, of at most so many `tokens` together.
-    Raises DataError, RunDirectoryError."""
+    """Return a page that holds its runs: all metrics, the table of all rollouts, and of each run at
+    most `rollouts` rollouts with their texts, of at most `tokens` tokens together.
+
+    Raises DataError, RunDirectoryError.
+    """
     blobs: list[tuple[str, bytes]] = []
     for index, run in enumerate(runs):
         rows = sum(facts.rows for facts in run.rollouts.record.steps.values())
@@ -73,16 +74,17 @@ def report_page(runs: Sequence[RunReader], *, rollouts: int, tokens: int) -> str
 
 
 def _media(run: RunReader, sample: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Of the rollouts that have their texts in the file, each once, as long as there is room."""
-    found: dict[str, str] = {}
+    """Return the media of the rollouts that have their texts in the file, each once, as long as
+    there is room."""
+    urls: dict[str, str] = {}
     for detail in sample:
         new: dict[str, MediaKind] = {
-            name: kind for name, kind in names_of([detail]).items() if name not in found
+            name: kind for name, kind in names_of([detail]).items() if name not in urls
         }
-        found |= run.rollouts.media(detail["facts"]["step"], new) if new else {}
-        if sum(map(len, found.values())) > MOST_MEDIA:
+        urls |= run.rollouts.media(detail["facts"]["step"], new) if new else {}
+        if sum(map(len, urls.values())) > MOST_MEDIA:
             break
-    return found
+    return urls
 
 
 def _page(title: str, blobs: Sequence[tuple[str, bytes]], *, connect: str) -> str:
@@ -110,7 +112,7 @@ def _sha256(text: str) -> str:
 
 
 def _blob(name: str, content: bytes) -> str:
-    """An element that no browser runs or shows. mtime: two reports of the same runs are the same
-    file."""
+    """Return an element that no browser runs or shows. mtime: two reports of the same runs are the
+    same file."""
     packed = base64.b64encode(gzip.compress(content, compresslevel=6, mtime=0)).decode()
     return f'<script type="application/gzip" id="{name}">{packed}</script>'

@@ -1,4 +1,4 @@
-"""What a plan predicted of a run, beside what became of it."""
+"""A plan's predictions for a run beside the measurements."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ def predicted(
     times: Mapping[str, NDArray[np.float64]],
     summary: Mapping[str, Any] | None,
 ) -> list[dict[str, Any]]:
-    """plan: as in plan.json. times: columns of metrics.jsonl, of which `step`, `time/step_s` and
+    """Return a line for each prediction: `what`, its `unit`, `predicted` and `measured`, which is
+    None while unknown.
+
+    plan: as in plan.json. times: columns of metrics.jsonl, of which `step`, `time/step_s` and
     `time/processor_s` are read; NaN where a step has none. summary: as in summary.json, None before
-    the run's end. A line each: `what`, its `unit`, `predicted` and `measured`, which is None where
-    it is not known yet. A step is the median of a stage's but the first, which warms up, as in a
-    probe; only a plan with a probe says something of it."""
+    the run's end. A step is the median of a stage's without the first, which warms up, as in a
+    probe; only a plan with a probe predicts it.
+    """
     lines = [
         line(
             "peak memory",

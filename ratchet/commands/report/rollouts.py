@@ -1,4 +1,4 @@
-"""A run's record as the page wants it: a few numbers and words of every rollout, and everything of
+"""A run's record as the page needs it: a few numbers and words of every rollout, and everything of
 those that are opened."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Rollouts:
         self._media: tuple[str, Mapping[str, bytes]] = ("", {})  # of the file that was read last
 
     def stamp(self) -> str:
-        """Changes with the record; cheap."""
+        """Return a value that changes with the record; cheap."""
         try:
             stat = (self.directory.steps / INDEX).stat()
         except FileNotFoundError:
@@ -87,16 +87,18 @@ class Rollouts:
 
     @property
     def record(self) -> Record:
-        """As it is now. Raises DataError where its index was changed by hand."""
+        """Return the record as it is now. Raises DataError if its index was changed by hand."""
         stamp = self.stamp()
         if self._record is None or stamp != self._stamp:
             self._record, self._stamp, self._tables = Record(self.directory.steps), stamp, {}
         return self._record
 
     def columns(self, known: Sequence[str] = (), *, every: int = 1) -> bytes:
-        """The columns of all rows, packed; of the files after those that are `known`, if the record
-        still begins with them ("after" in the header says how many were left out). every: one step
-        in so many."""
+        """Return the columns of all rows, packed, or those of the files after `known` if the record
+        still begins with them.
+
+        "after" in the header says how many were left out. every: take one step in this many.
+        """
         record = self.record
         names = [file.name for file in record.files]
         after = len(known) if names[: len(known)] == list(known) else 0
@@ -118,8 +120,8 @@ class Rollouts:
         )
 
     def details(self, step: int, places: Sequence[int]) -> list[dict[str, Any]]:
-        """All of some rollouts of a step, by their place in it. Raises DataError for what is not in
-        the record."""
+        """Return all columns of some rollouts of a step, by their place in it. Raises DataError for
+        one that is not in the record."""
         record = self.record
         if step not in record.steps:
             raise DataError(f"step {step} is not in the record (any more)")
@@ -135,8 +137,8 @@ class Rollouts:
         return [self._detail(place, row, total) for place, row in zip(places, rows, strict=True)]
 
     def media(self, step: int, kinds: Mapping[str, MediaKind]) -> dict[str, str]:
-        """`data:` URLs of some media of a step, by name; without those that are gone, or that no
-        browser shows."""
+        """Return `data:` URLs of some media of a step, by name, without missing ones and those that
+        no browser shows."""
         record = self.record
         file = next(
             (file for file in record.files if any(facts.step == step for facts in file.steps)), None
@@ -149,37 +151,40 @@ class Rollouts:
             except DataError:  # the steps were copied without them
                 self._media = (file.name, {})
         sources = self._media[1]
-        found = {
+        urls = {
             name: url_of(kind, sources[name]) for name, kind in kinds.items() if name in sources
         }
-        return {name: url for name, url in found.items() if url is not None}
+        return {name: url for name, url in urls.items() if url is not None}
 
     def search(self, text: str, *, most: int) -> tuple[list[tuple[int, int]], int | None]:
-        """(step, place in the step) of rollouts in whose messages the text occurs, the newest files
-        first; and the first step that was looked at, None for all: after `most` are found it
-        ends."""
-        found: list[tuple[int, int]] = []
+        """Return (step, place in the step) of rollouts whose messages contain the text, the newest
+        files first, and the first step that was searched, None for all. The search ends after
+        `most` matches."""
+        matches: list[tuple[int, int]] = []
         record = self.record
         for file in reversed(record.files):
-            found += _matches(record.directory, file, text)
-            if len(found) >= most:
-                return found[:most], file.steps[0].step
-        return found, None
+            matches += _matches(record.directory, file, text)
+            if len(matches) >= most:
+                return matches[:most], file.steps[0].step
+        return matches, None
 
     def sample(self, rollouts: int, tokens: int) -> list[dict[str, Any]]:
-        """Details of at most so many rollouts with at most so many tokens: whole groups at steps
-        spread evenly over the run. At each step those tasks whose names hash lowest, so that one
-        that comes again is chosen again, in other runs too."""
+        """Return details of at most `rollouts` rollouts with at most `tokens` tokens: whole groups
+        at steps spread evenly over the run.
+
+        At each step the tasks whose names hash lowest are chosen, so that a task that comes again
+        is chosen again, in other runs too.
+        """
         table = _scalars(self.record.directory, self.record.files).select(
             ["step", "task", "group_index", "length"]
         )
         ranked = _ranked(table.to_pydict())
         sizes = sorted(len(places) for groups in ranked.values() for places, _ in groups)
-        wanted = rollouts // sizes[len(sizes) // 2] if sizes else 0
-        steps = _spread(list(ranked), wanted)
+        steps_wanted = rollouts // sizes[len(sizes) // 2] if sizes else 0
+        steps = _spread(list(ranked), steps_wanted)
         chosen: list[dict[str, Any]] = []
         # a group of each step, then another of each
-        for turn in range(-(-wanted // max(1, len(steps)))):
+        for turn in range(-(-steps_wanted // max(1, len(steps)))):
             for step in steps:
                 places, length = ranked[step][turn] if turn < len(ranked[step]) else ([], 0)
                 if len(chosen) + len(places) <= rollouts and length <= tokens:
@@ -233,7 +238,7 @@ class Rollouts:
 
 
 def _scalars(directory: Path, files: Sequence[RecordFile]) -> pa.Table:
-    """Raises DataError for a file that can't be read."""
+    """Return the scalar columns. Raises DataError for a file that can't be read."""
     names = [*WORDS, *NUMBERS]
     kinds = {name: pa.dictionary(pa.int32(), pa.string()) for name in WORDS} | {
         name: SCALARS[name] for name in NUMBERS
@@ -250,7 +255,7 @@ def _scalars(directory: Path, files: Sequence[RecordFile]) -> pa.Table:
 
 
 def _coded(table: pa.Table) -> tuple[dict[str, list[str]], dict[str, NDArray[Any]]]:
-    """Words and, for each row, which. The first word is the empty one."""
+    """Return words and, for each row, the index of its word. The first word is the empty one."""
     words: dict[str, list[str]] = {}
     codes: dict[str, NDArray[Any]] = {}
     for name in WORDS:
@@ -271,7 +276,7 @@ def _numbers(table: pa.Table) -> dict[str, NDArray[Any]]:
 
 
 def _whole(column: pa.ChunkedArray) -> NDArray[Any]:
-    """In the smallest type that has all of them; 0 for none."""
+    """Return a column in the smallest integer type that holds it; 0 for nulls."""
     numbers = (pc.fill_null(column, 0) if column.null_count else column).to_numpy()
     return numbers.astype(np.min_scalar_type(max(numbers.max(initial=0), 0)), copy=False)
 
@@ -296,8 +301,8 @@ def _matches(directory: Path, file: RecordFile, text: str) -> Iterator[tuple[int
 
 
 def _ranked(columns: Mapping[str, list[Any]]) -> dict[int, list[tuple[list[int], int]]]:
-    """step -> for each of its groups the places of its rows in the step, and its tokens, in the
-    order of the tasks' hashes."""
+    """Return, for each step and each of its groups, the places of its rows in the step and its
+    tokens, in the order of the tasks' hashes."""
     groups: dict[int, dict[int, tuple[str, list[int], int]]] = {}
     place, before = 0, None
     for step, task, index, length in zip(
@@ -319,7 +324,7 @@ def _ranked(columns: Mapping[str, list[Any]]) -> dict[int, list[tuple[list[int],
 
 
 def _spread(values: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, the first and the last among them."""
+    """Return at most `most` values, evenly chosen, with the first and the last among them."""
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / max(1, most - 1))] for i in range(max(0, most))]
@@ -333,8 +338,8 @@ def _rank(task: str) -> str:
 
 
 def _loss_shares(table: pa.Table) -> NDArray[np.float64]:
-    """What each token of the rows has of the loss's gradient at the first update, not yet divided
-    by the sum."""
+    """Return each token's share of the loss's gradient at the first update, not yet divided by the
+    sum."""
     weights = (
         pc.list_flatten(table["weights"].combine_chunks())
         .to_numpy(zero_copy_only=False)

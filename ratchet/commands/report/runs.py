@@ -1,4 +1,4 @@
-"""A run as its directory tells it, while it goes on or afterwards: state, recipe, code, data, and
+"""A run as its directory shows it, while it trains or afterwards: state, recipe, code, data, and
 the metrics of each step."""
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ BLOCK = 2**20  # bytes of the ledger that are read at once
 
 
 class RunReader:
-    """name: what the page calls it. Raises RunDirectoryError where there is no run."""
+    """A reader of one run. name: its name on the page. Raises RunDirectoryError if there is no
+    run."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.directory = RunDirectory(path)
@@ -40,7 +41,7 @@ class RunReader:
         self._counted, self._prompts = 0, Counter[str]()
 
     def facts(self) -> dict[str, Any]:
-        """What the page shows of the run beside its curves."""
+        """Return what the page shows of the run beside its curves."""
         summary, plan = _object(self.directory.summary), _object(self.directory.plan)
         return {
             "name": self.name,
@@ -64,9 +65,12 @@ class RunReader:
             return []
 
     def state(self) -> str:
-        """`finished`, `running` or `stopped`. A run of another machine that names itself as under
-        way is believed. No lock is tried (`RunDirectory.held`): who looks every few seconds would
-        one day refuse a run that begins."""
+        """Return `finished`, `running` or `stopped`. A run of another machine that reports itself
+        as running is believed.
+
+        The lock is not tried (`RunDirectory.held`), since a reader that tries it every few seconds
+        would one day block a run that starts.
+        """
         if self.directory.summary.exists():
             return "finished"
         where = _object(self.directory.status)
@@ -75,8 +79,8 @@ class RunReader:
         return "running" if where.get("host") != socket.gethostname() or _lives(pid) else "stopped"
 
     def prompts(self) -> dict[str, int]:
-        """What became of prompts: how many were issued, trained, filtered, given back. A long run
-        has a million lines, of which those that were counted before are not read again."""
+        """Return the counts of prompts: issued, trained, filtered, given back. A long run has a
+        million lines; counted lines are not read again."""
         size, _ = _stamp(self.directory.ledger)
         if size < self._counted:  # it went on from a checkpoint
             self._counted, self._prompts = 0, Counter()
@@ -97,7 +101,7 @@ class RunReader:
         return {event: count for event, count in self._prompts.items() if count}
 
     def alarms(self) -> list[dict[str, Any]]:
-        """What sentinels said, the latest first."""
+        """Return the alarms of sentinels, the latest first."""
         paths = sorted(self.directory.sentinels.glob("step-*.json"), reverse=True)[:MOST_ALARMS]
         alarms = [evidence for path in paths if (evidence := _object(path)) is not None]
         return [
@@ -106,7 +110,7 @@ class RunReader:
         ]
 
     def version(self) -> dict[str, Any]:
-        """Changes whenever there is more to see; cheap."""
+        """Return a value that changes whenever there is more to see; cheap."""
         size, changed = _stamp(self.directory.metrics)
         return {
             "state": self.state(),
@@ -117,8 +121,8 @@ class RunReader:
 
 
 def flat(values: Any, where: str = "") -> dict[str, Any]:
-    """The leaves of a nested configuration, by path: `stages.0.optimizer.lr`. A stage goes by its
-    name."""
+    """Return the leaves of a nested configuration, by path: `stages.0.optimizer.lr`. A stage goes
+    by its name."""
     if isinstance(values, Mapping) and values:
         pairs = [(str(key), value) for key, value in values.items()]
     elif (
@@ -135,8 +139,8 @@ def flat(values: Any, where: str = "") -> dict[str, Any]:
 
 
 def find_runs(root: Path) -> list[RunReader]:
-    """The runs in a directory, or the one that it is, by name. Raises RunDirectoryError where the
-    directory does not exist."""
+    """Return the runs in a directory, or the directory itself if it is one, by name. Raises
+    RunDirectoryError if it does not exist."""
     if not root.is_dir():
         raise RunDirectoryError(
             f"there is no directory {root}: give a run, or the directory that runs are in (runs/)"
@@ -144,7 +148,7 @@ def find_runs(root: Path) -> list[RunReader]:
     if RunDirectory(root).used:
         return [RunReader(root)]
     paths = [root]
-    found: list[Path] = []
+    directories: list[Path] = []
     for _ in range(DEPTH):
         below = [
             child
@@ -152,13 +156,13 @@ def find_runs(root: Path) -> list[RunReader]:
             for child in sorted(path.iterdir())
             if child.is_dir() and child.name[0] != "."
         ]
-        found += [path for path in below if RunDirectory(path).used]
-        paths = [path for path in below if path not in found]
-    return [RunReader(path, path.relative_to(root).as_posix()) for path in found]
+        directories += [path for path in below if RunDirectory(path).used]
+        paths = [path for path in below if path not in directories]
+    return [RunReader(path, path.relative_to(root).as_posix()) for path in directories]
 
 
 def named(paths: Sequence[Path]) -> list[RunReader]:
-    """One reader each; of runs whose directories have the same name, by their paths."""
+    """Return one reader each; runs whose directories share a name are named by their paths."""
     count = Counter(path.resolve().name for path in paths)
     return [
         RunReader(path, None if count[path.resolve().name] == 1 else str(path)) for path in paths

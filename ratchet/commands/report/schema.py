@@ -1,5 +1,5 @@
-"""How numbers reach the page: JSON for what is small, arrays as they lie in memory for what is not.
-assets/wire.js reads it."""
+"""The format of numbers for the page: JSON for small values, arrays as they lie in memory for large
+ones. assets/wire.js reads it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ KINDS = {
 
 
 def pack(facts: Mapping[str, Any], arrays: Arrays) -> bytes:
-    """The header's length (4 bytes, little-endian), the header as JSON, then every array. The
-    header is `facts` and, under "arrays", of each array its kind, the offset after the header, and
-    how many items it has."""
+    """Return the header's length (4 bytes, little-endian), the header as JSON, then every array.
+
+    The header is `facts` and, under "arrays", of each array its kind, the offset after the header,
+    and its number of items.
+    """
     places: dict[str, tuple[str, int, int]] = {}
     parts: list[bytes | memoryview] = []
     offset = 0

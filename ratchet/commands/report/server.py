@@ -1,5 +1,5 @@
-"""`ratchet ui DIR`: the page of the runs in a directory, which follows those that are under way.
-For this machine alone."""
+"""The command `ratchet ui DIR`: the page of the runs in a directory, updated while they train. It
+serves this machine alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Query = Mapping[str, str]
 
 
 class Runs:
-    """The runs below a directory, by name; those that appear later are found too."""
+    """The runs below a directory, by name, including those that appear later."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -46,8 +46,8 @@ class Runs:
         self.refresh()
 
     def refresh(self) -> dict[str, RunReader]:
-        found = {run.name: run for run in find_runs(self.root)}
-        self._known = {name: self._known.get(name, run) for name, run in found.items()}
+        readers = {run.name: run for run in find_runs(self.root)}
+        self._known = {name: self._known.get(name, run) for name, run in readers.items()}
         return self._known
 
     def __getitem__(self, name: str) -> RunReader:
@@ -86,8 +86,8 @@ class Runs:
         return JSON, _json(rollouts.media(step, kinds))
 
     def search(self, query: Query) -> tuple[str, bytes]:
-        found, since = self[query["run"]].rollouts.search(query["text"], most=MOST_FOUND)
-        return JSON, _json({"found": found, "since": since})
+        matches, since = self[query["run"]].rollouts.search(query["text"], most=MOST_FOUND)
+        return JSON, _json({"found": matches, "since": since})
 
 
 def _json(value: Any) -> bytes:
@@ -95,8 +95,8 @@ def _json(value: Any) -> bytes:
 
 
 class Pages:
-    """The ASGI application: answers of `runs`, made one after another in a thread, as readers share
-    what they hold."""
+    """The ASGI application. Answers of `runs` are made one after another in a thread, since readers
+    share state."""
 
     def __init__(self, runs: Runs) -> None:
         self._answers: dict[str, Callable[[Query], tuple[str, bytes]]] = {

@@ -1,4 +1,4 @@
-"""What each token of a rollout reads as, by the run's own tokenizer."""
+"""The text of each token of a rollout, by the run's own tokenizer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TokenTexts:
 
 
 def _something(tokenizer: Tokenizer) -> list[int]:
-    """A token with a text of its own; [] where neither letters nor digits have one."""
+    """Return a token with a text of its own; [] if neither letters nor digits have one."""
     for text in "a0":
         try:
             return tokenizer.encode(text)[-1:]
@@ -62,8 +62,8 @@ def _something(tokenizer: Tokenizer) -> list[int]:
 
 
 def tokenizer_of(directory: RunDirectory) -> Tokenizer | None:
-    """The trained model's, else the recipe's, of a built-in kind and on this machine's disk: who
-    looks at a run neither downloads anything nor runs code that the run names."""
+    """Return the trained model's tokenizer, else the recipe's, if it is built in or on this
+    machine's disk. Reading a run neither downloads anything nor runs code that the run names."""
     try:
         if (directory.path / "model" / "tokenizer.json").is_file():
             return load_tokenizer(directory.path / "model")

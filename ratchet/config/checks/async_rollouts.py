@@ -1,4 +1,4 @@
-"""Checks of what makes attempts begin before their step, or be drawn again."""
+"""Checks of settings that start attempts before their step, or draw them again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = (
 
 
 def _draws(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """As a default that another stage reads, it is in order."""
+    """Check sampling keys. As a default that another stage reads, such a key is fine."""
     if any(
         other.source in ("rollouts", None) and other.rollouts == stage.rollouts
         for other in config.stages

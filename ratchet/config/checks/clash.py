@@ -1,4 +1,4 @@
-"""Keys of a recipe that don't go together."""
+"""Conflicts between keys of a recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Key = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """`keys`: where it can be mended, the likeliest first."""
+    """A message, and `keys`: where it can be fixed, the likeliest first."""
 
     keys: tuple[Key, ...]
     message: str

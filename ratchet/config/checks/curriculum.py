@@ -1,4 +1,4 @@
-"""Checks of what says which groups a step gets."""
+"""Checks of settings that choose the groups of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks across keys: what a stage with `lora` can't be combined with."""
+"""Checks across keys: settings that `lora` can't be combined with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ratchet.errors import ConfigError, ModelError
 
 
 def _maps(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Of our own decoder; those of another model are known when it is loaded, before anything
-    trains."""
+    """Check target modules of our own decoder; those of another model are checked when it is
+    loaded, before training."""
     if stage.lora is None or (config.model.preset is None and config.model.backend != "ratchet"):
         return
     # By name: models lie above configuration, and these modules are free of torch.
@@ -63,8 +63,8 @@ def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _last(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """An adapter is merged into the weights when the next stage begins, where these are in one
-    process."""
+    """Check later stages: an adapter is merged into the weights when the next stage begins, which
+    needs the weights in one process."""
     if stage.lora is None or stage == config.stages[-1]:
         return
     spread = getattr(stage.learner, "kind", "") != "local"
@@ -83,10 +83,10 @@ def _last(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _served(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     held: Any = getattr(stage.generator, "of", stage.generator)
-    most = getattr(held, "lora_rank", None)
-    if stage.lora is not None and most is not None and most < stage.lora.rank:
+    max_rank = getattr(held, "lora_rank", None)
+    if stage.lora is not None and max_rank is not None and max_rank < stage.lora.rank:
         yield clash(
-            f"lora.rank={stage.lora.rank} is more than generator.lora_rank={most}, the largest "
+            f"lora.rank={stage.lora.rank} is more than generator.lora_rank={max_rank}, the largest "
             "that vLLM is started for: set "
             f"generator.lora_rank={stage.lora.rank}",
             "generator.lora_rank",

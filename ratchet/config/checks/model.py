@@ -1,4 +1,4 @@
-"""Checks of which model a run begins with, and what its recipe alone tells of it."""
+"""Checks of the model that a run starts with, as far as its recipe tells."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ def model_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Conflict]:
-    known = presets()
-    if name not in known:
-        yield clash(f"there is no preset '{name}'{unlike(name, known)}", "model.preset")
+    shapes = presets()
+    if name not in shapes:
+        yield clash(f"there is no preset '{name}'{unlike(name, shapes)}", "model.preset")
     shape = shape_fields()
     for key in model.overrides:
         if key not in shape:
             yield clash(
                 f"a preset has no field '{key}'{unlike(key, shape)}", f"model.overrides.{key}"
             )
-    if name in known and all(key in shape for key in model.overrides):
+    if name in shapes and all(key in shape for key in model.overrides):
         yield from _shape(name, model.overrides)
     if model.revision is not None:
         yield clash(
@@ -102,8 +102,8 @@ def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Confli
 
 
 def _shape(name: str, overrides: Mapping[str, Any]) -> Iterator[Conflict]:
-    """A shape that no decoder has. The vocabulary, which the tokenizer brings, is taken for a small
-    one."""
+    """Yield a conflict for a shape that no decoder has. The vocabulary, which the tokenizer brings,
+    is taken as a small one."""
     try:
         import_module("ratchet.models.presets").preset(name, **{"vocab_size": 256, **overrides})
     except ModelError as error:
@@ -120,7 +120,7 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
 
 
 def shape_fields() -> dict[str, Any]:
-    """Fields of a decoder's shape, with their defaults."""
+    """Return the fields of a decoder's shape, with their defaults."""
     return {
         field.name: field.default
         for field in fields(import_module("ratchet.models.config").DecoderConfig)
@@ -128,7 +128,7 @@ def shape_fields() -> dict[str, Any]:
 
 
 def context_of(model: ModelConfig) -> int | None:
-    """The model's context in tokens, where the recipe alone tells."""
+    """Return the model's context in tokens, if the recipe alone tells it."""
     shape = presets().get(model.preset or "")
     if shape is None:
         return None

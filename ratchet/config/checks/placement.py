@@ -1,4 +1,4 @@
-"""Checks across keys: where learners, generators and links live."""
+"""Checks across keys: placement of learners, generators and weight sync."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _turns(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Weights that are sent lie in main memory then."""
+    """Check weight sync under colocation: weights are then sent from host memory."""
     if not getattr(config.cluster, "colocated", False):
         return
     if not getattr(stage.generator, "placeable", True):
@@ -131,5 +131,5 @@ PLACE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
 
 
 def _spread(learner: Any) -> bool:
-    """Whether it trains in processes of its own."""
+    """Return True if the learner trains in processes of its own."""
     return hasattr(learner, "provider")

@@ -1,4 +1,4 @@
-"""Checks across keys: low precision that the machine or the packages here can't do."""
+"""Checks across keys: low precision that this machine or its packages do not support."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def _half(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _missing(form: str) -> str:
-    """Why it can't be had, up to the first remedy; "" where it can."""
+    """Return why a form of quantisation is unavailable, up to the first remedy; "" if it is
+    available."""
     if form != "nf4" or find_spec(BITS) is not None:
         return ""
     return (
@@ -123,11 +124,12 @@ def _missing(form: str) -> str:
 
 
 def _without_cuda(config: RunConfig) -> bool:
-    """As far as can be known without torch, of a run on this machine alone."""
+    """Return True if a run on this machine alone has no CUDA, as far as that is known without
+    torch."""
     if config.device == "cpu":
         return True
-    here = getattr(config.cluster, "kind", "") == "local"
-    return here and not any(Path(path).exists() for path in CUDA_DEVICES)
+    is_local = getattr(config.cluster, "kind", "") == "local"
+    return is_local and not any(Path(path).exists() for path in CUDA_DEVICES)
 
 
 PRECISION_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (

@@ -1,4 +1,4 @@
-"""Numbers of a recipe that are right each by itself, and together can't be held, or drawn with."""
+"""Checks of numbers that are valid alone and together exceed memory or leave nothing to draw."""
 
 from __future__ import annotations
 

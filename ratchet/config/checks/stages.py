@@ -1,4 +1,4 @@
-"""Checks across keys: what each section alone can't see. Each names the keys that clash, and the
+"""Checks across keys that no section can check alone. Each names the keys that clash, and the
 smallest fix."""
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def conflicts(config: RunConfig) -> Iterator[Conflict]:
     yield from _one_generator(config)
     for index, stage in enumerate(config.stages):
         for check in STAGE_CHECKS:
-            for found in check(stage, config):
-                yield Conflict(tuple(("stages", index, *key) for key in found.keys), found.message)
+            for conflict in check(stage, config):
+                yield Conflict(
+                    tuple(("stages", index, *key) for key in conflict.keys), conflict.message
+                )
 
 
 def _one_generator(config: RunConfig) -> Iterator[Conflict]:
@@ -44,14 +46,14 @@ def _one_generator(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _batch(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    most, what = stage.batch_size, "groups"
+    maximum, what = stage.batch_size, "groups"
     if getattr(stage.algorithm, "minibatches_of", "groups") == "attempts":
-        most, what = stage.batch_size * stage.attempts, f"groups of {stage.attempts} attempts"
-    if most < stage.minibatches:
+        maximum, what = stage.batch_size * stage.attempts, f"groups of {stage.attempts} attempts"
+    if maximum < stage.minibatches:
         yield clash(
             f"batch_size={stage.batch_size} {what} can't be split into "
             f"algorithm.minibatches={stage.minibatches}: "
-            f"set algorithm.minibatches to {most} or less",
+            f"set algorithm.minibatches to {maximum} or less",
             "algorithm.minibatches",
             "batch_size",
         )
@@ -183,7 +185,7 @@ def _evaluation(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Only a checkpoint of a step that was evaluated has a score."""
+    """Check end_with=best: only a checkpoint of an evaluated step has a score."""
     checkpoint, every = stage.checkpoint, stage.evaluation.every
     if checkpoint.end_with != "best" or not checkpoint.metric.removeprefix("-").startswith("eval/"):
         return
@@ -198,8 +200,8 @@ def _end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """A rows algorithm judges nothing; but as a default that rollouts of another stage read,
-    rewards are in order."""
+    """Check rewards of an algorithm that judges nothing. As a default that rollouts of another
+    stage read, they are fine."""
     expected = stage.rewards == own_rewards(stage.environment)
     shared = any(
         other.source == "rollouts" and other.rewards == stage.rewards for other in config.stages
@@ -218,7 +220,7 @@ def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _yardstick(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """As a default that another stage reads it is in order too."""
+    """Check evaluation rewards. As a default that another stage reads, they are fine."""
     elsewhere = stage.evaluation.environment
     readers = [
         one for one in config.stages if one.evaluation.tasks and one.evaluation.environment is None
@@ -249,7 +251,7 @@ def _reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Filters don't act on greedy sampling."""
+    """Check sampling filters, which do not act on greedy sampling."""
     cutting = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     for key, off in cutting.items():
         value = getattr(stage.sampling, key)
@@ -269,7 +271,7 @@ def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Of a preset; that of a directory is known when it is read."""
+    """Check the shape of a preset; that of a model directory is checked when it is read."""
     misfit, shape = (
         getattr(stage.generator, "misfit", None),
         presets().get(config.model.preset or ""),
@@ -288,7 +290,8 @@ def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """A built-in environment says what it has; somebody else's is asked when the stage starts."""
+    """Check that the environment has the rows that the algorithm needs. A custom environment is
+    asked when the stage starts."""
     gives = getattr(stage.environment, "gives", None)
     if gives is not None and stage.source is not None and stage.source not in gives:
         # Those that are made of others have what the others have.
@@ -314,7 +317,7 @@ def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _may_give(environment: type[Section], source: str) -> bool:
-    """Of one whose keys say what it has: whether some keys do."""
+    """Return True if some keys make the environment offer this source."""
     gives = getattr(environment, "gives", ())
     return isinstance(gives, property) or source in gives
 
@@ -331,7 +334,7 @@ def _judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """As a default that another stage reads, it is in order."""
+    """Check the agent. As a default that another stage reads, it is fine."""
     if stage.agent is None:
         return
     kind = getattr(stage.agent, "kind", "")
@@ -357,7 +360,7 @@ def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _played(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """What groups that are played in the generator's workers can't be."""
+    """Yield what conflicts with groups that the generator's workers play."""
     if not stage.played_by_workers:
         return
     rollouts = stage.rollouts
@@ -396,7 +399,7 @@ def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _probed(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """As a default that another stage reads, they are in order."""
+    """Check probes. As a default that another stage reads, they are fine."""
     if any(
         other.source in ("rollouts", None) and other.sentinels == stage.sentinels
         for other in config.stages

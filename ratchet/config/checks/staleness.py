@@ -1,4 +1,5 @@
-"""What a recipe may ask for and should know: warnings of `ratchet check` and `ratchet train`."""
+"""Warnings of `ratchet check` and `ratchet train` about settings that work and are likely
+unintended."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ def cautions(stage: StageConfig) -> Iterator[str]:
 
 
 def _stale(stage: StageConfig) -> Iterator[str]:
-    """Attempts of older weights that nothing weighs.
+    """Warn about attempts of older weights without a correction.
 
     With old_logprobs=learner the learner recomputes the old log-probabilities with its current
     weights. Every ratio is then to these weights, not to those that drew the attempt.

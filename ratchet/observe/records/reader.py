@@ -32,7 +32,7 @@ INDEX = "index.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the index says of one step.
+    """The index entry of one step.
 
     step: as in metrics.jsonl. rows: recorded trajectories, of `groups` groups out of `drawn`.
     fingerprints: of the weights after the step, by role, where the learner can compute them.

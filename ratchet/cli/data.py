@@ -1,0 +1,53 @@
+"""The commands `ratchet data ...`. They import little, like `ratchet.cli.main`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+data = typer.Typer(no_args_is_help=True, help="Look at data before training on them.")
+
+
+@data.command()
+def inspect(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE_OR_DATA",
+            help="A recipe; or a file, a directory, an address, or a preset's name.",
+        ),
+    ],
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Overrides of the recipe; of data, keys of `dataset`: columns={prompt: question}"
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
+    sample: Annotated[int, typer.Option(min=1, help="Rows whose lengths are summed up.")] = 256,
+    test: Annotated[
+        bool,
+        typer.Option("--test", help="Of the test split, in its order; else of the training split."),
+    ] = False,
+    stage: Annotated[str | None, typer.Option(help="Of the recipe; default: its first.")] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR_OR_HUB_ID", help="Another than the recipe's; of data, bytes unless set."
+        ),
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(help="plain, turns, chatml, or a .jinja file.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="One object: rows with ids and spans, and lengths.")
+    ] = False,
+) -> None:
+    """Show rows as the model will see them, which of their tokens train, and how long they are."""
+    from ratchet.commands.inspect_data import inspect as inspect_data
+
+    look = {"stage": stage, "tokenizer": tokenizer, "template": template, "as_json": json}
+    inspect_data(
+        target, keys or [], rows=rows, sample=sample, split="test" if test else "train", **look
+    )
