@@ -28,7 +28,6 @@ from ratchet.weight_sync.factory import Between, make_link
 GENERATOR = "generator"  # the name of the workers that generate
 
 
-# What each process builds, by what the workers run (`generator.plays`).
 WORKER_FACTORIES = {
     "requests": "ratchet.training.generator_workers:make_rank",
     "groups": "ratchet.training.rollout_workers:make_rank",
@@ -73,6 +72,11 @@ def make_generator(
         return construct(config, model, tokenizer)
 
 
+def worker_factory(section: WorkersConfig) -> str:
+    """Return the import path of what each worker's process builds (`generator.plays`)."""
+    return WORKER_FACTORIES[section.plays]
+
+
 def generator_needs(section: Section, *, on_cpu: bool, beside: str | None = None) -> list[Need]:
     """What the cluster is asked for; nothing where the generator lives in this process. beside:
     whose accelerators they use."""
@@ -97,7 +101,7 @@ def start_generators(
     def start(rank: int) -> Workers:
         group = executor.group(GENERATOR, rank)
         try:
-            group.build_now(WORKER_FACTORIES[section.plays], arguments)
+            group.build_now(worker_factory(section), arguments)
         except BaseException:
             group.close()
             raise

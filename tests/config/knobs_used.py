@@ -45,7 +45,7 @@ from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.observe.trackers import Tracked
 from ratchet.testing.builders import make_trajectory
 from ratchet.training.from_config import build_reward
-from ratchet.training.generator_workers import generator_needs
+from ratchet.training.generator_workers import generator_needs, worker_factory
 from ratchet.types import Message, Scored, Task, ToolCall
 from ratchet.weight_sync.endpoints import OneRank
 from ratchet.weight_sync.factory import Between, make_link
@@ -204,6 +204,7 @@ def in_processes() -> None:
     )
     executor.plan([Need("learner", 1), *generator_needs(workers, on_cpu=True)])
     executor.group("learner")
+    worker_factory(workers)
     Router(workers)
     executor.close()
 

@@ -163,18 +163,18 @@ def test_each_built_in_kind_is_there_and_knows_its_name(slot, kind):
     assert ":" in section.builds
 
 
-ALGORITHMS = ("policy_gradient", "preference", "distillation", "reward_model", "supervised")
+ALGORITHMS = ("policy_gradient", "preference", "distillation", "reward_model", "sft")
 ENVIRONMENTS = (
+    "adapters.",
+    "code.",
     "",
-    "adapters_",
-    "code_",
-    "dataset_",
-    "games_",
+    "datasets.dataset_",
+    "games.games_",
     "mixture_",
-    "terminal_",
-    "tool_",
-    "vision_",
-    "workers_",
+    "tool_use.",
+    "tool_use.terminal_",
+    "toy.drawn_shapes_",
+    "workers.",
 )
 MODULES = {
     "algorithm": [f"algorithms.config.{name}" for name in ALGORITHMS],
@@ -183,14 +183,14 @@ MODULES = {
     "shaping": ["algorithms.config.shaping"],
     "environment": [
         *(f"environments.{name}config" for name in ENVIRONMENTS),
-        "environments.vlm",
+        "environments.datasets.vlm",
         "experience.config",
     ],
-    "tool": ["environments.tools.config"],
+    "tool": ["environments.tool_use.tools_config"],
     "rewards": ["rewards.config"],
-    "optimizer": ["config.schema", "learners.optimizer_config"],
+    "optimizer": ["config.schema", "learners.optim.config"],
     "learner": ["learners.config"],
-    "generator": ["generators.config", "generators.workers_config"],
+    "generator": ["generators.config", "generators.workers.config"],
     "tokenizer": ["data.config"],
 }
 # bases of kinds, and lone parts

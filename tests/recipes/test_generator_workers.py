@@ -42,7 +42,7 @@ WORKERS = {"kind": "workers", "of": {"kind": "engine", "kv_cache_gib": 0.01}}
 LINKS = [
     {"kind": "auto"},
     *(
-        pytest.param(link, marks=pytest.mark.slow)  # each by itself: tests/links
+        pytest.param(link, marks=pytest.mark.slow)  # each by itself: tests/weight_sync
         for link in (
             {"kind": "shared_memory"},
             {"kind": "collective"},

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
-from tests.tools.importing.facts import KEYS, flat
-from tests.tools.importing.profiles import EXEMPT, PROFILES
+from tests.commands.migrate.facts import KEYS, flat
+from tests.commands.migrate.profiles import EXEMPT, PROFILES
 
 from ratchet.commands.migrate.importer import PEERS, Imported, convert
 from ratchet.commands.migrate.read_config import Source
