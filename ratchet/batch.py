@@ -64,7 +64,8 @@ class Batch:
     baseline_S: Tensor  # bool, use == "baseline"
     reference_S: Tensor  # bool, use == "reference"
     scored_S: Tensor  # bool, has a reward that counts
-    truncated_S: Tensor  # bool
+    truncated_S: Tensor  # bool, a limit of tokens or turns ended the attempt
+    cut_S: Tensor  # bool, a limit of tokens ended its last answer
     rewards_S: Tensor  # float64, NaN where there is none
     temperature_S: Tensor  # float64
     tag_S: Tensor  # int64, index into `tags`

@@ -307,6 +307,16 @@ class Trajectory:
         )
 
     @property
+    def is_cut_short(self) -> bool:
+        """True if the last answer has no end of its own, as a limit of tokens cut it off.
+
+        An attempt may be truncated behind an answer that has one: at the limit of turns, or without
+        room for another turn. Where turns don't say (given text), the outcome decides.
+        """
+        cut = self.turns[-1].cut if self.turns else None
+        return self.truncated if cut is None else cut
+
+    @property
     def sampled(self) -> bool:
         """Whether a policy wrote any of it: what it writes has its weights' version, and given text
         has none."""

@@ -34,7 +34,7 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 OPPOSITES = {"minimum": "maximum", "amin": "amax", "min": "max", "cummin": "cummax", "fmin": "fmax"}
 OPPOSITES |= {v: k for k, v in OPPOSITES.items()}
 EVEN = {"square", "abs"}
-MASKS = {"trainable_T", "predicted_T", "train_S", "scored_S", "truncated_S"}
+MASKS = {"trainable_T", "predicted_T", "train_S", "scored_S", "truncated_S", "cut_S"}
 REDUCTIONS = {
     "sum",
     "mean",

@@ -58,5 +58,8 @@ def _with_signal(batch: Batch) -> Tensor:
 
 def drop_truncated(batch: Batch, state: AlgoState) -> Batch:
     """Overlong filtering of DAPO (section 3.4): an answer that was cut off says nothing about its
-    reasoning."""
-    return keep_rows(batch, ~batch.truncated_S)
+    reasoning.
+
+    An attempt that ended at its limit of turns, behind a whole answer, stays.
+    """
+    return keep_rows(batch, ~batch.cut_S)

@@ -50,10 +50,10 @@ def overlong_penalty(
 
 
 def stop_properly(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
-    """A truncated row earns min(r, coef * r), 0 <= coef <= 1: no more than the share `coef` of what
-    it would have."""
-    cut_S = torch.minimum(batch.rewards_S, coef * batch.rewards_S)
-    return _with(batch, torch.where(batch.truncated_S, cut_S, batch.rewards_S))
+    """Give an attempt whose last answer was cut off min(r, coef * r), 0 <= coef <= 1, in place of
+    r."""
+    lower_S = torch.minimum(batch.rewards_S, coef * batch.rewards_S)
+    return _with(batch, torch.where(batch.cut_S, lower_S, batch.rewards_S))
 
 
 def length_penalty(batch: Batch, state: AlgoState, *, coef: float, free: int = 0) -> Batch:

@@ -111,7 +111,8 @@ class RolloutsConfig(Section):
         default=None,
         gt=0,
         description="Seconds to play an attempt in, waiting included, and to judge it in; null: no "
-        "limit.",
+        "limit. Judged programs have "
+        "limits of their own (docs/rewards.md).",
     )
     retries: int = Field(
         default=2,

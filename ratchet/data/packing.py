@@ -69,6 +69,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         reference_S=reference_S,
         scored_S=sequences([reward is not None for reward in rewards], np.bool_),
         truncated_S=sequences([t.truncated for t in trajectories], np.bool_),
+        cut_S=sequences(_cut(rows), np.bool_),
         rewards_S=sequences(
             [math.nan if reward is None else reward for reward in rewards], np.float64
         ),
@@ -80,6 +81,15 @@ def pack(groups: Sequence[Group]) -> Batch:
         token_columns=_routes(trajectories),
         sequence_columns=_parts(trajectories),
     )
+
+
+def _cut(rows: Sequence[tuple[int, Trajectory]]) -> list[bool]:
+    """True for the rows of an attempt that was truncated within its last answer.
+
+    The last row of an attempt has its last answer, and all rows share the attempt's reward.
+    """
+    last = {(g, t.attempt, t.use): t.truncated and t.is_cut_short for g, t in rows}
+    return [last[g, t.attempt, t.use] for g, t in rows]
 
 
 def _check(trajectory: Trajectory, group_id: str) -> None:

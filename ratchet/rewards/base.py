@@ -163,16 +163,6 @@ def answer_text(trajectory: Trajectory) -> str:
     raise DataError("the trajectory has no assistant message to judge")
 
 
-def is_cut_short(trajectory: Trajectory) -> bool:
-    """True if the last answer has no end of its own, as a limit of tokens cut it off.
-
-    An attempt may be truncated behind an answer that has one: at the limit of turns, or without
-    room for another turn. Where turns don't say (given text), the outcome decides.
-    """
-    cut = trajectory.turns[-1].cut if trajectory.turns else None
-    return trajectory.truncated if cut is None else cut
-
-
 def as_reward(reward: Reward | RewardFunction, name: str = "") -> Reward:
     """`reward` itself where it already follows the protocol; a function adapted. Raises ConfigError
     for anything else."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.errors import DataError, ModelError
-from ratchet.rewards.base import is_cut_short
 from ratchet.rewards.config import RewardModelConfig
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
@@ -75,7 +74,7 @@ class RewardModel:
         if last < 0:
             raise DataError("the trajectory has no assistant message to judge")
         tokens, _ = self._renderer.supervised(trajectory.messages[: last + 1], train="last")
-        if is_cut_short(trajectory):
+        if trajectory.is_cut_short:
             tokens = tokens[:-1]  # the end of a turn that has none
         if len(tokens) > self._model.max_positions:
             raise DataError(

@@ -1,13 +1,18 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.filters import drop_truncated
+from ratchet.algorithms.shaping import stop_properly
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.types import Cancelled, Failed, Scored, Truncated
+from ratchet.types import Cancelled, Failed, Scored, Truncated, Turn, Unjudged
 
 ragged = st.lists(
     st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=4),
@@ -36,6 +41,33 @@ def build(shape):
 
 
 @pytest.mark.fault("M1")
+def test_an_attempt_is_cut_only_within_its_last_answer():
+    def row(attempt, outcome, cut):
+        bare = make_trajectory([1], [2], outcome=outcome, attempt=attempt)
+        return replace(bare, turns=(Turn(1, 2, cut=cut),))
+
+    rows = [
+        row(0, Truncated(1.0), cut=False),  # at the limit of turns
+        row(1, Truncated(1.0), cut=False),  # the history forked before the next
+        row(1, Truncated(1.0), cut=True),
+        row(2, Truncated(1.0), cut=None),
+        row(3, Scored(1.0), cut=True),  # an agent's own limit
+        row(4, Unjudged(truncated=True), cut=True),
+    ]
+    batch = pack([make_group("a", rows)])
+    assert batch.truncated_S.tolist() == [True, True, True, True, False, True]
+    assert batch.cut_S.tolist() == [False, True, True, True, False, True]
+    kept = [True, False, False, False, True, False]
+    assert drop_truncated(batch, AlgoState()).train_S.tolist() == kept
+    assert stop_properly(batch, AlgoState(), coef=0.5).rewards_S.tolist()[:5] == [
+        1.0,
+        0.5,
+        0.5,
+        0.5,
+        1.0,
+    ]
+
+
 def test_two_groups_by_hand():
     batch = pack(
         [

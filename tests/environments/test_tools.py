@@ -3,22 +3,30 @@
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from ratchet.config.resolve import construct, resolve
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
-from ratchet.environments.tool_use.base import Toolbox, ToolError, ToolUnavailable, make_tools
+from ratchet.environments.tool_use.base import (
+    Answer,
+    Toolbox,
+    ToolError,
+    ToolUnavailable,
+    make_tools,
+)
 from ratchet.environments.tool_use.calculator import calculate, written
+from ratchet.environments.tool_use.python import failure
 from ratchet.environments.tool_use.retriever import Passage, RetrieverTool, embedder
 from ratchet.errors import ConfigError, DataError
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
-from ratchet.sandbox import SandboxError
+from ratchet.rewards.deadline import CURRENT
+from ratchet.sandbox import Reason, Result, SandboxError
 from ratchet.types import ToolCall
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -95,11 +103,11 @@ class Odd:
     """Does what it is told to."""
 
     name, description = "odd", "Odd."
-    parameters: ClassVar = {
+    parameters = {
         "type": "object",
         "properties": {"how": {"type": "string"}, "n": {"type": "integer"}},
         "required": ["how"],
-    }
+    }  # noqa: RUF012
 
     async def call(self, how, n=0):
         if how == "raise":
@@ -163,9 +171,30 @@ def test_programs_run_in_the_sandbox():
     assert "KeyError: 'k'" in failed.text
     assert "printed before: 1" in failed.text
     assert (
-        "the program failed: it took too"
+        "the program failed: it took too long"
         in answered(toolbox, "python", code="while True: pass").text
     )
+    ends = [
+        failure(Result(None, None, b"", b"", 1.0, reason)) for reason in (Reason.WALL, Reason.CPU)
+    ]
+    assert ends[0] == ends[1], "a busy machine would change what the policy reads"
+
+
+def test_the_wait_for_the_sandbox_is_no_error_of_a_program():
+    python = tool("python", workers=1)
+    run = python.sandbox.run
+
+    async def queued(program, stdin, limits):
+        assert CURRENT.get()._timeout.when() is None, "the call's own clock runs on"
+        assert limits.wall_s == 0.5
+        return await run(program, stdin, replace(limits, wall_s=60))
+
+    python.sandbox.run = queued
+    answer = asyncio.run(
+        Toolbox([python], timeout_s=0.5).answer(ToolCall("1", "python", {"code": "print(6 * 7)"}))
+    )
+    assert answer == Answer("42\n")
+    python.sandbox.close()
 
 
 # --- search

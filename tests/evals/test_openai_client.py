@@ -23,7 +23,6 @@ from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.experience.openai_proxy.session import Session
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import Environment, Reward
-from ratchet.rewards.base import is_cut_short
 from ratchet.rewards.config import EndpointConfig
 from ratchet.rewards.llm.http_client import Endpoint, EndpointError
 from ratchet.rewards.weighted_sum import composed
@@ -127,7 +126,7 @@ def test_a_turn_says_if_its_answer_was_cut(reason: str, cut: bool):
         (row,) = asyncio.run(
             player(f"{fake.url}/v1").play(TASKS[0], FakeEnvironment(), Sampling(), attempt=0)
         )
-    assert is_cut_short(row) is cut
+    assert row.is_cut_short is cut
 
 
 @pytest.mark.parametrize("status", [401, 404])

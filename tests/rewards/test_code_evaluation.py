@@ -8,6 +8,7 @@ import asyncio
 import pytest
 
 from ratchet.rewards.code.eval_in_tests import evaluated_answer
+from ratchet.rewards.code.function_tests import FunctionJudge
 from ratchet.rewards.code.reward import Code
 from ratchet.rewards.config import CodeConfig
 from ratchet.testing import answered
@@ -278,8 +279,42 @@ def test_no_exception_ends_the_tests_silently(reward, kind):
     assert judge(reward, test, program.replace("raise E", f"raise {kind}")).reward == 0.0
 
 
-@pytest.mark.slow
-def test_a_hundred_calls_follow_from_each_others_answers(reward):
-    chain = check("for i in range(100): assert candidate(candidate(i)) == i")
-    assert judge(reward, chain, "def f(x): return -x").reward == 1.0
-    assert judge(reward, chain, "def f(x): return x + 1").reward == 0.0
+CHAINS = {
+    "each the answer before": check(
+        "x = 0", "for _ in range(600): x = candidate(x)", "assert x == 600"
+    ),
+    "in a list": check("x = [0]", "for _ in range(600): x = [f(*x)]", "assert x == [600]"),
+    "pairs": check("for i in range(300): assert candidate(candidate(i)) == i + 2"),
+    "twelve thousand apart": check("for i in range(12_000): assert candidate(i) == i + 1"),
+    "until an answer ends it": check(
+        "x = 0", "while x != 600: x = candidate(x)", "assert candidate(x) == 601"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_long_chains_of_calls_are_judged(reward, name):
+    assert judge(reward, CHAINS[name], "def f(x): return x + 1").reward == 1.0
+    assert judge(reward, CHAINS[name], "def f(x): return x + 1 + (x == 250) * 999").reward == 0.0
+    assert judge(reward, CHAINS[name], "def f(x): return x + 1 if x != 250 else None").reward == 0.0
+
+
+def test_too_long_a_chain_is_refused_by_the_tasks_name(reward, monkeypatch, caplog):
+    monkeypatch.setattr("ratchet.rewards.code.function_tests.MAX_ROUNDS", 5)
+    chain = check("x = 0", "for _ in range(9): x = candidate(x) * 2", "assert x == 1022")
+    outcome = judge(reward, chain, "def f(x): return x + 1")
+    assert isinstance(outcome, Failed), outcome
+    assert "task 'fun': its tests make too many calls" in outcome.detail
+    reward.functions = FunctionJudge(reward.sandbox, reward.limits, share=False)
+    endless = check("x = 0", "while not candidate(x): x = candidate(x) + 1", "assert x == 3")
+    for _ in range(2):
+        assert judge(reward, endless, "def f(x): return x * (x == 99)").parts["limit"] == 1.0
+    assert [r.getMessage()[:40] for r in caplog.records] == [
+        "task 'fun': answers of a program led its"
+    ]
+
+
+def test_the_message_of_an_assertion_is_not_evaluated(reward):
+    test = check("assert not candidate(1), missing(2)", "assert candidate(2) == 3, missing")
+    assert judge(reward, test, "def f(x): return (x == 2) * 3").reward == 1.0
+    assert judge(reward, test, "def f(x): return x").reward == 0.0

@@ -121,7 +121,8 @@ class PolicyGradientConfig(AlgorithmConfig):
     equal_rewards: EqualRewards = "keep"
     truncated: Literal["keep", "drop"] = Field(
         default="keep",
-        description="drop: attempts that were cut off count in the statistics, and don't train "
+        description="drop: attempts whose last answer a limit of tokens cut off count in the "
+        "statistics, and don't train "
         "(DAPO).",
     )
     loss: Loss = Field(default=PPO(), description="What is minimised.")

@@ -34,7 +34,7 @@ class OverlongPenalty(Part):
 
 
 class StopProperly(Part):
-    """Truncated answers keep only a share of their reward."""
+    """Answers that a limit of tokens cut off keep only a share of their reward."""
 
     function: ClassVar[str] = f"{SHAPING}:stop_properly"
     exempt: ClassVar[Mapping[str, str]] = {

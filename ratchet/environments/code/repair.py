@@ -11,15 +11,22 @@ from ratchet.protocols import Environment, Step
 from ratchet.rewards.code.extract_program import program_of, right_output
 from ratchet.rewards.code.function_tests import FunctionTask
 from ratchet.rewards.code.reward import Code, given_tests, io_tests
+from ratchet.rewards.deadline import Programs
 from ratchet.types import Message, Split, Task
 
 SHOWN_CHARS = 500  # of an input, an output, or what was expected
 
 
 class CodeRepair:
-    """The last try's reward, as the reward `code` gives it, times `discount` for each before. That
-    reward judges; the error is found by running the program once more, together with its tests: it
-    is a hint, and decides nothing."""
+    """Programs with several tries; the last one's reward is `code`'s, times `discount` for each try
+    before.
+
+    After a try that fails, the program runs once more for a hint, which decides nothing. That
+    process holds the input of one test, or the arguments of one call, and nothing else of the
+    tests: whatever the program prints there can be shown. An expected output is shown once in an
+    attempt, and only where writing it into the next program earns nothing by itself: beside other
+    tests, which all have to pass.
+    """
 
     replayable = True
     judges = True
@@ -31,6 +38,8 @@ class CodeRepair:
         self._code = Code(config.judge)
         self._task: Task | None = None
         self._tries = 0
+        # the input whose expected output was shown in this attempt
+        self._shown: bytes | None = None
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         return self.problems.tasks(split, seed=seed, start=start)
@@ -39,7 +48,7 @@ class CodeRepair:
         return self.problems.demonstration(task)
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        self._task, self._tries = task, 0
+        self._task, self._tries, self._shown = task, 0, None
         return task.messages
 
     async def step(self, message: Message) -> Step:
@@ -68,26 +77,49 @@ class CodeRepair:
             return "There is no program in your answer: write it between ```python and ```."
         tests = given_tests(task)
         if isinstance(tests, FunctionTask):
-            return await self._traceback(program, tests)
-        for stdin, expected in io_tests(tests["tests"], task.id):
-            result = await self._code.sandbox.run(program, stdin, self._code.limits)
+            return await self._failing_call(program, tests)
+        pairs = io_tests(tests["tests"], task.id)
+        for stdin, expected in pairs:
+            result = await Programs(self._code.sandbox).run(program, stdin, self._code.limits)
             if result.ok and right_output(result, expected, judge.compare, judge.tolerance):
                 continue
-            given = f"For the input\n{_short(stdin.decode('utf-8', 'replace'))}\n"
+            where = f"For the input\n{_short(stdin.decode('utf-8', 'replace'))}\n"
             if not result.ok:
-                return given + self._end_of(failure(result))
-            said = _short(result.stdout.decode("utf-8", "replace"))
-            return f"{given}your program prints\n{said}\nand this is expected:\n{_short(expected)}"
+                return where + self._end_of(failure(result))
+            printed = (
+                f"{where}your program prints\n{_short(result.stdout.decode('utf-8', 'replace'))}\n"
+            )
+            if not self._may_show(stdin, pairs):
+                return f"{printed}which is not expected."
+            return f"{printed}and this is expected:\n{_short(expected)}"
         return "Your program does not pass its tests every time."
 
-    async def _traceback(self, program: str, task: FunctionTask) -> str:
-        whole = f"def {task.entry_point}(" in program
-        script = f"{task.prompt}\n{program}" if whole else task.prompt + program
-        script += f"\n\n{task.test}\n\ncheck({task.entry_point})\n"
-        result = await self._code.sandbox.run(script, limits=self._code.limits)
-        return (
-            "Your program does not pass its tests." if result.ok else self._end_of(failure(result))
-        )
+    def _may_show(self, stdin: bytes, pairs: Sequence[tuple[bytes, str]]) -> bool:
+        if self.config.judge.credit != "all" or all(other == stdin for other, _ in pairs):
+            return False
+        if self._shown is None:
+            self._shown = stdin
+        return self._shown == stdin
+
+    async def _failing_call(self, program: str, task: FunctionTask) -> str:
+        verdict = await self._code.functions.judge(program, task)
+        if verdict.end == "passed":
+            return "Your program does not pass its tests every time."
+        if not verdict.call:
+            return "Your program does not pass its tests."
+        explained = await self._code.functions.explain(program, task, verdict.call)
+        where = f"For the call\n{explained.call}\n"
+        if not explained.result.ok:
+            return where + self._end_of(failure(explained.result))
+        if verdict.end == "limit":
+            return (
+                "Your program does not pass its tests: the calls together take too much time "
+                "or "
+                "memory."
+            )
+        if explained.returned is None:
+            return f"{where}your program ends without an answer."
+        return f"{where}your program returns\n{explained.returned}\nand a test fails after it."
 
     def _end_of(self, error: str) -> str:
         kept = (

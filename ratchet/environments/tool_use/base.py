@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from ratchet.config.base import Section
 from ratchet.config.resolve import construct
 from ratchet.errors import ConfigError, RatchetError
+from ratchet.rewards.deadline import Deadline
 from ratchet.types import Message, ToolCall
 
 TYPES: Mapping[str, tuple[type, ...]] = {
@@ -113,7 +114,7 @@ class Toolbox:
 
     async def _called(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with Deadline(self.timeout_s):
                 if inspect.iscoroutinefunction(tool.call):
                     return await tool.call(**arguments)
                 return await asyncio.to_thread(tool.call, **arguments)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ratchet.environments.tool_use.base import ToolError
 from ratchet.environments.tool_use.tools_config import PythonConfig
+from ratchet.rewards.deadline import CURRENT, Programs
 from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result
 
 WALL_PER_CPU = 3  # a busy machine must not make a quick program late
@@ -11,7 +14,8 @@ OUTPUT_KIB = 64
 ERROR_CHARS = 1500
 ENDS = {
     Reason.WALL: "it took too long",
-    Reason.CPU: "it took too much processor time",
+    # which of the two limits is met first hangs on how busy the machine is
+    Reason.CPU: "it took too long",
     Reason.MEMORY: "it ran out of memory",
     Reason.OUTPUT: "it printed too much",
     Reason.SIGNAL: "it crashed",
@@ -49,7 +53,13 @@ class PythonTool:
     async def call(self, code: str) -> str:
         """Raises ToolError for a program that failed, with the end of its traceback; SandboxError
         where the sandbox did."""
-        result = await self.sandbox.run(code, limits=self.limits)
+        # The wait for a place in the sandbox is none of the program's, and no error to tell the
+        # policy.
+        deadline = CURRENT.get()
+        wall_s = (
+            self.limits.wall_s if deadline is None else min(self.limits.wall_s, deadline.seconds)
+        )
+        result = await Programs(self.sandbox).run(code, b"", replace(self.limits, wall_s=wall_s))
         if result.ok:
             return result.stdout.decode("utf-8", "replace") or "(nothing was printed)"
         raise ToolError(failure(result))

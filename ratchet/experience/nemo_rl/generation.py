@@ -178,13 +178,18 @@ def _completion(output: Any, row: int, request: Request, version: int) -> Comple
     )
     cut = bool(output["truncated"][row]) if "truncated" in output else False
     last = int(new[-1]) if len(new) else None
-    stopped = StopReason.STOP_TOKEN if last in sampling.stop_ids else StopReason.STOP_STRING
+    # at the limit too, where some generators say that they truncated it
+    ended = last in sampling.stop_ids
     return Completion(
         tokens=new,
         logprobs=_array(logprobs, np.float32),
         log_kept_mass=np.zeros(len(new), np.float32),
         versions=np.full(len(new), version, np.int32),
-        stop=StopReason.LENGTH if cut else stopped,
+        stop=StopReason.STOP_TOKEN
+        if ended
+        else StopReason.LENGTH
+        if cut
+        else StopReason.STOP_STRING,
     )
 
 

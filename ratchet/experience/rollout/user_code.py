@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from ratchet.rewards.deadline import Deadline
 from ratchet.types import Failed, Outcome
 
 T = TypeVar("T")
@@ -39,9 +40,9 @@ class NoLimit:
 NO_LIMIT = NoLimit()
 
 
-def limited(seconds: float | None) -> asyncio.Timeout | NoLimit:
-    """As `asyncio.timeout`."""
-    return NO_LIMIT if seconds is None else asyncio.timeout(seconds)
+def limited(seconds: float | None) -> Deadline | NoLimit:
+    """Like `asyncio.timeout`, but it stands still while a judged program runs."""
+    return NO_LIMIT if seconds is None else Deadline(seconds)
 
 
 async def guarded(call: Callable[[], Awaitable[T]]) -> T:

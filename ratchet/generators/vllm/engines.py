@@ -87,7 +87,9 @@ class Answer:
             if self.request.watch is not None and self.request.watch.feed(token):
                 self.stop = StopReason.STOP_STRING
                 break
-        if piece.finish_reason == "stop" and self.tokens[-1:] == [piece.stop_reason]:
+        # A version that looks at its limits first says "length" of a stop token at the limit.
+        ended = piece.finish_reason in ("stop", "length")
+        if ended and self.tokens and self.tokens[-1] in self.request.sampling.stop_ids:
             self.stop = StopReason.STOP_TOKEN
         elif piece.finish_reason is not None and self.stop is None:
             self.stop = self._reason(piece.finish_reason)

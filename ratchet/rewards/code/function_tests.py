@@ -5,17 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import marshal
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
 from ratchet.errors import DataError
 from ratchet.rewards.code.eval_in_tests import evaluated_answer
+from ratchet.rewards.code.plain_values import AWAITING
+from ratchet.rewards.deadline import Programs
 from ratchet.sandbox import Limits, Reason, Result, Sandbox
 
-MAX_ROUNDS = 128  # executions in which answers lead to calls that were not foreseen
+log = logging.getLogger(__name__)
+
+MAX_ROUNDS = 512  # executions in which answers lead to calls that were not foreseen
+# answered calls, in tests that would go on making more of each other's answers
+MAX_FOLLOWING = 5000
+MAX_WALLS = 30  # time by the clock that one program may take in all rounds, as a multiple of one's
 MAX_PLANS = 1024  # tasks whose calls are remembered
 TESTS_CPU_S, TESTS_OUTPUT_KIB = 10.0, 16384
 LIMITED = (Reason.WALL, Reason.CPU, Reason.MEMORY, Reason.OUTPUT)
@@ -33,21 +41,64 @@ class FunctionTask:
 
 @dataclass(frozen=True)
 class Verdict:
-    """end: "passed", "wrong", "crashed" or "limit". held, broken: assertions that were reached."""
+    """How the tests of a function ended.
+
+    Args:
+        end: "passed", "wrong", "crashed" or "limit".
+        held, broken: assertions that were reached.
+        call: the call after which the first one broke, as text; "" where none is known.
+    """
 
     end: str
     held: int = 0
     broken: int = 1
+    call: str = ""
 
 
-def _script(entry: str, *, compiled: bool) -> str:
-    """`code_inside` with a call of `entry` at its end, compiled here once where the sandbox runs
-    this very Python: 4 ms, as much as the rest of an execution. Nothing is ever read back."""
-    source = f"{files('ratchet.rewards.code').joinpath('sandbox_program.py').read_text(encoding='utf-8')}\n\n{entry}()\n"
-    if not compiled:
-        return source
-    code = compile(source, "ratchet", "exec", dont_inherit=True)
-    return f"import marshal\nexec(marshal.loads({marshal.dumps(code)!r}))"
+@dataclass(frozen=True)
+class Plan:
+    """The calls that tests seem to make.
+
+    Args:
+        calls: as text.
+        ahead: calls of tests that came to their end before any answer was known; else None.
+    """
+
+    calls: list[str]
+    ahead: int | None
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What became of one call, as far as the judged program can be shown.
+
+    Args:
+        call: as Python writes it; "" where it isn't known.
+        returned: as Python writes it; None where it returned nothing.
+        result: of the process that held this call alone, without its stdout.
+    """
+
+    call: str
+    returned: str | None
+    result: Result
+
+
+def _script(module: str, entry: str, *, compiled: bool) -> str:
+    """Return a script that imports `code_values` and `module` from its own text, and calls `entry`.
+
+    Both are compiled here once where the sandbox runs this very Python: 4 ms, as much as the rest
+    of an execution. Nothing is ever read back.
+    """
+    lines = ["import marshal, sys, types"]
+    for part in ("code_values", module):
+        name = f"ratchet.rewards.{part}"
+        source = files("ratchet.rewards").joinpath(f"{part}.py").read_text(encoding="utf-8")
+        code = f"compile({source!r}, 'ratchet', 'exec')"
+        if compiled:
+            code = f"marshal.loads({marshal.dumps(compile(source, 'ratchet', 'exec', dont_inherit=True))!r})"
+        lines.append(f"sys.modules[{name!r}] = types.ModuleType({name!r})")
+        lines.append(f"exec({code}, sys.modules[{name!r}].__dict__)")
+    return "\n".join([*lines, f"sys.modules[{name!r}].{entry}()\n"])
 
 
 class FunctionJudge:
@@ -56,22 +107,26 @@ class FunctionJudge:
 
     def __init__(self, sandbox: Sandbox, limits: Limits, *, share: bool) -> None:
         self.sandbox, self.limits, self.share = sandbox, limits, share
-        self._program, self._tests = (
-            _script(entry, compiled=sandbox.same_python) for entry in ("program", "tests")
+        same = sandbox.same_python
+        self._program, self._explain = (
+            _script("code_program", entry, compiled=same) for entry in ("program", "explain")
         )
+        self._tests = _script("code_inside", "tests", compiled=same)
         self._tests_limits = Limits(
             wall_s=6 * TESTS_CPU_S, cpu_s=TESTS_CPU_S, output_kib=TESTS_OUTPUT_KIB
         )
-        self._plans: OrderedDict[FunctionTask, asyncio.Future[list[str]]] = OrderedDict()
+        self._plans: OrderedDict[FunctionTask, asyncio.Future[Plan]] = OrderedDict()
+        self._endless: set[str] = set()
 
     async def judge(self, text: str, task: FunctionTask) -> Verdict:
         """Raises DataError where the tests are broken whatever the program, SandboxError where the
         sandbox is."""
-        calls, answers, sure = await self._plan(task), [], 0
+        plan = await self._plan(task)
+        calls, answers, sure, following = plan.calls, [], 0, 0
+        programs = Programs(self.sandbox, MAX_WALLS * self.limits.wall_s)
         for _ in range(MAX_ROUNDS):
-            result = await self._run(
-                self._program, {**_program_columns(task), "text": text, "calls": calls}, self.limits
-            )
+            request = {**_program_columns(task), "text": text, "calls": calls}
+            result = await programs.run(self._program, _json(request), self.limits)
             # Answers that the tests have already used stay, whatever the program says this time.
             answers = answers[:sure] + _lines(result)[sure : len(calls)]
             found = await self._try(task, calls, answers)
@@ -86,15 +141,54 @@ class FunctionJudge:
                         "time. "
                         "Seed what they draw, and let them read no clock."
                     )
+                following += sum(AWAITING in call for call in calls[sure : found["sure"]])
                 calls, sure = found["calls"], found["sure"]
+                if programs.is_over:
+                    return Verdict("limit")
+                if following > MAX_FOLLOWING:
+                    break
                 continue
             end = found["end"]
             if end == "lost":
                 end = "limit" if result.reason in LIMITED else "crashed"
-            return Verdict(end, found["held"], found["broken"])
+            return Verdict(end, found["held"], found["broken"], found["call"])
+        return self._endless_calls(task, plan)
+
+    def _endless_calls(self, task: FunctionTask, plan: Plan) -> Verdict:
+        """Return the verdict on a program whose answers led to ever more calls.
+
+        Raises DataError where the tests make as many by themselves. Elsewhere it is the program
+        that keeps a loop of the tests going, and a refusal would spare it its 0.
+        """
+        limit = (
+            f"too many calls that follow from each other's answers ({MAX_ROUNDS} rounds, or "
+            f"{MAX_FOLLOWING} calls)"
+        )
+        if plan.ahead is not None and plan.ahead > MAX_ROUNDS:
+            raise DataError(f"task '{task.label}': its tests make {limit}. Let them make fewer.")
+        if task.label not in self._endless:
+            self._endless.add(task.label)
+            log.warning(
+                "task '%s': answers of a program led its tests to make %s; it earns 0, as one that "
+                "runs "
+                "out of time. Let the tests make fewer, if a right program may need as many.",
+                task.label,
+                limit,
+            )
         return Verdict("limit")
 
-    async def _plan(self, task: FunctionTask) -> list[str]:
+    async def explain(self, text: str, task: FunctionTask, call: str) -> Explained:
+        """Run the program on `call` alone: the one process that holds it never holds a test."""
+        request = {**_program_columns(task), "text": text, "call": call}
+        result = await Programs(self.sandbox).run(self._explain, _json(request), self.limits)
+        lines = [_text(line) for line in _lines(result)[:2]]
+        return Explained(
+            lines[0] if lines else "",
+            lines[1] if len(lines) > 1 else None,
+            replace(result, stdout=b""),
+        )
+
+    async def _plan(self, task: FunctionTask) -> Plan:
         """The calls that the tests seem to make. The attempts of a group ask at once, and one of
         them finds out."""
         plan = self._plans.get(task)
@@ -110,7 +204,7 @@ class FunctionJudge:
                 self._plans.popitem(last=False)
         return await asyncio.shield(plan)
 
-    async def _foresee(self, task: FunctionTask) -> list[str]:
+    async def _foresee(self, task: FunctionTask) -> Plan:
         if evaluation := evaluated_answer(task.test, task.entry_point):
             raise DataError(
                 f"task '{task.label}': its tests evaluate what {task.entry_point} returned: "
@@ -126,7 +220,7 @@ class FunctionJudge:
         if found["end"] != "unknown":
             why = found["why"] or "they end without calling it"
             raise DataError(f"task '{task.label}': its tests can't judge {task.entry_point}: {why}")
-        return found["calls"]
+        return Plan(found["calls"], found["ahead"])
 
     async def _try(
         self, task: FunctionTask, calls: list[str], answers: list[str]
@@ -139,7 +233,7 @@ class FunctionJudge:
             "answers": answers,
             "share": self.share,
         }
-        result = await self._run(self._tests, request, self._tests_limits)
+        result = await Programs(self.sandbox).run(self._tests, _json(request), self._tests_limits)
         if not result.ok or not result.stdout:
             return None
         found = json.loads(result.stdout)
@@ -149,8 +243,9 @@ class FunctionJudge:
             )
         return found
 
-    async def _run(self, script: str, request: dict[str, Any], limits: Limits) -> Result:
-        return await self.sandbox.run(script, json.dumps(request).encode("ascii"), limits)
+
+def _json(request: dict[str, Any]) -> bytes:
+    return json.dumps(request).encode("ascii")
 
 
 def _program_columns(task: FunctionTask) -> dict[str, str]:
@@ -162,5 +257,15 @@ def _lines(result: Result) -> list[str]:
     return [line.decode("utf-8", "replace") for line in result.stdout.split(b"\n")[:-1]]
 
 
-def _failed(plan: asyncio.Future[list[str]]) -> bool:
+def _text(line: str) -> str:
+    """Return the text that a line of JSON holds; "" where it holds none: the program may have
+    written it."""
+    try:
+        text = json.loads(line)
+    except (ValueError, RecursionError):
+        return ""
+    return text if isinstance(text, str) else ""
+
+
+def _failed(plan: asyncio.Future[Plan]) -> bool:
     return plan.done() and plan.exception() is not None

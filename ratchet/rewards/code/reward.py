@@ -11,6 +11,7 @@ from ratchet.rewards.base import AnswerReward
 from ratchet.rewards.code.extract_program import program_of, right_output
 from ratchet.rewards.code.function_tests import LIMITED, FunctionJudge, FunctionTask
 from ratchet.rewards.config import CodeConfig
+from ratchet.rewards.deadline import Programs
 from ratchet.sandbox import Isolation, Limits, Result, Sandbox
 from ratchet.types import Scored, Task
 from ratchet.utils.safe_read import parse_json
@@ -40,7 +41,7 @@ class Code(AnswerReward):
             memory_mib=config.memory_mib,
             output_kib=config.output_kib,
         )
-        self._functions = FunctionJudge(self.sandbox, self.limits, share=config.credit == "share")
+        self.functions = FunctionJudge(self.sandbox, self.limits, share=config.credit == "share")
 
     async def grade(self, text: str, task: Task) -> Scored:
         """A program's own crash, limit or wrong output is 0. Raises DataError where the task has no
@@ -51,7 +52,7 @@ class Code(AnswerReward):
         if program is None:
             return self._scored({"wrong": 1}, 1)
         if isinstance(tests, FunctionTask):
-            verdict = await self._functions.judge(program, tests)
+            verdict = await self.functions.judge(program, tests)
             if self.config.credit == "share" and verdict.end != "passed":
                 return self._scored(
                     {"passed": verdict.held, verdict.end: verdict.broken},
@@ -62,8 +63,12 @@ class Code(AnswerReward):
 
     async def _run(self, program: str, tests: Sequence[tuple[bytes, str]]) -> Scored:
         counts: dict[str, int] = {}
-        for stdin, expected in tests:
-            end = self._end(await self.sandbox.run(program, stdin, self.limits), expected)
+        programs = Programs(self.sandbox)
+        for number, (stdin, expected) in enumerate(tests):
+            if programs.is_over:
+                counts["limit"] = counts.get("limit", 0) + len(tests) - number
+                break
+            end = self._end(await programs.run(program, stdin, self.limits), expected)
             counts[end] = counts.get(end, 0) + 1
             if end != "passed" and self.config.credit == "all":
                 break

@@ -1,10 +1,9 @@
-"""What runs in the sandbox to judge a function: `program()` beside the code that is judged,
-`tests()` beside the tests.
+"""What runs in the sandbox beside the tests of a function. Standard library only, and
+`code_values`.
 
-Never in one process. The program gets the arguments of calls and hands back values; it never sees a
-test or an expected value. The tests get plain values rebuilt from text, never the program's
-objects, so nothing in them can be patched, and an `__eq__` that is always true stays where it was
-written. Standard library only: the sandbox has no Ratchet.
+Never in one process with the judged code (`code_program`). The tests get plain values rebuilt from
+text, never the program's objects, so nothing in them can be patched, and an `__eq__` that is always
+true stays where it was written.
 
 A test calls a stand-in of the function. Where the answer to a call is known, it is given; at the
 first call that was not answered yet the tests go on with `Anything`, only to learn which calls are
@@ -16,188 +15,32 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
-import itertools
 import json
 import os
 import random
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-MAX_ITEMS = 100_000  # of an iterator that a program returns
+from ratchet.rewards.code.plain_values import (
+    AWAITING,
+    Anything,
+    Awaited,
+    Unplain,
+    decode,
+    encode,
+    resolved,
+    send,
+    take_stdout,
+    valid,
+)
+
 MAX_CALLS = 5000  # looked ahead
+MAX_COUNTED = 50_000  # beyond these, in the first round: how many the tests make by themselves
 LOOKAHEAD_S = 1.0  # of processor time
-SMALL = 1 << 53
-
-
-class Unplain(Exception):
-    """The value is not made of None, bool, numbers, text, bytes, lists, tuples, sets, dicts, ranges
-    and iterators."""
-
-
-# --- plain values as text. A subclass goes as its built-in base: what it overrides stays behind.
-
-
-def encode(value: Any) -> Any:
-    """JSON in which None, bool, str and small int stand for themselves, all else is [type,
-    content]. Raises Unplain."""
-    if value is None or value is True or value is False:
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        whole = int.__int__(value)
-        return whole if -SMALL < whole < SMALL else ["int", hex(whole)]
-    if isinstance(value, float):
-        return ["float", float.hex(value)]
-    if isinstance(value, complex):
-        return ["complex", [float.hex(value.real), float.hex(value.imag)]]
-    if isinstance(value, bytes | bytearray):
-        return ["bytes", bytes(value).hex()]
-    if isinstance(value, dict):
-        return ["dict", [[encode(key), encode(item)] for key, item in dict.items(value)]]
-    if isinstance(value, range):
-        return ["range", [encode(number) for number in (value.start, value.stop, value.step)]]
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            walk: Any = kind.__iter__  # not the subclass's own
-            items = [encode(item) for item in walk(value)]
-            # Equal sets are the same text: a call is recognised by its text.
-            return [
-                kind.__name__,
-                sorted(items, key=json.dumps) if kind in (set, frozenset) else items,
-            ]
-    if hasattr(type(value), "__next__"):
-        items = [encode(item) for item in itertools.islice(value, MAX_ITEMS + 1)]
-        if len(items) <= MAX_ITEMS:
-            return ["iterator", items]
-    raise Unplain(type(value).__name__)
-
-
-REBUILT: dict[str, Callable[[Any], Any]] = {
-    "int": lambda content: int(content, 16),
-    "float": float.fromhex,
-    "complex": lambda content: complex(*map(float.fromhex, content)),
-    "bytes": bytes.fromhex,
-    "dict": lambda content: {decode(key): decode(item) for key, item in content},
-    "range": lambda content: range(*map(decode, content)),
-    "list": lambda content: [decode(item) for item in content],
-    "tuple": lambda content: tuple(decode(item) for item in content),
-    "set": lambda content: {decode(item) for item in content},
-    "frozenset": lambda content: frozenset(decode(item) for item in content),
-    "iterator": lambda content: iter([decode(item) for item in content]),
-}
-
-
-def decode(said: Any) -> Any:
-    """Raises whatever it meets in text that `encode` didn't write; what it returns is plain all the
-    same."""
-    if said is None or isinstance(said, bool | str | int):
-        return said
-    kind, content = said
-    return REBUILT[kind](content)
-
-
-def take_stdout() -> int:
-    """A channel of our own. What is printed goes to stderr, out of its way."""
-    channel = os.dup(1)
-    os.dup2(2, 1)
-    return channel
-
-
-def send(channel: int, text: str) -> None:
-    left = memoryview(text.encode("ascii"))
-    while left:
-        left = left[os.write(channel, left) :]
-
-
-# --- beside the program
-
-
-def program() -> NoReturn:
-    """Reads {"prompt", "entry_point", "text", "calls"}; writes a line for each call that ended.
-    Whatever the judged code does to this process, all that it can reach are its own answers."""
-    leave = os._exit
-    channel = take_stdout()
-    request = json.load(sys.stdin.buffer)
-    function = load(**{name: request[name] for name in ("prompt", "entry_point", "text")})
-    for call in request["calls"]:
-        send(channel, answer(function, call) + "\n")
-    leave(0)
-
-
-def load(prompt: str, entry_point: str, text: str) -> Any:
-    """The function that `text` defines: a whole program where it parses alone and defines it, else
-    what continues `prompt`."""
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module
-    if defines(text, entry_point):
-        parts = [valid(prompt), compile(text, "solution", "exec", dont_inherit=True)]
-    else:
-        parts = [
-            valid(prompt + text)
-            or compile(prompt + "\n" + text, "solution", "exec", dont_inherit=True)
-        ]
-    for part in filter(None, parts):
-        exec(part, module.__dict__)
-    return module.__dict__[entry_point]
-
-
-def valid(source: str) -> Any:
-    """`source` compiled; None where it is no Python."""
-    try:
-        return compile(source, "solution", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):
-        return None
-
-
-def defines(source: str, name: str) -> bool:
-    try:
-        statements = ast.parse(source).body
-    except (SyntaxError, ValueError):
-        return False
-    for statement in statements:
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        aliases = statement.names if isinstance(statement, ast.Import | ast.ImportFrom) else []
-        named = {
-            getattr(statement, "name", None),
-            *(getattr(target, "id", None) for target in targets),
-        }
-        if name in named | {alias.asname or alias.name for alias in aliases}:
-            return True
-    return False
-
-
-def answer(function: Any, call: str) -> str:
-    arguments, named = (decode(part) for part in json.loads(call))
-    try:
-        value = function(*arguments, **named)
-    except BaseException as error:
-        return json.dumps({"raised": described(error)})
-    try:
-        return json.dumps({"value": encode(value)})
-    except BaseException:
-        return json.dumps({"opaque": type(value).__name__})
-
-
-def described(error: BaseException) -> list[Any]:
-    """Return the names of the exception's classes, its own first, and the arguments to rebuild it
-    by.
-
-    These are its own where a built-in exception of them has the same text, else the text alone.
-    """
-    kinds = type(error).__mro__
-    builtin = next(kind for kind in kinds if kind.__module__ == "builtins")
-    arguments = encode([str(error)[:500]])
-    with contextlib.suppress(Unplain, TypeError, ValueError):
-        if str(builtin(*error.args)) == str(error):
-            arguments = encode(list(error.args))
-    return [[kind.__name__ for kind in kinds], arguments]
-
-
-# --- beside the tests
+FEWEST_AWAITING = 16  # calls made of answers that are awaited, looked ahead in the first round
 
 
 def tests() -> NoReturn:
@@ -207,39 +50,6 @@ def tests() -> NoReturn:
     request = json.load(sys.stdin.buffer)
     send(channel, json.dumps(Judge(**request).run()))
     os._exit(0)
-
-
-class Anything:
-    """Stands for an answer that nobody has given yet: whatever is done with it succeeds."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def __hash__(self) -> int:
-        return 0
-
-
-SELF = (
-    "call getitem add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow "
-    "rpow abs neg round and or"
-)
-for _words, _result in (
-    (SELF, None),
-    ("eq ne lt le gt ge bool contains", True),
-    ("len int index", 0),
-    ("float", 0.0),
-):
-    for _word in _words.split():
-        setattr(
-            Anything,
-            f"__{_word}__",
-            lambda self, *_, result=_result: self if result is None else result,
-        )
 
 
 class Stop(BaseException):
@@ -271,6 +81,8 @@ class CountAsserts(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         if isinstance(node.test, ast.Constant) and node.test.value:
             return ast.copy_location(ast.Pass(), node)
+        # it is not shown, and what it needs must not be missed by a wrong answer alone
+        node.msg = None
         wrapped = ast.parse(self.WRAPPED).body[0]
         assert isinstance(wrapped, ast.Try)
         wrapped.body = [node]
@@ -295,6 +107,9 @@ class Judge:
         self.calls, self.answers = calls, answers
         self.asked: list[str] = []
         self.sure: int | None = None  # calls before the first that nobody was asked
+        self.unforeseen = 0  # calls after it whose arguments can't be told yet
+        self.stopped = False  # looking ahead came to no end
+        self.at = 0  # the call after which the first assertion broke, or the tests ended
         self.lost = False
         self.given = self.heard_text = False  # an answer was given; one that is more than a number
         self.evaluated = ""  # what the tests were about to do with it
@@ -315,16 +130,24 @@ class Judge:
             )
             if self._own(error):
                 end = "unusable"
-            self.broken += self.share or not self.broken
+            self._break(self.share or not self.broken)
         if self.evaluated:
             end, why = "unusable", self.evaluated
         if self.sure is not None and end != "unusable":
-            return {"end": "unknown", "calls": self.asked, "sure": self.sure}
+            ahead = None if self.stopped else len(self.asked) + self.unforeseen
+            return {"end": "unknown", "calls": self.asked, "sure": self.sure, "ahead": ahead}
         if not self.asked and end == "passed":
             end, why = "unusable", f"the tests never call {self.entry_point}"
         if self.lost and end != "unusable":
             end = "lost"
-        return {"end": end, "why": why[:2000], "held": self.held, "broken": self.broken}
+        call = self.asked[self.at] if self.at < len(self.asked) else ""
+        return {
+            "end": end,
+            "why": why[:2000],
+            "held": self.held,
+            "broken": self.broken,
+            "call": call,
+        }
 
     def _run(self) -> None:
         random.seed(0)  # the tests run more than once, and must ask the same
@@ -369,27 +192,50 @@ class Judge:
             text = json.dumps([encode(list(arguments)), encode(named)])
         except Unplain as error:
             if self.sure is not None:
-                raise Stop from None
+                return self._look_ahead(None)
             raise Unusable(
                 f"the tests pass a value of type {error} to {self.entry_point}; only plain values "
                 "can travel"
             ) from None
+        if self.sure is not None:
+            return self._look_ahead(text)
         index = len(self.asked)
-        self.asked.append(text)
-        if self.sure is None and (
-            self.lost or (index < len(self.calls) and self.calls[index] == text)
+        if self.lost or (
+            index < len(self.calls) and resolved(self.calls[index], self.answers) == text
         ):
+            self.asked.append(text)
             if self.lost or index >= len(self.answers):
+                self.at = self.at if self.lost else index
                 self.lost = self.given = True
                 raise self._from_program(ProgramError("the program ended without an answer"))
             return self._given(self.answers[index])
-        if self.sure is None:
-            self.sure = index
-            signal.signal(signal.SIGVTALRM, _stop)
-            signal.setitimer(signal.ITIMER_VIRTUAL, LOOKAHEAD_S)
-        if len(self.asked) >= MAX_CALLS + self.sure:
-            raise Stop
-        return Anything()
+        self.sure = index
+        signal.signal(signal.SIGVTALRM, self._stop)
+        signal.setitimer(signal.ITIMER_VIRTUAL, LOOKAHEAD_S)
+        return self._look_ahead(text)
+
+    def _look_ahead(self, text: str | None) -> Any:
+        """Note a call that no answer is known to, as far as its arguments can be told.
+
+        Calls made of awaited answers are foreseen in numbers that double with each round: a loop
+        that only an answer ends would never stop here.
+        """
+        assert self.sure is not None
+        ahead = len(self.asked) - self.sure
+        most = (
+            max(FEWEST_AWAITING, self.sure) if text is not None and AWAITING in text else MAX_CALLS
+        )
+        if text is None or self.unforeseen or ahead >= most:
+            self.unforeseen += 1
+            if self.given or self.unforeseen > MAX_COUNTED:
+                self._stop()
+            return Anything()
+        self.asked.append(text)
+        return Awaited(len(self.asked) - 1)
+
+    def _stop(self, *_: object) -> NoReturn:
+        self.stopped = True
+        raise Stop
 
     def _given(self, line: str) -> Any:
         """Rebuilt from what the program's process wrote, which may be anything."""
@@ -427,8 +273,13 @@ class Judge:
         broken = isinstance(error, kinds) and not isinstance(error, UnboundLocalError)
         return isinstance(error, Unusable) or (broken and not self.given)
 
+    def _break(self, count: int) -> None:
+        if not self.broken and not self.lost:
+            self.at = max(0, len(self.asked) - 1)
+        self.broken += count
+
     def broke(self, error: Exception) -> bool:
-        self.broken += 1
+        self._break(1)
         return self._own(error) or not (self.share or self.sure is not None)
 
 
@@ -468,10 +319,6 @@ def nameless(code: types.CodeType) -> bool:
     return not code.co_names and all(
         nameless(part) for part in code.co_consts if isinstance(part, types.CodeType)
     )
-
-
-def _stop(*_: object) -> NoReturn:
-    raise Stop
 
 
 def raised(kinds: list[str], arguments: list[Any]) -> Exception:

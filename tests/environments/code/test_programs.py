@@ -108,20 +108,91 @@ def test_a_crash_is_shown_by_the_end_of_its_traceback_and_tries_are_bounded():
     assert (second.done, second.reward, second.messages) == (True, 0.0, ())
 
 
-def test_the_assertion_that_a_function_breaks_is_shown():
-    task = next(iter(made("programs").tasks("train", seed=0)))
-    wrong, right = repaired(task, "def f(x):\n return 123456", str(task.answer))
-    assert "assert candidate(0) ==" in wrong.messages[0].text
-    assert (right.done, right.reward) == (True, 1.0)
-    human = {
-        "prompt": 'def inc(x):\n    """Adds one."""\n',
-        "entry_point": "inc",
-        "test": "def check(candidate):\n    assert candidate(1) == 2\n",
-    }
-    task = Task("h", (Message("user", human["prompt"]),), meta=human)
+SECRET = 731_946  # stands nowhere but in the tests
+HIDDEN = {
+    "prompt": 'def inc(x):\n    """Adds one."""\n',
+    "entry_point": "inc",
+    "test": "def check(candidate):\n    assert candidate(41) == 42, 'told'\n"
+    f"    assert candidate(7) + {SECRET} == {SECRET + 8}\n",
+}
+
+
+def hint(meta, program, **keys):
+    (step,) = repaired(Task("h", (Message("user", "?"),), meta=meta), program, **keys)
+    assert (step.done, step.reward) == (False, 0.0)
+    return step.messages[0].text
+
+
+def test_the_call_after_which_a_test_fails_is_shown():
+    task = Task("h", (Message("user", HIDDEN["prompt"]),), meta=HIDDEN)
     wrong, right = repaired(task, "    return x\n", "def inc(x):\n    return x + 1\n")
-    assert "assert candidate(1) == 2" in wrong.messages[0].text
+    assert (
+        wrong.messages[0].text
+        == "For the call\ninc(41)\nyour program returns\n41\nand a test fails after it."
+    )
     assert right.reward == 1.0
+    later = hint(HIDDEN, "def inc(x):\n    # the second test fails\n    return {41: 42}[x]\n")
+    assert later.startswith("For the call\ninc(7)\nYour program does not pass its tests:\n")
+    assert "line 3, in inc\n    return {41: 42}[x]" in later
+    assert later.endswith("KeyError: 7")
+    nested = {**HIDDEN, "test": "def check(candidate):\n    assert candidate(candidate(1)) == 3"}
+    assert hint(nested, "def inc(x): return x + 7").startswith(
+        "For the call\ninc(8)\nyour program returns\n15\n"
+    )
+    assert hint(nested, "import os\ndef inc(x): os._exit(0)").endswith(
+        "your program ends without an answer."
+    )
+    assert "SyntaxError" in hint(HIDDEN, "def inc(x: return 1\n")
+    assert hint(
+        {**HIDDEN, "test": "def check(c):\n    assert c(10**5000) == c(x='a')"},
+        "def inc(x): return x",
+    ) == ("For the call\ninc(x='a')\nyour program returns\n'a'\nand a test fails after it.")
+
+
+TELLING = """
+def inc(x):
+    text = repr({})
+    at = text.find("".join(reversed("649137")))
+    raise ValueError("nothing" if at < 0 else text[max(0, at - 90):at + 90])
+"""
+LEAKS = {
+    "linecache": "__import__('linecache').cache",
+    "frames": "[(f.f_locals, f.f_globals) for f, _ in __import__('traceback').walk_stack(None)]",
+    "inspect": "__import__('inspect').stack(99)",
+    "gc": "__import__('gc').get_objects()",
+    "code": "[o.co_consts for o in __import__('gc').get_objects() if hasattr(o, 'co_consts')]",
+    "__main__": "vars(__import__('__main__'))",
+    "modules": "[vars(m) for m in __import__('sys').modules.values()]",
+    "the file": "open('main.py').read()",
+    "the folder": "[open(f).read() for f in __import__('os').listdir('.')]",
+    "stdin": "__import__('os').pread(0, 99999, 0)",
+    "the command": "__import__('sys').orig_argv",
+}
+
+
+def test_no_hint_holds_text_of_the_tests():
+    task = Task("h", (Message("user", "?"),), meta=HIDDEN)
+    steps = repaired(task, *map(TELLING.format, LEAKS.values()), tries=99, error_chars=100_000)
+    for name, step in zip(LEAKS, steps, strict=True):
+        told = step.messages[0].text
+        assert told.startswith("For the call\ninc(41)\nYour program does not pass its tests:\n"), (
+            name
+        )
+        assert str(SECRET) not in told, name
+
+
+def test_one_expected_output_is_shown_and_others_must_be_found():
+    shown = hint(ECHO, "print(0)")
+    assert shown.endswith("this is expected:\n4")
+    task = Task("t", (Message("user", "double it"),), meta=ECHO)
+    _, second, third = repaired(task, "print(0)", "print(4)", "print(4 if input() == '2' else 9)")
+    assert (
+        second.messages[0].text
+        == "For the input\n5\nyour program prints\n4\n\nwhich is not expected."
+    )
+    assert (third.done, third.reward) == (True, 0.0)
+    for meta, keys in ((ECHO, {"judge": {"credit": "share"}}), ({"tests": ECHO["tests"][:1]}, {})):
+        assert hint(meta, "print(0)", **keys).endswith("which is not expected.")
 
 
 def test_an_answer_without_a_program_is_told_so():

@@ -17,7 +17,6 @@ from experience.openai_proxy.talk import (
     serving,
 )
 
-from ratchet.rewards.base import is_cut_short
 from ratchet.types import Owner
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
@@ -119,7 +118,7 @@ def test_limits_and_stop_strings_of_a_request():
             _, short = await said(client, question, max_tokens=3, stop=["x"])
             assert not session.last.cut, "the agent's own limit is no budget of the run"
             (row,) = session.trajectories(0, None, {})
-            assert is_cut_short(row), "but it took the end off the answer"
+            assert row.is_cut_short, "but it took the end off the answer"
             _, cut = await said(client, question, max_completion_tokens=99, stop="y", seed=1)
             assert session.last.cut
         return short, cut, [sampling for _, sampling in generator.requests]

@@ -14,7 +14,6 @@ from ratchet.experience.openai_proxy.agents import MAX_OUTPUT, Command
 from ratchet.experience.openai_proxy.config import CommandConfig
 from ratchet.experience.openai_proxy.player import AgentPlayer
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.rewards.base import is_cut_short
 from ratchet.testing.fakes import FakeEnvironment, FakeReward
 from ratchet.types import (
     Cancelled,
@@ -222,11 +221,11 @@ def test_used_up_budgets_truncate_even_where_the_agent_breaks_of_it():
     (row,) = play(endless, max_turns=3)
     assert (row.outcome, row.metrics["turns"], row.metrics["turn_limit"]) == (Truncated(), 3.0, 1.0)
     (row,) = play(endless, max_context=30)
-    assert (row.outcome, row.metrics["turn_limit"], is_cut_short(row)) == (Truncated(), 0.0, False)
+    assert (row.outcome, row.metrics["turn_limit"], row.is_cut_short) == (Truncated(), 0.0, False)
     (row,) = play(endless, max_context=3)
     assert row.outcome.kind == "prompt_too_long"
     (row,) = play(ask, max_new_tokens=1)
-    assert (row.outcome, is_cut_short(row)) == (Truncated(), True)
+    assert (row.outcome, row.is_cut_short) == (Truncated(), True)
 
 
 def test_an_abort_cancels_the_attempt_and_the_generators_errors_go_up():

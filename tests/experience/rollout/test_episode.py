@@ -6,7 +6,6 @@ import pytest
 
 from ratchet.experience.rollout.episode import Player
 from ratchet.protocols import Step
-from ratchet.rewards.base import is_cut_short
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, TextAlone
 from ratchet.types import (
     Cancelled,
@@ -68,9 +67,9 @@ def test_the_next_prompt_extends_the_sampled_prefix_exactly():
         seen.append((list(tokens), sampling.seed))
         return [len(seen), EOS]
 
-    def script(task, message):
-        return Step((Message("user", "7"),), reward=0.5, done=message.text == "3")
-
+    script = lambda task, message: Step(
+        (Message("user", "7"),), reward=0.5, done=message.text == "3"
+    )  # noqa: E731
     trajectory = play(FakeGenerator(answer), FakeEnvironment(script))
     assert trajectory.tokens.tolist() == [1, 2, 1, EOS, 50, 7, 50, 2, EOS, 50, 7, 50, 3, EOS]
     assert trajectory.owner.tolist() == [0, 0, 1, 1, 2, 2, 2, 1, 1, 2, 2, 2, 1, 1]
@@ -111,7 +110,7 @@ def test_an_answer_is_cut_by_tokens_and_not_by_turns():
     ended = play(whole, FakeEnvironment())
     rows = (by_tokens, by_turns, by_room, ended)
     assert [row.truncated for row in rows] == [True, True, True, False]
-    assert [is_cut_short(row) for row in rows] == [True, False, False, False]
+    assert [row.is_cut_short for row in rows] == [True, False, False, False]
     assert [[turn.cut for turn in row.turns] for row in rows] == [
         [True],
         [False] * 2,

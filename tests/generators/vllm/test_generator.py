@@ -284,12 +284,13 @@ def piece(tokens, finish=None, stop=None, spans=None, logprob=-0.5):
     ("finish", "stop", "expected"),
     [
         ("length", None, StopReason.LENGTH),
+        ("length", 9, StopReason.STOP_TOKEN),  # both: some versions look at the limit first
         ("stop", 9, StopReason.STOP_TOKEN),
         ("abort", None, StopReason.ABORTED),
     ],
 )
 def test_reasons_are_translated(finish, stop, expected):
-    answer = Answer(request())
+    answer = Answer(request(stop_ids=(9,) if stop else ()))
     answer.add(piece([8]))
     assert answer.stop is None
     answer.add(piece([9], finish, stop))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -14,6 +15,7 @@ from ratchet.errors import DataError
 from ratchet.rewards.code.extract_program import fenced, program_of, right_output
 from ratchet.rewards.code.reward import Code, given_tests, io_tests
 from ratchet.rewards.config import CodeConfig
+from ratchet.rewards.deadline import CURRENT, Deadline
 from ratchet.sandbox import Reason, Result, SandboxError
 from ratchet.testing import answered, check_reward
 from ratchet.types import Failed, Message, Scored, Task, Truncated
@@ -429,3 +431,44 @@ def test_a_machine_that_is_too_weak_is_refused_when_the_reward_is_made(monkeypat
     monkeypatch.setattr("ratchet.sandbox.local.LocalSandbox", Weak)
     with pytest.raises(SandboxError, match="3 NAMESPACES"):
         construct(resolve("rewards", {"kind": "code", "workers": 3, "isolation": "namespaces"}))
+
+
+def within(reward, task, answer, seconds, took):
+    """The outcome within a deadline, where each program is said to take `took` seconds."""
+    run, standing = reward.sandbox.run, []
+
+    async def timed(*arguments):
+        standing.append(CURRENT.get()._timeout.when())
+        return replace(await run(*arguments), seconds=took)
+
+    async def score():
+        async with Deadline(seconds) as deadline:
+            before = deadline._timeout.when()
+            outcome = (await reward.score([answered(task, answer)], task))[0]
+            assert deadline._timeout.when() > before, "it does not go on where it stood"
+            return outcome
+
+    reward.sandbox.run = timed
+    try:
+        return asyncio.run(score())
+    finally:
+        reward.sandbox.run = run
+        assert set(standing) == {None}
+
+
+def test_a_slow_program_is_a_wrong_answer_within_a_deadline(made):
+    task = Task("t", (), meta={"tests": [{"stdin": str(i), "stdout": str(i)} for i in range(5)]})
+    echo, chain = (
+        "print(input())",
+        "x = 0\n    for _ in range(5): x = candidate(x) * 2\n    assert x == 62",
+    )
+    assert within(made(credit="share"), task, echo, 100, 160) == Scored(
+        0.4, parts(passed=0.4, limit=0.6)
+    )
+    assert within(made(), task, echo, 100, 160).reward == 0.0
+    assert within(made(), task, echo, 100, 59).reward == 1.0
+    steps = function(f"def check(candidate):\n    {chain}")
+    assert within(made(), steps, "def f(x): return x + 1", 100, 160) == Scored(
+        0.0, parts(limit=1.0)
+    )
+    assert within(made(), steps, "def f(x): return x + 1", 100, 1).reward == 1.0

@@ -8,7 +8,8 @@ import math
 
 import pytest
 
-from ratchet.rewards.code.sandbox_program import Anything, Unplain, decode, defines, encode
+from ratchet.rewards.code.plain_values import Anything, Unplain, decode, encode
+from ratchet.rewards.code.program_runner import defines
 
 ATOMS = [None, True, 0, -1, 2**53, -(2**200), 0.1, -0.0, math.inf, 1 + 2j, "", "ß\ud800\0", b"\xff"]
 NESTED = [

@@ -1,0 +1,146 @@
+"""What runs in the sandbox beside a judged function: it gets the arguments of calls and hands back
+values.
+
+It never sees a test or an expected value. Standard library only, and `code_values`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import linecache
+import os
+import sys
+import traceback
+import types
+from typing import Any, NoReturn
+
+from ratchet.rewards.code.plain_values import (
+    Unplain,
+    decode,
+    encode,
+    resolved,
+    send,
+    take_stdout,
+    valid,
+)
+
+SHOWN_CHARS = 500  # of an argument, or of what a call returned
+
+
+def program() -> NoReturn:
+    """Reads {"prompt", "entry_point", "text", "calls"}; writes a line for each call that ended.
+    Whatever the judged code does to this process, all that it can reach are its own answers."""
+    leave = os._exit
+    channel = take_stdout()
+    request = json.load(sys.stdin.buffer)
+    function = load(**{name: request[name] for name in ("prompt", "entry_point", "text")})
+    lines: list[str] = []
+    for call in request["calls"]:
+        if (call := resolved(call, lines)) is None:
+            break
+        lines.append(answer(function, call))
+        send(channel, lines[-1] + "\n")
+    leave(0)
+
+
+def explain() -> NoReturn:
+    """Read {"prompt", "entry_point", "text", "call"}; write the call, and what it returns.
+
+    What it raises goes to stderr. This process holds one call of the tests and nothing else of
+    them, so that whatever the program prints of it can be shown to the policy.
+    """
+    channel = take_stdout()
+    request = json.load(sys.stdin.buffer)
+    arguments, named = (decode(part) for part in json.loads(request["call"]))
+    words = [*map(short, arguments), *(f"{name}={short(value)}" for name, value in named.items())]
+    send(channel, json.dumps(f"{request['entry_point']}({', '.join(words)})") + "\n")
+    parts = {name: request[name] for name in ("prompt", "entry_point", "text")}
+    source = (
+        parts["text"]
+        if defines(parts["text"], parts["entry_point"])
+        else parts["prompt"] + parts["text"]
+    )
+    linecache.cache["solution"] = (len(source), None, source.splitlines(keepends=True), "solution")
+    try:
+        value = load(**parts)(*arguments, **named)
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != "solution":
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
+        sys.stderr.flush()
+        os._exit(1)
+    send(channel, json.dumps(short(value)) + "\n")
+    os._exit(0)
+
+
+def short(value: Any) -> str:
+    """Return how Python writes `value`, cut to SHOWN_CHARS characters."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of many digits, or a broken `__repr__`
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
+def load(prompt: str, entry_point: str, text: str) -> Any:
+    """The function that `text` defines: a whole program where it parses alone and defines it, else
+    what continues `prompt`."""
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    if defines(text, entry_point):
+        parts = [valid(prompt), compile(text, "solution", "exec", dont_inherit=True)]
+    else:
+        parts = [
+            valid(prompt + text)
+            or compile(prompt + "\n" + text, "solution", "exec", dont_inherit=True)
+        ]
+    for part in filter(None, parts):
+        exec(part, module.__dict__)
+    return module.__dict__[entry_point]
+
+
+def defines(source: str, name: str) -> bool:
+    try:
+        statements = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return False
+    for statement in statements:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        aliases = statement.names if isinstance(statement, ast.Import | ast.ImportFrom) else []
+        named = {
+            getattr(statement, "name", None),
+            *(getattr(target, "id", None) for target in targets),
+        }
+        if name in named | {alias.asname or alias.name for alias in aliases}:
+            return True
+    return False
+
+
+def answer(function: Any, call: str) -> str:
+    arguments, named = (decode(part) for part in json.loads(call))
+    try:
+        value = function(*arguments, **named)
+    except BaseException as error:
+        return json.dumps({"raised": described(error)})
+    try:
+        return json.dumps({"value": encode(value)})
+    except BaseException:
+        return json.dumps({"opaque": type(value).__name__})
+
+
+def described(error: BaseException) -> list[Any]:
+    """Return the names of the exception's classes, its own first, and the arguments to rebuild it
+    by.
+
+    These are its own where a built-in exception of them has the same text, else the text alone.
+    """
+    kinds = type(error).__mro__
+    builtin = next(kind for kind in kinds if kind.__module__ == "builtins")
+    arguments = encode([str(error)[:500]])
+    with contextlib.suppress(Unplain, TypeError, ValueError):
+        if str(builtin(*error.args)) == str(error):
+            arguments = encode(list(error.args))
+    return [[kind.__name__ for kind in kinds], arguments]

@@ -1,0 +1,101 @@
+"""Limits by the clock on playing and judging, which stand still while a judged program runs.
+
+A program has limits of its own, and a slow one is a wrong answer. Waiting for its place in the
+sandbox, or for a slow program, must not make a failed attempt of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar, Token
+from types import TracebackType
+
+from ratchet.sandbox import Limits, Result, Sandbox
+
+CURRENT: ContextVar[Deadline | None] = ContextVar("deadline", default=None)
+WALL_PER_LIMIT = 3  # a busy machine must not make a quick answer late
+
+
+class Deadline:
+    """An `asyncio.timeout` that can stand still.
+
+    Args:
+        seconds: of the clock, without those in which it stood still.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._timeout = asyncio.timeout(seconds)
+        self._token: Token[Deadline | None] | None = None
+        self._pauses, self._left = 0, seconds
+
+    async def __aenter__(self) -> Deadline:
+        await self._timeout.__aenter__()
+        self._token = CURRENT.set(self)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        if self._token is not None:
+            CURRENT.reset(self._token)
+        return await self._timeout.__aexit__(kind, error, trace)
+
+    def expired(self) -> bool:
+        return self._timeout.expired()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stand still within, for all that the deadline is for."""
+        loop = asyncio.get_running_loop()
+        if not self._pauses:
+            when = self._timeout.when()
+            self._left = math.inf if when is None else when - loop.time()
+            self._move(None)
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses and math.isfinite(self._left):
+                self._move(loop.time() + self._left)
+
+    def _move(self, when: float | None) -> None:
+        with contextlib.suppress(RuntimeError):  # it has passed, or what it was for has ended
+            self._timeout.reschedule(when)
+
+
+class Programs:
+    """Runs the programs of one answer, and counts the time that they take together.
+
+    Args:
+        sandbox: where they run. limit_s: of all together, by the sandbox's clock; the deadline, if
+        there is one, may lower it.
+    """
+
+    def __init__(self, sandbox: Sandbox, limit_s: float = math.inf) -> None:
+        self.sandbox = sandbox
+        self._deadline = CURRENT.get()
+        self.left_s = (
+            limit_s
+            if self._deadline is None
+            else min(limit_s, WALL_PER_LIMIT * self._deadline.seconds)
+        )
+
+    @property
+    def is_over(self) -> bool:
+        return self.left_s <= 0
+
+    async def run(self, program: str | Sequence[str], stdin: bytes, limits: Limits) -> Result:
+        """Run one, while the deadline stands still. Raises SandboxError where the sandbox
+        failed."""
+        with contextlib.nullcontext() if self._deadline is None else self._deadline.paused():
+            result = await self.sandbox.run(program, stdin, limits)
+        self.left_s -= result.seconds
+        return result
