@@ -4,10 +4,12 @@ that fsspec knows."""
 from __future__ import annotations
 
 import gzip
+import os
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -18,8 +20,9 @@ from ratchet.utils import safe_read
 from ratchet.utils.object_store import filesystem, is_address
 
 CHUNK_BYTES = 1 << 20
-MIN_BOMB_BYTES = 64 << 20
-MOST_TIMES = 200  # gzip's limit is about 1,000; conversations come to 10
+MIN_BOMB_BYTES = 4 << 20  # of line ends alone, reading them takes a second
+# gzip's limit is about 1,000. Conversations come to 10, rows that share a text of 20 KB to 110.
+MOST_TIMES = 200
 SUFFIXES = (
     ".jsonl",
     ".ndjson",
@@ -50,7 +53,13 @@ def reading(path: str | Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{path}: can't be read: No such file or directory") from error
     except OSError as error:
-        raise DataError(f"{path}: can't be read: {error.strerror or error}") from error
+        inner = (
+            error.filename
+            if isinstance(error.filename, str) and error.filename != str(path)
+            else None
+        )
+        where = f"{path}: {inner}" if inner else path  # a folder below it
+        raise DataError(f"{where}: can't be read: {error.strerror or error}") from error
     except OverflowError as error:  # an offset that the file states of itself
         raise DataError(f"{path}: can't be read: {error}") from error
 
@@ -122,12 +131,8 @@ def _expanded(place: str | Path) -> list[str | Path]:
             return [path]  # whatever signs its name holds
         if not pattern and not path.is_dir():
             return [path]
-        under = (
-            path.rglob("*")
-            if path.is_dir()
-            else Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))
-        )
-        named = [path for path in sorted(under) if path.is_file()]
+        with reading(place):
+            named = _matches(path) if pattern and not path.is_dir() else _files_below(path)
     files = [name for name in named if pattern or str(name).endswith(SUFFIXES)]
     if not files:
         what = (
@@ -137,3 +142,39 @@ def _expanded(place: str | Path) -> list[str | Path]:
         )
         raise DataError(f"{place}: {what}: name the files")
     return files
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return the files in a folder and its subfolders. Raises OSError for one that can't be
+    listed."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    places = (
+        Path(root, name) for root, _, names in os.walk(folder, onerror=refuse) for name in names
+    )
+    return [path for path in sorted(places) if path.is_file()]
+
+
+def _matches(pattern: Path) -> list[Path]:
+    """Return the files of a pattern. Raises OSError for a folder that it leads to and can't be
+    listed."""
+    parts = pattern.parts
+    first = next(i for i, part in enumerate(parts) if any(sign in part for sign in "*?["))
+    base = Path(*parts[:first])
+    if base.is_dir():
+        _require_listable(base, parts[first:])
+    return [path for path in sorted(base.glob(str(Path(*parts[first:])))) if path.is_file()]
+
+
+def _require_listable(folder: str | Path, parts: Sequence[str]) -> None:
+    """Raise OSError for what `glob` would pass over silently, so that no part of the data is
+    lost."""
+    with os.scandir(folder) as entries:
+        folders = [entry for entry in entries if entry.is_dir(follow_symlinks=parts[0] != "**")]
+    for entry in folders:
+        if parts[0] == "**":
+            _require_listable(entry.path, parts)
+        elif parts[1:] and fnmatch(entry.name, parts[0]):
+            _require_listable(entry.path, parts[1:])

@@ -7,7 +7,9 @@ Rows are checked when they are read, and every error names the file and the row.
 
 from __future__ import annotations
 
+import codecs
 import csv
+import io
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -217,13 +219,7 @@ class JsonArray:
                 f"{path}: a JSON array of more than {size} can't be read piece by piece: write it "
                 "as JSON Lines"
             )
-        lines = raw.splitlines(keepends=True)
-        offsets = accumulate((len(line) for line in lines), initial=0)
-        text = "\n".join(
-            decode(line, path, n, at)
-            for n, (line, at) in enumerate(zip(lines, offsets, strict=False), start=1)
-        )
-        self.rows: list[Any] = parse_json(text, path, 1)
+        self.rows: list[Any] = parse_json(_decode_lines(raw, path), path, 1)
         if not self.rows:
             raise DataError(f"{path}: the file holds no rows")
 
@@ -245,6 +241,16 @@ class JsonArray:
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index + 1}"
+
+
+def _decode_lines(raw: bytes, path: str | Path) -> str:
+    """Decode a whole file. Raises DataError naming the line of the first byte that is no UTF-8."""
+    try:
+        return raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+    except UnicodeDecodeError:
+        for line, offset, content in raw_lines(io.BytesIO(raw), path):
+            decode(content, path, line, offset)
+        raise
 
 
 def _begins_array(path: str | Path) -> bool:

@@ -203,3 +203,8 @@ def freeze(config: RunConfig) -> RunConfig:
         "cluster": cluster,
     }
     return config.model_copy(update=facts)
+
+
+def left_to_machine(config: RunConfig) -> str | None:
+    """Return a key that `freeze` would fill in. Runs of all versions have it written down."""
+    return next((key for key in ("device", "threads") if getattr(config, key) == "auto"), None)

@@ -18,7 +18,7 @@ from ratchet.config.checks.staleness import cautions
 from ratchet.config.loader import load_config, plain
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import RunDirectoryError
-from ratchet.executors.freeze import freeze, peak_memory, prepare_process
+from ratchet.executors.freeze import freeze, left_to_machine, peak_memory, prepare_process
 from ratchet.executors.signals import SecondSignal, spares_programs, stops_on_signals
 from ratchet.executors.torchrun import Launched, serve_rank
 from ratchet.experience.sources.prompt_ledger import Ledger
@@ -130,6 +130,12 @@ def resume_run(
             mirror.take_up()
             mirror.begin()
         config = load_config(directory.config)
+        if (key := left_to_machine(config)) is not None:
+            raise RunDirectoryError(
+                f"{directory.config}: {key}=auto, but a run writes down what the machine gave it. "
+                f"Set {key} as it was, or "
+                "start a new run by this recipe"
+            )
         return _run(
             Session(
                 config, directory, store, command, profile, changed_data=changed_data, mirror=mirror

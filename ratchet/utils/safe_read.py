@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,14 @@ from typing import Any, BinaryIO, NoReturn
 
 MAX_JSON_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MiB
 MAX_TEXT_BYTES = 4 << 20  # a chat template; the longest published one has 20 KiB
+# Objects and arrays that any JSON may hold, and characters of a longer text for each more: a small
+# one takes 3 to 8 characters, and 20 to 30 times as many bytes of memory.
+MAX_CONTAINERS = 1 << 20
+CHARS_A_CONTAINER = 16
 # of objects and arrays: code that walks a value recursively breaks on a few hundred
 MAX_DEPTH = 100
+# One that never ends counts too: to try each quotation mark of it as a beginning is quadratic.
+_STRING = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
@@ -111,10 +118,14 @@ def parse_json(
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
     parse_constant: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Parse JSON. Raises ValueError (as JSONDecodeError where it is malformed), also for more than
-    MAX_DEPTH levels and for a whole number with more digits than Python reads (4,300)."""
+    """Parse JSON. Raises ValueError, as JSONDecodeError where it is malformed.
+
+    Also refused are more than MAX_DEPTH levels, objects and arrays that take far more memory than
+    their text, and a whole number with more digits than Python reads (4,300).
+    """
     if isinstance(text, bytes):
         text = decode(text)
+    _refuse_crowd(text)
     try:
         value = json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=parse_constant)
     except RecursionError:
@@ -123,6 +134,20 @@ def parse_json(
     if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
         _refuse_depth()
     return value
+
+
+def _refuse_crowd(text: str) -> None:
+    """Raise ValueError for more objects and arrays than a text of this length holds with data in
+    them."""
+    most = MAX_CONTAINERS + len(text) // CHARS_A_CONTAINER
+    if text.count("[") + text.count("{") <= most:
+        return
+    without_strings = _STRING.sub("", text)  # formulas and programs are full of brackets
+    if without_strings.count("[") + without_strings.count("{") > most:
+        raise ValueError(
+            f"it holds more than {most:,} objects and arrays in {len(text):,} characters, which "
+            "take far more memory than that"
+        )
 
 
 def _refuse_depth() -> NoReturn:

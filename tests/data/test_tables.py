@@ -1,17 +1,21 @@
 """Rows by number from files of every form, here and in an object store; what is wrong with a file
 is said by name."""
 
+import errno
 import gzip
 import json
+import os
 from itertools import count
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from ratchet.data import jsonl
 from ratchet.data.files import expand, open_binary
+from ratchet.data.formats import arrow_tables
 from ratchet.data.shuffle import WINDOW, Order
 from ratchet.data.tables import open_table, read_rows, rows_of
 from ratchet.errors import DataError, MissingDependency
@@ -115,6 +119,57 @@ def test_patterns_and_directories_stand_for_their_files(tmp_path):
         expand([tmp_path / "*.csv"])
 
 
+@pytest.mark.parametrize("place", ["", "**/*.jsonl", "*/*.jsonl", "d*/*.jsonl", "dee[p]/a.jsonl"])
+def test_a_folder_that_cannot_be_listed_is_named(place, tmp_path, monkeypatch):
+    for name in ("a/a.jsonl", "deep/a.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(FORMS["rows.jsonl"])
+    scan = os.scandir
+
+    def refuse(folder):
+        if str(folder).endswith("/deep"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"/deep: can't be read: Permission denied"):
+        expand([tmp_path / place])
+    assert len(expand([tmp_path / "a*/*.jsonl"])) == 1  # the pattern does not lead there
+
+
+def bomb(kind):
+    """Return a table of 64 MiB that takes a kilobyte on disk."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 1024, pa.int32()), ["a" * (1 << 16)])
+    if kind == "texts":
+        return pa.table({"x": texts})
+    if kind == "texts in lists":
+        rows = pa.StructArray.from_arrays([texts], ["content"])
+        return pa.table({"x": pa.ListArray.from_arrays([0, 1024], rows)})
+    return pa.table(
+        {"x": pa.ListArray.from_arrays([0, 1 << 23], pa.array(np.zeros(1 << 23, np.int8)))}
+    )
+
+
+@pytest.mark.parametrize("kind", ["texts", "texts in lists", "numbers"])
+def test_a_row_group_that_would_fill_memory_is_refused(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow_tables, "MAX_GROUP_BYTES", 1 << 25)
+    pq.write_table(bomb(kind), tmp_path / "a.parquet", compression="zstd")
+    table = open_table(tmp_path / "a.parquet")
+    monkeypatch.setattr(table._file, "read_row_group", None)
+    with pytest.raises(
+        DataError, match=r"row group 0 unpacks to .* bytes: write the file with smaller"
+    ):
+        table.row(0)
+
+
+def test_a_text_that_all_rows_share_is_no_bomb(tmp_path):
+    shared = [{"system": "".join(map(str, range(5000))), "question": f"{i}"} for i in range(300)]
+    pq.write_table(pa.Table.from_pylist(shared), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(as_jsonl(shared), 6))
+    for name in ("a.parquet", "a.jsonl.gz"):
+        assert open_table(tmp_path / name).row(7).values == shared[7]
+
+
 def test_parquet_is_read_one_row_group_at_a_time_and_a_few_are_kept(tmp_path):
     (tmp_path / "rows.parquet").write_bytes(as_parquet(ROWS, group=1))
     table = open_table(tmp_path / "rows.parquet")
@@ -140,6 +195,8 @@ BROKEN = [
     ("a.json", b'[{"x": 1}, 7]', ", row 2: holds an integer, must be an object"),
     ("a.json", b'[{"x": 1},\n{"x": "\xe9"}]', ", line 2: not UTF-8: byte 0xe9 at offset 7 of the "
                                               "line, 18 of the file"),
+    ("a.json", b'\xef\xbb\xbf[\n{"x": "\xe9"}]', ", line 2: not UTF-8: byte 0xe9 at offset 7 of "
+                                                 "the line, 12 of the file"),
     ("a.csv", b"x,x\n1,2\n", ", line 1: two columns are called 'x'"),
     ("a.csv", b"x,y\n1,2\n1\n", ", line 3: 1 values, and the header names 2 columns"),
     ("a.csv", b'x,y\n1,"2"3\n', ", line 2: malformed CSV: ',' expected after '\"'"),

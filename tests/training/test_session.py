@@ -3,6 +3,7 @@ process changes it."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from ratchet.errors import RunDirectoryError
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.testing.forks import Forks
+from ratchet.training.session import resume_run
 
 RECIPE = {
     "name": "probe",
@@ -248,6 +251,14 @@ def test_mistakes_are_named_without_a_traceback(
     assert done.returncode == status, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_configuration_that_no_run_wrote_is_refused(recipe, tmp_path):
+    shutil.copy(recipe, tmp_path / "config.yaml")
+    with pytest.raises(
+        RunDirectoryError, match=r"config.yaml: (device|threads)=auto, but a run writes down"
+    ):
+        resume_run(tmp_path, command="")
 
 
 def test_eval_and_chat_read_the_run(whole):

@@ -75,6 +75,25 @@ def test_json_that_breaks_a_parser_is_a_value_error(text):
         safe_read.parse_json(text.encode())
 
 
+@pytest.mark.parametrize("item", ["[]", '{"a":1}', '["[]", []]'])
+def test_json_that_is_hardly_anything_but_containers(item, monkeypatch):
+    monkeypatch.setattr(safe_read, "MAX_CONTAINERS", 1000)
+    assert len(safe_read.parse_json(f"[{','.join([item] * 400)}]")) == 400
+    with pytest.raises(
+        ValueError, match=r"it holds more than [\d,]+ objects and arrays in [\d,]+ characters"
+    ):
+        safe_read.parse_json(f"[{','.join([item] * 8000)}]")
+
+
+def test_brackets_in_strings_are_no_containers(monkeypatch):
+    monkeypatch.setattr(safe_read, "MAX_CONTAINERS", 10)
+    text = json.dumps(["[[{\\" * 1000, '"[{' * 1000])
+    assert safe_read.parse_json(text) == json.loads(text)
+    # Of a string that never ends, each quotation mark could be a beginning.
+    with pytest.raises(json.JSONDecodeError, match="Unterminated string"):
+        safe_read.parse_json('["' + '\\"[' * 300_000)
+
+
 # --- terminals
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ratchet.commands.migrate.numbers import hydra
+from ratchet.commands.migrate.shell import LITERAL, Variables, commands, split_words
 from ratchet.errors import ConfigError
 
 OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 REMOVED = re.compile(r"~([A-Za-z_]\w*(?:\.\w+)+)")
 KEY = re.compile(r"(?<![\w.$/])([A-Za-z_]\w*(?:\.\w+)+)=")
-ASSIGNMENT = re.compile(
-    r"\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;#]*)\s*(?:[;#].*)?"
-)
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
-ARRAY = re.compile(r"\s*[A-Za-z_]\w*\+?=\(\s*(?:#.*)?")
+ARRAY = re.compile(r"\s*(?:(?:local|declare|readonly|typeset)\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\(")
+PRINTING = ("echo", "printf")
 NOT_COMMANDS = ("export", "local", "declare", "readonly", "unset", "set", "alias")
 ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 PAIRS = {"[": "]", "{": "}", "(": ")"}
@@ -37,35 +35,30 @@ class Script:
     nested: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
     repeated: dict[str, str] = field(default_factory=dict)
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: Variables = field(default_factory=Variables)
     # keys without a dot, which may choose files of Hydra
     plain: dict[str, str] = field(default_factory=dict)
+
+    _has_command: bool = False
 
     def read(self, text: str) -> None:
         """Fill in the overrides; the script's own plain variables are filled into them. Raises
         ConfigError."""
         in_array = False
-        for line in re.sub(r"\\\s*\n", " ", text).splitlines():
-            if in_array and line.strip() == ")":
-                in_array = False
-                continue
-            if ARRAY.fullmatch(line):
-                in_array = True
-                continue
-            assigned = ASSIGNMENT.fullmatch(line)
-            if assigned and not in_array and not line.startswith((" ", "\t")):
-                self.variables[assigned[1]] = self._filled(assigned[2].strip("'\""))
-                continue
-            try:
-                words = shlex.split(line, comments=True)
-            except ValueError:
-                words = []
+        for line in commands(text):
+            if not in_array and (array := ARRAY.match(line)) is not None:
+                in_array, line = True, line[array.end() :]
+            if in_array:
+                in_array = line.count(")") <= line.count("(")
+                self._read_line(line if in_array else line.rpartition(")")[0], in_array=True)
+            elif self._has_command and OVERRIDE.match(line.strip()) and KEY.match(line.strip()):
+                # The shell takes it for a command: a comment or a missing \ ended the one before.
                 for match in KEY.finditer(line):
                     self.unread[match[1]] = (
-                        "stands in a line whose quotes end in another one: write it in a line of "
-                        "its own"
+                        "begins a line that belongs to no command: end the line before with \\"
                     )
-            self._read_words(words, in_array)
+            elif not self.variables.read(line):
+                self._read_line(line, in_array=False)
         for key, content in self.plain.items():
             if isinstance(self.nested.get(key), dict):
                 self.unread[key] = (
@@ -77,10 +70,27 @@ class Script:
         if not self.nested and not self.unread:
             raise ConfigError("holds no override of the form a.b=value")
 
+    def _read_line(self, line: str, in_array: bool) -> None:
+        try:
+            words = split_words(line)
+        except ValueError:
+            for match in KEY.finditer(line):
+                self.unread[match[1]] = (
+                    "stands in a line whose quotes end in another one: write it in a line of its "
+                    "own"
+                )
+            return
+        for is_sign, group in groupby(words, lambda word: not word.strip(";&|")):
+            command = list(group)
+            if not is_sign and command[0] not in PRINTING:
+                self._read_words(command, in_array)
+
     def _read_words(self, words: list[str], in_array: bool) -> None:
         """Read words; a key without a dot (`model_engine=megatron`) counts where nothing else is
         meant."""
-        plain = in_array or any(word in ("-m", "run") or word.endswith(".py") for word in words)
+        is_command = any(word in ("-m", "run") or word.endswith(".py") for word in words)
+        self._has_command = self._has_command or (is_command and not in_array)
+        plain = in_array or is_command
         begun = in_array
         for index, word in enumerate(words):
             begun = begun or "=" not in word
@@ -93,18 +103,16 @@ class Script:
                 if match[1] == "~":
                     self.unread[f"~{match[2]}"] = "is taken out there: leave it out here"
                 elif "." in match[2] or "/" in match[2]:
-                    self._put(match[2], self._filled(match[3]))
+                    self._put(match[2], self._content(match[3]))
                 elif plain and begun and words[0] not in NOT_COMMANDS:
-                    self.plain[match[2]] = self._filled(match[3])
+                    self.plain[match[2]] = self._content(match[3])
 
-    def _filled(self, text: str) -> str:
-        return VARIABLE.sub(
-            lambda found: self.variables.get(found[1] or found[3], found[2] or found[0]), text
-        )
+    def _content(self, text: str) -> str:
+        return self.variables.filled(text).replace(LITERAL, "$")
 
     def _put(self, key: str, text: str) -> None:
         self.unread.pop(key, None)
-        if "$" in text and not text.startswith("${"):
+        if "`" in text or ("$" in text and not text.startswith("${")):
             self.unread[key] = f"{text}: a variable of the shell, whose value the file doesn't give"
             return
         try:

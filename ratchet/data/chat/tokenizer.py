@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import tokenizers
 
+from ratchet.data.chat.plain_tokens import GUARD, copy_for_text, largest_growth, refusing_panics
 from ratchet.errors import DataError, ModelError
 from ratchet.utils import safe_read
 from ratchet.utils.object_store import fetch_directory, is_address, unfit
@@ -51,11 +51,10 @@ DOWNLOADS = [
     "vocab.*",
     "merges.txt",
 ]
+MAX_GROWTH = 64  # characters that a normalizer makes of one; published ones make 3
+# White space to the library: Unicode's, without the four separators that Python counts too.
+SPACE = re.compile(r"[^\S\x1c-\x1f]")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-# Put before a text to give it something to follow. Only private copies of a tokenizer know it;
-# random, so that no text can contain it on purpose.
-GUARD = f"\U0010fffd{secrets.token_hex(8)}"
 
 # Characters from which on a text is encoded by the library's call for batches. That one runs
 # without Python's lock, where a single text of 2 MiB holds up every other thread for seconds (12.2
@@ -166,11 +165,19 @@ class Tokenizer:
 
     def specials(self, text: str) -> list[Special]:
         """The special tokens in `text`, in order."""
-        pattern, ids = self._special_pattern
-        found = pattern.finditer(text) if ids else ()
-        return [
-            Special(match.start(), match.end(), ids[(match.lastindex or 0) - 1]) for match in found
-        ]
+        pattern, tokens = self._special_pattern
+        specials: list[Special] = []
+        end = 0
+        for match in pattern.finditer(text) if tokens else ():
+            token, number = tokens[(match.lastindex or 0) - 1]
+            start = match.start()
+            # Backwards from each token: a pattern that begins with white space is quadratic in a
+            # stretch of it, and a model may write any number of spaces.
+            while token.lstrip and start > end and SPACE.fullmatch(text[start - 1]):
+                start -= 1
+            end = match.end()
+            specials.append(Special(start, end, number))
+        return specials
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing."""
@@ -225,12 +232,13 @@ class Tokenizer:
     # --- plain text
 
     @cached_property
+    def _copy(self) -> tuple[tokenizers.Tokenizer, int | None]:
+        with refusing_panics(GUARD):
+            return copy_for_text(self._backend)
+
+    @property
     def _plain(self) -> tokenizers.Tokenizer:
-        """A copy to which special tokens are ordinary text."""
-        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        copy.encode_special_tokens = True
-        copy.add_tokens([tokenizers.AddedToken(GUARD, special=False, normalized=False)])
-        return copy
+        return self._copy[0]
 
     @cached_property
     def _contexts(self) -> dict[After, tuple[str, list[int]]]:
@@ -241,73 +249,73 @@ class Tokenizer:
         token too; between two stretches of one text there is none, which a newline in front
         reproduces.
         """
-        probe = self._plain.encode(f"{GUARD}a", add_special_tokens=False)
+        probe = self._encoding(f"{GUARD}a")
         spaced = len(probe.tokens) > 1 and probe.tokens[1][0] in "▁Ġ"
         contexts: dict[After, str] = {
             "start": "",
             "special": GUARD,
             "text": f"{GUARD}\n" if spaced else GUARD,
         }
-        return {
-            after: (text, self._plain.encode(text, add_special_tokens=False).ids)
-            for after, text in contexts.items()
-        }
+        return {after: (text, self._encoding(text).ids) for after, text in contexts.items()}
 
     def _encode_text(self, text: str, after: After) -> list[int]:
         if not text:
             return []
         context, before = self._contexts[after]
+        encoding = self._encoding(context + text)
+        if encoding.ids[: len(before)] != before:  # the newline merged with the text
+            return self._encode_text(text, "special")
+        ids = encoding.ids[len(before) :]
+        unknown = self._copy[1]
+        if unknown is not None and unknown in ids:
+            start, end = encoding.offsets[len(before) + ids.index(unknown)]
+            self._refuse((context + text)[start:end])
+        return ids
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
+        """Encode plain text. Raises DataError for one that the library can't take."""
         try:
-            if len(text) < LONG:
-                encoding = self._plain.encode(context + text, add_special_tokens=False)
-            else:
-                encoding = self._plain.encode_batch([context + text], add_special_tokens=False)[0]
+            with refusing_panics(text):
+                if len(text) < LONG:
+                    return self._plain.encode(text, add_special_tokens=False)
+                return self._plain.encode_batch([text], add_special_tokens=False)[0]
         except TypeError as error:  # the library takes no half of a UTF-16 pair
             lone = next(c for c in text if "\ud800" <= c <= "\udfff")
             raise DataError(
                 f"the text holds the lone surrogate U+{ord(lone):04X}, which is no character: "
                 "remove it"
             ) from error
-        if encoding.ids[: len(before)] != before:  # the newline merged with the text
-            return self._encode_text(text, "special")
-        ids = encoding.ids[len(before) :]
-        if self._unknown_id is not None and self._unknown_id in ids:
-            start, end = encoding.offsets[len(before) + ids.index(self._unknown_id)]
-            self._refuse((context + text)[start:end])
-        return ids
 
-    @cached_property
-    def _unknown_id(self) -> int | None:
-        unknown = getattr(self._backend.model, "unk_token", None)
-        return None if unknown is None else self.token_id(unknown)
-
-    def _refuse(self, characters: str) -> None:
-        points = " ".join(f"U+{ord(c):04X}" for c in characters)
+    def _refuse(self, characters: str) -> NoReturn:
+        points = " ".join(f"U+{ord(c):04X}" for c in characters[:8]) + (
+            " ..." if characters[8:] else ""
+        )
         raise DataError(
-            f"{characters!r} ({points}) has no token: add it to `tokenizer.alphabet`, or use "
-            "`tokenizer.kind: bytes`, "
-            "which has a token for everything"
+            f"{shortened(repr(characters), 80)} ({points}) has no token: add it to "
+            "`tokenizer.alphabet`, or use "
+            "`tokenizer.kind: bytes`, which has a token for everything"
         )
 
     @cached_property
-    def _special_pattern(self) -> tuple[re.Pattern[str], list[int]]:
-        """Finds special tokens, the longest first; its group n stands for the n-th id."""
+    def _special_pattern(self) -> tuple[re.Pattern[str], list[tuple[tokenizers.AddedToken, int]]]:
+        """Return a pattern of the special tokens, the longest first, and each one's token and id.
+
+        Group n of the pattern is the n-th token, with the white space that it swallows behind it.
+        """
         added = [
             (token, i)
             for i, token in self._backend.get_added_tokens_decoder().items()
             if token.special
         ]
         added.sort(key=lambda item: -len(item[0].content))
-        return re.compile("|".join(_token_pattern(token) for token, _ in added)), [
-            i for _, i in added
-        ]
+        return re.compile("|".join(_token_pattern(token) for token, _ in added)), added
 
 
 def _token_pattern(token: tokenizers.AddedToken) -> str:
     body = f"({re.escape(token.content)})"
     if token.single_word:
         body = rf"(?<!\w){body}(?!\w)"
-    return (r"\s*" if token.lstrip else "") + body + (r"\s*" if token.rstrip else "")
+    return body + (f"{SPACE.pattern}*" if token.rstrip else "")
 
 
 def _token_text(value: Any) -> str | None:
@@ -367,11 +375,19 @@ def _fetch(address: str) -> Path:
 def _backend(directory: Path) -> tokenizers.Tokenizer:
     path = directory / "tokenizer.json"
     if path.exists():
-        if "model" not in _read_json(path):
+        state = _read_json(path)
+        if "model" not in state:
             raise ModelError(
                 f"{path} is no tokenizer: it has no 'model'. Copy the file from the original model "
                 "again"
             )
+        for name in ("normalizer", "decoder"):
+            if (growth := largest_growth(state.get(name))) > MAX_GROWTH:
+                raise ModelError(
+                    f"{path}: its {name} makes up to {growth:,} characters of one, and "
+                    f"{MAX_GROWTH} are allowed: "
+                    "copy the file from the original model again"
+                )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         # the library raises nothing more special for a file that it can't use

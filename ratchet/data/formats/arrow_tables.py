@@ -4,13 +4,15 @@ of them kept."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet
 
@@ -22,6 +24,10 @@ from ratchet.utils.object_store import is_address
 from ratchet.utils.safe_read import require_file
 
 MIN_BOMB_ROWS = 100_000
+# What one row group may unpack to, and how much of it stands for one byte of the file: a long text
+# that all rows share packs to almost nothing, so a high ratio alone is no sign of a bomb.
+MAX_GROUP_BYTES = 1 << 30
+MOST_TIMES = 200
 ROWS_A_BYTE = 1  # rows that differ take several bytes each, however they are packed
 
 
@@ -94,11 +100,55 @@ class ParquetFile(ArrowTable):
     form = "Parquet"
 
     def _open(self, source: Any) -> Sequence[int]:
+        self._source, self._limit = source, max(MAX_GROUP_BYTES, MOST_TIMES * source.size())
         self._file = pyarrow.parquet.ParquetFile(source)
         return [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
 
     def _block(self, number: int) -> Any:
+        self._refuse_large_group(number)
         return self._file.read_row_group(number)
+
+    def _refuse_large_group(self, number: int) -> None:
+        """Raise DataError for a group that would fill memory, before it is unpacked."""
+        group = self._file.metadata.row_group(number)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        size, texts = 0, []
+        for column in columns:
+            is_text = column.physical_type == "BYTE_ARRAY"
+            size += max(column.total_uncompressed_size, 0 if is_text else 8 * column.num_values)
+            # Each value of a dictionary may be as long as all that the column holds.
+            if is_text and column.num_values * column.total_uncompressed_size > self._limit:
+                texts.append(column.path_in_schema)
+        if size <= self._limit and texts:
+            packed = pyarrow.parquet.ParquetFile(self._source, read_dictionary=texts)
+            table = packed.read_row_group(number, columns=texts)
+            size += sum(_text_bytes(chunk) for column in table.columns for chunk in column.chunks)
+        if size > self._limit:
+            raise DataError(
+                f"{self.path}: row group {number} unpacks to {size:,} bytes: write the file with "
+                "smaller row groups "
+                "(`row_group_size=1000`)"
+            )
+
+
+def _text_bytes(array: Any) -> int:
+    """Return the bytes of all texts that an array stands for, without unpacking its
+    dictionaries."""
+    if isinstance(array, pa.DictionaryArray):
+        words = array.dictionary
+        counts = np.bincount(array.indices.drop_null().to_numpy(), minlength=len(words))
+        lengths = pc.call_function("binary_length", [words]).to_numpy(zero_copy_only=False)
+        return int(counts @ lengths.astype(np.int64))
+    return sum(map(_text_bytes, _inner_arrays(array)))
+
+
+def _inner_arrays(array: Any) -> Iterator[Any]:
+    if isinstance(array, pa.StructArray):
+        yield from array.flatten()
+    elif isinstance(array, pa.MapArray):
+        yield from (array.keys, array.items)
+    elif isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        yield array.flatten()
 
 
 class ArrowFile(ArrowTable):

@@ -216,6 +216,62 @@ def test_what_a_script_takes_out_or_varies_is_told() -> None:
     assert set(read.unread) == {"~a.b", "~a.c", "a.d", "a.e"}
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "N=$(( N * 2 ))",
+        "if [ 1 = 2 ]; then\n  N=2\nfi",
+        "if [ 1 = 2 ]; then\nN=2\nfi",
+        "[ 1 = 2 ] && N=2",
+        "M=1; N=2",
+        "export M=1 N=2",
+        "declare -i N=2",
+        "for N in 2 3; do true; done",
+        "read N",
+        "unset N",
+        "N+=1",
+        "let N=2",
+        "((N=2))",
+        ": ${N:=2}",
+    ],
+)
+def test_a_variable_that_may_have_changed_is_unknown(setting: str) -> None:
+    read = script(f"N=1\n{setting}\npython -m verl.main a.b=$N a.c=${{N:-3}} a.d=4\n")
+    assert read.nested == {"a": {"d": 4}}
+    assert set(read.unread) == {"a.b", "a.c"}
+
+
+@pytest.mark.parametrize(
+    ("line", "nested"),
+    [
+        ("a.b=/data/x#1.parquet a.c=1", {"b": "/data/x#1.parquet", "c": 1}),
+        ("a.b='#1' a.c=1 # a.d=2", {"b": "#1", "c": 1}),
+        ("a.b=qwen; echo a.c=1", {"b": "qwen"}),
+        ("a.b=qwen|tee log", {"b": "qwen"}),
+        ('a.b="x;y"', {"b": "x;y"}),
+    ],
+)
+def test_words_of_a_command_are_the_shells(line: str, nested: dict[str, Any]) -> None:
+    read = script(f"python -m verl.main {line}\necho a.b=9\n")
+    assert read.nested == {"a": nested}
+
+
+def test_what_a_script_does_not_pass_on_is_told() -> None:
+    """A comment ends a command, and $ in single quotes or a backquote has no value here."""
+    read = script(
+        "python -m verl.main a.b=1 \\\n  # a.x=1 \\\n  a.c=2 \\\n  a.d=3\npython -m verl.main "
+        "a.e=`nproc` a.f='$N'\n"
+    )
+    assert read.nested == {"a": {"b": 1}}
+    assert set(read.unread) == {"a.c", "a.d", "a.e", "a.f"}
+
+
+def test_an_array_begins_and_ends_beside_its_words() -> None:
+    assert script("ARGS=(a.b=1 # one\n a.c=qwen)\npython -m x a.d=1\n").nested == {
+        "a": {"b": 1, "c": "qwen", "d": 1}
+    }
+
+
 def test_a_line_with_an_open_quote_is_told() -> None:
     read = script("python -m verl.main a.b=1\npython -m x a.c='1\n a.d=2'\n")
     assert set(read.unread) == {"a.c", "a.d"}

@@ -345,22 +345,29 @@ def test_sentencepiece_text_that_follows_text_gets_no_space_of_its_own(prefix):
     assert split("\nhi", "text") == ["<0x0A>", "hi"]
 
 
-@given(
-    st.lists(st.sampled_from(["<l>", "<r>", "<w>", " ", "\n", "a", "."]), max_size=8).map("".join)
-)
+SWALLOWED = ["<l>", "<r>", "<b>", "<w>", " ", "\n", "\x1c", "\x85", "a", "."]
+
+
+@given(st.lists(st.sampled_from(SWALLOWED), max_size=8).map("".join))
 def test_special_tokens_that_swallow_spaces_or_stand_alone_act_as_in_the_library(text):
     backend = Backend.from_str(BYTES._backend.to_str())
     backend.add_special_tokens(
         [
             AddedToken("<l>", lstrip=True),
             AddedToken("<r>", rstrip=True),
+            AddedToken("<b>", lstrip=True, rstrip=True),
             AddedToken("<w>", single_word=True),
         ]
     )
-    assert (
-        Tokenizer(backend).encode(text, allow_special=True)
-        == backend.encode(text, add_special_tokens=False).ids
-    )
+    ids = backend.encode(text, add_special_tokens=False).ids
+    assert Tokenizer(backend).encode(text, allow_special=True) == ids
+
+
+def test_special_tokens_are_searched_in_linear_time():
+    backend = Backend.from_str(BYTES._backend.to_str())
+    backend.add_special_tokens([AddedToken("<l>", lstrip=True)])
+    text = " " * 300_000 + "a" + " " * 300_000 + "<l>"
+    assert Tokenizer(backend).specials(text) == [(300_001, 600_004, 264)]
 
 
 def test_the_longest_special_token_wins():

@@ -1,0 +1,149 @@
+"""The copy of a tokenizer that encodes what people and programs wrote.
+
+No text can spell one of its special tokens, and a character without a token always shows as one id.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tokenizers
+
+from ratchet.errors import DataError
+from ratchet.utils.terminal_text import first_line
+
+# Put before a text to give it something to follow, and before a token's content so that no text
+# spells it. Random, so that no text can contain them on purpose; only copies know them.
+GUARD = f"\U0010fffd{secrets.token_hex(8)}"
+HIDDEN = f"\U0010fffc{secrets.token_hex(8)}:"
+UNKNOWN = f"{HIDDEN}unknown"
+
+
+@contextmanager
+def refusing_panics(text: str) -> Iterator[None]:
+    """Raise DataError where the library panics: its regular expressions give up on some texts.
+
+    The class of a panic can't be imported, and passes every handler of Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = first_line(str(error))
+        raise DataError(
+            f"the tokenizer can't encode a text of {len(text):,} characters: {reason}: shorten it"
+        ) from error
+
+
+def largest_growth(section: Any) -> int:
+    """Return how many characters the normalizers or decoders of a tokenizer.json make of one."""
+    if not isinstance(section, dict):
+        return 1
+    parts = section.get("normalizers") or section.get("decoders") or ()
+    texts = [section.get(name) for name in ("content", "prepend")]
+    growth = max([1, *(len(text) for text in texts if isinstance(text, str))])
+    return growth * math.prod(map(largest_growth, parts))
+
+
+def copy_for_text(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, int | None]:
+    """Return a copy to which special tokens are ordinary text, and the id of unknown characters.
+
+    The id is None where every character has tokens.
+    """
+    state = backend.to_str()
+    copy = tokenizers.Tokenizer.from_str(state)
+    copy.encode_special_tokens = True
+    copy.add_tokens([tokenizers.AddedToken(GUARD, special=False, normalized=False)])
+    if isinstance(copy.model, tokenizers.models.BPE):
+        name = copy.model.unk_token
+        unknown = None if name is None else copy.token_to_id(name)
+        # Rewriting a vocabulary of 150,000 tokens takes 1.6 s, and hardly any BPE needs it.
+        # An unknown token of one character stands for that character too.
+        is_clear = _has_all_bytes(copy) if name is None else unknown is not None and len(name) > 1
+        if is_clear and not _spells_special(copy):
+            return copy, unknown
+    return _rewritten(state)
+
+
+def _has_all_bytes(backend: tokenizers.Tokenizer) -> bool:
+    if backend.model.byte_fallback:
+        return all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
+    if "ByteLevel" not in f"{backend.pre_tokenizer} {backend.normalizer}":
+        return False
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    return all(backend.token_to_id(sign) is not None for sign in alphabet)
+
+
+def _spells_special(copy: tokenizers.Tokenizer) -> bool:
+    """True if the text of a special token gives its id. One character can't be split, and may."""
+    special = {
+        i: token.content for i, token in copy.get_added_tokens_decoder().items() if token.special
+    }
+    name = copy.model.unk_token
+    unknown = None if name is None else copy.token_to_id(name)
+    if name is not None and unknown is not None:
+        special[unknown] = name
+    contents = [content for content in special.values() if len(content) > 1]
+    texts = [context + content for content in contents for context in ("", GUARD)]
+    encodings = copy.encode_batch(texts, add_special_tokens=False)
+    return any(special.get(i, "") in contents for encoding in encodings for i in encoding.ids)
+
+
+def _rewritten(serialised: str) -> tuple[tokenizers.Tokenizer, int]:
+    """Return a copy whose special tokens no text can spell, and the id of a new unknown token.
+
+    To tell the library that special tokens are text is not enough: a model that looks up whole
+    pieces (Unigram, WordLevel, BPE that ignores merges) has them in its vocabulary. And a BPE
+    without an unknown token drops characters.
+    """
+    state = json.loads(serialised)
+    special = {token["content"] for token in state["added_tokens"] if token["special"]}
+    special |= _unknown(state["model"])
+    special = {content for content in special if len(content) > 1}
+    for token in state["added_tokens"]:
+        token["content"] = _hidden(token["content"], special)
+    unknown = _rewrite_vocabulary(state, special)
+    copy = tokenizers.Tokenizer.from_str(json.dumps(state))
+    copy.encode_special_tokens = True
+    copy.add_tokens([tokenizers.AddedToken(GUARD, special=False, normalized=False)])
+    return copy, unknown
+
+
+def _unknown(model: dict[str, Any]) -> set[str]:
+    """Return the text of the model's unknown token, which not every file marks as special."""
+    if isinstance(model["vocab"], list):
+        return {model["vocab"][model["unk_id"]][0]} if model["unk_id"] is not None else set()
+    return {model["unk_token"]} - {None}
+
+
+def _hidden(content: str, special: set[str]) -> str:
+    return HIDDEN + content if content in special else content
+
+
+def _rewrite_vocabulary(state: dict[str, Any], special: set[str]) -> int:
+    """Hide special tokens, add those that lie beyond the vocabulary, and an unknown one at its end.
+
+    The library numbers added tokens that the vocabulary lacks from its end on, so with one more
+    entry they would get other ids.
+    """
+    model, added = state["model"], state["added_tokens"]
+    if isinstance(model["vocab"], list):
+        vocabulary = [[_hidden(piece, special), score] for piece, score in model["vocab"]]
+        beyond = sorted(
+            (token for token in added if token["id"] >= len(vocabulary)),
+            key=lambda token: token["id"],
+        )
+        vocabulary += [[token["content"], 0.0] for token in beyond]
+        model["vocab"], model["unk_id"] = [*vocabulary, [UNKNOWN, 0.0]], len(vocabulary)
+        return len(vocabulary)
+    pieces = {_hidden(piece, special): i for piece, i in model["vocab"].items()}
+    pieces |= {token["content"]: token["id"] for token in added}
+    pieces[UNKNOWN] = max(pieces.values(), default=-1) + 1
+    model["vocab"], model["unk_token"] = pieces, UNKNOWN
+    return pieces[UNKNOWN]
