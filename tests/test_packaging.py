@@ -252,8 +252,8 @@ EXEMPT: dict[str, str | tuple[str, ...]] = {
     "checkpoint/megatron.py": "torch.save(",
     "sandbox/inside/child.py": "exec(",
     "sandbox/inside/launch.py": "__import__(",
-    "rewards/code_inside.py": "exec(",
-    "rewards/code_program.py": "exec(",
+    "rewards/code/sandbox_program.py": "exec(",
+    "rewards/code/program_runner.py": "exec(",
     "rewards/code_function.py": "import marshal",
 }
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from dataclasses import replace
+from typing import ClassVar
 from fractions import Fraction
 from pathlib import Path
 
@@ -103,11 +104,11 @@ class Odd:
     """Does what it is told to."""
 
     name, description = "odd", "Odd."
-    parameters = {
+    parameters: ClassVar = {
         "type": "object",
         "properties": {"how": {"type": "string"}, "n": {"type": "integer"}},
         "required": ["how"],
-    }  # noqa: RUF012
+    }
 
     async def call(self, how, n=0):
         if how == "raise":

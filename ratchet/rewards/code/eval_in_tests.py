@@ -3,7 +3,7 @@
 Such tests run whatever the program returned beside their own assertions, where it can make all of
 them hold. They are refused for every program alike, so that none escapes its 0 by returning
 something that would have to be evaluated. What names hide from this reading is stopped when it
-happens, by `code_inside.Judge.guard`.
+happens, by `sandbox_program.Judge.guard`.
 """
 
 from __future__ import annotations

@@ -84,18 +84,19 @@ class Explained:
 
 
 def _script(module: str, entry: str, *, compiled: bool) -> str:
-    """Return a script that imports `code_values` and `module` from its own text, and calls `entry`.
+    """Return a script that imports `plain_values` and `module` from its own text, and calls `entry`.
 
     Both are compiled here once where the sandbox runs this very Python: 4 ms, as much as the rest
     of an execution. Nothing is ever read back.
     """
     lines = ["import marshal, sys, types"]
-    for part in ("code_values", module):
-        name = f"ratchet.rewards.{part}"
-        source = files("ratchet.rewards").joinpath(f"{part}.py").read_text(encoding="utf-8")
+    for part in ("plain_values", module):
+        name = f"ratchet.rewards.code.{part}"
+        source = files("ratchet.rewards.code").joinpath(f"{part}.py").read_text(encoding="utf-8")
         code = f"compile({source!r}, 'ratchet', 'exec')"
         if compiled:
-            code = f"marshal.loads({marshal.dumps(compile(source, 'ratchet', 'exec', dont_inherit=True))!r})"
+            compiled_source = marshal.dumps(compile(source, "ratchet", "exec", dont_inherit=True))
+            code = f"marshal.loads({compiled_source!r})"
         lines.append(f"sys.modules[{name!r}] = types.ModuleType({name!r})")
         lines.append(f"exec({code}, sys.modules[{name!r}].__dict__)")
     return "\n".join([*lines, f"sys.modules[{name!r}].{entry}()\n"])
@@ -109,9 +110,9 @@ class FunctionJudge:
         self.sandbox, self.limits, self.share = sandbox, limits, share
         same = sandbox.same_python
         self._program, self._explain = (
-            _script("code_program", entry, compiled=same) for entry in ("program", "explain")
+            _script("program_runner", entry, compiled=same) for entry in ("program", "explain")
         )
-        self._tests = _script("code_inside", "tests", compiled=same)
+        self._tests = _script("sandbox_program", "tests", compiled=same)
         self._tests_limits = Limits(
             wall_s=6 * TESTS_CPU_S, cpu_s=TESTS_CPU_S, output_kib=TESTS_OUTPUT_KIB
         )

@@ -1,7 +1,7 @@
 """What runs in the sandbox beside a judged function: it gets the arguments of calls and hands back
 values.
 
-It never sees a test or an expected value. Standard library only, and `code_values`.
+It never sees a test or an expected value. Standard library only, and `plain_values`.
 """
 
 from __future__ import annotations

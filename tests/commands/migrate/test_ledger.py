@@ -9,12 +9,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
-from tests.commands.migrate.facts import KEYS, flat
-from tests.commands.migrate.profiles import EXEMPT, PROFILES
 
 from ratchet.commands.migrate.importer import PEERS, Imported, convert
 from ratchet.commands.migrate.read_config import Source
 from ratchet.commands.migrate.table import Row
+from tests.commands.migrate.facts import KEYS, flat
+from tests.commands.migrate.profiles import EXEMPT, PROFILES
 
 
 @dataclass
