@@ -70,7 +70,7 @@ def fits(*tensors: Tensor) -> bool:
     """Whether these functions are for such tensors, here and now."""
     if _library is None or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return False
-    for t in tensors:  # a generator takes as long as a small operation
+    for t in tensors:  # noqa: SIM110 -- a generator takes as long as a small operation
         if t.dtype is not torch.float32 or not t.is_cpu or type(t) not in PLAIN:
             return False
     return True

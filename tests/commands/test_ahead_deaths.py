@@ -60,10 +60,9 @@ def test_every_prompt_is_trained_on_once_whoever_is_killed(cluster, kills, tmp_p
     killed = Counter()
     for number, victim in enumerate(victims):
         reached = (number + 1) * (STEPS - 4) // len(victims)
-
-        def came(goal=reached, own=driver):
-            return (steps_of(run) or [0])[-1] >= goal or own.process.poll() is not None
-
+        came = lambda goal=reached, own=driver: (
+            (steps_of(run) or [0])[-1] >= goal or own.process.poll() is not None
+        )  # noqa: E731
         until(came, limit_s=200)
         if driver.process.poll() is not None:
             break

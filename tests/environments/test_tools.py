@@ -5,7 +5,6 @@ import json
 import sys
 from fractions import Fraction
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -95,11 +94,11 @@ class Odd:
     """Does what it is told to."""
 
     name, description = "odd", "Odd."
-    parameters: ClassVar = {
+    parameters = {
         "type": "object",
         "properties": {"how": {"type": "string"}, "n": {"type": "integer"}},
         "required": ["how"],
-    }
+    }  # noqa: RUF012
 
     async def call(self, how, n=0):
         if how == "raise":

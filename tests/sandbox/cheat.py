@@ -83,8 +83,7 @@ print(Anything())
 ### patches_the_judge
 import sys, builtins, types
 fake = types.ModuleType("judge"); fake.passed = lambda *a, **k: True
-for name in ("ratchet", "ratchet.sandbox", "ratchet.sandbox.compare_output", "inside", "inside.zygote"): sys.modules[name] =
-fake
+for name in ("ratchet", "ratchet.sandbox", "ratchet.sandbox.compare_output", "inside", "inside.zygote"): sys.modules[name] = fake
 builtins.exec = builtins.compile = builtins.open = lambda *a, **k: None
 assert False is True
 ### patches_the_exit

@@ -255,8 +255,7 @@ def form_of(directory: Path) -> str:
     if found is None:
         raise CheckpointError(
             f"{directory} holds no weights of a model: neither {WEIGHTS} (Hugging Face), nor "
-            f"{megatron_format.FORMAT} "
-            f"(Megatron), "
+            f"{megatron_format.FORMAT} (Megatron), "
             f"{DCP_INDEX} (torch.distributed.checkpoint) or rank-0.json (a learner's checkpoint)"
         )
     return found

@@ -29,8 +29,9 @@ Agent = Callable[[Task, str, str], Any]
 async def ask(agent: Agent, task: Task, base_url: str, api_key: str) -> Any:
     """What the agent gives. A plain function runs in a thread of its own: no attempt waits for
     another."""
-    call = getattr(agent, "__call__", None)  # noqa: B004 -- of an object that is callable
-    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call):
+    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
+        getattr(agent, "__call__", None)
+    ):  # noqa: B004
         return await agent(task, base_url, api_key)
     return await _in_thread(lambda: agent(task, base_url, api_key))
 

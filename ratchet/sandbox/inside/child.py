@@ -179,9 +179,14 @@ def prepare_interpreter(main: types.ModuleType, source: bytes) -> None:
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.argv[:] = [FILE_NAME]
     for name, file, mode, errors in STREAMS:
-        buffering = 1 if file == 2 else -1
-        options = {"encoding": "utf-8", "errors": errors, "closefd": False, "buffering": buffering}
-        stream = open(file, mode, **options)  # noqa: SIM115
+        stream = open(
+            file,
+            mode,
+            encoding="utf-8",
+            errors=errors,
+            closefd=False,
+            buffering=1 if file == 2 else -1,
+        )  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     site.setquit()  # which -S left out

@@ -68,9 +68,9 @@ def test_the_next_prompt_extends_the_sampled_prefix_exactly():
         seen.append((list(tokens), sampling.seed))
         return [len(seen), EOS]
 
-    def script(task, message):
-        return Step((Message("user", "7"),), reward=0.5, done=message.text == "3")
-
+    script = lambda task, message: Step(
+        (Message("user", "7"),), reward=0.5, done=message.text == "3"
+    )  # noqa: E731
     trajectory = play(FakeGenerator(answer), FakeEnvironment(script))
     assert trajectory.tokens.tolist() == [1, 2, 1, EOS, 50, 7, 50, 2, EOS, 50, 7, 50, 3, EOS]
     assert trajectory.owner.tolist() == [0, 0, 1, 1, 2, 2, 2, 1, 1, 2, 2, 2, 1, 1]

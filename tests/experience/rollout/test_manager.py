@@ -160,9 +160,9 @@ def test_where_no_reward_is_read_attempts_that_nobody_judged_train_and_failures_
             raise RuntimeError("even")
         return Step(done=True)
 
-    def endless(tokens, sampling):
-        return [sampling.seed % 10] if sampling.seed % 3 else [sampling.seed % 10, EOS]
-
+    endless = lambda tokens, sampling: (
+        [sampling.seed % 10] if sampling.seed % 3 else [sampling.seed % 10, EOS]
+    )  # noqa: E731
     (task,) = tasks(1)
     group = asyncio.run(
         unneeded(script=fails_on_even, answer=endless).group(
