@@ -198,14 +198,13 @@ class PaddedBatches:
         # activations
         self.model.eval()
         try:
-            logits_NV = self._computed()
+            computed = self._computed()
         finally:
             self.model.train(training)
-        if not self.rows:
+        if computed is None:
             return
+        settings, logits_NV = computed
         device = logits_NV.device
-        samplings = [row.request.sampling for row in self.rows]
-        settings = Settings.from_samplings(samplings, self.vocab_size, device)
         index_N = torch.tensor([len(row.logprobs) for row in self.rows], device=device)
         drawn = draw(logits_NV, uniforms(settings.streams_N, index_N), settings)
         finite_N = drawn.logprobs_N.isfinite()
@@ -243,12 +242,14 @@ class PaddedBatches:
             broken, all_rows=len(broken) == len(self.rows), weights=weights, version=self.version
         )
 
-    def _computed(self) -> Tensor:
-        """As `_forward`. Where a batch that begins can't be computed, its rows are tried one by
-        one, and those that raise alone fail: with a RequestFailed where the model has computed
-        others."""
+    def _computed(self) -> tuple[Settings, Tensor] | None:
+        """Return how each row is drawn and its logits; None where no row is left.
+
+        Where a batch that begins can't be computed, its rows are tried one by one, and those that
+        raise alone fail: with a RequestFailed where the model has computed others.
+        """
         try:
-            return self._forward()
+            return self._drawable()
         except Exception:  # of any kind: what breaks one request must not cost the others
             rows, broken = self.rows, dict[_Row, Exception]()
             if any(row.logprobs for row in rows):
@@ -256,7 +257,7 @@ class PaddedBatches:
             for row in rows:
                 self.rows, self._cache = [row], None
                 try:
-                    self._forward()
+                    self._drawable()
                 except Exception as error:
                     broken[row] = error
             self.rows, self._cache = [row for row in rows if row not in broken], None
@@ -264,7 +265,12 @@ class PaddedBatches:
                 raise
         for row, error in broken.items():
             row.request.fail(uncomputable(row.request, error) if self.rows else error)
-        return self._forward() if self.rows else torch.empty(0)
+        return self._drawable() if self.rows else None
+
+    def _drawable(self) -> tuple[Settings, Tensor]:
+        samplings = [row.request.sampling for row in self.rows]
+        settings = Settings.from_samplings(samplings, self.vocab_size, self.model.device)
+        return settings, self._forward()
 
     def _keep(self, kept: list[int]) -> None:
         """Drops all other rows; where that fails, `reset` still finds them."""

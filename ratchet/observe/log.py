@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ratchet.observe.write_files import open_plain
+from ratchet.observe.write_files import open_unshared
 from ratchet.utils.terminal_text import visible
 
 # Model text, environment errors and tracebacks end up in the log: what steers a terminal must not
@@ -49,7 +49,7 @@ class LogFile(logging.FileHandler):
         self.console, self.is_whole = console, True
 
     def _open(self) -> TextIOWrapper:
-        descriptor = open_plain(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        descriptor = open_unshared(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         return open(descriptor, self.mode, encoding=self.encoding, errors=self.errors)  # type: ignore[return-value]
 
     def handleError(self, record: logging.LogRecord) -> None:

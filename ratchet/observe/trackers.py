@@ -36,6 +36,8 @@ from ratchet.observe.write_files import replace_text
 
 log = logging.getLogger(__name__)
 
+EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"  # every version of Prometheus reads it
+
 
 @dataclass(frozen=True)
 class Tracked:
@@ -71,7 +73,13 @@ def as_os_error(name: str) -> Iterator[None]:
 
 
 def finite(metrics: Metrics) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if value is not None}
+    """Return the finite metrics, under names that every tracker can encode: data may bring half
+    characters."""
+    return {encodable(name): value for name, value in metrics.items() if value is not None}
+
+
+def encodable(name: str) -> str:
+    return name.encode(errors="backslashreplace").decode()
 
 
 def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -237,13 +245,14 @@ class PrometheusSink:
     def __init__(self, config: PrometheusConfig, run: Tracked) -> None:
         self._prometheus = package("prometheus_client")
         self._registry = self._prometheus.CollectorRegistry()
+        self._run, self._textfile, self._server = encodable(run.name), config.textfile, None
         self._step = self._prometheus.Gauge(
             "ratchet_step", "Steps done", ["run"], registry=self._registry
-        ).labels(run.name)
+        ).labels(self._run)
         self._metric = self._prometheus.Gauge(
             "ratchet_metric", "The latest step's number", ["run", "name"], registry=self._registry
         )
-        self._run, self._textfile, self._server = run.name, config.textfile, None
+        self._page = self._prometheus.generate_latest(self._registry)
         if config.port is not None:
             self._server = self._serve(config.address, config.port)
 
@@ -255,15 +264,27 @@ class PrometheusSink:
 
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         names = (*LOOPBACK, address) if address in LOOPBACK else None
-        app = Guard(self._prometheus.make_asgi_app(self._registry), names=names)
         listener = socket.create_server((address, port), family=family)
-        return ServerThread(app, listener, limits=Limits(connections=16, grace_s=1.0))
+        limits = Limits(connections=16, grace_s=1.0)
+        return ServerThread(Guard(self._answer, names=names), listener, limits=limits)
+
+    async def _answer(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        """Answer every path with the page. It is made once a step and not once a scrape, so that no
+        request can ask for work, and no scrape sees a part of a step."""
+        shows = scope["method"] in ("GET", "HEAD")
+        kind = EXPOSITION if shows else "text/plain; charset=utf-8"
+        body = self._page if shows else b"this server only shows: use GET"
+        headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
+        status = 200 if shows else 405
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     def write(self, step: int, metrics: Metrics) -> None:
         self._metric.clear()
         self._step.set(step)
         for name, value in finite(metrics).items():
             self._metric.labels(self._run, name).set(value)
+        self._page = self._prometheus.generate_latest(self._registry)
         if self._textfile is not None:
             self._prometheus.write_to_textfile(self._textfile, self._registry)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from ratchet.utils import failpoints
@@ -49,6 +51,36 @@ def open_plain(path: Path, flags: int, *, directory: int | None = None) -> int:
     return descriptor
 
 
+def open_unshared(path: Path, flags: int, *, directory: int | None = None) -> int:
+    """Open a plain file to change it, as `open_plain` does, and leave its other names as they are.
+
+    A copy of hard links, as `cp -al` and backups make it, would change along. So a file with
+    several names is copied first, and the copy takes this name. Don't use it for locks: they belong
+    to the file.
+
+    Raises:
+        OSError: As `open_plain`, or the copy can't be written.
+    """
+    descriptor = open_plain(path, flags, directory=directory)
+    if os.fstat(descriptor).st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    draft = path.with_name(f".{path.name}.partial")
+    name, draft_name = (path, draft) if directory is None else (path.name, draft.name)
+    with suppress(FileNotFoundError):
+        os.unlink(draft_name, dir_fd=directory)  # of a process that was killed here
+    source = os.fdopen(open_plain(path, os.O_RDONLY, directory=directory), "rb")
+    with source:
+        create = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(open_plain(draft, create, directory=directory), "wb") as copy:
+            os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
+            shutil.copyfileobj(source, copy)
+            copy.flush()
+            os.fsync(copy.fileno())
+    os.replace(draft_name, name, src_dir_fd=directory, dst_dir_fd=directory)
+    return open_plain(path, flags, directory=directory)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace the file's content as a whole. Raises OSError, and then leaves the old content and no
     other file.
@@ -75,7 +107,7 @@ class AppendFile:
     that saves it does. `append` notices, warns once for each such change, and goes on at the end of
     the file that is there now, or in a new one. It overwrites nothing, and never follows the path
     into another directory that has taken the name, nor a link. What is no plain file there is an
-    error.
+    error. Other names of the file (hard links) keep the content that they had.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,8 +151,9 @@ class AppendFile:
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        self._descriptor = open_plain(self.path, flags, directory=self._directory)
-        self.size = os.fstat(self._descriptor).st_size
+        self._descriptor = open_unshared(self.path, flags, directory=self._directory)
+        opened = os.fstat(self._descriptor)
+        self.size, self._names = opened.st_size, opened.st_nlink
 
     def _notice_changes(self) -> None:
         opened = os.fstat(self._descriptor)
@@ -133,6 +166,10 @@ class AppendFile:
             and os.path.samestat(present, opened)
             and opened.st_size == self.size
         ):
+            if opened.st_nlink > self._names:
+                outdated = self._descriptor
+                self._open()
+                os.close(outdated)
             return
         change = (
             "deleted" if present is None else f"changed from {self.size} to {present.st_size} bytes"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from ratchet.checkpoint.manifest import (
     verify,
 )
 from ratchet.errors import CheckpointError
-from ratchet.observe.write_files import sync
+from ratchet.observe.write_files import open_unshared, sync
 from ratchet.runs.checkpoints import STEP, CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.object_store import Entry, Store, stays_inside
@@ -253,12 +254,12 @@ class MirroredRun:
 
 def agrees(path: Path, lines: Lines) -> bool:
     """Whether a file begins with what is listed; what comes after that is then cut off."""
-    if not path.is_file():
+    if path.is_symlink() or not path.is_file():
         return False
     for one in sorted(filter(None, lines), key=lambda one: -one.size):
         if path.stat().st_size >= one.size and hash_beginning(path, one.size) == one.sha256:
             if path.stat().st_size > one.size:
-                with path.open("r+b") as file:
+                with open(open_unshared(path, os.O_RDWR), "r+b") as file:
                     file.truncate(one.size)
             return True
     return False

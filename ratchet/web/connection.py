@@ -38,8 +38,10 @@ class Limits:
     head_bytes: int = 2**14
     # Of a request's body.
     body_bytes: int = 2**23
-    # Of all bodies that are being read at the same time.
-    bodies_bytes: int = 2**26
+    # Of the bodies of all requests that are not answered yet: half a MiB for each connection.
+    bodies_bytes: int = 2**28
+    # Of those with the same key (Authorization).
+    key_bytes: int = 2**28
     # For answers that are on their way when the server stops.
     grace_s: float = 5.0
 
@@ -97,6 +99,23 @@ class Connections:
             self.has_room.clear()
 
 
+class Framed(h11.Connection):
+    """h11 that refuses requests whose end a proxy in front may see elsewhere (RFC 9112, 6.1).
+
+    What one of the two reads as the rest of a body would be another request for the other.
+    """
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = [name for name, _ in event.headers]
+            if b"transfer-encoding" in names and (
+                b"content-length" in names or event.http_version < b"1.1"
+            ):
+                raise h11.RemoteProtocolError("a body of two lengths, or chunked in HTTP/1.0")
+        return event
+
+
 class GuardedProtocol(H11Protocol):
     """One connection: uvicorn's, within `limits`."""
 
@@ -105,6 +124,7 @@ class GuardedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, state, {}, asyncio.get_running_loop())
         self.logger: Any = Quiet(self.logger, {})
+        self.conn = Framed(h11.SERVER, limits.head_bytes)
         self._connections, self._limits = connections, limits
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None

@@ -1,5 +1,5 @@
-"""What stands before an application: names that a request may give, answers for what breaks, and
-bodies within limits."""
+"""What stands before an application: names that a request may give, bodies within limits, and
+answers for what breaks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from ratchet.web.bodies import RETRY_S, Bodies, BodyRefused, Message
 from ratchet.web.connection import Limits
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,6 @@ HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::[0-9]*)?", re.ASCII)
 # bytes of an answer that are handed on at once, so that each has a deadline of its own
 PIECE = 2**18
 
-Message = MutableMapping[str, Any]
 # (status, what is wrong, code) -> (content type, body)
 Form = Callable[[int, str, str], tuple[str, bytes]]
 
@@ -35,16 +35,22 @@ class Guard:
 
     app: the application. names: hosts that a request may name in its Host and Origin; None: any. A
     server without a key has to check, or a page of another site could ask it through the user's
-    browser (DNS rebinding, or a simple POST). form: turns an error into an answer.
+    browser (DNS rebinding, or a simple POST). form: turns an error into an answer. limits: of
+    bodies.
 
     An exception of the application is logged once, under an id that the client gets in an answer
     with status 500.
     """
 
     def __init__(
-        self, app: Any, *, names: Collection[str] | None = None, form: Form = plain
+        self,
+        app: Any,
+        *,
+        names: Collection[str] | None = None,
+        form: Form = plain,
+        limits: Limits = Limits(),
     ) -> None:
-        self.app, self.names, self.form = app, names, form
+        self.app, self.names, self.form, self.bodies = app, names, form, Bodies(limits)
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         has_begun = False
@@ -62,16 +68,21 @@ class Guard:
                     (b"content-type", kind.encode()),
                     (b"content-length", str(len(body)).encode()),
                 ]
+                if code == "busy":
+                    headers.append((b"retry-after", str(RETRY_S).encode()))
                 await send({"type": "http.response.start", "status": status, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
 
         if self.names is not None and (why := stranger(scope["headers"], self.names)):
             await refuse(403, why, "forbidden_host")
             return
+        body = self.bodies.begin(bearer_key(scope["headers"]), receive)
         try:
-            await self.app(scope, receive, tracked)
+            await self.app(scope, body, tracked)
         except asyncio.CancelledError:
             await refuse(503, "the server is stopping", "stopping")
+        except BodyRefused as error:
+            await refuse(error.status, str(error), error.code)
         # The boundary of a request: an answer that breaks is no reason to end the server.
         except Exception:
             name = secrets.token_hex(4)
@@ -81,6 +92,15 @@ class Guard:
                 f"this is a fault of the server; its log has the reason under {name}",
                 "internal_error",
             )
+        finally:
+            body.release()
+
+
+def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the key of a request, from its first Authorization; "" where it has none."""
+    value = next((value for name, value in headers if name == b"authorization"), b"")
+    parts = value.split()
+    return parts[1] if len(parts) == 2 and parts[0].lower() == b"bearer" else b""
 
 
 def stranger(headers: Iterable[tuple[bytes, bytes]], names: Collection[str]) -> str:
@@ -125,46 +145,3 @@ def _pieces(message: Message) -> Iterable[Message]:
         }
         for start in starts
     )
-
-
-class BodyRefused(Exception):
-    """A request's body that is not read to its end. status: of the answer."""
-
-    def __init__(self, status: int, message: str, code: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
-class Bodies:
-    """Reads bodies of requests: each within its size and time, all together within the memory that
-    `limits` name."""
-
-    def __init__(self, limits: Limits = Limits()) -> None:
-        self.limits, self.held = limits, 0
-
-    async def read(self, stream: AsyncIterator[bytes]) -> bytes:
-        """Return the whole body of one request. Raises BodyRefused."""
-        limits, parts, size = self.limits, list[bytes](), 0
-        try:
-            async with asyncio.timeout(limits.body_s):
-                async for part in stream:
-                    size += len(part)
-                    self.held += len(part)
-                    if size > limits.body_bytes:
-                        raise BodyRefused(
-                            413,
-                            f"the body has more than {limits.body_bytes} bytes",
-                            "body_too_large",
-                        )
-                    if self.held > limits.bodies_bytes:
-                        raise BodyRefused(
-                            503, "the server reads too many large bodies: ask again later", "busy"
-                        )
-                    parts.append(part)
-        except TimeoutError:
-            raise BodyRefused(
-                408, f"the body was not here after {limits.body_s:g} s", "body_too_slow"
-            ) from None
-        finally:
-            self.held -= size
-        return b"".join(parts)

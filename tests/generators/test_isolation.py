@@ -252,11 +252,13 @@ def test_poison_changes_no_token_of_transformers_generator(twins, monkeypatch):
 
     monkeypatch.setattr(HFGenerator(HFConfig(), model).core.__class__, "_prefill", fragile)
     samplings = [replace(sampling, stop=()) for sampling in SAMPLINGS[:40]]
+    undecodable = replace(PLAIN, stop=("z",), drawn=1)
+    bad = [slipped(temperature=1e-40), slipped(top_k=2**70), slipped(seed="x")]
     poison = [
-        ([1], slipped(temperature=1e-40)),
         ([13, 13], PLAIN),
-        ([1, CURSED], replace(PLAIN, stop=("z",), drawn=1)),
-    ] * 4
+        ([1, CURSED], undecodable),
+        *(([1], sampling) for sampling in bad),
+    ] * 2
 
     async def ask(generator, poison):
         tasks = []

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.observe.write_files import AppendFile, open_plain
+from ratchet.observe.tracing.perfetto import Trace
+from ratchet.observe.write_files import AppendFile, open_plain, open_unshared
 
 
 def delete(path: Path) -> None:
@@ -115,3 +116,47 @@ def test_what_is_no_plain_file_is_refused_at_once(replace, tmp_path) -> None:
         with pytest.raises(OSError, match=r"a\.jsonl"):
             open_plain(file.path, flags)
     file.close()
+
+
+@pytest.mark.fault("P26")
+@pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY | os.O_CREAT | os.O_APPEND])
+def test_other_names_of_a_file_keep_its_content(flags, tmp_path) -> None:
+    """A backup by `cp -al` shares every file with its run until one of them changes."""
+    path, backup = tmp_path / "a.jsonl", tmp_path / "backup"
+    path.write_bytes(b"one\n")
+    path.chmod(0o640)
+    backup.hardlink_to(path)
+    descriptor = open_unshared(path, flags)
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, b"two\n")
+    os.close(descriptor)
+    assert (path.read_bytes(), backup.read_bytes()) == (b"two\n", b"one\n")
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "backup"]
+
+
+def test_a_backup_of_a_run_under_way_keeps_its_lines(tmp_path, caplog) -> None:
+    file = AppendFile(tmp_path / "a.jsonl")
+    file.append(b"one\n")
+    for name in ("first", "second"):
+        (tmp_path / name).hardlink_to(file.path)
+        file.append(b"more\n")
+    file.truncate(4)
+    file.close()
+    assert file.path.read_bytes() == b"one\n"
+    assert (tmp_path / "first").read_bytes() == b"one\n"
+    assert (tmp_path / "second").read_bytes() == b"one\nmore\n"
+    assert not caplog.records
+
+
+def test_a_link_or_backup_of_a_trace_stays_as_it_is(tmp_path) -> None:
+    trace, backup = tmp_path / "trace.json", tmp_path / "backup.json"
+    Trace(trace).close()
+    before = trace.read_bytes()
+    backup.hardlink_to(trace)
+    Trace(trace).close()
+    assert trace.read_bytes() != before == backup.read_bytes()
+    trace.unlink()
+    trace.symlink_to(backup)
+    with pytest.raises(OSError, match="It is a link"):
+        Trace(trace)

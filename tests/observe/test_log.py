@@ -96,7 +96,7 @@ def test_handlers_and_level_are_put_back(tmp_path: Path) -> None:
 @pytest.mark.fault("P27")
 def test_a_full_disk_is_told_once(tmp_path: Path, capsys, monkeypatch) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr(log, "open_plain", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(log, "open_unshared", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
     with log_to(tmp_path / "run.log", console=Console(file=screen, width=80)):
         for step in range(3):
             logger.info("step %d", step)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -61,6 +62,7 @@ def expected(steps: list[Metrics]) -> Rows:
 
 WRITE = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from observe.test_trackers import STEPS, tracked
 from ratchet.config.resolve import construct, resolve
@@ -248,6 +250,38 @@ def test_prometheus_scrapes_the_latest_step(tmp_path: Path, free_port: int) -> N
                 assert prometheus_rows(text) == {step: finite(metrics)}
     finally:
         sink.close()
+
+
+@pytest.mark.fault("S15")
+@pytest.mark.needs("prometheus_client")
+def test_no_scrape_and_no_name_breaks_prometheus(
+    tmp_path: Path, free_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request without a key must not be able to fill the log, and data name some metrics."""
+    run = replace(tracked(tmp_path), name='r"\n\udcff')
+    sink = PrometheusSink(PrometheusConfig(port=free_port), run)
+    try:
+        sink.write(1, {"half/\ud800": 1.0, 'a"}\nratchet_metric 5\n\0': 2.0, "a": 3.0})
+        requests = [
+            b"GET / HTTP/1.1\r\naccept: \xff\xfe;=;;",
+            b"GET / HTTP/1.1\r\naccept: application/openmetrics-text;version=x",
+            b"GET /%ff?name[]=%ff HTTP/1.1\r\naccept-encoding: \xff;q=x",
+            b"POST / HTTP/1.1\r\ncontent-length: 0",
+        ]
+        answers = [asked(free_port, request) for request in requests]
+    finally:
+        sink.close()
+    assert [answer.split()[1] for answer in answers] == [b"200"] * 3 + [b"405"]
+    page = answers[0].partition(b"\r\n\r\n")[2].decode()
+    names = {"half/\\ud800": 1.0, 'a"}\nratchet_metric 5\n\0': 2.0, "a": 3.0}
+    assert prometheus_rows(page) == {1: names}
+    assert not caplog.records
+
+
+def asked(port: int, head: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(head + b"\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        return connection.makefile("rb").read()
 
 
 # --- in a run

@@ -145,20 +145,45 @@ def find_runs(root: Path) -> list[RunReader]:
         raise RunDirectoryError(
             f"there is no directory {root}: give a run, or the directory that runs are in (runs/)"
         )
-    if RunDirectory(root).used:
+    if _is_run(root):
         return [RunReader(root)]
-    paths = [root]
-    directories: list[Path] = []
+    paths, runs, seen = [root], list[Path](), {root.resolve()}
     for _ in range(DEPTH):
-        below = [
-            child
-            for path in paths
-            for child in sorted(path.iterdir())
-            if child.is_dir() and child.name[0] != "."
-        ]
-        directories += [path for path in below if RunDirectory(path).used]
-        paths = [path for path in below if path not in directories]
-    return [RunReader(path, path.relative_to(root).as_posix()) for path in directories]
+        below = [child for path in paths for child in _directories(path, seen)]
+        runs += [path for path in below if _is_run(path)]
+        paths = [path for path in below if path not in runs]
+    return [RunReader(path, _encodable(path.relative_to(root).as_posix())) for path in runs]
+
+
+def _is_run(path: Path) -> bool:
+    return os.path.exists(RunDirectory(path).config)
+
+
+def _directories(path: Path, seen: set[Path]) -> list[Path]:
+    """Return the directories in one that are not in `seen`, and add them to it; none where it can't
+    be read.
+
+    A link to a directory above would otherwise show each run several times.
+    """
+    try:
+        children = sorted(path.iterdir())
+    except OSError:  # another user's, or just being removed
+        return []
+    directories = []
+    for child in children:
+        if (
+            child.name[0] != "."
+            and os.path.isdir(child)
+            and (target := child.resolve()) not in seen
+        ):
+            seen.add(target)
+            directories.append(child)
+    return directories
+
+
+def _encodable(name: str) -> str:
+    """Return a name that a page can ask for: file names need not be UTF-8."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def named(paths: Sequence[Path]) -> list[RunReader]:

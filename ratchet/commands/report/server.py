@@ -138,7 +138,8 @@ class Pages:
             return 404, TEXT, b"no such page"
         try:
             return 200, *answer(query)
-        except (RatchetError, KeyError, ValueError) as error:
+        # OSError: a file that just went
+        except (RatchetError, KeyError, ValueError, OSError) as error:
             return 400, TEXT, f"{type(error).__name__}: {error}".encode(errors="replace")
 
 

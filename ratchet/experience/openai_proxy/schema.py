@@ -23,6 +23,8 @@ MODEL = "policy"  # the one model that is served
 MOST_MESSAGES = 2048  # of a request; as many as OpenAI's API takes
 MOST_TOOLS = 128  # likewise
 MOST_STOP = 1024  # characters of a stop string
+MOST_METADATA = 16  # entries
+MOST_PLACE = 200  # characters of the name of what is wrong, which a request chooses
 # Values in the JSON of a request, the arguments of its calls included. Each takes a microsecond, in
 # which no other request is answered, and some hundred bytes: a body of 8 MiB could hold four
 # million.
@@ -105,7 +107,7 @@ class _Call(_Body):
 class _Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str = ""
-    tool_calls: list[_Call] | None = None
+    tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     # What the client's own message objects hold when they are sent back.
@@ -171,8 +173,10 @@ class Request(_Body):
     change no token."""
 
     model: str
-    messages: Annotated[list[_Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    tools: Annotated[list[_Tool], Field(max_length=MOST_TOOLS)] | None = None
+    messages: Annotated[
+        list[_Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    ]
+    tools: Annotated[list[_Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     temperature: float | None = None
@@ -202,6 +206,14 @@ class Request(_Body):
     def _several(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop
 
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _few(cls, metadata: Any) -> Any:
+        """Refuse many entries at once: an error for each would take more time than the request."""
+        if isinstance(metadata, dict) and len(metadata) > MOST_METADATA:
+            raise ValueError(f"has {len(metadata)} entries: give {MOST_METADATA} at most")
+        return metadata
+
     @classmethod
     def read(cls, body: bytes) -> Request:
         """Raises ApiError (400, or 404 for another model)."""
@@ -214,7 +226,7 @@ class Request(_Body):
             request = cls.model_validate_json(body, context=budget)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"])) or None
+            place = ".".join(map(str, first["loc"]))[:MOST_PLACE] or None
             hint = REFUSED.get(str(first["loc"][0]), "") if first["loc"] else ""
             message = f"{place or 'the body'}: {first['msg']}{hint}"
             raise ApiError(400, message, param=place, code="invalid_value") from None

@@ -23,11 +23,12 @@ from ratchet.experience.openai_proxy import schema
 from ratchet.experience.openai_proxy.schema import ApiError
 from ratchet.experience.openai_proxy.session import Answer, Session
 from ratchet.web.connection import Limits
-from ratchet.web.guard import Bodies, BodyRefused, Guard
+from ratchet.web.guard import Guard, bearer_key
 from ratchet.web.server import Server
 
-# Answers that are on their way when the last attempt ends are not waited for longer than this.
-LIMITS = Limits(grace_s=1.0)
+# Answers that are on their way when the last attempt ends are not waited for longer than a second.
+# What one attempt asks leaves room for what others ask.
+LIMITS = Limits(grace_s=1.0, key_bytes=2**25)
 # The official client repeats what fails with 409, 429 or 5xx, unless it is told not to: here it
 # would fail again.
 NO_RETRY = {"x-should-retry": "false"}
@@ -85,7 +86,7 @@ def chat_app(
     find: Callable[[str], Answers | None],
     *,
     names: Collection[str] | None = None,
-    limits: Limits = LIMITS,
+    limits: Limits = Limits(),
 ) -> FastAPI:
     """Return the API over HTTP.
 
@@ -93,12 +94,10 @@ def chat_app(
     names: hosts that requests may name (see `Guard`); None: any, for servers that want a key.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, names=names, form=_error_body)
-    bodies = Bodies(limits)
+    app.add_middleware(Guard, names=names, form=_error_body, limits=limits)
 
     def session_of(request: Request) -> Answers:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        session = find(key.strip() if scheme.lower() == "bearer" else "")
+        session = find(bearer_key(request.headers.raw).decode(errors="replace"))
         if session is None:
             raise ApiError(
                 401, "the API key is wrong, or its attempt is over", code="invalid_api_key"
@@ -122,12 +121,6 @@ def chat_app(
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # no client reads it
 
-    @app.exception_handler(BodyRefused)
-    async def unread(request: Request, error: BodyRefused) -> Response:
-        return JSONResponse(
-            ApiError(error.status, str(error), code=error.code).json(), error.status, NO_RETRY
-        )
-
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         session_of(request)
@@ -136,7 +129,7 @@ def chat_app(
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         session = session_of(request)  # before a byte of the body is read
-        asked = schema.Request.read(await bodies.read(request.stream()))
+        asked = schema.Request.read(b"".join([part async for part in request.stream()]))
         if asked.stream:
             return StreamingResponse(_events(session, asked), media_type="text/event-stream")
         answer = await _unless_gone(request, session.answer(asked))

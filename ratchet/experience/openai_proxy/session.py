@@ -331,7 +331,9 @@ class Session:
         if task.cancelled():
             raise ApiError(401, "the session has ended", code="session_ended")
         error = task.exception()
-        if isinstance(error, DataError):
+        # A conversation may be too long for the generator's cache: that costs this request, not the
+        # run.
+        if isinstance(error, DataError | ConfigError):
             raise ApiError(400, str(error), code="invalid_value")
         if error is not None:  # no attempt's fault: it goes up through `ended`
             if not self.ended.done():

@@ -30,7 +30,7 @@ from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts, digest_
 from ratchet.observe.records.schema import LEARNED, SCHEMA
 from ratchet.observe.records.table import table_of
 from ratchet.observe.sinks import SINK_ERRORS
-from ratchet.observe.write_files import replace_text, sync
+from ratchet.observe.write_files import open_unshared, replace_text, sync
 from ratchet.protocols import Fingerprinted
 from ratchet.types import Group
 from ratchet.utils import failpoints
@@ -205,7 +205,7 @@ class Recorder:
         self._prune()
 
     def _append(self, file: RecordFile) -> None:
-        descriptor = os.open(self.directory / INDEX, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = open_unshared(self.directory / INDEX, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             os.write(descriptor, file.line().encode())
             os.fsync(descriptor)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ratchet.observe.tracing.spans import ACTIVITY, Activity
+from ratchet.observe.write_files import open_unshared
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Trace:
         self._offset_s = time.time() - activity.clock()
         self._tracks: dict[str, int] = {}
         self._events: list[dict[str, Any]] = []
-        self._file: BinaryIO | None = path.open("r+b" if path.exists() else "w+b")
+        self._file: BinaryIO | None = os.fdopen(open_unshared(path, os.O_RDWR | os.O_CREAT), "r+b")
         kept = _whole(self._file.read())
         self._file.seek(0)
         self._file.truncate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,3 +91,24 @@ def test_steps_and_lines_beyond_all_bounds_are_damaged(run: Path) -> None:
     (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "a": 1}', ""]))
     answered(run)
     assert list(Runs(run.parent)["x"].metrics.part().columns["step"]) == [3]
+
+
+@pytest.mark.fault("S20")
+def test_directories_that_are_odd_hide_no_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that may not be read, a link to one above, and a name that is no UTF-8."""
+    root, closed = run.parent, run.parent / "closed"
+    closed.mkdir()
+    (root / "above").symlink_to(root)
+    (root / os.fsdecode(b"z\xff")).mkdir()
+    (root / os.fsdecode(b"z\xff") / "config.yaml").write_text("name: z")
+    iterdir = Path.iterdir
+
+    def guarded(path: Path) -> Iterator[Path]:
+        if path == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", guarded)
+    runs = Runs(root)
+    assert set(json.loads(runs.listed({})[1])) == {"x", "y", "z\\udcff"}
+    assert runs.run({"run": "z\\udcff"})[1]

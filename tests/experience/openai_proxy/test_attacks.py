@@ -12,6 +12,7 @@ import pytest
 from experience.openai_proxy.talk import EOS, RENDERER, Scripted, only, said, serving
 from openai import AuthenticationError, BadRequestError, NotFoundError, RateLimitError
 
+from ratchet.errors import ConfigError
 from ratchet.experience.openai_proxy.server import LIMITS, Proxy, chat_app
 from ratchet.testing.fakes import FakeGenerator
 
@@ -397,6 +398,27 @@ def test_the_end_of_a_session_aborts_what_runs():
         return generator.cancelled
 
     assert [asyncio.run(scene(stream)) for stream in (False, True)] == [1, 1]
+
+
+def test_what_the_generator_refuses_costs_no_run():
+    """A conversation that its cache can't hold, say: the agent chose that, so the other attempts go
+    on."""
+
+    async def scene():
+        class Small(Scripted):
+            async def generate(self, tokens, sampling, media=()):
+                if len(tokens) > 20:
+                    raise ConfigError("it doesn't fit a KV cache")
+                return await super().generate(tokens, sampling)
+
+        async with serving(Small(["a"])) as (session, client):
+            with pytest.raises(BadRequestError, match="it doesn't fit a KV cache"):
+                await said(client, [{"role": "user", "content": "x" * 30}])
+            assert not session.ended.done()
+            await said(client, HI)
+            return session.trajectories(0, None, {})
+
+    assert only(asyncio.run(scene())).metrics["turns"] == 1.0
 
 
 def test_what_breaks_in_the_generator_is_told_to_the_session():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from ratchet.experience.openai_proxy.schema import ApiError, Budget, Request
 
@@ -63,3 +64,28 @@ def test_long_texts_of_marks_are_no_values() -> None:
         body({"role": "user", "content": code}, called(json.dumps({"code": code})))
     )
     assert request.conversation[1].text == code
+
+
+MISTAKES = {
+    "messages": {"messages": [{"role": "x"}] * 2000},
+    "keys of messages": {"messages": [{**USER, "a": 1}] * 2000},
+    "calls": {"messages": [{"role": "assistant", "tool_calls": [{}] * 2000}]},
+    "tools": {"tools": [{}] * 100},
+    "metadata": {"metadata": {str(i): 1 for i in range(2000)}},
+}
+
+
+@pytest.mark.fault("S19")
+@pytest.mark.parametrize("wrong", MISTAKES.values(), ids=MISTAKES)
+def test_many_mistakes_cost_no_more_than_one(wrong: dict[str, object]) -> None:
+    """An error for each took three seconds for a MiB, in which no other request was answered."""
+    with pytest.raises(ValidationError) as refused:
+        Request.model_validate({"model": "policy", "messages": [USER], **wrong}, context=Budget())
+    assert refused.value.error_count() <= 10
+
+
+def test_a_refusal_does_not_repeat_a_long_key() -> None:
+    with pytest.raises(ApiError) as refused:
+        Request.read(body(**{"k" * 10_000: 1}))
+    assert len(str(refused.value)) < 300
+    assert len(refused.value.param or "") <= 200

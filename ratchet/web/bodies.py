@@ -1,0 +1,90 @@
+"""Bodies of requests within limits.
+
+A body counts until its request is answered, not only while it is read: many requests that wait for
+a slow answer hold memory too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from ratchet.web.connection import Limits
+
+RETRY_S = 5  # after which a client may ask again
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+
+class BodyRefused(Exception):
+    """A request whose body is not read to its end. status: of the answer."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Bodies:
+    """The bytes that unanswered requests brought, all together and by key."""
+
+    def __init__(self, limits: Limits = Limits()) -> None:
+        self.limits, self.held = limits, Counter[bytes]()
+
+    def begin(self, key: bytes, receive: Receive) -> Body:
+        """Return the body of a request with this key ("" for none) that has just begun."""
+        return Body(self, key, receive)
+
+
+class Body:
+    """The `receive` of ASGI for one request. `release` it once the request is answered.
+
+    Calling it raises BodyRefused where the body is too large or too slow, or where the requests
+    that are not answered yet hold too much.
+    """
+
+    def __init__(self, bodies: Bodies, key: bytes, receive: Receive) -> None:
+        self.bodies, self.key, self.size = bodies, key, 0
+        self._receive, self._has_more = receive, True
+        self._deadline = asyncio.get_running_loop().time() + bodies.limits.body_s
+
+    async def __call__(self) -> Message:
+        if not self._has_more:
+            return await self._receive()  # waits for the client to leave
+        limits = self.bodies.limits
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            late = f"the body was not here after {limits.body_s:g} s"
+            raise BodyRefused(408, late, "body_too_slow") from None
+        self._has_more = message.get("more_body", False)
+        self._count(len(message.get("body", b"")))
+        return message
+
+    def release(self) -> None:
+        """Forget what the request brought."""
+        self._count(-self.size)
+        self._has_more = False
+
+    def _count(self, size: int) -> None:
+        limits, held = self.bodies.limits, self.bodies.held
+        self.size += size
+        held[self.key] += size
+        if size <= 0:
+            held += Counter()  # drops keys that hold nothing
+            return
+        if self.size > limits.body_bytes:
+            most = f"the body has more than {limits.body_bytes} bytes"
+            raise BodyRefused(413, most, "body_too_large")
+        if held[self.key] > limits.key_bytes:
+            most = (
+                "requests of this key that wait for an answer have more than "
+                f"{limits.key_bytes} bytes"
+            )
+            raise BodyRefused(429, f"{most}: ask again later", "busy")
+        if held.total() > limits.bodies_bytes:
+            most = f"requests that wait for an answer have more than {limits.bodies_bytes} bytes"
+            raise BodyRefused(503, f"{most}: ask again later", "busy")
