@@ -190,6 +190,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "attempts of older weights that no ratio corrects",
             "a warning with the fix, before the run and in its log",
         ),
+        "R20": (
+            "a program killed from outside: memory ran out, a service was stopped",
+            "it runs again, and then its attempt fails; never 0",
+        ),
     },
     "Processes": {
         "P1": ("a generator is killed", "named, or replaced; no request is lost"),
@@ -237,7 +241,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "so many are replaced, ever later, then the run ends",
         ),
         "P17": ("a port that is taken", "named with the fix"),
-        "P18": ("the clock jumps", "deadlines are of the monotonic clock"),
+        "P18": (
+            "the clock jumps",
+            "deadlines are of the monotonic clock; prompts and weights do not depend on it",
+        ),
         "P19": ("metrics that can't be written", "one warning; training goes on"),
         "P20": ("death in the middle of a push of weights", "nobody serves mixed weights"),
         "P21": (

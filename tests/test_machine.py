@@ -9,8 +9,12 @@ import torch
 import yaml
 
 from ratchet.config.loader import load_config
+from ratchet.data.chat import chat_templates
+from ratchet.errors import ConfigError
 from ratchet.executors import freeze as machine
 from ratchet.executors.freeze import freeze, prepare_process, usable_cores, workers_for
+from ratchet.training.from_config import build_policy
+from ratchet.types import Message
 
 RECIPE = {
     "device": "cpu",
@@ -67,6 +71,25 @@ def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, m
         machine, "workers_for", lambda threads: pytest.fail("nothing was left to measure")
     )
     assert freeze(frozen) == frozen
+
+
+@pytest.mark.fault("P18")
+def test_a_resumed_run_prints_the_day_it_began_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_templates, "_printed", None)
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    written = config(tmp_path, tokenizer={"kind": "bytes", "template": template})
+    frozen = freeze(written)
+    assert frozen.tokenizer.date is not None
+    another_day = written.tokenizer.model_copy(update={"date": "2001-02-03"})
+    begun = frozen.model_copy(update={"tokenizer": another_day})
+    assert freeze(begun) == begun
+    policy = build_policy(begun)
+    prompt = policy.renderer.prompt([Message("user", "!")])
+    assert policy.tokenizer.decode(prompt) == "03 Feb 2001!"
+    # Templates that print no date leave the configuration as it was written.
+    assert freeze(config(tmp_path)).tokenizer.date is None
+    with pytest.raises(ConfigError, match="write it as 2026-01-31"):
+        config(tmp_path, tokenizer={"kind": "bytes", "date": "yesterday"})
 
 
 def test_the_process_gets_the_runs_threads_and_a_collector_that_rests():

@@ -215,7 +215,7 @@ def test_the_source_rules_allow() -> None:
 # Where the time of day is what is meant: files and answers that say when they were made.
 DATED = {
     "checkpoint/rundir.py",
-    "data/renderer.py",
+    "data/templates.py",
     "experience/proxy/wire.py",
     "observe/sinks.py",
     "observe/trace.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -12,6 +13,7 @@ from ratchet.config.base import Section
 
 # Printable ASCII and the newline.
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
+DAY = "%Y-%m-%d"
 
 
 class TokenizerConfig(Section):
@@ -28,6 +30,21 @@ class TokenizerConfig(Section):
         description="How the model writes tool calls; auto: told from the template and the special "
         "tokens.",
     )
+    date: str | None = Field(
+        None,
+        description="The day that templates print as today (2026-01-31); null: that on which the "
+        "run begins.",
+    )
+
+    @field_validator("date")
+    @classmethod
+    def _is_day(cls, date: str | None) -> str | None:
+        if date is not None:
+            try:
+                datetime.strptime(date, DAY)
+            except ValueError:
+                raise ValueError(f"{date!r} is no day: write it as 2026-01-31") from None
+        return date
 
 
 class AutoTokenizerConfig(TokenizerConfig):

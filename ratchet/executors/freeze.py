@@ -17,6 +17,8 @@ from typing import Literal
 from ratchet.config.base import Section
 from ratchet.config.resolve import resolve
 from ratchet.config.schema import RunConfig
+from ratchet.data.chat.chat_templates import may_print_date, today
+from ratchet.data.config import AutoTokenizerConfig, TokenizerConfig
 from ratchet.errors import ConfigError
 from ratchet.executors.config import ClusterConfig, LocalClusterConfig
 from ratchet.executors.torchrun import Launched
@@ -202,9 +204,20 @@ def freeze(config: RunConfig) -> RunConfig:
         "stages": stages,
         "cluster": cluster,
     }
-    return config.model_copy(update=facts)
+    return config.model_copy(update={**facts, "tokenizer": _dated(config.tokenizer)})
 
 
 def left_to_machine(config: RunConfig) -> str | None:
     """Return a key that `freeze` would fill in. Runs of all versions have it written down."""
     return next((key for key in ("device", "threads") if getattr(config, key) == "auto"), None)
+
+
+def _dated(tokenizer: Section) -> Section:
+    """Return the section with the day of today, if templates may print one and it names none."""
+    if not isinstance(tokenizer, TokenizerConfig) or tokenizer.date is not None:
+        return tokenizer
+    if not may_print_date(
+        tokenizer.template, has_template=isinstance(tokenizer, AutoTokenizerConfig)
+    ):
+        return tokenizer
+    return tokenizer.model_copy(update={"date": today()})

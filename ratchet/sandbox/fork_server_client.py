@@ -169,7 +169,14 @@ class Slot:
             close(files + outputs)
         if report["setup"]:
             raise SandboxError(f"the sandbox could not confine a program: {report['setup']}")
-        return judge_end(report, watched, limits)
+        result = judge_end(report, watched, limits)
+        # which it can't send itself
+        if result.signal == SIGKILL and not command and limits.processes == 1:
+            raise Broken(
+                "the program was killed from outside: by the kernel for want of memory, or by "
+                "another user"
+            )
+        return result
 
     def _ask(self, limits: Limits, command: bool, files: list[int]) -> None:
         assert self._channel is not None

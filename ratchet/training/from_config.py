@@ -12,6 +12,7 @@ import torch
 from ratchet.config.base import Section
 from ratchet.config.resolve import construct, imported
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
+from ratchet.data.chat.chat_templates import print_date
 from ratchet.data.chat.tokenizer import Tokenizer, load_tokenizer
 from ratchet.data.config import AutoTokenizerConfig
 from ratchet.data.processor import Processor, load_processor
@@ -169,7 +170,9 @@ def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
 def build_policy(config: RunConfig) -> Policy:
     """The model as the recipe describes it: read from a directory or the hub, or a preset with
     random weights. In float32: bfloat16 weights would swallow small updates. From now on this
-    process computes models with the kernels of the recipe."""
+    process computes models with the kernels of the recipe, and its templates print the day of the
+    recipe."""
+    print_date(getattr(config.tokenizer, "date", None))
     use_kernels(config.kernels == "compiled")  # auto: never frozen, a run of before there were any
     source, device = config.model, torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -312,6 +315,7 @@ def _played(config: RunConfig, stage: StageConfig) -> Played | None:
         stage.rollouts,
         template_of(config),
         getattr(config.tokenizer, "tool_format", "auto"),
+        getattr(config.tokenizer, "date", None),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ratchet.config.resolve import construct, resolve
+from ratchet.data.chat.chat_templates import print_date
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.experience.rollout.columns import Shipped
@@ -33,6 +34,7 @@ class GroupRank(GeneratorRank):
         """What is played from now on. max_context, needs_reward: see
         `ratchet.training.build.make_manager`."""
         await self.leave()
+        print_date(stage.date)
         renderer = Renderer(self.tokenizer, stage.template, tool_format=stage.tool_format)
         rewards = [resolve("rewards", section) for section in stage.rewards]
         arena = Arena(

@@ -127,6 +127,7 @@ class Played:
     rollouts: RolloutsConfig
     template: str | None = None
     tool_format: str = "auto"
+    date: str | None = None
 
 
 @dataclass(frozen=True)

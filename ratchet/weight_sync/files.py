@@ -42,30 +42,31 @@ class FilesLink(PushLink):
     ) -> None:
         super().__init__(senders, receivers, **options)
         self.directory = directory.absolute()
+        # Not told by times of modification: a clock that was set back would make an older push the
+        # newest.
+        self._committed: Path | None = None
+        self._complete: Path | None = None
 
     async def _transfer(
         self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
     ) -> tuple[list[list[Part]], Waiting | None]:
         draft = self.directory / f".draft-{uuid.uuid4().hex[:8]}"
         complete = self.directory / f"push-{version}-{draft.name[-8:]}"
-        self._keep(self._newest())
+        self._keep(self._committed)
         draft.mkdir(parents=True)
         parts = await self._sent({"directory": str(draft)}, since)
         draft.rename(complete)
+        self._complete = complete
         return parts, (self.receiver, {"directory": str(complete)})
 
     async def _push(self, version: int) -> None:
         await super()._push(version)
-        self._keep(self._newest())
+        self._committed = self._complete
+        self._keep(self._committed)
 
     async def close(self) -> None:
         await super().close()
         self._keep(None)
-
-    def _newest(self) -> Path | None:
-        return max(
-            self.directory.glob("push-*"), key=lambda path: path.stat().st_mtime_ns, default=None
-        )
 
     def _keep(self, kept: Path | None) -> None:
         for path in (*self.directory.glob("push-*"), *self.directory.glob(".draft-*")):

@@ -4,9 +4,9 @@ import asyncio
 import json
 import sys
 from dataclasses import replace
-from typing import ClassVar
 from fractions import Fraction
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest

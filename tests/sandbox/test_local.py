@@ -204,6 +204,51 @@ def test_a_fork_server_that_dies_in_the_middle_is_no_verdict_on_the_program(
     soon(main())
 
 
+def is_confined(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "Seccomp:\t2" in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+@pytest.mark.fault("R20")
+def test_a_program_killed_from_outside_is_not_judged(sandbox: LocalSandbox) -> None:
+    """The kernel does that where memory runs out, and to programs first."""
+
+    async def main() -> None:
+        assert (await sandbox.run("pass", b"", PATIENT)).ok
+        idle = set(descendants(os.getpid()))
+        running = asyncio.ensure_future(sandbox.run("while True: pass", b"", FOR_EVER))
+        while not running.done():
+            for pid in filter(is_confined, set(descendants(os.getpid())) - idle):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.001)
+        with pytest.raises(SandboxError, match="killed from outside"):
+            await running
+
+    soon(main())
+
+
+@pytest.mark.parametrize("send", ["os.kill(os.getpid(), 9)", "signal.raise_signal(9)"])
+def test_a_program_that_kills_itself_is_judged(send: str, sandbox: LocalSandbox) -> None:
+    result = run(sandbox, f"import os, signal\n{send}")
+    assert (result.reason, result.ok) == (Reason.SIGNAL, False)
+
+
+@pytest.mark.fault("R20")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_to_a_whole_service_end_no_program(
+    number: signal.Signals, sandbox: LocalSandbox
+) -> None:
+    program = f"""
+import os, signal
+os.kill(os.getpid(), {int(number)})
+signal.signal({int(number)}, lambda *_: print("handled"))
+os.kill(os.getpid(), {int(number)})
+"""
+    assert run(sandbox, program).stdout == b"handled\n"
+
+
 def test_closing_in_the_middle_is_no_verdict_and_leaves_no_process() -> None:
     before, files = descendants(os.getpid()), open_files()
     sandbox = LocalSandbox(slots=2)

@@ -2,6 +2,7 @@
 fails on the way."""
 
 import asyncio
+import os
 
 import pytest
 import torch
@@ -134,6 +135,17 @@ def test_another_kind_of_link_writes_to_memory_of_the_generators_own(tmp_path):
     assert_bit_equal(held(first), weights_of(policy))
     assert not set(shared.values()) & set(addresses(first).values())
     assert_bit_equal(held(second), before)
+
+
+@pytest.mark.fault("P18")
+def test_the_committed_files_stay_under_any_clock(tmp_path):
+    _, outlet = local(UNTIED)
+    link = FilesLink(outlet, OneRank(Intake(engine(UNTIED))), directory=tmp_path)
+    asyncio.run(link.push(1))
+    (first,) = tmp_path.iterdir()
+    os.utime(first, (2**33, 2**33))  # the clock was set back after this push
+    asyncio.run(link.push(2))
+    assert [path.name.split("-")[1] for path in tmp_path.iterdir()] == ["2"]
 
 
 @pytest.mark.parametrize(("sent", "kept"), [("bfloat16", torch.float32), (None, torch.bfloat16)])

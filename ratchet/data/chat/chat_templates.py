@@ -174,6 +174,36 @@ def _compile(source: str) -> jinja2.Template:
         ) from error
 
 
+_printed: datetime | None = None
+
+
+def print_date(date: str | None) -> None:
+    """Let templates made from now on in this process print this day (ISO 8601) as today; None: the
+    day they are made on.
+
+    A run sets its first day in all of its processes, so that prompts stay the same over midnight
+    and over resumptions.
+    """
+    global _printed
+    _printed = None if date is None else datetime.fromisoformat(date)
+
+
+def printed_time() -> datetime:
+    """Return the time that a template prints unless its caller names another."""
+    return _printed or datetime.now()
+
+
+def today() -> str:
+    """Return the day of now, as `print_date` takes it."""
+    return datetime.now().date().isoformat()
+
+
+def may_print_date(choice: str | None, *, has_template: bool) -> bool:
+    """True if the template that a recipe chooses may print a date. has_template: the tokenizer may
+    bring one."""
+    return has_template if choice is None else choice not in BUILTIN
+
+
 class ChatTemplate:
     """One template with its variables. The clock that `strftime_now` reads stands still, so that a
     prompt with today's date is the same in the whole run."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.data.chat.assistant_spans import Conversation, Piece, TurnShape, turn_shape
-from ratchet.data.chat.chat_templates import SENTINEL, ChatTemplate, template_source
+from ratchet.data.chat.chat_templates import SENTINEL, ChatTemplate, printed_time, template_source
 from ratchet.data.chat.tokenizer import After, Tokenizer
 from ratchet.data.chat.tool_calls import ToolFormat, tool_format
 from ratchet.data.processor import Expanded, Processor
@@ -35,10 +35,10 @@ PROBES = (Message("assistant", "<think>\nr\n</think>\n\na"), Message("assistant"
 class Renderer:
     """Renders with one template: a built-in name ("plain", "turns", "chatml"), a .jinja file, Jinja
     text, or None for the tokenizer's own. `variables` go to the template (such as
-    `enable_thinking=False`); `now` is the time it may print; `tool_format` is one of
-    `ratchet.data.chat.tool_calls.FORMATS`, or "auto": told from the template. `processor`: the
-    model's, for messages with images, audio and videos; None: it reads text alone. Tokens that are
-    given hold all that stand for a medium.
+    `enable_thinking=False`); `now` is the time it may print (default: see `print_date`);
+    `tool_format` is one of `ratchet.data.chat.tool_calls.FORMATS`, or "auto": told from the
+    template. `processor`: the model's, for messages with images, audio and videos; None: it reads
+    text alone. Tokens that are given hold all that stand for a medium.
 
     Raises DataError when there is no template, or when it has a syntax error.
     """
@@ -58,7 +58,7 @@ class Renderer:
         self.tokenizer, self.processor, self._tool_format = tokenizer, processor, tool_format
         names = {**tokenizer.special_tokens, **(variables or {})}
         self.template = ChatTemplate(
-            template_source(template, tokenizer), names, now or datetime.now()
+            template_source(template, tokenizer), names, now or printed_time()
         )
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:

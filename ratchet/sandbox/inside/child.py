@@ -85,14 +85,22 @@ def become(request: Request, place: Place, zygote: int, files: list[int]) -> NoR
 
 
 def usual_signals(command: bool) -> None:
-    """What the zygote ignores, a program gets back; and a command also what Python ignores."""
-    for number in (
-        signal.SIGTERM,
-        signal.SIGHUP,
-        *((signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ) if command else ()),
-    ):
-        signal.signal(number, signal.SIG_DFL)
-    if not command:
+    """Undo for a command what the zygote and Python ignore; let a program see Ctrl-C that it sends
+    itself.
+
+    A program goes on to ignore SIGTERM and SIGHUP until it handles them: a service manager that
+    stops the trainer sends them to every process, and would be taken for a crash of the program.
+    """
+    if command:
+        for number in (
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGINT,
+            signal.SIGPIPE,
+            signal.SIGXFSZ,
+        ):
+            signal.signal(number, signal.SIG_DFL)
+    else:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import functools
 import struct
+from signal import SIGKILL
 
 from .syscalls import MACHINE, SECCOMP, syscall
 
@@ -140,6 +141,19 @@ def locks(forking: bool) -> list[Instruction]:
     return when(FCNTL, [argument(1), *setting, *allowing, fails()]) + when(FLOCK, [granted])
 
 
+def own_signals(index: int) -> list[Instruction]:
+    """Return the filter of signals that a program of one process may send: to itself.
+
+    SIGKILL becomes the filter's own end (SIGSYS), so that a program that died of SIGKILL was killed
+    from outside, by the kernel that ran out of memory for example, and is not to be judged.
+
+    Args:
+        index: The argument that is the signal.
+    """
+    to_itself = [argument(0), (JUMP_EQUAL, 1, 0, OWN_PID), fails()]
+    return [*to_itself, argument(index), (JUMP_EQUAL, 0, 1, SIGKILL), returns(KILL), returns(OK)]
+
+
 def program(pid: int, level: int, forking: bool) -> bytes:
     """The filter of a program whose process id, as it sees it, is `pid`."""
     return template(level, forking).replace(struct.pack("I", OWN_PID), struct.pack("I", pid))
@@ -190,7 +204,7 @@ def template(level: int, forking: bool) -> bytes:
     if forking:
         allowed |= FORKING
     else:
-        code += when(KILL_CALL, one_of(0, (OWN_PID,))) + when(TGKILL, one_of(0, (OWN_PID,)))
+        code += when(KILL_CALL, own_signals(1)) + when(TGKILL, own_signals(2))
     if level >= 3:
         allowed |= CHANGING
     elif level == 2:  # Landlock watches over what is opened, but not over modes and times
