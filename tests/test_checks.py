@@ -30,16 +30,16 @@ def function(lines: int) -> str:
 @pytest.mark.parametrize(
     ("source", "status", "word"),
     [
-        ("x = 1\n" * 400, 0, "0 warnings"),
-        ("x = 1\n" * 401, 0, "warning: "),
-        ("x = 1\n" * 500, 0, "warning: "),
-        ("x = 1\n" * 501, 1, "error: "),
-        (function(60), 0, "0 warnings"),
-        (function(61), 0, "warning: "),
-        (function(80), 0, "warning: "),
-        (function(81), 1, "error: "),
-        ("async " + function(81), 1, "error: "),
-        ("@a\n" + function(80), 1, "error: "),
+        ("x = 1\n" * 450, 0, "0 warnings"),
+        ("x = 1\n" * 451, 0, "warning: "),
+        ("x = 1\n" * 600, 0, "warning: "),
+        ("x = 1\n" * 601, 1, "error: "),
+        (function(70), 0, "0 warnings"),
+        (function(71), 0, "warning: "),
+        (function(95), 0, "warning: "),
+        (function(96), 1, "error: "),
+        ("async " + function(96), 1, "error: "),
+        ("@a\n" + function(95), 1, "error: "),
     ],
 )
 def test_sizes(tmp_path: Path, source: str, status: int, word: str) -> None:

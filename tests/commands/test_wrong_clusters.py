@@ -177,7 +177,7 @@ def test_refused_before_ray_starts(refusal, overrides, message, monkeypatch):
 
 
 def test_megatron_is_not_installed(refusal, monkeypatch):
-    monkeypatch.setattr("ratchet.models.megatron.sizes.find_spec", lambda name: None)
+    monkeypatch.setattr("ratchet.models.parallel.megatron_sizes.find_spec", lambda name: None)
     status, said = refusal(MEGATRON, starts=True)
     assert status == 1
     assert (

@@ -7,7 +7,7 @@ from learners.ranks import run_ranks
 
 from ratchet.errors import ConfigError, ModelError
 from ratchet.models.config import DecoderConfig
-from ratchet.models.megatron.sizes import Fp8
+from ratchet.models.parallel.megatron_sizes import Fp8
 
 SHAPE = DecoderConfig(23, 64, 2, 4, 2, 16, 128)
 
@@ -34,7 +34,7 @@ def told(rank):
     configuration says."""
     from ratchet.models.megatron import parts
     from ratchet.models.megatron.build import transformer_config
-    from ratchet.models.megatron.sizes import Sizes
+    from ratchet.models.parallel.megatron_sizes import Sizes
 
     config = transformer_config(SHAPE, Sizes(), dtype=torch.bfloat16, fp8=Fp8("hybrid", "delayed"))
     maps = []

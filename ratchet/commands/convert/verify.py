@@ -53,7 +53,7 @@ def _by_decoder(shape: DecoderConfig, directory: Path, weights: Weights, config:
 def _by_megatron(shape: DecoderConfig, directory: Path, weights: Weights, config: Config) -> Tensor:
     from ratchet.models.megatron.build import begin, end
     from ratchet.models.megatron.policy import MegatronPolicy
-    from ratchet.models.megatron.sizes import Sizes
+    from ratchet.models.parallel.megatron_sizes import Sizes
 
     files = MegatronFiles(directory, Dimensions.from_hf(config))
     with _alone():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ratchet.errors import ConfigError, ModelError
 from ratchet.learners.config import DTensorConfig, MegatronConfig
 from ratchet.learners.distributed.topology import megatron_sizes, parts
-from ratchet.models.megatron.sizes import Fp8, require_megatron
+from ratchet.models.parallel.megatron_sizes import Fp8, require_megatron
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 
 

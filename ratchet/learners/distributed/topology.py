@@ -13,7 +13,7 @@ from math import prod
 
 from ratchet.errors import ConfigError
 from ratchet.learners.config import MegatronConfig, SpreadConfig
-from ratchet.models.megatron.sizes import Sizes
+from ratchet.models.parallel.megatron_sizes import Sizes
 from ratchet.models.parallel.sharding import Part, Share
 
 

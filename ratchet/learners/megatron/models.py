@@ -14,8 +14,8 @@ from ratchet.learners.distributed.topology import megatron_sizes, topology_of
 from ratchet.learners.megatron.learner import MegatronLearner
 from ratchet.models.megatron.build import begin, end
 from ratchet.models.megatron.policy import MegatronPolicy
-from ratchet.models.megatron.sizes import Fp8
 from ratchet.models.model_source import Origin
+from ratchet.models.parallel.megatron_sizes import Fp8
 from ratchet.models.policy import PolicyModel
 
 

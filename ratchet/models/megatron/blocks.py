@@ -14,8 +14,8 @@ from ratchet.models.convert.megatron import Layout, Place, fill, megatron_layout
 from ratchet.models.lora.decoder import of_adapter
 from ratchet.models.megatron.build import Stage
 from ratchet.models.megatron.low_rank import Factors
-from ratchet.models.megatron.sizes import Sizes
 from ratchet.models.model_source import Read
+from ratchet.models.parallel.megatron_sizes import Sizes
 from ratchet.models.parallel.sharding import Share
 from ratchet.models.weights.weight_layout import Piece
 

@@ -24,8 +24,8 @@ from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import Feed
 from ratchet.models.layers.rope import RotaryTable
 from ratchet.models.megatron.parts import Packed, RMSNorm, layer_spec
-from ratchet.models.megatron.sizes import Fp8, Sizes, padded_vocabulary
 from ratchet.models.parallel.collectives import gather
+from ratchet.models.parallel.megatron_sizes import Fp8, Sizes, padded_vocabulary
 from ratchet.models.scalar_head import ScalarHead
 
 TIMEOUT = timedelta(minutes=30)

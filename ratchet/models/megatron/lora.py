@@ -10,7 +10,7 @@ from ratchet.models.lora.targets import targets_of
 from ratchet.models.megatron.blocks import adapter_layout, layout_of
 from ratchet.models.megatron.build import Stage
 from ratchet.models.megatron.low_rank import Adapted, ParallelLowRank
-from ratchet.models.megatron.sizes import Sizes
+from ratchet.models.parallel.megatron_sizes import Sizes
 from ratchet.models.weights.weight_layout import Piece
 
 

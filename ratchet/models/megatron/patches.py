@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ratchet.models.megatron.sizes import require_megatron
+from ratchet.models.parallel.megatron_sizes import require_megatron
 
 
 def make_ready() -> None:

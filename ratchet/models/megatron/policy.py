@@ -18,9 +18,9 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.megatron.blocks import Owned, fill_stages, owned
 from ratchet.models.megatron.build import Stage, build_stages
 from ratchet.models.megatron.lora import attach
-from ratchet.models.megatron.sizes import Fp8, Sizes, padded_vocabulary
 from ratchet.models.model_source import Read
 from ratchet.models.parallel.collectives import Group, sum_backward
+from ratchet.models.parallel.megatron_sizes import Fp8, Sizes, padded_vocabulary
 from ratchet.models.parallel.sharded_policy import Spread, SpreadPolicy
 from ratchet.models.parallel.sharding import Part, Share
 from ratchet.models.parallel.tensor_parallel import DividedVocabulary

@@ -244,7 +244,7 @@ def test_a_variable_that_may_have_changed_is_unknown(setting: str) -> None:
 @pytest.mark.parametrize(
     ("line", "nested"),
     [
-        ("a.b=/data/x#1.parquet a.c=1", {"b": "/data/x#1.parquet", "c": 1}),
+        ("a.b=data/x#1.parquet a.c=1", {"b": "data/x#1.parquet", "c": 1}),
         ("a.b='#1' a.c=1 # a.d=2", {"b": "#1", "c": 1}),
         ("a.b=qwen; echo a.c=1", {"b": "qwen"}),
         ("a.b=qwen|tee log", {"b": "qwen"}),

@@ -317,7 +317,8 @@ def test_a_process_killed_from_outside_between_two_turns():
         os.kill(pid, signal.SIGKILL)
         assert watched.ends()
         with pytest.raises(
-            Lost, match=rf"{pid} died \(SIGKILL, by somebody, or by the kernel for want of memory\)"
+            Lost,
+            match=rf"{pid} died \(SIGKILL, by another process, or by the kernel for want of memory\)",
         ):
             await tell(environment, "say on")
 
@@ -491,7 +492,9 @@ def test_a_death_is_a_failure_of_the_infrastructure_that_is_played_again(tmp_pat
     failed = rolled_out(environment, "end").outcome
     assert isinstance(failed, Failed)
     assert failed.kind == "environment"
-    assert "died (SIGKILL, by somebody, or by the kernel for want of memory)" in failed.detail
+    assert (
+        "died (SIGKILL, by another process, or by the kernel for want of memory)" in failed.detail
+    )
 
 
 def test_the_record_of_a_failed_attempt_holds_the_traceback_of_the_worker():

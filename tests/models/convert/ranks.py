@@ -20,7 +20,7 @@ def _policy(directory, **sizes):
     from ratchet.models.convert.dimensions import Dimensions
     from ratchet.models.convert.megatron import Place, fill, megatron_layout
     from ratchet.models.megatron.policy import MegatronPolicy
-    from ratchet.models.megatron.sizes import Sizes
+    from ratchet.models.parallel.megatron_sizes import Sizes
     from ratchet.models.weights.hf_weights import WeightFiles, read_config
 
     shape = read_config(Path(directory))
@@ -35,7 +35,7 @@ def _policy(directory, **sizes):
 def logits_alone(rank, directories):
     """By directory: the logits [T, V] of one rank of Megatron that has the whole model."""
     from ratchet.models.megatron.build import begin
-    from ratchet.models.megatron.sizes import Sizes
+    from ratchet.models.parallel.megatron_sizes import Sizes
     from ratchet.models.weights.hf_weights import read_json
 
     begin(Sizes())
@@ -80,7 +80,7 @@ def round_trip(rank, directory, written, saved, sizes):
     `saved`."""
     from ratchet.models.convert.megatron import blocks
     from ratchet.models.megatron.build import begin  # makes Megatron ready to be imported
-    from ratchet.models.megatron.sizes import Sizes
+    from ratchet.models.parallel.megatron_sizes import Sizes
 
     from megatron.core import dist_checkpointing, parallel_state  # isort: skip
     from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
