@@ -283,7 +283,7 @@ def test_a_teacher_holds_a_chunk_of_the_distributions_at_a_time(saved):
     whole = replace(
         algo,
         passes=tuple(
-            replace(item, top_k=0) for item in algo.passes if item.wanted == "topk_logprobs"
+            replace(item, top_k=0) for item in algo.passes if item.output == "topk_logprobs"
         ),
     )
     with Largest() as largest:
