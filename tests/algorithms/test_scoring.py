@@ -145,7 +145,7 @@ def test_a_step_whose_every_attempt_failed_has_its_columns_and_changes_nothing(
     assert {"teacher_topk_logprobs", "teacher_logprobs"} & set(made.token_columns)
     for term in algo.losses["policy"]:
         weighed = algo.weigh(made, AlgoState())
-        hand = policy.hands[0]
+        hand = policy.forwards[0]
         loss, _ = term(hand.outputs(weighed, hand.hidden(weighed), term.needs), weighed)
         assert loss.item() == 0
     assert asyncio.run(policy.update(weighed, algo.losses["policy"]))["skipped_empty"] == 1

@@ -76,7 +76,7 @@ def test_a_batch_in_float32_is_scored_as_one_row_after_the_other():
     )
     *_, alone, _ = local(model_directory(), "frozen", [batch], tokens=1, dtype=torch.float32)
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
-    assert learner.hands[0].model.packs
+    assert learner.forwards[0].model.packs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
