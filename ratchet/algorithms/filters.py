@@ -42,10 +42,10 @@ def drop_silent_groups(batch: Batch, state: AlgoState) -> Batch:
     """Remove groups without a signal, such as those of equal rewards, from the final mask.
 
     They would only dilute means over the batch. This is the constraint of DAPO (arXiv:2503.14476,
-    eq. 8: not all answers right, not all wrong) without its resampling. The column `has_signal`
-      says which groups have a signal; without that column a group has one if an advantage is not 0.
-      With several rewards, all of them must be equal for a group to have none. Removed rows get
-      advantage 0.
+    eq. 8, by which neither all answers are right nor all wrong) without its resampling. The column
+    `has_signal` says which groups have a signal; without that column a group has one if an
+    advantage is not 0. With several rewards, all of them must be equal for a group to have none.
+    Removed rows get advantage 0.
     """
     signal_S = batch.need("has_signal") if batch.has("has_signal") else _has_signal(batch)
     advantages_T = torch.where(signal_S[batch.sequence_T], batch.need("advantages"), 0.0)

@@ -3,14 +3,14 @@
 Bytes in host memory are hashed by XXH3 (128 bits). Bytes on an accelerator are summed there. A
 checksum names its kind, so that the other end computes the same, wherever its own bytes are.
 
-Sums: the bytes are laid out as rows of 1,024 words of 64 bits. The words of each row and of each
-  column are added up (modulo 2^64, without a carry that could be lost). The sums, less than a
-  thousandth of the data, are hashed by XXH3 together with the bytes after the last row and the
-length. They always detect: changes within one word, or in any number of words of one row or of one
-  column; two exchanged words; missing or additional bytes.
+For sums, the bytes are laid out as rows of 1,024 words of 64 bits. The words of each row and of
+each column are added up (modulo 2^64, without a carry that could be lost). The sums, less than a
+thousandth of the data, are hashed by XXH3 together with the bytes after the last row and the
+length. Sums always detect changes within one word, or in any number of words of one row or of one
+column, two exchanged words, and missing or additional bytes.
 
-Both kinds miss a random change in one of 2^64 cases or fewer. Neither is a signature: a deliberate
-change can keep the checksum.
+Both kinds miss a random change in one of 2^64 cases or fewer. Neither is a signature, because a
+deliberate change can keep the checksum.
 """
 
 from __future__ import annotations

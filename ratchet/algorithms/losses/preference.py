@@ -93,10 +93,9 @@ def dpo(
 ) -> tuple[Tensor, Metrics]:
     """Return -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D).
 
-    DPO (arXiv:2305.18290) eq. 7. e = `label_smoothing` is the share of pairs taken to be in the
-    wrong
-    order: conservative DPO (https://ericmitchell.ai/cdpo.pdf). normalize="mean" is per token, as in
-      Tulu 3 (arXiv:2411.15124) section 5.1.
+    DPO (arXiv:2305.18290) eq. 7. Conservative DPO (https://ericmitchell.ai/cdpo.pdf) has e =
+    `label_smoothing` above 0, the share of pairs taken to be in the wrong order. normalize="mean"
+    is per token, as in Tulu 3 (arXiv:2411.15124) section 5.1.
     """
     margin_G, metrics = _margin(out, batch, normalize)
     scaled_G = beta * margin_G

@@ -16,11 +16,13 @@ def lr_factor(
 ) -> float:
     """Return the factor on the peak rate for optimizer step `step` (from 0) of `total`.
 
-    It rises linearly to 1 over `warmup` steps. Then it stays at 1 ("constant"), or falls to
-    `min_ratio`
-    at `total`: along a straight line ("linear"), a half wave ("cosine"), or along a straight line
-      over the last `decay` steps (warm-up, stable, decay: "wsd", arXiv:2404.06395; straight as in
-      arXiv:2405.18392).
+    It rises linearly to 1 over `warmup` steps, and then depends on the schedule.
+
+    constant: it stays at 1.
+    linear: it falls along a straight line to `min_ratio` at `total`.
+    cosine: it falls along a half wave to `min_ratio` at `total`.
+    wsd: it stays at 1 until the last `decay` steps, over which it falls along a straight line
+      (warm-up, stable, decay, arXiv:2404.06395; straight as in arXiv:2405.18392).
     """
     ramp = min(1.0, (step + 1) / warmup) if warmup else 1.0
     if schedule == "constant":
