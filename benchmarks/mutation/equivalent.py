@@ -43,7 +43,7 @@ EQUIVALENT: Table = {
     ): SAME_KEYS,
     (
         CORRECTION,
-        "_gathered",
+        "_at_level",
         "keys_T = torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1) -> "
         "keys_T = -torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1)",
     ): SAME_KEYS,

@@ -125,7 +125,7 @@ def test_a_checkpoint_leaves_towers_at_rest_out_and_knows_them(tmp_path):
     with torch.no_grad():
         for _, parameter in learner.model.tower_parameters():
             parameter.add_(1.0)
-    learner.__dict__.pop("_base")
+    learner.__dict__.pop("_base_fingerprint")
     with pytest.raises(CheckpointError, match="other weights at rest"):
         learner.load(tmp_path / "saved")
     rests = {shard.name for shard in learner.weights() if shard.rests}

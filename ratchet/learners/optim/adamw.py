@@ -48,12 +48,12 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Take one optimizer step at the rate `lr`."""
-        self._update_weights([(name, p) for name, p in self.named if p.grad is not None], lr)
+        self.change([(name, p) for name, p in self.named if p.grad is not None], lr)
         if self.config.ema_decay is not None:
             for p, moments in self._local_states():
                 moments["average"].lerp_(p, 1 - self.config.ema_decay)
 
-    def _update_weights(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
+    def change(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
         """Update the weights of the parameters that have a gradient."""
         for matrices, decay in ((True, self.config.weight_decay), (False, 0.0)):
             group = [(name, p) for name, p in parameters if (p.dim() >= 2) == matrices]

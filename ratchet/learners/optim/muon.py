@@ -55,9 +55,9 @@ class Muon(AdamW):
                 "optimizer.kind=adamw."
             )
 
-    def _update_weights(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
+    def change(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
         others = [(name, p) for name, p in parameters if name not in self.matrices]
-        super()._update_weights(others, lr)
+        super().change(others, lr)
         for name, p in parameters:
             if name in self.matrices:
                 assert p.grad is not None
