@@ -43,7 +43,7 @@ EQUIVALENT: Table = {
     ): SAME_KEYS,
     (
         CORRECTION,
-        "_gathered",
+        "_at_level",
         "keys_T = torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1) -> "
         "keys_T = -torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1)",
     ): SAME_KEYS,
@@ -129,7 +129,7 @@ EQUIVALENT: Table = {
     (
         DISTILLATION,
         "kl",
-        "safe_NK = torch.where(there_NK, p_NK, 0.0) -> safe_NK = torch.where(there_NK, p_NK, 1.0)",
+        "safe_NK = torch.where(possible_NK, p_NK, 0.0) -> safe_NK = torch.where(possible_NK, p_NK, 1.0)",
     ): "any finite number will do: what comes of it is masked in the next line",
     (
         GROUP,

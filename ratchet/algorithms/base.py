@@ -1,6 +1,7 @@
-"""An algorithm is data: passes that fill columns, an advantage estimator, loss terms by role, and
-the unit that micro-batches must not split. The one loop (`ratchet/training/loop.py`) reads it;
-nothing anywhere branches on an algorithm's name.
+"""An algorithm as data: scoring passes, an advantage estimator, and loss terms by role.
+
+The one training loop (`ratchet/training/loop.py`) reads it; no code branches on an algorithm's
+name.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ Weighting = Callable[[Batch], Tensor]
 class Term:
     """One summand of a role's loss: `coef * sum(weight * x)`.
 
-    `fn(out, batch) -> (x, metrics)` gives x and detached metrics at the term's `level` ([T], [S] or
-    [G]). `weighting(batch)` gives the [T] column that carries the complete normaliser, computed
-    once over an optimizer step; a sequence or a group weighs what its tokens weigh together.
-    `needs` names the `Outputs` that the learner must produce. Both functions are module-level, or a
-    `functools.partial` of one, so that a term can be sent to another process by name. With `coef=0`
-    it is only measured, and adds nothing to the loss, whatever its values.
+    fn: `fn(out, batch) -> (x, metrics)` gives x and detached metrics at the term's `level` ([T],
+      [S] or [G]).
+    weighting: `weighting(batch)` gives the [T] column that carries the complete normaliser,
+      computed once over an optimizer step. A sequence or a group weighs the sum of its tokens.
+    needs: names of the `Outputs` that the learner must produce.
+    coef: 0 only measures the term: it adds nothing to the loss, whatever its values.
+
+    Both functions are module-level, or a `functools.partial` of one, so that a term can be sent to
+    another process by name.
     """
 
     name: str
@@ -46,8 +50,8 @@ class Term:
             if not _importable(function):
                 raise ConfigError(
                     f"term '{self.name}': {role} is a closure or a lambda, which can't reach "
-                    "another process; "
-                    "use a module-level function, with functools.partial for its options"
+                    "another process. Use a module-level function, with functools.partial for "
+                    "its options."
                 )
 
     def __call__(self, out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -56,8 +60,7 @@ class Term:
         assert x.shape == weight.shape, (
             f"term '{self.name}' returned {tuple(x.shape)} for weights {tuple(weight.shape)}"
         )
-        # A weight of 0 means "not part of the loss": inf * 0 from such an entry must not poison the
-        # sum.
+        # A weight of 0 means "not part of the loss": inf * 0 would make the sum NaN.
         active = weight != 0
         loss = coef * (weight * torch.where(active, x, 0.0)).sum() if coef else weight.new_zeros(())
         share = weight / total if total else weight
@@ -77,16 +80,16 @@ def _importable(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class Pass:
-    """Before the update, `role` computes the column `wanted` without gradient; it is stored under
-    the name `produces`.
+    """A scoring pass: before the update, `role` computes a column without gradient.
 
-    tag: only for rows whose task has this tag; several passes may then fill one column, a part
-    each. top_k: how many columns "topk_ids" and "topk_logprobs" have; 0: one for each token of the
-    vocabulary.
+    output: the learner's name for what is computed.
+    produces: the column's name in the batch.
+    tag: score only rows whose task has this tag. Several passes may fill one column, a part each.
+    top_k: width of "topk_ids" and "topk_logprobs"; 0: one entry for each token of the vocabulary.
     """
 
     role: str
-    wanted: str
+    output: str
     produces: str
     level: Level = "token"
     tag: str | None = None
@@ -95,11 +98,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class Role:
-    """How a role beside the policy is made.
+    """A model beside the policy, and how to make it.
 
-    path: directory or hub id of its model; None: a copy of the policy as the stage finds it. lr:
-    its own peak learning rate; None: the policy's. aligned: its tokenizer differs from the
-    policy's, and its columns are aligned by text spans.
+    path: directory or hub id of its model; None: a copy of the policy at the start of the stage.
+    lr: its own peak learning rate; None: the policy's.
+    aligned: its tokenizer differs from the policy's, and its columns are aligned by text spans.
     """
 
     path: str | None = None
@@ -109,45 +112,45 @@ class Role:
 
 @dataclass
 class AlgoState:
-    """What an algorithm remembers between steps (adaptive coefficients, running statistics);
-    checkpointed."""
+    """The state of an algorithm between steps: adaptive coefficients, running statistics.
+
+    Checkpoints include it.
+    """
 
     step: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
 
 
 def no_advantage(batch: Batch, state: AlgoState) -> Batch:
-    """For supervised algorithms: nothing to estimate."""
+    """Return the batch as it is: supervised algorithms estimate no advantages."""
     return batch
 
 
 def no_adaptation(state: AlgoState, metrics: Mapping[str, float]) -> None:
-    """For algorithms without adaptive coefficients."""
+    """Change nothing: the algorithm has no adaptive coefficients."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """See the module's docstring.
+    """An algorithm, as the training loop reads it.
 
-    source: the kind of groups it learns from, one of `ratchet.training.build.SOURCES`. advantage:
-    everything between the passes and the update that makes columns; `fills` names those of them
-    that stand in for a pass. adapt: may change `state.numbers` after a step, where "coef/<term>"
-    replaces a term's `coef`. warmup: steps of the stage for which a role is not updated yet.
-
-    Of the data: group_size: attempts at a prompt. greedy_baseline: and a greedy one, with
-    use="baseline". reference_rows: a labelled row comes with the answer to another prompt, with
-    use="reference". turns: which of the assistant's turns train in given text. temperature: of
-    given text, whose sampling nobody knows.
-
+    source: the kind of groups it learns from, one of `ratchet.training.build.SOURCES`.
+    advantage: fills every column that is computed between the scoring passes and the update.
+    fills: the columns among those that replace a scoring pass.
+    adapt: may change `state.numbers` after a step, where "coef/<term>" replaces a term's `coef`.
+    warmup: steps of the stage during which a role is not updated, by role.
+    minibatches_of: unit in which a batch is distributed over its mini-batches. Losses that compare
+      the rows of a group need "groups".
+    group_size: sampled attempts at each prompt.
+    greedy_baseline: each group has a greedy attempt too, with use="baseline".
+    reference_rows: each labelled row comes with the answer to another prompt, with use="reference".
+    temperature: sampling temperature assumed for given text, whose own is unknown.
+    turns: the assistant's turns that train in given text.
+    reads_reward: False if nothing depends on rewards. Attempts need none then, and those without
+      one train.
+    reads_parts: True if the named parts of the rewards matter: attempts of equal reward differ if
+      their parts do.
     replays: the policy's routers choose the experts that the sampler recorded.
-
-    minibatches_of: what a batch is dealt out to its mini-batches by. Losses that compare the rows
-    of a group need "groups".
-
-    reads_reward: False where nothing of it depends on rewards: attempts need none then, and those
-    that nobody judged train. reads_parts: True where attempts of equal reward still differ if the
-    named parts of their rewards do.
-
     exempt: properties of `ratchet.algorithms.properties` that it does not have, with the reason.
     """
 
@@ -181,13 +184,12 @@ class Algorithm:
         if unknown:
             raise ConfigError(
                 f"algorithm '{self.name}' names the role '{min(unknown)}' and doesn't say how it "
-                "is made: add it to roles"
+                "is made. Add it to roles."
             )
         if self.minibatches_of == "attempts" and self.unit == "group":
             raise ConfigError(
-                f"algorithm '{self.name}' compares the rows of a group, and "
-                "minibatches_of=attempts takes them apart: set "
-                "minibatches_of=groups"
+                f"minibatches_of=attempts splits the groups whose rows algorithm '{self.name}' "
+                "compares. Set minibatches_of=groups."
             )
         reads_old = any(
             "old_logprobs" in term.needs for terms in self.losses.values() for term in terms
@@ -195,65 +197,76 @@ class Algorithm:
         if reads_old and self.updates_per_batch > 1 and "old_logprobs" not in self.columns:
             raise ConfigError(
                 f"algorithm '{self.name}' takes {self.updates_per_batch} optimizer steps a batch "
-                "and reads old_logprobs: "
-                "add Pass('policy', 'logprobs', 'old_logprobs'), or set minibatches and epochs to 1"
+                "and reads old_logprobs, which no pass fills. Add "
+                "Pass('policy', 'logprobs', 'old_logprobs'), or set minibatches and epochs to 1."
             )
 
     @property
     def updates_per_batch(self) -> int:
+        """Optimizer steps a batch."""
         return self.minibatches * self.epochs
 
     @property
     def columns(self) -> frozenset[str]:
-        """What is filled before the update."""
+        """Columns that are filled before the update."""
         return self.fills | {item.produces for item in self.passes}
 
     @property
     def unit(self) -> Level:
-        """What micro-batches never split."""
+        """The unit that micro-batches never split: "group" or "sequence"."""
         levels = {term.level for terms in self.losses.values() for term in terms}
         return "group" if "group" in levels else "sequence"
 
-    def needs_of(self, role: str) -> frozenset[str]:
-        """Everything that a role is asked for, by terms and by passes."""
-        wanted = (item.wanted for item in self.passes if item.role == role)
-        return frozenset(wanted).union(*(term.needs for term in self.losses.get(role, ())))
+    def required_outputs(self, role: str) -> frozenset[str]:
+        """Return the outputs that the terms and passes need from a role's learner."""
+        by_passes = (item.output for item in self.passes if item.role == role)
+        return frozenset(by_passes).union(*(term.needs for term in self.losses.get(role, ())))
 
     def roles_to_update(self, state: AlgoState) -> Iterator[str]:
+        """Yield the roles whose warm-up is over."""
         return (role for role in self.losses if state.step >= self.warmup.get(role, 0))
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        """The mini-batches of one batch, `epochs` times over, as even as counts allow: whole groups
-        in order, or some attempts of every group.
+        """Yield the mini-batches of a batch, `epochs` times over, as even as counts allow.
 
-        A step that lost groups to failures may have fewer groups than mini-batches: some are empty
-        then, and count as optimizer steps that change nothing, so that schedules keep their pace.
+        A mini-batch has whole groups in order, or some attempts of every group. A step that lost
+        groups to failures may have fewer groups than mini-batches: some mini-batches are empty
+        then, and count as optimizer steps that change nothing, so that learning-rate schedules stay
+        in step.
         """
-        parts = [batch]
+        minibatches = [batch]
         if self.minibatches > 1:
-            part_S = self._parts(batch)
-            parts = [
-                batch.take((part_S == i).nonzero()[:, 0].tolist()) for i in range(self.minibatches)
+            minibatch_S = self._assign_minibatches(batch)
+            minibatches = [
+                batch.take((minibatch_S == i).nonzero()[:, 0].tolist())
+                for i in range(self.minibatches)
             ]
         for _ in range(self.epochs):
-            yield from parts
+            yield from minibatches
 
-    def _parts(self, batch: Batch) -> Tensor:
-        """The mini-batch of each sequence: part i has the groups from floor(i * G / count) on, or
-        attempts are dealt out in turn, each with all of its sequences."""
-        count, group_S = self.minibatches, batch.group_S
+    def _assign_minibatches(self, batch: Batch) -> Tensor:
+        """Return the mini-batch of each sequence, int64 [S].
+
+        minibatches_of=groups: mini-batch i has the groups from floor(i * G / count) on. Otherwise
+        attempts are assigned in turn, each with all of its sequences.
+        """
+        count = self.minibatches
+        group_S = batch.group_S
         if self.minibatches_of == "groups":
             return torch.div(
                 (group_S + 1) * count - 1, max(1, batch.n_groups), rounding_mode="floor"
             )
         begins_S = torch.ones_like(batch.train_S)
         begins_S[1:] = (group_S.diff() != 0) | (batch.attempt_S.diff() != 0)
-        begins_S &= ~batch.baseline_S  # which goes with the attempt before it: it trains nothing
+        # A greedy baseline trains nothing, so it goes with the attempt before it.
+        begins_S &= ~batch.baseline_S
         return (begins_S.cumsum(0) - 1) % count
 
     def weigh(self, mini: Batch, state: AlgoState) -> Batch:
-        """Adds every term's weight column, computed over this whole optimizer step: after this,
-        losses only sum."""
+        """Add every term's weight column, computed over this whole optimizer step.
+
+        From then on losses only sum.
+        """
         weights: dict[str, Weight] = {}
         for term in (term for terms in self.losses.values() for term in terms):
             values = term.weighting(mini)
@@ -271,8 +284,10 @@ class Algorithm:
         return replace(mini, weights=weights)
 
     def token_weights(self, batch: Batch) -> Tensor:
-        """What each token weighs in the policy's loss of its optimizer step: the terms' weights, by
-        the size of their coefficients. [T], float64."""
+        """Return the weight of each token in the policy's loss of its optimizer step, float64 [T].
+
+        It is the sum of the terms' weights times the absolute values of their coefficients.
+        """
         terms = [term for term in self.losses.get("policy", ()) if term.coef]
         weights_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
         placed = batch.fill_tokens(place=torch.arange(batch.n_tokens))
@@ -282,9 +297,11 @@ class Algorithm:
         return weights_T
 
     def observe(self, state: AlgoState, metrics: Mapping[str, float]) -> None:
-        """After a step: `metrics` are means over its optimizer steps, by "role/term/name" and
-        "batch/name"."""
-        # before that nothing moved that could be adapted to
+        """Update the state after a step.
+
+        metrics: means over the step's optimizer steps, by "role/term/name" and "batch/name".
+        """
+        # During the policy's warm-up nothing changes that a coefficient could adapt to.
         if state.step >= self.warmup.get("policy", 0):
             self.adapt(state, metrics)
         state.step += 1

@@ -1,4 +1,4 @@
-"""From sections of parts to the functions that they stand for."""
+"""The binding of a part's section to its function."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from ratchet.config.resolve import imported
 
 
 def bind(section: Any) -> Callable[..., Any]:
-    """The section's `function` with the section's keys as keyword arguments: those that it has a
-    parameter for."""
+    """Return the section's `function` with the section's keys as keyword arguments.
+
+    Keys that the function has no parameter for are left out.
+    """
     function = imported(section.function)
     names = (
         name

@@ -1,4 +1,4 @@
-"""Distillation from its configuration."""
+"""The distillation algorithms, built from their configuration."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ DISTILLED = {
 
 
 def build(config: DistillationConfig) -> Algorithm:
+    """Return the distillation algorithm of a section."""
     mix = 0.5 if config.mix is None else config.mix
     loss = partial(divergence, objective=config.objective, mix=mix)
     columns = {"topk_logprobs": "teacher_topk_logprobs"}
-    if config.top_k is not None:  # of the whole vocabulary nobody need say which tokens
+    # Over the whole vocabulary the ids are 0, 1, 2, ...: no column needs to hold them.
+    if config.top_k is not None:
         columns["topk_ids"] = "teacher_ids"
     roles, passes = asked_of(config.teacher, columns, top_k=config.top_k or 0)
     return Algorithm(
-        name=config.called,
+        name=config.display_name,
         source=config.source,
         losses={
             "policy": (Term("divergence", loss, token_mean, needs=frozenset({"topk_logprobs"})),)

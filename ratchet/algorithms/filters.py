@@ -1,7 +1,6 @@
-"""Filters take rows out of the final mask, in numerators and denominators alike, after the
-estimator has seen all of them.
+"""Filters that remove rows from the final mask, from numerators and denominators alike.
 
-S = sequences, G = groups.
+They run after the estimator has seen all rows. S = sequences, G = groups.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from ratchet.batch import Batch
 
 
 def keep_rows(batch: Batch, kept_S: Tensor) -> Batch:
+    """Remove the rows outside `kept_S`, bool [S], from the final mask."""
     return replace(
         batch,
         train_S=batch.train_S & kept_S,
@@ -29,37 +29,39 @@ def note_signal(batch: Batch, state: AlgoState, *, transforms: Sequence[Transfor
     """Fill `has_signal`, bool [S]: True in groups with an advantage other than 0 after
     `transforms`.
 
-    The transforms see a copy of the state; of the batch that they return nothing else is kept.
+    The transforms see a copy of the state, and only `has_signal` is kept of their result.
     """
-    scratch, judged = AlgoState(state.step, dict(state.numbers)), batch
+    scratch_state = AlgoState(state.step, dict(state.numbers))
+    transformed = batch
     for transform in transforms:
-        judged = transform(judged, scratch)
-    return batch.fill_sequences(has_signal=_with_signal(judged))
+        transformed = transform(transformed, scratch_state)
+    return batch.fill_sequences(has_signal=_has_signal(transformed))
 
 
 def drop_silent_groups(batch: Batch, state: AlgoState) -> Batch:
-    """Take groups without a signal, as those of equal rewards, out of the final mask.
+    """Remove groups without a signal, such as those of equal rewards, from the final mask.
 
     They would only dilute means over the batch. This is the constraint of DAPO (arXiv:2503.14476,
-    eq. 8: not all answers right, not all wrong) without its resampling. A group has a signal where
-    the column `has_signal` says so, or without that column where an advantage is not 0. Of several
-    rewards, each has to be equal. What is dropped has advantages of 0.
+    eq. 8, by which neither all answers are right nor all wrong) without its resampling. The column
+    `has_signal` says which groups have a signal; without that column a group has one if an
+    advantage is not 0. With several rewards, all of them must be equal for a group to have none.
+    Removed rows get advantage 0.
     """
-    signal_S = batch.need("has_signal") if batch.has("has_signal") else _with_signal(batch)
+    signal_S = batch.need("has_signal") if batch.has("has_signal") else _has_signal(batch)
     advantages_T = torch.where(signal_S[batch.sequence_T], batch.need("advantages"), 0.0)
     return keep_rows(batch, signal_S).fill_tokens(advantages=advantages_T)
 
 
-def _with_signal(batch: Batch) -> Tensor:
+def _has_signal(batch: Batch) -> Tensor:
     """True for the sequences of groups with an advantage other than 0. bool [S]"""
-    loud_S = batch.sequence_sum((batch.need("advantages") != 0).double())
-    return (batch.group_sum(loud_S) > 0)[batch.group_S]
+    nonzero_S = batch.sequence_sum((batch.need("advantages") != 0).double())
+    return (batch.group_sum(nonzero_S) > 0)[batch.group_S]
 
 
 def drop_truncated(batch: Batch, state: AlgoState) -> Batch:
-    """Overlong filtering of DAPO (section 3.4): an answer that was cut off says nothing about its
-    reasoning.
+    """Remove answers that were cut off from the final mask.
 
-    An attempt that ended at its limit of turns, behind a whole answer, stays.
+    Overlong filtering of DAPO (section 3.4): an answer that was cut off says nothing about its
+    reasoning. An attempt that ended at its limit of turns with a whole answer stays.
     """
     return keep_rows(batch, ~batch.cut_S)

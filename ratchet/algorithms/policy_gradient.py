@@ -1,5 +1,4 @@
-"""Policy-gradient algorithms from their configuration: which passes, transforms and terms its parts
-ask for."""
+"""The policy-gradient algorithms, built from their configuration."""
 
 from __future__ import annotations
 
@@ -41,6 +40,7 @@ from ratchet.config.resolve import construct
 
 
 def build(config: PolicyGradientConfig) -> Algorithm:
+    """Return the policy-gradient algorithm of a section."""
     losses = {"policy": _policy_terms(config)}
     roles: dict[str, Role] = {}
     passes = list(_policy_passes(config))
@@ -50,10 +50,12 @@ def build(config: PolicyGradientConfig) -> Algorithm:
         passes.append(Pass("reference", "logprobs", "ref_logprobs"))
     if config.teacher is not None:
         aligned = config.teacher_tokens == "aligned"
-        wanted = {"logprobs": "teacher_logprobs"} | ({"spans": "teacher_spans"} if aligned else {})
-        teachers, asked = asked_of(config.teacher, wanted, aligned=aligned)
+        columns = {"logprobs": "teacher_logprobs"}
+        if aligned:
+            columns["spans"] = "teacher_spans"
+        teachers, teacher_passes = asked_of(config.teacher, columns, aligned=aligned)
         roles |= teachers
-        passes += asked
+        passes += teacher_passes
     if config.critic is not None:
         roles["critic"] = Role(lr=config.critic.lr)
         warmup["policy"] = config.critic.warmup_steps
@@ -65,7 +67,7 @@ def build(config: PolicyGradientConfig) -> Algorithm:
         losses["critic"] = (Term("value", value, valued_mean, needs=frozenset({"values"})),)
     sampler = config.old_logprobs == "sampler"
     return Algorithm(
-        name=config.called,
+        name=config.display_name,
         source=config.source,
         losses=losses,
         passes=tuple(passes),
@@ -87,6 +89,7 @@ def build(config: PolicyGradientConfig) -> Algorithm:
 
 
 def build_mixture(section: Mixture) -> Transform:
+    """Return the estimator that mixes a section's parts by their weights."""
     return partial(
         mixture,
         parts=tuple(
@@ -96,25 +99,29 @@ def build_mixture(section: Mixture) -> Transform:
 
 
 def sampler_as_old(batch: Batch, state: AlgoState) -> Batch:
-    """Ratios against what the sampler recorded, which costs no pass."""
+    """Take the sampler's log-probabilities as the old ones, which needs no scoring pass."""
     return batch.fill_tokens(old_logprobs=batch.rollout_logprobs_T)
 
 
 def _policy_passes(config: PolicyGradientConfig) -> tuple[Pass, ...]:
-    """With one optimizer step a batch, and nobody else to read them, old logprobs are the update's
-    own first forward."""
-    several = config.minibatches * config.epochs > 1
-    read = (
+    """Return the scoring pass of the policy for old log-probabilities, if one is needed.
+
+    It is not needed with one optimizer step a batch if only the loss reads them: they are then
+    those of the update's own first forward.
+    """
+    several_updates = config.minibatches * config.epochs > 1
+    read_elsewhere = (
         config.correction is not None
         or config.kl.place == "reward"
         or "old_logprobs" in config.reads
     )
-    if config.old_logprobs == "sampler" or not (several or read):
+    if config.old_logprobs == "sampler" or not (several_updates or read_elsewhere):
         return ()
     return (Pass("policy", "logprobs", "old_logprobs"),)
 
 
 def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
+    """Return the loss terms of the policy."""
     weighting: Weighting = (
         WEIGHTINGS[config.weighting]
         if config.fixed_length is None
@@ -137,10 +144,9 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
         if config.correction is not None:
             penalty = partial(corrected, fn=penalty)
         terms.append(Term("kl", penalty, weighting, needs=ratios, coef=kl.coef))
-    # A masked token does not train, in no term; with mask_denominator=kept the mask itself sees to
-    # that.
-    bonus, likelihood = (_training(fn, config.correction) for fn in (entropy_bonus, nll))
-    # Measured always: what the policy's entropy does says whether it still explores.
+    # A masked token trains in no term. With mask_denominator=kept it has left the final mask.
+    bonus, likelihood = (_without_masked(fn, config.correction) for fn in (entropy_bonus, nll))
+    # Always measured: the policy's entropy shows whether it still explores.
     terms.append(
         Term("entropy", bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef)
     )
@@ -152,8 +158,8 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
     return tuple(terms)
 
 
-def _training(fn: TermFunction, correction: CorrectionConfig | None) -> TermFunction:
-    """Return `fn` without the tokens that the correction masks and leaves in the denominator."""
+def _without_masked(fn: TermFunction, correction: CorrectionConfig | None) -> TermFunction:
+    """Return `fn` without the tokens that the correction masks but leaves in the denominator."""
     masks = (
         correction is not None
         and correction.mask != "none"
@@ -163,15 +169,18 @@ def _training(fn: TermFunction, correction: CorrectionConfig | None) -> TermFunc
 
 
 def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
-    """Shaping, the KL in the reward, the estimator; then filters, and what is done to
-    advantages."""
+    """Return the transforms of a batch, in order.
+
+    First reward shaping, the KL in the reward and the estimator; then filters and changes to
+    advantages.
+    """
     steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
     if config.positive_nll_coef > 0:
         steps.append(keep_judged)
     estimator: Transform = construct(config.advantage)
     if config.equal_rewards == "drop" and _adds_signal(config.shaping):
-        judged = [construct(part) for part in config.shaping if not _adds_signal((part,))]
-        steps.append(partial(note_signal, transforms=(*judged, estimator)))
+        silent = [construct(part) for part in config.shaping if not _adds_signal((part,))]
+        steps.append(partial(note_signal, transforms=(*silent, estimator)))
     steps += [construct(part) for part in config.shaping]
     if config.kl.coef > 0:
         steps.append(
@@ -194,12 +203,12 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
 
 
 def _adds_signal(shaping: tuple[Section, ...]) -> bool:
-    """True if answers of equal reward differ after shaping, by their length or because one was
-    truncated."""
+    """True if answers of equal reward differ after shaping, by length or truncation."""
     return any("equal_rewards" in getattr(part, "exempt", {}) for part in shaping)
 
 
 def _adaptation(kl: KLConfig) -> Any:
+    """Return the function that adapts the KL coefficient after a step."""
     if kl.coef == 0 or kl.target is None:
         return no_adaptation
     metric = "policy/kl/kl" if kl.place == "loss" else "batch/kl/kl"
@@ -215,7 +224,10 @@ def adapt_coef(
     target: float,
     rate: float,
 ) -> None:
-    """The KL coefficient of the next step. A step without anything to measure leaves it."""
+    """Set the KL coefficient of the next step.
+
+    A step that measured no KL leaves it unchanged.
+    """
     if metric in metrics:
         state.numbers[COEF] = adapt_kl(
             state.numbers.get(COEF, coef), metrics[metric], target=target, rate=rate
@@ -223,12 +235,12 @@ def adapt_coef(
 
 
 def _exemptions(config: PolicyGradientConfig) -> dict[str, str]:
-    """What the parts say, and what options of the algorithm take away."""
-    # What shaping alone tells apart, equal_rewards=drop leaves out.
+    """Return the properties that the algorithm does not have, by its parts and options."""
+    # equal_rewards=drop leaves out groups that differ by shaping alone.
     shaping = () if config.equal_rewards == "drop" else config.shaping
     parts: tuple[Section, ...] = (*config.estimators, *shaping, config.loss)
-    found: list[Mapping[str, str]] = []
+    exemptions: list[Mapping[str, str]] = []
     if config.kl.coef > 0 and config.kl.place == "reward":
-        found += [getattr(part, "exempt_under_kl", {}) for part in config.estimators]
-    found += [getattr(part, "exempt", {}) for part in parts]
-    return {name: reason for exempt in found for name, reason in exempt.items()}
+        exemptions += [getattr(part, "exempt_under_kl", {}) for part in config.estimators]
+    exemptions += [getattr(part, "exempt", {}) for part in parts]
+    return {name: reason for exempt in exemptions for name, reason in exempt.items()}

@@ -1,4 +1,4 @@
-"""Preference algorithms from their configuration."""
+"""The preference algorithms, built from their configuration."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ LABELLED = {
 
 
 def build_pairs(config: PreferenceConfig) -> Algorithm:
+    """Return the preference algorithm of a section, for pairs."""
     coef = float(getattr(config, "odds_coef", 1.0))
     terms = [Term("preference", bind(config), prompt_mean, level="group", coef=coef)]
     if config.sft_coef > 0:
         terms.append(Term("nll", nll, chosen_mean, coef=config.sft_coef))
     return Algorithm(
-        name=config.called,
+        name=config.display_name,
         source=config.source,
         losses={"policy": tuple(terms)},
         passes=(Pass("reference", "logprobs", "ref_logprobs"),) if config.needs_reference else (),
@@ -41,11 +42,12 @@ def build_pairs(config: PreferenceConfig) -> Algorithm:
 
 
 def build_kto(config: KTOConfig) -> Algorithm:
+    """Return the KTO algorithm of a section."""
     loss = partial(
         kto, beta=config.beta, desirable=config.desirable, undesirable=config.undesirable
     )
     return Algorithm(
-        name=config.called,
+        name=config.display_name,
         source=config.source,
         losses={"policy": (Term("kto", loss, sequence_mean, level="sequence"),)},
         passes=(

@@ -1,6 +1,7 @@
-"""What an algorithm promises beyond being one: every algorithm has all of these properties but
-those that its `exempt` names, with a reason. `ratchet.testing.algorithms.check_algorithm` holds
-both the claims and the exemptions. Free of torch.
+"""The properties that every algorithm has unless its `exempt` names them, with a reason.
+
+`ratchet.testing.algorithms.check_algorithm` tests both the claims and the exemptions. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ PROPERTIES: Mapping[str, str] = {
     "0",
 }
 
-# Properties of advantages mean nothing to an algorithm without any; a reason that begins so says
-# that. It is held to that.
+# Properties of advantages mean nothing to an algorithm without advantages. A reason with such a
+# beginning says so, and `check_algorithm` tests it.
 NOT_APPLICABLE = ("no advantages", "no policy gradient")
 
 
 def applies(reason: str) -> bool:
-    """Whether an exemption for this reason is from a property that the algorithm could have had."""
+    """True if an exemption with this reason is from a property the algorithm could have had."""
     return not reason.startswith(NOT_APPLICABLE)
 
 
 def page(exemptions: Mapping[str, Mapping[str, str]]) -> str:
-    """Markdown: the properties, and which algorithm claims which. exemptions: what
-    `Algorithm.exempt` says, by algorithm."""
+    """Return a Markdown page of the properties and of the algorithms that claim them.
+
+    exemptions: `Algorithm.exempt` by name of the algorithm.
+    """
     lines = [
         "# Properties of the algorithms",
         "",

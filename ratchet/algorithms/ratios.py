@@ -1,5 +1,4 @@
-"""Probability ratios: the one place where a loss or a weight takes exp of a difference of
-log-probabilities."""
+"""Probability ratios: the one place that exponentiates a difference of log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Reward models from their configuration."""
+"""The algorithms that train reward models, built from their configuration."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from ratchet.algorithms.base import Algorithm, Term
 from ratchet.algorithms.config.base import AlgorithmConfig
@@ -18,6 +18,7 @@ SCORED = {
 
 
 def build_bradley_terry(config: AlgorithmConfig) -> Algorithm:
+    """Return the algorithm that trains a reward model on pairs."""
     term = Term(
         "bradley_terry", bradley_terry, prompt_mean, level="group", needs=frozenset({"scores"})
     )
@@ -25,6 +26,7 @@ def build_bradley_terry(config: AlgorithmConfig) -> Algorithm:
 
 
 def build_regression(config: AlgorithmConfig) -> Algorithm:
+    """Return the algorithm that trains a reward model on scores."""
     term = Term(
         "regression", score_regression, sequence_mean, level="sequence", needs=frozenset({"scores"})
     )
@@ -32,16 +34,17 @@ def build_regression(config: AlgorithmConfig) -> Algorithm:
 
 
 def build_process(config: AlgorithmConfig) -> Algorithm:
+    """Return the algorithm that trains a process reward model."""
     term = Term("process", process_reward, step_mean, needs=frozenset({"token_scores"}))
     return _algorithm(config, term, exempt=SCORED)
 
 
-def _algorithm(config: AlgorithmConfig, term: Term, **more: Any) -> Algorithm:
+def _algorithm(config: AlgorithmConfig, term: Term, *, exempt: Mapping[str, str]) -> Algorithm:
     return Algorithm(
-        name=config.called,
+        name=config.display_name,
         source=config.source,
         losses={"policy": (term,)},
         minibatches=config.minibatches,
         epochs=config.epochs,
-        **more,
+        exempt=exempt,
     )

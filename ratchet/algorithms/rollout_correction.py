@@ -1,8 +1,9 @@
-"""Rollout correction: what to do where sampler and learner give the same token different
-probabilities (another engine, another precision, older weights, a truncated sampling distribution).
+"""Rollout correction: importance weights and masks for a sampler that differs from the learner.
 
-T = tokens, S = sequences. d_t = log(learner's old policy / what the sampler drew from), on
-trainable tokens. The weight and the mask are columns, computed once over the batch and detached.
+Reasons for a difference: another engine, another precision, older weights, a truncated sampling
+distribution. T = tokens, S = sequences. d_t = log(learner's old policy / distribution that the
+sampler drew from), on trainable tokens. The weight and the mask are columns, computed once over the
+batch and detached.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def correct(
 ) -> Batch:
     """Fill the column `correction` [T] = clip(exp(D), weight_low, weight_high), float64.
 
-    Tokens with exp(D) outside [mask_low, mask_high] are masked. mask_denominator="all": their
-    weight is 0, and means over the batch count them still. mask_denominator="kept": they leave the
-    final mask, numerators and denominators alike. Where the weight is one of a whole row,
-    `correction_S` [S] holds it too.
+    weight: the level of D. "token": d_t itself; "turn" and "sequence": its sum; "geometric": its
+      mean over the sequence. A sum over a row grows with its length; the mean doesn't.
+    mask: the level of D at which tokens with exp(D) outside [mask_low, mask_high] are masked.
+    mask_denominator: "all": masked tokens have weight 0, and means over the batch still count them.
+      "kept": they leave the final mask, numerators and denominators alike.
 
-    D is d_t itself ("token"), its sum over the turn or the sequence, or its mean over the sequence
-    ("geometric"). A sum over a row grows with its length; the geometric mean doesn't.
+    If all tokens of a row have one weight, `correction_S` [S] holds it too.
 
     The weight is truncated importance sampling (https://fengyao.notion.site/off-policy-rl). IcePop
     (arXiv:2510.18855) is weight="token", weight_high=None, mask="token", mask_denominator="all":
@@ -53,16 +54,17 @@ def correct(
     mask_T = batch.trainable_T
     sampler_T = batch.rollout_logprobs_T.double() - batch.log_kept_mass_T.double()
     gap_T = torch.where(mask_T, batch.need("old_logprobs").double() - sampler_T, 0.0)
-    ratio_T = bounded_ratio(_gathered(batch, gap_T, weight))
+    ratio_T = bounded_ratio(_at_level(batch, gap_T, weight))
     capped_T = ratio_T if weight == "none" else ratio_T.clamp(weight_low, weight_high)
     weight_T = torch.where(mask_T, capped_T, 0.0)
     kept_T = mask_T
     if mask != "none":
-        judged_T = bounded_ratio(_gathered(batch, gap_T, mask))
+        judged_T = bounded_ratio(_at_level(batch, gap_T, mask))
         kept_T = mask_T & (judged_T >= mask_low) & (judged_T <= mask_high)
-    batch = _measured(batch, gap_T, ratio_T, weight_T, kept_T)
+    batch = _note_correction(batch, gap_T, ratio_T, weight_T, kept_T)
     if mask_denominator == "all":
-        weight_T, kept_T = torch.where(kept_T, weight_T, 0.0), mask_T
+        weight_T = torch.where(kept_T, weight_T, 0.0)
+        kept_T = mask_T
     if weight in ("none", "sequence", "geometric"):
         row_T = torch.where(mask_T, weight_T, -torch.inf)
         row_S = torch.full((batch.n_sequences,), -torch.inf, dtype=torch.float64)
@@ -71,8 +73,8 @@ def correct(
     return replace(batch, trainable_T=kept_T).fill_tokens(correction=weight_T)
 
 
-def _gathered(batch: Batch, gap_T: Tensor, at: At) -> Tensor:
-    """D of each token. [T]"""
+def _at_level(batch: Batch, gap_T: Tensor, at: At) -> Tensor:
+    """Return D of each token at a level. [T]"""
     if at == "none":
         return torch.zeros_like(gap_T)
     if at == "token":
@@ -87,16 +89,18 @@ def _gathered(batch: Batch, gap_T: Tensor, at: At) -> Tensor:
     return total_S[batch.sequence_T]
 
 
-def _measured(
+def _note_correction(
     batch: Batch, gap_T: Tensor, ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor
 ) -> Batch:
+    """Report the gap between sampler and learner, and the effect of weights and masks."""
     mask_T = batch.trainable_T
     if not bool(mask_T.any()):
         return batch
-    gap_N, weight_N = gap_T[mask_T], weight_T[mask_T]
+    gap_N = gap_T[mask_T]
+    weight_N = weight_T[mask_T]
     numbers = {
         "gap_mean": gap_N.abs().mean(),
-        "kl": k3(-gap_N).mean(),  # of KL(sampler || learner)
+        "kl": k3(-gap_N).mean(),  # estimates KL(sampler || learner)
         "weight_mean": weight_N.mean(),
         "weight_max": weight_N.max(),
         "clipped_share": (weight_N != ratio_T[mask_T]).double().mean(),
@@ -112,7 +116,7 @@ def corrected(
     fn: Callable[[Outputs, Batch], tuple[Tensor, Metrics]],
     level: Literal["token", "sequence"] = "token",
 ) -> tuple[Tensor, Metrics]:
-    """x of any loss, at `level`, times the correction at that level."""
+    """Return x of any loss, at `level`, times the correction at that level."""
     x, metrics = fn(out, batch)
     return x * batch.need("correction" if level == "token" else "correction_S"), metrics
 
@@ -120,9 +124,10 @@ def corrected(
 def unmasked(
     out: Outputs, batch: Batch, *, fn: Callable[[Outputs, Batch], tuple[Tensor, Metrics]]
 ) -> tuple[Tensor, Metrics]:
-    """Return x of a token-level loss, with 0 for tokens that a mask left in the denominator.
+    """Return x of a token-level loss, with 0 for masked tokens that stay in the denominator.
 
-    Their correction is 0. Other tokens keep x as it is: it is no expectation over what was sampled.
+    Their correction is 0. Other tokens keep x unweighted, because it is no expectation over sampled
+    tokens.
     """
     x, metrics = fn(out, batch)
     return torch.where(batch.need("correction") != 0, x, 0.0), metrics

@@ -1,5 +1,7 @@
-"""Filling the columns that an algorithm's passes name. T = tokens, K = columns of a teacher's
-likeliest tokens."""
+"""The scoring passes, which fill the columns that an algorithm names.
+
+T = tokens, K = width of a column of a teacher's likeliest tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,29 @@ from ratchet.protocols import Learner
 
 
 async def fill(batch: Batch, algo: Algorithm, roles: Mapping[str, Learner]) -> Batch:
-    """Runs the passes in order. What follows one another of the same role, rows and width is
-    computed in one go. Raises DataError for a task whose tag no pass of a column is for: its rows
-    would stay without a teacher."""
+    """Run the scoring passes in order and fill their columns.
+
+    Consecutive passes of the same role, rows and width are computed in one call. Raises DataError
+    for a task whose tag has no pass for a column: its rows would have no teacher.
+    """
     _require_every_tag(batch, algo)
     for (role, tag, top_k), items in itertools.groupby(
         algo.passes, key=lambda item: (item.role, item.tag, item.top_k)
     ):
         passes = list(items)
-        rows = None if tag is None else _tagged(batch, tag)
-        # an empty batch, after a step whose every attempt failed, has its columns too
+        rows = None if tag is None else _rows_with_tag(batch, tag)
+        # A batch is empty if every attempt of a step failed. It needs its columns too.
         if rows == [] and batch.n_sequences:
             continue
         part = batch if rows is None else batch.take(rows)
-        columns = await roles[role].score(part, [item.wanted for item in passes], top_k=top_k)
+        columns = await roles[role].score(part, [item.output for item in passes], top_k=top_k)
         for item in passes:
-            batch = _placed(batch, item, columns[item.wanted], rows)
+            batch = _fill_rows(batch, item, columns[item.output], rows)
     return batch
 
 
 def _require_every_tag(batch: Batch, algo: Algorithm) -> None:
+    """Raise DataError if a task's tag has no pass for some column."""
     served: dict[str, set[str | None]] = {}
     for item in algo.passes:
         served.setdefault(item.produces, set()).add(item.tag)
@@ -46,27 +51,27 @@ def _require_every_tag(batch: Batch, algo: Algorithm) -> None:
         if missing:
             named = ", ".join(sorted(str(tag) for tag in tags))
             raise DataError(
-                f"a task has the tag '{min(missing)}', and {column} is only filled for {named}: "
-                "add a teacher for it"
+                f"a task has the tag '{min(missing)}', and {column} is only filled for {named}. "
+                "Add a teacher for it."
             )
 
 
-def _tagged(batch: Batch, tag: str) -> list[int]:
+def _rows_with_tag(batch: Batch, tag: str) -> list[int]:
     return [row for row, index in enumerate(batch.tag_S.tolist()) if batch.tags[index] == tag]
 
 
-def _placed(batch: Batch, item: Pass, column: Tensor, rows: Sequence[int] | None) -> Batch:
-    """The column of some rows, beside what other passes have already put into it."""
-    fill = batch.fill_tokens if item.level == "token" else batch.fill_sequences
+def _fill_rows(batch: Batch, item: Pass, column: Tensor, rows: Sequence[int] | None) -> Batch:
+    """Fill a column for some rows, and keep the rows that earlier passes have filled."""
+    fill_level = batch.fill_tokens if item.level == "token" else batch.fill_sequences
     if rows is None:
-        return fill(**{item.produces: column})
+        return fill_level(**{item.produces: column})
     size = batch.n_tokens if item.level == "token" else batch.n_sequences
-    whole = (
+    full_column = (
         batch.need(item.produces).clone()
         if batch.has(item.produces)
         else column.new_zeros(size, *column.shape[1:])
     )
-    chosen = torch.zeros(batch.n_sequences, dtype=torch.bool)
-    chosen[list(rows)] = True
-    whole[chosen[batch.sequence_T] if item.level == "token" else chosen] = column
-    return fill(**{item.produces: whole})
+    is_scored = torch.zeros(batch.n_sequences, dtype=torch.bool)
+    is_scored[list(rows)] = True
+    full_column[is_scored[batch.sequence_T] if item.level == "token" else is_scored] = column
+    return fill_level(**{item.produces: full_column})

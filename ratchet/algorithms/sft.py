@@ -9,14 +9,15 @@ from ratchet.algorithms.losses.common import nll
 
 GIVEN = {
     "on_policy": "no policy gradient: answers are given, not sampled",
-    "equal_rewards": "no advantages: nobody judges the answers",
+    "equal_rewards": "no advantages: the answers are not judged",
     "lone_attempt": "no advantages: each row is a datum of its own",
 }
 
 
 def build_sft(config: SFTConfig) -> Algorithm:
+    """Return the supervised fine-tuning algorithm of a section."""
     return Algorithm(
-        name=config.called,
+        name=config.display_name,
         source=config.source,
         turns=config.train,
         losses={"policy": (Term("nll", nll, WEIGHTINGS[config.weighting]),)},

@@ -1,7 +1,7 @@
-"""Reward shaping: pure functions before the estimator. They act on the reward of scored rows,
-baseline rows included.
+"""Reward shaping: pure functions that change rewards before the estimator.
 
-S = sequences, A = attempts. |y| = policy tokens of an attempt, over all its rows.
+They act on the reward of scored rows, baseline rows included. S = sequences, A = attempts. |y| =
+policy tokens of an attempt, over all its rows.
 """
 
 from __future__ import annotations
@@ -25,62 +25,78 @@ from ratchet.algorithms.advantages.group_baselines import require_parts
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 
-ENVIRONMENT = "environment"  # name of the reward's part that turns gave
+# Name of the reward's part that is the sum of the turns' rewards.
+ENVIRONMENT = "environment"
 
 
 def answer_lengths(batch: Batch) -> Tensor:
-    """|y| of each row's attempt, float64 [S]."""
+    """Return |y| of each row's attempt, float64 [S]."""
     attempt_S, size = attempt_index(batch)
     return sum_by(attempt_S, batch.sequence_sum((batch.turn_T >= 0).double()), size)[attempt_S]
 
 
 def keep_judged(batch: Batch, state: AlgoState) -> Batch:
-    """Keeps the reward as it was judged in the column `judged_rewards` [S], for what asks whether
-    an answer was right."""
+    """Copy the reward as judged to the column `judged_rewards` [S].
+
+    Readers need the unshaped reward to know if an answer was right.
+    """
     return batch.fill_sequences(judged_rewards=batch.rewards_S)
 
 
 def overlong_penalty(
     batch: Batch, state: AlgoState, *, max_length: int, buffer: int, factor: float = 1.0
 ) -> Batch:
-    """r += factor * p: p = 0 up to max_length - buffer tokens, from there falling linearly to -1 at
-    max_length, and -1 beyond. DAPO (arXiv:2503.14476) eq. 13."""
+    """Add factor * p to the reward: DAPO's soft overlong penalty.
+
+    p = 0 up to max_length - buffer tokens, then falls linearly to -1 at max_length, and is -1
+    beyond. DAPO (arXiv:2503.14476) eq. 13.
+    """
     over_S = (answer_lengths(batch) - (max_length - buffer)) / buffer
-    return _with(batch, batch.rewards_S - factor * over_S.clamp(0, 1))
+    return _replace_rewards(batch, batch.rewards_S - factor * over_S.clamp(0, 1))
 
 
 def stop_properly(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
-    """Give an attempt whose last answer was cut off min(r, coef * r), 0 <= coef <= 1, in place of
-    r."""
+    """Reduce the reward of attempts whose last answer was cut off to min(r, coef * r).
+
+    0 <= coef <= 1: such an attempt gets at most the share `coef` of its reward; a negative reward
+    stays.
+    """
     lower_S = torch.minimum(batch.rewards_S, coef * batch.rewards_S)
-    return _with(batch, torch.where(batch.cut_S, lower_S, batch.rewards_S))
+    return _replace_rewards(batch, torch.where(batch.cut_S, lower_S, batch.rewards_S))
 
 
 def length_penalty(batch: Batch, state: AlgoState, *, coef: float, free: int = 0) -> Batch:
-    """r -= coef * max(0, |y| - free)."""
-    return _with(batch, batch.rewards_S - coef * (answer_lengths(batch) - free).clamp(min=0))
+    """Subtract coef * max(0, |y| - free) from the reward."""
+    return _replace_rewards(
+        batch, batch.rewards_S - coef * (answer_lengths(batch) - free).clamp(min=0)
+    )
 
 
 def scale_rewards(batch: Batch, state: AlgoState, *, factor: float) -> Batch:
-    """r *= factor, the rewards of turns too."""
+    """Multiply rewards by a factor, the rewards of turns too."""
     return replace(
-        _with(batch, factor * batch.rewards_S), turn_rewards_T=factor * batch.turn_rewards_T
+        _replace_rewards(batch, factor * batch.rewards_S),
+        turn_rewards_T=factor * batch.turn_rewards_T,
     )
 
 
 def clip_rewards(
     batch: Batch, state: AlgoState, *, low: float | None = None, high: float | None = None
 ) -> Batch:
-    """r into [low, high], the reward of the whole attempt. Where turns have rewards of their own
-    they stay, and the last step bears what was cut off, so that the steps of a row still sum to its
-    reward."""
-    return _with(batch, batch.rewards_S.clamp(low, high))
+    """Clip the reward of whole attempts to [low, high].
+
+    Rewards of turns stay, and the attempt's last step bears the difference, so that the steps of a
+    row still sum to its reward.
+    """
+    return _replace_rewards(batch, batch.rewards_S.clamp(low, high))
 
 
 def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, float]) -> Batch:
-    """r = sum of weight * part; a part that a row lacks is 0. The rewards of turns are the part
-    "environment", and get its weight. Raises ConfigError where no row of the batch has such a
-    part."""
+    """Set the reward to the sum of weight * part.
+
+    A part that a row lacks is 0. The rewards of turns are the part "environment", and get its
+    weight. Raises ConfigError if no row of the batch has such a part.
+    """
     if not batch.n_sequences:
         return batch
     names = [
@@ -93,7 +109,7 @@ def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, f
         weight * batch.need(f"reward/{name}").nan_to_num(0.0) for name, weight in weights.items()
     ]
     weighed = replace(batch, turn_rewards_T=weights.get(ENVIRONMENT, 0.0) * batch.turn_rewards_T)
-    return _with(weighed, torch.stack(parts).sum(0))
+    return _replace_rewards(weighed, torch.stack(parts).sum(0))
 
 
 def normalise_rewards(
@@ -104,31 +120,39 @@ def normalise_rewards(
     center: bool = True,
     epsilon: float = 1e-6,
 ) -> Batch:
-    """r = (r - mean) / (std + epsilon), statistics over scored training attempts: of the row's
-    group, of the batch, or of all batches so far (Welford, in `state`). ddof 1; equal rewards, or a
-    lone one, are only centred. center=False: only scaled. The rewards of turns are scaled alike;
-    the mean is taken off at the row's last step."""
+    """Set the reward to (r - mean) / (std + epsilon), ddof 1.
+
+    over: the scored training attempts that the statistics are taken over: the row's group, the
+      batch, or all batches so far (Welford, in `state`).
+    center: False only scales.
+
+    Equal rewards, or a single one, are only centred. The rewards of turns are scaled alike; the
+    mean is subtracted at the row's last step.
+    """
     attempts = attempts_of(batch)
     rewards_A = attempts.rewards_A
     if over == "running":
         mean, std = _running(state, rewards_A)
-        mean_S, std_S = (
-            torch.full_like(batch.rewards_S, mean),
-            torch.full_like(batch.rewards_S, std),
-        )
+        mean_S = torch.full_like(batch.rewards_S, mean)
+        std_S = torch.full_like(batch.rewards_S, std)
     else:
-        by, row_S = attempts.groups, batch.group_S
+        by = attempts.groups
+        row_S = batch.group_S
         if over == "batch":
-            by, row_S = whole(rewards_A), torch.zeros_like(batch.group_S)
-        mean_S, std_S = mean_by(by, rewards_A)[row_S], std_by(by, rewards_A)[row_S]
+            by = whole(rewards_A)
+            row_S = torch.zeros_like(batch.group_S)
+        mean_S = mean_by(by, rewards_A)[row_S]
+        std_S = std_by(by, rewards_A)[row_S]
     divisor_S = torch.where(std_S > 0, std_S + epsilon, 1.0)
     scaled = replace(batch, turn_rewards_T=batch.turn_rewards_T / divisor_S[batch.sequence_T])
-    return _with(scaled, (batch.rewards_S - (mean_S if center else 0.0)) / divisor_S)
+    return _replace_rewards(scaled, (batch.rewards_S - (mean_S if center else 0.0)) / divisor_S)
 
 
 def _running(state: AlgoState, new: Tensor) -> tuple[float, float]:
-    """(mean, std) of all rewards so far. Welford's update, one by one: equal rewards then deviate
-    by exactly 0."""
+    """Return (mean, std) of all rewards so far, by Welford's update.
+
+    It adds rewards one by one, so that equal rewards deviate by exactly 0.
+    """
     count, mean, m2 = (state.numbers.get(f"reward_{name}", 0.0) for name in ("count", "mean", "m2"))
     for reward in new.tolist():
         count += 1
@@ -139,5 +163,6 @@ def _running(state: AlgoState, new: Tensor) -> tuple[float, float]:
     return mean, (m2 / (count - 1)) ** 0.5 if count > 1 else 0.0
 
 
-def _with(batch: Batch, rewards_S: Tensor) -> Batch:
+def _replace_rewards(batch: Batch, rewards_S: Tensor) -> Batch:
+    """Set the rewards of scored rows; other rows keep none (NaN)."""
     return replace(batch, rewards_S=torch.where(batch.scored_S, rewards_S, torch.nan))

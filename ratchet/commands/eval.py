@@ -171,7 +171,7 @@ def _of_model(path: Path, called: str, evaluation: Evaluation) -> Results | Scor
     arena, plan = where(config, evaluation)
     plan = replace(plan, sampling=target.policy.ends(plan.sampling))
     algorithm = None if config is None or evaluation.on else construct(config.stages[-1].algorithm)
-    if algorithm is not None and SCALARS & algorithm.needs_of("policy"):
+    if algorithm is not None and SCALARS & algorithm.required_outputs("policy"):
         return _scores(target, algorithm, plan, arena)
     evaluator = make_evaluator(target.policy, arena, plan)
     if evaluator is None:

@@ -159,7 +159,7 @@ def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) 
 
 
 def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path) -> None:
-    scores = SCALARS & construct(stage.algorithm).needs_of("policy")
+    scores = SCALARS & construct(stage.algorithm).required_outputs("policy")
     head = ScalarHead(policy.model.hidden_size) if scores else None
     learner = construct(LocalConfig(), policy.model, head=head)
     learner.load(saved)

@@ -1,1 +1,1 @@
-"""C kernels for a small decoder in float32 on a CPU."""
+"""The C kernels for a small decoder in float32 on a CPU."""

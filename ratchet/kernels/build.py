@@ -1,5 +1,7 @@
-"""Compiles the C beside it for the processor at hand with the machine's own C compiler: once, and
-then it is kept."""
+"""Compilation of the C kernels for this machine's processor, with its own C compiler.
+
+The result is cached on disk.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ HERE = Path(__file__).parent
 SOURCES = HERE / "kernels.c", HERE / "decoding.c"
 HEADER = HERE / "rows.h"
 COMPILERS = ("cc", "gcc", "clang")
-# Sums may be split into lanes. Nothing may take it that numbers are finite: broken weights have to
-# show.
+# Sums may be split into lanes. No flag may assume finite numbers: NaN in broken weights must show.
 FLAGS = (
     *(
         "-O3",
@@ -35,39 +36,47 @@ LIMIT_S = 60.0
 
 @cache
 def library() -> ctypes.CDLL:
-    """Raises OSError where there is no compiler or it fails."""
+    """Return the compiled library. Raises OSError if there is no compiler, or it fails."""
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if compiler is None:
         raise OSError("no C compiler is on the PATH")
-    directory, key = kept("kernels"), _key(compiler)
-    place = next(filter(_whole, directory.glob(f"{key}-*.so")), None) or _compiled(
+    directory = kept("kernels")
+    key = _key(compiler)
+    path = next(filter(_is_complete, directory.glob(f"{key}-*.so")), None) or _compile(
         compiler, directory, key
     )
-    return ctypes.CDLL(str(place))
+    return ctypes.CDLL(str(path))
 
 
-def _whole(place: Path) -> bool:
-    """A machine that lost its power may have kept the name and not all of the content, and who
-    loads that is killed."""
-    return place.stem.endswith(_digest(place))
+def _is_complete(path: Path) -> bool:
+    """True if the file has the content that its name promises.
+
+    After a power loss a file may have its name and not all of its content. Loading it would kill
+    the process.
+    """
+    return path.stem.endswith(_digest(path))
 
 
-def _digest(place: Path) -> str:
-    return hashlib.sha256(place.read_bytes()).hexdigest()[:24]
+def _digest(path: Path) -> str:
+    """Return a digest of the file's content."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:24]
 
 
-def _compiled(compiler: str, directory: Path, key: str) -> Path:
-    """It takes its name when it is whole: several processes may be at it, also some that share the
-    directory alone."""
+def _compile(compiler: str, directory: Path, key: str) -> Path:
+    """Compile the library and return its path.
+
+    The file gets its name when it is complete, because several processes may compile at the same
+    time, also on machines that share the directory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     draft = directory / f".{key}.{secrets.token_hex(8)}"
     command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(draft), "-lm"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
         )
-        if done.returncode:
-            raise OSError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+        if result.returncode:
+            raise OSError(f"{compiler} failed: {result.stderr.strip()[-500:]}")
         return draft.replace(directory / f"{key}-{_digest(draft)}.so")
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{compiler} took more than {LIMIT_S:g} s") from error
@@ -76,23 +85,24 @@ def _compiled(compiler: str, directory: Path, key: str) -> Path:
 
 
 def _key(compiler: str) -> str:
-    """Of all that the result depends on: the sources, the command, the compiler and the
-    processor."""
-    found = Path(compiler).resolve()
+    """Return a digest of the inputs: the sources, the command, the compiler and the processor."""
+    compiler_path = Path(compiler).resolve()
     sources = [path.read_bytes() for path in (*SOURCES, HEADER)]
     parts = [
         *sources,
         " ".join(FLAGS).encode(),
-        f"{found} {found.stat().st_mtime_ns}".encode(),
+        f"{compiler_path} {compiler_path.stat().st_mtime_ns}".encode(),
         processor(),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
 def processor() -> bytes:
-    """What Linux says of the first one; empty elsewhere, where what is kept belongs to one
-    machine."""
-    said = Path("/proc/cpuinfo")
-    lines = said.read_bytes().split(b"\n\n", 1)[0].splitlines() if said.exists() else []
-    wanted = (b"vendor_id", b"model name", b"flags", b"Features", b"CPU part")
-    return b"\n".join(line for line in lines if line.split(b":")[0].strip() in wanted)
+    """Return Linux's description of the first processor.
+
+    It is empty elsewhere, where the cache belongs to one machine.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_bytes().split(b"\n\n", 1)[0].splitlines() if cpuinfo.exists() else []
+    fields = (b"vendor_id", b"model name", b"flags", b"Features", b"CPU part")
+    return b"\n".join(line for line in lines if line.split(b":")[0].strip() in fields)

@@ -1,11 +1,10 @@
-"""The decoder's operations in float32 on a CPU, each one call: single passes over memory, and
-products by the quicker library.
+"""The decoder's operations in float32 on a CPU, each as one call.
 
-PyTorch's own take several passes, and the interpreter some ten microseconds for each, which is what
-a decoding step of a small model consists of. Who calls these has asked `fits`; the same in
-PyTorch's operations, for every other dtype and device, stands beside each call
-(`ratchet.models.ops`; `attention`, `scheduler` of `ratchet.generators.engine`). Gradients are
-written out, of first order.
+They make single passes over memory, and use the faster library for products. PyTorch's own
+operations make several passes, and the interpreter takes some ten microseconds for each, which is
+most of a decoding step of a small model. Callers check `fits` first; the same in PyTorch's
+operations, for every other dtype and device, stands beside each call (`ratchet.models.ops`;
+`attention`, `scheduler` of `ratchet.generators.engine`). Gradients are written out, of first order.
 
 T = tokens, N = requests, H = query heads, K = key/value heads, L = capacity of a slot in tokens, C
 = D / 2, D = head_dim, d = inputs, o = outputs, F = size of the gated layer.
@@ -25,8 +24,10 @@ from torch.autograd.profiler import record_function
 
 from ratchet.kernels.build import library, processor
 
-PARTS, WIDEST_HEAD = 8, 512  # as in kernels.c and rows.h
-# elements of a matrix from which oneDNN's products are quicker than MKL's, where MKL isn't at home
+# As in kernels.c and rows.h.
+PARTS = 8
+WIDEST_HEAD = 512
+# Elements of a matrix from which oneDNN's products are faster than MKL's, on AMD's processors.
 WIDE = 2**17
 
 P, N, X = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -47,38 +48,45 @@ _library: Any = None
 _onednn = False
 
 
-def use(wanted: bool) -> None:
-    """From now on this process computes with these, or without. Raises OSError where they can't be
-    compiled."""
+def use(enabled: bool) -> None:
+    """Turn the kernels of this process on or off.
+
+    Raises OSError if they can't be compiled.
+    """
     global _library, _onednn
-    found: Any = library() if wanted else None
-    if found is not None:
+    compiled: Any = library() if enabled else None
+    if compiled is not None:
         for name, types in SIGNATURES.items():
-            function = getattr(found, name)
-            function.argtypes, function.restype = types, N if name == "step_scratch" else None
-    # MKL keeps its best kernels for Intel's processors. By vendor, not by a probe: a run must come
-    # to the same bits again.
-    _onednn = wanted and torch.backends.mkldnn.is_available() and b"AuthenticAMD" in processor()
-    _library = found
+            function = getattr(compiled, name)
+            function.argtypes = types
+            function.restype = N if name == "step_scratch" else None
+    # MKL's best kernels are for Intel's processors. The choice is by vendor, not by a measurement,
+    # because a repeated run must have the same bits.
+    _onednn = enabled and torch.backends.mkldnn.is_available() and b"AuthenticAMD" in processor()
+    _library = compiled
 
 
 def used() -> bool:
+    """True if this process uses the kernels."""
     return _library is not None
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether these functions are for such tensors, here and now."""
+    """True if the kernels are on and support these tensors."""
     if _library is None or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return False
-    for t in tensors:  # a generator takes as long as a small operation
+    # A loop, because a generator expression takes as long as a small operation.
+    for t in tensors:
         if t.dtype is not torch.float32 or not t.is_cpu or type(t) not in PLAIN:
             return False
     return True
 
 
 def laid(x: Tensor, *shape: int) -> bool:
-    """Whether it is as the C takes for granted that it is: who is not would be read behind its
-    end."""
+    """True if the tensor has the layout that the C code assumes.
+
+    Otherwise the C code would read beyond its end.
+    """
     return x.shape == shape and x.is_contiguous()
 
 
@@ -86,15 +94,19 @@ def laid(x: Tensor, *shape: int) -> bool:
 
 
 def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
-    """Over the last dimension."""
+    """Return w x / sqrt(mean(x^2) + eps) over the last dimension."""
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight_d, eps)
-    return _normed(x.contiguous(), weight_d, eps, None)
+    return _normalise(x.contiguous(), weight_d, eps, None)
 
 
-def _normed(x: Tensor, weight_d: Tensor, eps: float, r_T: Tensor | None) -> Tensor:
-    """r_T: is filled with the factors on x."""
-    out, d = torch.empty_like(x), x.shape[-1]
+def _normalise(x: Tensor, weight_d: Tensor, eps: float, r_T: Tensor | None) -> Tensor:
+    """Return the normalised x.
+
+    r_T: is filled with the factors on x.
+    """
+    out = torch.empty_like(x)
+    d = x.shape[-1]
     _library.norm(
         x.data_ptr(), weight_d.data_ptr(), out.data_ptr(), _address(r_T), x.numel() // d, d, eps
     )
@@ -107,22 +119,20 @@ class _RMSNorm(Function):
         x = x.contiguous()
         r_T = x.new_empty(x.numel() // x.shape[-1])
         ctx.save_for_backward(x, weight_d, r_T)
-        return _normed(x, weight_d, eps, r_T)
+        return _normalise(x, weight_d, eps, r_T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_d, r_T = ctx.saved_tensors
-        grad_x, grad_weight, parts = (
-            torch.empty_like(x),
-            torch.empty_like(weight_d),
-            x.new_empty(PARTS, len(weight_d)),
-        )
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.empty_like(weight_d)
+        parts = x.new_empty(PARTS, len(weight_d))
         tensors = grads[0].contiguous(), x, weight_d, r_T, grad_x, grad_weight, parts
         _library.norm_backward(*map(_address, tensors), len(r_T), len(weight_d))
         return grad_x, grad_weight, None
 
 
-# --- queries, keys and values out of their fused product
+# --- Queries, keys and values from their fused product.
 
 Heads = tuple[Tensor, Tensor, Tensor]
 Norms = tuple[Tensor | None, Tensor | None]
@@ -131,14 +141,14 @@ Norms = tuple[Tensor | None, Tensor | None]
 def heads(
     qkv: Tensor, norms: Norms, cos_T1D: Tensor, sin_T1C: Tensor, sizes: tuple[int, int], eps: float
 ) -> Heads:
-    """As `ops.heads`."""
+    """Return queries, keys and values, like `ops.heads`."""
     if torch.is_grad_enabled():
         return _Heads.apply(qkv, *norms, cos_T1D, sin_T1C, sizes, eps)
     qkv = qkv.contiguous()
-    return *_turned(qkv, norms, cos_T1D, sin_T1C, sizes, eps, None), qkv[:, sum(sizes) :]
+    return *_rotate(qkv, norms, cos_T1D, sin_T1C, sizes, eps, None), qkv[:, sum(sizes) :]
 
 
-def _turned(
+def _rotate(
     qkv: Tensor,
     norms: Norms,
     cos: Tensor,
@@ -147,8 +157,14 @@ def _turned(
     eps: float,
     r: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    (n_tokens, _, size), (n_heads, n_kv_heads) = qkv.shape, sizes
-    q, k = qkv.new_empty(n_tokens, n_heads, size), qkv.new_empty(n_tokens, n_kv_heads, size)
+    """Return the queries and keys, normalised and with rotary positions.
+
+    r: is filled with the norms' factors.
+    """
+    n_tokens, _, size = qkv.shape
+    n_heads, n_kv_heads = sizes
+    q = qkv.new_empty(n_tokens, n_heads, size)
+    k = qkv.new_empty(n_tokens, n_kv_heads, size)
     _library.heads(
         *map(_address, (qkv, *norms, cos, sin, q, k, r)), n_tokens, n_heads, n_kv_heads, size, eps
     )
@@ -169,7 +185,7 @@ class _Heads(Function):
     ) -> Heads:
         qkv = qkv.contiguous()
         r = None if q_norm is None else qkv.new_empty(len(qkv), sum(sizes))
-        q, k = _turned(qkv, (q_norm, k_norm), cos, sin, sizes, eps, r)
+        q, k = _rotate(qkv, (q_norm, k_norm), cos, sin, sizes, eps, r)
         ctx.save_for_backward(qkv if q_norm is not None else None, q_norm, k_norm, cos, sin, r)
         ctx.shape = qkv.shape
         return q, k, qkv[:, sum(sizes) :].contiguous()
@@ -177,11 +193,11 @@ class _Heads(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_norm, k_norm, cos, sin, r = ctx.saved_tensors
-        q, k, v = map(_rows, grads)
-        grad, size = q.new_empty(ctx.shape), q.shape[2]
-        grad_norms, parts = (
-            (None, None) if q_norm is None else (q.new_empty(2, size), q.new_empty(PARTS, 2, size))
-        )
+        q, k, v = map(_token_rows, grads)
+        size = q.shape[2]
+        grad = q.new_empty(ctx.shape)
+        grad_norms = None if q_norm is None else q.new_empty(2, size)
+        parts = None if q_norm is None else q.new_empty(PARTS, 2, size)
         strided = (x for grad_out in (q, k, v) for x in (grad_out.data_ptr(), grad_out.stride(0)))
         rest = map(_address, (qkv, q_norm, k_norm, cos, sin, r, grad, grad_norms, parts))
         _library.heads_backward(*strided, *rest, len(q), q.shape[1], k.shape[1], size)
@@ -199,13 +215,13 @@ class _Heads(Function):
 
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:
-    """[T, 2 F] -> [T, F]"""
+    """Return silu(gate) * up. [T, 2 F] -> [T, F]"""
     if torch.is_grad_enabled():
         return _SwiGLU.apply(gate_up_TF)
-    return _gated(gate_up_TF.contiguous())
+    return _swiglu(gate_up_TF.contiguous())
 
 
-def _gated(gate_up: Tensor) -> Tensor:
+def _swiglu(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     _library.gated(gate_up.data_ptr(), out.data_ptr(), out.numel() // out.shape[-1], out.shape[-1])
     return out
@@ -216,29 +232,36 @@ class _SwiGLU(Function):
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
-        return _gated(gate_up)
+        return _swiglu(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        grad, out = grads[0].contiguous(), torch.empty_like(gate_up)
+        grad = grads[0].contiguous()
+        out = torch.empty_like(gate_up)
         _library.gated_backward(
             *map(_address, (grad, gate_up, out)), grad.numel() // grad.shape[-1], grad.shape[-1]
         )
         return out
 
 
-# --- attention of a decoding step
+# --- Attention of a decoding step.
 
 
 def decode(
     keys: Tensor, values: Tensor, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, positions_N: Tensor
 ) -> Tensor:
-    """Stores a key and a value of each of the first N slots at its position (int64), and lets its
-    queries attend to all up to there: [N, H, D], of any row the same bits whatever the others are.
-    keys, values: [N or more, K, L, D]. Without gradient."""
-    q, k, v = map(_rows, (q_NHD, k_NKD, v_NKD))
-    out, capacity, size = q.new_empty(q.shape), keys.shape[2], q.shape[2]
+    """Store a key and a value for each of the first N slots, and return the attention's output.
+
+    Each is stored at the slot's position (int64); its queries attend to all positions up to there.
+    The output is [N, H, D], and the bits of a row do not depend on other rows. Without gradient.
+
+    keys, values: the KV cache, [N or more, K, L, D].
+    """
+    q, k, v = map(_token_rows, (q_NHD, k_NKD, v_NKD))
+    out = q.new_empty(q.shape)
+    capacity = keys.shape[2]
+    size = q.shape[2]
     strided = (x for each in (q, k, v) for x in (each.data_ptr(), each.stride(0)))
     sizes = len(q), q.shape[1], k.shape[1], capacity, size, size**-0.5
     _library.decode(
@@ -247,9 +270,9 @@ def decode(
     return out
 
 
-# --- a decoding step as a whole
+# --- A decoding step as a whole.
 
-# and how many: what a profile is told of it, as it sees no call of C
+# Name of the step in a profile, followed by its FLOP: a profiler does not see the C call.
 STEP = "ratchet::step, FLOP of its products: "
 
 
@@ -262,16 +285,22 @@ def step(
     sizes: Sequence[int],
     eps: float,
 ) -> None:
-    """Takes embeddings x through all layers, in place, up to the normalised hidden states; a key
-    and a value of each join the cache. A row's bits depend on no other's. Without gradient.
+    """Run embeddings x through all layers, in place, up to the normalised hidden states.
 
-    layers: tensors as `Layer` of decoding.c has them, laid out row by row. tables: cosines [N, 1,
-    D] and sines [N, 1, C]. places: positions and slots, int64 [N] both. sizes: d, H, K, L, D and F.
+    A key and a value of each token join the KV cache. The bits of a row do not depend on other
+    rows. Without gradient.
+
+    layers: tensors in the order of `Layer` in decoding.c, row by row.
+    tables: cosines [N, 1, D] and sines [N, 1, C].
+    places: positions and slots, int64 [N] both.
+    sizes: d, H, K, L, D and F.
     """
     d, n_heads, n_kv_heads, _, size, gated = sizes
-    count, (cos, sin), (positions_N, slots_N) = len(x_Nd), tables, places
-    wanted = (x_Nd, d), (positions_N,), (slots_N,), (cos, 1, size), (sin, 1, size // 2)
-    assert all(laid(tensor, count, *shape) for tensor, *shape in wanted)
+    count = len(x_Nd)
+    cos, sin = tables
+    positions_N, slots_N = places
+    layouts = (x_Nd, d), (positions_N,), (slots_N,), (cos, 1, size), (sin, 1, size // 2)
+    assert all(laid(tensor, count, *shape) for tensor, *shape in layouts)
     assert fits(x_Nd, norm_d, cos, sin)
     assert positions_N.dtype is slots_N.dtype is torch.int64
     threads = torch.get_num_threads()
@@ -285,16 +314,20 @@ def step(
         )
 
 
-# --- products
+# --- Products.
 
 
 def prefers_onednn(x_Td: Tensor, weight_od: Tensor) -> bool:
-    """For matrices of this size, whatever the number of rows: their bits must not depend on it."""
+    """True if oneDNN should compute the product.
+
+    The choice depends on the size of the matrix and not on the number of rows, whose bits must not
+    depend on it.
+    """
     return _onednn and weight_od.numel() >= WIDE and x_Td.dim() == 2 and fits(x_Td, weight_od)
 
 
 def product(x_Td: Tensor, weight_od: Tensor) -> Tensor:
-    """x W^T by oneDNN: [T, o]."""
+    """Return x W^T by oneDNN, [T, o]."""
     return (
         _Product.apply(x_Td, weight_od)
         if torch.is_grad_enabled()
@@ -314,18 +347,18 @@ class _Product(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """For the weights MKL is as quick."""
         x, weight = ctx.saved_tensors
         for_x, for_weight = ctx.needs_input_grad
-        return _onednn_product(grads[0], weight.t()) if for_x else None, grads[
-            0
-        ].t() @ x if for_weight else None
+        grad_x = _onednn_product(grads[0], weight.t()) if for_x else None
+        # MKL is as fast for the gradient of the weights.
+        grad_weight = grads[0].t() @ x if for_weight else None
+        return grad_x, grad_weight
 
 
 def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[T, heads, D] with each token's own in one piece."""
+def _token_rows(x: Tensor) -> Tensor:
+    """Return [T, heads, D] with the numbers of each token in one contiguous piece."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,1 +1,1 @@
-"""Learners: they hold trainable weights, compute token columns and apply updates."""
+"""The learners: they hold trainable weights, compute token columns and apply updates."""

@@ -1,4 +1,4 @@
-"""Configuration of the learners. Free of torch."""
+"""The sections of the learners. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ratchet.config.base import Section
 
 
 class LocalConfig(Section):
-    """The learner of one process, on one device."""
+    """The section of the learner of one process, on one device."""
 
     builds: ClassVar[str] = "ratchet.learners.local:LocalLearner"
-    # computes with the kernels of the run; ranks with PyTorch's operations alone
+    # True if it computes with Ratchet's own CPU kernels; ranks use PyTorch's operations alone.
     compiles: ClassVar[bool] = True
 
     kind: Literal["local"] = "local"
@@ -46,12 +46,14 @@ class LocalConfig(Section):
 
 
 class SpreadConfig(Section):
-    """A learner that is spread over several processes, each with a device of its own.
+    """The base class of learners over several processes, each with its own device.
 
-    provider: see `ratchet.learners.distributed.model_providers`. divides: checks whether a model
-    can be divided so: (section, model). rows: keys of the ranks that divide these, repetitions
-    first. own_adamw: it brings its optimizer. placeable: whether it can leave its accelerator to
-    others. adapts_pipelines: whether it has `lora` with `pipeline_parallel` too.
+    provider: the class that loads models, see `ratchet.learners.distributed.model_providers`.
+    divides: a function (section, model) that raises if the model can't be divided so.
+    rows: keys of the data-parallel sizes, replicas first.
+    own_adamw: True if it brings its own optimizer.
+    placeable: True if it can leave its accelerator (colocation).
+    adapts_pipelines: True if it supports `lora` with `pipeline_parallel`.
     """
 
     provider: ClassVar[str]
@@ -95,8 +97,10 @@ class SpreadConfig(Section):
 
 
 class DTensorConfig(SpreadConfig):
-    """In torch's own terms: FSDP2 around parts of Ratchet's decoder, or around any model of
-    transformers."""
+    """A learner that uses torch's own parallelism: FSDP2.
+
+    It divides Ratchet's decoder, or any model of transformers.
+    """
 
     builds: ClassVar[str] = "ratchet.learners.distributed.fsdp:DTensorLearner"
     provider: ClassVar[str] = "ratchet.learners.distributed.fsdp_models:DTensorModels"
@@ -121,7 +125,7 @@ class DTensorConfig(SpreadConfig):
 
 
 class MegatronConfig(SpreadConfig):
-    """By Megatron Core: its layers, its pipeline schedules, its optimizer and its checkpoints."""
+    """A learner that uses Megatron Core's layers, pipeline schedules, optimizer and checkpoints."""
 
     builds: ClassVar[str] = "ratchet.learners.megatron.learner:MegatronLearner"
     provider: ClassVar[str] = "ratchet.learners.megatron.models:MegatronModels"

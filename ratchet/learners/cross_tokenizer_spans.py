@@ -1,9 +1,8 @@
-"""The stretches of one text that two tokenizers can be compared on.
+"""The spans of one text on which two tokenizers can be compared.
 
-A span is some tokens of the student's and some of the teacher's whose texts, as each tokenizer
+A span is some of the student's tokens and some of the teacher's whose texts, as each tokenizer
 decodes its own, are the same up to canonical equivalence (Unicode's NFC: "e" and a combining accent
-are "é"). A tokenizer that writes something else than the text that it is given (lower case, no
-accents, other spaces) has no span there.
+are "é"). A tokenizer that changes text (lower case, no accents, other spaces) has no span there.
 """
 
 from __future__ import annotations
@@ -21,17 +20,20 @@ from ratchet.errors import DataError
 Span = tuple[range, range]  # indices of the student's tokens, and of the teacher's
 
 REPLACED = "\N{REPLACEMENT CHARACTER}"
-LONG = 32  # tokens without a whole character: bytes that are none, as one has at most 4
-CONTEXT = 8  # tokens before a run, among which one has text
-EXPANSION = 18  # characters that a compatibility decomposition has at most
+# Tokens without a whole character beyond which bytes are invalid: a character has at most 4 bytes.
+LONG = 32
+# Tokens before a run, at least one of which has text.
+CONTEXT = 8
+# Maximum number of characters of a compatibility decomposition.
+EXPANSION = 18
 
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens of plain text, without control tokens.
+    """A run of text tokens, without control tokens.
 
     previous: tokens of text that they directly follow, if any. Decoders treat the beginning of a
-    text otherwise than its middle: those of SentencePiece drop a space there.
+    text differently: those of SentencePiece drop a space there.
     """
 
     tokenizer: Tokenizer
@@ -51,18 +53,17 @@ class Run:
 
     @cached_property
     def text(self) -> str:
-        """The text of the tokens behind the previous ones; bytes that are no UTF-8 become
-        U+FFFD."""
+        """The text of the run after `previous`; bytes that are no UTF-8 become U+FFFD."""
         return Window(self.tokenizer, self.before, list(self.tokens)).text()
 
     @cached_property
     def cuts(self) -> dict[int, int]:
         """The number of tokens that make up the first n characters of the text, by n.
 
-        There is a cut wherever a token ends with a whole character. Only what follows the last cut
-        is decoded at each token, behind the tokens between the cut before it and it. So the work
-        grows with the number of tokens, not with its square; `Window.shorten` keeps it so where no
-        character gets whole, and `Window.is_due` where no decoding so far is the text's.
+        There is a cut wherever a token ends with a whole character. Only the text after the last
+        cut is decoded at each token, so the work grows with the number of tokens, not with its
+        square. `Window.shorten` keeps it so where no character gets whole, and `Window.is_due`
+        where no decoding so far is the text's.
         """
         cuts = {0: 0}
         window = Window(self.tokenizer, self.before)
@@ -76,17 +77,17 @@ class Run:
             elif piece:
                 window.pass_over(len(window.tokens), piece)
                 cuts.setdefault(window.at, count)
-        # Tokens without text at the end belong to what is before them.
+        # Tokens without text at the end belong to the text before them.
         cuts[len(self.text)] = len(self.tokens)
         return cuts
 
     @cached_property
     def is_canonical(self) -> bool:
-        """True if the tokenizer writes the run's text by these tokens."""
+        """True if the tokenizer encodes the run's text as these tokens."""
         return any(self._writes(self.text, self.tokens, after) for after in ("start", "text"))
 
     def is_literal(self, characters: slice, tokens: range) -> bool:
-        """True if each U+FFFD in the characters is that character, not bytes that are no UTF-8."""
+        """True if each U+FFFD in the characters is that character, not invalid UTF-8."""
         text = self.text[characters]
         return (
             REPLACED not in text
@@ -95,6 +96,7 @@ class Run:
         )
 
     def _writes(self, text: str, tokens: Sequence[int], after: Literal["start", "text"]) -> bool:
+        """True if the tokenizer encodes the text as these tokens."""
         try:
             return self.tokenizer.encode(text, after=after) == list(tokens)
         except DataError:
@@ -104,62 +106,68 @@ class Run:
 def common_spans(student: Run, teacher: Run) -> Iterator[Span]:
     """Yield the shortest spans of the two runs, in order and disjoint.
 
-    teacher: how its tokenizer writes the student's text, which needn't decode to that text.
+    teacher: its tokenizer's tokens of the student's text, which may decode to another text.
     """
-    mine, theirs = student.text, teacher.text
+    student_text = student.text
+    teacher_text = teacher.text
     places = [
-        (p, q) for p, q in same_places(mine, theirs) if p in student.cuts and q in teacher.cuts
+        (p, q)
+        for p, q in same_places(student_text, teacher_text)
+        if p in student.cuts and q in teacher.cuts
     ]
     for (p, q), (p_end, q_end) in pairwise(places):
         tokens = range(student.cuts[p], student.cuts[p_end])
-        if canonical(mine[p:p_end]) == canonical(theirs[q:q_end]) and student.is_literal(
-            slice(p, p_end), tokens
-        ):
+        if canonical(student_text[p:p_end]) == canonical(
+            teacher_text[q:q_end]
+        ) and student.is_literal(slice(p, p_end), tokens):
             yield tokens, range(teacher.cuts[q], teacher.cuts[q_end])
 
 
-# --- two texts, one of which a tokenizer made of the other
+# --- Two texts, one of which a tokenizer made from the other.
 
 
 def canonical(text: str) -> str:
+    """Return the canonical composition (NFC) of a text."""
     return unicodedata.normalize("NFC", text)
 
 
-def same_places(mine: str, theirs: str) -> list[tuple[int, int]]:
-    """Return ascending pairs of positions at which the one text has got as far as the other.
+def same_places(student: str, teacher: str) -> list[tuple[int, int]]:
+    """Return ascending pairs of positions at which the two texts correspond.
 
-    The texts are walked from the beginning, past differences that normalising makes
-    (`_difference`), up to the first that nothing explains; and from the end as far as they are
-    equivalent.
+    Both are scanned from the beginning, past differences of normalisation (`_difference`), up to
+    the first unexplained difference; and from the end as far as they are equivalent.
     """
-    if mine == theirs:
-        return [(i, i) for i in range(len(mine) + 1)]
-    my_ends, their_ends = _ends(mine), _ends(theirs)
-    mine_C = [mine[start:end] for start, end in pairwise(my_ends)]  # C clusters
-    theirs_C = [theirs[start:end] for start, end in pairwise(their_ends)]
-    forwards, i, j = [(0, 0)], 0, 0
-    while i < len(mine_C) and j < len(theirs_C):
+    if student == teacher:
+        return [(i, i) for i in range(len(student) + 1)]
+    student_ends = _ends(student)
+    teacher_ends = _ends(teacher)
+    # C = clusters
+    student_C = [student[start:end] for start, end in pairwise(student_ends)]
+    teacher_C = [teacher[start:end] for start, end in pairwise(teacher_ends)]
+    forwards = [(0, 0)]
+    i = j = 0
+    while i < len(student_C) and j < len(teacher_C):
         step = (1, 1)
-        if canonical(mine_C[i]) != canonical(theirs_C[j]):
-            step = _difference(mine_C[i : i + EXPANSION], theirs_C[j : j + EXPANSION])
+        if canonical(student_C[i]) != canonical(teacher_C[j]):
+            step = _difference(student_C[i : i + EXPANSION], teacher_C[j : j + EXPANSION])
         if step is None:
             break
         i, j = i + step[0], j + step[1]
-        forwards.append((my_ends[i], their_ends[j]))
-    back_i, back_j = len(mine_C), len(theirs_C)
-    backwards = [(len(mine), len(theirs))]
+        forwards.append((student_ends[i], teacher_ends[j]))
+    back_i, back_j = len(student_C), len(teacher_C)
+    backwards = [(len(student), len(teacher))]
     while (
         back_i > i
         and back_j > j
-        and canonical(mine_C[back_i - 1]) == canonical(theirs_C[back_j - 1])
+        and canonical(student_C[back_i - 1]) == canonical(teacher_C[back_j - 1])
     ):
         back_i, back_j = back_i - 1, back_j - 1
-        backwards.append((my_ends[back_i], their_ends[back_j]))
+        backwards.append((student_ends[back_i], teacher_ends[back_j]))
     return [*forwards, *(place for place in reversed(backwards) if place != forwards[-1])]
 
 
 def _ends(text: str) -> list[int]:
-    """Return 0, and where each cluster ends: characters that canonical composition may join."""
+    """Return 0 and the end of each cluster: characters that canonical composition may join."""
     return [
         0,
         *(i for i in range(1, len(text)) if not _joins(text[i])),
@@ -172,21 +180,22 @@ def _joins(character: str) -> bool:
     return unicodedata.category(character).startswith("M") or "\u1160" <= character <= "\u11ff"
 
 
-def _difference(mine_C: Sequence[str], theirs_C: Sequence[str]) -> tuple[int, int] | None:
-    """Return how many clusters at the beginning of each are spellings of the same.
+def _difference(student_C: Sequence[str], teacher_C: Sequence[str]) -> tuple[int, int] | None:
+    """Return the number of clusters at the beginning of each that spell the same text.
 
     Spellings differ by case, by accents, by a compatible form ("fi" for the ligature), or by a
-    space that one side lacks. None: the clusters are no such spellings.
+    space
+    that one side lacks. None: the clusters are no such spellings.
     """
-    my_fold, their_fold = _folded(mine_C[0]), _folded(theirs_C[0])
-    if not my_fold or not their_fold:
-        return (0, 1) if my_fold else (1, 0)
+    student_fold, teacher_fold = _folded(student_C[0]), _folded(teacher_C[0])
+    if not student_fold or not teacher_fold:
+        return (0, 1) if student_fold else (1, 0)
     i = j = 1
-    while my_fold != their_fold:
-        if their_fold.startswith(my_fold) and i < len(mine_C):
-            my_fold, i = my_fold + _folded(mine_C[i]), i + 1
-        elif my_fold.startswith(their_fold) and j < len(theirs_C):
-            their_fold, j = their_fold + _folded(theirs_C[j]), j + 1
+    while student_fold != teacher_fold:
+        if teacher_fold.startswith(student_fold) and i < len(student_C):
+            student_fold, i = student_fold + _folded(student_C[i]), i + 1
+        elif student_fold.startswith(teacher_fold) and j < len(teacher_C):
+            teacher_fold, j = teacher_fold + _folded(teacher_C[j]), j + 1
         else:
             return None
     return i, j
@@ -200,15 +209,16 @@ def _folded(text: str) -> str:
     )
 
 
-# --- where tokens end in a text
+# --- The ends of tokens in a text.
 
 
 @dataclass
 class Window:
-    """The tokens of a text after a place in it.
+    """The tokens of a text after a position in it.
 
-    before: the tokens that the place ends, for the decoder alone. at: characters before the place.
-    due: tokens from which on it is decoded again.
+    before: the tokens just before the position, as context for the decoder.
+    at: number of characters before the position.
+    due: number of tokens from which it is decoded again.
     """
 
     tokenizer: Tokenizer
@@ -219,6 +229,7 @@ class Window:
 
     @property
     def is_due(self) -> bool:
+        """True if the window has grown enough to be decoded again."""
         return len(self.tokens) >= self.due
 
     def text(self, count: int | None = None) -> str:
@@ -228,16 +239,18 @@ class Window:
         ]
 
     def pass_over(self, count: int, piece: str) -> None:
-        """Move the place behind the first `count` tokens, whose text is `piece`."""
+        """Move the position behind the first `count` tokens, whose text is `piece`."""
         if piece:
             self.before = self.tokens[:count]
-        self.tokens, self.at, self.due = self.tokens[count:], self.at + len(piece), 0
+        self.tokens = self.tokens[count:]
+        self.at += len(piece)
+        self.due = 0
 
     def shorten(self, text: str) -> None:
-        """Halve a long window without a whole character, if its halves mean the same apart.
+        """Halve a long window without a whole character, if its halves decode the same apart.
 
-        They don't where one half character turns all bytes beside it into U+FFFD, as decoders with
-        byte fallback have it. Such a window is decoded again once it has grown by an eighth.
+        They don't if one half character turns all bytes beside it into U+FFFD, as in decoders with
+        byte fallback. Such a window is decoded again once it has grown by an eighth.
         """
         if len(self.tokens) < LONG:
             return
@@ -245,6 +258,8 @@ class Window:
         piece = half.text(LONG // 2)
         half.pass_over(LONG // 2, piece)
         if piece + half.text() == self.text() and text.startswith(piece, self.at):
-            self.before, self.tokens, self.at = half.before, half.tokens, half.at
+            self.before = half.before
+            self.tokens = half.tokens
+            self.at = half.at
         else:
             self.due = len(self.tokens) * 9 // 8

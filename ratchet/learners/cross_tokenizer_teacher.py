@@ -1,8 +1,7 @@
-"""A teacher with another tokenizer: asked about the same text in its own tokens, answering in the
-student's.
+"""A teacher with another tokenizer: it scores the same text in its own tokens.
 
-T = the student's tokens laid end to end. `ratchet.learners.cross_tokenizer_spans` says what a span
-is.
+Its log-probabilities are mapped back to the student's tokens. T = the student's tokens laid end to
+end. `ratchet.learners.cross_tokenizer_spans` defines spans.
 """
 
 from __future__ import annotations
@@ -27,7 +26,11 @@ from ratchet.types import Group, Message, Task, Trajectory
 
 @dataclass
 class Translation:
-    """One row in the teacher's tokens. spans: of the tokens that are asked about."""
+    """A row in the teacher's tokens.
+
+    asked: True for tokens to score.
+    spans: the spans of those tokens.
+    """
 
     tokens: list[int] = field(default_factory=list)
     asked: list[bool] = field(default_factory=list)
@@ -35,12 +38,13 @@ class Translation:
 
 
 class AlignedTeacher(Teacher):
-    """Scores like a learner, for a frozen role.
+    """A teacher whose scores are aligned with the student's tokens by spans.
 
     "logprobs" [T]: a span's log-probability under the teacher, spread evenly over the student's
-    tokens of the span, so that sums over spans are right. "spans" [T] int64: numbers the spans of
-    the batch, -1 outside. What lies beyond the teacher's `max_positions`, counted in its own
-    tokens, has no span.
+      tokens of the span, so that sums over spans are right.
+    "spans" [T]: int64, the number of the token's span in the batch, -1 outside spans.
+
+    Text beyond the teacher's `max_positions`, counted in its own tokens, has no span.
     """
 
     reads_rows: ClassVar[bool] = False
@@ -49,29 +53,37 @@ class AlignedTeacher(Teacher):
         self, inner: Learner, student: Tokenizer, teacher: Tokenizer, *, max_positions: int
     ) -> None:
         super().__init__(inner, max_positions=max_positions, vocab_size=teacher.vocab_size)
-        self.student, self.teacher = student, teacher
+        self.student = student
+        self.teacher = teacher
 
     async def score(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
+        """Score the rows' text under the teacher."""
         self.check_media(batch)
         translations = [self.translate(tokens, asked) for tokens, asked in _rows(batch)]
-        theirs = await self._ask(batch, translations)
-        logprobs_T = torch.zeros(batch.n_tokens, dtype=theirs.dtype)
+        teacher_logprobs = await self._score_translations(batch, translations)
+        logprobs_T = torch.zeros(batch.n_tokens, dtype=teacher_logprobs.dtype)
         spans_T = torch.full((batch.n_tokens,), -1, dtype=torch.int64)
         starts = batch.starts_S.tolist()
-        number = their_start = 0
+        span_number = teacher_start = 0
         for start, translation in zip(starts, translations, strict=True):
-            for mine, other in translation.spans:
-                place = slice(start + mine.start, start + mine.stop)
-                total = theirs[their_start + other.start : their_start + other.stop].sum()
-                logprobs_T[place], spans_T[place] = total / len(mine), number
-                number += 1
-            their_start += len(translation.tokens)
+            for student_range, teacher_range in translation.spans:
+                tokens = slice(start + student_range.start, start + student_range.stop)
+                total = teacher_logprobs[
+                    teacher_start + teacher_range.start : teacher_start + teacher_range.stop
+                ].sum()
+                logprobs_T[tokens] = total / len(student_range)
+                spans_T[tokens] = span_number
+                span_number += 1
+            teacher_start += len(translation.tokens)
         columns = {"logprobs": logprobs_T, "spans": spans_T}
         return {name: columns[name] for name in wanted}
 
-    async def _ask(self, batch: Batch, translations: Sequence[Translation]) -> Tensor:
+    async def _score_translations(
+        self, batch: Batch, translations: Sequence[Translation]
+    ) -> Tensor:
+        """Return the teacher's log-probabilities of the translated rows, laid end to end."""
         rows = [
             replace(Trajectory.supervised(row.tokens, row.asked), temperature=temperature)
             for row, temperature in zip(translations, batch.temperature_S.tolist(), strict=True)
@@ -81,61 +93,79 @@ class AlignedTeacher(Teacher):
         return (await self.inner.score(packed, ["logprobs"]))["logprobs"]
 
     def translate(self, tokens: Sequence[int], asked: Sequence[bool]) -> Translation:
-        """Return the row in the teacher's tokens: its text is cut at control tokens and where the
-        writer changes.
+        """Return the row in the teacher's tokens.
 
-        What the student wrote and the teacher has no tokens for is left out, without a span. Raises
-        DataError for a prompt of that kind.
+        Its text is cut at control tokens and between tokens to score and others. Text that the
+        student wrote and the teacher has no tokens for is left out, without a span. Raises
+        DataError if the teacher has no tokens for a prompt's text.
         """
-        made = Translation()
+        translation = Translation()
         controls = set(self.student.special_ids.values()) | set(self.student.eos_ids)
         kinds = [
-            (i if token in controls else -1, on)
-            for i, (token, on) in enumerate(zip(tokens, asked, strict=True))
+            (i if token in controls else -1, is_scored)
+            for i, (token, is_scored) in enumerate(zip(tokens, asked, strict=True))
         ]
         after: After = "start"
-        previous: tuple[Sequence[int], Sequence[int]] = (
-            (),
-            (),
-        )  # text directly before, in the student's and the teacher's tokens
-        for (control, on), run in groupby(range(len(tokens)), key=lambda i: kinds[i]):
+        # The text directly before, in the student's and the teacher's tokens.
+        previous: tuple[Sequence[int], Sequence[int]] = ((), ())
+        for (control, is_scored), run in groupby(range(len(tokens)), key=lambda i: kinds[i]):
             indices = list(run)
-            mine = [tokens[i] for i in indices]
+            student_tokens = [tokens[i] for i in indices]
             if control >= 0:
-                theirs = self._control(mine[0])
-                spans = [(range(1), range(len(theirs)))] if theirs else []
-                after, previous = "special", ((), ())
+                teacher_tokens = self._control(student_tokens[0])
+                spans = [(range(1), range(len(teacher_tokens)))] if teacher_tokens else []
+                after = "special"
+                previous = ((), ())
             else:
-                student = Run(self.student, mine, previous[0])
-                theirs = self._text(student.text, after, on)
-                spans = common_spans(student, Run(self.teacher, theirs, previous[1])) if on else ()
-                after, previous = "text", (mine, theirs)
-            first = len(made.tokens)
-            made.tokens += theirs
-            made.asked += [on] * len(theirs)
-            made.spans += [(_moved(a, indices[0]), _moved(b, first)) for a, b in spans if on]
-        return self._readable(made)
+                student = Run(self.student, student_tokens, previous[0])
+                teacher_tokens = self._text(student.text, after, is_scored)
+                spans = (
+                    common_spans(student, Run(self.teacher, teacher_tokens, previous[1]))
+                    if is_scored
+                    else ()
+                )
+                after = "text"
+                previous = (student_tokens, teacher_tokens)
+            first = len(translation.tokens)
+            translation.tokens += teacher_tokens
+            translation.asked += [is_scored] * len(teacher_tokens)
+            translation.spans += [
+                (_shift(a, indices[0]), _shift(b, first)) for a, b in spans if is_scored
+            ]
+        return self._truncate(translation)
 
-    def _readable(self, made: Translation) -> Translation:
-        """Without what lies beyond the teacher's context, and without spans that begin with the
-        row: nothing predicts those."""
+    def _truncate(self, translation: Translation) -> Translation:
+        """Return the row up to the teacher's context, without spans that begin with the row.
+
+        No state predicts the first token.
+        """
         end = self.max_positions
         spans = [
-            (mine, theirs) for mine, theirs in made.spans if theirs.start > 0 and theirs.stop <= end
+            (student_range, teacher_range)
+            for student_range, teacher_range in translation.spans
+            if teacher_range.start > 0 and teacher_range.stop <= end
         ]
-        return Translation(made.tokens[:end], made.asked[:end], spans)
+        return Translation(translation.tokens[:end], translation.asked[:end], spans)
 
     def _text(self, text: str, after: After, written: bool) -> list[int]:
+        """Return the teacher's tokens of a text.
+
+        There are none for text that the student wrote and the teacher can't encode.
+        """
         try:
             return self.teacher.encode(text, after=after)
         except DataError:
-            if written:  # a student may write anything, half a character too
+            # A student may write anything, such as half a character.
+            if written:
                 return []
             raise
 
     def _control(self, token: int) -> list[int]:
-        """The teacher's token of the same name, or of the same part (end, beginning); else its name
-        as text."""
+        """Return the teacher's tokens for a control token of the student.
+
+        It is the token of the same name, or of the same function (end, beginning), else its name as
+        text.
+        """
         name = next((text for text, i in self.student.special_ids.items() if i == token), "")
         same = self.teacher.special_ids.get(name)
         if same is not None:
@@ -147,7 +177,7 @@ class AlignedTeacher(Teacher):
         return self.teacher.encode(name, after="special")
 
 
-def _moved(span: range, by: int) -> range:
+def _shift(span: range, by: int) -> range:
     return range(span.start + by, span.stop + by)
 
 

@@ -1,5 +1,7 @@
-"""From the blocks of many ranks to a Hugging Face directory, with one file's weights in memory at a
-time."""
+"""Export of the blocks of many ranks to a Hugging Face directory.
+
+The weights of one file are in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,11 @@ HEAD = "head.weight"
 def export_blocks(
     model: PolicyModel, blocks: Iterable[Shard], rank: int, directory: Path, part: Exported = "all"
 ) -> None:
-    """Every rank calls it, with blocks of its own; the directory is one that all of them see. part:
-    see `Learner.export`."""
+    """Write the model from the blocks of all ranks.
+
+    Every rank calls it with its own blocks. All ranks must see the directory. part: see
+    `Learner.export`.
+    """
     parts = directory / ".blocks"
     save_blocks(parts, rank, blocks, {})
     dist.barrier()
@@ -43,25 +48,33 @@ def export_blocks(
 
 
 def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
-    """From what any number of ranks saved, by one process. model: whole, as the stage began with
-    it: the weights that rest beside an adapter are its own. Raises CheckpointError where these are
-    others, or something is missing."""
-    saved, resting = Blocks(checkpoint), model.resting()
-    rest = {name: weight.detach() for name, weight in model.canonical_weights() if name in resting}
-    if rest:
+    """Write the model from a checkpoint of any number of ranks, in one process.
+
+    model: the whole model as the stage began with it. The frozen weights beside an adapter are
+    taken from it.
+
+    Raises CheckpointError if these differ from the checkpoint's, or something is missing.
+    """
+    saved = Blocks(checkpoint)
+    frozen_names = model.resting()
+    frozen = {
+        name: weight.detach() for name, weight in model.canonical_weights() if name in frozen_names
+    }
+    if frozen:
         check_base(
             checkpoint,
             saved.numbers.get("base"),
-            fingerprint({name: bit_sum(weight) for name, weight in rest.items()}),
+            fingerprint({name: bit_sum(weight) for name, weight in frozen.items()}),
         )
-    # others are an optimizer's: exp_avg/...
+    # Names with a slash are the optimizer's: exp_avg/...
     learned = {name: saved.whole(name) for name in saved.stored if "/" not in name}
-    _write(model, {**rest, **learned}, directory, "all")
+    _write(model, {**frozen, **learned}, directory, "all")
 
 
 def _write(
     model: PolicyModel, whole: Mapping[str, Savable], directory: Path, part: Exported
 ) -> None:
+    """Write the whole weights as a Hugging Face model, its base or its adapter."""
     low_rank = {name: weight for name, weight in whole.items() if name.startswith(PEFT)}
     weights = {
         name: weight for name, weight in whole.items() if name not in low_rank and name != HEAD

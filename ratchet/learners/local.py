@@ -1,7 +1,6 @@
-"""The learner of one process: autograd on packed micro-batches, an optimizer, and nothing but sums
-in between.
+"""The learner of one process: autograd on packed micro-batches, and an optimizer.
 
-T = tokens, S = sequences of a micro-batch.
+Losses and gradients of micro-batches are only summed. T = tokens, S = sequences of a micro-batch.
 """
 
 from __future__ import annotations
@@ -34,15 +33,19 @@ from ratchet.utils.thread_pool import Crew, dealt
 
 
 class LocalLearner:
-    """Implements `Learner` and `Placeable` for a `PolicyModel` in this process.
+    """Trains or scores with a `PolicyModel` in this process.
 
-    model: holds float32 (master) weights; on an accelerator the forward runs under bfloat16
-    autocast when `autocast`. optimizer: None makes a frozen role (a reference), which can only
-    score. total_steps: optimizer steps of the schedule. head: the scalar head that "values" and
-    "scores" read. unit: what a micro-batch never splits. shared_vocab: how many tokens, the first
-    ones, it has in common with models that it is compared with token by token ("topk_logprobs");
-    None: all. replays: whether the sampler's routes are its own, where a batch has them: for the
-    model that sampled.
+    Implements `Learner` and `Placeable`.
+
+    model: holds float32 (master) weights.
+    optimizer: None makes a frozen role (a reference), which can only score.
+    total_steps: optimizer steps of the schedule.
+    unit: the unit that micro-batches never split.
+    head: the scalar head for "values" and "scores".
+    autocast: on an accelerator the forward runs under bfloat16 autocast.
+    shared_vocab: number of leading tokens in common with models that are compared with it token by
+      token ("topk_logprobs"); None: all.
+    replays: use the sampler's routes where a batch has them; for the model that sampled.
     """
 
     def __init__(
@@ -58,12 +61,14 @@ class LocalLearner:
         shared_vocab: int | None = None,
         replays: bool = False,
     ) -> None:
-        self.model, self.config, self.head = model, config, head
+        self.model = model
+        self.config = config
+        self.head = head
         self.unit: Level = unit
         model.checkpointing = config.activation_checkpointing
         device = next(model.parameters()).device.type
         chunk_mib = logits_mib(config.logprob_chunk_mib, device)
-        own = Forward(
+        forward = Forward(
             model,
             head,
             chunk_mib=chunk_mib,
@@ -71,21 +76,24 @@ class LocalLearner:
             shared_vocab=shared_vocab,
             replays=replays,
         )
-        self.device, self.dtype = own.device, own.dtype
-        # "auto" is a number in a run, which has measured it; an accelerator does one thing at a
-        # time.
-        self.crew = Crew(1 if config.workers == "auto" or device != "cpu" else config.workers)
-        # The first one's gradients are those that the optimizer reads.
-        self.hands = (
-            [own, *(own.twin() for _ in range(self.crew.size - 1))]
+        self.device = forward.device
+        self.dtype = forward.dtype
+        # In a run "auto" has been replaced by a measured number. An accelerator computes one
+        # micro-batch at a time.
+        self.thread_pool = Crew(
+            1 if config.workers == "auto" or device != "cpu" else config.workers
+        )
+        # One forward for each worker. The optimizer reads the gradients of the first.
+        self.forwards = (
+            [forward, *(forward.with_own_gradients() for _ in range(self.thread_pool.size - 1))]
             if optimizer
-            else [own] * self.crew.size
+            else [forward] * self.thread_pool.size
         )
         self.optimizer: AdamW | None = None
         if optimizer is not None:
-            self.optimizer = construct(optimizer, own.parameters(), matrices=model.matrices())
-        self._residence = Residence([model, head], self.optimizer)
-        self.pace = (
+            self.optimizer = construct(optimizer, forward.parameters(), matrices=model.matrices())
+        self._offloader = Residence([model, head], self.optimizer)
+        self.step_policy = (
             None
             if optimizer is None
             else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
@@ -96,126 +104,146 @@ class LocalLearner:
     async def score(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        plan = self._plan(batch) or [[]]  # an empty batch has columns too, of the right width
-        found = self._scored(batch, plan, wanted, top_k)
-        return gather_columns(
-            batch, plan, [{name: part[name].to("cpu") for name in wanted} for part in found]
-        )
+        # An empty batch has columns too, of the right width.
+        plan = self._plan(batch) or [[]]
+        scored = self._score_micros(batch, plan, wanted, top_k)
+        on_cpu = [{name: columns[name].to("cpu") for name in wanted} for columns in scored]
+        return gather_columns(batch, plan, on_cpu)
 
     async def score_base(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        """As `score`, without the model's adapter. It never waits, so a generator that shares the
-        model sees nothing of it."""
-        with ExitStack() as off:
-            for hand in self.hands:
-                off.enter_context(hand.model.without_adapter())
+        """Score like `score`, without the model's adapter.
+
+        It never awaits, so a generator that shares the model can't run while the adapter is off.
+        """
+        with ExitStack() as contexts:
+            for forward in self.forwards:
+                contexts.enter_context(forward.model.without_adapter())
             return await self.score(batch, wanted, top_k=top_k)
 
-    def _scored(
+    def _score_micros(
         self, batch: Batch, plan: Sequence[list[int]], wanted: Sequence[str], top_k: int
     ) -> list[Mapping[str, Tensor]]:
-        def score(hand: Forward, number: int) -> Mapping[str, Tensor]:
-            return hand.score(batch.take(plan[number]), wanted, top_k=top_k)
+        """Return the columns of each micro-batch of the plan."""
 
-        return self._shared_out(batch, plan, score)
+        def score(forward: Forward, number: int) -> Mapping[str, Tensor]:
+            return forward.score(batch.take(plan[number]), wanted, top_k=top_k)
+
+        return self._run_micros(batch, plan, score)
 
     # --- updating
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        optimizer, pace = self.optimizer, self.pace
+        """Take one optimizer step on a mini-batch."""
+        optimizer = self.optimizer
+        step_policy = self.step_policy
         assert optimizer is not None, "a frozen role was asked to update"
-        assert pace is not None
-        metrics = pace.begin()
+        assert step_policy is not None
+        metrics = step_policy.begin()
         active = weighing_rows(mini, terms)
         if not active:
             return {**metrics, "skipped_empty": 1.0}
         sums = self._accumulate(
             mini if len(active) == mini.n_sequences else mini.take(active), terms
         )
-        parameters = [parameter for _, parameter in self.hands[0].parameters()]
+        parameters = [parameter for _, parameter in self.forwards[0].parameters()]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         metrics |= {name: float(value) for name, value in sums.items()} | {"grad_norm": float(norm)}
         try:
-            if not pace.sound(metrics["grad_norm"], metrics["loss"]):
+            if not step_policy.is_finite_step(metrics["grad_norm"], metrics["loss"]):
                 return {**metrics, "skipped_nonfinite": 1.0}
-            if pace.config.max_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(parameters, pace.config.max_grad_norm, norm)
+            if step_policy.config.max_grad_norm is not None:
+                nn.utils.clip_grads_with_norm_(parameters, step_policy.config.max_grad_norm, norm)
             optimizer.step(metrics["lr"])
         finally:
             optimizer.zero_grad()
         return metrics
 
     def gradient(self, mini: Batch, terms: Sequence[LossTerm]) -> tuple[list[Tensor], float]:
-        """(of each parameter, the loss) for a weighed mini-batch, or for some of its sequences,
-        before clipping; changes nothing. Gradients of the parts of a mini-batch add up to that of
-        the whole, but for what an adapter drops."""
+        """Return (the gradient of each parameter, the loss) before clipping; change nothing.
+
+        mini: a weighed mini-batch, or some of its sequences. Gradients of the parts of a mini-batch
+        add up to that of the whole, except for the adapter's dropout.
+        """
         assert self.optimizer is not None, "a frozen role has no gradient"
         sums = self._accumulate(mini, terms)
-        found = [
-            torch.zeros_like(p) if p.grad is None else p.grad for _, p in self.hands[0].parameters()
+        gradients = [
+            torch.zeros_like(p) if p.grad is None else p.grad
+            for _, p in self.forwards[0].parameters()
         ]
         self.optimizer.zero_grad()
-        return found, float(sums.get("loss", 0.0))
+        return gradients, float(sums.get("loss", 0.0))
 
     def _accumulate(self, mini: Batch, terms: Sequence[LossTerm]) -> dict[str, Tensor]:
-        """Sums of losses and metrics over all micro-batches; gradients add up in `.grad`. The same
-        sums in the same order, whoever is faster: a run can be repeated."""
-        sums: dict[str, Tensor] = {}
-        taken = 0 if self.pace is None else self.pace.taken
+        """Return sums of losses and metrics over all micro-batches; gradients add up in `.grad`.
 
+        Sums are added in the same order, whichever worker is faster, so that runs can be repeated.
+        """
+        sums: dict[str, Tensor] = {}
+        taken = 0 if self.step_policy is None else self.step_policy.steps_taken
         plan = self._plan(mini)
 
-        def learn(hand: Forward, number: int) -> Mapping[str, Tensor]:
-            # As ranks seed what their adapters drop: by the step and the micro-batch's number in
-            # it.
-            return hand.learn(mini.take(plan[number]), terms, seed=mask_seed(taken, number))
+        def learn(forward: Forward, number: int) -> Mapping[str, Tensor]:
+            # The seed of the adapter's dropout: by the step and the micro-batch's number in it, as
+            # on ranks.
+            return forward.learn(mini.take(plan[number]), terms, seed=mask_seed(taken, number))
 
-        for found in self._shared_out(mini, plan, learn):
-            for key, value in found.items():
+        for numbers in self._run_micros(mini, plan, learn):
+            for key, value in numbers.items():
                 sums[key] = sums.get(key, 0.0) + value
-        for hand in self.hands[1:]:
-            _hand_over(hand, self.hands[0])
+        for forward in self.forwards[1:]:
+            _move_gradients(forward, self.forwards[0])
         return sums
 
-    def _shared_out(
+    def _run_micros(
         self,
         batch: Batch,
         plan: Sequence[list[int]],
         work: Callable[[Forward, int], Mapping[str, Tensor]],
     ) -> list[Mapping[str, Tensor]]:
-        """Return what comes of each micro-batch, in order. work: takes a micro-batch's number in
-        the plan."""
+        """Return the result of each micro-batch, in order.
+
+        work: called with a worker's forward and the micro-batch's number in the plan.
+        """
         lengths = batch.lengths_S.tolist()
-        shares = dealt([sum(lengths[row] for row in rows) for rows in plan], self.crew.size)
+        shares = dealt([sum(lengths[row] for row in rows) for rows in plan], self.thread_pool.size)
 
-        def some(hand: Forward, share: list[int]) -> list[Mapping[str, Tensor]]:
-            return [work(hand, number) for number in share]
+        def run_share(forward: Forward, share: list[int]) -> list[Mapping[str, Tensor]]:
+            return [work(forward, number) for number in share]
 
-        done = self.crew.run(
-            [partial(some, hand, share) for hand, share in zip(self.hands, shares, strict=True)]
+        by_worker = self.thread_pool.run(
+            [
+                partial(run_share, forward, share)
+                for forward, share in zip(self.forwards, shares, strict=True)
+            ]
         )
-        found = {
-            i: part
-            for share, parts in zip(shares, done, strict=True)
-            for i, part in zip(share, parts, strict=True)
+        by_number = {
+            number: result
+            for share, results in zip(shares, by_worker, strict=True)
+            for number, result in zip(share, results, strict=True)
         }
-        return [found[i] for i in range(len(plan))]
+        return [by_number[number] for number in range(len(plan))]
 
     def _plan(self, batch: Batch) -> list[list[int]]:
+        """Return the rows of each micro-batch."""
         limit = most_tokens(self.config.micro_batch_tokens, self.device.type)
-        shares = self.model.shares_prefixes
+        shares_prefixes = self.model.shares_prefixes
         return plan_microbatches(
-            batch, max_tokens=limit, unit=self.unit, shares=shares, hands=self.crew.size
+            batch,
+            max_tokens=limit,
+            unit=self.unit,
+            shares=shares_prefixes,
+            workers=self.thread_pool.size,
         )
 
     # --- weights and state
 
     async def onload(self) -> None:
-        self._residence.enter()
+        self._offloader.onload()
 
     async def offload(self) -> None:
-        self._residence.leave()
+        self._offloader.offload()
 
     def weights(self) -> Iterator[Shard]:
         resting = self.model.resting()
@@ -232,30 +260,33 @@ class LocalLearner:
 
     def fingerprint(self) -> str:
         return fingerprint(
-            {name: bit_sum(parameter) for name, parameter in self.hands[0].parameters()}
+            {name: bit_sum(parameter) for name, parameter in self.forwards[0].parameters()}
         )
 
     def save(self, directory: Path) -> None:
         state: dict[str, object] = {"steps_taken": 0, "bad_steps": 0}
-        if self.pace is not None:
-            state = {"steps_taken": self.pace.taken, "bad_steps": self.pace.bad}
+        if self.step_policy is not None:
+            state = {
+                "steps_taken": self.step_policy.steps_taken,
+                "bad_steps": self.step_policy.bad_steps,
+            }
         state["parameters"] = {
-            name: parameter.detach() for name, parameter in self.hands[0].parameters()
+            name: parameter.detach() for name, parameter in self.forwards[0].parameters()
         }
         if self.optimizer is not None:
-            # In the parameters' order, not in that of their first gradients: equal states are equal
-            # files.
-            own = self.optimizer.state
+            # In the order of the parameters, not of their first gradients, so that equal states are
+            # equal files.
+            moments = self.optimizer.state
             state["optimizer"] = {
-                name: own[name] for name, _ in self.optimizer.named if name in own
+                name: moments[name] for name, _ in self.optimizer.named if name in moments
             }
         if self.model.resting():
-            state["base"] = self._base
+            state["base"] = self._base_fingerprint
         save_state(directory, state)
 
     @cached_property
-    def _base(self) -> str:
-        """Of the weights that rest, which a checkpoint leaves out."""
+    def _base_fingerprint(self) -> str:
+        """The fingerprint of the frozen weights beside an adapter, which checkpoints leave out."""
         resting = self.model.resting()
         return fingerprint(
             {
@@ -283,19 +314,23 @@ class LocalLearner:
     def load(self, directory: Path) -> None:
         state = load_state(directory)
         if self.model.resting():
-            check_base(directory, state.get("base"), self._base)
-        if self.pace is not None:
-            self.pace.taken, self.pace.bad = state["steps_taken"], state["bad_steps"]
+            check_base(directory, state.get("base"), self._base_fingerprint)
+        if self.step_policy is not None:
+            self.step_policy.steps_taken = state["steps_taken"]
+            self.step_policy.bad_steps = state["bad_steps"]
         with torch.no_grad():
-            for name, parameter in self.hands[0].parameters():
+            for name, parameter in self.forwards[0].parameters():
                 parameter.copy_(state["parameters"][name])
         if self.optimizer is not None:
             self.optimizer.load(state["optimizer"])
 
 
-def _hand_over(source: Forward, target: Forward) -> None:
-    """Adds one's gradients to the other's, and leaves none."""
-    for (_, given), (_, kept) in zip(source.parameters(), target.parameters(), strict=True):
-        if given.grad is not None:
-            kept.grad = given.grad if kept.grad is None else kept.grad.add_(given.grad)
-            given.grad = None
+def _move_gradients(source: Forward, target: Forward) -> None:
+    """Add the gradients of `source` to those of `target`, and clear them in `source`."""
+    pairs = zip(source.parameters(), target.parameters(), strict=True)
+    for (_, source_parameter), (_, target_parameter) in pairs:
+        gradient = source_parameter.grad
+        if gradient is not None:
+            total = target_parameter.grad
+            target_parameter.grad = gradient if total is None else total.add_(gradient)
+            source_parameter.grad = None

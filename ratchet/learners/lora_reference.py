@@ -1,5 +1,4 @@
-"""The policy without its adapter, as a role of its own: the reference of a run with LoRA needs no
-second copy of the model."""
+"""The reference of a run with LoRA: the policy without its adapter, without a second model."""
 
 from __future__ import annotations
 
@@ -15,16 +14,20 @@ from ratchet.protocols import Learner, LossTerm
 
 
 class ScoresBase(Learner, Protocol):
+    """A learner that can score without its model's adapter."""
+
     async def score_base(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        """As `score`, without the model's adapter."""
+        """Score like `score`, without the model's adapter."""
         ...
 
 
 class BaseView(Around):
-    """Implements `Learner` on that of the policy, which moves and saves what there is. It never
-    trains."""
+    """The policy's learner without the adapter, as a frozen role.
+
+    Implements `Learner`. The policy's own learner moves and saves the weights.
+    """
 
     inner: ScoresBase
 

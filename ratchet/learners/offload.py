@@ -1,5 +1,4 @@
-"""Where the tensors of a learner are: on the device that computes with them, or, while others need
-that, in main memory."""
+"""Offloading: a learner's tensors move to host memory while its device is used for other work."""
 
 from __future__ import annotations
 
@@ -12,25 +11,31 @@ from ratchet.learners.optim.adamw import AdamW
 
 
 class Residence:
-    """Moves weights, buffers and what the optimizer keeps; gradients exist in updates only.
-    Parameters stay the same objects. What is saved, loaded or sent meanwhile is read and written
-    where it is."""
+    """Moves weights, buffers and optimizer state between device and host memory (colocation).
+
+    Gradients exist during updates only. Parameters stay the same objects. Saving, loading and
+    sending read and write tensors wherever they are.
+    """
 
     def __init__(self, modules: Sequence[nn.Module | None], optimizer: AdamW | None) -> None:
         self.modules = [module for module in modules if module is not None]
         self.optimizer = optimizer
         self.device = next(self.modules[0].parameters()).device
 
-    def leave(self) -> None:
+    def offload(self) -> None:
+        """Move everything to host memory."""
         self._move(torch.device("cpu"))
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # or the allocator would keep what was freed from the others
+            # Without this the allocator would keep the freed memory from other processes.
+            torch.cuda.empty_cache()
 
-    def enter(self) -> None:
+    def onload(self) -> None:
+        """Move everything back to the device."""
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
-        if self.device.type == "cpu":  # weights rest in main memory as it is
+        # A learner on the CPU is in host memory anyway.
+        if self.device.type == "cpu":
             return
         for module in self.modules:
             module.to(device)

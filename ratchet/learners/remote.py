@@ -1,5 +1,7 @@
-"""A learner whose ranks are other processes, as the driver sees it: it plans micro-batches, deals
-them out, and puts together what comes back."""
+"""The driver's side of a learner whose ranks are other processes.
+
+It plans micro-batches, distributes them over ranks, and combines the results.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,14 @@ from ratchet.protocols import Exported, LossTerm, Shard, Workers
 
 
 class RemoteLearner:
-    """Implements `Learner` and `Placeable` on ranks whose components are `LearnerRank`s. role:
-    which of their learners it is. device: the kind that they compute on. unit: what a micro-batch
-    never splits."""
+    """Calls the ranks of a learner in other processes.
+
+    Implements `Learner` and `Placeable` on ranks whose components are `LearnerRank`s.
+
+    role: the role whose learner it calls.
+    device: the kind of device that ranks compute on.
+    unit: the unit that micro-batches never split.
+    """
 
     def __init__(
         self,
@@ -34,7 +41,9 @@ class RemoteLearner:
         unit: Level,
         shares_prefixes: bool,
     ) -> None:
-        self.ranks, self.role, self.vocab_size = ranks, role, vocab_size
+        self.ranks = ranks
+        self.role = role
+        self.vocab_size = vocab_size
         self.unit: Level = unit
         self.topology = topology_of(config)
         self.max_tokens = most_tokens(config.micro_batch_tokens, device)
@@ -48,58 +57,64 @@ class RemoteLearner:
     async def score_base(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        """As `score`, without the model's adapter."""
+        """Score like `score`, without the model's adapter."""
         return await self._score("score_base", batch, wanted, top_k)
 
     async def _score(
         self, method: str, batch: Batch, wanted: Sequence[str], top_k: int
     ) -> Mapping[str, Tensor]:
         if not batch.n_sequences:
-            return {name: self._nothing(name, top_k) for name in wanted}
-        dealt = self._deal(batch)
-        answers = await self._each(method, dealt, (list(wanted), top_k))
-        plan = [micro.rows for own in dealt for micro in own]
-        by_data_rank = {self.topology.data_rank(at): found for at, found in answers}
-        return gather_columns(
-            batch, plan, [found for rank in range(len(dealt)) for found in by_data_rank[rank]]
-        )
+            return {name: self._empty_column(name, top_k) for name in wanted}
+        micros = self._distribute(batch)
+        results = await self._each(method, micros, (list(wanted), top_k))
+        plan = [micro.rows for rank_micros in micros for micro in rank_micros]
+        by_data_rank = {self.topology.data_rank(at): columns for at, columns in results}
+        in_order = [columns for rank in range(len(micros)) for columns in by_data_rank[rank]]
+        return gather_columns(batch, plan, in_order)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         active = weighing_rows(mini, terms)
         part = mini if len(active) == mini.n_sequences else mini.take(active)
-        dealt = self._deal(part) if active else [[] for _ in range(self.topology.data)]
-        answers = await self._each("update", dealt, ([term.name for term in terms],))
-        return answers[0][1]
+        micros = self._distribute(part) if active else [[] for _ in range(self.topology.data)]
+        results = await self._each("update", micros, ([term.name for term in terms],))
+        return results[0][1]
 
-    def _deal(self, batch: Batch) -> list[list[Micro]]:
+    def _distribute(self, batch: Batch) -> list[list[Micro]]:
+        """Return the micro-batches of each data rank."""
         ranks = self.topology.data
         plan = plan_microbatches(
             batch,
             max_tokens=self.max_tokens,
             unit=self.unit,
             shares=self.shares_prefixes,
-            hands=ranks,
+            workers=ranks,
         )
         return deal(batch, plan, ranks, multiple=self.topology.pipeline)
 
     async def _each(
-        self, method: str, dealt: Sequence[Sequence[Micro]], more: tuple[Any, ...]
+        self, method: str, micros: Sequence[Sequence[Micro]], arguments: tuple[Any, ...]
     ) -> list[tuple[Any, Any]]:
-        """(coordinates, answer) of the ranks that speak for their data rank. A rank receives its
-        rows, not the batch."""
-        places = list(self.topology.coordinates())
-        # One for those that share a data rank: what is the same object is packed once.
-        messages = [(self.role, light([micro.batch for micro in own]), *more) for own in dealt]
-        found = await self.ranks.each(
-            method, [messages[self.topology.data_rank(at)] for at in places]
+        """Call a method on all ranks, and return (coordinates, result) of each data rank.
+
+        A rank receives its own rows, not the batch. more: further arguments.
+        """
+        coordinates = list(self.topology.coordinates())
+        # Ranks that share a data rank get the same object, which is serialised once.
+        messages = [
+            (self.role, light([micro.batch for micro in rank_micros]), *arguments)
+            for rank_micros in micros
+        ]
+        results = await self.ranks.each(
+            method, [messages[self.topology.data_rank(at)] for at in coordinates]
         )
         return [
-            (at, answer)
-            for at, answer in zip(places, found, strict=True)
-            if self.topology.answers(at)
+            (at, result)
+            for at, result in zip(coordinates, results, strict=True)
+            if self.topology.is_reporting_rank(at)
         ]
 
-    def _nothing(self, name: str, top_k: int) -> Tensor:
+    def _empty_column(self, name: str, top_k: int) -> Tensor:
+        """Return a column of an empty batch, with the right width and dtype."""
         width = {
             "topk_ids": top_k or self.vocab_size,
             "topk_logprobs": top_k + 1 if top_k else self.vocab_size,
@@ -108,7 +123,7 @@ class RemoteLearner:
         return torch.zeros((0,) if width is None else (0, width), dtype=dtype)
 
     def weights(self) -> Iterator[Shard]:
-        """Through this process, a rank after the other."""
+        """Yield the blocks of all ranks through this process, one rank after another."""
         for blocks in self.ranks.call_now("weights", self.role):
             yield from blocks
 

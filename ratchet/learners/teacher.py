@@ -1,4 +1,4 @@
-"""A frozen role whose model lies in a directory: it scores, and has nothing to save."""
+"""A frozen teacher whose model is read from a directory: it scores and saves nothing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ratchet.protocols import Learner, LossTerm
 
 
 class Teacher(Around):
-    """Implements `Learner` around one that never updates. A checkpoint leaves it out: the recipe
-    names its directory.
+    """A learner that never updates. Checkpoints leave it out: the recipe names its directory.
 
-    max_positions: tokens that it can read. vocab_size: rows of its embedding. reads_rows: whether
-    it is asked about the rows as they are, so that they must fit into it. reads_media: whether it
-    is shown their images, audio and videos too.
+    reads_rows: True if it scores the rows as they are, so that they must fit into its context.
+    max_positions: tokens that it can read.
+    vocab_size: rows of its embedding.
+    reads_media: True if it gets the rows' images, audio and videos too.
     """
 
     reads_rows: ClassVar[bool] = True
@@ -36,34 +36,39 @@ class Teacher(Around):
         reads_media: bool = False,
     ) -> None:
         super().__init__(inner)
-        self.name, self.reads_media = name, reads_media
-        self.max_positions, self.vocab_size = max_positions, vocab_size
+        self.name = name
+        self.reads_media = reads_media
+        self.max_positions = max_positions
+        self.vocab_size = vocab_size
 
     async def score(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        """Raises DataError for a row that is longer than what the model can read, or has media
-        where it reads none."""
+        """Score the rows.
+
+        Raises DataError for a row that is longer than the model's context, or has media that it
+        can't read.
+        """
         self.check_media(batch)
         longest = max(batch.lengths_S.tolist(), default=0)
         if longest > self.max_positions:
             raise DataError(
-                f"{self.name} reads {self.max_positions} tokens, and a row has {longest}: shorten "
-                "or drop it, "
-                "or use a teacher with a longer context"
+                f"{self.name} reads {self.max_positions} tokens, and a row has {longest}. Shorten "
+                "or drop it, or use a teacher with a longer context."
             )
-        # A student with more rows of padding may sample one, which means nothing: the teacher's
-        # last row is as good.
-        known = replace(batch, tokens_T=batch.tokens_T.clamp(max=self.vocab_size - 1))
-        return await self.inner.score(known, wanted, top_k=top_k)
+        # A student whose embedding has more padding rows may sample one of them. Such a token has
+        # no meaning, so the teacher's last row stands for it.
+        readable = replace(batch, tokens_T=batch.tokens_T.clamp(max=self.vocab_size - 1))
+        return await self.inner.score(readable, wanted, top_k=top_k)
 
     def check_media(self, batch: Batch) -> None:
-        found = next((one.medium.kind for row in batch.media_S for one in row), None)
-        if found is not None and not self.reads_media:
+        """Raise DataError if a row has media that the teacher can't read."""
+        kind = next((placed.medium.kind for row in batch.media_S for placed in row), None)
+        if kind is not None and not self.reads_media:
             raise DataError(
-                f"{self.name} is asked about text alone, and a row has a medium of the kind "
-                f"{found}, which the policy was "
-                "shown: use a teacher of the policy's family that reads them, or tasks without"
+                f"{self.name} reads text alone, and the policy saw a medium of the kind {kind} in "
+                "a row. Use a teacher of the policy's family that reads them, or tasks without "
+                "media."
             )
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:

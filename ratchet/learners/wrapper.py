@@ -1,5 +1,4 @@
-"""What is put around a learner: everything goes to that one, but for what a subclass does
-itself."""
+"""The base class of learners that wrap another learner."""
 
 from __future__ import annotations
 
@@ -13,7 +12,10 @@ from ratchet.protocols import Exported, Learner, LossTerm, Placeable, Shard
 
 
 class Around:
-    """Implements `Learner` and `Placeable`."""
+    """The base class of learner wrappers: forwards every call to `inner`.
+
+    Implements `Learner` and `Placeable`.
+    """
 
     def __init__(self, inner: Learner) -> None:
         self.inner = inner

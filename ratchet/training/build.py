@@ -373,7 +373,7 @@ def _evaluator(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
 ) -> Evaluator | PairEvaluator | ScoreEvaluator | None:
     arena = arena.evaluation or arena
-    if SCALARS & algorithm.needs_of("policy"):
+    if SCALARS & algorithm.required_outputs("policy"):
         return make_score_evaluator(policy, arena, algorithm, plan, learner)
     if not arena.judges:
         return make_pair_evaluator(policy, arena, algorithm, plan, learner)

@@ -56,7 +56,7 @@ class Meter:
         """By prefix. seconds: since the step began."""
         rows = [row for group in groups for row in group.trajectories]
         new = [row for group in groups if not group.uses for row in group.trajectories]
-        self.spent.read("policy", [len(row) for row in new if row.sampled])
+        self.spent.add("policy", [len(row) for row in new if row.sampled])
         flop = self.spent.flop - self._flop
         idle = 1 - (self.activity.busy_s - self._busy_s) / seconds
         # The clocks of the step and of the work are read one after the other.

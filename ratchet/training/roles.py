@@ -104,7 +104,7 @@ def _local_roles(
         own = optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
         head = (
             ScalarHead(body.hidden_size).to(device, dtype)
-            if SCALARS & algorithm.needs_of(name)
+            if SCALARS & algorithm.required_outputs(name)
             else None
         )
         return construct(
@@ -200,7 +200,7 @@ def _remote_roles(
             if name in algorithm.losses
             else None,
             total_steps=_updates(algorithm, name, steps),
-            scalar=bool(SCALARS & algorithm.needs_of(name)),
+            scalar=bool(SCALARS & algorithm.required_outputs(name)),
             shared_vocab=shared,
             replays=algorithm.replays and name == "policy",
             adapter=adapter if role.path is None else None,
@@ -294,7 +294,7 @@ def check_roles(
                     f"have {longest}: "
                     "lower sampling.max_new_tokens"
                 )
-    whole = any(item.wanted == "topk_logprobs" and not item.top_k for item in algorithm.passes)
+    whole = any(item.output == "topk_logprobs" and not item.top_k for item in algorithm.passes)
     if whole and min(sizes) > WHOLE_VOCABULARY:
         raise ConfigError(
             f"algorithm {algorithm.name}: top_k=null keeps {min(sizes):,} numbers for each token "
@@ -339,7 +339,7 @@ def check_routers(
 ) -> None:
     """What an algorithm wants of routers: that there are some, a sampler that records them, and
     learners (`section` is theirs) that see each whole. Raises ConfigError."""
-    watches = any("routers" in algorithm.needs_of(role) for role in algorithm.losses)
+    watches = any("routers" in algorithm.required_outputs(role) for role in algorithm.losses)
     if (algorithm.replays or watches) and not model.routes:
         why = (
             "this one has none"

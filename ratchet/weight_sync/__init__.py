@@ -1,1 +1,1 @@
-"""Weight sync from a learner to its generators, checked before it counts."""
+"""The weight sync from a learner to its generators: a version counts once it is verified."""

@@ -1,15 +1,16 @@
-"""Checksums at the speed of memory: XXH3 (128 bits) of what lies in main memory; of what lies on an
-accelerator, sums that it adds up itself. Each says which it is, so that another end compares by the
-same, wherever its own bytes are.
+"""Checksums of weights at the speed of memory.
 
-Sums: the bytes are laid out as rows of 1,024 words of 64 bits. The words of each row are added up,
-and those of each column (modulo 2^64, without a carry that could be lost), and what comes out, less
-than a thousandth of the data, is hashed by XXH3 together with the bytes behind the last row and the
-length. They always find: changes within one word, or in any number of words of one row, or of one
-column; two words that were exchanged; bytes that are missing or too many.
+Bytes in host memory are hashed by XXH3 (128 bits). Bytes on an accelerator are summed there. A
+checksum names its kind, so that the other end computes the same, wherever its own bytes are.
 
-Both find what chance does but for one case in 2^64 or fewer. Neither is a signature: somebody could
-deceive it on purpose.
+For sums, the bytes are laid out as rows of 1,024 words of 64 bits. The words of each row and of
+each column are added up (modulo 2^64, without a carry that could be lost). The sums, less than a
+thousandth of the data, are hashed by XXH3 together with the bytes after the last row and the
+length. Sums always detect changes within one word, or in any number of words of one row or of one
+column, two exchanged words, and missing or additional bytes.
+
+Both kinds miss a random change in one of 2^64 cases or fewer. Neither is a signature, because a
+deliberate change can keep the checksum.
 """
 
 from __future__ import annotations
@@ -22,38 +23,41 @@ from torch import Tensor
 
 WORDS = 1024
 ROW = 8 * WORDS  # bytes
-CHUNK = 2**17  # bytes that stay in a core's cache from being copied to being read again
-XXH3, SUMS = "xxh3", "sums"
+# Bytes that are still in a core's cache when they are read after being copied.
+CHUNK = 2**17
+XXH3 = "xxh3"
+SUMS = "sums"
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, uint8 [n]."""
+    """Return the memory of a contiguous tensor, uint8 [n]."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def checksum(tensor: Tensor) -> str:
-    """Of a contiguous tensor's bytes."""
+    """Return the checksum of a contiguous tensor's bytes."""
     return _checksum(as_bytes(tensor), SUMS if tensor.is_cuda else XXH3)
 
 
-def agrees(tensor: Tensor, wanted: str) -> bool:
-    """Whether a contiguous tensor's bytes, wherever they are, have that checksum."""
-    return claim(tensor, wanted)()
+def agrees(tensor: Tensor, expected: str) -> bool:
+    """True if a contiguous tensor's bytes have the checksum, wherever they are."""
+    return claim(tensor, expected)()
 
 
-def claim(tensor: Tensor, wanted: str) -> Callable[[], bool]:
-    """What says whether they have: one call that lets go of the interpreter, so that threads with
-    claims don't wait for one another."""
-    kind = wanted.partition(":")[0]
+def claim(tensor: Tensor, expected: str) -> Callable[[], bool]:
+    """Return a function that is True if the tensor's bytes have the checksum.
+
+    It is one call that releases the interpreter lock, so that threads don't wait for one another.
+    """
+    kind = expected.partition(":")[0]
     parts = _parts(as_bytes(tensor), kind)
-    return lambda: f"{kind}:{_digest(parts)}" == wanted
+    return lambda: f"{kind}:{_digest(parts)}" == expected
 
 
 def copy_summed(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> str:
-    """Copies a tensor of any layout to bytes [n] that lie one after the other, as `dtype`. Returns
-    the checksum of the copy.
+    """Copy a tensor of any layout to contiguous bytes [n] as `dtype`, and return their checksum.
 
-    On a CPU chunk by chunk, so that the checksum finds in the cache what copying has left there.
+    On a CPU this is done in chunks, so that the checksum reads bytes that are still in the cache.
     """
     target = target_n.view(dtype).view(source.shape)
     if target.is_cuda or not target.numel() or not target.dim():
@@ -61,18 +65,18 @@ def copy_summed(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> str:
         return checksum(target_n)
     digest = xxhash.xxh3_128()
     if source.dtype == dtype and source.device == target.device and source.is_contiguous():
-        # By numpy, whose slices cost less: a tenth of a copy's time is otherwise spent between its
-        # chunks.
-        what_n, to_n = as_bytes(source).numpy(), target_n.numpy()
-        for start in range(0, len(to_n), CHUNK):
-            chunk_n = to_n[start : start + CHUNK]
-            chunk_n[:] = what_n[start : start + CHUNK]
+        # numpy's slices are cheaper: with torch's a tenth of the time is spent between chunks.
+        source_n = as_bytes(source).numpy()
+        bytes_n = target_n.numpy()
+        for start in range(0, len(bytes_n), CHUNK):
+            chunk_n = bytes_n[start : start + CHUNK]
+            chunk_n[:] = source_n[start : start + CHUNK]
             digest.update(chunk_n.data)
         return f"{XXH3}:{digest.hexdigest()}"
     rows = max(1, CHUNK * len(target) // len(target_n))
-    for own, what in zip(target.split(rows), source.split(rows), strict=True):
-        own.copy_(what)
-        digest.update(_memory(as_bytes(own)))
+    for target_rows, source_rows in zip(target.split(rows), source.split(rows), strict=True):
+        target_rows.copy_(source_rows)
+        digest.update(_memory(as_bytes(target_rows)))
     return f"{XXH3}:{digest.hexdigest()}"
 
 
@@ -81,11 +85,12 @@ def _checksum(bytes_n: Tensor, kind: str) -> str:
 
 
 def _parts(bytes_n: Tensor, kind: str) -> list[memoryview]:
-    """What XXH3 reads."""
+    """Return the memory that XXH3 hashes."""
     return [_memory(part) for part in ((bytes_n,) if kind == XXH3 else _sums(bytes_n))]
 
 
 def _digest(parts: Sequence[memoryview]) -> str:
+    """Return XXH3 of the parts, one after another."""
     if len(parts) == 1:
         return xxhash.xxh3_128_hexdigest(parts[0])
     digest = xxhash.xxh3_128()
@@ -95,8 +100,9 @@ def _digest(parts: Sequence[memoryview]) -> str:
 
 
 def _sums(bytes_n: Tensor) -> tuple[Tensor, ...]:
-    """(length, sums of columns, sums of rows, the rest)"""
-    if bytes_n.storage_offset() % 8:  # a block may begin in the middle of a word of its parameter
+    """Return (length, sums of columns, sums of rows, the remaining bytes)."""
+    # A block may begin in the middle of a word of its parameter.
+    if bytes_n.storage_offset() % 8:
         bytes_n = bytes_n.clone()
     rows = len(bytes_n) // ROW
     words = bytes_n[: rows * ROW].view(torch.int64).view(rows, WORDS)

@@ -1,12 +1,11 @@
-"""Collectives between ranks and receivers: each rank broadcasts its own blocks, in buckets, to all
-receivers.
+"""Weight sync by collectives: each rank broadcasts its own blocks, in buckets, to all receivers.
 
-Every rank has a process group of its own with the receivers, beside the default one: no rank
-gathers or gets what is another's, and one that dies breaks one group. They meet at a store of the
-driver's, at the first push and again after one that failed.
+Every rank has its own process group with the receivers, beside the default one: no rank gathers or
+gets another's blocks, and a rank that dies breaks one group. They meet at a store of the driver, at
+the first push and again after a failed one.
 
-Peak extra memory: one bucket and the largest block at a rank (the latter only where it is converted
-or not contiguous); model bytes (as sent) at a receiver, which checks all before it takes any.
+Peak extra memory: one bucket and the largest block at a rank (the latter only if it is converted or
+not contiguous); model bytes (as sent) at a receiver, which checks all before it takes any.
 """
 
 from __future__ import annotations
@@ -28,14 +27,17 @@ from ratchet.weight_sync.checksums import as_bytes, checksum
 from ratchet.weight_sync.transaction import PushLink, Waiting
 from ratchet.weight_sync.weight_blocks import Block, Open, Outgoing, Part, aligned
 
-# for all to come to a group: whoever waits for one that has died hears of it no sooner
+# Seconds for all members to join a group. Members notice a dead one no sooner.
 JOIN_S = 15.0
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how groups come together. key: other for each attempt. sizes: bytes that each rank
-    sends."""
+    """The process groups of a push, and how to join them.
+
+    key: differs for each attempt.
+    sizes: bytes that each rank sends.
+    """
 
     session: str
     key: str
@@ -49,36 +51,45 @@ class Meeting:
 
     @property
     def device(self) -> str:
+        """The kind of device that the backend sends from."""
         return "cuda" if self.backend == "nccl" else "cpu"
 
     def buckets(self, rank: int) -> int:
+        """Return the number of buckets of a rank."""
         return -(-self.sizes[rank] // self.bucket_bytes)
 
     def bucket(self, rank: int, number: int) -> slice:
+        """Return the bytes of a rank's bucket."""
         return slice(
             number * self.bucket_bytes, min((number + 1) * self.bucket_bytes, self.sizes[rank])
         )
 
     def group(self, rank: int, place: int) -> Any:
-        """Of a rank of the learner (at place 0) with all receivers. Waits until all are there."""
+        """Join and return the group of a learner's rank with all receivers.
+
+        place: 0 for the learner's rank. Waits until all members are there.
+        """
         join = timedelta(seconds=min(JOIN_S, self.timeout_s))
         store = dist.TCPStore(self.host, self.port, is_master=False, timeout=join)
-        own = dist.PrefixStore(f"{self.key}/{rank}", store)
+        group_store = dist.PrefixStore(f"{self.key}/{rank}", store)
         if self.backend == "nccl":
-            return dist.ProcessGroupNCCL(own, place, 1 + self.receivers)  # pyright: ignore[reportCallIssue]
-        group = dist.ProcessGroupGloo(own, place, 1 + self.receivers, join)
+            return dist.ProcessGroupNCCL(group_store, place, 1 + self.receivers)  # pyright: ignore[reportCallIssue]
+        group = dist.ProcessGroupGloo(group_store, place, 1 + self.receivers, join)
         group._set_default_timeout(timedelta(seconds=self.timeout_s))
         return group
 
 
-# of this process: (session, end) -> (key, groups)
+# Groups of this process: (session, end) -> (key, groups).
 _GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}
 
 
 class CollectiveLink(PushLink):
-    """receivers_count: how many `receivers` there are. host: of the driver, as all others reach it.
-    backend: gloo moves what is in main memory, nccl (where weights and receivers are on
-    accelerators) what is there."""
+    """Pushes weights by broadcasts from each rank to all receivers.
+
+    receivers_count: number of `receivers`.
+    host: address of the driver for all others.
+    backend: gloo sends from host memory, nccl from accelerators, on which all weights must be.
+    """
 
     writer = "ratchet.weight_sync.collective:write"
     receiver = "ratchet.weight_sync.collective:read"
@@ -97,12 +108,10 @@ class CollectiveLink(PushLink):
     ) -> None:
         super().__init__(senders, receivers, **options)
         assert not self.changes_only, "the buckets of a collective are laid out in advance"
-        self.receivers_count, self.host, self.backend, self.bucket_mib = (
-            receivers_count,
-            host,
-            backend,
-            bucket_mib,
-        )
+        self.receivers_count = receivers_count
+        self.host = host
+        self.backend = backend
+        self.bucket_mib = bucket_mib
         self._store: dist.TCPStore | None = None
         self._attempt = 0
 
@@ -118,25 +127,28 @@ class CollectiveLink(PushLink):
             receivers=self.receivers_count,
             bucket_bytes=self.bucket_mib * 2**20,
             timeout_s=self.timeout_s,
-            sizes=tuple(sum(aligned(block.n_bytes) for block in own) for own in blocks),
+            sizes=tuple(sum(aligned(block.n_bytes) for block in of_rank) for of_rank in blocks),
         )
         return {"meeting": meeting}
 
     async def _transfer(
         self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
     ) -> tuple[list[list[Part]], Waiting | None]:
-        """Both ends at once. Whoever fails plays its part to the end, so that the other does not
-        wait for it."""
+        """Run both ends at the same time.
+
+        An end that fails takes part to the end, so that the other does not wait for it.
+        """
         options = self._options(blocks)
-        sending = asyncio.ensure_future(self._sent(options, since))
+        sending = asyncio.ensure_future(self._send(options, since))
         receiving = asyncio.ensure_future(self.receivers.call("receive", self.receiver, options))
         try:
-            done, others = await asyncio.wait(
+            finished, others = await asyncio.wait(
                 {sending, receiving}, return_when=asyncio.FIRST_EXCEPTION
             )
-            first = next((error for task in done if (error := task.exception())), None)
+            first = next((error for task in finished if (error := task.exception())), None)
             if others:
-                self._store = None  # whoever still waits there, for one that is gone, is told so
+                # Without the store, an end that waits there for a dead one fails at once.
+                self._store = None
                 await asyncio.wait(others)
         finally:
             sending.cancel()
@@ -155,17 +167,19 @@ class CollectiveLink(PushLink):
 
 
 def write(outgoing: Iterator[Outgoing], rank: int, *, meeting: Meeting) -> list[Part]:
-    (group,) = _joined(meeting, f"rank {rank}", lambda: [meeting.group(rank, 0)])
+    """Send a rank's blocks through its group, and return what was sent."""
+    (group,) = _join_groups(meeting, f"rank {rank}", lambda: [meeting.group(rank, 0)])
     stream = _Stream(group, meeting, rank)
     parts = []
     try:
         for item in outgoing:
-            numbers = item.tensor.to(meeting.device, item.dtype).contiguous()
-            parts.append(item.at(stream.sent, checksum(numbers)))
-            stream.send(as_bytes(numbers))
+            tensor = item.tensor.to(meeting.device, item.dtype).contiguous()
+            parts.append(item.to_part(stream.sent, checksum(tensor)))
+            stream.send(as_bytes(tensor))
         if stream.sent != meeting.sizes[rank]:
             raise LinkError(
-                f"rank {rank} sent {stream.sent} bytes, not the {meeting.sizes[rank]} that it said",
+                f"rank {rank} sent {stream.sent} bytes, not the {meeting.sizes[rank]} that it "
+                "announced",
                 rank=rank,
             )
     except BaseException:
@@ -176,18 +190,24 @@ def write(outgoing: Iterator[Outgoing], rank: int, *, meeting: Meeting) -> list[
 
 
 class _Stream:
-    """Cuts what a rank sends into buckets, and broadcasts each when it is full."""
+    """The stream of a rank: it cuts bytes into buckets, and broadcasts each full bucket."""
 
     def __init__(self, group: Any, meeting: Meeting, rank: int) -> None:
-        self.group, self.meeting, self.rank, self.sent, self.lost = group, meeting, rank, 0, False
+        self.group = group
+        self.meeting = meeting
+        self.rank = rank
+        self.sent = 0
+        self.lost = False
         size = min(meeting.bucket_bytes, meeting.sizes[rank])
         self._bucket = torch.empty(size, dtype=torch.uint8, device=meeting.device)
 
     def send(self, bytes_n: Tensor) -> None:
-        total, step = self.meeting.sizes[self.rank], self.meeting.bucket_bytes
+        """Add bytes to the stream. Raises LinkError for more than were announced."""
+        total = self.meeting.sizes[self.rank]
+        step = self.meeting.bucket_bytes
         if self.sent + len(bytes_n) > total:
             raise LinkError(
-                f"rank {self.rank} has more to send than the {total} bytes that it said",
+                f"rank {self.rank} has more to send than the {total} bytes that it announced",
                 rank=self.rank,
             )
         taken = 0
@@ -197,10 +217,11 @@ class _Stream:
             self._bucket[place : place + count] = bytes_n[taken : taken + count]
             taken += count
             self._advance(count)
-        # no bucket ends between: its size is a multiple
+        # The padding crosses no end of a bucket, whose size is a multiple of the alignment.
         self._advance(aligned(self.sent) - self.sent)
 
     def _advance(self, count: int) -> None:
+        """Count bytes as sent, and broadcast the bucket if it is full."""
         if not count:
             return
         self.sent += count
@@ -215,8 +236,10 @@ class _Stream:
                 ) from error
 
     def end(self) -> None:
-        """Nobody has to wait for what will not come: the rest is sent as it lies, and the push
-        refused."""
+        """Broadcast the remaining buckets of a failed push with whatever they hold.
+
+        Receivers then don't wait for them; the push is refused.
+        """
         with contextlib.suppress(LinkError):
             while not self.lost and self.sent < self.meeting.sizes[self.rank]:
                 step = self.meeting.bucket_bytes
@@ -226,15 +249,19 @@ class _Stream:
 
 
 def read(blocks: Sequence[Sequence[Block]], receiver: int, *, meeting: Meeting) -> Open:
-    end, ranks = f"receiver {receiver}", range(len(meeting.sizes))
-    groups = _joined(meeting, end, lambda: [meeting.group(rank, 1 + receiver) for rank in ranks])
+    """Receive the blocks of all ranks, and return a reader of their parts."""
+    end = f"receiver {receiver}"
+    ranks = range(len(meeting.sizes))
+    groups = _join_groups(
+        meeting, end, lambda: [meeting.group(rank, 1 + receiver) for rank in ranks]
+    )
     regions = [
         torch.empty(size, dtype=torch.uint8, device=meeting.device) for size in meeting.sizes
     ]
     lost: dict[int, RuntimeError] = {}
     for number in range(max(meeting.buckets(rank) for rank in ranks)):
-        # In the same order on all receivers, and from all ranks at the same time; to the end, so
-        # that no rank waits for us.
+        # All receivers take the same order, and all ranks send at the same time. After an error the
+        # others go on to the end, so that no rank waits.
         sending = [rank for rank in ranks if number < meeting.buckets(rank) and rank not in lost]
         works = [
             groups[rank].broadcast(regions[rank][meeting.bucket(rank, number)], 0)
@@ -248,18 +275,21 @@ def read(blocks: Sequence[Sequence[Block]], receiver: int, *, meeting: Meeting) 
     for rank, error in lost.items():
         _GROUPS.pop((meeting.session, end), None)
         raise LinkError(f"rank {rank} stopped sending: {error}", rank=rank) from error
-    return lambda rank, part: part.of(regions[rank])
+    return lambda rank, part: part.read_from(regions[rank])
 
 
 def forget(session: str) -> None:
+    """Close the groups of a session."""
     for key in [key for key in _GROUPS if key[0] == session]:
         del _GROUPS[key]
 
 
-def _joined(meeting: Meeting, end: str, join: Any) -> list[Any]:
-    known, groups = _GROUPS.pop((meeting.session, end), ("", []))
-    if known != meeting.key:
-        del groups[:]  # closes their connections
+def _join_groups(meeting: Meeting, end: str, join: Any) -> list[Any]:
+    """Return the groups of a meeting; those of an earlier attempt are closed."""
+    joined_key, groups = _GROUPS.pop((meeting.session, end), ("", []))
+    if joined_key != meeting.key:
+        # This closes their connections.
+        del groups[:]
         groups = join()
     _GROUPS[meeting.session, end] = (meeting.key, groups)
     return groups

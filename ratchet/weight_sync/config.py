@@ -1,4 +1,4 @@
-"""Configuration of the links. Free of torch."""
+"""The sections of the weight syncs. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SENT = (
 
 
 class PushSection(Section):
-    """What every link has that moves weights."""
+    """The base class of weight syncs that move weights."""
 
     dtype: Sent = Field(default=None, description=SENT)
     timeout_s: float = Field(
@@ -28,8 +28,11 @@ class PushSection(Section):
 
 
 class AutoLinkConfig(PushSection):
-    """The same tensors where learner and generator share them, else shared memory on one host, else
-    collectives."""
+    """The automatic choice of a weight sync.
+
+    Shared tensors if learner and generator share them, else shared memory on one host, else
+    collectives.
+    """
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:auto"
 
@@ -37,8 +40,7 @@ class AutoLinkConfig(PushSection):
 
 
 class SharedLinkConfig(Section):
-    """Learner and generator have the same tensors, in one process: a push only names the
-    version."""
+    """A weight sync for shared tensors in one process: a push only names the version."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:shared"
 
@@ -46,8 +48,10 @@ class SharedLinkConfig(Section):
 
 
 class SharedMemoryLinkConfig(PushSection):
-    """Memory that the processes of one host share: each rank writes its blocks once, receivers read
-    them where they lie."""
+    """A weight sync by memory that the processes of one host share.
+
+    Each rank writes its blocks once, and receivers read them in place.
+    """
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:shared_memory"
 
@@ -55,7 +59,7 @@ class SharedMemoryLinkConfig(PushSection):
 
 
 class CudaIpcLinkConfig(PushSection):
-    """The same on an accelerator that learner and generator both use."""
+    """A weight sync by memory of an accelerator that learner and generator both use."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:cuda_ipc"
 
@@ -63,7 +67,7 @@ class CudaIpcLinkConfig(PushSection):
 
 
 class CollectiveLinkConfig(PushSection):
-    """Broadcasts from each rank to all receivers, over the network."""
+    """A weight sync by broadcasts from each rank to all receivers, over the network."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:collective"
 
@@ -82,7 +86,7 @@ class CollectiveLinkConfig(PushSection):
 
 
 class FilesLinkConfig(PushSection):
-    """Files in a directory that learner and receivers share."""
+    """A weight sync by files in a directory that learner and receivers share."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:files"
 
@@ -93,7 +97,7 @@ class FilesLinkConfig(PushSection):
 
 
 class DeltaLinkConfig(PushSection):
-    """Only what changed since the version before, by files or by shared memory."""
+    """A weight sync that sends only changes since the last version, by files or shared memory."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:delta"
 

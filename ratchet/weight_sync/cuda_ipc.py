@@ -1,12 +1,12 @@
-"""CUDA IPC: as shared memory, between processes that use the same accelerator.
+"""Weight sync by CUDA IPC, between processes that use the same accelerator.
 
-Each rank copies its blocks to a buffer on its device and lends that to the receivers, which map it
-and check it there.
+Each rank copies its blocks to a buffer on its device and sends a handle to the receivers, which map
+it and check it there.
 
 Peak extra memory: model bytes (as sent) on the accelerator, each rank's share on its own, which
 receivers map without a copy.
 
-Not yet run anywhere: nothing here tests it without an accelerator.
+Not yet run anywhere: it can't be tested without an accelerator.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ from ratchet.weight_sync.weight_blocks import Block, Open, Outgoing, Part, align
 
 @dataclass(frozen=True)
 class Loan:
-    """A buffer that another process can map by calling `rebuild`."""
+    """A handle of a buffer, which another process maps by calling `rebuild`."""
 
     token: str
     rebuild: Callable[..., Tensor]
     arguments: tuple[Any, ...]
 
 
-_LENT: dict[tuple[str, int], tuple[Tensor, Loan]] = {}  # of this process, by (session, rank)
+# Buffers of this process, and those of others that it has mapped, by (session, rank).
+_LENT: dict[tuple[str, int], tuple[Tensor, Loan]] = {}
 _MAPPED: dict[tuple[str, int], tuple[str, Tensor]] = {}
 
 
 class CudaIpcLink(PushLink):
+    """Pushes weights through buffers on a shared accelerator."""
+
     writer = "ratchet.weight_sync.cuda_ipc:write"
     receiver = "ratchet.weight_sync.cuda_ipc:read"
     forgets = "ratchet.weight_sync.cuda_ipc:forget"
@@ -47,8 +50,8 @@ class CudaIpcLink(PushLink):
     async def _transfer(
         self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
     ) -> tuple[list[list[Part]], Waiting | None]:
-        sizes = [sum(aligned(block.n_bytes) for block in own) for own in blocks]
-        parts = await self._sent({"session": self.session, "sizes": sizes}, since)
+        sizes = [sum(aligned(block.n_bytes) for block in of_rank) for of_rank in blocks]
+        parts = await self._send({"session": self.session, "sizes": sizes}, since)
         loans = await self.senders.call(
             "send", "ratchet.weight_sync.cuda_ipc:lend", {"session": self.session}
         )
@@ -58,46 +61,51 @@ class CudaIpcLink(PushLink):
 def write(
     outgoing: Iterator[Outgoing], rank: int, *, session: str, sizes: Sequence[int]
 ) -> list[Part]:
+    """Copy a rank's blocks to its buffer, and return what was sent."""
     buffer_n = _buffer(session, rank, sizes[rank])
-    place, parts = 0, []
+    place = 0
+    parts = []
     for item in outgoing:
-        parts.append(
-            item.at(
-                place, copy_summed(buffer_n[place : place + item.n_bytes], item.tensor, item.dtype)
-            )
-        )
+        target_n = buffer_n[place : place + item.n_bytes]
+        parts.append(item.to_part(place, copy_summed(target_n, item.tensor, item.dtype)))
         place += aligned(item.n_bytes)
-    torch.cuda.synchronize()  # receivers have streams of their own
+    # Receivers use other streams.
+    torch.cuda.synchronize()
     return parts
 
 
 def lend(weights: Iterator[Shard], rank: int, world: int, *, session: str) -> Loan:
+    """Return the handle of a rank's buffer."""
     return _LENT[session, rank][1]
 
 
 def read(
     blocks: Sequence[Sequence[Block]], receiver: int, *, session: str, loans: Sequence[Loan]
 ) -> Open:
+    """Map the buffers of all ranks, and return a reader of their parts."""
     regions = []
     for rank, loan in enumerate(loans):
-        known, bytes_n = _MAPPED.get((session, rank), ("", None))
-        if bytes_n is None or known != loan.token:
+        mapped_token, bytes_n = _MAPPED.get((session, rank), ("", None))
+        if bytes_n is None or mapped_token != loan.token:
             bytes_n = loan.rebuild(*loan.arguments)
             _MAPPED[session, rank] = (loan.token, bytes_n)
         regions.append(bytes_n)
-    return lambda rank, part: part.of(regions[rank])
+    return lambda rank, part: part.read_from(regions[rank])
 
 
 def forget(session: str) -> None:
-    for kept in (_LENT, _MAPPED):
-        for key in [key for key in kept if key[0] == session]:
-            del kept[key]
+    """Release the buffers of a session."""
+    for cache in (_LENT, _MAPPED):
+        for key in [key for key in cache if key[0] == session]:
+            del cache[key]
 
 
 def _buffer(session: str, rank: int, size: int) -> Tensor:
+    """Return the buffer of a rank, with `size` bytes. Raises LinkError without CUDA."""
     if not torch.cuda.is_available():
         raise LinkError(
-            "link.kind=cuda_ipc needs CUDA, and torch finds none here: set link.kind=shared_memory",
+            "link.kind=cuda_ipc needs CUDA, and torch finds none here. Set "
+            "link.kind=shared_memory.",
             rank=rank,
         )
     if (session, rank) not in _LENT or len(_LENT[session, rank][0]) != size:

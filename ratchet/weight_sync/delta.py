@@ -1,14 +1,13 @@
-"""Only what changed since the version before: positions and new values, bit by bit, so that nothing
-is lost.
+"""Weight sync of changes: positions and new values since the last version, without loss.
 
-Small steps leave most bytes of bfloat16 weights as they were (at a learning rate of 3e-6 about 99 %
-of them). Both ends keep the weights of the last push: a rank its blocks, a receiver all of them.
-Changes apply to one version only, and after them each block has to have the checksum that it has at
-the sender.
+Small steps leave most bytes of bfloat16 weights unchanged (about 99 % of them at a learning rate of
+3e-6). Both ends keep the weights of the last push: a rank its blocks, a receiver all of them.
+Changes apply to one version only. After them each block must have the checksum that it has at the
+sender.
 
 Peak extra memory: model bytes at the receiver and each rank's share of them at the ranks, kept
-between pushes; while a block is compared, its bytes, and 9 bytes for each number of it; and what
-the transport takes, for at most as many bytes.
+between pushes; while a block is compared, its bytes, and 9 bytes for each number of it; and the
+transport's memory, for at most as many bytes.
 """
 
 from __future__ import annotations
@@ -23,35 +22,43 @@ from ratchet.protocols import Shard
 from ratchet.weight_sync.checksums import agrees, checksum
 from ratchet.weight_sync.weight_blocks import Block, Open, Outgoing, Part, sent_dtype
 
-POSITION = torch.int32  # within a block
+# The dtype of a position within a block.
+POSITION = torch.int32
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Sent:
-    """What a rank sent last, as it sent it."""
+class _SentWeights:
+    """The blocks of a rank's last push, as they were sent."""
 
     def __init__(self) -> None:
         self.version: int | None = None
         self.blocks: list[Tensor] = []
 
 
-_SENT: dict[str, _Sent] = {}  # of this process, by session
+# The last pushes of this process, by session.
+_SENT: dict[str, _SentWeights] = {}
 
 
 def forget(session: str) -> None:
+    """Release the weights that a session keeps."""
     _SENT.pop(session, None)
 
 
 def words(tensor: Tensor) -> Tensor:
-    """Flat, as whole numbers of the same width: so NaNs and zeros of either sign are compared by
-    their bits."""
+    """Return a flat view as integers of the same width.
+
+    NaNs and zeros of either sign are then compared by their bits.
+    """
     return tensor.reshape(-1).view(WORDS[tensor.dtype.itemsize])
 
 
 def difference(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(positions [c], int32, ascending, new words [c]) of what differs; None where sending all is
-    no more."""
-    new_n, old_n = words(new), words(old)
+    """Return (positions [c], int32, ascending, new words [c]) of the changed words.
+
+    None if sending the whole block takes no more bytes.
+    """
+    new_n = words(new)
+    old_n = words(old)
     at_c = (new_n != old_n).nonzero().squeeze(1)
     per_change = POSITION.itemsize + new.dtype.itemsize
     if (
@@ -63,7 +70,7 @@ def difference(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def apply(old: Tensor, at_c: Tensor, to_c: Tensor) -> None:
-    """In place. Raises LinkError for a position that the block doesn't have."""
+    """Apply changes in place. Raises LinkError for a position outside the block."""
     old_n = words(old)
     if len(at_c) != len(to_c) or (
         len(at_c) and not 0 <= int(at_c.min()) <= int(at_c.max()) < len(old_n)
@@ -75,40 +82,51 @@ def apply(old: Tensor, at_c: Tensor, to_c: Tensor) -> None:
 def changes(
     weights: Iterator[Shard], dtype: str | None, *, session: str, base: int | None, version: int
 ) -> Iterator[Outgoing]:
-    """What makes `version` of the version `base`; whole blocks where the rank did not send `base`
-    last."""
-    sent = _SENT.setdefault(session, _Sent())
-    fresh = base is None or sent.version != base
-    sent.version = None  # until the last block has been compared
+    """Yield the changes from version `base` to `version`.
+
+    Blocks are whole if the last push of the rank was not `base`.
+    """
+    sent = _SENT.setdefault(session, _SentWeights())
+    is_first = base is None or sent.version != base
+    # Not a whole version until the last block has been compared.
+    sent.version = None
     kept: list[Tensor] = []
     for index, shard in enumerate(weights):
-        wanted = sent_dtype(shard.tensor, dtype)
-        new = shard.tensor.detach().to(wanted).contiguous()
-        if fresh or sent.blocks[index].shape != new.shape or sent.blocks[index].dtype != wanted:
+        new_dtype = sent_dtype(shard.tensor, dtype)
+        new = shard.tensor.detach().to(new_dtype).contiguous()
+        if (
+            is_first
+            or sent.blocks[index].shape != new.shape
+            or sent.blocks[index].dtype != new_dtype
+        ):
             kept.append(new.clone())
-            yield Outgoing(index, "whole", new, wanted)
+            yield Outgoing(index, "whole", new, new_dtype)
             continue
         old = sent.blocks[index]
         kept.append(old)
-        found = difference(new, old)
-        if found is None:
+        changed = difference(new, old)
+        if changed is None:
             old.copy_(new)
-            yield Outgoing(index, "whole", new, wanted)
-        elif len(found[0]):
-            apply(old, *found)
+            yield Outgoing(index, "whole", new, new_dtype)
+        elif len(changed[0]):
+            apply(old, *changed)
             result = checksum(old)
-            yield Outgoing(index, "at", found[0], POSITION)
-            yield Outgoing(index, "to", found[1], found[1].dtype, result)
-    sent.blocks, sent.version = kept, version
+            yield Outgoing(index, "at", changed[0], POSITION)
+            yield Outgoing(index, "to", changed[1], changed[1].dtype, result)
+    sent.blocks = kept
+    sent.version = version
 
 
 class Received:
-    """The weights of the last push, at a receiver. version: None where they are of none, as after a
-    push that failed."""
+    """The weights of the last push, at a receiver.
+
+    version: None if they are of no version, as after a failed push.
+    """
 
     def __init__(self) -> None:
         self.version: int | None = None
-        self.blocks: dict[tuple[int, int], Tensor] = {}  # by (rank, number of the block)
+        # By (rank, number of the block).
+        self.blocks: dict[tuple[int, int], Tensor] = {}
 
     def take(
         self,
@@ -119,14 +137,16 @@ class Received:
         base: int | None,
         version: int,
     ) -> Iterator[tuple[int, Block, Tensor]]:
-        """(rank, block, its new value) of every block. Raises DeltaRefused before anything is
-        touched, LinkError where the result is not what it is at the sender; the next push must then
-        be whole."""
+        """Yield (rank, block, its new value) for every block.
+
+        Raises DeltaRefused before anything is changed, and LinkError if a block differs from the
+        sender's after its changes. The next push must then be whole.
+        """
         self._check(by_rank, parts, base, version)
         self.version = None
-        for rank, own in enumerate(parts):
+        for rank, rank_parts in enumerate(parts):
             positions: dict[int, Tensor] = {}
-            for part in own:
+            for part in rank_parts:
                 numbers = open_part(rank, part)
                 key = (rank, part.block)
                 if part.kind == "whole":
@@ -152,6 +172,7 @@ class Received:
                 yield rank, block, self.blocks[rank, index]
 
     def _replace(self, key: tuple[int, int], numbers: Tensor) -> None:
+        """Store a whole block."""
         old = self.blocks.get(key)
         if old is not None and (old.shape, old.dtype) == (numbers.shape, numbers.dtype):
             old.copy_(numbers)
@@ -165,14 +186,19 @@ class Received:
         base: int | None,
         version: int,
     ) -> None:
-        for rank, own in enumerate(parts):
-            whole = {part.block for part in own if part.kind == "whole"}
-            left = [block.name for index, block in enumerate(by_rank[rank]) if index not in whole]
-            if left and (self.version is None or base != self.version or version <= self.version):
-                has = "none" if self.version is None else f"version {self.version}"
+        """Raise DeltaRefused for changes of a version that this end does not have."""
+        for rank, rank_parts in enumerate(parts):
+            whole = {part.block for part in rank_parts if part.kind == "whole"}
+            changed = [
+                block.name for index, block in enumerate(by_rank[rank]) if index not in whole
+            ]
+            if changed and (
+                self.version is None or base != self.version or version <= self.version
+            ):
+                current = "none" if self.version is None else f"version {self.version}"
                 raise DeltaRefused(
                     f"changes from version {base} to {version} were refused: the receiver has "
-                    f"{has}",
-                    tensor=left[0],
+                    f"{current}",
+                    tensor=changed[0],
                     rank=rank,
                 )

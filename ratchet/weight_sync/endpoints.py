@@ -1,5 +1,7 @@
-"""The two ends of a link: an outlet beside each rank of the learner, an intake beside each
-generator. A link calls both by `Ranks`, wherever they live."""
+"""The ends of a weight sync: senders beside the learner's ranks, receivers beside generators.
+
+A weight sync calls both by `Ranks`, in whatever process they are.
+"""
 
 from __future__ import annotations
 
@@ -26,47 +28,55 @@ T = TypeVar("T")
 
 
 class OneRank:
-    """Implements `Ranks` for one component in this process. What is not asynchronous runs in a
-    thread: the event loop, and what generates in it, goes on meanwhile."""
+    """Implements `Ranks` for one component in this process.
+
+    Synchronous methods run in a thread, so that the event loop, and generation in it, goes on.
+    """
 
     def __init__(self, component: Any) -> None:
         self.component = component
 
     async def call(self, method: str, /, *arguments: Any) -> list[Any]:
-        called = getattr(self.component, method)
-        if inspect.iscoroutinefunction(called):
-            return [await called(*arguments)]
-        return [await asyncio.to_thread(called, *arguments)]
+        """Call a method of the component, and return its result as a list of one."""
+        bound_method = getattr(self.component, method)
+        if inspect.iscoroutinefunction(bound_method):
+            return [await bound_method(*arguments)]
+        return [await asyncio.to_thread(bound_method, *arguments)]
 
 
 class Outlet:
-    """The sending end of a learner that lives in this process."""
+    """The sending end of a learner in this process."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
 
     def send(self, sender: str, options: Mapping[str, Any]) -> Any:
-        """sender: "module:function", called with (weights, rank, world, **options)."""
+        """Send the learner's weights.
+
+        sender: "module:function", called with (weights, rank, world, **options).
+        """
         return imported(sender)(self.learner.weights(), 0, 1, **options)
 
 
 class Intake:
-    """The receiving end. A push is prepare, receive, verify, commit; or rollback at any point
-    before the commit.
+    """The receiving end of a weight sync, beside a generator.
 
-    rank: among the receivers of the link.
+    A push is prepare, receive, verify, commit; or rollback at any point before the commit.
+
+    rank: of this end among the receivers.
     """
 
     def __init__(self, generator: Generator, rank: int = 0) -> None:
-        self.generator, self.rank = generator, rank
+        self.generator = generator
+        self.rank = rank
         self._blocks: Sequence[Sequence[Block]] = ()
         self._open: Open | None = None
         self._received: dict[str, Received] = {}  # by session
         self._pending: Received | None = None
-        # Always the same: torch starts helpers for each new thread, which takes as long as checking
-        # 100 MiB.
+        # Always the same thread: torch starts helpers for each new one, which takes as long as the
+        # checksum of 100 MiB.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
-        self._crew = Crew(torch.get_num_threads())
+        self._checksum_threads = Crew(torch.get_num_threads())
 
     async def prepare(
         self,
@@ -75,17 +85,21 @@ class Intake:
         lasting: bool = False,
         adapter: Adapter | None = None,
     ) -> None:
-        """blocks: by rank of the learner. lasting: what comes stays as it is after the commit,
-        until the next one. adapter: to which some or all of them belong. The generator may refuse:
-        names, shapes."""
-        self._blocks, self._open, self._pending = blocks, None, None
+        """Announce a push to the generator, which may refuse its names or shapes.
+
+        blocks: by rank of the learner.
+        lasting: the received memory stays unchanged after the commit, until the next one.
+        adapter: the adapter that some or all blocks belong to.
+        """
+        self._blocks = blocks
+        self._open = None
+        self._pending = None
         weights = {
             block.name: {"shape": block.shape, "dtype": block.dtype}
-            for own in blocks
-            for block in own
+            for rank_blocks in blocks
+            for block in rank_blocks
         }
-        # What this end hands over stays as it is until the commit: the generator needs no copy of
-        # it.
+        # "stable": the memory stays unchanged until the commit, so the generator needs no copy.
         manifest = {
             "version": version,
             "weights": weights,
@@ -96,8 +110,11 @@ class Intake:
         await self.generator.prepare(manifest)
 
     async def receive(self, receiver: str, options: Mapping[str, Any]) -> None:
-        """receiver: "module:function" of the transport, called with (blocks, rank, **options)."""
-        self._open = await self._aside(
+        """Receive the parts of all ranks.
+
+        receiver: "module:function" of the transport, called with (blocks, rank, **options).
+        """
+        self._open = await self._run_in_thread(
             partial(imported(receiver), self._blocks, self.rank, **options)
         )
 
@@ -108,34 +125,39 @@ class Intake:
         since: Mapping[str, Any] | None,
         waiting: tuple[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """parts: what each rank says that it sent. since: they may be changes. waiting: the
-        receiver and the options by which they are received, where that has not been done. Hands the
-        weights to the generator.
+        """Verify the parts and pass the weights to the generator.
 
-        Raises LinkError for the first part that is not what was sent, DeltaRefused.
+        parts: description of what each rank sent.
+        since: set if they may be changes.
+        waiting: the receiver and options of a transfer that has not been received yet.
+
+        Raises LinkError for the first part that differs from what was sent, or DeltaRefused.
         """
         if waiting is not None:
             await self.receive(*waiting)
-        shards = await self._aside(partial(self._verified, parts, version, since))
+        shards = await self._run_in_thread(partial(self._check_parts, parts, version, since))
         await self.generator.receive(iter(shards))
 
-    async def _aside(self, work: Callable[[], T]) -> T:
-        """What generates in the event loop goes on meanwhile."""
+    async def _run_in_thread(self, work: Callable[[], T]) -> T:
+        """Run the work in this end's thread; generation in the event loop goes on."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _verified(
+    def _check_parts(
         self, parts: Sequence[Sequence[Part]], version: int, since: Mapping[str, Any] | None
     ) -> list[Shard]:
+        """Return the verified weights. Raises LinkError or DeltaRefused."""
         assert self._open is not None, "nothing was received"
-        found = [
-            (rank, part, self._open(rank, part)) for rank, own in enumerate(parts) for part in own
+        received = [
+            (rank, part, self._open(rank, part))
+            for rank, rank_parts in enumerate(parts)
+            for part in rank_parts
         ]
-        claims = [claim(numbers, part.checksum) for _, part, numbers in found]
-        whole = self._crew.each(
-            lambda holds: holds(), claims, [part.n_bytes for _, part, _ in found]
+        checks = [claim(numbers, part.checksum) for _, part, numbers in received]
+        results = self._checksum_threads.each(
+            lambda check: check(), checks, [part.n_bytes for _, part, _ in received]
         )
-        for (rank, part, _), right in zip(found, whole, strict=True):
-            if not right:
+        for (rank, part, _), is_right in zip(received, results, strict=True):
+            if not is_right:
                 block = self._blocks[rank][part.block]
                 raise LinkError(
                     f"weight '{block.name}' did not arrive as rank {rank} sent it: its checksum "
@@ -144,9 +166,11 @@ class Intake:
                     rank=rank,
                 )
         if since is None:
-            return [self._blocks[rank][part.block].shard(numbers) for rank, part, numbers in found]
+            return [
+                self._blocks[rank][part.block].shard(numbers) for rank, part, numbers in received
+            ]
         self._pending = self._received.setdefault(since["session"], Received())
-        opened = {(rank, part): numbers for rank, part, numbers in found}
+        opened = {(rank, part): numbers for rank, part, numbers in received}
         taken = self._pending.take(
             self._blocks,
             parts,
@@ -157,7 +181,7 @@ class Intake:
         return [block.shard(numbers) for _, block, numbers in taken]
 
     async def commit(self, version: int) -> bool:
-        """Whether the generator uses what it received where it lies."""
+        """Commit the version. True if the generator uses the received memory in place."""
         await self.generator.commit(version)
         if self._pending is not None:
             self._pending.version = version
@@ -165,34 +189,40 @@ class Intake:
         return isinstance(self.generator, Adopts) and self.generator.adopted
 
     async def rollback(self) -> None:
+        """Discard the push."""
         self._open = self._pending = None
         await self.generator.rollback()
 
     def base(self, session: str) -> int | None:
-        """The version to which this end can apply changes: the one that the generator has, if it
-        came by this link."""
+        """Return the version to which this end can apply changes, or None.
+
+        It is the generator's version, if that came by this weight sync.
+        """
         version = self._received[session].version if session in self._received else None
         return version if version == self.generator.version else None
 
     def forget(self, function: str, session: str) -> None:
+        """Release everything that a session keeps at this end."""
         self._received.pop(session, None)
         if function:
             imported(function)(session)
 
     def differing(self, sums: Sequence[Sequence[tuple[Block, str]]]) -> list[str] | None:
-        """sums: of each rank, what it has. The weights of which the generator has something else;
-        None where it doesn't show them."""
+        """Return the weights that differ in the generator; None if it can't show them.
+
+        sums: the blocks of each rank with their checksums.
+        """
         shown: dict[str, Tensor] = {}
         if isinstance(self.generator, ShowsWeights):
             shown = {shard.name: shard.tensor for shard in self.generator.weights()}
         if not shown:
             return None
-        found: dict[str, None] = {}
-        for own in sums:
-            for block, wanted in own:
+        differing: dict[str, None] = {}
+        for rank_sums in sums:
+            for block, expected in rank_sums:
                 view = shown.get(block.name)
                 if view is None or not agrees(
-                    block.cut(view).to(torch_dtype(block.dtype)).contiguous(), wanted
+                    block.cut(view).to(torch_dtype(block.dtype)).contiguous(), expected
                 ):
-                    found[block.name] = None
-        return list(found)
+                    differing[block.name] = None
+        return list(differing)

@@ -1,8 +1,7 @@
-"""From a section to a link. The ends are given as what they are: in this process, or ranks of other
-processes.
+"""Create the weight sync between learner and generator, local or remote.
 
-What carries weights is imported where it is made: a run imports the transport that it has, and none
-where weights are shared.
+A transport is imported where it is created: a run imports the one that it has, and none if learner
+and generator share weights.
 """
 
 from __future__ import annotations
@@ -38,11 +37,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Between:
-    """Who is linked. learner: one in this process, or ranks with an `Outlet`'s method each.
-    generator: the one that the driver calls. receivers: ranks with an `Intake` each, where it is
-    not the driver that hands the generator its weights. run, directory: of the run. one_host:
-    whether all of them are on the driver's. adapter: what the learner trains in place of its
-    weights."""
+    """The ends of a weight sync.
+
+    learner: in this process, or ranks that each have the method of a `WeightSender`.
+    generator: the one that the driver calls.
+    receivers: ranks with a `WeightReceiver` each; None: the driver passes the weights to
+      `generator`.
+    run, directory: of the run.
+    one_host: True if all ends are on the driver's host.
+    adapter: the adapter that the learner trains in place of its weights.
+    """
 
     learner: Learner | Ranks
     generator: Generator
@@ -55,6 +59,7 @@ class Between:
 
     @property
     def outlets(self) -> Ranks:
+        """The sending ends."""
         if isinstance(self.learner, Ranks):
             return self.learner
         from ratchet.weight_sync.endpoints import OneRank, Outlet
@@ -63,6 +68,7 @@ class Between:
 
     @property
     def intakes(self) -> Ranks:
+        """The receiving ends."""
         if self.receivers is not None:
             return self.receivers
         from ratchet.weight_sync.endpoints import Intake, OneRank
@@ -71,15 +77,18 @@ class Between:
 
     @property
     def shares_weights(self) -> bool:
+        """True if learner and generator use the same tensors."""
         embedded = not isinstance(self.learner, Ranks) and self.receivers is None
         return embedded and getattr(self.generator, "shares_weights", False)
 
 
 def make_link(section: Section, between: Between) -> Link:
+    """Create the weight sync of a section."""
     return construct(section, between)
 
 
 def auto(config: AutoLinkConfig, between: Between) -> Link:
+    """Create the weight sync that fits the two ends."""
     if between.shares_weights:
         return SharedLink(between.generator)
     if between.one_host:
@@ -90,17 +99,20 @@ def auto(config: AutoLinkConfig, between: Between) -> Link:
 
 
 def shared(config: SharedLinkConfig, between: Between) -> SharedLink:
-    """Raises ConfigError where the generator has weights of its own, which would stay as they are
-    for ever."""
+    """Create the weight sync for shared tensors.
+
+    Raises ConfigError if the generator has its own weights, which no push would change.
+    """
     if not between.shares_weights:
         raise ConfigError(
-            "link.kind=shared is for a generator that reads the learner's own tensors: set it to "
-            "auto"
+            "link.kind=shared is for a generator that reads the learner's own tensors. Set "
+            "link.kind=auto."
         )
     return SharedLink(between.generator)
 
 
 def shared_memory(config: SharedMemoryLinkConfig, between: Between) -> SharedMemoryLink:
+    """Create the weight sync by shared memory."""
     from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
     return SharedMemoryLink(
@@ -112,12 +124,14 @@ def shared_memory(config: SharedMemoryLinkConfig, between: Between) -> SharedMem
 
 
 def cuda_ipc(config: CudaIpcLinkConfig, between: Between) -> CudaIpcLink:
+    """Create the weight sync by CUDA IPC."""
     from ratchet.weight_sync.cuda_ipc import CudaIpcLink
 
     return CudaIpcLink(between.outlets, between.intakes, **_options(config, between))
 
 
 def collective(config: CollectiveLinkConfig, between: Between) -> CollectiveLink:
+    """Create the weight sync by collectives."""
     from ratchet.weight_sync.collective import CollectiveLink
 
     return CollectiveLink(
@@ -132,6 +146,7 @@ def collective(config: CollectiveLinkConfig, between: Between) -> CollectiveLink
 
 
 def files(config: FilesLinkConfig, between: Between) -> FilesLink:
+    """Create the weight sync by files."""
     from ratchet.weight_sync.files import FilesLink
 
     return FilesLink(
@@ -143,6 +158,7 @@ def files(config: FilesLinkConfig, between: Between) -> FilesLink:
 
 
 def delta(config: DeltaLinkConfig, between: Between) -> FilesLink | SharedMemoryLink:
+    """Create the weight sync of changes."""
     ends = (between.outlets, between.intakes)
     if config.through == "shared_memory":
         from ratchet.weight_sync.shared_memory import SharedMemoryLink
@@ -152,8 +168,8 @@ def delta(config: DeltaLinkConfig, between: Between) -> FilesLink | SharedMemory
         )
     from ratchet.weight_sync.files import FilesLink
 
-    where = _directory(config.directory, between)
-    return FilesLink(*ends, directory=where, changes_only=True, **_options(config, between))
+    directory = _directory(config.directory, between)
+    return FilesLink(*ends, directory=directory, changes_only=True, **_options(config, between))
 
 
 def _options(config: PushSection, between: Between) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""Files in a directory that all ends reach: each rank's blocks as safetensors, a directory a
-version.
+"""Weight sync by files in a directory that all ends share.
 
-A directory has its name once it is complete; the one before goes after the commit, what a broken
-push left at the next one.
+Each rank writes its blocks as safetensors, in one directory a version. A directory gets its name
+once it is complete. The one before is removed after the commit, and the rest of a failed push
+before the next one.
 
 Peak extra memory: each rank's share of the model bytes at the ranks, while the blocks are converted
-and written; at a receiver the pages of the files that it has mapped, at most model bytes, which the
-system may take back; and model bytes of disk, twice for a moment (where the directory lies in
-memory, /dev/shm, of that).
+and written; at a receiver the mapped pages of the files, at most model bytes, which the system may
+take back; and model bytes of disk, twice for a moment (of memory, if the directory is in /dev/shm).
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ from ratchet.weight_sync.weight_blocks import Block, Open, Outgoing, Part, align
 
 
 class FilesLink(PushLink):
-    """directory: of this link alone, made if it is absent."""
+    """Pushes weights through files.
+
+    directory: of this weight sync alone, created if it is absent.
+    """
 
     writer = "ratchet.weight_sync.files:write"
     receiver = "ratchet.weight_sync.files:read"
@@ -52,9 +54,9 @@ class FilesLink(PushLink):
     ) -> tuple[list[list[Part]], Waiting | None]:
         draft = self.directory / f".draft-{uuid.uuid4().hex[:8]}"
         complete = self.directory / f"push-{version}-{draft.name[-8:]}"
-        self._keep(self._committed)
+        self._remove_others(self._committed)
         draft.mkdir(parents=True)
-        parts = await self._sent({"directory": str(draft)}, since)
+        parts = await self._send({"directory": str(draft)}, since)
         draft.rename(complete)
         self._complete = complete
         return parts, (self.receiver, {"directory": str(complete)})
@@ -62,24 +64,27 @@ class FilesLink(PushLink):
     async def _push(self, version: int) -> None:
         await super()._push(version)
         self._committed = self._complete
-        self._keep(self._committed)
+        self._remove_others(self._committed)
 
     async def close(self) -> None:
         await super().close()
-        self._keep(None)
+        self._remove_others(None)
 
-    def _keep(self, kept: Path | None) -> None:
+    def _remove_others(self, keep: Path | None) -> None:
+        """Remove all pushes but one."""
         for path in (*self.directory.glob("push-*"), *self.directory.glob(".draft-*")):
-            if path != kept:
+            if path != keep:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def write(outgoing: Iterator[Outgoing], rank: int, *, directory: str) -> list[Part]:
+    """Write a rank's blocks to its file, and return what was sent."""
     tensors: dict[str, Tensor] = {}
-    parts, place = [], 0
+    parts = []
+    place = 0
     for item in outgoing:
         numbers = torch.empty(item.tensor.numel(), dtype=item.dtype)
-        parts.append(item.at(place, copy_summed(as_bytes(numbers), item.tensor, item.dtype)))
+        parts.append(item.to_part(place, copy_summed(as_bytes(numbers), item.tensor, item.dtype)))
         tensors[_key(parts[-1])] = numbers
         place += aligned(item.n_bytes)
     path = _file(directory, rank)
@@ -88,16 +93,18 @@ def write(outgoing: Iterator[Outgoing], rank: int, *, directory: str) -> list[Pa
         os.replace(path.with_suffix(".tmp"), path)
     except (OSError, SafetensorError) as error:
         raise LinkError(
-            f"rank {rank} can't write {path}: {error}; is there room, and do all ranks share it?",
+            f"rank {rank} can't write {path}: {error}. Check that there is room, and that all "
+            "ranks share the directory.",
             rank=rank,
         ) from error
     return parts
 
 
 def read(blocks: Sequence[Sequence[Block]], receiver: int, *, directory: str) -> Open:
+    """Return a reader of the parts in the files."""
     files: dict[int, Any] = {}
 
-    def numbers(rank: int, part: Part) -> Tensor:
+    def read_part(rank: int, part: Part) -> Tensor:
         path = _file(directory, rank)
         try:
             if rank not in files:
@@ -111,7 +118,7 @@ def read(blocks: Sequence[Sequence[Block]], receiver: int, *, directory: str) ->
                 rank=rank,
             ) from error
 
-    return numbers
+    return read_part
 
 
 def _file(directory: str, rank: int) -> Path:

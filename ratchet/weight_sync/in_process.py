@@ -1,5 +1,7 @@
-"""The embedded link: learner and engine hold the very same tensors, so a push only names their
-version."""
+"""The weight sync of an embedded generator.
+
+Learner and generator hold the same tensors, so a push only names their version.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ from ratchet.protocols import Generator
 
 
 class SharedLink:
+    """Commits versions of tensors that learner and generator share."""
+
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
 
     async def push(self, version: int) -> None:
         await self.generator.commit(version)
-        # it may rest since the step got its groups, as the weights were to change
+        # The generator may be paused since the step got its groups, because weights would change.
         await self.generator.resume()
 
     async def audit(self) -> Sequence[str] | None:
-        return []  # no weight can differ from itself
+        return []  # Shared weights can't differ.
 
     async def close(self) -> None: ...

@@ -1,5 +1,7 @@
-"""What a rank of a learner does for a link: functions of (its weights, its rank, how many there
-are), named by the link."""
+"""The functions that a rank of a learner runs for a weight sync.
+
+They get (its weights, its rank, the number of ranks), and the weight sync names them.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,14 @@ from ratchet.weight_sync.weight_blocks import Block, Part, block_of, sends, torc
 def describe(
     weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None, moving: bool
 ) -> list[Block]:
-    """What the rank has, as it would be sent. moving: without what rests."""
-    return [block_of(shard, dtype) for shard in _sent(weights, moving)]
+    """Return the rank's blocks, as they would be sent.
+
+    moving: leave out frozen weights.
+    """
+    return [block_of(shard, dtype) for shard in _select(weights, moving)]
 
 
-def _sent(weights: Iterator[Shard], moving: bool) -> Iterator[Shard]:
+def _select(weights: Iterator[Shard], moving: bool) -> Iterator[Shard]:
     return (shard for shard in weights if not (moving and shard.rests))
 
 
@@ -35,9 +40,13 @@ def send(
     since: Mapping[str, Any] | None = None,
     moving: bool,
 ) -> list[Part]:
-    """writer: the transport's function, called with what goes out, the rank and the options. since:
-    send changes only. moving: see `describe`."""
-    weights = _sent(weights, moving)
+    """Send the rank's blocks.
+
+    writer: the transport's function, called with the outgoing blocks, the rank and the options.
+    since: send changes only.
+    moving: see `describe`.
+    """
+    weights = _select(weights, moving)
     outgoing = sends(weights, dtype) if since is None else delta.changes(weights, dtype, **since)
     return imported(writer)(outgoing, rank, **options)
 
@@ -45,18 +54,17 @@ def send(
 def sums(
     weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None
 ) -> list[tuple[Block, str]]:
-    """The blocks with their checksums, as they would be sent."""
-    found = []
+    """Return the blocks with their checksums, as they would be sent."""
+    blocks = []
     for shard in weights:
         block = block_of(shard, dtype)
-        found.append(
-            (block, checksum(shard.tensor.detach().to(torch_dtype(block.dtype)).contiguous()))
-        )
-    return found
+        tensor = shard.tensor.detach().to(torch_dtype(block.dtype)).contiguous()
+        blocks.append((block, checksum(tensor)))
+    return blocks
 
 
 def forget(weights: Iterator[Shard], rank: int, world: int, *, function: str, session: str) -> None:
-    """Lets go of what was kept for a link."""
+    """Release everything that the rank keeps for a session."""
     delta.forget(session)
     if function:
         imported(function)(session)

@@ -1,17 +1,16 @@
-"""Shared memory on one host: each rank writes its own blocks to their places, receivers read them
-where they lie.
+"""Weight sync by shared memory on one host: ranks write their blocks, receivers read in place.
 
-A segment has no name in any directory: it is a file of the driver's that exists in memory only, and
-the others open it by the driver's process id. So there is nothing to clean up: the kernel frees it
-when the last process that maps it has ended, however it ended. It is made once and mapped by each
-process once: the first push pays for its pages, later ones only copy.
+A segment has no name in any directory: it is a file of the driver that exists in memory only, and
+others open it by the driver's process id. So nothing needs clean-up: the kernel frees it when the
+last process that maps it has ended, however it ended. It is created once and mapped by each process
+once: the first push pays for its pages, later ones only copy.
 
-The blocks of a weight lie together as in the weight itself, so that a generator may go on to use
-what it received where it lies (`Adopts`), and copies nothing. A second segment then takes the next
-push: what serves is never written.
+The blocks of a weight are arranged as in the weight itself, so that a generator may use the
+received memory in place (`Adopts`) and copies nothing. A second segment then takes the next push: a
+segment in use is never written.
 
-Peak extra memory: model bytes (as sent) for a segment, which all processes share; where generators
-use it in place, a second one, and no weights of their own.
+Peak extra memory: model bytes (as sent) for a segment, which all processes share; if generators use
+it in place, a second one, and no weights of their own.
 """
 
 from __future__ import annotations
@@ -32,22 +31,29 @@ from ratchet.weight_sync.checksums import copy_summed
 from ratchet.weight_sync.transaction import PushLink, Waiting
 from ratchet.weight_sync.weight_blocks import ALIGNMENT, Block, Open, Outgoing, Part, aligned
 
-HEADER = ALIGNMENT  # bytes, of which the first are the segment's token
+# Bytes, of which the first are the segment's token.
+HEADER = ALIGNMENT
 
-Places = list[list[tuple[int, int]]]  # by rank and block: (first byte, the one after the last)
+# By rank and block: (first byte, the one after the last).
+Places = list[list[tuple[int, int]]]
 
-_MAPPED: dict[str, dict[str, Tensor]] = {}  # of this process: session -> token -> bytes
+# Segments that this process has mapped: session -> token -> bytes.
+_MAPPED: dict[str, dict[str, Tensor]] = {}
 
 
 class Segment:
-    """The driver's hold on it. size: in bytes. run: seen in lists of processes' maps, for whoever
-    looks there."""
+    """A segment of shared memory, held by the driver.
+
+    size: in bytes.
+    run: name of the run, shown in the memory maps of processes.
+    """
 
     def __init__(self, size: int, run: str) -> None:
-        """Raises LinkError where the system has no such memory."""
+        """Create the memory. Raises LinkError if the system has no such memory."""
         if not hasattr(os, "memfd_create"):
-            raise LinkError("shared memory between processes needs Linux: set link.kind=files")
-        self.size, self.token = size, uuid.uuid4().hex
+            raise LinkError("shared memory between processes needs Linux. Set link.kind=files.")
+        self.size = size
+        self.token = uuid.uuid4().hex
         self._file = os.memfd_create(f"ratchet-{run}")
         os.ftruncate(self._file, HEADER + size)
         os.pwrite(self._file, self.token.encode(), 0)
@@ -58,7 +64,10 @@ class Segment:
 
 
 class SharedMemoryLink(PushLink):
-    """run: a name for the segments."""
+    """Pushes weights through shared memory.
+
+    run: a name for the segments.
+    """
 
     writer = "ratchet.weight_sync.shared_memory:write"
     receiver = "ratchet.weight_sync.shared_memory:read"
@@ -66,47 +75,51 @@ class SharedMemoryLink(PushLink):
 
     def __init__(self, senders: Ranks, receivers: Ranks, *, run: str = "", **options: Any) -> None:
         super().__init__(senders, receivers, **options)
-        # changes are applied where the receiver keeps whole blocks
+        # Changes are applied to whole blocks that the receiver keeps elsewhere.
         self.lasting = not self.changes_only
         self.run = run
-        # of the blocks that the ranks have
-        self._laid: tuple[Sequence[Sequence[Block]], Places, int] | None = None
-        self._free: Segment | None = None  # for the next push
-        self._serving: Segment | None = None  # what receivers use in place
+        # (blocks of the ranks, their places, bytes of all)
+        self._layout: tuple[Sequence[Sequence[Block]], Places, int] | None = None
+        # The segment of the next push, and the one that receivers use in place.
+        self._free: Segment | None = None
+        self._serving: Segment | None = None
 
     @property
     def shared_bytes(self) -> int:
-        """Of all its segments."""
+        """The bytes of all its segments."""
         return sum(segment.size for segment in (self._free, self._serving) if segment is not None)
 
     async def _transfer(
         self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
     ) -> tuple[list[list[Part]], Waiting | None]:
-        if self._laid is None or self._laid[0] is not blocks:
-            self._laid = (blocks, *laid(blocks, slack=2 * ALIGNMENT if self.changes_only else 0))
-        _, places, size = self._laid
+        if self._layout is None or self._layout[0] is not blocks:
+            self._layout = (blocks, *laid(blocks, slack=2 * ALIGNMENT if self.changes_only else 0))
+        _, places, size = self._layout
         if self._free is None or self._free.size != size:
             _close(self._free)
             self._free = Segment(size, self.run)
-        where = {
+        segment = {
             "session": self.session,
             "path": self._free.path,
             "token": self._free.token,
             "size": size,
         }
-        return await self._sent({"places": places, **where}, since), (self.receiver, where)
+        return await self._send({"places": places, **segment}, since), (self.receiver, segment)
 
     async def _commit(self, version: int) -> bool:
-        # where this fails, some receiver may use it already: nobody writes it again
-        written, self._free = self._free, None
+        # If the commit fails, some receiver may use the segment already: it is never written again.
+        written = self._free
+        self._free = None
         try:
             adopted = await super()._commit(version)
         except BaseException:
             _close(written)
             raise
-        self._free, self._serving = (
-            (self._serving, written) if adopted else (written, self._serving)
-        )
+        if adopted:
+            self._free = self._serving
+            self._serving = written
+        else:
+            self._free = written
         return adopted
 
     async def close(self) -> None:
@@ -122,20 +135,20 @@ def _close(segment: Segment | None) -> None:
 
 
 def laid(by_rank: Sequence[Sequence[Block]], *, slack: int = 0) -> tuple[Places, int]:
-    """Where blocks lie, and the bytes of all: weight after weight, each with its blocks in their
-    order.
+    """Return the places of all blocks, and the bytes of all.
 
-    slack: bytes that each block may take beyond its own; a change is two parts, together smaller
-    than the block.
+    Weights follow one another, each with its blocks in their order.
+
+    slack: additional bytes for each block. A change is two parts, together smaller than the block.
     """
-    found: dict[str, list[tuple[Block, int, int]]] = {}
+    blocks_by_name: dict[str, list[tuple[Block, int, int]]] = {}
     for rank, blocks in enumerate(by_rank):
         for index, block in enumerate(blocks):
-            found.setdefault(block.name, []).append((block, rank, index))
+            blocks_by_name.setdefault(block.name, []).append((block, rank, index))
     places: Places = [[(0, 0)] * len(blocks) for blocks in by_rank]
     place = 0
-    for own in found.values():
-        for block, rank, index in sorted(own, key=lambda one: one[0].offsets):
+    for weight_blocks in blocks_by_name.values():
+        for block, rank, index in sorted(weight_blocks, key=lambda entry: entry[0].offsets):
             end = place + (aligned(block.n_bytes) + slack if slack else block.n_bytes)
             places[rank][index] = (place, end)
             place = end
@@ -144,46 +157,51 @@ def laid(by_rank: Sequence[Sequence[Block]], *, slack: int = 0) -> tuple[Places,
 
 
 def write(outgoing: Iterator[Outgoing], rank: int, *, places: Places, **segment: Any) -> list[Part]:
-    bytes_n, parts = _bytes(**segment), []
-    written: dict[int, int] = {}  # by block: where what comes next of it begins
+    """Copy a rank's blocks to their places, and return what was sent."""
+    bytes_n = _bytes(**segment)
+    parts = []
+    # By block: the first byte of its next part.
+    written: dict[int, int] = {}
     for item in outgoing:
         start, end = places[rank][item.block]
         place = written.get(item.block, start)
         if place + item.n_bytes > end:
             raise LinkError(
-                f"rank {rank} has more to send than it said: {place + item.n_bytes - start} bytes",
+                f"rank {rank} has more to send than it announced: {place + item.n_bytes - start} "
+                "bytes",
                 rank=rank,
             )
-        parts.append(
-            item.at(
-                place, copy_summed(bytes_n[place : place + item.n_bytes], item.tensor, item.dtype)
-            )
-        )
+        target_n = bytes_n[place : place + item.n_bytes]
+        parts.append(item.to_part(place, copy_summed(target_n, item.tensor, item.dtype)))
         written[item.block] = place + aligned(item.n_bytes)
     return parts
 
 
 def read(blocks: Sequence[Sequence[Block]], receiver: int, **segment: Any) -> Open:
+    """Map the segment, and return a reader of its parts."""
     bytes_n = _bytes(**segment)
-    return lambda rank, part: part.of(bytes_n)
+    return lambda rank, part: part.read_from(bytes_n)
 
 
 def forget(session: str) -> None:
+    """Unmap the segments of a session."""
     _MAPPED.pop(session, None)
 
 
 def _bytes(*, session: str, path: str, token: str, size: int) -> Tensor:
-    """Of a segment, without its header."""
-    known = _MAPPED.setdefault(session, {})
-    if token not in known:
+    """Return the bytes of a segment, without its header."""
+    segments = _MAPPED.setdefault(session, {})
+    if token not in segments:
         mapped = _map(path, token, HEADER + size)
-        while len(known) > 1:  # one that serves and one that is written
-            known.pop(next(iter(known)))
-        known[token] = mapped
-    return known[token][HEADER:]
+        # Two stay mapped: the one in use and the one that is written.
+        while len(segments) > 1:
+            segments.pop(next(iter(segments)))
+        segments[token] = mapped
+    return segments[token][HEADER:]
 
 
 def _map(path: str, token: str, size: int) -> Tensor:
+    """Map the segment. Raises LinkError if this process can't open it."""
     try:
         with Path(path).open("r+b", buffering=0) as file:
             if file.read(len(token)) == token.encode():
@@ -193,6 +211,6 @@ def _map(path: str, token: str, size: int) -> Tensor:
         reason = str(error)
     raise LinkError(
         f"the shared memory {path} can't be opened here ({reason}): learner, generator and driver "
-        "must be on one host, and may "
-        "look at each other's processes; elsewhere set link.kind=collective or files"
+        "must be on one host and be allowed to look at each other's processes. Set "
+        "link.kind=collective or link.kind=files."
     )

@@ -1,5 +1,4 @@
-"""A push, whatever carries the bytes: a transaction that ends with the new version on every
-receiver, or with the old one.
+"""A push as a transaction: every receiver ends with the new version, or with the old one.
 
 prepare(names, shapes, dtypes, version) -> transfer -> a checksum for every part of every block ->
 commit(version)
@@ -19,7 +18,7 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Ranks
 from ratchet.weight_sync.weight_blocks import Block, Part, check_cover
 
-# "module:function" of the transport, and its options: see `Intake.receive`
+# "module:function" of the transport, and its options: see `WeightReceiver.receive`.
 Waiting = tuple[str, Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
@@ -30,20 +29,25 @@ SEND, DESCRIBE, SUMS = (
 
 
 class PushLink:
-    """Implements `Link` and `Audits` between the ranks of a learner (`Outlet`s) and those of
-    receivers (`Intake`s).
+    """The base class of weight syncs that push weights, by any transport.
 
-    dtype: floating-point weights are sent in it, converted by the sender; None: as the learner has
-    them. changes_only: send what changed since the version before, where a receiver has that.
-    timeout_s: of a push. adapter: what the learner trains in place of its weights: the first push
-    brings these too, and all others the adapter alone.
+    Implements `Link` and `Audits` between the ranks of a learner (`WeightSender`s) and receivers
+    (`WeightReceiver`s).
+
+    dtype: the sender converts floating-point weights to it; None: they keep the learner's.
+    changes_only: send changes since the last version, if all receivers have that.
+    timeout_s: of a push.
+    adapter: the adapter that the learner trains in place of its weights. The first push sends the
+      weights too, all others the adapter alone.
     """
 
-    writer: str  # "module:function", see `ratchet.weight_sync.sender.send`
-    receiver: str  # "module:function", see `Intake.receive`
-    # whether what receivers were handed stays as it is after the commit, until the next one
+    # "module:function", see `ratchet.weight_sync.sender.send`.
+    writer: str
+    # "module:function", see `WeightReceiver.receive`.
+    receiver: str
+    # True if received memory stays unchanged after the commit, until the next one.
     lasting = False
-    # "module:function" of a session: what this kind keeps in a process between pushes
+    # "module:function" that releases what this transport keeps in a process for a session.
     forgets: str = ""
 
     def __init__(
@@ -56,17 +60,28 @@ class PushLink:
         timeout_s: float = 600.0,
         adapter: Adapter | None = None,
     ) -> None:
-        self.senders, self.receivers, self.adapter = senders, receivers, adapter
-        self.dtype, self.changes_only, self.timeout_s = dtype, changes_only, timeout_s
-        self.session = uuid.uuid4().hex  # names what both ends keep between pushes
-        self.sent_bytes = 0  # of the latest push
+        self.senders = senders
+        self.receivers = receivers
+        self.adapter = adapter
+        self.dtype = dtype
+        self.changes_only = changes_only
+        self.timeout_s = timeout_s
+        # Names the state that both ends keep between pushes.
+        self.session = uuid.uuid4().hex
+        # Of the latest push.
+        self.sent_bytes = 0
         self._blocks: list[list[Block]] | None = None
-        self._moving = False  # what rests is there
-        self._doing = ""
+        # True once the receivers have the frozen weights.
+        self._has_frozen = False
+        # What the push is doing, for error messages.
+        self._phase = ""
 
     async def push(self, version: int) -> None:
-        """Raises LinkError, which names the weight and the rank where it can; the generators then
-        go on with what they have."""
+        """Push a version.
+
+        Raises LinkError, which names the weight and the rank if they are known. The generators then
+        go on with the version before.
+        """
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._push(version)
@@ -74,49 +89,59 @@ class PushLink:
             await self._rollback()
             if isinstance(error, LinkError) or not isinstance(error, Exception):
                 raise
-            late = isinstance(error, TimeoutError)
-            said = (
+            is_timeout = isinstance(error, TimeoutError)
+            reason = (
                 f"not over after {self.timeout_s:g} s"
-                if late
+                if is_timeout
                 else f"{type(error).__name__}: {error}"
             )
             raise LinkError(
                 f"version {version} was not pushed, the generator goes on with the one before "
-                f"({self._doing}: {said})",
+                f"({self._phase}: {reason})",
                 rank=getattr(error, "rank", None),
             ) from error
 
     async def _push(self, version: int) -> None:
-        blocks = self._blocks = self._blocks or await self._described()
-        self._doing = "a receiver prepares"
+        """Run the transaction."""
+        blocks = self._blocks = self._blocks or await self._describe()
+        self._phase = "a receiver prepares"
         await self.receivers.call("prepare", blocks, version, self.lasting, self.adapter)
         since = await self._since(version) if self.changes_only else None
-        self._doing = "weights are sent"
+        self._phase = "weights are sent"
         parts, waiting = await self._transfer(blocks, version, since)
-        self.sent_bytes = sum(part.n_bytes for own in parts for part in own)
-        self._doing = "a receiver compares checksums"
+        self.sent_bytes = sum(part.n_bytes for rank_parts in parts for part in rank_parts)
+        self._phase = "a receiver compares checksums"
         await self.receivers.call("verify", parts, version, since, waiting)
-        self._doing = "a receiver commits"
+        self._phase = "a receiver commits"
         await self._commit(version)
-        if self.adapter is not None and not self._moving:
+        if self.adapter is not None and not self._has_frozen:
             await self._forget()
-            self.session, self._blocks, self._moving = uuid.uuid4().hex, None, True
+            self.session = uuid.uuid4().hex
+            self._blocks = None
+            self._has_frozen = True
 
     async def _commit(self, version: int) -> bool:
-        """Whether some receiver goes on to use what it received where it lies."""
+        """Commit on all receivers.
+
+        True if a receiver adopted the pushed memory instead of copying it.
+        """
         return any(await self.receivers.call("commit", version))
 
-    async def _described(self) -> list[list[Block]]:
-        """Once: a learner's ranks keep their blocks."""
-        self._doing = "the learner says what it has"
+    async def _describe(self) -> list[list[Block]]:
+        """Return the blocks of the ranks, which stay the same for all pushes."""
+        self._phase = "the learner describes its weights"
         blocks = await self.senders.call(
-            "send", DESCRIBE, {"dtype": self.dtype, "moving": self._moving}
+            "send", DESCRIBE, {"dtype": self.dtype, "moving": self._has_frozen}
         )
         check_cover(blocks)
         return blocks
 
     async def _since(self, version: int) -> Mapping[str, Any]:
-        """Changes need a version that all receivers have, and that came before."""
+        """Return the version that changes start from.
+
+        It is one that all receivers have, before `version`; None: there is none, and blocks are
+        sent whole.
+        """
         bases = await self.receivers.call("base", self.session)
         base = (
             bases[0]
@@ -128,40 +153,50 @@ class PushLink:
     async def _transfer(
         self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
     ) -> tuple[list[list[Part]], Waiting | None]:
-        """What was sent; and where it waits for the receivers, what they call to get at it."""
+        """Send the blocks.
+
+        Returns (what was sent, the receivers' call that still has to receive it, if any).
+        """
         raise NotImplementedError
 
-    async def _sent(
+    async def _send(
         self, options: Mapping[str, Any], since: Mapping[str, Any] | None
     ) -> list[list[Part]]:
-        asked = {
+        """Let all ranks send, and return what they sent."""
+        options_of_send = {
             "dtype": self.dtype,
             "writer": self.writer,
             "options": options,
             "since": since,
-            "moving": self._moving,
+            "moving": self._has_frozen,
         }
-        return await self.senders.call("send", SEND, asked)
+        return await self.senders.call("send", SEND, options_of_send)
 
     async def _rollback(self) -> None:
-        self._blocks = None  # the ranks may be others next time
+        # The ranks may be others in the next push.
+        self._blocks = None
         try:
             await self.receivers.call("rollback")
-        except Exception as error:  # what failed before is what counts
+        # The push's own error matters more than this one.
+        except Exception as error:
             log.warning("a receiver could not roll back: %s", error)
 
     async def audit(self) -> Sequence[str] | None:
-        """The weights that differ between the learner and some receiver; None where no receiver can
-        show its own."""
+        """Return the weights that differ between the learner and some receiver.
+
+        None if no receiver can show its weights.
+        """
         sums = await self.senders.call("send", SUMS, {"dtype": self.dtype})
-        found = [own for own in await self.receivers.call("differing", sums) if own is not None]
-        return list(dict.fromkeys(name for own in found for name in own)) if found else None
+        answers = [
+            names for names in await self.receivers.call("differing", sums) if names is not None
+        ]
+        return list(dict.fromkeys(name for names in answers for name in names)) if answers else None
 
     async def close(self) -> None:
         await self._forget()
 
     async def _forget(self) -> None:
-        """Both ends let go of what they keep between pushes; an end that is gone has."""
+        """Release what both ends keep between pushes; an end that is gone is skipped."""
         for ranks, method, arguments in (
             (
                 self.senders,

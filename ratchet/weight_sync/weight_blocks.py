@@ -1,5 +1,7 @@
-"""What moves: blocks of weights, and the parts in which a rank sends them. Plain values, that any
-call can carry."""
+"""The blocks of weights that a weight sync moves, and the parts in which a rank sends them.
+
+They are plain values, which any call can carry.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ from torch import Tensor
 from ratchet.errors import LinkError
 from ratchet.protocols import Shard
 
-ALIGNMENT = 64  # bytes: of a cache line, and enough for every dtype
+# Bytes of a cache line, which is enough for every dtype.
+ALIGNMENT = 64
 
 
-# as is Part: hundreds of them travel with a push, and tuples are packed soonest
+# A tuple, like `SentPart`: hundreds travel with a push, and tuples are serialised fastest.
 class Block(NamedTuple):
-    """A rank's block of one weight. shape: of the whole weight. dtype: torch's name of what is
-    sent."""
+    """A rank's block of one weight.
+
+    shape: of the whole weight.
+    dtype: torch's name of the dtype that is sent.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -31,17 +37,20 @@ class Block(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.sizes)
 
     @property
     def n_bytes(self) -> int:
+        """The size in bytes, as sent."""
         return self.numel * torch_dtype(self.dtype).itemsize
 
     def shard(self, tensor: Tensor) -> Shard:
+        """Return the block as a shard with these numbers."""
         return Shard(self.name, self.shape, self.offsets, tensor.view(self.sizes))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The block of a whole weight."""
+        """Return the view of this block in a whole weight."""
         for axis, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             whole = whole.narrow(axis, offset, size)
         return whole
@@ -49,11 +58,13 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """What a rank is about to send of its block number `block`.
+    """A part that a rank is about to send.
 
-    kind: "whole", the block; or two parts, "at", the positions in the flattened block that changed,
-    and "to", what is there now. dtype: what the tensor is converted to on its way. result: of a
-    change, the checksum of the whole block after it.
+    block: number of the rank's block.
+    kind: "whole" is the block. A change is two parts: "at", the changed positions in the flattened
+      block, and "to", their new values.
+    dtype: what the tensor is converted to for sending.
+    result: of a change, the checksum of the whole block after it.
     """
 
     block: int
@@ -66,7 +77,8 @@ class Outgoing:
     def n_bytes(self) -> int:
         return self.tensor.numel() * self.dtype.itemsize
 
-    def at(self, place: int, checksum: str) -> Part:
+    def to_part(self, place: int, checksum: str) -> Part:
+        """Return the description of this part once it has been sent."""
         return Part(
             self.block,
             self.kind,
@@ -79,7 +91,11 @@ class Outgoing:
 
 
 class Part(NamedTuple):
-    """What a rank has sent. place: in bytes, in all that it sent. checksum: of what was sent."""
+    """A part that a rank has sent.
+
+    place: first byte, in all that the rank sent.
+    checksum: of the sent bytes.
+    """
 
     block: int
     kind: str
@@ -93,37 +109,41 @@ class Part(NamedTuple):
     def n_bytes(self) -> int:
         return self.numel * torch_dtype(self.dtype).itemsize
 
-    def of(self, bytes_n: Tensor) -> Tensor:
-        """Its numbers, among all the bytes that the rank sent."""
+    def read_from(self, bytes_n: Tensor) -> Tensor:
+        """Return the part's numbers, from all the bytes that the rank sent."""
         return bytes_n.narrow(0, self.place, self.n_bytes).view(torch_dtype(self.dtype))
 
 
-Write = Callable[..., list[Part]]  # (outgoing, rank, **options)
-Open = Callable[[int, Part], Tensor]  # by (rank, part): its numbers, flat
+# (outgoing, rank, **options) -> what was sent
+Write = Callable[..., list[Part]]
+# (rank, part) -> its numbers, flat
+Open = Callable[[int, Part], Tensor]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+    """Return torch's dtype of a name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of torch's dtype."""
     return str(dtype).removeprefix("torch.")
 
 
-def sent_dtype(tensor: Tensor, wanted: str | None) -> torch.dtype:
-    """What is not floating point is never converted."""
-    return (
-        torch_dtype(wanted) if wanted is not None and tensor.is_floating_point() else tensor.dtype
-    )
+def sent_dtype(tensor: Tensor, dtype: str | None) -> torch.dtype:
+    """Return the dtype in which a tensor is sent; only floating-point tensors are converted."""
+    return torch_dtype(dtype) if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def aligned(n_bytes: int) -> int:
+    """Return the bytes, rounded up to the alignment."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def block_of(shard: Shard, dtype: str | None) -> Block:
+    """Return the block of a shard, as it would be sent."""
     name = dtype_name(sent_dtype(shard.tensor, dtype))
     return Block(
         shard.name, tuple(shard.shape), tuple(shard.offsets), tuple(shard.tensor.shape), name
@@ -131,28 +151,28 @@ def block_of(shard: Shard, dtype: str | None) -> Block:
 
 
 def check_cover(by_rank: Sequence[Sequence[Block]]) -> None:
-    """Raises LinkError unless the ranks together have each number of each weight exactly once."""
-    found: dict[str, list[tuple[int, Block]]] = {}
+    """Raise LinkError unless the ranks together have each number of each weight exactly once."""
+    blocks_by_name: dict[str, list[tuple[int, Block]]] = {}
     for rank, blocks in enumerate(by_rank):
         for block in blocks:
-            found.setdefault(block.name, []).append((rank, block))
-    for name, own in found.items():
-        first = own[0][1]
-        for rank, block in own:
+            blocks_by_name.setdefault(block.name, []).append((rank, block))
+    for name, weight_blocks in blocks_by_name.items():
+        first = weight_blocks[0][1]
+        for rank, block in weight_blocks:
             if (block.shape, block.dtype) != (first.shape, first.dtype):
                 raise LinkError(
                     f"weight '{name}' is {block.dtype} {block.shape} on rank {rank}, and "
                     f"{first.dtype} {first.shape} on rank "
-                    f"{own[0][0]}: the ranks run different models",
+                    f"{weight_blocks[0][0]}: the ranks run different models",
                     tensor=name,
                     rank=rank,
                 )
-        for (_, a), (rank, b) in itertools.combinations(own, 2):
+        for (_, a), (rank, b) in itertools.combinations(weight_blocks, 2):
             if _overlap(a, b):
                 raise LinkError(
                     f"two ranks send the same numbers of weight '{name}'", tensor=name, rank=rank
                 )
-        missing = math.prod(first.shape) - sum(block.numel for _, block in own)
+        missing = math.prod(first.shape) - sum(block.numel for _, block in weight_blocks)
         if missing:
             raise LinkError(
                 f"no rank sends {missing} of the numbers of weight '{name}' {first.shape}",
@@ -161,11 +181,12 @@ def check_cover(by_rank: Sequence[Sequence[Block]]) -> None:
 
 
 def _overlap(a: Block, b: Block) -> bool:
+    """True if two blocks of a weight share numbers."""
     spans = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     return all(max(x, y) < min(x + n, y + m) for x, n, y, m in spans)
 
 
 def sends(shards: Iterator[Shard], dtype: str | None) -> Iterator[Outgoing]:
-    """Every block as a whole."""
+    """Yield every block as a whole."""
     for index, shard in enumerate(shards):
         yield Outgoing(index, "whole", shard.tensor.detach(), sent_dtype(shard.tensor, dtype))

@@ -270,5 +270,5 @@ def test_a_baseline_goes_with_an_attempt():
 def test_attempts_are_kept_together_where_the_loss_compares_them():
     algo = grpo(minibatches=2, minibatches_of="attempts")
     compared = replace(algo.losses["policy"][0], level="group")
-    with pytest.raises(ConfigError, match="set minibatches_of=groups"):
+    with pytest.raises(ConfigError, match="Set minibatches_of=groups"):
         replace(algo, losses={"policy": (compared,)})

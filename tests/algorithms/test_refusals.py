@@ -174,7 +174,7 @@ def term() -> Term:
 def test_several_updates_without_old_logprobs_are_refused():
     with pytest.raises(
         ConfigError,
-        match=r"add Pass\('policy', 'logprobs', 'old_logprobs'\), or set minibatches and epochs to "
+        match=r"Add Pass\('policy', 'logprobs', 'old_logprobs'\), or set minibatches and epochs to "
         r"1",
     ):
         Algorithm("x", {"policy": (term(),)}, source="rollouts", epochs=2)

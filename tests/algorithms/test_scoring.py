@@ -110,7 +110,7 @@ def test_a_row_that_nobody_teaches_is_refused():
         Pass("code", "logprobs", "t", tag="code"),
     ]
     with pytest.raises(
-        DataError, match="has the tag 'art', and t is only filled for code, maths: add a teacher"
+        DataError, match=r"has the tag 'art', and t is only filled for code, maths\. Add a teacher"
     ):
         filled(passes, batch(["maths", "art"]), maths=Counter(1.0), code=Counter(2.0))
 
@@ -145,7 +145,7 @@ def test_a_step_whose_every_attempt_failed_has_its_columns_and_changes_nothing(
     assert {"teacher_topk_logprobs", "teacher_logprobs"} & set(made.token_columns)
     for term in algo.losses["policy"]:
         weighed = algo.weigh(made, AlgoState())
-        hand = policy.hands[0]
+        hand = policy.forwards[0]
         loss, _ = term(hand.outputs(weighed, hand.hidden(weighed), term.needs), weighed)
         assert loss.item() == 0
     assert asyncio.run(policy.update(weighed, algo.losses["policy"]))["skipped_empty"] == 1
@@ -178,7 +178,7 @@ def test_tags_are_taken_as_they_stand():
 def test_one_teacher_is_for_every_task():
     roles, passes = asked_of("x", {"topk_ids": "i", "topk_logprobs": "t"}, aligned=True, top_k=3)
     assert roles == {"teacher": Role(path="x", aligned=True)}
-    assert [(item.wanted, item.produces, item.tag, item.top_k) for item in passes] == [
+    assert [(item.output, item.produces, item.tag, item.top_k) for item in passes] == [
         ("topk_ids", "i", None, 3),
         ("topk_logprobs", "t", None, 3),
     ]

@@ -276,13 +276,13 @@ LAYER = {
             "gemma2",
             {},
             {"pipeline_parallel": 2},
-            "learner.pipeline_parallel=2 .* set it to 1, and learner.dp_shard to the num",
+            "learner.pipeline_parallel=2 .* Set it to 1, and learner.dp_shard to the num",
         ),
         (
             "gemma2",
             {},
             {"tensor_parallel": 2, "sequence_parallel": True},
-            "learner.sequence_parallel is of .*: remove it",
+            r"learner.sequence_parallel is of .*\. Remove it",
         ),
     ],
 )

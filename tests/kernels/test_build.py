@@ -130,7 +130,7 @@ def test_one_that_is_not_whole_is_never_loaded(share, tmp_path):
     torn.replace(made)  # as the library that this process has loaded must stay
     build.library.cache_clear()
     build.library()
-    assert any(map(build._whole, (tmp_path / "cache" / "kernels").iterdir()))
+    assert any(map(build._is_complete, (tmp_path / "cache" / "kernels").iterdir()))
 
 
 def test_what_two_compile_at_once_lies_apart(tmp_path, monkeypatch):
@@ -144,7 +144,7 @@ def test_what_two_compile_at_once_lies_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", fails)
     for _ in range(2):
         with pytest.raises(OSError, match="cc failed"):
-            build._compiled("cc", tmp_path, "key")
+            build._compile("cc", tmp_path, "key")
     assert len(set(drafts)) == 2
 
 

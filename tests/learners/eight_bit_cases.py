@@ -30,7 +30,7 @@ def goes_on(rank, directory):
             resumed.update(micros, terms)
     states = [learner.optimizer.state for learner in (whole, resumed)]
     same = [
-        torch.equal(a.local, b.local) for a, b in zip(whole.learned, resumed.learned, strict=True)
+        torch.equal(a.local, b.local) for a, b in zip(whole.trained, resumed.trained, strict=True)
     ]
     same += [
         torch.equal(kept, states[1][name][key])

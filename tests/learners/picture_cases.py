@@ -58,7 +58,7 @@ def ranked(rank, shards, directory, towers, pickled, saved=None):
     metrics, pictures = [], []
     for batch in pickle.loads(pickled):
         batch, terms = weighed(batch)
-        plan = plan_microbatches(batch, max_tokens=TOKENS, hands=mesh.topology.data)
+        plan = plan_microbatches(batch, max_tokens=TOKENS, workers=mesh.topology.data)
         micros = light(
             [
                 micro.batch

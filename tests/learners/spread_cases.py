@@ -165,14 +165,14 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None):
     def read(name, offsets, sizes):
         return weights[name][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
-    fill_held(learner.held, read)
+    fill_held(learner.param_shards, read)
     return learner
 
 
 def micros_of(mesh, batch, terms=None):
     part = batch if terms is None else batch.take(weighing_rows(batch, terms))
     plan = plan_microbatches(
-        part, max_tokens=40, shares=mesh.context is None, hands=mesh.topology.data
+        part, max_tokens=40, shares=mesh.context is None, workers=mesh.topology.data
     )
     return deal(part, plan, mesh.topology.data, multiple=mesh.topology.pipeline)[
         mesh.topology.data_rank(mesh.at)
@@ -183,7 +183,7 @@ def spread(
     rank, topology, shape, steps, options, dtype, directory=None, autocast=False, adapter=None
 ):
     """On one rank: (metrics by step, blocks of weights, (rows, columns) of the last batch where the
-    rank answers)."""
+    rank is_reporting_rank)."""
     mesh = Mesh(Topology(**topology), "cpu")
     learner = made(mesh, shape, dtype, DTensorConfig(**options), autocast, adapter)
     metrics = []
@@ -224,7 +224,7 @@ def check_alike(results, topology, expected, *, rtol=1e-6):
     """What ranks gave against what one process did."""
     (metrics, weights, columns), topology = expected, Topology(**topology)
     for found, at in zip(results, topology.coordinates(), strict=True):
-        for step in range(len(metrics)) if topology.answers(at) else ():
+        for step in range(len(metrics)) if topology.is_reporting_rank(at) else ():
             assert found[0][step].keys() == metrics[step].keys()
             for key, value in metrics[step].items():
                 assert found[0][step][key] == pytest.approx(value, rel=rtol, abs=rtol / 1000), (
@@ -256,7 +256,7 @@ def precisions(rank, shape):
     for path, module in learner.model.stages[0].decoder.named_modules():
         module.register_forward_hook(note(path))
     learner.score([micro.batch for micro in micros_of(mesh, weighed(0)[0])], ["logprobs"])
-    return seen, {item.local.dtype for item in learner.held}
+    return seen, {item.local.dtype for item in learner.param_shards}
 
 
 def refusals(rank, directory, changes):

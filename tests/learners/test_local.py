@@ -379,7 +379,7 @@ def test_an_entropy_that_no_loss_uses_is_measured_without_gradient(tokens):
         float(found[batch.trainable_T].mean()), rel=1e-12
     )
     micro = batch.take(weighing_rows(batch, terms))
-    hand = made.hands[0]
+    hand = made.forwards[0]
     assert hand.outputs(micro, hand.hidden(micro), {"entropy"}).need("entropy").requires_grad
     assert (
         not hand.outputs(micro, hand.hidden(micro), {"entropy"}, measured={"entropy"})
@@ -484,7 +484,7 @@ def test_clipped_steps_are_torchs_own_in_float64(kind):
     """A norm that is rounded to float32 would be off by 1e-8."""
     options = OptimizerConfig(lr=1e-2, max_grad_norm=0.05, weight_decay=0.1)
     made, reference = learner(optimizer=options), learner(optimizer=options)
-    named = list(reference.hands[0].parameters())
+    named = list(reference.forwards[0].parameters())
     decayed = [[p for _, p in named if p.dim() >= 2], [p for _, p in named if p.dim() < 2]]
     sets = [
         {"params": ps, "weight_decay": decay} for ps, decay in zip(decayed, (0.1, 0.0), strict=True)
@@ -503,5 +503,5 @@ def test_clipped_steps_are_torchs_own_in_float64(kind):
         theirs.zero_grad()
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-14, abs=0)
         assert metrics["grad_norm"] > 0.05
-        for (name, ours), (_, other) in zip(made.hands[0].parameters(), named, strict=True):
+        for (name, ours), (_, other) in zip(made.forwards[0].parameters(), named, strict=True):
             torch.testing.assert_close(ours, other, rtol=1e-15, atol=1e-15, msg=name)

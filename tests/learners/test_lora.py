@@ -187,7 +187,7 @@ def test_roles_share_the_base():
     own = dict(net.named_parameters())
     for name, parameter in critic.model.named_parameters():
         assert (parameter is own[name]) == (not of_adapter(name)), name
-    assert [name for name, _ in critic.hands[0].parameters() if not of_adapter(name)] == [
+    assert [name for name, _ in critic.forwards[0].parameters() if not of_adapter(name)] == [
         "head.weight"
     ]
 

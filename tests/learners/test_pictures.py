@@ -76,7 +76,7 @@ def test_a_batch_in_float32_is_scored_as_one_row_after_the_other():
     )
     *_, alone, _ = local(model_directory(), "frozen", [batch], tokens=1, dtype=torch.float32)
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
-    assert learner.hands[0].model.packs
+    assert learner.forwards[0].model.packs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -125,7 +125,7 @@ def test_a_checkpoint_leaves_towers_at_rest_out_and_knows_them(tmp_path):
     with torch.no_grad():
         for _, parameter in learner.model.tower_parameters():
             parameter.add_(1.0)
-    learner.__dict__.pop("_base")
+    learner.__dict__.pop("_base_fingerprint")
     with pytest.raises(CheckpointError, match="other weights at rest"):
         learner.load(tmp_path / "saved")
     rests = {shard.name for shard in learner.weights() if shard.rests}

@@ -39,7 +39,7 @@ def test_a_step_can_be_repeated_bit_by_bit_and_leaves_no_gradient_behind(fields)
         made = team(2, net=model(dtype=torch.float32, **fields))
         for _ in range(3):
             asyncio.run(made.update(batch, terms))
-        assert all(p.grad is None for hand in made.hands for _, p in hand.parameters())
+        assert all(p.grad is None for hand in made.forwards for _, p in hand.parameters())
         ends.append(torch.cat([p.detach().flatten() for p in made.model.parameters()]))
     assert torch.equal(ends[0], ends[1])
     assert torch.equal(ends[0], ends[2])
@@ -47,7 +47,7 @@ def test_a_step_can_be_repeated_bit_by_bit_and_leaves_no_gradient_behind(fields)
 
 @pytest.mark.parametrize("fields", [{}, EXPERTS], ids=["dense", "sparse"])
 def test_workers_share_the_weights_and_have_gradients_of_their_own(fields):
-    first, second = team(2, net=model(**fields), head=ScalarHead(16).to(torch.float64)).hands
+    first, second = team(2, net=model(**fields), head=ScalarHead(16).to(torch.float64)).forwards
     for (name, own), (same, twin) in zip(first.parameters(), second.parameters(), strict=True):
         assert name == same
         assert own is not twin
@@ -69,7 +69,7 @@ def test_scores_are_those_of_one():
 
 def test_a_frozen_role_needs_no_twins():
     frozen = LocalLearner(LocalConfig(workers=2), model().requires_grad_(False))
-    assert frozen.hands[0] is frozen.hands[1]
+    assert frozen.forwards[0] is frozen.forwards[1]
 
 
 def test_conformance(tmp_path):

@@ -157,7 +157,7 @@ def test_a_teacher_of_text_is_refused_where_pictures_turn_up_among_tasks_without
     }
     with pytest.raises(
         DataError,
-        match="teacher is asked about text alone, and a row has a medium of the kind image",
+        match="teacher reads text alone, and the policy saw a medium of the kind image",
     ):
         start(
             tmp_path,

@@ -107,7 +107,7 @@ def test_the_table_has_a_line_for_each_invariance_and_property():
         "  learns         holds",
         "  isolated       holds",
         "  on_policy      n/a     no policy gradient: answers are given, not sampled",
-        "  equal_rewards  n/a     no advantages: nobody judges the answers",
+        "  equal_rewards  n/a     no advantages: the answers are not judged",
         "  lone_attempt   n/a     no advantages: each row is a datum of its own",
     ]
 

@@ -233,7 +233,7 @@ def test_given_text_that_a_teacher_cannot_read_is_refused(saved):
     roles = roles_of(model(), algo)
     asyncio.run(fill(batch([([10, 11], [12, 13])]), algo, roles))
     with pytest.raises(
-        DataError, match="teacher reads 4 tokens, and a row has 5: shorten or drop it"
+        DataError, match=r"teacher reads 4 tokens, and a row has 5\. Shorten or drop it"
     ):
         asyncio.run(fill(batch([([10, 11], [12, 13, 14])]), algo, roles))
 
@@ -283,7 +283,7 @@ def test_a_teacher_holds_a_chunk_of_the_distributions_at_a_time(saved):
     whole = replace(
         algo,
         passes=tuple(
-            replace(item, top_k=0) for item in algo.passes if item.wanted == "topk_logprobs"
+            replace(item, top_k=0) for item in algo.passes if item.output == "topk_logprobs"
         ),
     )
     with Largest() as largest:

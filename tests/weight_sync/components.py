@@ -33,7 +33,7 @@ class SpreadRank:
 
     def change(self, factor):
         with torch.no_grad():
-            for item in self.learner.held:
+            for item in self.learner.param_shards:
                 item.local.mul_(factor)
 
     def blocks(self):

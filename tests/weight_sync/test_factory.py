@@ -116,5 +116,5 @@ def test_shared_weights_need_no_transport():
 
 
 def test_weights_that_are_not_shared_are_not_taken_for_shared():
-    with pytest.raises(ConfigError, match="set it to auto"):
+    with pytest.raises(ConfigError, match="Set link\.kind=auto"):
         make_link(resolve("link", {"kind": "shared"}), Between(ALONE, Kept()))

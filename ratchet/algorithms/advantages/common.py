@@ -1,5 +1,4 @@
-"""What the estimators share: attempts and their returns, steps of an attempt, sums by index,
-spreading over tokens.
+"""The estimators' shared arithmetic: attempts and their returns, steps, and statistics by index.
 
 T = tokens, S = sequences, A = attempts, G = groups. Statistics are float64 and count *attempts*: an
 attempt whose history forked is several sequences, but one draw from the policy. Only scored
@@ -17,36 +16,36 @@ from torch import Tensor
 from ratchet.batch import Batch
 from ratchet.errors import DataError
 
-Index = tuple[Tensor, int]  # [n] of 0..size-1, size
+# (index of each entry, int64 [n] in 0..size-1; size)
+Index = tuple[Tensor, int]
 
 
 @dataclass(frozen=True)
 class Attempts:
     """The scored training attempts of a batch.
 
-    row_S: whether a sequence belongs to one; attempt_R: its attempt, for those R rows; group_A;
-    rewards_A: as judged.
+    R = their rows: the sequences that belong to one.
     """
 
     batch: Batch
-    row_S: Tensor
-    attempt_R: Tensor
+    row_S: Tensor  # bool: True if the sequence belongs to one of them
+    attempt_R: Tensor  # the attempt of each row
     group_A: Tensor
-    rewards_A: Tensor
+    rewards_A: Tensor  # as judged, without token rewards
 
     def sum_rows(self, x_S: Tensor) -> Tensor:
-        """[S] -> [A]"""
+        """Sum a column over the rows of each attempt. [S] -> [A]"""
         return sum_by(self.attempt_R, x_S[self.row_S], len(self.group_A))
 
     def to_rows(self, x_A: Tensor) -> Tensor:
-        """[A] -> [S], 0 for other rows."""
+        """Copy a value of each attempt to its rows, 0 for other rows. [A] -> [S]"""
         x_S = torch.zeros(self.batch.n_sequences, dtype=x_A.dtype)
         x_S[self.row_S] = x_A[self.attempt_R]
         return x_S
 
     @cached_property
     def returns_A(self) -> Tensor:
-        """The reward, and all token rewards of the attempt's rows."""
+        """The reward of each attempt plus all token rewards of its rows."""
         if not self.batch.has("token_rewards"):
             return self.rewards_A
         return self.rewards_A + self.sum_rows(
@@ -59,8 +58,10 @@ class Attempts:
 
 
 def attempts_of(batch: Batch) -> Attempts:
-    """Raises DataError where the sequences of one attempt carry different rewards: there would be
-    no telling its own."""
+    """Return the scored training attempts of a batch.
+
+    Raises DataError if the sequences of one attempt carry different rewards.
+    """
     row_S = batch.train_S & batch.scored_S
     keys = torch.stack([batch.group_S[row_S], batch.attempt_S[row_S]], dim=1)
     pairs, attempt_R = torch.unique(keys, dim=0, return_inverse=True)
@@ -72,15 +73,16 @@ def attempts_of(batch: Batch) -> Attempts:
         group, attempt = keys[differs][0].tolist()
         raise DataError(
             f"group {batch.group_ids[group]}: the sequences of attempt {attempt} carry different "
-            "rewards; "
-            "an attempt has one reward, however many sequences its history forked into"
+            "rewards. Give every sequence of an attempt the attempt's one reward."
         )
     return Attempts(batch, row_S, attempt_R, pairs[:, 0], rewards_A)
 
 
 def attempt_index(batch: Batch) -> Index:
-    """The attempt of each sequence: several sequences of one are its stretches, in the batch's
-    order."""
+    """Return the attempt of each sequence, as an index.
+
+    The sequences of one attempt are its stretches, in the batch's order.
+    """
     pairs, attempt_S = torch.unique(
         torch.stack([batch.group_S, batch.attempt_S], dim=1), dim=0, return_inverse=True
     )
@@ -88,23 +90,27 @@ def attempt_index(batch: Batch) -> Index:
 
 
 def sum_by(index: Tensor, x: Tensor, size: int) -> Tensor:
+    """Sum x over the entries of each index. [n] -> [size]"""
     return torch.zeros(size, dtype=x.dtype).index_add(0, index, x)
 
 
 def count_by(by: Index) -> Tensor:
+    """Count the entries of each index, float64 [size]."""
     index, size = by
     return sum_by(index, torch.ones(len(index), dtype=torch.float64), size)
 
 
 def mean_by(by: Index, x: Tensor) -> Tensor:
-    """0 for an index that does not occur."""
+    """Return the mean of x for each index, 0 for an index that does not occur."""
     index, size = by
     return sum_by(index, x, size) / count_by(by).clamp(min=1)
 
 
 def equal_by(by: Index, x: Tensor) -> Tensor:
-    """Whether all x of an index are the same; true for a lone one, and for an index that does not
-    occur."""
+    """True for an index whose x are all equal.
+
+    Also true for an index with one entry or none.
+    """
     index, size = by
     low = torch.full((size,), torch.inf, dtype=x.dtype).scatter_reduce(0, index, x, "amin")
     high = torch.full((size,), -torch.inf, dtype=x.dtype).scatter_reduce(0, index, x, "amax")
@@ -112,18 +118,19 @@ def equal_by(by: Index, x: Tensor) -> Tensor:
 
 
 def std_by(by: Index, x: Tensor) -> Tensor:
-    """Sample standard deviation (ddof 1); exactly 0 where all are equal."""
+    """Return the sample standard deviation (ddof 1) for each index, exactly 0 if all are equal."""
     index, size = by
     squares = sum_by(index, (x - mean_by(by, x)[index]).square(), size)
     return torch.where(equal_by(by, x), 0.0, (squares / (count_by(by) - 1).clamp(min=1)).sqrt())
 
 
 def normalised_by(by: Index, x: Tensor, *, scale: str, epsilon: float) -> Tensor:
-    """(x - mean) / (std + epsilon) within each index, with the sample standard deviation (ddof 1);
-    scale="none": x - mean.
+    """Return (x - mean) / (std + epsilon) within each index.
 
-    Exactly 0 where all are equal: rounding leaves the mean of equal numbers a hair off, and a
-    division by a tiny standard deviation would blow that up into a signal.
+    std is the sample standard deviation (ddof 1). scale="none" gives x - mean.
+
+    The result is exactly 0 if all x of an index are equal: rounding leaves the mean of equal
+    numbers slightly off, and dividing by a tiny standard deviation would turn that into a signal.
     """
     index, _ = by
     centred = x - mean_by(by, x)[index]
@@ -133,30 +140,32 @@ def normalised_by(by: Index, x: Tensor, *, scale: str, epsilon: float) -> Tensor
 
 
 def whole(x: Tensor) -> Index:
-    """One index for all of x."""
+    """Return the index that puts all of x together."""
     return torch.zeros(len(x), dtype=torch.int64), 1
 
 
 def standardised(x: Tensor, *, epsilon: float) -> Tensor:
-    """(x - mean) / (std + epsilon) with the population standard deviation (ddof 0); exactly 0 where
-    all are equal."""
+    """Return (x - mean) / (std + epsilon) with the population standard deviation (ddof 0).
+
+    The result is exactly 0 if all x are equal.
+    """
     if len(x) == 0 or bool((x == x[0]).all()):
         return torch.zeros_like(x)
     return (x - x.mean()) / (x.std(correction=0) + epsilon)
 
 
 def spread(batch: Batch, advantages_S: Tensor) -> Batch:
-    """One advantage a sequence, given to each of its trainable tokens; 0 elsewhere."""
+    """Give each trainable token the advantage of its sequence, and other tokens 0."""
     return batch.fill_tokens(
         advantages=torch.where(batch.trainable_T, advantages_S[batch.sequence_T], 0.0)
     )
 
 
-# --- along attempts. N = steps, L = most steps of an attempt
+# --- Along attempts. N = steps, L = largest number of steps of an attempt.
 
 
 def discounted_sums(x_AL: Tensor, factor_A: Tensor) -> Tensor:
-    """y_k = x_k + factor y_{k+1} along each attempt."""
+    """Return y_k = x_k + factor y_{k+1} along each attempt. [A, L]"""
     sums_AL = torch.zeros_like(x_AL)
     following_A = torch.zeros_like(factor_A)
     for k in range(x_AL.shape[1] - 1, -1, -1):
@@ -167,18 +176,22 @@ def discounted_sums(x_AL: Tensor, factor_A: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of ragged attempts (the trainable tokens of their rows, in order) as a padded
-    matrix and back: padding is 0 and comes last, so it adds nothing to earlier steps. Where a
-    history forked, the first step of a row follows the last one of the row before it."""
+    """The steps of all attempts as a padded matrix [A, L], and back.
+
+    The steps of an attempt are the trainable tokens of its rows, in order. Padding is 0 and comes
+    last, so it adds nothing to earlier steps. If a history forked, the first step of a row follows
+    the last step of the row before it.
+    """
 
     step_N: Tensor  # flat token index of every step
     attempt_N: Tensor
-    place_N: Tensor  # of the step within its attempt
-    count_A: Tensor
+    place_N: Tensor  # position of the step within its attempt
+    count_A: Tensor  # steps of each attempt
     n_tokens: int
 
     @classmethod
-    def of(cls, batch: Batch) -> Steps:
+    def from_batch(cls, batch: Batch) -> Steps:
+        """Return the steps of all attempts of a batch."""
         attempt_S, size = attempt_index(batch)
         step_N = batch.trainable_T.nonzero()[:, 0]
         attempt_N, order_N = attempt_S[batch.sequence_T[step_N]].sort(stable=True)
@@ -187,18 +200,20 @@ class Steps:
         return cls(step_N[order_N], attempt_N, place_N, count_A, batch.n_tokens)
 
     def pad(self, x_T: Tensor) -> Tensor:
+        """Arrange a column of tokens by attempt and step. [T] -> [A, L]"""
         width = int(self.count_A.max()) if len(self.count_A) else 0
         x_AL = x_T.new_zeros(len(self.count_A), width)
         x_AL[self.attempt_N, self.place_N] = x_T[self.step_N]
         return x_AL
 
     def unpad(self, x_AL: Tensor) -> Tensor:
+        """Return the column of tokens for a matrix of steps. [A, L] -> [T]"""
         x_T = x_AL.new_zeros(self.n_tokens)
         x_T[self.step_N] = x_AL[self.attempt_N, self.place_N]
         return x_T
 
     def shift(self, x_AL: Tensor, end_A: Tensor) -> Tensor:
-        """x of the next step; after an attempt's last one, `end_A`."""
+        """Return x of the next step, and `end_A` after an attempt's last step."""
         next_AL = torch.zeros_like(x_AL)
         next_AL[:, :-1] = x_AL[:, 1:]
         has_A = self.count_A > 0

@@ -1,4 +1,7 @@
-"""Estimators made of others, and what may follow any of them. T = tokens, N = trainable tokens."""
+"""Estimators made of other estimators, and transforms that may follow any of them.
+
+T = tokens, N = trainable tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ Transform = Callable[[Batch, AlgoState], Batch]
 
 
 def mixture(batch: Batch, state: AlgoState, *, parts: Sequence[tuple[Transform, float]]) -> Batch:
-    """A = sum of weight * A of each part. Other columns that a part fills (`returns`) stay."""
+    """Fill advantages with the weighted sum of several estimators' advantages.
+
+    Other columns that an estimator fills (`returns`) stay.
+    """
     total_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
     for estimator, weight in parts:
         batch = estimator(batch, state)
@@ -23,13 +29,15 @@ def mixture(batch: Batch, state: AlgoState, *, parts: Sequence[tuple[Transform, 
 
 
 def clip_advantages(batch: Batch, state: AlgoState, *, limit: float) -> Batch:
-    """A into [-limit, limit]."""
+    """Clip advantages to [-limit, limit]."""
     return batch.fill_tokens(advantages=batch.need("advantages").clamp(-limit, limit))
 
 
 def whiten(batch: Batch, state: AlgoState, *, epsilon: float = 1e-8) -> Batch:
-    """(A - mean) / (std + epsilon) over all trainable tokens of the batch (ddof 0); equal ones give
-    exactly 0."""
+    """Normalise advantages to (A - mean) / (std + epsilon) over all trainable tokens (ddof 0).
+
+    Equal advantages give exactly 0.
+    """
     mask_T = batch.trainable_T
     advantages_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
     advantages_T[mask_T] = standardised(batch.need("advantages")[mask_T], epsilon=epsilon)
@@ -37,9 +45,14 @@ def whiten(batch: Batch, state: AlgoState, *, epsilon: float = 1e-8) -> Batch:
 
 
 def pipeline(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform]) -> Batch:
-    """One after the other. Measures "advantage/zero_share" of the trainable tokens: at 1 the batch
-    teaches nothing."""
+    """Apply the transforms in order.
+
+    Reports "advantage/zero_share", the share of trainable tokens with advantage 0. At 1 the batch
+    teaches nothing.
+    """
     for transform in transforms:
         batch = transform(batch, state)
-    teaches_N = batch.need("advantages")[batch.trainable_T] != 0
-    return batch.note(**{"advantage/zero_share": 1 - int(teaches_N.sum()) / max(1, len(teaches_N))})
+    has_signal_N = batch.need("advantages")[batch.trainable_T] != 0
+    return batch.note(
+        **{"advantage/zero_share": 1 - int(has_signal_N.sum()) / max(1, len(has_signal_N))}
+    )

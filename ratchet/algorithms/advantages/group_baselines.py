@@ -1,4 +1,4 @@
-"""Estimators with one advantage an attempt: its return against a baseline.
+"""Estimators that give each attempt one advantage: its return minus a baseline.
 
 A = attempts, S = sequences, T = tokens, G = groups. An attempt's return R is its reward plus its
 token rewards, if it has any. A sequence that was not scored, or is not for training, gets 0 and
@@ -38,12 +38,11 @@ from ratchet.errors import ConfigError
 def group_relative(
     batch: Batch, state: AlgoState, *, scale: Scale = "std", epsilon: float = 1e-6
 ) -> Batch:
-    """A = (R - mean(R of the group)) / (std(R of the group) + epsilon), the same for every
-    trainable token of a sequence.
+    """Fill GRPO's advantages: A = (R - mean(R of the group)) / (std(R of the group) + epsilon).
 
-    GRPO (arXiv:2402.03300) section 4.1.2, with the sample standard deviation (ddof 1);
-    `scale="none"` drops the division: Dr. GRPO (arXiv:2503.20783). Equal returns, a lone attempt
-    among them, give exactly 0.
+    Every trainable token of a sequence gets the same. GRPO (arXiv:2402.03300) section 4.1.2, with
+    the sample standard deviation (ddof 1). `scale="none"` drops the division: Dr. GRPO
+    (arXiv:2503.20783). Groups of equal returns, and of one attempt, get exactly 0.
     """
     attempts = attempts_of(batch)
     advantages_A = normalised_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
@@ -51,11 +50,11 @@ def group_relative(
 
 
 def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: float = 1e-6) -> Batch:
-    """A_i = R_i - mean of the other attempts' R. RLOO (arXiv:2402.14740) section 2.3. A lone
-    attempt gets 0.
+    """Fill leave-one-out advantages: A_i = R_i - mean of the other attempts' R.
 
-    scale="std" divides by the group's standard deviation (ddof 1) + epsilon; with two attempts only
-    signs would be left.
+    RLOO (arXiv:2402.14740) section 2.3. The only attempt of a group gets 0. scale="std" divides by
+    the group's standard deviation (ddof 1) + epsilon; with two attempts only the signs would be
+    left.
     """
     attempts = attempts_of(batch)
     returns_A = attempts.returns_A
@@ -66,32 +65,39 @@ def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: floa
         advantages_A = (
             advantages_A / (std_by(attempts.groups, returns_A) + epsilon)[attempts.group_A]
         )
-    return spread(batch, _unless_equal(attempts, advantages_A))
+    return spread(batch, _to_rows_unless_equal(attempts, advantages_A))
 
 
 def opo(batch: Batch, state: AlgoState) -> Batch:
-    """A_i = R_i - sum_j l_j R_j / sum_j l_j, l = trainable tokens of the attempt: the baseline of
-    least variance where longer answers have larger gradients. OPO (arXiv:2505.23585) eq. 7."""
+    """Fill OPO's advantages: A_i = R_i - sum_j l_j R_j / sum_j l_j.
+
+    l = trainable tokens of the attempt. This baseline has the least variance if longer answers have
+    larger gradients. OPO (arXiv:2505.23585) eq. 7.
+    """
     attempts = attempts_of(batch)
     lengths_A = attempts.sum_rows(batch.sequence_sum(batch.trainable_T.double()))
     total_G = sum_by(attempts.group_A, lengths_A, batch.n_groups)
     weighted_G = sum_by(attempts.group_A, lengths_A * attempts.returns_A, batch.n_groups)
     baseline_G = weighted_G / total_G.clamp(min=1)
-    return spread(batch, _unless_equal(attempts, attempts.returns_A - baseline_G[attempts.group_A]))
+    return spread(
+        batch, _to_rows_unless_equal(attempts, attempts.returns_A - baseline_G[attempts.group_A])
+    )
 
 
-def _unless_equal(attempts: Attempts, advantages_A: Tensor) -> Tensor:
-    """By sequence; exactly 0 in groups of equal returns, where rounding would leave a hair of
-    signal."""
+def _to_rows_unless_equal(attempts: Attempts, advantages_A: Tensor) -> Tensor:
+    """Return advantages by sequence, [S], exactly 0 in groups of equal returns.
+
+    Rounding would leave those a tiny signal.
+    """
     equal_A = equal_by(attempts.groups, attempts.returns_A)[attempts.group_A]
     return attempts.to_rows(torch.where(equal_A, 0.0, advantages_A))
 
 
 def remax(batch: Batch, state: AlgoState) -> Batch:
-    """A_i = R_i - R of the group's greedy attempt (the row with use="baseline"). ReMax
-    (arXiv:2310.10505) eq. 5.
+    """Fill ReMax's advantages: A_i = R_i - R of the group's greedy attempt.
 
-    A group whose greedy attempt was not scored has no baseline: it leaves the final mask.
+    The greedy attempt is the row with use="baseline". ReMax (arXiv:2310.10505) eq. 5. A group whose
+    greedy attempt was not scored has no baseline: its rows leave the final mask.
     """
     attempts = attempts_of(batch)
     greedy_S = batch.baseline_S & batch.scored_S
@@ -108,17 +114,19 @@ def reinforce_pp(
     baseline: Literal["none", "group"] = "none",
     epsilon: float = 1e-8,
 ) -> Batch:
-    """A_t = (G_t - mean(G)) / (std(G) + epsilon), G_t = reward + the token rewards from t on,
-    whitened over all trainable tokens of the batch (ddof 0). REINFORCE++ (arXiv:2501.03262) eq. 8
-    to 10; with `baseline="group"` the group's mean reward is taken off first. Equal G give exactly
-    0."""
+    """Fill REINFORCE++'s advantages: A_t = (G_t - mean(G)) / (std(G) + epsilon).
+
+    G_t is the reward plus the token rewards from t on, whitened over all trainable tokens of the
+    batch (ddof 0). REINFORCE++ (arXiv:2501.03262) eq. 8 to 10. `baseline="group"` first subtracts
+    the group's mean reward. Equal G give exactly 0.
+    """
     attempts = attempts_of(batch)
     rewards_A = attempts.rewards_A
     if baseline == "group":
         rewards_A = normalised_by(attempts.groups, rewards_A, scale="none", epsilon=0.0)
     returns_T = attempts.to_rows(rewards_A)[batch.sequence_T]
     if batch.has("token_rewards"):
-        steps = Steps.of(batch)
+        steps = Steps.from_batch(batch)
         following_AL = discounted_sums(
             steps.pad(batch.need("token_rewards")), torch.ones(len(steps.count_A)).double()
         )
@@ -136,12 +144,15 @@ def gdpo(
     weights: Mapping[str, float] | None = None,
     epsilon: float = 1e-6,
 ) -> Batch:
-    """Each named part of the reward is normalised within its group by itself, as in
-    `group_relative`; their weighted sum is normalised over the whole batch (ddof 1). GDPO
-    (arXiv:2601.05242): parts of different scale or spread keep a signal each.
+    """Fill GDPO's advantages: normalise each part of the reward by itself, then their sum.
 
-    weights: by part; every part counts 1 by default. An attempt without a part gets 0 for it.
-    Raises ConfigError where the attempts carry no parts, or none of a name in `weights`.
+    Each named part is normalised within its group as in `group_relative`; the weighted sum of the
+    parts is normalised over the whole batch (ddof 1). GDPO (arXiv:2601.05242): parts of different
+    scale or spread keep a signal each. An attempt without a part gets 0 for it.
+
+    weights: by name of the part; default: 1 for every part.
+
+    Raises ConfigError if the attempts carry no parts, or lack one named in `weights`.
     """
     attempts = attempts_of(batch)
     names = [
@@ -155,26 +166,27 @@ def gdpo(
     for name, weight in (weights or dict.fromkeys(names, 1.0)).items():
         part_A = torch.full_like(total_A, torch.nan)
         part_A[attempts.attempt_R] = batch.need(f"reward/{name}")[attempts.row_S]
-        there_A = ~part_A.isnan()
-        groups = (attempts.group_A[there_A], batch.n_groups)
-        total_A[there_A] += weight * normalised_by(
-            groups, part_A[there_A], scale="std", epsilon=epsilon
+        has_part_A = ~part_A.isnan()
+        groups = (attempts.group_A[has_part_A], batch.n_groups)
+        total_A[has_part_A] += weight * normalised_by(
+            groups, part_A[has_part_A], scale="std", epsilon=epsilon
         )
-    # Every group's parts sum to 0, so the mean over the batch is 0 but for rounding: no signal must
-    # stay none.
+    # Every group's parts sum to 0, so the mean over the batch differs from 0 by rounding alone. A
+    # total of 0 must stay exactly 0.
     normal_A = normalised_by(whole(total_A), total_A, scale="std", epsilon=epsilon)
     return spread(batch, attempts.to_rows(torch.where(total_A == 0, 0.0, normal_A)))
 
 
 def require_parts(names: list[str], weights: Mapping[str, float] | None) -> None:
+    """Raise ConfigError if a reward part named in `weights` is missing, or there are no parts."""
     missing = sorted(set(weights or {}) - set(names))
     if missing or not names:
-        has = (
+        available = (
             f"the rewards have the parts {', '.join(names)}"
             if names
             else "the rewards have no named parts"
         )
-        wanted = f"weights name {', '.join(missing)}" if missing else "parts are needed"
+        required = f"weights name {', '.join(missing)}" if missing else "parts are needed"
         raise ConfigError(
-            f"{wanted}, but {has}: name rewards of the stage, or the parts that they return"
+            f"{required}, but {available}: name rewards of the stage, or the parts that they return"
         )

@@ -1,8 +1,10 @@
-"""Estimators that look along an attempt: its steps are the trainable tokens of its rows in order;
-what an environment wrote between them is skipped. An attempt is one row, unless its history forked.
+"""Estimators that use the order of an attempt's steps: GAE, returns by turn, GiGPO.
 
-T = tokens, S = sequences, A = attempts, N = steps (trainable tokens), L = most steps of an attempt,
-U = policy turns with at least one step, K = those of them with a state key.
+The steps of an attempt are the trainable tokens of its rows, in order; text that an environment
+wrote between them is skipped. An attempt is one row, unless its history forked.
+
+T = tokens, S = sequences, A = attempts, N = steps (trainable tokens), L = largest number of steps
+of an attempt, U = policy turns with at least one step, K = turns among those with a state key.
 """
 
 from __future__ import annotations
@@ -27,20 +29,25 @@ from ratchet.batch import Batch
 
 
 def step_rewards(batch: Batch) -> Tensor:
-    """Reward of every step, float64 [T], 0 elsewhere: token rewards, a turn's own reward at its
-    end, and at the attempt's last step whatever is left of its reward, so that they sum to it. An
-    attempt without a reward has none."""
-    mask_T, (attempt_S, size) = batch.trainable_T, attempt_index(batch)
+    """Return the reward of every step, float64 [T], 0 elsewhere.
+
+    A step's reward is its token reward, at the end of a turn plus the turn's own reward, and at the
+    attempt's last step plus the rest of the attempt's reward, so that all steps sum to it. An
+    attempt without a reward has none.
+    """
+    mask_T = batch.trainable_T
+    attempt_S, size = attempt_index(batch)
     turn_T = torch.where(mask_T, batch.turn_rewards_T.nan_to_num(0.0), 0.0)
     paid_A = sum_by(attempt_S, batch.sequence_sum(turn_T), size)
-    step_T, sequence_T = mask_T.nonzero()[:, 0], batch.sequence_T
+    step_N = mask_T.nonzero()[:, 0]
+    sequence_T = batch.sequence_T
     last_A = torch.full((size,), -1).scatter_reduce(
-        0, attempt_S[sequence_T[step_T]], step_T, "amax"
+        0, attempt_S[sequence_T[step_N]], step_N, "amax"
     )
     last_T = last_A[last_A >= 0]
     rewards_T = torch.where(batch.scored_S[sequence_T], turn_T, 0.0)
-    left_S = torch.where(batch.scored_S, batch.rewards_S - paid_A[attempt_S], 0.0)
-    rewards_T[last_T] += left_S[sequence_T[last_T]]
+    rest_S = torch.where(batch.scored_S, batch.rewards_S - paid_A[attempt_S], 0.0)
+    rewards_T[last_T] += rest_S[sequence_T[last_T]]
     if batch.has("token_rewards"):
         rewards_T = rewards_T + torch.where(mask_T, batch.need("token_rewards"), 0.0)
     return rewards_T
@@ -56,24 +63,26 @@ def gae(
     length_alpha: float | None = None,
     bootstrap: bool = True,
 ) -> Batch:
-    """delta_k = r_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lam A_{k+1} over the steps k of an
-    attempt. GAE (arXiv:1506.02438) eq. 11 to 16. Fills `advantages`, and `returns` = A(value_lam) +
-    V, what the critic is trained towards at the steps that `valued` names.
+    """Fill `advantages` and `returns` by generalised advantage estimation.
 
-    After the last step V is `bootstrap_values` where the attempt was truncated, as the episode
-    would have gone on, and 0 where it ended, or everywhere with `bootstrap=False`: where a limit is
+    Over the steps k of an attempt: delta_k = r_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lam
+    A_{k+1}. GAE (arXiv:1506.02438) eq. 11 to 16. `returns` = A(value_lam) + V is the critic's
+    target at the steps that the column `valued` marks.
+
+    After the last step V is `bootstrap_values` if the attempt was truncated, because the episode
+    would have gone on, and 0 if it ended. `bootstrap=False` makes it 0 everywhere: if a limit is
     part of the task, an answer cut off by it is over. A row that was not scored gets advantage 0
     and its own values as returns.
 
-    Measures the critic as it is before its update, as "value/explained_variance": 1 - Var(returns -
+    Reports the critic as it is before its update, as "value/explained_variance": 1 - Var(returns -
     values) / Var(returns) over the steps of scored rows. 1 is a perfect critic, 0 one no better
-    than a constant. Not there where all returns are equal.
+    than a constant. It is missing if all returns are equal.
 
     VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the
-    policy's, and `length_alpha` = a sets the policy's to 1 - 1 / (a l) for an attempt of l steps
+    policy's. `length_alpha` = a sets the policy's lambda to 1 - 1 / (a l) for an attempt of l steps
     (at least 0).
     """
-    steps = Steps.of(batch)
+    steps = Steps.from_batch(batch)
     values_AL = steps.pad(batch.need("values").double())
     end_S = torch.where(batch.truncated_S & bootstrap, batch.need("bootstrap_values").double(), 0.0)
     deltas_AL = (
@@ -98,7 +107,7 @@ def gae(
 
 
 def _last_rows(batch: Batch) -> Tensor:
-    """The last sequence of each attempt, int64 [A]."""
+    """Return the last sequence of each attempt, int64 [A]."""
     attempt_S, size = attempt_index(batch)
     return torch.full((size,), -1).scatter_reduce(
         0, attempt_S, torch.arange(batch.n_sequences), "amax"
@@ -106,10 +115,11 @@ def _last_rows(batch: Batch) -> Tensor:
 
 
 def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
+    """Return the metric "value/explained_variance", or nothing if all returns are equal."""
     if len(returns_N) == 0:
         return {}
-    # What rounding leaves of equal returns is no spread: they are the values and what is added to
-    # them.
+    # Returns are sums of values and advantages: equal ones may differ by rounding, which is no
+    # variance.
     if float(returns_N.max() - returns_N.min()) <= 1e-12 * float(
         torch.cat([values_N, returns_N]).abs().max()
     ):
@@ -119,46 +129,52 @@ def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]
 
 
 @dataclass(frozen=True)
-class _Turns:
-    """Policy turns with at least one step. step_N: flat token index of every step that lies in one;
-    turn_N: its turn; row_U, returns_U: the discounted sum of the attempt's step rewards from the
-    turn on; state_U."""
+class _TurnReturns:
+    """The policy turns with at least one step, and their discounted returns.
 
-    step_N: Tensor
-    turn_N: Tensor
-    row_U: Tensor
-    state_U: Tensor
+    returns_U is the discounted sum of the attempt's step rewards from the turn on.
+    """
+
+    step_N: Tensor  # flat token index of every step that lies in a turn
+    turn_N: Tensor  # the turn of each of those steps
+    row_U: Tensor  # the sequence of each turn
+    state_U: Tensor  # the state that each turn began in, -1 without a key
     returns_U: Tensor
 
     @classmethod
-    def of(cls, batch: Batch, *, gamma: float) -> _Turns:
+    def from_batch(cls, batch: Batch, *, gamma: float) -> _TurnReturns:
+        """Return the turns of all scored attempts of a batch."""
         inside_T = batch.trainable_T & (batch.turn_T >= 0) & batch.scored_S[batch.sequence_T]
         step_N = inside_T.nonzero()[:, 0]
         sequence_N = batch.sequence_T[step_N]
         number_N = batch.turn_T[step_N].long() + _earlier_turns(batch)[sequence_N]
         keys_N = torch.stack([attempt_index(batch)[0][sequence_N], number_N], dim=1)
-        # sorted: by attempt, then by turn
+        # torch.unique sorts: by attempt, then by turn.
         keys_U, turn_N = torch.unique(keys_N, dim=0, return_inverse=True)
         rewards_U = sum_by(turn_N, step_rewards(batch)[step_N], len(keys_U))
         state_U, row_U = (
             torch.zeros_like(keys_U[:, 0]).scatter(0, turn_N, x_N)
             for x_N in (batch.state_T[step_N], sequence_N)
         )
-        keys, returns = keys_U.tolist(), rewards_U.tolist()
+        keys = keys_U.tolist()
+        returns = rewards_U.tolist()
         for u in range(len(keys) - 2, -1, -1):
-            (attempt, turn), (next_attempt, next_turn) = keys[u], keys[u + 1]
-            if next_attempt == attempt:  # one discount a turn, those without a step too
+            attempt, turn = keys[u]
+            next_attempt, next_turn = keys[u + 1]
+            # Every turn is discounted once, turns without a step too.
+            if next_attempt == attempt:
                 returns[u] += gamma ** (next_turn - turn) * returns[u + 1]
         return cls(step_N, turn_N, row_U, state_U, torch.tensor(returns, dtype=torch.float64))
 
     def spread(self, batch: Batch, x_U: Tensor) -> Batch:
+        """Give each step the value of its turn as its advantage."""
         advantages_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
         advantages_T[self.step_N] = x_U[self.turn_N]
         return batch.fill_tokens(advantages=advantages_T)
 
 
 def _earlier_turns(batch: Batch) -> Tensor:
-    """How many turns of its attempt came before a sequence, int64 [S]."""
+    """Return the number of turns of the attempt before each sequence, int64 [S]."""
     turns_S = torch.zeros(batch.n_sequences, dtype=torch.int64)
     turns_S = turns_S.scatter_reduce(0, batch.sequence_T, batch.turn_T.long() + 1, "amax")
     earlier: list[int] = []
@@ -176,10 +192,13 @@ def turn_returns(
     gamma: float = 1.0,
     baseline: Literal["none", "group"] = "none",
 ) -> Batch:
-    """A = G_j = r_j + gamma G_{j+1} for every step of turn j, r_j the sum of the turn's step
-    rewards: one discount a turn, not a token. `baseline="group"` takes off the mean G of all turns
-    of the group. REINFORCE over turns: Sutton and Barto, 2nd edition, section 13.3."""
-    turns = _Turns.of(batch, gamma=gamma)
+    """Fill discounted returns by turn: A = G_j = r_j + gamma G_{j+1} for every step of turn j.
+
+    r_j is the sum of the turn's step rewards: there is one discount a turn, not a token.
+    `baseline="group"` subtracts the mean G of all turns of the group. REINFORCE over turns: Sutton
+    and Barto, 2nd edition, section 13.3.
+    """
+    turns = _TurnReturns.from_batch(batch, gamma=gamma)
     advantages_U = turns.returns_U
     if baseline == "group":
         groups = (batch.group_S[turns.row_U], batch.n_groups)
@@ -196,15 +215,17 @@ def gigpo(
     scale: Scale = "std",
     epsilon: float = 1e-6,
 ) -> Batch:
-    """A = A_episode + step_weight A_step. GiGPO (arXiv:2505.10978) eq. 3 to 9: A_episode as in
-    `group_relative`; A_step normalises the discounted return of a turn over all turns of the group
-    that began in the same state (`Turn.state_key`). A state met once, and a turn without a key,
-    have A_step = 0."""
+    """Fill GiGPO's advantages: A = A_episode + step_weight A_step.
+
+    GiGPO (arXiv:2505.10978) eq. 3 to 9. A_episode is as in `group_relative`. A_step normalises the
+    discounted return of a turn over all turns of the group that began in the same state
+    (`Turn.state_key`). Turns in a state that occurs once, and turns without a key, have A_step = 0.
+    """
     attempts = attempts_of(batch)
     episode_S = attempts.to_rows(
         normalised_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
     )
-    turns = _Turns.of(batch, gamma=gamma)
+    turns = _TurnReturns.from_batch(batch, gamma=gamma)
     step_U = torch.zeros_like(turns.returns_U)
     keyed_U = turns.state_U >= 0
     states, state_K = torch.unique(turns.state_U[keyed_U], return_inverse=True)

@@ -1,4 +1,4 @@
-"""A teacher's opinion of the sampled tokens as their advantage. T = tokens."""
+"""The estimator of on-policy distillation. T = tokens."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from ratchet.batch import Batch
 
 
 def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
-    """A_t = log teacher(t) - log policy(t) on every trainable token: the policy gradient of it is
-    that of the reverse KL from policy to teacher at each state visited, later states aside
-    (https://thinkingmachines.ai/blog/on-policy-distillation). It needs no reward: rows that nobody
-    scored train too.
+    """Fill A_t = log teacher(t) - log policy(t) on every trainable token.
 
-    With a column `teacher_spans`, of a teacher whose tokens are others, a span of text is one
-    action: all of its tokens get the span's log teacher - log policy. What no span covers gets 0,
-    and its share is measured.
+    Its policy gradient is that of the reverse KL from policy to teacher at each visited state, with
+    later states left out (https://thinkingmachines.ai/blog/on-policy-distillation). It needs no
+    reward: rows without one train too.
+
+    If the batch has a column `teacher_spans`, from a teacher with another tokenizer, a span of text
+    is
+    one action: all of its tokens get the span's log teacher - log policy. Tokens outside every span
+    get 0, and their share is reported as "teacher/uncovered_share".
     """
     gap_T = batch.need("teacher_logprobs").double() - batch.need("old_logprobs").double()
     gap_T = torch.where(batch.trainable_T, gap_T, 0.0)
     if batch.has("teacher_spans"):
         span_T = batch.need("teacher_spans")
-        # By row too: each teacher numbers the spans of its own rows from 0.
+        # Spans are numbered from 0 for each teacher, so a span is told apart by its row too.
         keys_T = torch.stack([batch.sequence_T, span_T], dim=1)
         keys, number_T = torch.unique(keys_T, dim=0, return_inverse=True)
         total_T = sum_by(number_T, gap_T, len(keys))[number_T]

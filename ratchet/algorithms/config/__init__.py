@@ -1,2 +1,4 @@
-"""Configuration of the algorithms and of their parts. Free of torch, so that a recipe is checked in
-no time."""
+"""Configuration of the algorithms and of their parts.
+
+It imports no torch, so that a recipe is checked without loading it.
+"""

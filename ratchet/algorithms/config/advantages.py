@@ -1,4 +1,4 @@
-"""Sections of the advantage estimators: `algorithm.advantage`."""
+"""The sections of the advantage estimators: `algorithm.advantage`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ Epsilon = Annotated[float, Field(gt=0, description="Added to the standard deviat
 
 WHOLE_BATCH = "normalised over the whole batch: the reward of one row moves the advantages of all"
 SAME_STATE = (
-    "a state met at two turns has two returns, be it by attempts of equal reward or "
-    "twice "
-    "by one attempt"
+    "a state met at two turns has two returns, be it by attempts of equal reward or twice by one "
+    "attempt"
 )
 NO_BASELINE = (
     "no baseline of the group's own: equal rewards are a signal where others earned another"
@@ -34,16 +33,19 @@ KL_BY_TOKEN = "a KL penalty in the reward differs from token to token, and so do
 
 
 class Estimator(Part):
-    """signal: what advantages are made of: the attempt's reward, its parts each by itself, or what
-    a teacher says. exempt_under_kl: further properties that it does not have where a KL penalty is
-    part of the reward."""
+    """The options of an advantage estimator.
+
+    signal: what advantages are computed from: the attempt's reward, its parts each by itself, or a
+      teacher's log-probabilities.
+    exempt_under_kl: further properties that it does not have if a KL penalty is part of the reward.
+    """
 
     signal: ClassVar[Literal["reward", "parts", "teacher"]] = "reward"
     exempt_under_kl: ClassVar[Mapping[str, str]] = {"equal_rewards": KL_BY_TOKEN}
 
 
 class GroupRelative(Estimator):
-    """Reward against the mean of the group (GRPO)."""
+    """The reward minus the mean of the group (GRPO)."""
 
     function: ClassVar[str] = f"{GROUP}:group_relative"
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
@@ -54,7 +56,7 @@ class GroupRelative(Estimator):
 
 
 class RLOO(Estimator):
-    """Reward against the mean of the group's other attempts."""
+    """The reward minus the mean of the group's other attempts."""
 
     function: ClassVar[str] = f"{GROUP}:rloo"
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
@@ -65,7 +67,7 @@ class RLOO(Estimator):
 
 
 class OPO(Estimator):
-    """Reward against the group's length-weighted mean."""
+    """The reward minus the group's length-weighted mean."""
 
     function: ClassVar[str] = f"{GROUP}:opo"
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
@@ -74,7 +76,7 @@ class OPO(Estimator):
 
 
 class ReMax(Estimator):
-    """Reward against that of the group's greedy attempt."""
+    """The reward minus that of the group's greedy attempt."""
 
     function: ClassVar[str] = f"{GROUP}:remax"
     reads: ClassVar[frozenset[str]] = frozenset({"greedy"})
@@ -88,7 +90,7 @@ class ReMax(Estimator):
 
 
 class ReinforcePP(Estimator):
-    """Reward-to-go, whitened over all tokens of the batch (REINFORCE++)."""
+    """The reward-to-go, whitened over all tokens of the batch (REINFORCE++)."""
 
     function: ClassVar[str] = f"{GROUP}:reinforce_pp"
     exempt_under_kl: ClassVar[Mapping[str, str]] = {
@@ -108,7 +110,7 @@ class ReinforcePP(Estimator):
 
     @property
     def exempt(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """With the group's mean taken off, a group of equal rewards is left with nothing."""
+        """Properties not held; none with baseline=group, which subtracts the group's mean."""
         return (
             {}
             if self.baseline == "group"
@@ -117,7 +119,7 @@ class ReinforcePP(Estimator):
 
 
 class GDPO(Estimator):
-    """Each part of the reward normalised within its group by itself, their sum over the batch."""
+    """The parts of the reward, each normalised within its group, and their sum over the batch."""
 
     function: ClassVar[str] = f"{GROUP}:gdpo"
     reads: ClassVar[frozenset[str]] = frozenset({"group", "parts"})
@@ -173,7 +175,7 @@ class GAE(Estimator):
 
 
 class TurnReturns(Estimator):
-    """Discounted return from each turn on."""
+    """The discounted return from each turn on."""
 
     function: ClassVar[str] = f"{TEMPORAL}:turn_returns"
     exempt: ClassVar[Mapping[str, str]] = {
@@ -212,7 +214,7 @@ class GiGPO(Estimator):
 
 
 class OnPolicyDistillation(Estimator):
-    """The teacher's log-probability of each sampled token against the policy's."""
+    """The teacher's log-probability of each sampled token minus the policy's."""
 
     function: ClassVar[str] = "ratchet.algorithms.advantages.teacher:on_policy_distillation"
     reads: ClassVar[frozenset[str]] = frozenset({"teacher_logprobs", "old_logprobs"})

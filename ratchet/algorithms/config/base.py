@@ -1,4 +1,4 @@
-"""What the sections of all algorithms share."""
+"""The base classes of the algorithms' sections and of their parts."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from ratchet.config.base import Section
 
 Source = Literal["rows", "pairs", "labelled", "steps", "rollouts"]
 Chosen = SerializeAsAny[Section]
-# directory of a model; or one by task tag
+# Directory of a model, or one directory for each task tag.
 Teacher = str | Annotated[dict[str, str], Field(min_length=1)]
 
 
 class AlgorithmConfig(Section):
-    """`source`: what the algorithm learns from: "rows" of given text, "pairs" of better and worse
-    answers, "labelled" answers, answers with labelled "steps", or "rollouts" (attempts of its
-    own)."""
+    """The base class of the algorithms' sections.
+
+    source: what the algorithm learns from: "rows" of given text, "pairs" of better and worse
+    answers, "labelled" answers, answers with labelled "steps", or "rollouts" (its own attempts).
+    """
 
     source: ClassVar[Source]
 
     @property
-    def called(self) -> str:
-        """Its kind; for a section made in Python, the name of its class."""
+    def display_name(self) -> str:
+        """The section's kind; for a section made in Python, the name of its class."""
         return str(getattr(self, "kind", type(self).__name__.removesuffix("Config").lower()))
 
     @property
     def reads_reward(self) -> bool:
-        """Whether anything learned depends on rewards; else attempts need none."""
+        """True if anything learned depends on rewards; else attempts need none."""
         return True
 
     minibatches: int = Field(
@@ -40,26 +42,29 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete_parts(cls, values: Any) -> Any:
-        """A part given without its kind is of the algorithm's own kind, and keeps what it doesn't
-        say."""
+        """Complete a part without `kind` with the algorithm's default for it.
+
+        Such a part has the default's kind, and keeps the default's other keys.
+        """
         if not isinstance(values, Mapping):
             return values
-        given = dict(values)
-        for name, value in given.items():
+        completed = dict(values)
+        for name, value in completed.items():
             default = cls.model_fields[name].default if name in cls.model_fields else None
             if isinstance(default, Section) and isinstance(value, Mapping):
                 kind = getattr(default, "kind", None)
                 if value.get("kind", kind) == kind:
-                    given[name] = {**dict(default), **value}
-        return given
+                    completed[name] = {**dict(default), **value}
+        return completed
 
 
 class Part(Section):
-    """A pure function with options: `function` ("module:name") is what the keys are handed to.
+    """A part of an algorithm: a pure function and its options.
 
-    reads: columns and attempts that it needs, beyond what every batch has. exempt: properties (see
-    `ratchet.algorithms.properties`) that an algorithm with this part does not have, with the
-    reason.
+    function: the function ("module:name") that gets the section's keys.
+    reads: columns and attempts that it needs beyond those that every batch has.
+    exempt: properties (see `ratchet.algorithms.properties`) that an algorithm with this part does
+      not have, with the reason.
     """
 
     builds: ClassVar[str] = "ratchet.algorithms.config_binding:bind"

@@ -1,4 +1,6 @@
-"""Distillation by divergence: over the vocabulary, or over the teacher's likeliest tokens."""
+"""The sections of distillation by divergence, over the vocabulary or the teacher's likeliest
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ MIXED = ("js", "skewed_forward", "skewed_reverse", "mixed")
 
 
 class DistillationConfig(AlgorithmConfig):
-    """What both kinds share."""
+    """The base class of the two kinds of distillation by divergence."""
 
     builds: ClassVar[str] = "ratchet.algorithms.distillation:build"
 
@@ -42,7 +44,7 @@ class DistillationConfig(AlgorithmConfig):
 
     @property
     def tau(self) -> float:
-        """Softmax temperature of given text."""
+        """The softmax temperature for given text."""
         return 1.0
 
     @model_validator(mode="after")
@@ -56,7 +58,7 @@ class DistillationConfig(AlgorithmConfig):
 
 
 class OffPolicyDistillationConfig(DistillationConfig):
-    """On given text: the environment's demonstrations."""
+    """Distillation on given text: the environment's demonstrations."""
 
     source: ClassVar[Source] = "rows"
 
@@ -70,8 +72,10 @@ class OffPolicyDistillationConfig(DistillationConfig):
 
 
 class DivergenceOnPolicyConfig(DistillationConfig):
-    """On the student's own attempts (GKD, arXiv:2306.13649), both softmaxes at the sampling
-    temperature."""
+    """Distillation on the student's own attempts (GKD, arXiv:2306.13649).
+
+    Both softmaxes are taken at the sampling temperature.
+    """
 
     source: ClassVar[Source] = "rollouts"
 

@@ -1,4 +1,4 @@
-"""Policy-gradient algorithms: one section, and the named ones as other defaults of it."""
+"""Policy-gradient algorithms: one section, and named algorithms with other defaults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Advantage = Annotated[Chosen, Slot("advantage")]
 Loss = Annotated[Chosen, Slot("policy_loss")]
 Shaping = Annotated[tuple[Chosen, ...], Slot("shaping", many=True)]
 
-# Types with their descriptions, for keys that named algorithms give another default.
+# Types with their descriptions, for keys to which named algorithms give another default.
 GroupSize = Annotated[int, Field(ge=1, description="Sampled attempts at each prompt.")]
 Weighting = Annotated[
     Literal["token_mean", "sequence_mean", "prompt_mean", "token_sum", "fixed_length"],
@@ -78,7 +78,7 @@ PositiveNLL = Annotated[
 
 
 class CriticConfig(Section):
-    """The model of values that gae reads: a copy of the policy with a scalar head."""
+    """The value model that gae reads: a copy of the policy with a scalar head."""
 
     lr: float | None = Field(
         default=None, gt=0, description="Its own peak learning rate; null: the policy's."
@@ -96,7 +96,7 @@ class CriticConfig(Section):
 
 
 class PolicyGradientConfig(AlgorithmConfig):
-    """Any estimator with any policy loss."""
+    """A policy-gradient algorithm of any estimator with any policy loss."""
 
     builds: ClassVar[str] = "ratchet.algorithms.policy_gradient:build"
     source: ClassVar[Source] = "rollouts"
@@ -158,12 +158,12 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @property
     def estimators(self) -> tuple[Section, ...]:
-        """The advantage, or the parts that it mixes."""
+        """The advantage estimator, or the estimators that it mixes."""
         return getattr(self.advantage, "parts", (self.advantage,))
 
     @property
     def reads(self) -> frozenset[str]:
-        """What the parts need; parts of somebody else's need nothing unless they say so."""
+        """The columns and attempts that the parts need, by each part's `reads`."""
         parts = (*self.estimators, *self.shaping)
         return frozenset[str]().union(*(getattr(part, "reads", frozenset()) for part in parts))
 
@@ -201,25 +201,25 @@ class PolicyGradientConfig(AlgorithmConfig):
     @property
     def _checks(self) -> tuple[Callable[[], None], ...]:
         return (
-            self._group,
-            self._rloo,
-            self._signal,
-            self._silent,
-            self._critic,
-            self._teacher,
-            self._weighting,
-            self._levels,
+            self._check_group,
+            self._check_rloo,
+            self._check_signal,
+            self._check_equal_rewards,
+            self._check_critic,
+            self._check_teacher,
+            self._check_weighting,
+            self._check_levels,
         )
 
-    def _group(self) -> None:
+    def _check_group(self) -> None:
         if self.group_size == 1 and "group" in self.reads:
             raise ValueError(
                 "group_size=1 leaves the group's baseline no other attempt and every advantage is "
                 "0: set group_size=2 or more"
             )
 
-    def _rloo(self) -> None:
-        fewest = 3
+    def _check_rloo(self) -> None:
+        smallest_size = 3
         scaled = any(
             getattr(part, "kind", "") == "normalise" and getattr(part, "over", "") == "group"
             for part in self.shaping
@@ -228,7 +228,7 @@ class PolicyGradientConfig(AlgorithmConfig):
             if (
                 isinstance(part, RLOO)
                 and (part.scale == "std" or scaled)
-                and self.group_size < fewest
+                and self.group_size < smallest_size
             ):
                 raise ValueError(
                     f"group_size={self.group_size} with leave-one-out and a standard deviation "
@@ -236,13 +236,12 @@ class PolicyGradientConfig(AlgorithmConfig):
                     "each reward: set group_size=3 or more, or advantage.scale=none"
                 )
 
-    def _signal(self) -> None:
-        """What is done to the attempts' rewards must reach advantages, at the strength that it
-        has."""
+    def _check_signal(self) -> None:
+        """Raise ValueError if a change to rewards does not reach the advantages as configured."""
         in_reward = self.kl.coef > 0 and self.kl.place == "reward"
         if all(getattr(part, "signal", "reward") != "reward" for part in self.estimators):
-            for key, given in (("shaping", self.shaping), ("kl.place=reward", in_reward)):
-                if given:
+            for key, is_set in (("shaping", self.shaping), ("kl.place=reward", in_reward)):
+                if is_set:
                     raise ValueError(
                         f"{key} changes the reward of an attempt, which advantage "
                         f"{_kind(self.advantage)} does not read: "
@@ -255,7 +254,8 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "blows it up in groups of equal rewards: set advantage.scale=none, or kl.place=loss"
             )
 
-    def _silent(self) -> None:
+    def _check_equal_rewards(self) -> None:
+        """Raise ValueError if equal_rewards would drop groups that have a signal."""
         if self.equal_rewards == "keep":
             return
         drops = f"equal_rewards={self.equal_rewards} leaves out groups without a signal"
@@ -273,7 +273,7 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "equal_rewards=keep"
             )
 
-    def _critic(self) -> None:
+    def _check_critic(self) -> None:
         if sum("values" in getattr(part, "reads", frozenset()) for part in self.estimators) > 1:
             raise ValueError(
                 "advantage mixture has gae twice, and the critic one target: leave one of them"
@@ -287,7 +287,7 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "critic is not read without advantage gae: remove it, or set advantage.kind=gae"
             )
 
-    def _teacher(self) -> None:
+    def _check_teacher(self) -> None:
         if "teacher_logprobs" in self.reads and self.teacher is None:
             raise ValueError(
                 "advantage on_policy_distillation needs a teacher: set teacher to the directory of "
@@ -303,7 +303,7 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "teacher_tokens is not read without teacher: set teacher, or remove it"
             )
 
-    def _weighting(self) -> None:
+    def _check_weighting(self) -> None:
         if self.weighting == "fixed_length" and self.fixed_length is None:
             raise ValueError(
                 "weighting=fixed_length needs fixed_length: set it to the stage's "
@@ -315,7 +315,8 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "set weighting=fixed_length, or remove fixed_length"
             )
 
-    def _levels(self) -> None:
+    def _check_levels(self) -> None:
+        """Raise ValueError for a correction by token of a loss with one value a sequence."""
         correction = self.correction
         if correction is None or getattr(self.loss, "level", "token") == "token":
             return
@@ -339,45 +340,68 @@ def _kind(part: object) -> str:
     return str(getattr(part, "kind", type(part).__name__))
 
 
-# --- the named ones: nothing but defaults
+# --- Named algorithms: nothing but defaults.
 
 
 class GRPOConfig(PolicyGradientConfig):
-    """Group relative policy optimisation (arXiv:2402.03300)."""
+    """GRPO, group relative policy optimisation (arXiv:2402.03300).
+
+    Its parts: advantage A = (R - mean(R)) / (std(R) + epsilon) over the group (`group_relative`);
+    loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with the token's ratio r (`ppo`); mean
+    over sequences of token means (`sequence_mean`).
+    """
 
     weighting: Weighting = "sequence_mean"
 
 
 class DrGRPOConfig(PolicyGradientConfig):
-    """GRPO without its two biases, by length and by difficulty (arXiv:2503.20783)."""
+    """Dr. GRPO: GRPO without its biases by length and by difficulty (arXiv:2503.20783).
+
+    Its parts: advantage A = R - mean(R of the group) (`group_relative`, scale=none); the loss of
+    `ppo`; every token over a fixed total (`fixed_length`).
+    """
 
     advantage: Advantage = GroupRelative(scale="none")
     weighting: Weighting = "fixed_length"
 
 
 class DAPOConfig(PolicyGradientConfig):
-    """Clip-higher, token mean, groups without signal left out (arXiv:2503.14476). Its overlong
-    penalty is a shaping."""
+    """DAPO: clip-higher, token mean, groups without signal left out (arXiv:2503.14476).
+
+    Its parts: advantage `group_relative`; loss `ppo` with clip_high=0.28; `token_mean`;
+    equal_rewards=drop. Its overlong penalty is a shaping (`overlong_penalty`).
+    """
 
     equal_rewards: EqualRewards = "drop"
     loss: Loss = PPO(clip_high=0.28)
 
 
 class GSPOConfig(PolicyGradientConfig):
-    """The ratio of whole sequences (arXiv:2507.18071)."""
+    """GSPO: the ratio of whole sequences (arXiv:2507.18071).
+
+    Its parts: advantage `group_relative`; loss `gspo` with s = exp(mean over the row of log r_t) in
+    place of the token's ratio; `sequence_mean`.
+    """
 
     loss: Loss = GSPO()
     weighting: Weighting = "sequence_mean"
 
 
 class CISPOConfig(PolicyGradientConfig):
-    """Clipped weights, no token silenced (MiniMax-M1, arXiv:2506.13585)."""
+    """CISPO: clipped weights that silence no token's gradient (MiniMax-M1, arXiv:2506.13585).
+
+    Its parts: advantage `group_relative`; loss `cispo`, -sg[clip(r)] A log p; `token_mean`.
+    """
 
     loss: Loss = CISPO()
 
 
 class RLOOConfig(PolicyGradientConfig):
-    """REINFORCE with a leave-one-out baseline (arXiv:2402.14740)."""
+    """RLOO: REINFORCE with a leave-one-out baseline (arXiv:2402.14740).
+
+    Its parts: advantage A_i = R_i - mean of the other attempts' R (`rloo`); loss -A log p
+    (`reinforce`); `token_sum`.
+    """
 
     advantage: Advantage = RLOO()
     loss: Loss = Reinforce()
@@ -385,14 +409,22 @@ class RLOOConfig(PolicyGradientConfig):
 
 
 class ReinforcePPConfig(PolicyGradientConfig):
-    """REINFORCE++ (arXiv:2501.03262)."""
+    """REINFORCE++ (arXiv:2501.03262).
+
+    Its parts: advantage `reinforce_pp`, the reward-to-go whitened over the batch; loss `ppo`;
+    `token_mean`; one attempt a prompt.
+    """
 
     group_size: GroupSize = 1
     advantage: Advantage = ReinforcePP()
 
 
 class ReMaxConfig(PolicyGradientConfig):
-    """REINFORCE with the greedy attempt as its baseline (arXiv:2310.10505)."""
+    """ReMax: REINFORCE with the greedy attempt as its baseline (arXiv:2310.10505).
+
+    Its parts: advantage A_i = R_i - R of the greedy attempt (`remax`); loss -A log p (`reinforce`);
+    `token_mean`; one sampled attempt a prompt.
+    """
 
     group_size: GroupSize = 1
     advantage: Advantage = ReMax()
@@ -400,25 +432,41 @@ class ReMaxConfig(PolicyGradientConfig):
 
 
 class OPOConfig(PolicyGradientConfig):
-    """Exactly on-policy, with the baseline of least variance (arXiv:2505.23585)."""
+    """OPO: the baseline of least variance, meant for exactly on-policy steps (arXiv:2505.23585).
+
+    Its parts: advantage `opo`, the reward minus the group's length-weighted mean; loss `ppo`;
+    `token_mean`.
+    """
 
     advantage: Advantage = OPO()
 
 
 class GiGPOConfig(PolicyGradientConfig):
-    """Group in group, for environments of many turns (arXiv:2505.10978)."""
+    """GiGPO: group in group, for environments of many turns (arXiv:2505.10978).
+
+    Its parts: advantage `gigpo`, over whole episodes and over turns from the same state; loss
+    `ppo`; `token_mean`.
+    """
 
     advantage: Advantage = GiGPO()
 
 
 class GDPOConfig(PolicyGradientConfig):
-    """Several rewards, normalised apart (arXiv:2601.05242)."""
+    """GDPO: several rewards, normalised apart (arXiv:2601.05242).
+
+    Its parts: advantage `gdpo`, each part of the reward normalised within its group; loss `ppo`;
+    `token_mean`.
+    """
 
     advantage: Advantage = GDPO()
 
 
 class PPOConfig(PolicyGradientConfig):
-    """Proximal policy optimisation with a critic (arXiv:1707.06347)."""
+    """PPO: proximal policy optimisation with a critic (arXiv:1707.06347).
+
+    Its parts: advantage `gae`, whitened over the batch; loss `ppo`; `token_mean`; a critic; one
+    attempt a prompt.
+    """
 
     group_size: GroupSize = 1
     advantage: Advantage = GAE()
@@ -427,8 +475,12 @@ class PPOConfig(PolicyGradientConfig):
 
 
 class VAPOConfig(PolicyGradientConfig):
-    """PPO for long answers: length-adaptive GAE, a warmed-up critic, clip-higher, the likelihood of
-    correct answers (arXiv:2504.05118)."""
+    """VAPO: PPO for long answers (arXiv:2504.05118).
+
+    Its parts: advantage `gae` with a length-adaptive lambda; loss `ppo` with clip_high=0.28;
+    `token_mean`; a critic that is warmed up; the likelihood of correct answers
+    (`positive_nll_coef`).
+    """
 
     advantage: Advantage = GAE(value_lam=1.0, length_alpha=0.05)
     loss: Loss = PPO(clip_high=0.28)
@@ -437,7 +489,11 @@ class VAPOConfig(PolicyGradientConfig):
 
 
 class TOPRConfig(PolicyGradientConfig):
-    """Tapered off-policy REINFORCE (arXiv:2503.14286)."""
+    """TOPR: tapered off-policy REINFORCE (arXiv:2503.14286).
+
+    Its parts: advantage A = R - mean(R of the group) (`group_relative`, scale=none); loss `topr`,
+    with ratios to the sampler; `token_sum`.
+    """
 
     loss: Loss = TOPR()
     advantage: Advantage = GroupRelative(scale="none")
@@ -446,21 +502,33 @@ class TOPRConfig(PolicyGradientConfig):
 
 
 class GMPOConfig(PolicyGradientConfig):
-    """Geometric mean of ratios (arXiv:2507.20673)."""
+    """GMPO: the geometric mean of ratios (arXiv:2507.20673).
+
+    Its parts: advantage `group_relative`; loss `gmpo`, -A exp(mean over the row of clipped log
+    r_t); `sequence_mean`.
+    """
 
     loss: Loss = GMPO()
     weighting: Weighting = "sequence_mean"
 
 
 class SAPOConfig(PolicyGradientConfig):
-    """A soft gate in place of the clip (arXiv:2511.20347)."""
+    """SAPO: a soft gate in place of the clip (arXiv:2511.20347).
+
+    Its parts: advantage `group_relative`; loss `sapo`, -A sigmoid(tau (r - 1)) 4 / tau;
+    `sequence_mean`.
+    """
 
     loss: Loss = SAPO()
     weighting: Weighting = "sequence_mean"
 
 
 class KimiConfig(PolicyGradientConfig):
-    """Policy mirror descent of Kimi k1.5 (arXiv:2501.12599)."""
+    """The policy mirror descent of Kimi k1.5 (arXiv:2501.12599).
+
+    Its parts: advantage A = R - mean(R of the group) (`group_relative`, scale=none); loss `kimi`,
+    -sum of A log p + tau / 2 (sum of log r)^2; `sequence_mean`.
+    """
 
     advantage: Advantage = GroupRelative(scale="none")
     loss: Loss = Kimi()
@@ -468,15 +536,23 @@ class KimiConfig(PolicyGradientConfig):
 
 
 class DecoupledPPOConfig(PolicyGradientConfig):
-    """PPO for stale attempts: clipped against the learner before the update, weighed by what
-    sampled them (arXiv:2505.24298)."""
+    """PPO for stale attempts, clipped against the learner before the update (arXiv:2505.24298).
 
-    correction: StaleCorrectionConfig | None = StaleCorrectionConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
+    Its parts: advantage `group_relative`; loss `ppo`; `token_mean`; a correction that weighs each
+    token by its ratio to the policy that sampled it.
+    """
+
+    correction: StaleCorrectionConfig | None = (  # pyright: ignore[reportIncompatibleVariableOverride]
+        StaleCorrectionConfig()
+    )
 
 
 class OnPolicyDistillationConfig(PolicyGradientConfig):
-    """The teacher judges each sampled token
-    (https://thinkingmachines.ai/blog/on-policy-distillation)."""
+    """The teacher judges each sampled token: on-policy distillation.
+
+    Its parts: advantage `on_policy_distillation`, A_t = log teacher(t) - log policy(t); loss `ppo`;
+    `token_mean`; one attempt a prompt. https://thinkingmachines.ai/blog/on-policy-distillation
+    """
 
     group_size: GroupSize = 1
     advantage: Advantage = OnPolicyDistillation()

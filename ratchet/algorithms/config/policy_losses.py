@@ -1,5 +1,4 @@
-"""Sections of the policy losses (`algorithm.loss`), of the rollout correction, of the KL penalty
-and of the routers."""
+"""The sections of policy losses (`algorithm.loss`), the correction, the KL penalty and routers."""
 
 from __future__ import annotations
 
@@ -18,15 +17,18 @@ High = Annotated[float, Field(gt=0, description="The ratio is clipped above 1 + 
 
 
 class PolicyLoss(Part):
-    """level: that of its values; a correction must be at a level that it has. reads_old: False
-    where no ratio to the old policy enters the loss."""
+    """The options of a policy loss.
+
+    level: the level of its values. A correction must have a weight at that level.
+    reads_old: False if no ratio to the old policy enters the loss.
+    """
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
     reads_old: ClassVar[bool] = True
 
 
 class PPO(PolicyLoss):
-    """Clipped ratio of each token."""
+    """The clipped ratio of each token."""
 
     function: ClassVar[str] = f"{POLICY}:clipped_surrogate"
 
@@ -41,7 +43,7 @@ class PPO(PolicyLoss):
 
 
 class Reinforce(PolicyLoss):
-    """No ratio and no clip."""
+    """The policy gradient without ratio or clip."""
 
     function: ClassVar[str] = f"{POLICY}:reinforce"
     reads_old: ClassVar[bool] = False
@@ -50,7 +52,7 @@ class Reinforce(PolicyLoss):
 
 
 class GSPO(PolicyLoss):
-    """Clipped ratio of each sequence, normalised by its length."""
+    """The clipped ratio of each sequence, normalised by its length."""
 
     function: ClassVar[str] = f"{POLICY}:gspo"
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
@@ -61,7 +63,7 @@ class GSPO(PolicyLoss):
 
 
 class GSPOToken(PolicyLoss):
-    """GSPO's ratio with an advantage of each token's own."""
+    """The ratio of GSPO with an advantage for each token."""
 
     function: ClassVar[str] = f"{POLICY}:gspo_token"
 
@@ -95,7 +97,7 @@ class TOPR(PolicyLoss):
 
 
 class GMPO(PolicyLoss):
-    """Geometric mean of clipped ratios."""
+    """The geometric mean of clipped ratios."""
 
     function: ClassVar[str] = f"{POLICY}:gmpo"
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
@@ -110,7 +112,7 @@ class GMPO(PolicyLoss):
 
 
 class SAPO(PolicyLoss):
-    """A soft gate in place of the clip."""
+    """A soft gate replaces the clip."""
 
     function: ClassVar[str] = f"{POLICY}:sapo"
 
@@ -139,8 +141,10 @@ Denominator = Literal["all", "kept"]
 
 
 class CorrectionConfig(Part):
-    """For sampler and learner that disagree: weights and masks by the ratio of their
-    probabilities."""
+    """The correction for a sampler that disagrees with the learner.
+
+    It weighs and masks tokens by the ratio of the learner's and the sampler's probabilities.
+    """
 
     function: ClassVar[str] = "ratchet.algorithms.rollout_correction:correct"
 
@@ -186,8 +190,10 @@ class CorrectionConfig(Part):
 
 
 class StaleCorrectionConfig(CorrectionConfig):
-    """The same for attempts of weights that are some steps old: a token of a weight above 5 is
-    masked, as in AReaL's code."""
+    """The correction for attempts of weights that are some steps old.
+
+    A token with a ratio above 5 is masked, as in AReaL's code.
+    """
 
     weight_high: float | None = Field(
         default=None, gt=0, description="Greatest weight; null: no bound."
@@ -270,7 +276,9 @@ class KLConfig(Section):
 
 
 class RouterConfig(Section):
-    """Of a mixture of experts: who routes the learner's tokens, and how evenly they are routed."""
+    """The routers of a mixture of experts: replay of the sampler's routing, and losses for even
+    loads.
+    """
 
     replay: bool = Field(
         default=False,
@@ -294,7 +302,7 @@ class RouterConfig(Section):
 
     @property
     def watches(self) -> bool:
-        """Whether any term reads what routers do."""
+        """True if any term reads the routers' outputs."""
         return self.measure or self.balance_coef > 0 or self.z_coef > 0
 
     @model_validator(mode="after")

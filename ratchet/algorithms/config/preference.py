@@ -1,5 +1,6 @@
-"""Preference algorithms: from pairs of a better and a worse answer, or from answers labelled good
-or bad."""
+"""The sections of preference algorithms: from pairs of answers, or from answers labelled good or
+bad.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ Normalize = Annotated[
 
 
 class PreferenceConfig(AlgorithmConfig):
-    """A loss on pairs. function: what the section's own keys are handed to. needs_reference: the
-    model at the stage's start."""
+    """A preference loss on pairs.
+
+    function: the loss that gets the section's own keys.
+    needs_reference: the loss reads log-probabilities of the model at the stage's start.
+    """
 
     builds: ClassVar[str] = "ratchet.algorithms.preference:build_pairs"
     source: ClassVar[Source] = "pairs"
@@ -62,8 +66,10 @@ class IPOConfig(PreferenceConfig):
 
 
 class RPOConfig(PreferenceConfig):
-    """Reward-aware preference optimisation (arXiv:2406.11704); the environment's pairs carry
-    rewards."""
+    """Reward-aware preference optimisation (arXiv:2406.11704).
+
+    The environment's pairs must carry rewards.
+    """
 
     function: ClassVar[str] = f"{LOSSES}:rpo"
 
@@ -101,7 +107,8 @@ class KTOConfig(AlgorithmConfig):
 
     builds: ClassVar[str] = "ratchet.algorithms.preference:build_kto"
     source: ClassVar[Source] = "labelled"
-    reference_rows: ClassVar[bool] = True  # each row comes with the answer to another prompt
+    # Each row comes with the answer to another prompt.
+    reference_rows: ClassVar[bool] = True
 
     beta: Beta = 0.1
     desirable: float = Field(default=1.0, gt=0, description="Weight of good answers.")

@@ -1,4 +1,4 @@
-"""Reward models: a scalar head on the policy's body."""
+"""The sections of reward models: a scalar head on the policy's body."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from ratchet.algorithms.config.base import AlgorithmConfig, Source
 
 
 class RewardModelConfig(AlgorithmConfig):
-    """Bradley-Terry model of pairs: the better answer scores higher (arXiv:2203.02155)."""
+    """A Bradley-Terry model of pairs: the better answer scores higher (arXiv:2203.02155)."""
 
     builds: ClassVar[str] = "ratchet.algorithms.reward_model:build_bradley_terry"
     source: ClassVar[Source] = "pairs"
 
 
 class ScoreRegressionConfig(AlgorithmConfig):
-    """Scores of single answers, by least squares (arXiv:2406.08673)."""
+    """A reward model of single answers, trained by least squares (arXiv:2406.08673)."""
 
     builds: ClassVar[str] = "ratchet.algorithms.reward_model:build_regression"
     source: ClassVar[Source] = "labelled"
 
 
 class ProcessRewardConfig(AlgorithmConfig):
-    """A label for each step of an answer (arXiv:2305.20050)."""
+    """A reward model of steps, trained on a label for each step (arXiv:2305.20050)."""
 
     builds: ClassVar[str] = "ratchet.algorithms.reward_model:build_process"
     source: ClassVar[Source] = "steps"

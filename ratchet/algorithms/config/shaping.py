@@ -1,4 +1,4 @@
-"""Sections of the reward shaping: `algorithm.shaping`, applied in the order given."""
+"""The sections of the reward shaping: `algorithm.shaping`, applied in order."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LengthPenalty(Part):
 
 
 class ScaleRewards(Part):
-    """Rewards times a factor."""
+    """A factor on all rewards."""
 
     function: ClassVar[str] = f"{SHAPING}:scale_rewards"
 
@@ -66,7 +66,7 @@ class ScaleRewards(Part):
 
 
 class ClipRewards(Part):
-    """Rewards kept within bounds."""
+    """Bounds on rewards."""
 
     function: ClassVar[str] = f"{SHAPING}:clip_rewards"
 
@@ -86,7 +86,7 @@ class ClipRewards(Part):
 
 
 class NormaliseRewards(Part):
-    """Rewards less their mean over their standard deviation."""
+    """Normalisation of rewards: minus their mean, over their standard deviation."""
 
     function: ClassVar[str] = f"{SHAPING}:normalise_rewards"
 

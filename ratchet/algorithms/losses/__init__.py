@@ -1,1 +1,1 @@
-"""Loss functions on packed tensors, each with its equation and source."""
+"""The losses: pure functions on packed tensors, each with its equation and source."""

@@ -1,9 +1,8 @@
-"""Distillation: divergences between teacher and student over the vocabulary, or over the teacher's
-likeliest tokens.
+"""Distillation losses: divergences between teacher and student.
 
-T = tokens, N = those that train, K = outcomes: the vocabulary, or the teacher's likeliest tokens
-and "any other" with the remaining mass, which bounds the divergence over the vocabulary from below
-and tends to it the more tokens there are.
+T = tokens, N = tokens that train, K = outcomes: the vocabulary, or the teacher's likeliest tokens
+and "any other" with the remaining mass. The latter bounds the divergence over the vocabulary from
+below, and tends to it as the number of tokens grows.
 """
 
 from __future__ import annotations
@@ -23,13 +22,17 @@ Objective = Literal["forward", "reverse", "js", "skewed_forward", "skewed_revers
 def divergence(
     out: Outputs, batch: Batch, *, objective: Objective = "forward", mix: float = 0.5
 ) -> tuple[Tensor, Metrics]:
-    """Divergence between teacher p and student q at each trainable token. Token level.
+    """Return the divergence between teacher p and student q at each trainable token. Token level.
 
-    forward: KL(p || q); reverse: KL(q || p); mixed: mix forward + (1 - mix) reverse; js: mix KL(p
-    || m) + (1 - mix) KL(q || m), m = mix p + (1 - mix) q (GKD, arXiv:2306.13649, eq. 2);
-    skewed_forward: KL(p || mix p + (1 - mix) q), skewed_reverse: KL(q || (1 - mix) p + mix q)
-    (DistiLLM, arXiv:2402.03898, eq. 4, 5). Reads `teacher_topk_logprobs`; the student's
-    `topk_logprobs` are of the same outcomes.
+    forward: KL(p || q)
+    reverse: KL(q || p)
+    mixed: mix forward + (1 - mix) reverse
+    js: mix KL(p || m) + (1 - mix) KL(q || m), m = mix p + (1 - mix) q (GKD, arXiv:2306.13649, eq.
+      2)
+    skewed_forward: KL(p || mix p + (1 - mix) q) (DistiLLM, arXiv:2402.03898, eq. 4)
+    skewed_reverse: KL(q || (1 - mix) p + mix q) (DistiLLM, eq. 5)
+
+    Reads `teacher_topk_logprobs`; the student's `topk_logprobs` are of the same outcomes.
     """
     mask_T = batch.trainable_T
     p_NK = batch.need("teacher_topk_logprobs")[mask_T]
@@ -51,16 +54,20 @@ def divergence(
 
 
 def kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
-    """sum p log(p / q) over the last dimension, from logs. An outcome that p excludes (-inf) counts
-    nothing. [N]"""
-    there_NK = p_NK > -torch.inf
-    safe_NK = torch.where(there_NK, p_NK, 0.0)
-    return torch.where(there_NK, safe_NK.exp() * (safe_NK - q_NK), 0.0).sum(-1)
+    """Return sum p log(p / q) over the last dimension, from logs. [N]
+
+    An outcome that p excludes (-inf) counts nothing.
+    """
+    possible_NK = p_NK > -torch.inf
+    safe_NK = torch.where(possible_NK, p_NK, 0.0)
+    return torch.where(possible_NK, safe_NK.exp() * (safe_NK - q_NK), 0.0).sum(-1)
 
 
 def _blend(a_NK: Tensor, b_NK: Tensor, share: float) -> Tensor:
-    """log(share a + (1 - share) b). What both exclude stays finite: the gradient of logaddexp(-inf,
-    -inf) is NaN."""
+    """Return log(share a + (1 - share) b).
+
+    Outcomes that both exclude stay finite, because the gradient of logaddexp(-inf, -inf) is NaN.
+    """
     log_share = torch.tensor([share, 1 - share], dtype=a_NK.dtype, device=a_NK.device).log()
     return torch.logaddexp(
         a_NK.clamp(min=torch.finfo(a_NK.dtype).min) + log_share[0], b_NK + log_share[1]

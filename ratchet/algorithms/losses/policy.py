@@ -1,9 +1,9 @@
 """Policy losses: pure functions `(out, batch, *, options) -> (x, metrics)`, to be minimised.
 
 T = tokens, S = sequences. r_t = exp(logprobs - old_logprobs), A = advantages, |y| = trainable
-tokens of a row. Every loss is homogeneous in A for a positive factor, so that a rollout correction
-may multiply x. Every exponential is bounded (`ratchet.algorithms.ratios`): values and gradients are
-finite.
+tokens of a row, sg = stop gradient. Every loss is homogeneous in A for a positive factor, so that a
+rollout correction may multiply x. Every exponential is bounded (`ratchet.algorithms.ratios`):
+values and gradients are finite.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ratchet.protocols import Outputs
 def clipped_surrogate(
     out: Outputs, batch: Batch, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Metrics]:
-    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(logprobs -
-    old_logprobs). Token level.
+    """Return -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). Token level.
 
-    PPO (arXiv:1707.06347) eq. 7; asymmetric clip as in DAPO (arXiv:2503.14476) eq. 8; `dual_clip=c
-    > 1` bounds the loss of a negative advantage by -c A (arXiv:1912.09729, eq. 5).
+    ratio = exp(logprobs - old_logprobs). PPO (arXiv:1707.06347) eq. 7; asymmetric clip as in DAPO
+    (arXiv:2503.14476) eq. 8. `dual_clip=c > 1` bounds the loss of a negative advantage by -c A
+    (arXiv:1912.09729, eq. 5).
     """
     ratio_T = bounded_ratio(_log_ratio(out))
     advantages_T = batch.need("advantages")
@@ -40,16 +40,18 @@ def clipped_surrogate(
 
 
 def reinforce(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    """-A log p: no ratio, no clip. REINFORCE (Williams, 1992). Token level."""
+    """Return -A log p, without ratio or clip. REINFORCE (Williams, 1992). Token level."""
     return -batch.need("advantages") * out.need("logprobs"), _metrics(out, batch)
 
 
 def gspo(
     out: Outputs, batch: Batch, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Metrics]:
-    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the row of log r_t): the
-    ratio of the sequence, normalised by its length. GSPO (arXiv:2507.18071) eq. 5 to 7. A is the
-    mean of the row's. Sequence level."""
+    """Return -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A). Sequence level.
+
+    s = exp(mean over the row of log r_t) is the ratio of the sequence, normalised by its length. A
+    is the mean of the row's advantages. GSPO (arXiv:2507.18071) eq. 5 to 7.
+    """
     ratio_S = bounded_ratio(row_mean(out, batch, _log_ratio(out)))
     advantages_S = row_mean(out, batch, batch.need("advantages"))
     plain_S = ratio_S * advantages_S
@@ -60,12 +62,14 @@ def gspo(
 def gspo_token(
     out: Outputs, batch: Batch, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Metrics]:
-    """-min(s_t A_t, clip(s_t) A_t), s_t = sg[s] r_t / sg[r_t]: GSPO's ratio with an advantage of
-    each token's own (arXiv:2507.18071 eq. 13, 14). Token level."""
+    """Return -min(s_t A_t, clip(s_t) A_t), s_t = sg[s] r_t / sg[r_t]. Token level.
+
+    This is GSPO's ratio with an advantage for each token (arXiv:2507.18071 eq. 13, 14).
+    """
     mean_S = row_mean(out, batch, _log_ratio(out)).detach()
     logprobs_T = out.need("logprobs")
-    # The difference is 0 and has the gradient of log r_t; that of the log-ratios is NaN where one
-    # is infinite.
+    # logprobs - sg[logprobs] is 0 and has the gradient of log r_t. The difference of two log-ratios
+    # would do so too, but is NaN if one is infinite.
     ratio_T = bounded_ratio(mean_S[batch.sequence_T] + (logprobs_T - logprobs_T.detach()))
     advantages_T = batch.need("advantages")
     plain_T = ratio_T * advantages_T
@@ -76,9 +80,11 @@ def gspo_token(
 def cispo(
     out: Outputs, batch: Batch, *, clip_low: float | None, clip_high: float
 ) -> tuple[Tensor, Metrics]:
-    """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p: the clip bounds a token's weight, and
-    never silences its gradient. CISPO (MiniMax-M1, arXiv:2506.13585) eq. 4, 5; `clip_low=None`: no
-    lower bound. Token level."""
+    """Return -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p. Token level.
+
+    The clip bounds a token's weight and never silences its gradient. CISPO (MiniMax-M1,
+    arXiv:2506.13585) eq. 4, 5. `clip_low=None`: no lower bound.
+    """
     ratio_T = bounded_ratio(_log_ratio(out).detach())
     weight_T = ratio_T.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
     x_T = -weight_T * batch.need("advantages") * out.need("logprobs")
@@ -88,9 +94,11 @@ def cispo(
 def topr(
     out: Outputs, batch: Batch, *, negative_low: float = 0.0, negative_high: float = 1.0
 ) -> tuple[Tensor, Metrics]:
-    """-A log p where A >= 0; -sg[clip(product of r over the row, negative_low, negative_high)] A
-    log p where A < 0: what went wrong counts the less, the less the policy still does it. TOPR
-    (arXiv:2503.14286) eq. 5. Token level."""
+    """Return -A log p, times a tapering weight where A < 0. Token level.
+
+    The weight is sg[clip(product of r over the row, negative_low, negative_high)]: a wrong answer
+    counts less, the less likely the policy still is to give it. TOPR (arXiv:2503.14286) eq. 5.
+    """
     ratio_S = bounded_ratio(row_sum(out, batch, _log_ratio(out)).detach())
     weight_S = ratio_S.clamp(negative_low, negative_high)
     advantages_T = batch.need("advantages")
@@ -102,25 +110,31 @@ def topr(
 def gmpo(
     out: Outputs, batch: Batch, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Metrics]:
-    """-A exp(mean over the row of c_t): the geometric mean of ratios, each clipped to
-    [exp(-clip_low), exp(clip_high)] on the side that PPO clips. GMPO (arXiv:2507.20673) eq. 4.
-    Sequence level."""
+    """Return -A exp(mean over the row of c_t): the geometric mean of clipped ratios. Sequence
+    level.
+
+    c_t = log r_t, clipped to [-clip_low, clip_high] on the side that PPO clips. GMPO
+    (arXiv:2507.20673) eq. 4.
+    """
     log_ratio_T = _log_ratio(out)
     advantages_S = row_mean(out, batch, batch.need("advantages"))
-    near_T = log_ratio_T.clamp(-clip_low, clip_high)
+    bounded_T = log_ratio_T.clamp(-clip_low, clip_high)
     signs_T = advantages_S.sign()[batch.sequence_T]
-    kept_T = torch.where(signs_T > 0, torch.minimum(log_ratio_T, near_T), log_ratio_T)
-    kept_T = torch.where(signs_T < 0, torch.maximum(log_ratio_T, near_T), kept_T)
-    ratio_S = bounded_ratio(row_mean(out, batch, kept_T))
-    clipped_S = row_mean(out, batch, (kept_T != log_ratio_T).to(log_ratio_T.dtype))
+    clipped_T = torch.where(signs_T > 0, torch.minimum(log_ratio_T, bounded_T), log_ratio_T)
+    clipped_T = torch.where(signs_T < 0, torch.maximum(log_ratio_T, bounded_T), clipped_T)
+    ratio_S = bounded_ratio(row_mean(out, batch, clipped_T))
+    clipped_S = row_mean(out, batch, (clipped_T != log_ratio_T).to(log_ratio_T.dtype))
     return -advantages_S * ratio_S, _sequence_metrics(out, batch, ratio_S, clipped=clipped_S)
 
 
 def sapo(
     out: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float = 1.05
 ) -> tuple[Tensor, Metrics]:
-    """-A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A: a soft gate in place of the clip, of
-    slope 1 at r = 1. SAPO (arXiv:2511.20347) eq. 5, 6. Token level."""
+    """Return -A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A. Token level.
+
+    This is a soft gate in place of the clip, with slope 1 at r = 1. SAPO (arXiv:2511.20347) eq. 5,
+    6.
+    """
     advantages_T = batch.need("advantages")
     tau_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
     gate_T = torch.sigmoid(tau_T * (bounded_ratio(_log_ratio(out)) - 1)) * 4 / tau_T
@@ -128,8 +142,10 @@ def sapo(
 
 
 def kimi(out: Outputs, batch: Batch, *, tau: float) -> tuple[Tensor, Metrics]:
-    """-sum of A_t log p_t + tau / 2 (sum of log r_t)^2: policy mirror descent with the old policy
-    as its centre. Kimi k1.5 (arXiv:2501.12599) eq. 3. Sequence level."""
+    """Return -sum of A_t log p_t + tau / 2 (sum of log r_t)^2. Sequence level.
+
+    Policy mirror descent centred on the old policy. Kimi k1.5 (arXiv:2501.12599) eq. 3.
+    """
     log_ratio_S = row_sum(out, batch, _log_ratio(out))
     gain_S = row_sum(out, batch, batch.need("advantages") * out.need("logprobs"))
     metrics = _sequence_metrics(
@@ -144,12 +160,13 @@ def _log_ratio(out: Outputs) -> Tensor:
 
 @torch.no_grad()
 def _metrics(out: Outputs, batch: Batch, *, clipped: Tensor | None = None) -> Metrics:
+    """Return the metrics of a loss at token level."""
     log_ratio_T = _log_ratio(out)
     ratio_T = bounded_ratio(log_ratio_T)
     metrics = {
         "ratio": ratio_T,
-        "old_kl": k3(-log_ratio_T),  # of KL(old || live)
-        # What sampler and learner disagree by, beyond rounding, is a fault of one of them.
+        "old_kl": k3(-log_ratio_T),  # estimates KL(old || live)
+        # A gap between sampler and learner beyond rounding is a fault of one of them.
         "sampler_gap": (out.need("old_logprobs") - batch.rollout_logprobs_T).abs(),
     }
     return metrics if clipped is None else {**metrics, "clipped": clipped.to(ratio_T.dtype)}
@@ -157,6 +174,6 @@ def _metrics(out: Outputs, batch: Batch, *, clipped: Tensor | None = None) -> Me
 
 @torch.no_grad()
 def _sequence_metrics(out: Outputs, batch: Batch, ratio_S: Tensor, *, clipped: Tensor) -> Metrics:
-    """The same by row; `ratio_S` is the loss's own."""
+    """Return the row means of `_metrics`, with the loss's own `ratio_S`."""
     by_row = {name: row_mean(out, batch, column) for name, column in _metrics(out, batch).items()}
     return {**by_row, "ratio": ratio_S.detach(), "clipped": clipped.to(ratio_S.dtype)}

@@ -1,8 +1,8 @@
-"""Preference losses. A pair is a group of two training rows, the chosen one first.
+"""Preference losses on pairs: groups of two training rows, the chosen one first.
 
 T = tokens, S = sequences, G = groups. The logratio of a row is the sum, or with normalize="mean"
-the mean, of logprobs - ref_logprobs over its trainable tokens; D is that of the chosen row minus
-that of the rejected one. Group level unless said.
+the mean, of logprobs - ref_logprobs over its trainable tokens. D is the logratio of the chosen row
+minus that of the rejected one. Losses are at group level unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Normalize = Literal["sum", "mean"]
 
 
 def pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(chosen [G], rejected [G]). Raises DataError for a group that is not two training rows."""
+    """Split a column into (chosen [G], rejected [G]).
+
+    Raises DataError for a group that is not two training rows.
+    """
     sizes_G = torch.bincount(batch.group_S, minlength=batch.n_groups)
     trained_G = batch.group_sum(batch.train_S.double())
     wrong_G = (sizes_G != 2) | (trained_G != 2)
@@ -31,37 +34,41 @@ def pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         group = int(wrong_G.nonzero()[0])
         raise DataError(
             f"group {batch.group_ids[group]} is no pair: it has {int(sizes_G[group])} rows, "
-            f"{int(trained_G[group])} of them to train on; a preference is two such rows alone, "
-            "the chosen one first"
+            f"{int(trained_G[group])} of them to train on. Give it two training rows alone, the "
+            "chosen one first."
         )
     return x_S[0::2], x_S[1::2]
 
 
 def rewards_of(batch: Batch) -> Tensor:
-    """[S], 0 for rows that don't train. Raises DataError for a training row that nobody scored."""
-    lacks_S = batch.train_S & ~batch.scored_S
-    if bool(lacks_S.any()):
-        group = batch.group_ids[int(batch.group_S[lacks_S][0])]
+    """Return the reward of each training row, [S], 0 for other rows.
+
+    Raises DataError for a training row without a reward.
+    """
+    missing_S = batch.train_S & ~batch.scored_S
+    if bool(missing_S.any()):
+        group = batch.group_ids[int(batch.group_S[missing_S][0])]
         raise DataError(
-            f"group {group} has a row without a reward, which this loss is about: give every "
-            "answer one"
+            f"group {group} has a row without a reward, which this loss reads. Give every answer "
+            "a reward."
         )
     return batch.rewards_S.nan_to_num(0.0)
 
 
 def logratios(out: Outputs, batch: Batch, normalize: Normalize) -> Tensor:
-    """[S]"""
+    """Return the logratio of each row, [S]."""
     gap_T = out.need("logprobs") - batch.need("ref_logprobs")
     return row_sum(out, batch, gap_T) if normalize == "sum" else row_mean(out, batch, gap_T)
 
 
 def _margin(out: Outputs, batch: Batch, normalize: Normalize) -> tuple[Tensor, Metrics]:
-    """D [G], and what is measured of it."""
+    """Return D [G] and the metrics of the pairs."""
     chosen_G, rejected_G = pairs(logratios(out, batch, normalize), batch)
-    return chosen_G - rejected_G, _measured(chosen_G, rejected_G)
+    return chosen_G - rejected_G, _pair_metrics(chosen_G, rejected_G)
 
 
-def _measured(chosen_G: Tensor, rejected_G: Tensor) -> Metrics:
+def _pair_metrics(chosen_G: Tensor, rejected_G: Tensor) -> Metrics:
+    """Return the metrics of the pairs at group level."""
     margin_G = (chosen_G - rejected_G).detach()
     return {
         "chosen": chosen_G.detach(),
@@ -72,7 +79,7 @@ def _measured(chosen_G: Tensor, rejected_G: Tensor) -> Metrics:
 
 
 def right(margin_G: Tensor) -> Tensor:
-    """1 where the chosen row wins, one half for a tie."""
+    """Return 1 if the chosen row wins, one half for a tie, else 0. [G]"""
     return (margin_G.sign() + 1) / 2
 
 
@@ -84,10 +91,12 @@ def dpo(
     label_smoothing: float = 0.0,
     normalize: Normalize = "sum",
 ) -> tuple[Tensor, Metrics]:
-    """-(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D). DPO (arXiv:2305.18290) eq. 7; e =
-    `label_smoothing`, the share of pairs taken to be the wrong way round: conservative DPO
-    (https://ericmitchell.ai/cdpo.pdf); normalize="mean": per token, as in Tulu 3 (arXiv:2411.15124)
-    section 5.1."""
+    """Return -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D).
+
+    DPO (arXiv:2305.18290) eq. 7. Conservative DPO (https://ericmitchell.ai/cdpo.pdf) has e =
+    `label_smoothing` above 0, the share of pairs taken to be in the wrong order. normalize="mean"
+    is per token, as in Tulu 3 (arXiv:2411.15124) section 5.1.
+    """
     margin_G, metrics = _margin(out, batch, normalize)
     scaled_G = beta * margin_G
     return -(1 - label_smoothing) * F.logsigmoid(scaled_G) - label_smoothing * F.logsigmoid(
@@ -98,10 +107,11 @@ def dpo(
 def ipo(
     out: Outputs, batch: Batch, *, beta: float, normalize: Normalize = "mean"
 ) -> tuple[Tensor, Metrics]:
-    """(D - 1 / (2 beta))^2: the margin is drawn to a finite value. IPO (arXiv:2310.12036) eq. 17.
+    """Return (D - 1 / (2 beta))^2, which pulls the margin to a finite value.
 
-    D is made of means over the tokens of an answer: the equation leaves that open for text, and the
-    paper's authors confirmed the mean to TRL. normalize="sum" reads log p(answer) as it stands.
+    IPO (arXiv:2310.12036) eq. 17. D is made of means over the tokens of an answer: the equation
+    leaves that open for text, and the paper's authors confirmed the mean to TRL. normalize="sum"
+    uses log p(answer) itself.
     """
     margin_G, metrics = _margin(out, batch, normalize)
     return (margin_G - 1 / (2 * beta)).square(), metrics
@@ -110,46 +120,58 @@ def ipo(
 def rpo(
     out: Outputs, batch: Batch, *, beta: float, eta: float, normalize: Normalize = "sum"
 ) -> tuple[Tensor, Metrics]:
-    """KL(Bernoulli(b) || Bernoulli(a)), b = sigmoid(eta (reward of chosen - reward of rejected)), a
-    = sigmoid(beta D): how much better the chosen one is counts too. Reward-aware preference
-    optimisation (arXiv:2406.11704, section 3.3.2)."""
+    """Return KL(Bernoulli(b) || Bernoulli(a)), a = sigmoid(beta D).
+
+    b = sigmoid(eta (reward of chosen - reward of rejected)): the size of the difference counts too.
+    Reward-aware preference optimisation (arXiv:2406.11704, section 3.3.2).
+    """
     margin_G, metrics = _margin(out, batch, normalize)
     better_G, worse_G = pairs(rewards_of(batch), batch)
-    wanted_G, given_G = eta * (better_G - worse_G), beta * margin_G
-    b_G = wanted_G.sigmoid()
-    yes_G = F.logsigmoid(wanted_G) - F.logsigmoid(given_G)
-    no_G = F.logsigmoid(-wanted_G) - F.logsigmoid(-given_G)
+    target_G = eta * (better_G - worse_G)
+    scaled_G = beta * margin_G
+    b_G = target_G.sigmoid()
+    yes_G = F.logsigmoid(target_G) - F.logsigmoid(scaled_G)
+    no_G = F.logsigmoid(-target_G) - F.logsigmoid(-scaled_G)
     return b_G * yes_G + (1 - b_G) * no_G, metrics
 
 
 def simpo(out: Outputs, batch: Batch, *, beta: float, gamma: float) -> tuple[Tensor, Metrics]:
-    """-log sigmoid(beta (mean log p of chosen - mean log p of rejected) - gamma): no reference.
-    SimPO (arXiv:2405.14734) eq. 6."""
+    """Return -log sigmoid(beta (mean log p of chosen - mean log p of rejected) - gamma).
+
+    It needs no reference. SimPO (arXiv:2405.14734) eq. 6.
+    """
     chosen_G, rejected_G = pairs(row_mean(out, batch, out.need("logprobs")), batch)
-    return -F.logsigmoid(beta * (chosen_G - rejected_G) - gamma), _measured(chosen_G, rejected_G)
+    return -F.logsigmoid(beta * (chosen_G - rejected_G) - gamma), _pair_metrics(
+        chosen_G, rejected_G
+    )
 
 
 def odds_ratio(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    """-log sigmoid(log odds of chosen - log odds of rejected), odds = p / (1 - p), log p the mean
-    over the row. The second part of ORPO (arXiv:2403.07691) eq. 5 to 7; the first is the likelihood
-    of the chosen row."""
+    """Return -log sigmoid(log odds of chosen - log odds of rejected).
+
+    odds = p / (1 - p), log p the mean over the row. The second part of ORPO (arXiv:2403.07691) eq.
+    5 to 7; the first is the likelihood of the chosen row.
+    """
     mean_S = row_mean(out, batch, out.need("logprobs"))
     chosen_G, rejected_G = pairs(_log_odds(mean_S), batch)
-    return -F.logsigmoid(chosen_G - rejected_G), _measured(chosen_G, rejected_G)
+    return -F.logsigmoid(chosen_G - rejected_G), _pair_metrics(chosen_G, rejected_G)
 
 
 def _log_odds(logprob_S: Tensor) -> Tensor:
-    """log(p / (1 - p)). A p of 1 (of an empty row, a sum of nothing) stays just below it: infinite
-    odds teach nothing."""
+    """Return log(p / (1 - p)).
+
+    A p of 1, as of an empty row, is kept just below 1, because the odds would be infinite.
+    """
     below_S = logprob_S.clamp(max=-torch.finfo(logprob_S.dtype).eps)
     return below_S - torch.log(-torch.expm1(below_S))
 
 
 def kto_reference_point(batch: Batch, state: AlgoState) -> Batch:
-    """z0 = max(0, mean over rows with use="reference" of the sum of old_logprobs - ref_logprobs):
-    the batch's estimate of KL(policy || reference) on answers to other prompts (KTO,
-    arXiv:2402.01306, section 4.1). One detached number for all rows, in the sequence column
-    `kto_z0`."""
+    """Fill the sequence column `kto_z0`, the batch's estimate of KL(policy || reference).
+
+    z0 = max(0, mean over rows with use="reference" of the sum of old_logprobs - ref_logprobs), on
+    answers to other prompts (KTO, arXiv:2402.01306, section 4.1). One detached number for all rows.
+    """
     gap_T = torch.where(
         batch.predicted_T,
         batch.need("old_logprobs").double() - batch.need("ref_logprobs").double(),
@@ -165,8 +187,11 @@ def kto_reference_point(batch: Batch, state: AlgoState) -> Batch:
 def kto(
     out: Outputs, batch: Batch, *, beta: float, desirable: float = 1.0, undesirable: float = 1.0
 ) -> tuple[Tensor, Metrics]:
-    """desirable (1 - sigmoid(v)) for a row whose reward is above 0, undesirable (1 - sigmoid(-v))
-    for another, v = beta (logratio - z0). KTO (arXiv:2402.01306) eq. 8. Sequence level."""
+    """Return desirable (1 - sigmoid(v)) for a row with a reward above 0. Sequence level.
+
+    Other rows get undesirable (1 - sigmoid(-v)). v = beta (logratio - z0). KTO (arXiv:2402.01306)
+    eq. 8.
+    """
     ratio_S = logratios(out, batch, "sum")
     v_S = beta * (ratio_S - batch.need("kto_z0"))
     good_S = rewards_of(batch) > 0

@@ -1,4 +1,4 @@
-"""Losses of reward models: what a scalar head is trained on.
+"""The losses of reward models, which train a scalar head.
 
 T = tokens, S = sequences, G = groups.
 """
@@ -17,8 +17,10 @@ from ratchet.protocols import Outputs
 
 
 def bradley_terry(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    """-log sigmoid(score of chosen - score of rejected). Bradley and Terry (1952); arXiv:2203.02155
-    eq. 1. Group level."""
+    """Return -log sigmoid(score of chosen - score of rejected). Group level.
+
+    Bradley and Terry (1952); arXiv:2203.02155 eq. 1.
+    """
     chosen_G, rejected_G = pairs(out.need("scores"), batch)
     margin_G = (chosen_G - rejected_G).detach()
     metrics = {"margin": margin_G, "accuracy": right(margin_G)}
@@ -26,23 +28,25 @@ def bradley_terry(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
 
 
 def score_regression(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    """(score - reward)^2 (HelpSteer2, arXiv:2406.08673, section 3). Sequence level."""
+    """Return (score - reward)^2 (HelpSteer2, arXiv:2406.08673, section 3). Sequence level."""
     scores_S = out.need("scores")
     return (scores_S - rewards_of(batch)).square(), {"score": scores_S.detach()}
 
 
 def process_reward(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    """Binary cross entropy of sigmoid(score at the last token of a step) with the step's label in
-    [0, 1], a turn's own reward; 0 at other tokens. Let's verify step by step (arXiv:2305.20050),
-    section 2.6. Token level. Raises DataError for a label outside: the score would run away without
-    end."""
+    """Return the binary cross entropy of each step's score with its label. Token level.
+
+    The score is sigmoid(score at the step's last token); the label, in [0, 1], is the turn's own
+    reward. Other tokens get 0. Let's verify step by step (arXiv:2305.20050), section 2.6. Raises
+    DataError for a label outside [0, 1]: the score would diverge.
+    """
     labelled_T = ~batch.turn_rewards_T.isnan()
     outside_T = (batch.turn_rewards_T < 0) | (batch.turn_rewards_T > 1)
     if bool(outside_T.any()):
         group = batch.group_ids[int(batch.group_S[batch.sequence_T[outside_T][0]])]
         raise DataError(
-            f"group {group}: a step has the label {batch.turn_rewards_T[outside_T][0]:g}: it must "
-            "lie in [0, 1]"
+            f"group {group}: a step has the label {batch.turn_rewards_T[outside_T][0]:g}. It must "
+            "lie in [0, 1]."
         )
     labels_T = batch.turn_rewards_T.nan_to_num(0.0)
     scores_T = out.need("token_scores")

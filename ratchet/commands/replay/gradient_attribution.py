@@ -115,7 +115,7 @@ def token_pulls(
 ) -> tuple[Tensor, Tensor]:
     """Return (loss, pull) of each token of a part of a mini-batch, [T] both; pulls are 0 for terms
     that don't read logprobs."""
-    hand = learner.hands[0]
+    hand = learner.forwards[0]
     micro, watch = part.to(hand.device, hand.dtype), hand.watch(terms)
     needs = needed(terms)
     with torch.no_grad():

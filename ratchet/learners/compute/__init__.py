@@ -1,1 +1,1 @@
-"""Forward passes: micro-batching, chunked log-probabilities and FLOP counting."""
+"""The forward passes of learners: micro-batching, chunked log-probabilities, FLOP counting."""

@@ -1,9 +1,8 @@
-"""Log-probabilities of given tokens by a head that is one matrix, in chunks of rows, with the
-backward written out.
+"""Log-probabilities of target tokens in chunks of rows, with a hand-written backward.
 
-Autograd's own route would keep the logits of all chunks, or make some five blocks of their size for
-each, and a gradient of the whole matrix for each. Here one block of logits exists at a time, and
-one gradient, to which every chunk adds.
+The head must be a single matrix. Autograd would keep the logits of all chunks, or make some five
+blocks of their size for each chunk, and a gradient of the whole matrix for each. Here one block of
+logits exists at a time, and one gradient, to which every chunk adds.
 
 n = predictions, d = hidden size, V = vocabulary.
 """
@@ -26,13 +25,20 @@ def picked_logprobs(
     rows: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(log p of the targets [n], entropies [n] without a gradient, or zeros unless they are asked
-    for) under `softmax(hidden @ matrix.T / temperature)`. All of one dtype but the int64 targets.
-    rows: of a chunk."""
-    return _Picked.apply(hidden_nd, matrix_Vd, targets_n, temperature_n, rows, entropy)
+    """Return (log p of the targets [n], entropies [n]) of `softmax(hidden @ matrix.T /
+    temperature)`.
+
+    rows: predictions of a chunk.
+    entropy: False leaves the entropies at 0. They have no gradient.
+
+    All tensors have one dtype but the int64 targets.
+    """
+    return _TargetLogprobs.apply(hidden_nd, matrix_Vd, targets_n, temperature_n, rows, entropy)
 
 
-class _Picked(Function):
+class _TargetLogprobs(Function):
+    """The autograd function of `picked_logprobs`, which recomputes logits in the backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -46,18 +52,18 @@ class _Picked(Function):
         logprobs, entropies, log_sums = (torch.zeros_like(temperature) for _ in range(3))
         block = hidden.new_empty(min(rows, len(hidden)), len(matrix))
         for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
-            z = _logits(hidden[part], matrix, temperature[part], block)
-            most = z.amax(-1)
-            picked = z.gather(1, targets[part, None])[:, 0]
-            below = z.sub_(most[:, None])
-            e = below.exp() if entropy else below.exp_()
-            total = e.sum(-1)
-            log_sums[part] = most + total.log()
-            logprobs[part] = (picked - most) - total.log()
+            chunk = slice(start, start + rows)
+            z = _logits(hidden[chunk], matrix, temperature[chunk], block)
+            maxima = z.amax(-1)
+            picked = z.gather(1, targets[chunk, None])[:, 0]
+            below = z.sub_(maxima[:, None])
+            exponentials = below.exp() if entropy else below.exp_()
+            total = exponentials.sum(-1)
+            log_sums[chunk] = maxima + total.log()
+            logprobs[chunk] = (picked - maxima) - total.log()
             if entropy:
-                mean = torch.bmm(e[:, None], below[:, :, None])[:, 0, 0].div_(total)
-                entropies[part] = total.log() - mean
+                mean = torch.bmm(exponentials[:, None], below[:, :, None])[:, 0, 0].div_(total)
+                entropies[chunk] = total.log() - mean
         ctx.rows = rows
         ctx.save_for_backward(hidden, matrix, targets, temperature, log_sums)
         ctx.mark_non_differentiable(entropies)
@@ -67,23 +73,25 @@ class _Picked(Function):
     def backward(
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        """With p = softmax(z / t): d log p_y / dz = (onehot_y - p) / t."""
+        """Return the gradients of the hidden states and the matrix, p = softmax(z / t)."""
         hidden, matrix, targets, temperature, log_sums = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_matrix = torch.zeros_like(matrix) if ctx.needs_input_grad[1] else None
         weight = grads[0] / temperature
         block = hidden.new_empty(min(ctx.rows, len(hidden)), len(matrix))
         for start in range(0, len(hidden), ctx.rows):
-            part = slice(start, start + ctx.rows)
-            z = _logits(hidden[part], matrix, temperature[part], block)
-            z.sub_(log_sums[part, None]).exp_().mul_(-weight[part, None])
-            z.scatter_add_(1, targets[part, None], weight[part, None])
+            chunk = slice(start, start + ctx.rows)
+            # In place: log p first, then the gradient d log p_y / dz = (onehot_y - p) / t.
+            grad_logits = _logits(hidden[chunk], matrix, temperature[chunk], block)
+            grad_logits.sub_(log_sums[chunk, None]).exp_().mul_(-weight[chunk, None])
+            grad_logits.scatter_add_(1, targets[chunk, None], weight[chunk, None])
             if grad_hidden is not None:
-                torch.mm(z, matrix, out=grad_hidden[part])
+                torch.mm(grad_logits, matrix, out=grad_hidden[chunk])
             if grad_matrix is not None:
-                grad_matrix.addmm_(z.T, hidden[part])
+                grad_matrix.addmm_(grad_logits.T, hidden[chunk])
         return grad_hidden, grad_matrix, None, None, None, None
 
 
 def _logits(hidden: Tensor, matrix: Tensor, temperature: Tensor, block: Tensor) -> Tensor:
+    """Return the logits of a chunk, written into `block`."""
     return torch.mm(hidden, matrix.T, out=block[: len(hidden)]).div_(temperature[:, None])

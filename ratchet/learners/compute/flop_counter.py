@@ -1,4 +1,4 @@
-"""What a learner is asked to compute, in FLOP, and when it is at it."""
+"""The FLOP that learners are used for, and the times at which they work."""
 
 from __future__ import annotations
 
@@ -18,39 +18,46 @@ from ratchet.protocols import Fingerprinted, Learner, LossTerm
 
 @dataclass
 class Spent:
-    """FLOP that dense passes over the same rows would take, whatever is shared, packed or computed
-    again. works: of a role's model; the roles whose shape is not known count nothing. update:
-    forward passes that an update is worth: its backward takes two (to inputs and to weights), and
-    one where weights rest beside an adapter."""
+    """The FLOP of dense passes over the rows, whatever is shared, packed or recomputed.
+
+    works: cost of a role's model. Roles whose shape is not known count nothing.
+    update: forward passes that an update is worth. Its backward takes two (for inputs and for
+      weights), and one where weights are frozen beside an adapter.
+    """
 
     works: Mapping[str, Work]
     update: float = 3.0
     flop: float = 0.0
 
-    def read(self, role: str, lengths: Sequence[int], passes: float = 1.0) -> None:
-        """Rows of these lengths go through the role's model; a token attends to itself and those
-        before it."""
+    def add(self, role: str, lengths: Sequence[int], passes: float = 1.0) -> None:
+        """Add the FLOP of passes of rows of these lengths through the role's model.
+
+        A token attends to itself and those before it.
+        """
         if (work := self.works.get(role)) is not None and (tokens := sum(lengths)):
             pairs = (sum(map(mul, lengths, lengths)) + tokens) / 2
             self.flop += passes * work.forward_flop(tokens, pairs / tokens)
 
 
 class Metered(Around):
+    """A learner whose FLOP and working times are counted."""
+
     def __init__(self, inner: Learner, role: str, spent: Spent) -> None:
         super().__init__(inner)
-        self.role, self.spent = role, spent
+        self.role = role
+        self.spent = spent
 
     async def score(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        self.spent.read(self.role, batch.lengths_S.tolist())
+        self.spent.add(self.role, batch.lengths_S.tolist())
         with ACTIVITY.work(self.role, "score"):
             return await super().score(batch, wanted, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        """Rows that weigh nothing are not computed, and count nothing."""
+        """Update the learner. Rows of weight 0 are not computed, and count nothing."""
         lengths = mini.lengths_S.tolist()
-        self.spent.read(
+        self.spent.add(
             self.role, [lengths[row] for row in weighing_rows(mini, terms)], self.spent.update
         )
         with ACTIVITY.work(self.role, "update"):
@@ -58,7 +65,7 @@ class Metered(Around):
 
 
 class MeteredPrinted(Metered):
-    """Of a learner that says which weights it has."""
+    """A counted learner that has a fingerprint of its weights."""
 
     def fingerprint(self) -> str:
         assert isinstance(self.inner, Fingerprinted)
@@ -66,6 +73,7 @@ class MeteredPrinted(Metered):
 
 
 def metered(roles: Mapping[str, Learner], spent: Spent) -> dict[str, Learner]:
+    """Wrap the learners of all roles so that their FLOP are counted."""
     kinds = {
         name: MeteredPrinted if isinstance(role, Fingerprinted) else Metered
         for name, role in roles.items()

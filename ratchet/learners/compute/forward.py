@@ -1,4 +1,4 @@
-"""A model with its scalar head, and how what terms read is computed with them.
+"""The forward pass of a model with its scalar head, and the outputs that loss terms read.
 
 T = tokens, S = sequences of a micro-batch.
 """
@@ -31,13 +31,19 @@ from ratchet.models.scalar_head import ScalarHead
 from ratchet.protocols import LossTerm, Outputs, needed
 
 PREDICTIONS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
-# "auto": a CPU's cache is small, an accelerator wants large products
-CHUNK_MIB, CHUNK_MIB_GPU = 16, 256
+# "auto": a CPU's cache is small, an accelerator needs large products.
+CHUNK_MIB = 16
+CHUNK_MIB_GPU = 256
 
 
 class Forward:
-    """chunk_mib: logits that exist at a time. device: None: where the weights are. autocast,
-    shared_vocab, replays: see `LocalLearner`."""
+    """The forward and backward passes of one role on micro-batches.
+
+    chunk_mib: logits that exist at a time, in MiB.
+    device: None: the device of the weights.
+
+    autocast, shared_vocab and replays are as in `LocalLearner`.
+    """
 
     def __init__(
         self,
@@ -50,16 +56,20 @@ class Forward:
         device: torch.device | None = None,
         replays: bool = False,
     ) -> None:
-        self.model, self.head, self.replays = model, head, replays
-        self.chunk_mib, self.autocast, self.shared_vocab = chunk_mib, autocast, shared_vocab
+        self.model = model
+        self.head = head
+        self.replays = replays
+        self.chunk_mib = chunk_mib
+        self.autocast = autocast
+        self.shared_vocab = shared_vocab
         first = next(model.parameters())
         self.device = device or first.device
         # Losses run in float32 or, for float64 models, in float64: never below.
         self.dtype = torch.promote_types(first.dtype, torch.float32)
 
-    def twin(self) -> Forward:
-        """The same weights, with gradients of its own."""
-        made = copy.copy(self)
+    def with_own_gradients(self) -> Forward:
+        """Return a copy with the same weights and its own gradients."""
+        twin = copy.copy(self)
         shared: dict[int, object] = {}
         for module in (self.model, self.head):
             if module is not None:
@@ -68,11 +78,11 @@ class Forward:
                     for p in module.parameters()
                 }
                 shared |= {id(buffer): buffer for buffer in module.buffers()}
-        made.model, made.head = copy.deepcopy(self.model, shared), copy.deepcopy(self.head, shared)
-        return made
+        twin.model, twin.head = copy.deepcopy(self.model, shared), copy.deepcopy(self.head, shared)
+        return twin
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What the role learns, or is where it learns nothing, by name."""
+        """Return the parameters that the role trains (of a frozen role: would train), by name."""
         named = self.model.trained()
         if self.head is not None:
             named += [
@@ -81,40 +91,46 @@ class Forward:
         return named
 
     def learn(self, micro: Batch, terms: Sequence[LossTerm], seed: int = 0) -> Mapping[str, Tensor]:
-        """Adds the gradient of the terms to `.grad`. Their losses and metrics, and "loss", the sum
-        that was differentiated. seed: of what an adapter drops."""
-        micro, watch = micro.to(self.device, self.dtype), self.watch(terms)
+        """Add the gradient of the terms to `.grad`, and return their losses and metrics.
+
+        "loss" is the sum that was differentiated. seed: of the adapter's dropout.
+        """
+        micro = micro.to(self.device, self.dtype)
+        watch = self.watch(terms)
         with dropping(self.model, seed):
-            total, found = self.losses(
+            total, numbers = self.losses(
                 micro, self.hidden(micro, watch, needed(terms)), terms, watch
             )
             total.backward()
-        return found
+        return numbers
 
     def watch(self, terms: Sequence[LossTerm]) -> Watch | None:
-        """What the routers of a forward are watched by, where a term reads what they do."""
+        """Return a recorder of the routers, if a term reads their outputs; else None."""
         return Watch() if any("routers" in term.needs for term in terms) else None
 
     def losses(
         self, micro: Batch, hidden_Td: Tensor, terms: Sequence[LossTerm], watch: Watch | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(what to differentiate, numbers as `learn` gives them). micro: on the device, in the
-        dtype of losses. watch: of the forward that made the hidden states."""
+        """Return (the sum to differentiate, the losses and metrics as in `learn`).
+
+        micro: on the device, in the dtype of losses.
+        watch: the recorder of the forward that made the hidden states.
+        """
         needs = needed(terms)
-        # A term of coefficient 0 is only measured: what nothing else needs gets no gradient.
+        # A term of coefficient 0 is only measured: outputs that it alone needs get no gradient.
         learned = needed(term for term in terms if micro.weights[term.name].coef)
         out = self.outputs(micro, hidden_Td, needs, measured=needs - learned)
         if watch is not None:
             out = replace(out, routers=watch.columns(micro.sequence_T, micro.n_sequences))
         total = torch.zeros((), dtype=self.dtype, device=self.device)
-        found: dict[str, Tensor] = {}
+        numbers: dict[str, Tensor] = {}
         for term in terms:
-            loss, measured = term(out, micro)
+            loss, metrics = term(out, micro)
             total = total + loss
-            found |= {f"{term.name}/{key}": value for key, value in measured.items()}
+            numbers |= {f"{term.name}/{key}": value for key, value in metrics.items()}
             if micro.weights[term.name].coef:
-                found[term.name] = loss.detach()
-        return total, {**found, "loss": total.detach()}
+                numbers[term.name] = loss.detach()
+        return total, {**numbers, "loss": total.detach()}
 
     def outputs(
         self,
@@ -124,13 +140,23 @@ class Forward:
         *,
         measured: Collection[str] = (),
     ) -> Outputs:
-        """measured: those of the needs that nothing is differentiated by."""
-        given = micro.has("teacher_ids")
-        wanted = Wanted.among(needs, given_ids=given, shared=self.shared_vocab, measured=measured)
+        """Return the outputs that the terms need.
+
+        measured: the needs that are only measured, and get no gradient.
+        """
+        wanted = Wanted.from_names(
+            needs,
+            given_ids=micro.has("teacher_ids"),
+            shared=self.shared_vocab,
+            measured=measured,
+        )
         columns = self.columns(micro, hidden_Td, needs, wanted)
         if "old_logprobs" in needs:
-            own = micro.need("old_logprobs") if micro.has("old_logprobs") else columns["logprobs"]
-            columns["old_logprobs"] = own.detach()
+            # Without a scoring pass the old log-probabilities are those of this first forward.
+            source = (
+                micro.need("old_logprobs") if micro.has("old_logprobs") else columns["logprobs"]
+            )
+            columns["old_logprobs"] = source.detach()
         return Outputs(sequence_sum=micro.sequence_sum, **columns)
 
     def score(
@@ -141,22 +167,28 @@ class Forward:
         top_k: int = 0,
         hidden_Td: Tensor | None = None,
     ) -> Mapping[str, Tensor]:
-        """Columns without gradient. hidden_Td: where they are known; None: they are computed."""
-        asked = Wanted.among(wanted, top_k=top_k, shared=self.shared_vocab)
+        """Return columns without gradient.
+
+        hidden_Td: the hidden states, if they are known; None: compute them.
+        """
+        outputs = Wanted.from_names(wanted, top_k=top_k, shared=self.shared_vocab)
         with torch.no_grad():
             micro = micro.to(self.device, self.dtype)
             hidden_Td = self.hidden(micro, needs=wanted) if hidden_Td is None else hidden_Td
-            return self.columns(micro, hidden_Td, wanted, asked)
+            return self.columns(micro, hidden_Td, wanted, outputs)
 
     def hidden(
         self, micro: Batch, watch: Watch | None = None, needs: Collection[str] = SCALARS
     ) -> Tensor:
-        """[T, d]. needs: what they are read for; for predictions alone, states that predict nothing
-        may be left out."""
+        """Return the hidden states, [T, d].
+
+        needs: the outputs that are read from them. For predictions alone, states that predict
+        nothing may be left out.
+        """
         if not micro.n_tokens:
             return torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
         read_T = _predicting(micro) if SCALARS.isdisjoint(needs) else None
-        given = [
+        inputs = [
             micro.tokens_T,
             micro.positions_T,
             micro.lengths_S.tolist(),
@@ -165,22 +197,22 @@ class Forward:
         if any(micro.media_S):
             if not self.model.reads_media:
                 raise ModelError(
-                    "the batch has images, audio or videos, and a role's model reads text alone: "
-                    "choose another"
+                    "the batch has images, audio or videos, and a role's model reads text alone. "
+                    "Choose another model."
                 )
-            given.append(micro.media_S)
-        with self._precision():
-            return self.model(*given, read_T=read_T)
+            inputs.append(micro.media_S)
+        with self._autocast():
+            return self.model(*inputs, read_T=read_T)
 
     def routing(self, micro: Batch, watch: Watch | None = None) -> Routing | None:
-        """What the forward of a micro-batch has to do with routers."""
-        given_TLK = micro.need(ROUTES) if self.replays and micro.has(ROUTES) else None
-        return None if given_TLK is None and watch is None else Routing(given_TLK, watch)
+        """Return the routes to replay and the recorder of a micro-batch's forward, or None."""
+        routes_TLK = micro.need(ROUTES) if self.replays and micro.has(ROUTES) else None
+        return None if routes_TLK is None and watch is None else Routing(routes_TLK, watch)
 
     def columns(
         self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], wanted: Wanted
     ) -> dict[str, Tensor]:
-        """At `predicted_T`."""
+        """Return the columns of a micro-batch, at `predicted_T`."""
         columns: dict[str, Tensor] = {}
         if not PREDICTIONS.isdisjoint(needs):
             columns |= self.predictions(micro, hidden_Td, wanted)
@@ -194,15 +226,19 @@ class Forward:
         return columns
 
     def predictions(self, micro: Batch, hidden_Td: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+        """Return the columns that the language head predicts."""
         return token_columns(self.language_head, hidden_Td, micro, micro.predicted_T, wanted)
 
     def scalars(self, micro: Batch, hidden_Td: Tensor) -> Tensor:
+        """Return the output of the scalar head for each token, [T]."""
         assert self.head is not None, "this role has no scalar head"
         return self.head(hidden_Td.to(self.dtype))
 
     @property
     def language_head(self) -> Head:
-        size, matrix = self.model.vocab_size, self.head_matrix
+        """The language head, with the chunk size and the matrix that are used."""
+        size = self.model.vocab_size
+        matrix = self.head_matrix
         usable = matrix is not None and matrix.dtype == self.dtype
         return Head(
             self.model.logits,
@@ -213,26 +249,25 @@ class Forward:
 
     @property
     def head_matrix(self) -> Tensor | None:
-        """See `PolicyModel.head_matrix`."""
+        """The matrix of the language head, see `PolicyModel.head_matrix`."""
         return self.model.head_matrix
 
-    def _precision(self) -> AbstractContextManager[object]:
+    def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
 
 def _predicting(micro: Batch) -> Tensor:
-    """The tokens before those that are predicted: bool [T]."""
+    """Return True for the tokens before those that are predicted: bool [T]."""
     return F.pad(micro.predicted_T[1:], (0, 1))
 
 
 def rows_per_chunk(mib: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """How many rows of logits fit into so many MiB; at least one."""
+    """Return the number of rows of logits that fit into so many MiB, at least 1."""
     return max(1, mib * 2**20 // (vocab_size * dtype.itemsize))
 
 
 def logits_mib(mib: int | str, device: str) -> int:
-    """Of the logits that exist at a time, where the configuration may leave it to the kind of
-    device."""
+    """Return the MiB of logits that exist at a time; "auto" depends on the kind of device."""
     if mib == "auto":
         return CHUNK_MIB if device == "cpu" else CHUNK_MIB_GPU
     return int(mib)

@@ -1,5 +1,7 @@
-"""Which micro-batches each data rank computes: as many on every rank, since all of them meet in
-every layer."""
+"""The distribution of micro-batches over data ranks.
+
+Every rank gets the same number, because all ranks meet in every layer.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from ratchet.types import Medium
 
 @dataclass(frozen=True)
 class Micro:
-    """rows: of the batch; none in a filler, which computes a row of the batch again, with weights
-    of 0."""
+    """A micro-batch for one rank.
+
+    rows: its rows of the batch. A filler has none: it repeats a row of the batch with weights of 0.
+    """
 
     rows: Sequence[int]
     batch: Batch
@@ -25,40 +29,45 @@ class Micro:
 def deal(
     batch: Batch, plan: Sequence[Sequence[int]], ranks: int, *, multiple: int = 1
 ) -> list[list[Micro]]:
-    """By data rank. Neighbours in the plan, which are of about one size, are computed at the same
-    time.
+    """Distribute the micro-batches of a plan, and return those of each data rank.
 
-    multiple: how many micro-batches a rank takes at a time (a pipeline is filled with several).
+    Neighbours in the plan, which have about the same size, are computed at the same time.
+
+    multiple: number of micro-batches that a rank takes at a time (a pipeline is filled with
+    several).
     """
-    made = [Micro(rows, part) for rows, part in zip(plan, batch.cut(plan), strict=True)]
-    if made:
-        made += [_filler(batch)] * (-len(made) % (ranks * multiple))
-    return [made[rank::ranks] for rank in range(ranks)]
+    micros = [Micro(rows, part) for rows, part in zip(plan, batch.cut(plan), strict=True)]
+    if micros:
+        micros += [_filler(batch)] * (-len(micros) % (ranks * multiple))
+    return [micros[rank::ranks] for rank in range(ranks)]
 
 
 def _filler(batch: Batch) -> Micro:
+    """Return a micro-batch of the shortest row, with weights of 0."""
     shortest = int(batch.lengths_S.argmin())
     row = batch.take([shortest])
-    nothing = {
+    zero_weights = {
         name: weight._replace(values=torch.zeros_like(weight.values))
         for name, weight in row.weights.items()
     }
-    return Micro((), replace(row, weights=nothing))
+    return Micro((), replace(row, weights=zero_weights))
 
 
 def light(batches: Sequence[Batch]) -> list[Batch]:
-    """What a rank needs of them: each of their media once, whatever objects they are, without the
-    file it was made from."""
-    known: dict[str, Medium] = {}
+    """Return the batches with what a rank needs of their media.
 
-    def one(medium: Medium) -> Medium:
-        return known.setdefault(medium.key, replace(medium, source=b""))
+    Each medium comes once, whatever objects hold it, and without the file that it was made from.
+    """
+    media: dict[str, Medium] = {}
+
+    def shared(medium: Medium) -> Medium:
+        return media.setdefault(medium.key, replace(medium, source=b""))
 
     return [
         replace(
             batch,
             media_S=tuple(
-                tuple(at._replace(medium=one(at.medium)) for at in row) for row in batch.media_S
+                tuple(at._replace(medium=shared(at.medium)) for at in row) for row in batch.media_S
             ),
         )
         for batch in batches
@@ -66,13 +75,16 @@ def light(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def gather_columns(
-    batch: Batch, plan: Sequence[Sequence[int]], found: Sequence[Mapping[str, Tensor]]
+    batch: Batch, plan: Sequence[Sequence[int]], micro_columns: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """The columns of the batch, from those of each micro-batch's rows. "scores" are of sequences,
-    all others of tokens."""
+    """Return the columns of the batch, from those of each micro-batch.
+
+    "scores" is a column of sequences, all others are of tokens.
+    """
     columns: dict[str, Tensor] = {}
-    starts, lengths = batch.starts_S.tolist(), batch.lengths_S.tolist()
-    for rows, parts in zip(plan, found, strict=True):
+    starts = batch.starts_S.tolist()
+    lengths = batch.lengths_S.tolist()
+    for rows, parts in zip(plan, micro_columns, strict=True):
         spans = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
         tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
         for name, part in parts.items():

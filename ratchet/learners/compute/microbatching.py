@@ -1,4 +1,4 @@
-"""The plan that cuts a batch into micro-batches."""
+"""Micro-batching: the plan that cuts a batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from ratchet.batch import ROUTES, Batch, Level
 from ratchet.models.layers.prefix_tree import Index, path_keys, shared_beginning
 from ratchet.protocols import LossTerm
 
-# "auto": larger ones gain nothing on a CPU, and take more memory
-MOST_TOKENS, MOST_TOKENS_GPU = 2304, 16384
-WORTH = 0.1  # rows of a group stay together where that saves at least this part of their tokens
+# "auto": larger micro-batches gain nothing on a CPU, and take more memory.
+MAX_TOKENS = 2304
+MAX_TOKENS_GPU = 16384
+# Rows of a group stay together if that saves at least this share of their tokens.
+MIN_SAVED_SHARE = 0.1
 
 
 class Family(NamedTuple):
-    """Rows that stay together; tokens: how many the model computes for them."""
+    """Rows that stay together in a micro-batch.
+
+    tokens: number of tokens that the model computes for them.
+    longest: tokens of the longest row.
+    """
 
     rows: list[int]
     tokens: int
@@ -26,35 +32,45 @@ class Family(NamedTuple):
 
 
 def most_tokens(limit: int | str, device: str) -> int:
-    """Of a micro-batch, where the configuration may leave it to the kind of device."""
+    """Return the token limit of a micro-batch; "auto" depends on the kind of device."""
     if limit == "auto":
-        return MOST_TOKENS if device == "cpu" else MOST_TOKENS_GPU
+        return MAX_TOKENS if device == "cpu" else MAX_TOKENS_GPU
     return int(limit)
 
 
 def weighing_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
-    """The sequences that weigh anything in any term: the others add nothing to losses, gradients or
-    metrics."""
-    counts_S = torch.zeros(batch.n_sequences, dtype=torch.bool)
+    """Return the sequences that have a weight in any term.
+
+    The others add nothing to losses, gradients or metrics.
+    """
+    has_weight_S = torch.zeros(batch.n_sequences, dtype=torch.bool)
     for term in terms:
         level, values, *_ = batch.weights[term.name]
         active = values != 0
         if level == "token":
             active = batch.sequence_sum(active.double()) > 0
-        counts_S |= active[batch.group_S] if level == "group" else active
-    return counts_S.nonzero()[:, 0].tolist()
+        has_weight_S |= active[batch.group_S] if level == "group" else active
+    return has_weight_S.nonzero()[:, 0].tolist()
 
 
 def plan_microbatches(
-    batch: Batch, *, max_tokens: int, unit: Level = "sequence", shares: bool = False, hands: int = 1
+    batch: Batch,
+    *,
+    max_tokens: int,
+    unit: Level = "sequence",
+    shares: bool = False,
+    workers: int = 1,
 ) -> list[list[int]]:
-    """Rows of each micro-batch: at most `max_tokens` tokens (or a single unit that is longer), rows
-    of similar length together, since attention works per length; `unit="group"` never splits a
-    group. Every row appears exactly once.
+    """Return the rows of each micro-batch; every row appears exactly once.
 
-    shares: the model computes a beginning that rows have in common once. Then attempts at a prompt
-    go together, and their prompt counts once. hands: how many micro-batches are computed at a time;
-    with more than one, they are made of about one size, and their number a multiple of it.
+    max_tokens: limit of a micro-batch; a single unit may be longer.
+    unit: "group" never splits a group.
+    shares: True if the model computes a shared prefix of rows once. Attempts at a prompt then stay
+      together, and their prompt counts once.
+    workers: number of micro-batches that are computed at the same time. With more than one, micro-
+      batches have about the same size, and their number is a multiple of it.
+
+    Rows of similar length go together, because attention works per length.
     """
     lengths = batch.lengths_S.tolist()
     rows_G: list[list[int]] = [[] for _ in range(batch.n_groups)]
@@ -73,27 +89,29 @@ def plan_microbatches(
             )
     families.sort(key=lambda family: family.longest)
     plan: list[list[int]] = []
-    left = sum(family.tokens for family in families)
-    # micro-batches, if families were as fine as sand
-    count = -(-left // (max_tokens * hands)) * hands
-    used, aim = 0, 0.0
+    remaining = sum(family.tokens for family in families)
+    # A lower bound on the number of micro-batches: families can't be split.
+    min_count = -(-remaining // (max_tokens * workers)) * workers
+    used_tokens = 0
+    target_tokens = 0.0
     for family in families:
         if (
             plan
-            and used + family.tokens <= max_tokens
-            and (hands == 1 or used + family.tokens / 2 <= aim)
+            and used_tokens + family.tokens <= max_tokens
+            and (workers == 1 or used_tokens + family.tokens / 2 <= target_tokens)
         ):
             plan[-1].extend(family.rows)
-            used += family.tokens
+            used_tokens += family.tokens
         else:
-            aim = left / max(count - len(plan), 1)
+            target_tokens = remaining / max(min_count - len(plan), 1)
             plan.append(list(family.rows))
-            used = family.tokens
-        left -= family.tokens
+            used_tokens = family.tokens
+        remaining -= family.tokens
     return plan
 
 
 def _family(rows: list[int], lengths: Sequence[int], common: int) -> Family:
+    """Return the family of some rows that share a prefix of `common` tokens."""
     sizes = [lengths[row] for row in rows]
     return Family(rows, sum(sizes) - common * (len(rows) - 1), max(sizes))
 
@@ -106,10 +124,13 @@ def _families(
     whole: bool,
     max_tokens: int,
 ) -> Iterator[Family]:
-    """The rows of one group: together, in as many pieces as their size asks for; or each alone
-    where little is shared."""
+    """Yield the families of one group's rows.
+
+    Rows stay together, in as many pieces as `max_tokens` demands, or each is alone if their shared
+    prefix is short.
+    """
     common = shared_beginning([tokens[row] for row in rows])
-    if common * (len(rows) - 1) < WORTH * sum(lengths[row] for row in rows):
+    if common * (len(rows) - 1) < MIN_SAVED_SHARE * sum(lengths[row] for row in rows):
         common = 0
     if whole:
         yield _family(rows, lengths, common)

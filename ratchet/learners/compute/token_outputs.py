@@ -1,8 +1,7 @@
-"""From hidden states to the columns that losses read, in float32 and in chunks, so that [T, V]
-never exists whole.
+"""Columns that losses read, from hidden states: in float32 and in chunks.
 
-T = tokens of a micro-batch, n = those whose prediction is asked for (only they need logits), d =
-hidden size, V = vocabulary, K = columns of likeliest tokens.
+[T, V] never exists whole. T = tokens of a micro-batch, n = predicted tokens (only these need
+logits), d = hidden size, V = vocabulary, K = width of a column of likeliest tokens.
 """
 
 from __future__ import annotations
@@ -20,18 +19,22 @@ from ratchet.batch import Batch
 from ratchet.learners.compute.chunked_logprobs import picked_logprobs
 
 Logits = Callable[[Tensor], Tensor]  # [n, d] -> [n, V], float32 or better
-SCALARS = frozenset({"values", "scores", "token_scores"})  # columns that a scalar head gives
+# Columns that a scalar head computes.
+SCALARS = frozenset({"values", "scores", "token_scores"})
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to compute of each prediction: beside the token's own log-probability its entropy, the
-    log-probabilities of given tokens (ids [n, K]), or those of the top_k likeliest ones (0: of all,
-    in order), with their ids where they are asked for.
+    """The outputs to compute for each prediction, beside the token's own log-probability.
 
-    shared: these are of the first so many tokens alone, renormalised; None: of all that the model
-    has. entropy_slope: whether the entropy is differentiated; one that is only measured keeps
-    nothing for the backward."""
+    entropy: its entropy.
+    of_ids: log-probabilities of given tokens (ids [n, K]).
+    top: log-probabilities of the top_k likeliest tokens (0: of all, in order).
+    ids: their ids too.
+    shared: these log-probabilities are of the first so many tokens alone, renormalised; None: of
+      all.
+    entropy_slope: False if the entropy is only measured, which keeps nothing for the backward.
+    """
 
     entropy: bool = False
     of_ids: bool = False
@@ -42,7 +45,7 @@ class Wanted:
     entropy_slope: bool = True
 
     @classmethod
-    def among(
+    def from_names(
         cls,
         names: Collection[str],
         *,
@@ -51,8 +54,11 @@ class Wanted:
         shared: int | None = None,
         measured: Collection[str] = (),
     ) -> Wanted:
-        """given_ids: the batch says which tokens. measured: those of the names that nothing is
-        differentiated by."""
+        """Return the outputs for the names of columns.
+
+        given_ids: the batch says which tokens' log-probabilities to return.
+        measured: the names that get no gradient.
+        """
         top = "topk_logprobs" in names or "topk_ids" in names
         return cls(
             "entropy" in names,
@@ -65,50 +71,52 @@ class Wanted:
         )
 
     @property
-    def plain(self) -> bool:
-        """Whether nothing but the tokens' own log-probabilities is differentiated, and no other is
-        read."""
+    def is_logprobs_only(self) -> bool:
+        """True if only the tokens' own log-probabilities get a gradient, and no others are read."""
         return not (self.of_ids or self.top or (self.entropy and self.entropy_slope))
 
     @property
     def names(self) -> tuple[str, ...]:
-        wanted = {
+        """The names of the columns, in the order of the outputs."""
+        is_read = {
             "entropy": self.entropy,
             "topk_logprobs": self.of_ids or self.top,
             "topk_ids": self.ids,
         }
-        return ("logprobs", *(name for name, here in wanted.items() if here))
+        return ("logprobs", *(name for name, read in is_read.items() if read))
 
 
 class Vocabulary(Protocol):
-    """How log-probabilities [n, V] are read, wherever those of each token lie: V may be a rank's
-    part of the vocabulary."""
+    """A reader of log-probabilities [n, V] whose columns may be spread over ranks.
+
+    V may be the rank's part of the vocabulary.
+    """
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor: ...
     def first(self, all_nV: Tensor, size: int) -> Tensor:
-        """Of the first `size` tokens alone, renormalised."""
+        """Return log-probabilities of the first `size` tokens alone, renormalised."""
         ...
 
     def sum(self, x_nV: Tensor) -> Tensor: ...
     def pick(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
-        """[n, K]"""
+        """Return the log-probabilities of the ids, [n, K]."""
         ...
 
     def rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
-        """log of what all tokens but these have together: [n]."""
+        """Return the log of the total probability of all other tokens, [n]."""
         ...
 
     def top(self, all_nV: Tensor, k: int) -> Tensor:
-        """int64 ids [n, k] of the likeliest, in descending order."""
+        """Return the ids of the k likeliest tokens in descending order, int64 [n, k]."""
         ...
 
     def whole(self, all_nV: Tensor, size: int) -> Tensor:
-        """Of all `size` tokens, in order."""
+        """Return the log-probabilities of all `size` tokens, in order."""
         ...
 
 
 class OneVocabulary:
-    """All tokens' logits are here."""
+    """A reader of log-probabilities that are all on this rank."""
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
         return logits_nV.log_softmax(-1)
@@ -137,9 +145,12 @@ ONE_VOCABULARY = OneVocabulary()
 
 @dataclass(frozen=True)
 class Head:
-    """What turns hidden states into log-probabilities. size: tokens of the vocabulary. chunk_rows:
-    predictions whose logits exist at a time. matrix: [V, d], where a product with it is all that
-    `logits` does, in the dtype of losses; or None."""
+    """A language head, which turns hidden states into log-probabilities.
+
+    size: tokens of the vocabulary.
+    chunk_rows: predictions whose logits exist at a time.
+    matrix: [V, d] in the dtype of losses, if `logits` is only a product with it; else None.
+    """
 
     logits: Logits
     size: int
@@ -156,18 +167,19 @@ def token_columns(
     wanted: Wanted,
     place_T: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """ "logprobs" [T], and "entropy" [T], "topk_ids" [T, K] and "topk_logprobs" [T, K + 1] (or [T,
-     V], see `outcomes`) as
-    wanted, at the tokens of the mask under each row's temperature; 0 elsewhere. Given ids are the
-    batch's `teacher_ids`.
+    """Return the columns "logprobs", "entropy", "topk_ids" and "topk_logprobs" that are wanted.
 
-    A row sampled greedily (temperature 0) is scored under temperature 1, as its sampler recorded
-    it. place_T: where the hidden state of each token lies; None: in the order of tokens.
+    "logprobs" and "entropy" are [T], "topk_ids" [T, K], "topk_logprobs" [T, K + 1] (or [T, V], see
+    `outcomes`). They hold values at the tokens of the mask under each row's temperature, and 0
+    elsewhere. Given ids are the batch's `teacher_ids`. A row sampled greedily (temperature 0) is
+    scored under temperature 1, as its sampler recorded it.
+
+    place_T: position of each token's hidden state; None: in the order of tokens.
     """
     index_n = mask_T.nonzero()[:, 0]
     temperature_S = torch.where(batch.temperature_S > 0, batch.temperature_S, 1.0)
     temperature_n = temperature_S[batch.sequence_T[index_n]]
-    before_n = index_n - 1  # what predicts token t is one place earlier
+    before_n = index_n - 1  # The state one position earlier predicts token t.
     hidden_nd = hidden_Td.index_select(0, before_n if place_T is None else place_T[before_n])
     targets_n = batch.tokens_T[index_n]
     ids_nK = batch.need("teacher_ids")[index_n] if wanted.of_ids else targets_n[:, None]
@@ -189,19 +201,19 @@ def _predicted(
     temperature_n: Tensor,
     wanted: Wanted,
 ) -> dict[str, Tensor]:
-    """Of each prediction, by name."""
+    """Return the columns of the predictions, by name."""
     bounds = range(0, max(1, len(hidden_nd)), head.chunk_rows)
-    if len(bounds) > 1 and head.matrix is not None and wanted.plain:
-        given = (
+    if len(bounds) > 1 and head.matrix is not None and wanted.is_logprobs_only:
+        inputs = (
             hidden_nd.to(head.matrix.dtype),
             head.matrix,
             targets_n,
             temperature_n.to(head.matrix.dtype),
         )
         with torch.autocast(hidden_nd.device.type, enabled=False):  # as `PolicyModel.logits`
-            picked = picked_logprobs(*given, rows=head.chunk_rows, entropy=wanted.entropy)
+            picked = picked_logprobs(*inputs, rows=head.chunk_rows, entropy=wanted.entropy)
         return dict(zip(wanted.names, picked, strict=False))
-    parts: list[tuple[Tensor, ...]] = []
+    chunks: list[tuple[Tensor, ...]] = []
     for start in bounds:
         rows = slice(start, start + head.chunk_rows)
         arguments = (
@@ -213,11 +225,11 @@ def _predicted(
             wanted,
         )
         if len(bounds) > 1 and torch.is_grad_enabled():
-            # logits are recomputed in the backward
-            parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))
+            # The backward recomputes the logits of each chunk.
+            chunks.append(checkpoint(_chunk, *arguments, use_reentrant=False))
         else:
-            parts.append(_chunk(*arguments))
-    return {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(wanted.names)}
+            chunks.append(_chunk(*arguments))
+    return {name: torch.cat([chunk[i] for chunk in chunks]) for i, name in enumerate(wanted.names)}
 
 
 def _chunk(
@@ -228,7 +240,9 @@ def _chunk(
     temperature_n: Tensor,
     wanted: Wanted,
 ) -> tuple[Tensor, ...]:
-    vocabulary, size = head.vocabulary, head.size
+    """Return the columns of a chunk of predictions, in the order of `wanted.names`."""
+    vocabulary = head.vocabulary
+    size = head.size
     all_nV = vocabulary.log_softmax(head.logits(hidden_nd) / temperature_n[:, None])
     columns = [vocabulary.pick(all_nV, targets_n[:, None])[:, 0]]
     if wanted.entropy:
@@ -251,9 +265,11 @@ def _chunk(
 
 
 def outcomes(vocabulary: Vocabulary, all_nV: Tensor, ids_nK: Tensor, size: int) -> Tensor:
-    """log p of K tokens and, unless they are all, of "any other" in a last column. That one is
-    summed up, not taken as what the others leave of 1: of a sharp distribution nothing would be
-    left in float32, and its gradient would be gone."""
+    """Return log p of K tokens and, unless they are all, of "any other" in a last column.
+
+    "Any other" is summed over the other tokens. 1 minus the rest would be 0 in float32 for a sharp
+    distribution, without a gradient.
+    """
     chosen_nK = vocabulary.pick(all_nV, ids_nK)
     if ids_nK.shape[1] == size:
         return chosen_nK
@@ -261,12 +277,14 @@ def outcomes(vocabulary: Vocabulary, all_nV: Tensor, ids_nK: Tensor, size: int) 
 
 
 def state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Value of the state in which each token of the mask is chosen: the scalar head one token
-    earlier; 0 elsewhere. [T]"""
+    """Return the value of the state in which each token of the mask is chosen, 0 elsewhere. [T]
+
+    It is the scalar head's output one token earlier.
+    """
     index_n = mask_T.nonzero()[:, 0]
     return torch.zeros_like(scalars_T).index_put((index_n,), scalars_T[index_n - 1])
 
 
 def sequence_scores(scalars_T: Tensor, batch: Batch) -> Tensor:
-    """The scalar head at each sequence's last token. [S]"""
+    """Return the scalar head's output at each sequence's last token. [S]"""
     return scalars_T[batch.starts_S + batch.lengths_S - 1]

@@ -1,1 +1,1 @@
-"""Learners over several processes: FSDP2, tensor, context, pipeline and expert parallelism."""
+"""The learners over several processes: FSDP2, tensor, context, pipeline, expert parallelism."""

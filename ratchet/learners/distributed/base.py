@@ -1,7 +1,7 @@
-"""What one rank of a spread learner does, whatever divides the model: columns of its micro-batches,
-and optimizer steps on those of all ranks.
+"""The work of one rank of a distributed learner, for every way to divide the model.
 
-Every rank gets the same calls, in the same order, and as many micro-batches.
+It computes columns of its micro-batches, and takes optimizer steps on those of all ranks. Every
+rank gets the same calls, in the same order, and the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -27,44 +27,49 @@ from ratchet.protocols import Exported, LossTerm, Shard
 
 
 class RankForward(Forward):
-    """On one rank of a mesh: some of the tokens of each sequence, some of the vocabulary's
-    logits."""
+    """The forward pass on one rank of a mesh.
+
+    The rank has some of the tokens of each sequence, and some of the vocabulary's logits.
+    """
 
     @property
     def head_matrix(self) -> Tensor | None:
-        """None: ranks hold parts of it, or gather it for a forward alone."""
+        """Always None: ranks hold parts of the matrix, or gather it for a forward alone."""
         return None
 
     @property
     def language_head(self) -> Head:
-        head, vocabulary = super().language_head, self.model.vocabulary
+        head = super().language_head
+        vocabulary = self.model.vocabulary
         return head if vocabulary is None else replace(head, vocabulary=vocabulary)
 
     def predictions(self, micro: Batch, hidden_Td: Tensor, wanted: Wanted) -> dict[str, Tensor]:
-        own = self._own(micro)
-        if own is None:
+        local_tokens = self._local_tokens(micro)
+        if local_tokens is None:
             return super().predictions(micro, hidden_Td, wanted)
-        place_T, here_T, group = own
-        # The state before a token predicts it; that of a sequence's last token predicts nothing.
-        mask_T = micro.predicted_T & here_T.roll(1)
+        place_T, is_here_T, group = local_tokens
+        # The state before a token predicts it. A sequence's last state predicts nothing.
+        mask_T = micro.predicted_T & is_here_T.roll(1)
         columns = token_columns(self.language_head, hidden_Td, micro, mask_T, wanted, place_T)
         return {name: sum_forward(column, group) for name, column in columns.items()}
 
     def scalars(self, micro: Batch, hidden_Td: Tensor) -> Tensor:
         scalars_t = super().scalars(micro, hidden_Td)
-        own = self._own(micro)
-        if own is None:
+        local_tokens = self._local_tokens(micro)
+        if local_tokens is None:
             return scalars_t
-        place_T, here_T, group = own
-        tokens = here_T.nonzero()[:, 0]
+        place_T, is_here_T, group = local_tokens
+        tokens = is_here_T.nonzero()[:, 0]
         return sum_forward(
             scalars_t.new_zeros(micro.n_tokens).index_put((tokens,), scalars_t[place_T[tokens]]),
             group,
         )
 
-    def _own(self, micro: Batch) -> tuple[Tensor, Tensor, Group] | None:
-        """(where each token's hidden state lies, whether it is on this rank, the ranks that have
-        the others)."""
+    def _local_tokens(self, micro: Batch) -> tuple[Tensor, Tensor, Group] | None:
+        """Return (position of each token's state, True if it is here, the group of ranks).
+
+        The ranks of the group hold the other tokens. None: this rank has all tokens.
+        """
         model = self.model
         division = (
             model.division(micro.lengths_S.tolist()) if isinstance(model, SpreadPolicy) else None
@@ -74,14 +79,17 @@ class RankForward(Forward):
         tokens = torch.from_numpy(division.tokens).to(self.device)
         place_T = torch.zeros(micro.n_tokens, dtype=torch.int64, device=self.device)
         place_T[tokens] = torch.arange(len(tokens), device=self.device)
-        here_T = torch.zeros(micro.n_tokens, dtype=torch.bool, device=self.device)
-        here_T[tokens] = True
-        return place_T, here_T, model.spread.context
+        is_here_T = torch.zeros(micro.n_tokens, dtype=torch.bool, device=self.device)
+        is_here_T[tokens] = True
+        return place_T, is_here_T, model.spread.context
 
 
 class RankLearner(ABC):
-    """sums: the ranks that add up to one gradient; None: this one alone. pace: None where nothing
-    is trained."""
+    """One rank of a distributed learner.
+
+    sums: the ranks whose gradients are added up; None: this rank alone.
+    step_policy: None if nothing is trained.
+    """
 
     def __init__(
         self,
@@ -89,90 +97,103 @@ class RankLearner(ABC):
         topology: Topology,
         rank: int,
         sums: Group | None,
-        pace: Pace | None,
+        step_policy: Pace | None,
     ) -> None:
-        self.forward, self.topology, self.rank, self.sums, self.pace = (
-            forward,
-            topology,
-            rank,
-            sums,
-            pace,
-        )
+        self.forward = forward
+        self.topology = topology
+        self.rank = rank
+        self.sums = sums
+        self.step_policy = step_policy
         self.at = list(topology.coordinates())[rank]
 
     def score(
         self, micros: Sequence[Batch], wanted: Sequence[str], *, top_k: int = 0
     ) -> list[dict[str, Tensor]]:
-        """Columns of each micro-batch, on the CPU; nothing on a rank that only helps."""
-        found = self._score(micros, wanted, top_k)
-        if not self.topology.answers(self.at):
+        """Return the columns of each micro-batch, on the CPU.
+
+        Ranks that only help their data rank return nothing.
+        """
+        scored = self._score(micros, wanted, top_k)
+        if not self.topology.is_reporting_rank(self.at):
             return []
-        return [{name: columns[name].to("cpu") for name in wanted} for columns in found]
+        return [{name: columns[name].to("cpu") for name in wanted} for columns in scored]
 
     def update(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        """One optimizer step on the micro-batches of all ranks. None at all: a step that is
-        skipped."""
-        pace = self.pace
-        assert pace is not None, "a frozen role was asked to update"
-        metrics = pace.begin()
+        """Take one optimizer step on the micro-batches of all ranks.
+
+        Without micro-batches the step is skipped.
+        """
+        step_policy = self.step_policy
+        assert step_policy is not None, "a frozen role was asked to update"
+        metrics = step_policy.begin()
         if not micros:
             return {**metrics, "skipped_empty": 1.0}
         try:
             sums = self._sums(self._learn(micros, terms))
-            told = self.topology.world // self.topology.pipeline  # ranks that know the loss
-            norm, loss = self._gradient(sums.get("loss", 0.0) / told)
+            # `_complete_gradient` adds the loss up over the ranks that know it.
+            ranks_with_loss = self.topology.world // self.topology.pipeline
+            norm, loss = self._complete_gradient(sums.get("loss", 0.0) / ranks_with_loss)
             metrics |= sums | {"grad_norm": norm}
-            if not pace.sound(norm, loss):
+            if not step_policy.is_finite_step(norm, loss):
                 return {**metrics, "skipped_nonfinite": 1.0}
-            most = pace.config.max_grad_norm
-            self._step(metrics["lr"], 1.0 if most is None else min(1.0, most / (norm + 1e-6)))
+            limit = step_policy.config.max_grad_norm
+            self._step(metrics["lr"], 1.0 if limit is None else min(1.0, limit / (norm + 1e-6)))
         finally:
-            self._forget()
+            self._zero_gradient()
         return metrics
 
-    def _sums(self, found: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Over micro-batches and data ranks."""
-        if not found:
+    def _sums(self, numbers: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """Return the sums of numbers over micro-batches and data ranks."""
+        if not numbers:
             return {}
-        names = list(found[0])
+        names = list(numbers[0])
         totals = torch.stack(
-            [torch.stack([part[name] for part in found]).sum() for name in names]
+            [torch.stack([of_micro[name] for of_micro in numbers]).sum() for name in names]
         ).double()
         if self.sums is not None:
             dist.all_reduce(totals, group=self.sums)
         return dict(zip(names, (totals / self.topology.context).tolist(), strict=True))
 
     def _seed(self, number: int) -> int:
-        """Return the seed of what adapters drop in a micro-batch of this rank, by its number among
-        those of all ranks."""
-        taken = 0 if self.pace is None else self.pace.taken
+        """Return the seed of the adapter's dropout in a micro-batch.
+
+        number: of the micro-batch among this rank's.
+        """
+        taken = 0 if self.step_policy is None else self.step_policy.steps_taken
         return mask_seed(taken, number * self.topology.data + self.topology.data_rank(self.at))
 
     @abstractmethod
     def _score(
         self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
     ) -> list[Mapping[str, Tensor]]:
-        """Where hidden states come out; nothing elsewhere."""
+        """Return the columns of each micro-batch.
+
+        Ranks without the final hidden states return nothing.
+        """
 
     @abstractmethod
     def _learn(
         self, micros: Sequence[Batch], terms: Sequence[LossTerm]
     ) -> list[Mapping[str, Tensor]]:
-        """What the losses are of each micro-batch, where this rank computes them; adds up
-        gradients."""
+        """Add up gradients, and return the losses and metrics of each micro-batch.
+
+        Ranks that don't compute the losses return nothing.
+        """
 
     @abstractmethod
-    def _gradient(self, loss: float) -> tuple[float, float]:
-        """Completes it. (norm of the whole gradient, sum over all ranks of `loss`), the same on
-        every rank."""
+    def _complete_gradient(self, loss: float) -> tuple[float, float]:
+        """Complete the gradient, and return (its norm, the sum over all ranks of `loss`).
+
+        Both are the same on every rank.
+        """
 
     @abstractmethod
     def _step(self, lr: float, factor: float) -> None:
-        """With the gradient times the factor."""
+        """Take the optimizer step with the gradient times the factor."""
 
     @abstractmethod
-    def _forget(self) -> None:
-        """The gradient."""
+    def _zero_gradient(self) -> None:
+        """Clear the gradient."""
 
     @abstractmethod
     def onload(self) -> None: ...
@@ -182,7 +203,7 @@ class RankLearner(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[Shard]:
-        """This rank's blocks; those that several ranks hold come from the first of them only."""
+        """Yield this rank's blocks; a block of several ranks comes from the first of them only."""
 
     @abstractmethod
     def save(self, directory: Path) -> None: ...

@@ -1,4 +1,4 @@
-"""What each kind of spread learner refuses to divide, asked before any of its processes starts."""
+"""The checks of whether a learner can divide a model, before any of its processes starts."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from ratchet.models.policy import DecoderPolicy, PolicyModel
 
 
 def check_dtensor(section: DTensorConfig, model: PolicyModel) -> None:
-    """Raises ModelError or ConfigError."""
+    """Raise ModelError or ConfigError if FSDP2 can't divide the model so."""
     if isinstance(model, DecoderPolicy):
         parts(section).check(model.shape)
     else:
-        _check_whole(section, model)
+        _check_transformers(section, model)
 
 
 def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
-    """Raises MissingDependency too."""
+    """Raise ModelError, ConfigError or MissingDependency if Megatron can't divide the model so."""
     require_megatron()
     if not isinstance(model, DecoderPolicy):
         raise ModelError(
             "learner.kind=megatron has maps for models of Ratchet's own decoder, and transformers "
-            "runs this one: set "
-            "learner.kind=dtensor"
+            "runs this one. Set learner.kind=dtensor."
         )
     megatron_sizes(section).check(model.shape)
     if section.fp8 is not None:
         Fp8(section.fp8, section.fp8_recipe).check_shape(model.shape, section.tensor_parallel)
 
 
-def _check_whole(section: DTensorConfig, model: PolicyModel) -> None:
-    """A model that transformers runs has no parts: ranks divide rows and weights and, by a plan of
-    its own, its matrices."""
-    # takes seconds, where no such model has been loaded
+def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
+    """Raise ConfigError for keys that a model run by transformers does not support.
+
+    Ranks divide its rows and weights and, by the model's own plan, its matrices.
+    """
+    # This import takes seconds if no such model has been loaded.
     from ratchet.models.transformers.policy import TransformersPolicy
 
     for key in ("context_parallel", "pipeline_parallel", "expert_parallel"):
         if (value := getattr(section, key)) > 1:
             raise ConfigError(
                 f"learner.{key}={value} divides what Ratchet's own decoder computes, and "
-                "transformers runs this model: "
-                "set it to 1, and learner.dp_shard to the number of ranks"
+                "transformers runs this model. Set it to 1, and learner.dp_shard to the number of "
+                "ranks."
             )
     if section.sequence_parallel:
         raise ConfigError(
             "learner.sequence_parallel is of Ratchet's own decoder, and transformers runs this "
-            "model: remove it"
+            "model. Remove it."
         )
     assert isinstance(model, TransformersPolicy), "any other model is a decoder"
     if section.tensor_parallel > 1:

@@ -1,4 +1,4 @@
-"""The weights that rest while an adapter trains, where ranks divide them."""
+"""The fingerprint of the weights that are frozen beside an adapter, if ranks divide them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from ratchet.protocols import Shard
 def fingerprint_of_ranks(
     blocks: Iterable[Shard], names: Collection[str], device: torch.device
 ) -> str:
-    """What a checkpoint of the adapter says of them, which leaves them out; all ranks ask at the
-    same time. blocks: for which this rank speaks. names: of the weights on all ranks together.
-    device: that ranks exchange numbers by."""
+    """Return the fingerprint of the frozen weights, for checkpoints that leave them out.
+
+    All ranks call it at the same time.
+
+    blocks: blocks that this rank speaks for.
+    names: names of the weights on all ranks.
+    device: where ranks exchange numbers.
+    """
     sums = dict.fromkeys(sorted(names), 0)
     for block in blocks:
         sums[block.name] += bit_sum(block.tensor)

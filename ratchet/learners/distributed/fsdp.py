@@ -1,8 +1,7 @@
-"""A rank of a learner whose model is spread over several: FSDP2 (DTensor shards) around a part of a
-decoder, or around any model of transformers.
+"""A rank of a learner that FSDP2 divides (DTensor shards).
 
-Losses and gradients are sums, as everywhere. FSDP averages over its ranks, so a loss is multiplied
-by their number first.
+The model is a part of a decoder, or any model of transformers. Losses and gradients are sums, as
+everywhere. FSDP averages over its ranks, so a loss is first multiplied by their number.
 """
 
 from __future__ import annotations
@@ -64,21 +63,23 @@ def shard_model(
     offload: bool = False,
     autocast: bool = False,
 ) -> None:
-    """Divides matrices over the ranks that share a gradient; vectors are small, and each rank keeps
-    them whole. units: whose weights are fetched one after the other.
+    """Divide matrices over the ranks that share a gradient.
 
-    autocast: whether forwards run under it. Then matrices of the units travel in bfloat16, to which
-    it would round them anyway; those around the units (the language head!), each rank's own share
-    and sums of gradients stay as they are.
+    Vectors are small, and each rank keeps them whole.
+
+    units: modules whose weights are fetched one after another.
+    autocast: True if forwards run under it. Matrices of the units then travel in bfloat16, to which
+      autocast would round them anyway. Matrices outside the units (the language head!), each rank's
+      own share and sums of gradients keep their dtype.
     """
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     # Hidden states between the layers stay in float32, as under autocast alone.
-    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    precision = half if autocast else MixedPrecisionPolicy()
-    apart = {parameter for parameter in model.parameters() if parameter.dim() < 2}
+    bfloat16_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    precision = bfloat16_policy if autocast else MixedPrecisionPolicy()
+    unsharded = {parameter for parameter in model.parameters() if parameter.dim() < 2}
     if mesh.experts is not None:
         for experts in (module for module in model.modules() if isinstance(module, Experts)):
-            apart.update(experts.parameters())
+            unsharded.update(experts.parameters())
             if mesh.expert_fsdp is not None:
                 fully_shard(
                     experts, mesh=mesh.expert_fsdp, offload_policy=policy, mp_policy=precision
@@ -89,18 +90,19 @@ def shard_model(
                 unit,
                 mesh=mesh.fsdp,
                 offload_policy=policy,
-                ignored_params=apart,
+                ignored_params=unsharded,
                 mp_policy=precision,
             )
-        fully_shard(model, mesh=mesh.fsdp, offload_policy=policy, ignored_params=apart)
+        fully_shard(model, mesh=mesh.fsdp, offload_policy=policy, ignored_params=unsharded)
 
 
 class DTensorLearner(RankLearner):
-    """What one rank does for `Learner`. Every rank gets the same calls, in the same order, and as
-    many micro-batches.
+    """One rank of a learner that FSDP2 divides, for `Learner`.
 
-    model, head: divided by `shard_model`. device: that computes, wherever weights rest. optimizer,
-    total_steps, autocast, shared_vocab, replays: as for `LocalLearner`.
+    model, head: divided by `shard_model`.
+    device: computes, wherever weights are stored.
+
+    optimizer, total_steps, autocast, shared_vocab and replays are as for `LocalLearner`.
     """
 
     def __init__(
@@ -117,7 +119,9 @@ class DTensorLearner(RankLearner):
         shared_vocab: int | None = None,
         replays: bool = False,
     ) -> None:
-        self.mesh, self.model, self.head = mesh, model, head
+        self.mesh = mesh
+        self.model = model
+        self.head = head
         model.checkpointing = config.activation_checkpointing
         mib = logits_mib(config.logprob_chunk_mib, device.type)
         forward = RankForward(
@@ -129,90 +133,99 @@ class DTensorLearner(RankLearner):
             device=device,
             replays=replays,
         )
-        pace = (
+        step_policy = (
             None
             if optimizer is None
             else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
         )
-        super().__init__(forward, mesh.topology, mesh.rank, mesh.sums, pace)
-        self.held = held_parameters(model, head, mesh)
-        own = {
+        super().__init__(forward, mesh.topology, mesh.rank, mesh.sums, step_policy)
+        self.param_shards = held_parameters(model, head, mesh)
+        trained_ids = {
             id(parameter)
             for module in (model, head)
             if module is not None
-            for parameter in _trained(module)
+            for parameter in _trained_parameters(module)
         }
-        self.resting = [item for item in self.held if id(item.parameter) not in own]
-        self.learned = [item for item in self.held if id(item.parameter) in own]
+        self.frozen = [item for item in self.param_shards if id(item.parameter) not in trained_ids]
+        self.trained = [item for item in self.param_shards if id(item.parameter) in trained_ids]
         self.pipeline = None
         if isinstance(model, SpreadPolicy):
             for stage in model.runs:
-                stage.autocast = autocast  # a pipeline runs them where `Forward` has no say
+                # A pipeline runs the stages outside `Forward`, which else enters autocast.
+                stage.autocast = autocast
             if mesh.pipeline is not None:
                 self.pipeline = Pipeline(
                     mesh, model, device, self.forward.dtype, self.forward.routing
                 )
         self.optimizer: AdamW | None = None
         if optimizer is not None:
-            named = [(item.name, item.parameter) for item in self.learned]
+            named = [(item.name, item.parameter) for item in self.trained]
             self.optimizer = construct(optimizer, named, local=local)
-        self._residence = Residence([model, head], self.optimizer)
+        self._offloader = Residence([model, head], self.optimizer)
 
     def _score(
         self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
     ) -> list[Mapping[str, Tensor]]:
-        forward, pipeline = self.forward, self.pipeline
+        forward = self.forward
+        pipeline = self.pipeline
         if pipeline is None:
-            found = [forward.score(micro, wanted, top_k=top_k) for micro in micros]
+            columns = [forward.score(micro, wanted, top_k=top_k) for micro in micros]
         else:
             with torch.no_grad():
-                moved = [micro.to(forward.device, forward.dtype) for micro in micros]
-                hidden = pipeline.hidden(moved)
-            pairs = zip(moved, hidden, strict=False)  # the last stage's alone
-            found = [
+                on_device = [micro.to(forward.device, forward.dtype) for micro in micros]
+                hidden = pipeline.hidden(on_device)
+            # Only the last stage has hidden states.
+            pairs = zip(on_device, hidden, strict=False)
+            columns = [
                 forward.score(micro, wanted, top_k=top_k, hidden_Td=states)
                 for micro, states in pairs
             ]
-        self._divide()
-        return found
+        self._reshard()
+        return columns
 
-    def _gradient(self, loss: float) -> tuple[float, float]:
-        complete_gradients(self.learned)
-        return global_norm(self.learned, loss, self.forward.device)
+    def _complete_gradient(self, loss: float) -> tuple[float, float]:
+        complete_gradients(self.trained)
+        return global_norm(self.trained, loss, self.forward.device)
 
     def _step(self, lr: float, factor: float) -> None:
         assert self.optimizer is not None, "a frozen role has none"
-        scale_gradients(self.learned, factor)
+        scale_gradients(self.trained, factor)
         self.optimizer.step(lr)
 
-    def _forget(self) -> None:
+    def _zero_gradient(self) -> None:
         assert self.optimizer is not None, "a frozen role has none"
         self.optimizer.zero_grad()
 
     def _learn(
         self, micros: Sequence[Batch], terms: Sequence[LossTerm]
     ) -> list[Mapping[str, Tensor]]:
-        forward, pipeline, factor = self.forward, self.pipeline, self.mesh.topology.summands
-        moved = [micro.to(forward.device, forward.dtype) for micro in micros]
-        found: list[Mapping[str, Tensor]] = []
-        watches = [forward.watch(terms) for _ in moved]
+        forward = self.forward
+        pipeline = self.pipeline
+        factor = self.mesh.topology.summands
+        on_device = [micro.to(forward.device, forward.dtype) for micro in micros]
+        numbers: list[Mapping[str, Tensor]] = []
+        watches = [forward.watch(terms) for _ in on_device]
 
         def loss(number: int, hidden_Td: Tensor) -> Tensor:
-            total, numbers = forward.losses(moved[number], hidden_Td, terms, watches[number])
-            found.append(numbers)
+            total, micro_numbers = forward.losses(
+                on_device[number], hidden_Td, terms, watches[number]
+            )
+            numbers.append(micro_numbers)
             return total * factor
 
         if pipeline is not None:
-            pipeline.learn(moved, loss)
+            pipeline.learn(on_device, loss)
         else:
-            for number, micro in enumerate(moved):
+            for number, micro in enumerate(on_device):
                 with dropping(self.model, self._seed(number)):
                     loss(number, forward.hidden(micro, watches[number])).backward()
-        return found
+        return numbers
 
-    def _divide(self) -> None:
-        """After a forward without backward FSDP keeps the root's weights whole, and an update would
-        not be seen."""
+    def _reshard(self) -> None:
+        """Divide the root's weights again after a forward without backward.
+
+        FSDP would keep them whole, and the next forward would not see an update.
+        """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -220,24 +233,26 @@ class DTensorLearner(RankLearner):
     # --- weights and state
 
     def onload(self) -> None:
-        self._residence.enter()
+        self._offloader.onload()
 
     def offload(self) -> None:
-        self._residence.leave()
+        self._offloader.offload()
 
     def weights(self) -> Iterator[Shard]:
-        """This rank's blocks; those that several ranks hold come from the first of them only."""
-        for item in self.resting:
+        """Yield this rank's blocks; a block of several ranks comes from the first of them only."""
+        for item in self.frozen:
             if item.first:
                 yield from (replace(block, rests=True) for block in item.blocks(item.local))
-        for item in self.learned:
+        for item in self.trained:
             if item.first and not item.name.startswith("head."):
                 yield from item.blocks(item.local)
 
     def blocks(self, part: Exported = "all") -> Iterator[Shard]:
-        """Those and the scalar head's; or a part of them."""
-        held = {"all": self.held, "base": self.resting, "adapter": self.learned}[part]
-        return (block for item in held if item.first for block in item.blocks(item.local))
+        """Yield this rank's blocks of a part of the model; "all" has the scalar head's too."""
+        param_shards = {"all": self.param_shards, "base": self.frozen, "adapter": self.trained}[
+            part
+        ]
+        return (block for item in param_shards if item.first for block in item.blocks(item.local))
 
     def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
         with (
@@ -247,59 +262,73 @@ class DTensorLearner(RankLearner):
 
     @cached_property
     def base(self) -> str:
-        """Of the weights that rest, which a checkpoint leaves out. All ranks ask at the same
-        time."""
-        names = {piece.name for item in self.resting for piece in item.pieces}
+        """The fingerprint of the frozen weights, which a checkpoint leaves out.
+
+        All ranks read it at the same time.
+        """
+        names = {piece.name for item in self.frozen for piece in item.pieces}
         return fingerprint_of_ranks(self.blocks("base"), names, self.forward.device)
 
     def save(self, directory: Path) -> None:
         numbers: dict[str, Any] = {}
-        if self.optimizer is not None and self.pace is not None:
+        if self.optimizer is not None and self.step_policy is not None:
             steps = {name: int(moments["step"]) for name, moments in self.optimizer.state.items()}
-            numbers = {"taken": self.pace.taken, "bad": self.pace.bad, "steps": steps}
-        if self.resting:
+            numbers = {
+                "taken": self.step_policy.steps_taken,
+                "bad": self.step_policy.bad_steps,
+                "steps": steps,
+            }
+        if self.frozen:
             numbers["base"] = self.base
-        save_blocks(directory, self.mesh.rank, self._saved(), numbers)
+        save_blocks(directory, self.mesh.rank, self._state_blocks(), numbers)
         dist.barrier()
 
-    def _saved(self) -> Iterator[Shard]:
-        """One by one: what an optimizer keeps in another form is made for as long as it is
-        written."""
+    def _state_blocks(self) -> Iterator[Shard]:
+        """Yield the weights and moments of a checkpoint one by one.
+
+        A restored copy of quantised moments so exists only while it is written.
+        """
         optimizer = self.optimizer
-        for item in (item for item in self.learned if item.first):
+        for item in (item for item in self.trained if item.first):
             yield from item.blocks(item.local)
             if optimizer is not None and item.name in optimizer.state:
-                for key, moment in optimizer.plain(item.name).items():
+                for key, moment in optimizer.unquantised(item.name).items():
                     yield from (
                         renamed(block, f"{key}/{block.name}") for block in item.blocks(moment)
                     )
 
     def load(self, directory: Path) -> None:
-        """What any number of ranks saved. Raises CheckpointError where something is missing."""
+        """Load a checkpoint of any number of ranks.
+
+        Raises CheckpointError if something is missing.
+        """
         stored = Blocks(directory)
-        if self.resting:
+        if self.frozen:
             check_base(directory, stored.numbers.get("base"), self.base)
-        fill_held(self.learned, stored.read)
-        if self.optimizer is not None and self.pace is not None:
-            self.pace.taken, self.pace.bad = stored.numbers["taken"], stored.numbers["bad"]
+        fill_held(self.trained, stored.read)
+        if self.optimizer is not None and self.step_policy is not None:
+            self.step_policy.steps_taken = stored.numbers["taken"]
+            self.step_policy.bad_steps = stored.numbers["bad"]
             self.optimizer.state = {}
-            for item in (item for item in self.learned if item.name in stored.numbers["steps"]):
+            for item in (item for item in self.trained if item.name in stored.numbers["steps"]):
                 moments = self.optimizer.begin(item.name, item.parameter)
                 moments["step"].fill_(stored.numbers["steps"][item.name])
-                plain = self.optimizer.plain(item.name)
-                for key, moment in plain.items():
+                stored_moments = self.optimizer.unquantised(item.name)
+                for key, moment in stored_moments.items():
                     for block in item.blocks(moment):
                         block.tensor.copy_(
                             stored.read(f"{key}/{block.name}", block.offsets, block.tensor.shape)
                         )
-                self.optimizer.keep(item.name, plain)
+                self.optimizer.store(item.name, stored_moments)
 
 
-def _trained(module: PolicyModel | ScalarHead) -> Iterator[nn.Parameter]:
+def _trained_parameters(module: PolicyModel | ScalarHead) -> Iterator[nn.Parameter]:
+    """Return the parameters that a model or a scalar head trains."""
     return (
         (p for _, p in module.trained()) if isinstance(module, PolicyModel) else module.parameters()
     )
 
 
 def renamed(block: Shard, name: str) -> Shard:
+    """Return the block under another name."""
     return Shard(name, block.shape, block.offsets, block.tensor)

@@ -1,4 +1,4 @@
-"""The provider of models that FSDP2 divides (`Provider`)."""
+"""The provider of models that FSDP2 divides."""
 
 from __future__ import annotations
 
@@ -22,35 +22,44 @@ from ratchet.models.scalar_head import ScalarHead
 
 
 class DTensorModels:
+    """Loads and copies models that FSDP2 divides (`ModelProvider`)."""
+
     def __init__(self, config: DTensorConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.config, self.device, self.dtype = config, device, dtype
+        self.config = config
+        self.device = device
+        self.dtype = dtype
         self.autocast = device.type == "cuda"
         self.mesh = Mesh(topology_of(config), device.type)
 
     def load(self, origin: Origin) -> PolicyModel:
+        """Return the rank's part of a model, with its weights."""
         shape = origin.decoder()
         if shape is None:
             return self._transformers(origin)
-        model = self._part(shape)
+        model = self._empty(shape)
         fill_held(held_parameters(model, None, self.mesh), origin.reader())
         return model
 
     def copy(self, policy: PolicyModel) -> PolicyModel:
+        """Return a copy of the policy with its current weights."""
         assert isinstance(policy, SpreadPolicy), "the driver refuses copies of a transformers model"
-        made = self._part(policy.decoder.config)
+        model = self._empty(policy.decoder.config)
         if policy.adapter is not None:
-            made.attach(policy.adapter)
-            self._settled(made)
-        theirs = held_parameters(policy, None, self.mesh)
+            model.attach(policy.adapter)
+            self._move_undivided(model)
+        sources = held_parameters(policy, None, self.mesh)
         with torch.no_grad():
-            for source, target in zip(theirs, held_parameters(made, None, self.mesh), strict=True):
+            for source, target in zip(
+                sources, held_parameters(model, None, self.mesh), strict=True
+            ):
                 target.local.copy_(source.local)
-        return made
+        return model
 
     def learner(self, model: PolicyModel, spec: RoleSpec) -> DTensorLearner:
+        """Return the learner of a role."""
         if spec.adapter is not None and model.adapter is None:
             model.attach(spec.adapter)
-            self._settled(model)
+            self._move_undivided(model)
         optimizer: Any = None if spec.optimizer is None else resolve("optimizer", spec.optimizer)
         head = ScalarHead(model.hidden_size).to(self.device, self.dtype) if spec.scalar else None
         if head is not None:
@@ -70,8 +79,8 @@ class DTensorModels:
 
     def close(self) -> None: ...
 
-    def _part(self, shape: Any) -> PolicyModel:
-        """Divided, its weights uninitialised."""
+    def _empty(self, shape: Any) -> PolicyModel:
+        """Return the rank's part of a model, divided, with uninitialised weights."""
         mesh = self.mesh
         spread = Spread(
             mesh.part,
@@ -88,18 +97,18 @@ class DTensorModels:
                 stage, layers, mesh, offload=self.config.cpu_offload, autocast=self.autocast
             )
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
-        return self._settled(model)
+        return self._move_undivided(model)
 
-    def _settled(self, model: PolicyModel) -> PolicyModel:
-        """What FSDP leaves alone is on the device, wherever the rest lies between uses."""
+    def _move_undivided(self, model: PolicyModel) -> PolicyModel:
+        """Move tensors that FSDP does not divide to the device, and return the model."""
         for tensor in (*model.parameters(), *model.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(self.device)
         return model
 
     def _transformers(self, origin: Origin) -> PolicyModel:
-        # Whole in main memory first, where every rank reads it: the device gets a rank's part
-        # alone.
+        # Every rank loads the whole model into host memory first. Its device only gets its part.
+        """Return the rank's part of a model that transformers runs."""
         model = of_transformers(
             origin.directory(),
             dtype=self.dtype,
@@ -115,4 +124,4 @@ class DTensorModels:
             offload=self.config.cpu_offload,
             autocast=self.autocast,
         )
-        return self._settled(model)
+        return self._move_undivided(model)

@@ -1,4 +1,4 @@
-"""The process groups of a rank."""
+"""The mesh: the process groups of a rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ Group = dist.ProcessGroup
 
 
 class Mesh:
-    """Every rank makes one at the same time, after `init_process_group`. A group of one rank is
-    None."""
+    """The process groups of a rank; None stands for a group of one rank.
+
+    Every rank creates its mesh at the same time, after `init_process_group`.
+    """
 
     def __init__(self, topology: Topology, device: str) -> None:
         assert dist.get_world_size() == topology.world, (
             f"{dist.get_world_size()} ranks for a mesh of {topology.world}"
         )
-        self.topology, self.rank = topology, dist.get_rank()
+        self.topology = topology
+        self.rank = dist.get_rank()
         self.at = list(topology.coordinates())[self.rank]
         ranks = topology.shards * topology.context
         sizes = (topology.pipeline, topology.replicas, ranks, topology.tensor)
@@ -34,7 +37,7 @@ class Mesh:
         )
         self.pipeline = self._mesh.get_group("pipeline") if topology.pipeline > 1 else None
         self.ends = self._ends()
-        # all that add up to one gradient
+        # All ranks whose gradients are added up.
         self.sums = self._group(lambda c: (c.pipeline, c.tensor), topology.summands)
         place = self.at.shard * topology.context + self.at.context
         outer = ranks // topology.experts
@@ -43,27 +46,26 @@ class Mesh:
             Share(self.at.pipeline, topology.pipeline),
             Share(place % topology.experts, topology.experts),
         )
-        self.share = Share(place, ranks)  # of the rows of every parameter ...
-        # ... and of the experts that this rank helps to hold
+        # This rank's share of the rows of every parameter, and of those of its experts.
+        self.share = Share(place, ranks)
         self.expert_share = Share(place // topology.experts, outer)
-        self.fsdp = self._weights(self._mesh, ranks)
-        self.expert_fsdp, self.experts = self.fsdp, None
+        self.fsdp = self._fsdp_mesh(self._mesh, ranks)
+        self.expert_fsdp = self.fsdp
+        self.experts = None
         if topology.experts > 1:
             sizes = (topology.pipeline, topology.replicas, outer, topology.experts, topology.tensor)
             names = ("pipeline", "replica", "rows", "experts", "tensor")
             divided = init_device_mesh(device, sizes, mesh_dim_names=names)
-            self.experts, self.expert_fsdp = (
-                divided.get_group("experts"),
-                self._weights(divided, outer),
-            )
+            self.experts = divided.get_group("experts")
+            self.expert_fsdp = self._fsdp_mesh(divided, outer)
 
     def _ends(self) -> Group | None:
-        """The first and the last rank of our pipeline; None for those between them."""
+        """Return the group of the pipeline's first and last rank; None for ranks between."""
         last = self.topology.pipeline - 1
         if not last:
             return None
 
-        def alike(at: Coordinates) -> tuple[int, ...]:
+        def group_key(at: Coordinates) -> tuple[int, ...]:
             return (
                 at.replica,
                 at.shard,
@@ -72,24 +74,31 @@ class Mesh:
                 0 if at.pipeline in (0, last) else at.pipeline,
             )
 
-        made = self._group(alike, 2)
-        return made if self.at.pipeline in (0, last) else None
+        group = self._group(group_key, 2)
+        return group if self.at.pipeline in (0, last) else None
 
-    def _weights(self, mesh: DeviceMesh, ranks: int) -> DeviceMesh | None:
-        """Over which weights are divided and repeated; None where a rank has them alone."""
+    def _fsdp_mesh(self, mesh: DeviceMesh, ranks: int) -> DeviceMesh | None:
+        """Return the mesh over which weights are divided and repeated.
+
+        None: one rank has them alone.
+        """
         if self.topology.replicas > 1:
             return mesh["replica", "rows"]
         return mesh["rows"] if ranks > 1 else None
 
-    def _group(self, alike: Callable[[Coordinates], tuple[int, ...]], size: int) -> Group | None:
-        """Of the ranks that have this in common with us. All ranks make all groups, in the same
-        order."""
+    def _group(
+        self, group_key: Callable[[Coordinates], tuple[int, ...]], size: int
+    ) -> Group | None:
+        """Return the group of the ranks with the same key as this rank.
+
+        All ranks create all groups, in the same order.
+        """
         if size == 1:
             return None
         members: dict[tuple[int, ...], list[int]] = {}
         for rank, at in enumerate(self.topology.coordinates()):
-            members.setdefault(alike(at), []).append(rank)
-        made = {key: dist.new_group(ranks) for key, ranks in members.items()}
-        group = made[alike(self.at)]
+            members.setdefault(group_key(at), []).append(rank)
+        groups = {key: dist.new_group(ranks) for key, ranks in members.items()}
+        group = groups[group_key(self.at)]
         assert isinstance(group, dist.ProcessGroup)
         return group

@@ -1,5 +1,4 @@
-"""Where the ranks of a spread learner get their models from: policy, reference, critic and reward
-model, for every backend."""
+"""The protocol of the models' source on the ranks of a distributed learner, for every backend."""
 
 from __future__ import annotations
 
@@ -12,24 +11,27 @@ from ratchet.models.policy import PolicyModel
 
 
 class Provider(Protocol):
-    """Of one rank. The section of a kind of learner names it (`SpreadConfig.provider`), and it is
-    made from that section, the rank's device and the dtype of weights, once torch's process group
-    is there."""
+    """Loads and copies models on one rank: policy, reference, critic and reward model.
+
+    The section of a learner names it (`DistributedConfig.provider`). It is created from that
+    section, the rank's device and the dtype of weights, once torch's process group exists.
+    """
 
     def load(self, origin: Origin) -> PolicyModel:
-        """The rank's part, with its weights; no rank ever holds the whole, unless transformers runs
-        it."""
+        """Return the rank's part of a model, with its weights.
+
+        No rank ever holds the whole, unless transformers runs it.
+        """
         ...
 
     def copy(self, policy: PolicyModel) -> PolicyModel:
-        """Another one with the same weights as these are now."""
+        """Return a copy of the policy with its current weights."""
         ...
 
     def learner(self, model: PolicyModel, spec: RoleSpec) -> RankLearner:
-        """Trains the model, or scores with it, as the role of the specification; with a scalar head
-        where it asks for one."""
+        """Return the learner of a role, with a scalar head if the specification says so."""
         ...
 
     def close(self) -> None:
-        """Lets go of what it keeps beside torch's process group."""
+        """Release everything that it holds beside torch's process group."""
         ...

@@ -1,4 +1,4 @@
-"""The parameters of a rank: how much of each it holds, and who holds the same."""
+"""The parameters of a rank: its part of each, and the ranks that hold the same part."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ from ratchet.protocols import Shard
 
 @dataclass(frozen=True)
 class Held:
-    """rows: of the whole parameter that lie here, where FSDP divides it; None: all of them. copies:
-    ranks that hold the same block. partial: groups whose ranks have a summand of the gradient each,
-    beside those over which FSDP has summed it. excess: what its gradient is to be divided by, as a
-    loss is multiplied by the number of ranks over which FSDP averages: of experts these are fewer,
-    and of vectors, which it leaves alone, none. first: whether this rank speaks for all that hold
-    the same."""
+    """The part of a parameter that this rank holds.
+
+    rows: rows of the whole parameter that are here, if FSDP divides it; None: all of them.
+    copies: number of ranks that hold the same block.
+    partial: groups whose ranks have a summand of the gradient each, beside those over which FSDP
+      has summed it.
+    excess: divisor of the gradient. A loss is multiplied by the number of ranks over which FSDP
+      averages; for experts these are fewer, and for vectors, which FSDP does not divide, none.
+    first: True if this rank speaks for all ranks that hold the same block.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -42,20 +46,24 @@ class Held:
 
     @property
     def local(self) -> Tensor:
+        """This rank's part of the parameter, without gradient."""
         return local(self.parameter.detach())
 
     def blocks(self, like: Tensor) -> Iterator[Shard]:
-        """Of a tensor that lies as the parameter's local part does."""
+        """Yield the blocks of a tensor in the layout of the parameter's local part."""
         return shards(self.pieces, like, self.rows)
 
 
 def local(x: Tensor) -> Tensor:
-    """What of it is on this rank."""
+    """Return this rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def own_rows(parameter: Tensor, share: Share) -> range | None:
-    """FSDP gives each rank as many rows as the first, as long as there are any."""
+    """Return the rows of a parameter that FSDP gives to this rank.
+
+    Every rank gets as many rows as the first, as long as there are any.
+    """
     if not isinstance(parameter, DTensor):
         return None
     total = parameter.shape[0]
@@ -64,9 +72,9 @@ def own_rows(parameter: Tensor, share: Share) -> range | None:
 
 
 def complete_gradients(held: Sequence[Held]) -> None:
-    """Adds up those that are divided between ranks that hold the same parameter."""
+    """Add up gradients that are divided between ranks that hold the same parameter."""
     for item in held:
-        # an embedding that is no head here, and yet one elsewhere
+        # A tied embedding has no gradient on pipeline stages without the head.
         if item.partial and item.parameter.grad is None:
             item.parameter.grad = torch.zeros_like(item.parameter)
         if item.parameter.grad is not None:
@@ -77,13 +85,14 @@ def complete_gradients(held: Sequence[Held]) -> None:
 
 
 def scale_gradients(held: Sequence[Held], factor: float) -> None:
+    """Multiply the gradients by a factor."""
     for item in held:
         if item.parameter.grad is not None and factor != 1.0:
             local(item.parameter.grad).mul_(factor)
 
 
 def global_norm(held: Sequence[Held], loss: float, device: torch.device) -> tuple[float, float]:
-    """(norm of the whole gradient, sum over all ranks of `loss`), the same on every rank."""
+    """Return (norm of the whole gradient, sum over all ranks of `loss`), equal on every rank."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for item in held:
         if item.parameter.grad is not None:
@@ -96,14 +105,18 @@ def global_norm(held: Sequence[Held], loss: float, device: torch.device) -> tupl
 
 
 def held_parameters(model: PolicyModel, head: ScalarHead | None, mesh: Mesh) -> list[Held]:
-    """In the order of the model's parameters; those of the scalar head come last."""
-    made: list[Held] = []
+    """Return the shards of the model's parameters in their order.
+
+    Those of the scalar head come last.
+    """
+    param_shards: list[Held] = []
     if isinstance(model, SpreadPolicy):
         for decoder in (stage.decoder for stage in model.runs):
-            where, tied = pieces(decoder), decoder.config.tied
+            where = pieces(decoder)
+            tied = decoder.config.tied
             for name, parameter in decoder.named_parameters():
-                made.append(
-                    _of_decoder(
+                param_shards.append(
+                    _decoder_shard(
                         name,
                         parameter,
                         where[name],
@@ -114,14 +127,17 @@ def held_parameters(model: PolicyModel, head: ScalarHead | None, mesh: Mesh) -> 
                 )
     else:
         for name, parameter in model.named_parameters():
-            short = name.partition(".")[2]  # as the model itself calls it
-            made.append(_of_plan(short, parameter, mesh, model.divided))
+            # The name within the wrapped model.
+            own_name = name.partition(".")[2]
+            param_shards.append(_transformers_shard(own_name, parameter, mesh, model.divided))
     for name, parameter in () if head is None else head.named_parameters():
-        made.append(_held(f"head.{name}", parameter, _whole(f"head.{name}", parameter), mesh, ()))
-    return made
+        param_shards.append(
+            _param_shard(f"head.{name}", parameter, _whole(f"head.{name}", parameter), mesh, ())
+        )
+    return param_shards
 
 
-def _of_decoder(
+def _decoder_shard(
     name: str,
     parameter: nn.Parameter,
     where: tuple[Piece, ...],
@@ -130,32 +146,38 @@ def _of_decoder(
     sequence: bool,
     tied: bool,
 ) -> Held:
+    """Return the shard of a parameter of Ratchet's decoder."""
     partial: tuple[Group, ...] = ()
     if mesh.tensor is not None and not divided(name):
-        # Some see some of the heads only, some of the experts' outputs, or some of the tokens,
-        # though each rank has them whole. What of an adapter is not divided meets what is: it sees
-        # some outputs of a product, or a summand of its inputs.
-        heads = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
+        # Each rank has these parameters whole, but their gradient only from some of the heads,
+        # experts' outputs or tokens. An undivided matrix of an adapter meets a divided one: it
+        # gets some outputs of a product, or a summand of its inputs.
+        sees_some_heads = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
         partial = (
-            (mesh.tensor,) if heads or of_adapter(name) or (sequence and "norm" in name) else ()
+            (mesh.tensor,)
+            if sees_some_heads or of_adapter(name) or (sequence and "norm" in name)
+            else ()
         )
-    of_experts = mesh.experts is not None and ".experts." in name
-    made = _held(
-        name, parameter, where, mesh, partial, divided=divided(name), of_experts=of_experts
+    is_expert = mesh.experts is not None and ".experts." in name
+    shard = _param_shard(
+        name, parameter, where, mesh, partial, divided=divided(name), is_expert=is_expert
     )
     if mesh.ends is None or not (tied and name.startswith("embed_tokens")):
-        return made
+        return shard
     # The last stage has the embedding too, as its head.
-    first = made.first and mesh.at.pipeline == 0
-    return replace(made, partial=(*partial, mesh.ends), copies=made.copies * 2, first=first)
+    first = shard.first and mesh.at.pipeline == 0
+    return replace(shard, partial=(*partial, mesh.ends), copies=shard.copies * 2, first=first)
 
 
-def _of_plan(name: str, parameter: nn.Parameter, mesh: Mesh, divided: Divided | None) -> Held:
+def _transformers_shard(
+    name: str, parameter: nn.Parameter, mesh: Mesh, divided: Divided | None
+) -> Held:
+    """Return the shard of a parameter of a model that transformers runs."""
     if divided is None or mesh.tensor is None:
-        return _held(name, parameter, _whole(name, parameter), mesh, ())
+        return _param_shard(name, parameter, _whole(name, parameter), mesh, ())
     if name in divided.blocks:
-        return _held(name, parameter, (divided.blocks[name],), mesh, (), divided=True)
-    return _held(
+        return _param_shard(name, parameter, (divided.blocks[name],), mesh, (), divided=True)
+    return _param_shard(
         name,
         parameter,
         _whole(name, parameter),
@@ -164,7 +186,7 @@ def _of_plan(name: str, parameter: nn.Parameter, mesh: Mesh, divided: Divided | 
     )
 
 
-def _held(
+def _param_shard(
     name: str,
     parameter: nn.Parameter,
     where: tuple[Piece, ...],
@@ -172,14 +194,18 @@ def _held(
     partial: tuple[Group, ...],
     *,
     divided: bool = False,
-    of_experts: bool = False,
+    is_expert: bool = False,
 ) -> Held:
-    """divided: over the tensor-parallel ranks."""
-    excess = mesh.topology.experts if of_experts else 1
-    # which FSDP leaves alone
+    """Return the shard of a parameter.
+
+    divided: True if the tensor-parallel ranks divide it.
+    """
+    excess = mesh.topology.experts if is_expert else 1
+    # FSDP does not divide vectors and adapters.
     if (parameter.dim() < 2 or of_adapter(name)) and mesh.sums is not None:
-        partial, excess = (*partial, mesh.sums), mesh.topology.summands
-    share = mesh.expert_share if of_experts else mesh.share
+        partial = (*partial, mesh.sums)
+        excess = mesh.topology.summands
+    share = mesh.expert_share if is_expert else mesh.share
     rows = own_rows(parameter, share)
     copies = (
         mesh.topology.replicas
@@ -195,6 +221,7 @@ def _held(
 
 
 def _whole(name: str, parameter: Tensor) -> tuple[Piece, ...]:
+    """Return the piece that is a whole parameter."""
     shape = tuple(parameter.shape)
     return (Piece(name, shape, (0,) * len(shape), range(shape[0])),)
 
@@ -202,7 +229,10 @@ def _whole(name: str, parameter: Tensor) -> tuple[Piece, ...]:
 def fill_held(
     held: Sequence[Held], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]
 ) -> None:
-    """Copies every block from where its name, offsets and sizes are found."""
+    """Copy every block of the parameters from `read`.
+
+    read: called with a block's name, offsets and sizes.
+    """
     with torch.no_grad():
         for item in held:
             for block in item.blocks(item.local):

@@ -1,10 +1,10 @@
-"""Micro-batches on their way through the stages of a pipeline, by torch.distributed.pipelining.
+"""Pipeline parallelism by torch.distributed.pipelining.
 
 All ranks know every micro-batch, so the stages exchange hidden states alone. These have one shape
 in a pass: shorter micro-batches are padded with tokens that nothing reads.
 
-T = tokens of the longest micro-batch, U = distinct ones of another, d = hidden size, M =
-micro-batches.
+T = tokens of the longest micro-batch, U = distinct tokens of another, d = hidden size, M = micro-
+batches.
 """
 
 from __future__ import annotations
@@ -22,13 +22,18 @@ from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import Feed
 from ratchet.models.parallel.sharded_policy import SpreadPolicy
 
-Router = Callable[[Batch], Routing | None]  # of a micro-batch's forward
-# (micro-batch, its hidden states [T, d]) -> what to differentiate
+# micro-batch -> the routing of its forward
+Router = Callable[[Batch], Routing | None]
+# (number of the micro-batch, its hidden states [T, d]) -> the loss to differentiate
 Loss = Callable[[int, Tensor], Tensor]
 
 
 class Pipeline:
-    """device: that computes. dtype: of the hidden states."""
+    """The stages of a pipeline on this rank.
+
+    device: computes.
+    dtype: of the hidden states.
+    """
 
     def __init__(
         self,
@@ -39,40 +44,48 @@ class Pipeline:
         routing: Router,
     ) -> None:
         assert mesh.pipeline is not None, "a pipeline of one rank"
-        self.group, self.mesh, self.model = mesh.pipeline, mesh, model
-        self.device, self.dtype, self.routing = device, dtype, routing
+        self.group = mesh.pipeline
+        self.mesh = mesh
+        self.model = model
+        self.device = device
+        self.dtype = dtype
+        self.routing = routing
 
     @property
-    def last(self) -> bool:
-        """Whether hidden states come out here."""
+    def is_last(self) -> bool:
+        """True if hidden states come out on this rank."""
         return self.mesh.at.pipeline == self.mesh.topology.pipeline - 1
 
     def learn(self, micros: Sequence[Batch], loss: Loss) -> None:
-        """Adds up gradients: each stage does a forward and a backward by turns ("1F1B",
-        arXiv:2006.09503), which with several stages a rank are interleaved (arXiv:2104.04473)."""
+        """Add up gradients, with one forward and one backward at a time on each stage.
+
+        "1F1B", arXiv:2006.09503; several stages on a rank are interleaved (arXiv:2104.04473).
+        """
         feeds = self._feeds(micros)
         schedule, numbers_M = self._schedule(
-            feeds, lambda hidden, number: loss(int(number), self._real(feeds, hidden, number))
+            feeds, lambda hidden, number: loss(int(number), self._unpad(feeds, hidden, number))
         )
-        tokens = self._tokens(feeds)
+        tokens = self._stage_input(feeds)
         schedule.step(*tokens, number=numbers_M, target=numbers_M, return_outputs=False)
 
     def hidden(self, micros: Sequence[Batch]) -> list[Tensor]:
-        """Of every micro-batch, where they come out; nothing elsewhere."""
+        """Return the hidden states of every micro-batch on the last rank, and nothing elsewhere."""
         feeds = self._feeds(micros)
         schedule, numbers_M = self._schedule(feeds, None)
-        out = schedule.eval(*self._tokens(feeds), number=numbers_M)
-        if out is None or not self.last:
+        out = schedule.eval(*self._stage_input(feeds), number=numbers_M)
+        if out is None or not self.is_last:
             return []
         head = self.model.runs[-1]
-        if isinstance(head, FSDPModule):  # a pass without a backward has divided it again
+        # A pass without a backward has divided the head again.
+        if isinstance(head, FSDPModule):
             head.unshard()
         return [
-            self._real(feeds, hidden, number)
+            self._unpad(feeds, hidden, number)
             for number, hidden in zip(numbers_M, out.chunk(len(feeds)), strict=True)
         ]
 
     def _feeds(self, micros: Sequence[Batch]) -> list[Feed]:
+        """Return the packed inputs of the micro-batches."""
         return [
             self.model.feed(
                 micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), self.routing(micro)
@@ -80,17 +93,22 @@ class Pipeline:
             for micro in micros
         ]
 
-    def _real(self, feeds: Sequence[Feed], hidden_Td: Tensor, number: Tensor) -> Tensor:
+    def _unpad(self, feeds: Sequence[Feed], hidden_Td: Tensor, number: Tensor) -> Tensor:
+        """Return the hidden states of a micro-batch's own tokens."""
         feed = feeds[int(number)]
         return feed.unfold(hidden_Td[: len(feed.tokens_U)])
 
-    def _tokens(self, feeds: Sequence[Feed]) -> tuple[Tensor, ...]:
-        """The first stage's input, which only counts: it takes the tokens of the feeds."""
+    def _stage_input(self, feeds: Sequence[Feed]) -> tuple[Tensor, ...]:
+        """Return the first stage's input, whose values are unused.
+
+        The stage takes the tokens of the feeds.
+        """
         return (torch.zeros(len(feeds), device=self.device),) if self.mesh.at.pipeline == 0 else ()
 
     def _schedule(
         self, feeds: Sequence[Feed], loss: Callable[[Tensor, Tensor], Tensor] | None
     ) -> tuple[Schedule1F1B | ScheduleInterleaved1F1B, Tensor]:
+        """Return the schedule of a pass, and the numbers of its micro-batches."""
         spread = self.model.spread
         multiple = spread.tensor.size() if spread.tensor is not None and spread.sequence else 1
         longest = -(-max(len(feed.tokens_U) for feed in feeds) // multiple) * multiple
@@ -107,7 +125,9 @@ class Pipeline:
         ), numbers_M
 
     def _stage(self, place: int, feeds: Sequence[Feed], tokens: int, between: int) -> PipelineStage:
-        stage, size = self.model.runs[place], self.model.hidden_size
+        """Return the torch stage of one of this rank's runs of layers."""
+        stage = self.model.runs[place]
+        size = self.model.hidden_size
         stage.feeds = feeds
         share = stage.decoder.part.pipeline
         states = torch.empty(between, size, dtype=self.dtype, device="meta", requires_grad=True)

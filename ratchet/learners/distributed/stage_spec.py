@@ -1,4 +1,4 @@
-"""What the driver tells the ranks of a learner about a stage."""
+"""The specification of a stage's roles, which the driver sends to the ranks of a learner."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from ratchet.models.model_source import Origin
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """How the learner of a role is made. origin: of its model; None: a copy of the policy as it is,
-    which for "policy" is the policy itself. adapter: what it trains in place of its weights.
-    optimizer: the values of its section; None freezes it. scalar: whether it has a scalar head."""
+    """The specification of a role's learner.
+
+    origin: of its model; None: a copy of the policy, which for "policy" is the policy itself.
+    optimizer: the values of its section; None freezes the role.
+    scalar: True if it has a scalar head.
+    adapter: the adapter that it trains in place of its weights.
+    """
 
     origin: Origin | None = None
     optimizer: Mapping[str, Any] | None = None

@@ -1,7 +1,7 @@
-"""How the ranks of a learner share their work: pure arithmetic, which the driver does too.
+"""The topology of a learner's ranks: pure arithmetic, for the driver and the ranks.
 
-Ranks are counted with the tensor-parallel ones next to each other, as these exchange most, then
-context, data and pipeline.
+Tensor-parallel ranks are next to each other, because they exchange most, then context, data and
+pipeline.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ratchet.models.parallel.sharding import Part, Share
 
 @dataclass(frozen=True)
 class Coordinates:
+    """The place of a rank in the topology."""
+
     pipeline: int
     replica: int
     shard: int
@@ -28,9 +30,14 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """replicas x shards: data parallelism; weights are divided over the shards (FSDP) and repeated
-    in each replica (HSDP). context, tensor, pipeline: see `ratchet.models`. experts: how many ranks
-    share out the experts of a layer, among those of one replica."""
+    """The sizes by which ranks divide the work.
+
+    replicas x shards: data parallelism. Weights are divided over the shards (FSDP) and repeated in
+      each replica (HSDP).
+    experts: number of ranks of one replica that divide the experts of a layer.
+
+    context, tensor, pipeline: see `ratchet.models`.
+    """
 
     replicas: int = 1
     shards: int = 1
@@ -48,34 +55,35 @@ class Topology:
 
     @property
     def world(self) -> int:
+        """The number of ranks."""
         return self.pipeline * self.replicas * self.shards * self.context * self.tensor
 
     @property
     def data(self) -> int:
-        """Ranks with rows of their own."""
+        """The number of ranks with rows of their own."""
         return self.replicas * self.shards
 
     @property
     def summands(self) -> int:
-        """Over how many ranks a gradient is averaged where it should be summed."""
+        """The number of ranks over which FSDP averages a gradient that should be a sum."""
         return self.data * self.context
 
     def coordinates(self) -> Iterator[Coordinates]:
-        """Of each rank, in order."""
+        """Yield the coordinates of each rank, in order."""
         sizes = (self.pipeline, self.replicas, self.shards, self.context, self.tensor)
         return (Coordinates(*at) for at in product(*map(range, sizes)))
 
     def data_rank(self, at: Coordinates) -> int:
-        """Which of the batch's shards a rank computes."""
+        """Return the shard of the batch that a rank computes."""
         return at.replica * self.shards + at.shard
 
-    def answers(self, at: Coordinates) -> bool:
-        """Whether this rank's results are the ones of its data rank."""
+    def is_reporting_rank(self, at: Coordinates) -> bool:
+        """True if this rank reports the results of its data rank."""
         return at.pipeline == self.pipeline - 1 and at.context == 0 and at.tensor == 0
 
 
 def topology_of(config: SpreadConfig) -> Topology:
-    """Raises ConfigError where the numbers don't go together."""
+    """Return the topology of a section. Raises ConfigError if its sizes don't fit together."""
     *replicas, shards = (getattr(config, key) for key in config.rows)
     return Topology(
         replicas=prod(replicas),
@@ -88,7 +96,7 @@ def topology_of(config: SpreadConfig) -> Topology:
 
 
 def parts(config: SpreadConfig) -> Part:
-    """The first rank's, for a check of whether a model can be divided so."""
+    """Return the first rank's part of the model, to check if the model can be divided so."""
     stages = config.pipeline_parallel * config.pipeline_chunks
     return Part(
         Share(0, config.tensor_parallel), Share(0, stages), Share(0, config.expert_parallel)
@@ -96,6 +104,7 @@ def parts(config: SpreadConfig) -> Part:
 
 
 def megatron_sizes(config: MegatronConfig) -> Sizes:
+    """Return the sizes of Megatron's parallelism for a section."""
     return Sizes(
         tensor=config.tensor_parallel,
         context=config.context_parallel,

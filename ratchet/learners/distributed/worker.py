@@ -1,5 +1,4 @@
-"""What lives in each process of a spread learner: the model's part, and the learner of every role
-on it."""
+"""The process of a rank of a distributed learner: the model's part and each role's learner."""
 
 from __future__ import annotations
 
@@ -23,11 +22,12 @@ from ratchet.learners.distributed.stage_spec import RoleSpec
 from ratchet.models.model_source import Origin
 from ratchet.protocols import Exported, Shard
 
-TIMEOUT = timedelta(minutes=30)  # of a collective: the group's own deadlines are shorter
+# Of a collective; the deadlines of the worker group are shorter.
+TIMEOUT = timedelta(minutes=30)
 
 
 class Seat(Protocol):
-    """Where a rank lives (`ratchet.executors.worker.Place`)."""
+    """The process that a rank runs in (`ratchet.executors.worker.Place`)."""
 
     @property
     def rank(self) -> int: ...
@@ -40,17 +40,23 @@ class Seat(Protocol):
 
 
 class LearnerRank:
+    """One rank of a distributed learner, called by the driver."""
+
     def __init__(
         self, seat: Seat, *, learner: Mapping[str, Any], origin: Origin, double: bool = False
     ) -> None:
-        """learner: the values of a `SpreadConfig`. double: in float64. Joins the other ranks, and
-        loads the model's part."""
+        """Join the other ranks and load the model's part.
+
+        learner: the values of a `DistributedConfig`.
+        double: compute in float64.
+        """
         config: Any = resolve("learner", learner)
-        device, dtype = torch.device(seat.device), torch.float64 if double else torch.float32
+        device = torch.device(seat.device)
+        dtype = torch.float64 if double else torch.float32
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
-            # gradients may rest in main memory
+            # Gradients may be in host memory, which needs gloo.
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             init_method=f"tcp://{seat.rendezvous}",
             rank=seat.rank,
@@ -63,15 +69,19 @@ class LearnerRank:
         self.algorithm: Algorithm | None = None
 
     def host(self) -> str:
+        """Return the name of this machine."""
         return socket.gethostname()
 
-    # --- a stage
+    # --- A stage.
 
     def begin(self, roles: Mapping[str, RoleSpec], algorithm: Mapping[str, Any]) -> None:
-        """Makes the learners of a stage. algorithm: the values of its section, from which every
-        rank makes its losses."""
+        """Create the learners of a stage.
+
+        algorithm: the values of its section, from which every rank builds its losses.
+        """
         self.algorithm = construct(resolve("algorithm", algorithm))
-        self.learners.clear()  # else those of the last stage would be in memory beside the new ones
+        # Free the learners of the last stage before new ones are created.
+        self.learners.clear()
         for name, spec in roles.items():
             self.learners[name] = self._learner(name, spec)
 
@@ -89,10 +99,10 @@ class LearnerRank:
 
     def _terms(self, role: str, names: Sequence[str]) -> list[Term]:
         assert self.algorithm is not None, "no stage has begun"
-        known = {term.name: term for term in self.algorithm.losses[role]}
-        return [known[name] for name in names]
+        terms = {term.name: term for term in self.algorithm.losses[role]}
+        return [terms[name] for name in names]
 
-    # --- calls of the driver
+    # --- Calls of the driver.
 
     def score(
         self, role: str, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
@@ -109,15 +119,17 @@ class LearnerRank:
         return dict(self.learners[role].update(micros, self._terms(role, terms)))
 
     def weights(self, role: str) -> list[Shard]:
-        """This rank's blocks, on the CPU."""
+        """Return this rank's blocks, on the CPU."""
         return [
             replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True))
             for shard in self.learners[role].weights()
         ]
 
     def send(self, sender: str, options: Mapping[str, Any]) -> Any:
-        """Hands the policy's blocks to one end of a link: `sender` is "module:function", called
-        with (blocks, rank, world)."""
+        """Send the policy's blocks through a weight sync.
+
+        sender: "module:function", called with (blocks, rank, world).
+        """
         return imported(sender)(
             self.learners["policy"].weights(), dist.get_rank(), dist.get_world_size(), **options
         )

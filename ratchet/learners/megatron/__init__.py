@@ -1,4 +1,6 @@
-"""A learner by Megatron Core. Importing anything of this package makes `megatron.core` importable
-first."""
+"""The learner that uses Megatron Core.
+
+Importing any module of this package first makes `megatron.core` importable.
+"""
 
 from ratchet.models import megatron as megatron

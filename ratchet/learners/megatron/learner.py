@@ -1,8 +1,8 @@
-"""A rank of a learner by Megatron Core: its layers, pipeline schedules and optimizer, with
-Ratchet's attention and losses.
+"""A rank of a learner that uses Megatron Core's layers, pipeline schedules and optimizer.
 
-Losses and gradients are sums, as everywhere: what Megatron would divide by tokens, micro-batches or
-ranks it leaves alone here (`calculate_per_token_loss`, with the tokens never told).
+Attention and losses are Ratchet's. Losses and gradients are sums, as everywhere: Megatron's
+divisions by tokens, micro-batches or ranks are turned off (`calculate_per_token_loss`, with a count
+of 0 tokens).
 """
 
 from __future__ import annotations
@@ -46,13 +46,18 @@ from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.weight_layout import shards
 from ratchet.protocols import Exported, LossTerm, Shard
 
-# (micro-batch, its hidden states [T, d]) -> what the schedule wants of the last stage
+# (number of the micro-batch, its hidden states [T, d]) -> the last stage's result for the schedule
 Ending = Callable[[int, Tensor], Any]
 
 
 class MegatronLearner(RankLearner):
-    """model: with its weights; Megatron's buffers take them over. optimizer, total_steps, autocast,
-    shared_vocab, replays: as for `LocalLearner`. scalar: whether it has a scalar head, of zeros."""
+    """One rank of a learner that uses Megatron Core.
+
+    model: has its weights; Megatron's buffers take them over.
+    scalar: True if it has a scalar head, initialised to zeros.
+
+    optimizer, total_steps, autocast, shared_vocab and replays are as for `LocalLearner`.
+    """
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class MegatronLearner(RankLearner):
         shared_vocab: int | None = None,
         replays: bool = False,
     ) -> None:
-        _renew(model)
+        _renew_parameters(model)
         head = _head(model, device) if scalar else None
         forward = RankForward(
             model,
@@ -79,7 +84,7 @@ class MegatronLearner(RankLearner):
             device=device,
             replays=replays,
         )
-        pace = (
+        step_policy = (
             None
             if optimizer is None
             else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
@@ -89,17 +94,18 @@ class MegatronLearner(RankLearner):
             if topology.summands > 1
             else None
         )
-        super().__init__(forward, topology, dist.get_rank(), sums, pace)
-        self.model, self.autocast = model, autocast
+        super().__init__(forward, topology, dist.get_rank(), sums, step_policy)
+        self.model = model
+        self.autocast = autocast
         self.owned = list(model.owned())
         self.chunks: list[Any] = list(model.chunks)
         self.optimizer: Any = None
         if optimizer is not None:
-            self.chunks = [_summing(chunk, config) for chunk in model.chunks]
+            self.chunks = [_wrap_ddp(chunk, config) for chunk in model.chunks]
             if config.overlap_gradients:
-                each = [chunk.no_sync for chunk in self.chunks]
-                settings: Any = model.chunks[0].config  # the chunks share it
-                settings.no_sync_func = each if len(each) > 1 else each[0]
+                no_sync = [chunk.no_sync for chunk in self.chunks]
+                settings: Any = model.chunks[0].config  # All chunks share it.
+                settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             self.optimizer = _optimizer(self.chunks, optimizer, config)
 
     # --- computing
@@ -107,37 +113,39 @@ class MegatronLearner(RankLearner):
     def _score(
         self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
     ) -> list[Mapping[str, Tensor]]:
-        moved = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
+        on_device = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
 
         def columns(number: int, hidden_Td: Tensor) -> Mapping[str, Tensor]:
-            return self.forward.score(moved[number], wanted, top_k=top_k, hidden_Td=hidden_Td)
+            return self.forward.score(on_device[number], wanted, top_k=top_k, hidden_Td=hidden_Td)
 
         with torch.no_grad():
-            return self._run(moved, [None] * len(moved), columns, forward_only=True)
+            return self._run(on_device, [None] * len(on_device), columns, forward_only=True)
 
     def _learn(
         self, micros: Sequence[Batch], terms: Sequence[LossTerm]
     ) -> list[Mapping[str, Tensor]]:
-        moved = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
-        watches = [self.forward.watch(terms) for _ in moved]
-        untold = torch.zeros((), dtype=torch.int, device=self.forward.device)
+        on_device = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
+        watches = [self.forward.watch(terms) for _ in on_device]
+        zero_tokens = torch.zeros((), dtype=torch.int, device=self.forward.device)
 
         def loss(number: int, hidden_Td: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-            total, numbers = self.forward.losses(moved[number], hidden_Td, terms, watches[number])
-            return total, untold, numbers
+            total, numbers = self.forward.losses(
+                on_device[number], hidden_Td, terms, watches[number]
+            )
+            return total, zero_tokens, numbers
 
-        return self._run(moved, watches, loss, forward_only=False)
+        return self._run(on_device, watches, loss, forward_only=False)
 
     def _run(
         self,
-        moved: Sequence[Batch],
+        micros: Sequence[Batch],
         watches: Sequence[Watch | None],
         ending: Callable[[int, Tensor], Any],
         *,
         forward_only: bool,
     ) -> list[Mapping[str, Tensor]]:
-        """What Megatron's schedule collects of the last stage: nothing elsewhere."""
-        feeds = [self._feed(micro, watch) for micro, watch in zip(moved, watches, strict=True)]
+        """Run Megatron's schedule, and return the last stage's results; nothing on other stages."""
+        feeds = [self._feed(micro, watch) for micro, watch in zip(micros, watches, strict=True)]
         if not forward_only:
             feeds = [replace(feed, seed=self._seed(number)) for number, feed in enumerate(feeds)]
         longest = max(len(feed.tokens_U) for feed in feeds) if self.topology.pipeline > 1 else 0
@@ -152,7 +160,7 @@ class MegatronLearner(RankLearner):
         def end(number: int, out: Tensor, non_loss_data: bool = False) -> Any:
             return ending(number, self.model.unpadded(feeds[number], out))
 
-        found = get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(range(len(feeds))) for _ in self.chunks],
             model=self.chunks,
@@ -162,14 +170,15 @@ class MegatronLearner(RankLearner):
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        return list(found)
+        return list(results)
 
     def _feed(self, micro: Batch, watch: Watch | None) -> Feed:
+        """Return the packed inputs of a micro-batch."""
         routing = self.forward.routing(micro, watch)
         return self.model.feed(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), routing)
 
-    def _gradient(self, loss: float) -> tuple[float, float]:
-        """Megatron's schedule has completed it already."""
+    def _complete_gradient(self, loss: float) -> tuple[float, float]:
+        """Return (norm, loss); Megatron's schedule has completed the gradient already."""
         self.optimizer.prepare_grads()
         total = torch.tensor(loss, dtype=torch.float64, device=self.forward.device)
         dist.all_reduce(total)
@@ -183,7 +192,7 @@ class MegatronLearner(RankLearner):
                     parameter.grad.mul_(factor)
         self.optimizer.step_with_ready_grads()
 
-    def _forget(self) -> None:
+    def _zero_gradient(self) -> None:
         self.optimizer.zero_grad()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -193,8 +202,10 @@ class MegatronLearner(RankLearner):
     def onload(self) -> None: ...
 
     def offload(self) -> None:
-        """The configuration refuses learners that give their accelerator away: Megatron's buffers
-        stay where they are."""
+        """Do nothing: Megatron's buffers stay on the device.
+
+        The configuration refuses colocation with this learner.
+        """
 
     def weights(self) -> Iterator[Shard]:
         rests = self.model.adapter is not None
@@ -202,7 +213,7 @@ class MegatronLearner(RankLearner):
         yield from (block for block in self.blocks("adapter") if block.name != HEAD)
 
     def blocks(self, part: Exported = "all") -> Iterator[Shard]:
-        """Those and the scalar head's, which comes with the adapter, as views."""
+        """Yield views of this rank's blocks; the scalar head's come with the adapter."""
         for item in self.owned:
             if item.first and part in ("all", "base" if of_model(item.name) else "adapter"):
                 yield from shards(item.pieces, item.parameter.detach())
@@ -213,8 +224,11 @@ class MegatronLearner(RankLearner):
 
     @cached_property
     def base(self) -> str | None:
-        """Of the weights that rest, which a checkpoint leaves out; None: none do. All ranks ask at
-        the same time."""
+        """The fingerprint of the frozen weights, which a checkpoint leaves out; None: none are
+        frozen.
+
+        All ranks read it at the same time.
+        """
         if self.model.adapter is None:
             return None
         whole = megatron_layout(Dimensions.of(self.model.shape), Place())
@@ -222,24 +236,28 @@ class MegatronLearner(RankLearner):
         return fingerprint_of_ranks(self.blocks("base"), names, self.forward.device)
 
     def save(self, directory: Path) -> None:
-        save_state(directory, self.model, self.optimizer, self.pace, self.base)
+        save_state(directory, self.model, self.optimizer, self.step_policy, self.base)
 
     def load(self, directory: Path) -> None:
-        """What any number of ranks saved. Raises CheckpointError where something is missing, or for
-        another base."""
-        load_state(directory, self.model, self.optimizer, self.pace, self.base)
+        """Load a checkpoint of any number of ranks.
+
+        Raises CheckpointError if something is missing, or the base differs.
+        """
+        load_state(directory, self.model, self.optimizer, self.step_policy, self.base)
 
 
-def _renew(model: MegatronPolicy) -> None:
-    """What an earlier stage has trained tells that stage's buffers of its gradients: new
-    parameters, on the same memory, take the places of the old."""
+def _renew_parameters(model: MegatronPolicy) -> None:
+    """Replace the parameters by new ones on the same memory.
+
+    Parameters of an earlier stage would still send their gradients to that stage's buffers.
+    """
     for chunk in model.chunks:
         chunk.scalar = None
         for module in chunk.modules():
             for name, old in list(module.named_parameters(recurse=False)):
                 new: Any = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
-                # Megatron's marks: how it is divided, who else has it; not where its gradient and
-                # its copy are.
+                # Megatron's attributes say how the parameter is divided and repeated. Those of its
+                # gradient and its master copy ("main_...") belong to the earlier stage.
                 new.__dict__.update(
                     {key: value for key, value in vars(old).items() if not key.startswith("main_")}
                 )
@@ -247,8 +265,11 @@ def _renew(model: MegatronPolicy) -> None:
 
 
 def _head(model: MegatronPolicy, device: torch.device) -> ScalarHead:
-    """On the last stage, where it is trained with the others. Nothing reads logits then, and an
-    optimizer would still decay the weights of a language head of its own."""
+    """Return a scalar head, which is trained on the last stage.
+
+    Nothing reads logits then, and an optimizer would still decay the weights of an untied language
+    head.
+    """
     head = ScalarHead(model.hidden_size).to(
         device, torch.promote_types(next(model.parameters()).dtype, torch.float32)
     )
@@ -260,10 +281,10 @@ def _head(model: MegatronPolicy, device: torch.device) -> ScalarHead:
     return head
 
 
-def _summing(chunk: nn.Module, config: MegatronConfig) -> DistributedDataParallel:
-    """With buffers of gradients that are summed over data ranks."""
+def _wrap_ddp(chunk: nn.Module, config: MegatronConfig) -> DistributedDataParallel:
+    """Return the chunk with gradient buffers that are summed over data ranks."""
     settings: Any = chunk.config
-    made = DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         settings,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.weights == "bfloat16",
@@ -273,17 +294,18 @@ def _summing(chunk: nn.Module, config: MegatronConfig) -> DistributedDataParalle
         chunk,
         disable_bucketing=getattr(chunk, "vp_stage", 0) not in (None, 0),
     )
-    settings.finalize_model_grads_func = _finalized
-    return made
+    settings.finalize_model_grads_func = _finish_gradients
+    return wrapped
 
 
-def _finalized(chunks: list[Any], tokens: Tensor | None = None, **groups: Any) -> None:
-    """Complete sums, divided by nothing."""
+def _finish_gradients(chunks: list[Any], tokens: Tensor | None = None, **groups: Any) -> None:
+    """Complete the sums of gradients, divided by nothing."""
     finalize_model_grads(chunks, None, **groups)
 
 
 def _optimizer(chunks: Sequence[Any], section: OptimizerConfig, config: MegatronConfig) -> Any:
-    made = get_megatron_optimizer(
+    """Return Megatron's Adam for the chunks."""
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=section.lr,
@@ -291,13 +313,14 @@ def _optimizer(chunks: Sequence[Any], section: OptimizerConfig, config: Megatron
             adam_beta1=section.betas[0],
             adam_beta2=section.betas[1],
             adam_eps=section.eps,
-            clip_grad=0.0,  # done here, where a norm that is not finite skips the step
+            # Ratchet clips, and skips steps whose norm is not finite.
+            clip_grad=0.0,
             params_dtype=getattr(torch, config.weights),
             bf16=config.weights == "bfloat16",
             use_distributed_optimizer=config.distributed_optimizer,
         ),
         list(chunks),
     )
-    for group in made.param_groups:
+    for group in optimizer.param_groups:
         group["weight_decay"] = section.weight_decay * group["wd_mult"]
-    return made
+    return optimizer

@@ -1,4 +1,4 @@
-"""The provider of models that Megatron Core divides (`Provider`)."""
+"""The provider of models that Megatron Core divides."""
 
 from __future__ import annotations
 
@@ -20,37 +20,43 @@ from ratchet.models.policy import PolicyModel
 
 
 class MegatronModels:
+    """Loads and copies models that Megatron Core divides (`ModelProvider`)."""
+
     def __init__(self, config: MegatronConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
         self.half = config.weights == "bfloat16"
         self.dtype = torch.bfloat16 if self.half else dtype
-        self.topology, self.sizes = topology_of(config), megatron_sizes(config)
+        self.topology = topology_of(config)
+        self.sizes = megatron_sizes(config)
         begin(self.sizes)
 
     def load(self, origin: Origin) -> MegatronPolicy:
-        """Raises ModelError for a model that Megatron's layers can't be made of."""
+        """Return the rank's part of a model. Raises ModelError if Megatron has no such layers."""
         shape = origin.decoder()
         if shape is None:
             raise ModelError(
-                "learner.kind=megatron has no layers for this architecture: set "
-                "learner.kind=dtensor"
+                "learner.kind=megatron has no layers for this architecture. Set "
+                "learner.kind=dtensor."
             )
-        made = self._empty(shape)
-        made.fill(origin.reader())
-        return made
+        model = self._empty(shape)
+        model.fill(origin.reader())
+        return model
 
     def copy(self, policy: PolicyModel) -> MegatronPolicy:
+        """Return a copy of the policy with its current weights."""
         assert isinstance(policy, MegatronPolicy), "another provider's"
-        made = self._empty(policy.shape)
+        model = self._empty(policy.shape)
         if policy.adapter is not None:
-            made.attach(policy.adapter)
+            model.attach(policy.adapter)
         with torch.no_grad():
-            theirs = dict(policy.named_parameters())
-            for name, parameter in made.named_parameters():
-                parameter.copy_(theirs[name])
-        return made
+            sources = dict(policy.named_parameters())
+            for name, parameter in model.named_parameters():
+                parameter.copy_(sources[name])
+        return model
 
     def learner(self, model: PolicyModel, spec: RoleSpec) -> MegatronLearner:
+        """Return the learner of a role."""
         assert isinstance(model, MegatronPolicy), "another provider's"
         if spec.adapter is not None and model.adapter is None:
             model.attach(spec.adapter)
@@ -72,10 +78,11 @@ class MegatronModels:
         end()
 
     def _empty(self, shape: Any) -> MegatronPolicy:
+        """Return the rank's part of a model, with uninitialised weights."""
         fp8 = None if self.config.fp8 is None else Fp8(self.config.fp8, self.config.fp8_recipe)
         if fp8 is not None and self.device.type == "cuda":
             fp8.check(torch.cuda.get_device_capability(self.device))
-        made = MegatronPolicy(
+        model = MegatronPolicy(
             shape, self.sizes, dtype=self.dtype, recompute=self.config.recompute, fp8=fp8
         )
-        return made.to(self.device)
+        return model.to(self.device)

@@ -1,5 +1,7 @@
-"""Checkpoints of a learner by Megatron Core, in the format of its `dist_checkpointing`: read by any
-number of ranks."""
+"""Checkpoints of a Megatron Core learner, in the format of its `dist_checkpointing`.
+
+Any number of ranks can read them.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,17 @@ from ratchet.models.lora.files import check_base
 from ratchet.models.megatron.blocks import of_model
 from ratchet.models.megatron.policy import MegatronPolicy
 
-# what the optimizer keeps comes in the shapes of the weights, whichever ranks shared it out
+# Optimizer states are stored in the shapes of the weights, however ranks divide them.
 KIND = "fully_reshardable"
 METADATA = {"distrib_optim_sharding_type": KIND, "chained_optim_avoid_prefix": True}
 
 
 class InPlace(TorchDistSaveShardedStrategy):
-    """The same files, written by this process. Megatron's strategy forks others for it, which a
-    process with threads had better not, and a daemon may not."""
+    """A save strategy that writes Megatron's files in this process.
+
+    Megatron's own strategy forks processes for it, which is unsafe in a process with threads, and
+    forbidden in a daemon.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
@@ -52,15 +57,22 @@ class InPlace(TorchDistSaveShardedStrategy):
 
 
 def save_state(
-    directory: Path, model: MegatronPolicy, optimizer: Any, pace: Pace | None, base: str | None
+    directory: Path,
+    model: MegatronPolicy,
+    optimizer: Any,
+    step_policy: Pace | None,
+    base: str | None,
 ) -> None:
-    """Every rank calls it; all of them see the directory. base: see `MegatronLearner.base`."""
+    """Write a checkpoint. Every rank calls it, and all of them see the directory.
+
+    base: see `MegatronLearner.base`.
+    """
     folder = directory / MEGATRON
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _state(model, optimizer, loading=False)
-    if pace is not None:
-        state["pace"] = {"taken": pace.taken, "bad": pace.bad}
+    if step_policy is not None:
+        state["pace"] = {"taken": step_policy.steps_taken, "bad": step_policy.bad_steps}
     if base is not None:
         state["base"] = base
     dist_checkpointing.save(state, str(folder), InPlace())
@@ -68,14 +80,20 @@ def save_state(
 
 
 def load_state(
-    directory: Path, model: MegatronPolicy, optimizer: Any, pace: Pace | None, base: str | None
+    directory: Path,
+    model: MegatronPolicy,
+    optimizer: Any,
+    step_policy: Pace | None,
+    base: str | None,
 ) -> None:
-    """Raises CheckpointError where there is nothing of the kind, or it is of another model or
-    base."""
+    """Read a checkpoint.
+
+    Raises CheckpointError if there is none of this kind, or it is of another model or base.
+    """
     folder = directory / MEGATRON
     if not folder.is_dir():
         raise CheckpointError(
-            f"{directory} holds nothing of Megatron's: it was saved by a learner of another kind"
+            f"{directory} holds no checkpoint of Megatron: a learner of another kind saved it"
         )
     if base is not None:
         check_base(
@@ -85,32 +103,36 @@ def load_state(
         for adam in _torch_adams(optimizer):
             _begin(adam)
         try:
-            found: Any = dist_checkpointing.load(
+            state: Any = dist_checkpointing.load(
                 _state(model, optimizer, loading=True), str(folder)
             )
         except (CheckpointingException, KeyError, RuntimeError) as error:
             raise CheckpointError(f"{folder} can't be read: {error}") from error
         for number, chunk in enumerate(model.chunks):
-            chunk.load_state_dict(found[f"model{number}"], strict=False)
-        if optimizer is not None and pace is not None:
-            optimizer.load_state_dict(found["optimizer"])
+            chunk.load_state_dict(state[f"model{number}"], strict=False)
+        if optimizer is not None and step_policy is not None:
+            optimizer.load_state_dict(state["optimizer"])
             for adam in _torch_adams(optimizer):
                 for moments in adam.state.values():
-                    # Megatron gives all of them one tensor
+                    # Megatron gives all parameters one tensor.
                     moments["step"] = moments["step"].clone()
-            pace.taken, pace.bad = found["pace"]["taken"], found["pace"]["bad"]
+            step_policy.steps_taken = state["pace"]["taken"]
+            step_policy.bad_steps = state["pace"]["bad"]
 
 
 def _torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Where neither Transformer Engine nor apex brings another: these count steps by parameter."""
+    """Return torch's optimizers, which count steps by parameter.
+
+    They are used if neither Transformer Engine nor apex brings another.
+    """
     inner = (
         [] if optimizer is None else [chained.optimizer for chained in optimizer.chained_optimizers]
     )
-    return [made for made in inner if isinstance(made, torch.optim.Adam)]
+    return [adam for adam in inner if isinstance(adam, torch.optim.Adam)]
 
 
 def _begin(adam: torch.optim.Optimizer) -> None:
-    """What a first step would: Megatron reads into what is there."""
+    """Create the states that a first step would, because Megatron loads into existing tensors."""
     for group in adam.param_groups:
         for p in group["params"]:
             if not adam.state[p]:
@@ -122,6 +144,7 @@ def _begin(adam: torch.optim.Optimizer) -> None:
 
 
 def _state(model: MegatronPolicy, optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    """Return the sharded state of model and optimizer."""
     metadata = {
         **METADATA,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -135,8 +158,8 @@ def _state(model: MegatronPolicy, optimizer: Any, *, loading: bool) -> dict[str,
         for number, chunk in enumerate(model.chunks)
     }
     if optimizer is not None:
-        given = state["model0"] if len(state) == 1 else dict(state)
+        model_states = state["model0"] if len(state) == 1 else dict(state)
         state["optimizer"] = optimizer.sharded_state_dict(
-            given, is_loading=loading, metadata=metadata
+            model_states, is_loading=loading, metadata=metadata
         )
     return state

@@ -1,1 +1,1 @@
-"""Optimizers and learning-rate schedules."""
+"""The optimizers and learning-rate schedules."""

@@ -1,5 +1,8 @@
-"""AdamW by torch's functional form. The class around it imports torch's compiler when it is made,
-which takes as long as torch itself: a run would start a second later."""
+"""AdamW by torch's functional form.
+
+torch's optimizer class imports torch's compiler when it is created, which takes as long as torch
+itself: a run would start a second later.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,19 @@ from torch.optim.adamw import adamw
 from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import CheckpointError
 
-# AdamW: "step" (float32 scalar), "exp_avg", "exp_avg_sq" and "average" (as the parameter)
+# Of AdamW: "step" (float32 scalar), "exp_avg", "exp_avg_sq" and "average" (like the parameter).
 Moments = dict[str, Tensor]
 
 
 class AdamW:
-    """Decoupled weight decay (arXiv:1711.05101) on matrices only: decaying a norm's scale or a bias
-    regularises nothing. Where the configuration has an `ema_decay`, it also keeps an average of
-    each parameter over the steps taken, which begins at the parameter itself.
+    """AdamW with decoupled weight decay (arXiv:1711.05101) on matrices only.
 
-    state: by the parameter's name, from its first gradient on. matrices: see
-    `PolicyModel.matrices`, for optimizers that treat these in another way. local: what of a
-    parameter and its gradient is on this rank.
+    Decay of a norm's scale or a bias regularises nothing. With `ema_decay` it also keeps an average
+    of each parameter over the steps taken, which begins at the parameter itself.
+
+    state: moments by the parameter's name, from its first gradient on.
+    matrices: see `PolicyModel.matrices`, for optimizers that treat these differently.
+    local: returns this rank's part of a parameter or gradient.
     """
 
     def __init__(
@@ -35,29 +39,36 @@ class AdamW:
         matrices: Mapping[str, Sequence[int]] | None = None,
         local: Callable[[Tensor], Tensor] = lambda whole: whole,
     ) -> None:
-        self.config, self.named, self.matrices, self.local = config, named, matrices or {}, local
+        self.config = config
+        self.named = named
+        self.matrices = matrices or {}
+        self.local = local
         self.state: dict[str, Moments] = {}
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
+        """Take one optimizer step at the rate `lr`."""
         self.change([(name, p) for name, p in self.named if p.grad is not None], lr)
         if self.config.ema_decay is not None:
-            for p, moments in self._begun():
+            for p, moments in self._local_states():
                 moments["average"].lerp_(p, 1 - self.config.ema_decay)
 
-    def change(self, given: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
-        """The weights of those that have a gradient."""
+    def change(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
+        """Update the weights of the parameters that have a gradient."""
         for matrices, decay in ((True, self.config.weight_decay), (False, 0.0)):
-            some = [(name, p) for name, p in given if (p.dim() >= 2) == matrices]
-            if some:
-                self._adamw(some, lr, decay)
+            group = [(name, p) for name, p in parameters if (p.dim() >= 2) == matrices]
+            if group:
+                self._update_group(group, lr, decay)
 
-    def _adamw(self, some: Sequence[tuple[str, nn.Parameter]], lr: float, decay: float) -> None:
-        moments = [self.state.get(name) or self.begin(name, p) for name, p in some]
-        gradients = [self.local(p.grad) for _, p in some if p.grad is not None]
-        self.take([self.local(p) for _, p in some], gradients, moments, lr, decay)
+    def _update_group(
+        self, group: Sequence[tuple[str, nn.Parameter]], lr: float, decay: float
+    ) -> None:
+        """Update the weights of parameters that share a decay."""
+        moments = [self.state.get(name) or self.begin(name, p) for name, p in group]
+        gradients = [self.local(p.grad) for _, p in group if p.grad is not None]
+        self._adamw_step([self.local(p) for _, p in group], gradients, moments, lr, decay)
 
-    def take(
+    def _adamw_step(
         self,
         weights: list[Tensor],
         gradients: list[Tensor],
@@ -65,7 +76,7 @@ class AdamW:
         lr: float,
         decay: float,
     ) -> None:
-        """One step of all of them, in their places."""
+        """Take one step of AdamW for all weights, in place."""
         adamw(
             weights,
             gradients,
@@ -84,39 +95,44 @@ class AdamW:
         )
 
     def begin(self, name: str, p: Tensor) -> Moments:
-        """What is kept of a parameter before its first step."""
-        own = self.local(p.detach())
-        made = self.moments(name, own)
+        """Create and return the state of a parameter before its first step."""
+        local = self.local(p.detach())
+        moments = self.moments(name, local)
         if self.config.ema_decay is not None:
-            made["average"] = own.clone()
-        self.state[name] = made
-        return made
+            moments["average"] = local.clone()
+        self.state[name] = moments
+        return moments
 
-    def moments(self, name: str, own: Tensor) -> Moments:
+    def moments(self, name: str, local: Tensor) -> Moments:
+        """Return the initial moments of a parameter; `local` is this rank's part."""
         return {
-            "step": torch.zeros((), device=own.device),
-            "exp_avg": torch.zeros_like(own),
-            "exp_avg_sq": torch.zeros_like(own),
+            "step": torch.zeros((), device=local.device),
+            "exp_avg": torch.zeros_like(local),
+            "exp_avg_sq": torch.zeros_like(local),
         }
 
-    def plain(self, name: str) -> Moments:
-        """What is kept of a parameter, but for its steps: numbers that lie as the parameter
-        does."""
+    def unquantised(self, name: str) -> Moments:
+        """Return the moments of a parameter without the step, in the parameter's layout."""
         return {key: moment for key, moment in self.state[name].items() if key != "step"}
 
-    def keep(self, name: str, plain: Mapping[str, Tensor]) -> None:
-        """Takes what `plain` gave, and somebody has filled with other numbers in place."""
+    def store(self, name: str, moments: Mapping[str, Tensor]) -> None:
+        """Store moments from `unquantised` that the caller has overwritten in place.
 
-    def _begun(self) -> Iterator[tuple[Tensor, Moments]]:
-        """What is on this rank of each parameter that has had a gradient."""
+        Here they are the state itself, so nothing is left to do.
+        """
+
+    def _local_states(self) -> Iterator[tuple[Tensor, Moments]]:
+        """Yield (this rank's part, moments) of each parameter that has had a gradient."""
         for name, p in self.named:
             if name in self.state:
                 yield self.local(p.detach()), self.state[name]
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Meanwhile the parameters have their averages as values; one that never had a gradient is
-        its own average."""
+        """Set the parameters to their averages inside the context.
+
+        A parameter that never had a gradient is its own average.
+        """
         assert self.config.ema_decay is not None, "no average is kept"
         self._swap()
         try:
@@ -125,7 +141,8 @@ class AdamW:
             self._swap()
 
     def _swap(self) -> None:
-        for p, moments in self._begun():
+        """Swap the parameters with their averages."""
+        for p, moments in self._local_states():
             average = moments["average"].clone()
             moments["average"].copy_(p)
             p.copy_(average)
@@ -140,13 +157,13 @@ class AdamW:
                 moments[key] = moment.to(device)
 
     def load(self, state: Mapping[str, Moments]) -> None:
-        """Raises CheckpointError for a state of other parameters."""
+        """Load a checkpoint's state. Raises CheckpointError for a state of other parameters."""
         unknown = set(map(str, state)) - {name for name, _ in self.named}
         if unknown:
             raise CheckpointError(
                 f"the checkpoint has optimizer state of '{min(unknown)}', which the model does not "
-                "have: it was saved by an "
-                "older version or for another model; start a new run from its exported model"
+                "have: it was saved by an older version or for another model. Start a new run from "
+                "its exported model."
             )
         self.state = {}
         for name, p in self.named:
@@ -156,10 +173,13 @@ class AdamW:
 
 
 def kept(moments: Mapping[str, Tensor], key: str, name: str) -> Tensor:
-    """One of what a checkpoint has of a parameter. Raises CheckpointError where it lacks it."""
+    """Return one of a parameter's moments in a checkpoint.
+
+    Raises CheckpointError if the checkpoint lacks it.
+    """
     if key not in moments:
         raise CheckpointError(
             f"the checkpoint has no '{key}' of '{name}': it was saved with another optimizer "
-            "section; go on with that one"
+            "section. Resume with that section."
         )
     return moments[key]

@@ -1,5 +1,4 @@
-"""AdamW whose running means rest in 8 bits: a quarter of what they take, by the codes and kernels
-of bitsandbytes.
+"""AdamW with moments in 8 bits, a quarter of their size, by codes and kernels of bitsandbytes.
 
 B = blocks of a flattened tensor, n = its numbers.
 """
@@ -16,34 +15,42 @@ from torch.nn.functional import pad
 from ratchet.learners.optim.adamw import AdamW, Moments
 from ratchet.models.layers.lazy_bitsandbytes import bits
 
-BLOCK = 256  # numbers that share a scale, as in the paper
-SMALL = 4096  # parameters of fewer numbers keep float32: they weigh nothing
-AT_ONCE = 2**22  # numbers that are restored at a time: whole blocks
+# Numbers that share a scale, as in the paper.
+BLOCK = 256
+# Parameters of fewer numbers keep float32 moments, which take little memory.
+SMALL = 4096
+# Numbers that are restored at a time: whole blocks.
+AT_ONCE = 2**22
 
 
 class AdamW8bit(AdamW):
-    """8-bit optimizer states, arXiv:2110.02861: of each block of numbers one scale, and of each
-    number the nearest of 256 values, dense around zero. A step itself is AdamW's, in float32.
+    """AdamW with 8-bit optimizer states (arXiv:2110.02861).
+
+    Each block of numbers has one scale, and each number is the nearest of 256 values, which are
+    dense around zero. The step itself is AdamW's, in float32.
 
     Two things differ from the paper. A block's scale is its number of largest magnitude with its
-    sign, which so is a code exactly: quantising what was restored changes no bit, and checkpoints
-    of ranks may hold plain numbers, for any division. And it is the root of the running square that
-    is quantised, which has the range of the mean: a square of 1e-4 of its block's largest gradient
-    would be rounded to zero, and the step be the mean over eps.
+    sign, so that this number is exactly a code: quantising restored numbers changes no bit, and
+    checkpoints of ranks may hold restored numbers, for any division. And the root of the running
+    square is quantised, which has the range of the mean: a square of 1e-4 of its block's largest
+    gradient would be rounded to zero, and the step would be the mean over eps.
     """
 
     @cached_property
     def codes(self) -> Codes:
+        """The codes of the mean and of the root."""
         return Codes()
 
-    def _adamw(self, some: Sequence[tuple[str, nn.Parameter]], lr: float, decay: float) -> None:
-        plain = [(name, p) for name, p in some if self.local(p).numel() < SMALL]
-        if plain:
-            super()._adamw(plain, lr, decay)
-        for name, p in some:
+    def _update_group(
+        self, group: Sequence[tuple[str, nn.Parameter]], lr: float, decay: float
+    ) -> None:
+        small = [(name, p) for name, p in group if self.local(p).numel() < SMALL]
+        if small:
+            super()._update_group(small, lr, decay)
+        for name, p in group:
             if self.local(p).numel() >= SMALL:
                 assert p.grad is not None
-                self._by_runs(
+                self._update_in_runs(
                     self.state.get(name) or self.begin(name, p),
                     self.local(p),
                     self.local(p.grad),
@@ -51,66 +58,80 @@ class AdamW8bit(AdamW):
                     decay,
                 )
 
-    def _by_runs(
-        self, moments: Moments, own: Tensor, gradient: Tensor, lr: float, decay: float
+    def _update_in_runs(
+        self, moments: Moments, local: Tensor, gradient: Tensor, lr: float, decay: float
     ) -> None:
-        """A run of blocks after the other: all of a large matrix in float32 would be what this
-        class saves."""
-        own_n, gradient_n, begun = own.view(-1), gradient.reshape(-1), moments["step"].clone()
-        for start in range(0, own.numel(), AT_ONCE):
+        """Update one run of blocks after another.
+
+        All moments of a large matrix in float32 would take the memory that this class saves.
+        """
+        local_n = local.view(-1)
+        gradient_n = gradient.reshape(-1)
+        step_before = moments["step"].clone()
+        for start in range(0, local.numel(), AT_ONCE):
             run = slice(start, start + AT_ONCE)
             blocks = slice(start // BLOCK, (start + AT_ONCE) // BLOCK)
             quantised = {
                 key: value[blocks if key.endswith("scales") else run]
                 for key, value in _flat(moments).items()
             }
-            moments["step"].copy_(begun)
+            # Every run is the same step: the count of the run before is taken back.
+            moments["step"].copy_(step_before)
             numbers = {"step": moments["step"], **self._restore(quantised)}
-            self.take([own_n[run]], [gradient_n[run]], [numbers], lr, decay)
+            self._adamw_step([local_n[run]], [gradient_n[run]], [numbers], lr, decay)
             self._quantise(numbers, quantised)
 
-    def moments(self, name: str, own: Tensor) -> Moments:
-        if own.numel() < SMALL:
-            return super().moments(name, own)
-        made: Moments = {"step": torch.zeros((), device=own.device)}
+    def moments(self, name: str, local: Tensor) -> Moments:
+        if local.numel() < SMALL:
+            return super().moments(name, local)
+        moments: Moments = {"step": torch.zeros((), device=local.device)}
         for key in ("mean", "root"):
-            made[f"{key}_codes"] = torch.full_like(own, self.codes.zero(key), dtype=torch.uint8)
-            made[f"{key}_scales"] = torch.zeros(-(-own.numel() // BLOCK), device=own.device)
-        return made
+            moments[f"{key}_codes"] = torch.full_like(
+                local, self.codes.zero(key), dtype=torch.uint8
+            )
+            moments[f"{key}_scales"] = torch.zeros(-(-local.numel() // BLOCK), device=local.device)
+        return moments
 
-    def plain(self, name: str) -> Moments:
+    def unquantised(self, name: str) -> Moments:
         moments = self.state[name]
         if "mean_codes" not in moments:
-            return super().plain(name)
+            return super().unquantised(name)
         shape = moments["mean_codes"].shape
-        found = {key: value.view(shape) for key, value in self._restore(_flat(moments)).items()}
-        return found | {key: moments[key] for key in ("average",) if key in moments}
+        restored = {key: value.view(shape) for key, value in self._restore(_flat(moments)).items()}
+        return restored | {key: moments[key] for key in ("average",) if key in moments}
 
-    def keep(self, name: str, plain: Mapping[str, Tensor]) -> None:
+    def store(self, name: str, moments: Mapping[str, Tensor]) -> None:
+        """Quantise moments that the caller has set."""
         if "mean_codes" in self.state[name]:
             self._quantise(
-                {key: value.reshape(-1) for key, value in plain.items()}, _flat(self.state[name])
+                {key: value.reshape(-1) for key, value in moments.items()}, _flat(self.state[name])
             )
 
     def _restore(self, quantised: Mapping[str, Tensor]) -> Moments:
-        """[n] each."""
-        found = {
+        """Return the restored moments, float32 [n] each."""
+        restored = {
             key: self.codes.restore(quantised[f"{key}_codes"], quantised[f"{key}_scales"], key)
             for key in ("mean", "root")
         }
-        return {"exp_avg": found["mean"], "exp_avg_sq": found["root"].square_()}
+        return {"exp_avg": restored["mean"], "exp_avg_sq": restored["root"].square_()}
 
-    def _quantise(self, plain: Mapping[str, Tensor], quantised: Mapping[str, Tensor]) -> None:
-        for key, numbers_n in (("mean", plain["exp_avg"]), ("root", plain["exp_avg_sq"].sqrt())):
+    def _quantise(self, moments: Mapping[str, Tensor], quantised: Mapping[str, Tensor]) -> None:
+        """Quantise moments into the codes and scales, in place."""
+        for key, numbers_n in (
+            ("mean", moments["exp_avg"]),
+            ("root", moments["exp_avg_sq"].sqrt()),
+        ):
             codes_n, scales_B = self.codes.quantise(numbers_n, key)
             quantised[f"{key}_codes"].copy_(codes_n)
             quantised[f"{key}_scales"].copy_(scales_B)
 
 
 class Codes:
-    """The 256 values of the mean, which has signs, and of the root, which has none; between -1 and
-    1. The nearest is found here: the library's kernel for CPUs takes a neighbour of it where values
-    are small, even of a number that is a value."""
+    """The 256 values of the mean, which has signs, and of the root, which has none.
+
+    They lie between -1 and 1. The nearest value is searched here: the library's kernel for CPUs
+    takes a neighbour of it where values are small, even of a number that is a value.
+    """
 
     def __init__(self) -> None:
         self.values = {
@@ -118,11 +139,13 @@ class Codes:
         }
 
     def zero(self, key: str) -> int:
+        """Return the code of 0."""
         return int((self.values[key] == 0).nonzero()[0])
 
     def quantise(self, numbers_n: Tensor, key: str) -> tuple[Tensor, Tensor]:
-        """uint8 [n], float32 [B]."""
-        n, values = numbers_n.numel(), self._on(numbers_n, key)
+        """Return (codes, scales) of the numbers: uint8 [n], float32 [B]."""
+        n = numbers_n.numel()
+        values = self._on(numbers_n, key)
         numbers_Bk = pad(numbers_n, (0, -n % BLOCK)).view(-1, BLOCK)  # k = BLOCK
         largest_B1 = numbers_Bk.gather(1, numbers_Bk.abs().argmax(1, keepdim=True))
         relative_Bk = numbers_Bk / torch.where(largest_B1 == 0, 1.0, largest_B1)
@@ -130,19 +153,20 @@ class Codes:
         return codes_Bk.to(torch.uint8).view(-1)[:n], largest_B1[:, 0]
 
     def restore(self, codes_n: Tensor, scales_B: Tensor, key: str) -> Tensor:
-        """float32 [n]."""
+        """Return the numbers of codes and scales, float32 [n]."""
         code = self._on(codes_n, key)
         return bits().dequantize_blockwise(
             codes_n.contiguous(), absmax=scales_B, code=code, blocksize=BLOCK
         )
 
     def _on(self, like: Tensor, key: str) -> Tensor:
+        """Return the values of a key on the device of `like`."""
         self.values[key] = self.values[key].to(like.device)
         return self.values[key]
 
 
 def _flat(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views of what is quantised."""
+    """Return flat views of the quantised moments."""
     return {
         key: value.view(-1) for key, value in moments.items() if key.endswith(("_codes", "_scales"))
     }

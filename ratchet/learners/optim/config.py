@@ -1,4 +1,4 @@
-"""Optimizers beside AdamW. Free of torch."""
+"""The sections of optimizers other than AdamW. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from ratchet.config.schema import OptimizerConfig
 
 
 class MuonConfig(OptimizerConfig):
-    """Muon (https://kellerjordan.github.io/posts/muon/, arXiv:2502.16982) for the matrices of
-    hidden layers, and AdamW, with the same rate and decay, for everything else."""
+    """Muon for the matrices of hidden layers, and AdamW for everything else.
+
+    https://kellerjordan.github.io/posts/muon/, arXiv:2502.16982. Both have the same rate and decay.
+    """
 
     builds: ClassVar[str] = "ratchet.learners.optim.muon:Muon"
     whole_matrices: ClassVar[bool] = True
@@ -25,8 +27,10 @@ class MuonConfig(OptimizerConfig):
 
 
 class AdamW8bitConfig(OptimizerConfig):
-    """AdamW whose running means rest in 8 bits, by bitsandbytes (arXiv:2110.02861): 2 bytes a
-    weight where it keeps 8."""
+    """AdamW with moments in 8 bits, by bitsandbytes (arXiv:2110.02861).
+
+    They take 2 bytes a weight instead of 8.
+    """
 
     builds: ClassVar[str] = "ratchet.learners.optim.adamw_8bit:AdamW8bit"
     needs: ClassVar[str | None] = "bitsandbytes"

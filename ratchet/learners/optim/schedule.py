@@ -1,5 +1,7 @@
-"""Learning-rate schedules: pure functions of the count of optimizer steps, so that resuming needs
-no state."""
+"""Learning-rate schedules: pure functions of the number of optimizer steps.
+
+Resuming needs no state.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,16 @@ Schedule = Literal["constant", "linear", "cosine", "wsd"]
 def lr_factor(
     step: int, *, total: int, warmup: int, schedule: Schedule, min_ratio: float, decay: int = 0
 ) -> float:
-    """Factor on the peak rate for optimizer step `step` (from 0) of `total`: a linear warm-up to 1
-    over `warmup` steps, then a decay from 1 to `min_ratio` at `total`, straight ("linear") or by a
-    half wave ("cosine"), or 1 until the last `decay` steps, in which it is straight (warm-up,
-    stable, decay: "wsd", arXiv:2404.06395; straight as in arXiv:2405.18392)."""
+    """Return the factor on the peak rate for optimizer step `step` (from 0) of `total`.
+
+    It rises linearly to 1 over `warmup` steps, and then depends on the schedule.
+
+    constant: it stays at 1.
+    linear: it falls along a straight line to `min_ratio` at `total`.
+    cosine: it falls along a half wave to `min_ratio` at `total`.
+    wsd: it stays at 1 until the last `decay` steps, over which it falls along a straight line
+      (warm-up, stable, decay, arXiv:2404.06395; straight as in arXiv:2405.18392).
+    """
     ramp = min(1.0, (step + 1) / warmup) if warmup else 1.0
     if schedule == "constant":
         return ramp

@@ -1,5 +1,4 @@
-"""The course of a learner's optimizer steps: the rate of each, and what happens to one that is not
-finite."""
+"""The learning rate and the non-finite-step policy of a learner."""
 
 from __future__ import annotations
 
@@ -11,39 +10,47 @@ from ratchet.learners.optim.schedule import lr_factor
 
 
 class Pace:
-    """total: optimizer steps of the schedule. max_bad: non-finite ones in a row after which
-    training stops."""
+    """The learning rate of each optimizer step, and the policy for non-finite steps.
+
+    total: optimizer steps of the schedule.
+    max_bad: consecutive non-finite steps after which training stops.
+    """
 
     def __init__(self, config: OptimizerConfig, *, total: int, max_bad: int) -> None:
-        self.config, self.total, self.max_bad = config, total, max_bad
-        self.taken = 0  # steps, skipped ones included: the schedule is a function of their number
-        self.bad = 0  # non-finite ones in a row
+        self.config = config
+        self.total = total
+        self.max_bad = max_bad
+        # Steps taken, skipped ones included: the schedule is a function of their number.
+        self.steps_taken = 0
+        # Consecutive non-finite steps.
+        self.bad_steps = 0
 
     def begin(self) -> dict[str, float]:
-        """The metrics of the next step, with its rate."""
+        """Count the next step and return its metrics, with its learning rate."""
         config = self.config
         factor = lr_factor(
-            self.taken,
+            self.steps_taken,
             total=self.total,
             warmup=config.warmup_steps,
             schedule=config.schedule,
             min_ratio=config.min_lr_ratio,
             decay=config.decay_steps,
         )
-        self.taken += 1
+        self.steps_taken += 1
         return {"lr": config.lr * factor, "skipped_empty": 0.0, "skipped_nonfinite": 0.0}
 
-    def sound(self, norm: float, loss: float) -> bool:
-        """Whether a step with this gradient may change the weights. Raises TrainingError for one
-        bad step too many."""
+    def is_finite_step(self, norm: float, loss: float) -> bool:
+        """True if the step with this gradient norm and loss may change the weights.
+
+        Raises TrainingError after `max_bad` consecutive non-finite steps.
+        """
         if math.isfinite(norm) and math.isfinite(loss):
-            self.bad = 0
+            self.bad_steps = 0
             return True
-        self.bad += 1
-        if self.bad >= self.max_bad:
+        self.bad_steps += 1
+        if self.bad_steps >= self.max_bad:
             raise TrainingError(
-                f"{self.bad} optimizer steps in a row were not finite (loss {loss}, gradient norm "
-                f"{norm}); weights are "
-                "those before them: lower optimizer.lr"
+                f"{self.bad_steps} optimizer steps in a row were not finite (loss {loss}, gradient "
+                f"norm {norm}); weights are those before them. Lower optimizer.lr."
             )
         return False

@@ -57,10 +57,10 @@ def spent(update: float = 3.0) -> Spent:
 
 def test_rows_by_hand():
     found = spent()
-    found.read("policy", [3, 5])
+    found.add("policy", [3, 5])
     assert found.flop == forward(3, 5)
-    found.read("teacher", [3])  # whose shape is not known
-    found.read("policy", [])
+    found.add("teacher", [3])  # whose shape is not known
+    found.add("policy", [])
     assert found.flop == forward(3, 5)
 
 

@@ -113,11 +113,11 @@ def test_it_goes_on_from_its_state_as_if_nothing_had_been():
             second.load(copy.deepcopy(first.state))
             for name, p in moved:  # by plain numbers, as ranks do
                 third.begin(name, p)["step"].fill_(2)
-                plain = third.plain(name)
+                plain = third.unquantised(name)
                 assert all(value.shape == p.shape for value in plain.values())
-                for key, value in first.plain(name).items():
+                for key, value in first.unquantised(name).items():
                     plain[key].copy_(value)
-                third.keep(name, plain)
+                third.store(name, plain)
         give_gradients(whole, step)
         first.step(0.01)
         for named, made in ((resumed, second), (moved, third)) if step >= 2 else ():

@@ -125,7 +125,7 @@ def test_it_goes_on_from_its_state_as_if_nothing_had_been():
 
 
 def test_a_model_without_matrices_is_refused():
-    with pytest.raises(ConfigError, match=r"no matrices.*set optimizer.kind=adamw"):
+    with pytest.raises(ConfigError, match=r"no matrices.*Set optimizer.kind=adamw"):
         Muon(CONFIG, parameters(), matrices={})
 
 

@@ -138,7 +138,7 @@ def weighed(batch, **router):
 
 def gradients(made, batch, terms):
     sums = made._accumulate(batch, terms)
-    return {name: p.grad for name, p in made.hands[0].parameters() if p.grad is not None}, sums
+    return {name: p.grad for name, p in made.forwards[0].parameters() if p.grad is not None}, sums
 
 
 def test_gradients_reach_the_router_under_replay_and_are_those_of_the_given_experts():

@@ -254,7 +254,7 @@ def test_threads_share_a_model_as_one_would_run_it():
     forward = Forward(policy, None, chunk_mib=1, autocast=False, shared_vocab=None)
     with torch.no_grad():
         expected = [hidden_of(policy, batch) for batch in batches]
-    hands = [forward, forward.twin(), forward.twin()]
+    hands = [forward, forward.with_own_gradients(), forward.with_own_gradients()]
     scored = Crew(3).run(
         [
             partial(hand.score, batch, ["logprobs"])

@@ -129,7 +129,7 @@ def test_twins_in_two_threads_each_have_the_gradients_of_one(loaded, ragged):
         return found
 
     expected = backward(own)
-    for found in Crew(2).run([partial(backward, hand) for hand in (own, own.twin())]):
+    for found in Crew(2).run([partial(backward, hand) for hand in (own, own.with_own_gradients())]):
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             assert (one is None) == (other is None)
