@@ -87,7 +87,7 @@ class ContextAttention:
         # without a token, and yet part of what the others do, in the backward too
         if not self.calls:
             return q_tHD + k_TKD.sum() * 0
-        queries = q_tHD.split([call.own.tokens for call in self.calls])
+        queries = q_tHD.split([call.queries.tokens for call in self.calls])
         return torch.cat(
             [
                 attend_past(call, q, k_TKD, v_TKD)
