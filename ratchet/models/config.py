@@ -468,7 +468,7 @@ def _rope(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple. Raises ModelError if `value` is neither an id nor a list of ids."""
+    """Return token ids as a tuple. Raises ModelError if `value` is neither an id nor a list."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     if not all(type(token_id) is int for token_id in ids):
         raise ModelError(f"eos_token_id={brief(value)} must be a number, or a list of numbers")

@@ -361,7 +361,7 @@ from ratchet.runs.checkpoints import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]))
 for step in (1, 2):
     if step == 2:
-        faults.arm("checkpoint.between_files:kill")
+        failpoints.arm("checkpoint.between_files:kill")
     store.save(step, lambda directory: save_state(directory / "policy", {"x": torch.full((3,), step)}), {})
 """
     done = subprocess.run(

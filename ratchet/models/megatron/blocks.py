@@ -38,7 +38,7 @@ def layout_of(stage: Stage, sizes: Sizes) -> Layout:
         pipeline=stage.share,
         experts=Share(parallel_state.get_expert_model_parallel_rank(), sizes.experts),
     )
-    return megatron_layout(Dimensions.of(stage.shape), place)
+    return megatron_layout(Dimensions.from_config(stage.shape), place)
 
 
 def adapter_layout(stage: Stage) -> Layout:

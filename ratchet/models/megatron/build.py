@@ -71,7 +71,7 @@ class Stage(GPTModel):
             vocab_size=padded_vocabulary(shape.vocab_size, sizes.tensor),
             max_sequence_length=shape.max_positions,
             pre_process=share.index == 0,
-            post_process=share.index == share.of - 1,
+            post_process=share.index == share.count - 1,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="none",  # attention turns queries and keys by itself
             vp_stage=chunk if sizes.chunks > 1 else None,

@@ -25,7 +25,7 @@ def attach(stages: Sequence[Stage], sizes: Sizes, adapter: Adapter) -> None:
         for number, (path, linear) in enumerate(maps):
             targets = {} if linear.is_expert else _targets(layout[f"{path}.weight"], wanted)
             if targets:
-                place = stage.share.index + stage.share.of * number
+                place = stage.share.index + stage.share.count * number
                 linear.adapter = ParallelLowRank(linear, targets, adapter.lora, place)
         begin(stage, adapter, adapter_layout(stage))
 
