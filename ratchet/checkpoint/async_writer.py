@@ -1,5 +1,4 @@
-"""Work that goes on beside the training, one piece at a time: the writing of a checkpoint from a
-copy in main memory."""
+"""Write a checkpoint in the background, from a copy in main memory, while training continues."""
 
 from __future__ import annotations
 
@@ -9,30 +8,34 @@ from concurrent.futures import Future
 
 
 class Background:
-    """Not waited for at the end of the process: whoever begins something settles it, unless the
-    process is to end at once."""
+    """One background task at a time.
+
+    The end of the process does not wait for it: the caller that begins a task must settle it,
+    unless the process is to end at once.
+    """
 
     def __init__(self) -> None:
         self._work: Future[None] | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether there is something to settle that will not be waited for."""
+        """True if a task has finished and is not settled, so that `settle` returns at once."""
         return self._work is not None and self._work.done()
 
     @property
     def busy(self) -> bool:
-        """Whether there is something that goes on."""
+        """True if a task is running."""
         return self._work is not None and not self._work.done()
 
     def begin(self, work: Callable[[], object]) -> None:
+        """Start a task in a thread. The task before must be settled."""
         assert self._work is None, "what was begun before is settled first"
         future: Future[None] = Future()
 
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # whatever it is, `settle` raises it
+            except BaseException as error:  # `settle` raises it
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -41,9 +44,9 @@ class Background:
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def settle(self) -> bool:
-        """Waits until it is done, and raises what it raised, once. Returns whether there was
-        anything."""
-        work, self._work = self._work, None
+        """Wait for the task, and raise its exception, once. Return True if there was a task."""
+        work = self._work
+        self._work = None
         if work is None:
             return False
         work.result()

@@ -1,7 +1,7 @@
-"""What a checkpoint's `manifest.json` says of its files, and whether these are so.
+"""Write and verify a checkpoint's `manifest.json`, which lists its files with sizes and hashes.
 
-{"body": {"format", "step", "files": {name: {"size", "sha256"}}, "meta"}, "sha256": of the canonical
-body}
+The content is {"body": {"format", "step", "files": {name: {"size", "sha256"}}, "meta"}, "sha256":
+hash of the canonical body}.
 """
 
 from __future__ import annotations
@@ -22,35 +22,37 @@ from ratchet.utils.safe_read import parse_json
 FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
-# Inert formats only: none of these executes anything when it is read, unlike pickle (.pt, .bin,
-# .pkl).
+# The allowed formats. None of them executes code when it is read, unlike pickle (.pt, .bin, .pkl).
 SUFFIXES = {".json", ".safetensors", ".jinja", ".txt"}
-# But for what Megatron's dist_checkpointing writes, partly pickles, into folders of this name: a
-# learner by Megatron reads it, and nothing else does.
-MEGATRON, MEGATRON_SUFFIXES = "megatron", {".distcp", ".pt", ""}
+# An exception: Megatron's dist_checkpointing writes these, partly pickles, into folders of this
+# name. Only a Megatron learner reads them.
+MEGATRON = "megatron"
+MEGATRON_SUFFIXES = {".distcp", ".pt", ""}
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified one. `meta` is what its save was given."""
+    """A verified checkpoint."""
 
     step: int
     path: Path
-    meta: Mapping[str, Any]
+    meta: Mapping[str, Any]  # as passed to `write_manifest`
 
 
 def write_manifest(directory: Path, step: int, meta: Mapping[str, Any]) -> None:
+    """Write the manifest of all files in a directory."""
     files = {}
     for name in list_files(directory):
         path = directory / name
         files[name] = {"size": path.stat().st_size, "sha256": hash_file(path)}
     body = {"format": FORMAT, "step": step, "files": files, "meta": dict(meta)}
-    # NaN is let through (Python reads its own spelling back): an accuracy that nobody could measure
+    # NaN is allowed (Python reads its own spelling back): an accuracy that could not be measured
     # must not stop a save.
     (directory / MANIFEST).write_text(seal(body), encoding="utf-8")
 
 
 def survives_json(value: Any) -> bool:
+    """Return True if a value is unchanged by writing it as JSON and reading it back."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and survives_json(item) for key, item in value.items())
     if isinstance(value, list):
@@ -59,8 +61,10 @@ def survives_json(value: Any) -> bool:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Relative POSIX names of all files, sorted. Raises CheckpointError for links, devices and
-    formats that could execute."""
+    """Return the relative POSIX names of all files in a directory, sorted.
+
+    Raises CheckpointError for links, devices and formats that could execute code.
+    """
     names = []
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
@@ -75,7 +79,7 @@ def list_files(directory: Path) -> list[str]:
 
 
 def check_format(where: Path | str, name: str) -> None:
-    """Raises CheckpointError for a file that is not of an inert format."""
+    """Raise CheckpointError if the file's format could execute code when read."""
     path = PurePosixPath(name)
     if path.suffix not in SUFFIXES and not (
         path.parent.name == MEGATRON and path.suffix in MEGATRON_SUFFIXES
@@ -86,16 +90,19 @@ def check_format(where: Path | str, name: str) -> None:
 
 
 def verify(path: Path, step: int, *, contents: bool = True) -> Checkpoint:
-    """Checks that the directory holds exactly what its manifest lists, and with `contents` every
-    file's hash.
+    """Return the checkpoint in a directory that holds exactly the files that its manifest lists.
 
-    Raises CheckpointError saying what is wrong. No file is opened before its name, kind and size
-    are known to be right.
+    No file is opened before its name, kind and size have been checked.
+
+    Args:
+        contents: True to check every file's hash too.
+
+    Raises CheckpointError that names the first difference.
     """
     if path.is_symlink() or not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
     try:
-        body = read_body(path, _manifest_of(path), step)
+        body = read_body(path, _read_manifest(path), step)
         _check_files(path, body["files"], contents=contents)
         return Checkpoint(step, path, body["meta"])
     except (KeyError, TypeError, AttributeError) as error:
@@ -104,19 +111,25 @@ def verify(path: Path, step: int, *, contents: bool = True) -> Checkpoint:
         raise CheckpointError(f"{path} can't be read: {error}") from error
 
 
-def _manifest_of(directory: Path) -> bytes:
+def _read_manifest(directory: Path) -> bytes:
+    """Return the manifest's bytes. Raises CheckpointError if it is absent, too large or no plain
+    file.
+    """
     path = directory / MANIFEST
     if not os.path.lexists(path):
         raise CheckpointError(f"{directory} has no {MANIFEST}")
-    details = path.lstat()
-    if not stat.S_ISREG(details.st_mode) or details.st_size > MAX_MANIFEST_BYTES:
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{path} is no plain file of at most {MAX_MANIFEST_BYTES} bytes")
     return path.read_bytes()
 
 
 def read_body(where: Path | str, manifest: bytes, step: int) -> dict[str, Any]:
-    """What a manifest holds of a step. Raises CheckpointError where it was changed or is of
-    another, or of another version; KeyError or TypeError for one that is malformed."""
+    """Return the body of a step's manifest.
+
+    Raises CheckpointError if it was changed, or is of another step or format; KeyError or TypeError
+    if it is malformed.
+    """
     body = unseal(where, MANIFEST, manifest)
     if body["format"] != FORMAT:
         raise CheckpointError(f"{where} has format {body['format']!r}; this version reads {FORMAT}")
@@ -129,12 +142,16 @@ def read_body(where: Path | str, manifest: bytes, step: int) -> dict[str, Any]:
 
 
 def seal(body: Mapping[str, Any]) -> str:
-    """JSON that says whether it was changed."""
+    """Return `body` as JSON with its hash."""
     return json.dumps({"body": body, "sha256": hash_body(body)}, indent=1)
 
 
 def unseal(where: Path | str, name: str, content: bytes) -> dict[str, Any]:
-    """Raises CheckpointError where it was changed."""
+    """Return the body of sealed JSON.
+
+    Raises CheckpointError if it was changed or is not JSON; KeyError or TypeError if it has no body
+    or hash.
+    """
     try:
         sealed = parse_json(content)
     except ValueError as error:
@@ -147,6 +164,7 @@ def unseal(where: Path | str, name: str, content: bytes) -> dict[str, Any]:
 def _check_files(
     directory: Path, listed: Mapping[str, Mapping[str, Any]], *, contents: bool
 ) -> None:
+    """Raise CheckpointError if a directory's files differ from those listed in its manifest."""
     present = set(list_files(directory)) - {MANIFEST}
     if missing := sorted(set(listed) - present):
         raise CheckpointError(f"{directory} lacks {', '.join(missing)}")
@@ -164,11 +182,13 @@ def _check_files(
 
 
 def hash_body(body: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a body as canonical JSON."""
     return hashlib.sha256(
         json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
 
 
 def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,10 +1,11 @@
-"""Nested state on disk, bit for bit: `<name>.json` for structure and numbers, `<name>.safetensors`
-for tensors and arrays.
+"""Save nested state bit for bit, as JSON and safetensors files.
 
-Python values that JSON knows are written as they are (its floats round-trip exactly). The rest is
-an object with the one key "$", the tag that says what it is: a non-finite float, a tuple, a dict
-whose keys are not all strings (an optimizer's are integers), a tensor, a numpy array or scalar.
-Neither file can execute anything when it is read.
+`<name>.json` has the structure and numbers, `<name>.safetensors` the tensors and arrays.
+
+Python values that JSON can represent are written unchanged (its floats round-trip exactly). Any
+other value is an object with the key "$", whose value is a tag: a non-finite float, a tuple, a dict
+with keys that are not all strings (an optimizer's are integers), a tensor, a numpy array or scalar.
+Neither file can execute code when it is read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ratchet.errors import CheckpointError
 from ratchet.utils import failpoints, safe_read
 
 TAG = "$"
-# What every version of safetensors stores as itself; any other dtype is stored as its bytes.
+# The dtypes that every version of safetensors supports. Other tensors are stored as bytes.
 NATIVE = {
     torch.float64,
     torch.float32,
@@ -42,16 +43,20 @@ NATIVE = {
 }
 
 
-Write = Callable[[Path], None]  # given the root below which to write
+Write = Callable[[Path], None]  # writes files below the given root
 
-_writes: list[Write] | None = None  # those that are put off
+_writes: list[Write] | None = None  # the deferred writes; None outside of `defer_writes`
 
 
 @contextmanager
 def putting_off() -> Iterator[list[Write]]:
-    """Inside the block `save_state` copies what it is given to main memory, and leaves its writing
-    to whoever takes the list: in another thread, say, while the originals change. Its directories
-    are relative there."""
+    """Make `save_state` copy its state to main memory inside the block, and defer writing the
+    files.
+
+    The caller runs the yielded functions later, for example in another thread while the original
+    tensors change. Directories passed to `save_state` are then relative to the root that the
+    functions are called with.
+    """
     global _writes
     assert _writes is None, "one at a time"
     _writes = []
@@ -62,10 +67,11 @@ def putting_off() -> Iterator[list[Write]]:
 
 
 def save_state(directory: Path, state: Any, name: str = "state") -> None:
-    """Writes `state`: dicts, lists and tuples of None, booleans, integers, floats, strings,
-    tensors, numpy arrays and scalars.
+    """Write nested dicts, lists and tuples of scalars, strings, tensors, and numpy arrays and
+    scalars.
 
-    Raises CheckpointError for anything else, naming its place, and when the files can't be written.
+    Raises CheckpointError for a value of any other type, with its place, and if the files can't be
+    written.
     """
     tensors: dict[str, Tensor] = {}
     structure = _encode(state, tensors, place="state")
@@ -76,24 +82,27 @@ def save_state(directory: Path, state: Any, name: str = "state") -> None:
 
 
 def _write(directory: Path, name: str, structure: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write the two files of a state."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{name}.json").write_text(
             json.dumps(structure, allow_nan=False), encoding="utf-8"
         )
         failpoints.point("checkpoint.between_files")
-        save_file(_apart(tensors), directory / f"{name}.safetensors")
+        save_file(_without_shared_memory(tensors), directory / f"{name}.safetensors")
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         raise CheckpointError(f"'{name}' can't be written to {directory}: {error}") from error
 
 
 def load_state(directory: Path, name: str = "state") -> Any:
-    """What `save_state` was given; tensors on the CPU. Raises CheckpointError where files are
-    absent or damaged."""
+    """Return the state that `save_state` wrote, with tensors on the CPU.
+
+    Raises CheckpointError if files are absent or damaged.
+    """
     try:
         structure = safe_read.read_json(directory / f"{name}.json")
         safe_read.require_file(directory / f"{name}.safetensors")
-        # Cloned, because the loaded ones are views of the file, which may be deleted while they are
+        # Cloned, because loaded tensors are views of the file, which may be deleted while they are
         # in use.
         tensors = {
             key: tensor.clone()
@@ -113,8 +122,7 @@ def load_state(directory: Path, name: str = "state") -> Any:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of the global generators: Python's, numpy's, torch's, and those of CUDA devices
-    where CUDA is in use."""
+    """Return the state of the global generators of Python, numpy, torch and, if in use, CUDA."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -126,7 +134,10 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Raises CheckpointError when the state is of more CUDA devices than there are."""
+    """Restore what `rng_state` returned.
+
+    Raises CheckpointError if the state is of more CUDA devices than there are.
+    """
     cuda: Sequence[Tensor] = state.get("cuda", [])
     if len(cuda) > torch.cuda.device_count():
         raise CheckpointError(
@@ -143,7 +154,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    # exact types: an enum would come back as something else
+    """Return a value in JSON form, and add its tensors to `tensors`."""
+    # Compare exact types, because an enum would be read back as a plain number or string.
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -155,7 +167,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
     if type(value) in (list, tuple):
         items = [_encode(item, tensors, f"{place}[{index}]") for index, item in enumerate(value)]
         return items if type(value) is list else {TAG: "tuple", "items": items}
-    # objects and records
+    # Arrays of objects (O) and of records (V) have no plain bytes.
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OV":
         return _encode_array(value, tensors)
     raise CheckpointError(
@@ -174,7 +186,7 @@ def _encode_dict(value: Mapping[Any, Any], tensors: dict[str, Tensor], place: st
 
 def _encode_tensor(value: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
     name = f"t{len(tensors)}"
-    # Conjugate and negative views are lazy: their bits are not yet those of the values.
+    # Conjugate and negative views are lazy: their bytes are not those of their values.
     plain = (
         value.detach().resolve_conj().resolve_neg().to("cpu", copy=_writes is not None).contiguous()
     )
@@ -203,23 +215,23 @@ def _encode_array(
     return {TAG: tag, "name": name, "dtype": value.dtype.str, "shape": list(value.shape)}
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of those that share memory (views, tied weights), which safetensors refuses; the
-    others as they are."""
-    seen: set[int] = set()
-    apart = {}
+def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Clone the tensors that share memory (views, tied weights), which safetensors refuses."""
+    storages: set[int] = set()
+    separate = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
-        shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen
-        seen.add(storage.data_ptr())
-        apart[name] = tensor.clone() if shared else tensor
-    return apart
+        shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages
+        storages.add(storage.data_ptr())
+        separate[name] = tensor.clone() if shared else tensor
+    return separate
 
 
 # --- from JSON
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value of a JSON form."""
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):

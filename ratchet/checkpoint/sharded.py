@@ -1,9 +1,8 @@
-"""Tensors of which each rank has some blocks, on disk: `rank-N.safetensors` and what lies in it,
-`rank-N.json`.
+"""Save tensors that are divided over ranks: `rank-N.safetensors` with an index in `rank-N.json`.
 
-Read by any other number of ranks: each asks for its own blocks, by name, offset and size, and gets
-them from whichever files hold parts of them. No rank ever reads a whole tensor that it has a part
-of, and nothing in the files can be executed.
+Any other number of ranks can read them. Each requests its own blocks by name, offset and size,
+which are assembled from the files that hold parts of them. No rank reads the whole of a tensor that
+it has a block of, and the files can't execute code.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ class Stored:
 def save_blocks(
     directory: Path, rank: int, blocks: Iterable[Shard], numbers: Mapping[str, Any]
 ) -> None:
-    """One rank's blocks, and some numbers (JSON) that all ranks have alike. Raises CheckpointError
-    where it can't write."""
+    """Write one rank's blocks, and numbers (JSON) that are equal on all ranks.
+
+    Raises CheckpointError if the files can't be written.
+    """
     tensors: dict[str, Tensor] = {}
     index: list[dict[str, Any]] = []
     for block in blocks:
@@ -64,7 +65,7 @@ def save_blocks(
 
 
 class Lies(Protocol):
-    """A part of a tensor: where in the whole it lies."""
+    """A block's place in a whole tensor."""
 
     @property
     def offsets(self) -> tuple[int, ...]: ...
@@ -73,16 +74,25 @@ class Lies(Protocol):
 
 
 P = TypeVar("P", bound=Lies)
-# (part, from where, to where in the whole) -> these numbers of it
+# Returns numbers of a block: (block, start, end) -> tensor, with start and end in the whole tensor.
 Cut = Callable[[P, Sequence[int], Sequence[int]], Tensor]
 
 
 def assemble(
     parts: Iterable[P], offsets: Sequence[int], sizes: Sequence[int], cut: Cut[P]
 ) -> tuple[Tensor | None, int]:
-    """(a block of a tensor from those parts that it overlaps, how many of its numbers none of them
-    has)."""
-    made: Tensor | None = None
+    """Assemble a block of a tensor from the parts that overlap it.
+
+    Args:
+        parts: the available parts of the tensor.
+        offsets: start of the block in the tensor.
+        sizes: size of the block.
+        cut: returns numbers of a part.
+
+    Returns (the block, how many of its numbers no part has). The block is None if no part overlaps
+    it.
+    """
+    block: Tensor | None = None
     missing = torch.Size(sizes).numel()
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for part in parts:
@@ -96,20 +106,26 @@ def assemble(
         ):
             continue  # ranks may hold the same block
         seen.add((part.offsets, part.sizes))
-        own = cut(part, low, high)
-        if made is None:
-            made = own.new_empty(tuple(sizes))
-        made[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))] = own
-        missing -= own.numel()
-    return made, missing
+        piece = cut(part, low, high)
+        if block is None:
+            block = piece.new_empty(tuple(sizes))
+        block[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))] = (
+            piece
+        )
+        missing -= piece.numel()
+    return block, missing
 
 
 class Blocks:
-    """What the ranks of some earlier run left in a directory. numbers: those of all ranks; what is
-    a table has all entries."""
+    """The blocks that the ranks of an earlier run wrote to a directory.
+
+    `numbers` merges those of all ranks; a dict has the entries of all.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError where there is nothing, or it is damaged."""
+        """Read the index of all ranks. Raises CheckpointError if there is none, or it is
+        damaged.
+        """
         self.directory = directory
         self.stored: dict[str, list[Stored]] = {}
         self.numbers: dict[str, Any] = {}
@@ -137,27 +153,30 @@ class Blocks:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of each whole tensor."""
+        """The shape of each whole tensor, by name."""
         return {name: places[0].shape for name, places in self.stored.items()}
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A block, wherever its parts lie, on the CPU. Raises CheckpointError where some of it is
-        nowhere."""
-        made, missing = assemble(self.stored.get(name, ()), offsets, sizes, _slice)
-        if missing or made is None:
+        """Return a block of a tensor on the CPU, assembled from all files that hold parts of it.
+
+        Raises CheckpointError if a part of it is missing.
+        """
+        block, missing = assemble(self.stored.get(name, ()), offsets, sizes, _slice)
+        if missing or block is None:
             raise CheckpointError(
                 f"{self.directory} lacks {missing or 'all'} numbers of '{name}': a file of it is "
                 "missing"
             )
-        return made
+        return block
 
     def whole(self, name: str) -> Lazy:
+        """Return a whole tensor, which is read when it is used."""
         return Lazy(self, name)
 
 
 @dataclass(frozen=True)
 class Lazy:
-    """A tensor that is read when it is asked for."""
+    """A tensor that is read when it is used. It implements `SavableTensor`."""
 
     blocks: Blocks
     name: str
@@ -171,6 +190,7 @@ class Lazy:
 
 
 def _slice(place: Stored, low: Sequence[int], high: Sequence[int]) -> Tensor:
+    """Return numbers of a stored block."""
     try:
         safe_read.require_file(place.file)
         with safe_open(place.file, framework="pt", device="cpu") as opened:

@@ -1,5 +1,7 @@
-"""Shape of the built-in decoder, read from and written to a Hugging Face `config.json`. Free of
-torch."""
+"""Define the shape of the built-in decoder, read from and written to a Hugging Face `config.json`.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,16 @@ from typing import Any
 from ratchet.errors import ModelError
 from ratchet.models.config_json import ORIGINAL, SIZES, brief, check_types, is_number, stated_rope
 
-ROPE_KEYS: Mapping[str, tuple[str, ...]] = {  # what each rope_type needs besides rope_theta
+# The keys that each rope_type needs besides rope_theta.
+ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": ("factor", ORIGINAL),
 }
 SILU = ("silu", "swish")
-# Qwen's older name; Mixtral's, since transformers 5 everybody's
+# The first is Qwen's older key; the second is Mixtral's, which all families use since
+# transformers 5.
 EXPERT_KEYS = ("num_experts", "num_local_experts")
 REQUIRED = (
     "vocab_size",
@@ -30,31 +34,31 @@ REQUIRED = (
 
 @dataclass(frozen=True)
 class Sparse:
-    """How a `model_type` speaks of its experts; the first two are its defaults."""
+    """The way a `model_type` writes its experts in `config.json` and in weight names."""
 
-    n_experts: int
-    experts_per_token: int
-    size_key: str  # an expert's intermediate size
-    renormalise: bool | None = None  # None: `norm_topk_prob` says so
-    dense_layers: bool = True  # whether `mlp_only_layers` and `decoder_sparse_step` mean anything
-    block: str = "mlp"  # the layer's name in files, and those of an expert's matrices
-    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    n_experts: int  # default where `config.json` has no such key
+    experts_per_token: int  # default where `config.json` has no such key
+    size_key: str  # key of an expert's intermediate size
+    renormalise: bool | None = None  # None: read from `norm_topk_prob`
+    dense_layers: bool = True  # True if `mlp_only_layers` and `decoder_sparse_step` are read
+    block: str = "mlp"  # the layer's name in weight files
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")  # names of an expert's matrices
     down: str = "down_proj"
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a `model_type` fixes, and its defaults for keys that a `config.json` leaves out."""
+    """The properties that a `model_type` fixes, and its defaults for absent `config.json` keys."""
 
     architecture: str
     qk_norm: bool = False
-    qkv_bias: bool | None = False  # None: `attention_bias` says so, for the output projection too
-    mlp_bias: bool = False  # whether the key `mlp_bias` means anything
+    qkv_bias: bool | None = False  # None: `attention_bias` decides, for the output projection too
+    mlp_bias: bool = False  # True if the key `mlp_bias` is read
     max_positions: int = 32768
     kv_heads: int | None = 32  # None: as many as query heads
     head_dim: int | None = None  # None: hidden_size / heads
-    gated_window: bool = True  # `use_sliding_window` says whether attention is limited
-    sliding_window: int | None = None  # where it isn't gated and the key is absent
+    gated_window: bool = True  # True if `use_sliding_window` switches the window on
+    sliding_window: int | None = None  # default of an ungated window
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     bos_id: int | None = None
@@ -116,11 +120,9 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE decoders: they differ in these fields
-    only.
+    """The shape of a Llama, Mistral, Qwen2, Qwen3, Mixtral or Qwen3-MoE decoder.
 
-    n_experts: of each layer but the `dense_layers`; 0 in families without. renormalise: the weights
-    of a token's experts add up to 1.
+    These families differ in the fields below only.
     """
 
     vocab_size: int
@@ -139,16 +141,17 @@ class DecoderConfig:
     tied: bool = True
     norm_eps: float = 1e-6
     init_std: float = 0.02
+    # `rope_parameters` in the form of transformers 5
     rope: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    n_experts: int = 0
+    n_experts: int = 0  # of each layer outside `dense_layers`; 0 in families without experts
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
-    renormalise: bool = True
-    dense_layers: tuple[int, ...] = ()
+    renormalise: bool = True  # the weights of a token's experts are scaled to sum to 1
+    dense_layers: tuple[int, ...] = ()  # layers without experts, in a family that has experts
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -160,13 +163,13 @@ class DecoderConfig:
             raise ModelError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
         keys = ROPE_KEYS.get(str(self.rope.get("rope_type", "")))
         if keys is None or any(self.rope.get(key) is None for key in ("rope_theta", *keys)):
-            known = "; ".join(
+            kinds = "; ".join(
                 f"{kind}: {', '.join(('rope_theta', *keys))}" for kind, keys in ROPE_KEYS.items()
             )
             raise ModelError(
-                f"rope={brief(dict(self.rope))} lacks a rope_type or a key of it; they are {known}"
+                f"rope={brief(dict(self.rope))} lacks a rope_type or a key of it; they are {kinds}"
             )
-        if wrong := next(
+        if bad_key := next(
             (
                 key
                 for key in ("rope_theta", *keys)
@@ -175,16 +178,16 @@ class DecoderConfig:
             None,
         ):
             raise ModelError(
-                f"rope has {wrong}={brief(self.rope[wrong])}, must be a number above 0"
+                f"rope has {bad_key}={brief(self.rope[bad_key])}, must be a number above 0"
             )
         self._check_experts()
 
     def _check_sizes(self) -> None:
-        for name, (least, most) in SIZES.items():
+        for name, (lower, upper) in SIZES.items():
             value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
+            if type(value) is not int or not lower <= value <= upper:
                 raise ModelError(
-                    f"{name}={brief(value)} must be a whole number from {least} to {most}"
+                    f"{name}={brief(value)} must be a whole number from {lower} to {upper}"
                 )
         for name in ("norm_eps", "init_std"):
             value = getattr(self, name)
@@ -227,27 +230,34 @@ class DecoderConfig:
             )
 
     def is_sparse(self, layer: int) -> bool:
+        """Return True if the layer has experts."""
         return self.n_experts > 0 and layer not in self.dense_layers
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
+        """The indices of the layers that have experts."""
         return tuple(layer for layer in range(self.n_layers) if self.is_sparse(layer))
 
     @classmethod
     def from_hf(
         cls, hf: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     ) -> DecoderConfig:
-        """From the content of `config.json`, and of `generation_config.json`, whose end-of-sequence
-        ids come first.
+        """Return the shape that a `config.json` describes.
 
-        Raises ModelError where `unsupported_reason` has one.
+        Args:
+            hf: content of `config.json`.
+            generation: content of `generation_config.json`; its end-of-sequence ids take
+                precedence.
+
+        Raises ModelError if `unsupported_reason` returns a reason.
         """
         if reason := unsupported_reason(hf):
             raise ModelError(
                 f"the built-in decoder can't represent this model: {reason}; load it with backend "
                 "'transformers'"
             )
-        family, n_heads = FAMILIES[hf["model_type"]], int(hf["num_attention_heads"])
+        family = FAMILIES[hf["model_type"]]
+        n_heads = int(hf["num_attention_heads"])
         attention_bias = bool(hf.get("attention_bias", False))
         return cls(
             vocab_size=int(hf["vocab_size"]),
@@ -274,10 +284,10 @@ class DecoderConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a `config.json` that transformers >= 5 reads (`rope_theta` is repeated
-        outside for older readers).
+        """Return the content of a `config.json` that transformers >= 5 reads.
 
-        Raises ModelError where no `model_type` has this combination of biases and norms.
+        `rope_theta` is repeated at the top level for older readers. Raises ModelError if no
+        `model_type` has this combination of biases and norms.
         """
         self._check_family()
         return {
@@ -327,7 +337,7 @@ class DecoderConfig:
         qkv_bias = self.out_bias if family.qkv_bias is None else family.qkv_bias
         out_bias = self.out_bias and family.qkv_bias is None
         mlp_bias = self.mlp_bias and family.mlp_bias
-        fitting = {
+        representable = {
             "qk_norm": family.qk_norm,
             "qkv_bias": qkv_bias,
             "out_bias": out_bias,
@@ -335,10 +345,13 @@ class DecoderConfig:
         }
         sparse = family.sparse
         if sparse and sparse.renormalise is not None:
-            fitting["renormalise"] = sparse.renormalise
+            representable["renormalise"] = sparse.renormalise
         if sparse and not sparse.dense_layers:
-            fitting |= {"dense_layers": (), "expert_intermediate_size": self.intermediate_size}
-        for name, value in fitting.items():
+            representable |= {
+                "dense_layers": (),
+                "expert_intermediate_size": self.intermediate_size,
+            }
+        for name, value in representable.items():
             if getattr(self, name) != value:
                 raise ModelError(
                     f"no '{self.family}' config.json can say {name}={getattr(self, name)}, only "
@@ -347,10 +360,9 @@ class DecoderConfig:
 
 
 def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
-    """Why the built-in decoder can't run the model of a `config.json`; None when it can.
+    """Return why the built-in decoder can't run the model of a `config.json`; None if it can.
 
-    Raises ModelError where it holds something else than a number, a list or an object where one
-    belongs.
+    Raises ModelError if a key that is read holds a value of the wrong type.
     """
     model_type = str(hf.get("model_type"))
     if model_type not in FAMILIES:
@@ -392,15 +404,13 @@ def _sliding_reason(hf: Mapping[str, Any], family: Family) -> str | None:
 
 
 def _experts_reason(hf: Mapping[str, Any], sparse: Sparse) -> str | None:
-    stated = {hf[key] for key in EXPERT_KEYS if hf.get(key) is not None}
-    if len(stated) > 1:
+    counts = {hf[key] for key in EXPERT_KEYS if hf.get(key) is not None}
+    if len(counts) > 1:
         return f"{' and '.join(EXPERT_KEYS)} disagree"
-    experts, chosen = (
-        stated.pop() if stated else sparse.n_experts,
-        hf.get("num_experts_per_tok", sparse.experts_per_token),
-    )
-    if not 0 < chosen <= experts:
-        return f"num_experts_per_tok={chosen} of {experts} experts can't be chosen"
+    experts = counts.pop() if counts else sparse.n_experts
+    per_token = hf.get("num_experts_per_tok", sparse.experts_per_token)
+    if not 0 < per_token <= experts:
+        return f"num_experts_per_tok={per_token} of {experts} experts can't be chosen"
     if sparse.dense_layers and hf.get("decoder_sparse_step", 1) < 1:
         return f"decoder_sparse_step={hf['decoder_sparse_step']} is below 1"
     return None
@@ -412,9 +422,9 @@ def _experts(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
         return {}
     dense = set(hf.get("mlp_only_layers") or ()) if sparse.dense_layers else set()
     step = int(hf.get("decoder_sparse_step", 1)) if sparse.dense_layers else 1
-    stated = (hf[key] for key in EXPERT_KEYS if hf.get(key) is not None)
+    counts = (hf[key] for key in EXPERT_KEYS if hf.get(key) is not None)
     return {
-        "n_experts": int(next(stated, sparse.n_experts)),
+        "n_experts": int(next(counts, sparse.n_experts)),
         "experts_per_token": int(hf.get("num_experts_per_tok", sparse.experts_per_token)),
         "expert_intermediate_size": int(hf[sparse.size_key]),
         "renormalise": bool(hf.get("norm_topk_prob", False))
@@ -441,8 +451,10 @@ def _rope_reason(hf: Mapping[str, Any]) -> str | None:
 
 
 def _rope(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """`rope_parameters` as transformers 5 writes them, from these or from the older `rope_theta` +
-    `rope_scaling`."""
+    """Return `rope_parameters` in the form of transformers 5.
+
+    It is read from that form or from the older `rope_theta` and `rope_scaling`.
+    """
     rope = {key: value for key, value in stated_rope(hf).items() if key != "type"}
     rope["rope_type"] = stated_rope(hf).get("rope_type", stated_rope(hf).get("type", "default"))
     rope["rope_theta"] = float(rope.get("rope_theta") or hf.get("rope_theta") or family.rope_theta)
@@ -456,9 +468,9 @@ def _rope(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    """Raises ModelError for what is neither an id nor a list of ids."""
+    """Return token ids as a tuple. Raises ModelError if `value` is neither an id nor a list."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(type(one) is int for one in ids):
+    if not all(type(token_id) is int for token_id in ids):
         raise ModelError(f"eos_token_id={brief(value)} must be a number, or a list of numbers")
     return ids
 

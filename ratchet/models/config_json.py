@@ -1,5 +1,4 @@
-"""What may stand in a `config.json` where the built-in decoder reads it, and how large the sizes of
-a model may be."""
+"""Check the types in a `config.json` that the built-in decoder reads, and bound a model's sizes."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ from ratchet.utils.terminal_text import shortened
 
 ORIGINAL = "original_max_position_embeddings"  # the context length before it was stretched
 NUMBERS_END = 1e300  # beyond it, arithmetic overflows
-# What a field of the shape may be. The upper bounds are some ten times beyond every published
-# model: what lies above them is a slip or an attack, and would be computed with for hours before
-# memory ended.
+# The smallest and largest value of each field of `DecoderConfig`. The upper bounds are about ten
+# times those of the largest published models: a larger number is a typo or an attack, and would
+# cost hours of computation before memory ran out.
 SIZES: Mapping[str, tuple[int, int]] = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**20),
@@ -27,7 +26,7 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "experts_per_token": (0, 2**16),
     "expert_intermediate_size": (0, 2**24),
 }
-# What a `config.json` may say, for keys that are read here.
+# The keys of a `config.json` that must hold numbers.
 HF_NUMBERS = (
     *(
         "vocab_size",
@@ -54,7 +53,8 @@ HF_NUMBERS = (
     ),
     *("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor"),
 )
-# Keys whose null means nothing; null elsewhere is another default than absence.
+# The keys that must not be null. At other keys null is allowed, and means something else than
+# absence.
 HF_NOT_NULL = (
     *(
         "max_position_embeddings",
@@ -70,13 +70,14 @@ HF_OBJECTS = ("rope_scaling", "rope_parameters")
 
 
 def check_types(hf: Mapping[str, Any]) -> None:
-    """Raise ModelError for a key of a `config.json` that holds another type than code here computes
-    with."""
+    """Raise ModelError if a key of a `config.json` that the decoder reads has a value of the wrong
+    type.
+    """
 
-    def check(key: str, fits: bool, wanted: str) -> None:
+    def check(key: str, fits: bool, expected: str) -> None:
         if hf.get(key) is not None and not fits:
             raise ModelError(
-                f"config.json says {key}={brief(hf[key])}, must be {wanted}: take the file from "
+                f"config.json says {key}={brief(hf[key])}, must be {expected}: take the file from "
                 "the original model"
             )
 
@@ -98,27 +99,30 @@ def check_types(hf: Mapping[str, Any]) -> None:
                 f"config.json says {key:.80}={brief(value)} of its rotary embedding: the built-in "
                 "decoder reads no lists"
             )
-    heads, layers = hf.get("num_attention_heads"), hf.get("num_hidden_layers")
-    check("num_attention_heads", heads is None or heads >= 1, "at least 1")
+    n_heads = hf.get("num_attention_heads")
+    n_layers = hf.get("num_hidden_layers")
+    check("num_attention_heads", n_heads is None or n_heads >= 1, "at least 1")
     check(
         "num_hidden_layers",
-        layers is None or 1 <= layers <= SIZES["n_layers"][1],
+        n_layers is None or 1 <= n_layers <= SIZES["n_layers"][1],
         f"1 to {SIZES['n_layers'][1]}",
     )
 
 
 def stated_rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a `config.json` says of its rotary embedding, in the older or the newer form."""
+    """Return the rotary embedding section of a `config.json`, in its older or newer form."""
     return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
 
 
 def is_number(value: object) -> bool:
-    """Return True for an int or a float that is finite and far from overflow; a bool is none."""
+    """Return True for an int or float that is finite and below `NUMBERS_END`; a bool is not a
+    number.
+    """
     return (
         isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < NUMBERS_END
     )
 
 
 def brief(value: object) -> str:
-    """Return a value as Python writes it, cut to 80 characters."""
+    """Return `repr(value)`, cut to 80 characters."""
     return shortened(repr(value), 80)

@@ -1,8 +1,8 @@
-"""The one decoder that learner and embedded engine share, over flat token axes: no batch dimension,
-no padding.
+"""Define the decoder that learner and embedded engine share. It has no batch dimension and no
+padding.
 
-How tokens attend to each other is the caller's: the learner passes attention over packed sequences,
-the engine attention over its KV cache. Both therefore run the same weights through the same
+The caller decides how tokens attend to each other: the learner passes attention over packed
+sequences, the engine attention over its KV cache. So both run the same weights through the same
 arithmetic.
 
 T = tokens, d = hidden size, H = query heads, K = key/value heads, D = head_dim, C = D / 2.
@@ -28,18 +28,20 @@ from ratchet.models.parallel.sharding import UNDIVIDED, WHOLE, Part, Seams
 
 
 class Attend(Protocol):
-    """(layer index, queries [T, H, D], keys [T, K, D], values [T, K, D]) -> [T, H, D]; queries and
-    keys are rotated."""
+    """A function that computes the attention of one layer.
+
+    It maps (layer index, queries [T, H, D], keys [T, K, D], values [T, K, D]) to [T, H, D]. Queries
+    and keys are already rotated.
+    """
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor: ...
 
 
 class Linear(nn.Linear):
-    """adapter: adds to the product, see `ratchet.models.lora.layers`. quantised: the matrix, where
-    it rests in fewer bits; there is no `weight` then."""
+    """A linear map that can have an adapter and a quantized matrix."""
 
-    adapter: LowRank | None
-    quantised: Quantised | None
+    adapter: LowRank | None  # is added to the product, see `ratchet.models.lora.layers`
+    quantised: Quantised | None  # replaces `weight`, which is None then
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
@@ -55,26 +57,35 @@ class Linear(nn.Linear):
         return out if self.adapter is None else self.adapter(input, out)
 
     def quantise(self, form: Form) -> None:
+        """Replace the matrix by a quantized one."""
         if self.quantised is None:
             self.quantised = Quantised(self.weight, form)
             self.register_parameter("weight", None)
 
     def restore(self) -> None:
+        """Replace the quantized matrix by a plain one."""
         if self.quantised is not None:
             self.register_parameter("weight", nn.Parameter(self.quantised.plain()))
             self.quantised = None
 
     def reset_parameters(self) -> None:
-        """Nothing: weights are loaded, or drawn by `Decoder.init_weights`. What torch draws here
-        would be thrown away, after seconds per billion parameters."""
+        """Do nothing: weights are loaded, or drawn by `Decoder.init_weights`.
+
+        Torch would draw values here that are thrown away, which takes seconds per billion
+        parameters.
+        """
 
 
 class Embedding(nn.Embedding):
+    """An embedding that is uninitialised until weights are loaded."""
+
     def reset_parameters(self) -> None:
-        """Nothing, as above."""
+        """Do nothing, as in `Linear.reset_parameters`."""
 
 
 class RMSNorm(nn.Module):
+    """Root mean square normalisation over the last dimension (arXiv:1910.07467)."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -85,14 +96,17 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; q, k and v come from one fused matrix (rows: all q heads, all k
-    heads, all v heads)."""
+    """Grouped-query attention with one fused matrix for queries, keys and values.
+
+    The rows of the matrix are all query heads, then all key heads, then all value heads.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
-        heads = config.n_heads + 2 * config.n_kv_heads
-        self.qkv_proj = Linear(config.hidden_size, heads * config.head_dim, bias=config.qkv_bias)
+        self.config = config
+        self.layer = layer
+        n_heads = config.n_heads + 2 * config.n_kv_heads
+        self.qkv_proj = Linear(config.hidden_size, n_heads * config.head_dim, bias=config.qkv_bias)
         self.o_proj = Linear(
             config.n_heads * config.head_dim, config.hidden_size, bias=config.out_bias
         )
@@ -118,7 +132,7 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202); gate and up are one fused matrix."""
+    """A SwiGLU layer (arXiv:2002.05202); gate and up are one fused matrix."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -128,12 +142,15 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_Td: Tensor, row_multiple: int = 1, route: Route | None = None) -> Tensor:
-        """row_multiple: the caller has padded all rows to it, and here they stay together. route:
-        there are no experts."""
+        """Return [T, d]. `row_multiple` and `route` have the interface of `SparseMLP` and are
+        unused here.
+        """
         return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
 
 
 class Block(nn.Module):
+    """A decoder layer: attention and an MLP, each behind a norm and with a residual connection."""
+
     def __init__(self, config: DecoderConfig, layer: int, held: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -157,9 +174,14 @@ class Block(nn.Module):
         route: Route | None = None,
         read: Tensor | None = None,
     ) -> Tensor:
-        """read: int64, the rows that come out; None: all. Of others it computes what these attend
-        to."""
-        enter, leave = self.seams.enter, self.seams.leave
+        """Return the hidden states after the layer.
+
+        Args:
+            read: int64, indices of the tokens whose states are returned; None: all. Of the others
+                only keys and values are computed.
+        """
+        enter = self.seams.enter
+        leave = self.seams.leave
         attended = leave(
             self.self_attn(enter(self.input_layernorm(x_Td)), cos_T1D, sin_T1C, attend, read)
         )
@@ -170,31 +192,44 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Its matrices are uninitialised memory until weights are loaded, or `init_weights` is called.
+    """A causal decoder, or the shard of one that this process holds.
 
-    config: of the whole model. part: what of it is here; `seams` join it to the others.
+    Its matrices are uninitialised memory until weights are loaded or `init_weights` is called.
     """
 
     def __init__(self, config: DecoderConfig, part: Part = WHOLE) -> None:
+        """Allocate the layers of the shard.
+
+        Args:
+            config: shape of the whole model.
+            part: the shard of it that is allocated here.
+        """
         super().__init__()
-        self.config, self.part = config, part
-        own, rows = part.local(config), len(part.tensor.range(config.vocab_size))
+        self.config = config
+        self.part = part
+        local_config = part.local(config)
+        rows = len(part.tensor.range(config.vocab_size))
         embeds = part.first or (part.last and config.tied)
         self.embed_tokens = Embedding(rows, config.hidden_size) if embeds else None
-        here = part.pipeline.range(config.n_layers)
         experts = len(part.experts.range(config.n_experts))
-        self.layers = nn.ModuleDict({str(layer): Block(own, layer, experts) for layer in here})
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): Block(local_config, layer, experts)
+                for layer in part.pipeline.range(config.n_layers)
+            }
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps) if part.last else None
         self.lm_head = (
             Linear(config.hidden_size, rows, bias=False) if part.last and not config.tied else None
         )
         self.rotary = RotaryTable(config)
         self.checkpointing = False
+        # the communication with the other tensor-parallel ranks
         self.seams: Seams = UNDIVIDED
 
     @property
     def inner_maps(self) -> Iterator[tuple[str, Linear]]:
-        """By path, those of the layers."""
+        """The (path, module) pairs of the linear maps inside the layers."""
         return (
             (path, m)
             for path, m in self.named_modules()
@@ -202,29 +237,31 @@ class Decoder(nn.Module):
         )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter | Quantised]]:
-        """As `named_parameters`, with the matrices that rest quantised under the names that they
-        would have."""
+        """Yield `named_parameters()` and the quantized matrices, under the names of their plain
+        ones.
+        """
         for path, module in self.named_modules():
             quantised = getattr(module, "quantised", None)
-            own = [
+            weights = [
                 *([("weight", quantised)] if quantised is not None else []),
                 *module.named_parameters(recurse=False),
             ]
-            yield from ((f"{path}.{name}" if path else name, weight) for name, weight in own)
+            yield from ((f"{path}.{name}" if path else name, weight) for name, weight in weights)
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, d]; the embedding itself when tied."""
+        """The head's matrix [V, d]; the embedding itself if the head is tied."""
         holder = self.embed_tokens if self.lm_head is None else self.lm_head
         assert holder is not None, "this part of the decoder has no head"
         return holder.weight
 
     def embed(self, tokens_T: Tensor) -> Tensor:
+        """Return the embeddings [T, d] of tokens."""
         assert self.embed_tokens is not None, "this part of the decoder has no embedding"
         return self.seams.embed(tokens_T, self.embed_tokens.weight)
 
     def join(self, seams: Seams) -> None:
-        """From now on it exchanges hidden states through these."""
+        """Use `seams` to exchange hidden states with other tensor-parallel ranks."""
         self.seams = seams
         for module in self.modules():
             if isinstance(module, Block):
@@ -241,14 +278,19 @@ class Decoder(nn.Module):
         route: Route | None = None,
         read: Tensor | None = None,
     ) -> Tensor:
-        """Normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the *next*
-        token. Of a part of the layers: what they make of x_Td, which comes from the part before;
-        None in the first.
+        """Return normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the
+        *next* token.
 
-        row_multiple: who pads T to a multiple for the sake of stable products names it here, for
-        products with fewer rows. route: is asked which experts compute each token; None: those that
-        the routers choose. read: int64, no two alike, which tokens' states come out, in this order;
-        None: all.
+        A pipeline shard other than the last returns hidden states that are not normalised.
+
+        Args:
+            x_Td: hidden states of the pipeline shard before this one; None in the first.
+            row_multiple: the multiple that the caller has padded T to so that products are stable.
+                Products with fewer rows, those of experts, are padded to it too.
+            route: is called with each layer's router logits and chosen experts, and returns the
+                experts to use; None: the routers' choice.
+            read: int64, distinct indices of the tokens whose states are returned, in this order;
+                None: all.
         """
         self.seams.begin(len(tokens_T))
         x_Td = self.embed(tokens_T) if x_Td is None else x_Td
@@ -264,22 +306,25 @@ class Decoder(nn.Module):
                 route,
                 read if i == last else None,
             )
-            again = self.checkpointing and torch.is_grad_enabled()
+            recompute = self.checkpointing and torch.is_grad_enabled()
             x_Td = cast(
-                Tensor, checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
+                Tensor,
+                checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs),
             )
         return x_Td if self.norm is None else self.seams.finish(self.norm(x_Td))
 
     def init_weights(self, seed: int) -> Decoder:
-        """Matrices normal(0, init_std), biases 0, norms 1; the same bits on every device for one
-        seed."""
+        """Draw matrices from normal(0, init_std); set biases to 0 and norms to 1.
+
+        A seed gives the same bits on every device.
+        """
         with torch.no_grad():
             for parameter, (_, values) in zip(self.parameters(), self.draws(seed), strict=True):
                 parameter.copy_(values)
         return self
 
     def draws(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """The first value of every parameter, by name, one at a time."""
+        """Yield (name, initial value) of every parameter, one at a time."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             values = torch.empty(parameter.shape, device="cpu")

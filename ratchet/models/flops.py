@@ -1,5 +1,4 @@
-"""What a decoder costs by its shape alone: parameters, arithmetic, and bytes a token. Free of
-torch.
+"""Compute a decoder's parameters, arithmetic and bytes per token from its shape. No torch.
 
 d = hidden size, H = query heads, K = key/value heads, D = head_dim, F = size of the gated layer, V
 = vocabulary.
@@ -15,30 +14,31 @@ from ratchet.models.config import DecoderConfig
 
 @dataclass(frozen=True)
 class Work:
-    """What a token takes of any model. multiplied: entries of the matrices that it is multiplied
-    with, the head's too. attended: head dimensions of all layers' queries, each of which enters a
-    score and a sum for each token attended to."""
+    """The arithmetic of one token's forward pass through any model."""
 
-    multiplied: int
+    multiplied: int  # entries of all matrices that a token is multiplied with, the head included
+    # head dimensions of all layers' queries; each enters a score and a sum per attended token
     attended: int
 
     def forward_flop(self, tokens: float, context: float) -> float:
-        """Of that many tokens, each attending to `context` others on average: two per multiplied
-        entry, and four per head dimension of each pair (arXiv:2204.02311, appendix B)."""
+        """Return the FLOPs of `tokens` tokens that each attend to `context` others on average.
+
+        It counts two per multiplied entry, and four per head dimension of each pair
+        (arXiv:2204.02311, appendix B).
+        """
         return tokens * (2 * self.multiplied + 4 * self.attended * context)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """shape: of the whole model. compiled: whether it is computed by `ratchet.kernels.cpu`, whose
-    backward keeps less."""
+    """The parameters, FLOPs and memory of a decoder, from its shape."""
 
-    shape: DecoderConfig
-    compiled: bool = False
+    shape: DecoderConfig  # of the whole model
+    compiled: bool = False  # True: run by `ratchet.kernels.cpu`, whose backward keeps less
 
     @property
     def parameters(self) -> int:
-        """All, biases and norms too."""
+        """The number of all parameters, biases and norms included."""
         s = self.shape
         heads = (s.n_heads + 2 * s.n_kv_heads) * s.head_dim
         biases = s.qkv_bias * heads + s.out_bias * s.hidden_size
@@ -53,8 +53,10 @@ class Cost:
 
     @property
     def multiplied(self) -> int:
-        """Entries of the matrices that one token is multiplied with: of its experts only, and
-        without the embedding, which is looked up."""
+        """Entries of the matrices that one token is multiplied with.
+
+        Only the experts that a token uses count. The embedding doesn't: it is looked up.
+        """
         s = self.shape
         total = s.vocab_size * s.hidden_size
         for layer in range(s.n_layers):
@@ -68,21 +70,24 @@ class Cost:
 
     @property
     def work(self) -> Work:
+        """The arithmetic of one token."""
         return Work(self.multiplied, self.shape.n_layers * self.shape.n_heads * self.shape.head_dim)
 
     def forward_flop(self, tokens: float, context: float) -> float:
-        """See `Work`."""
+        """Return the FLOPs of a forward pass, see `TokenCost.forward_flop`."""
         return self.work.forward_flop(tokens, context)
 
     def kv_bytes(self, size: int) -> int:
-        """A token's keys and values in all layers; size: bytes of a number."""
+        """Return the bytes of a token's KV cache in all layers; `size` is the bytes of a number."""
         return 2 * self.shape.n_layers * self.shape.n_kv_heads * self.shape.head_dim * size
 
     def activation_bytes(self, size: int, *, checkpointing: bool = False) -> int:
-        """What the backward of a token needs, in all layers and at the end: inputs of products,
-        what norms and the gate keep, queries, keys, values, and what attention gave, which the
-        product after it keeps in a copy. With checkpointing a layer keeps its input, and one layer
-        at a time all."""
+        """Return the bytes of activations that the backward pass needs per token.
+
+        They are the inputs of products, the values kept by norms and the gate, queries, keys,
+        values, and the output of attention, of which the next product keeps a copy. With
+        checkpointing every layer keeps only its input, and one layer at a time keeps everything.
+        """
         s = self.shape
         last = 2 * s.hidden_size
         if checkpointing:
@@ -90,13 +95,14 @@ class Cost:
         return size * (sum(self._layers) + last)
 
     def largest_layer_bytes(self, size: int) -> int:
-        """What the backward of a token needs in one layer."""
+        """Return the bytes of activations per token of the layer that keeps most."""
         return size * max(self._layers)
 
     def adapter(self, targets: Collection[str], rank: int) -> int:
-        """Parameters of a low-rank adapter on these maps of every layer."""
+        """Return the number of parameters of a LoRA adapter on these linear maps of every layer."""
         s = self.shape
-        queries, keys = s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim
+        queries = s.n_heads * s.head_dim
+        keys = s.n_kv_heads * s.head_dim
         outputs = {
             "q_proj": queries,
             "k_proj": keys,
@@ -112,13 +118,17 @@ class Cost:
         return s.n_layers * rank * sum(sides[name] for name in targets)
 
     def _kept(self, sparse: bool) -> int:
+        """Return the numbers that one layer keeps per token for its backward pass."""
         s = self.shape
-        queries, keys = s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim
+        queries = s.n_heads * s.head_dim
+        keys = s.n_kv_heads * s.head_dim
         product = queries + 2 * keys
         attention = product + (1 + s.qk_norm) * (queries + keys) + 2 * queries
-        if self.compiled:  # the product only for what norms it, and values in a copy
+        # The compiled kernel keeps the product only where it is normalised, and copies values.
+        if self.compiled:
             attention = (1 + s.qk_norm) * product + 2 * queries
-        if sparse:  # each choice has its own copy of the input
+        # Each of a token's experts keeps its own copy of the input.
+        if sparse:
             mlp = s.experts_per_token * (
                 s.hidden_size + 3 * s.expert_intermediate_size + s.hidden_size
             )

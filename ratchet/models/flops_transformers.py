@@ -1,4 +1,4 @@
-"""What a token takes of a model of transformers, by its parameters and its configuration."""
+"""Estimate the arithmetic per token of a transformers model from parameters and configuration."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def work_of(weights: Iterable[nn.Parameter], head: nn.Parameter, config: Any) -> Work | None:
-    """None where a layer does something else than attend to keys of its own heads (a state space, a
-    convolution, keys that are compressed), or where it can't be told how many of its experts a
-    token is sent to. weights: of the layers and what lies around them, but for embeddings, which
-    are looked up. config: of the text."""
+    """Return the arithmetic of one token; None if it can't be determined.
+
+    That is so if a layer does something else than attend to keys of its own heads (a state space, a
+    convolution, compressed keys), or if the number of experts per token is unknown.
+
+    Args:
+        weights: parameters of the backbone, without embeddings, which are looked up.
+        head: the output embedding.
+        config: configuration of the text model.
+    """
     kinds = set(getattr(config, "layer_types", None) or ATTENDING)
     if (
         kinds - ATTENDING
@@ -26,14 +32,14 @@ def work_of(weights: Iterable[nn.Parameter], head: nn.Parameter, config: Any) ->
     ):
         return None
     experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 0)
-    chosen = getattr(config, "num_experts_per_tok", 0)
+    experts_per_token = getattr(config, "num_experts_per_tok", 0)
     multiplied = head.numel()
     for weight in weights:
         if weight.dim() == 2:
             multiplied += weight.numel()
         elif weight.dim() > 2:
-            if not (experts and chosen and len(weight) == experts):
+            if not (experts and experts_per_token and len(weight) == experts):
                 return None
-            multiplied += weight.numel() // experts * chosen
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Work(multiplied, config.num_hidden_layers * config.num_attention_heads * size)
+            multiplied += weight.numel() // experts * experts_per_token
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Work(multiplied, config.num_hidden_layers * config.num_attention_heads * head_dim)

@@ -1,5 +1,4 @@
-"""From a name to a policy: a local directory first, else a model on the Hugging Face Hub, or random
-weights."""
+"""Load a policy by name from a local directory or the Hugging Face Hub, or with random weights."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
 
 Backend = Literal["auto", "ratchet", "transformers"]
 Towers = Literal["frozen", "trained"]
-# what the configuration of a model that reads media holds
+# The keys of a `config.json` that a model with media encoders has.
 OF_MEDIA = ("vision_config", "audio_config")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
-# no .bin: unpickling one runs code
+# .bin files are left out, because unpickling one runs code.
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -39,12 +38,15 @@ def load_policy(
     revision: str | None = None,
     towers: Towers = "frozen",
 ) -> PolicyModel:
-    """The policy of a Hugging Face directory or Hub id.
+    """Return the policy of a Hugging Face directory or Hub id.
 
-    backend: "ratchet" is the built-in decoder, "transformers" any causal language model of that
-    library; "auto" takes ours where it can represent the model. revision: branch, tag or commit on
-    the Hub. towers: whether the encoders of images, audio and videos train, in a model that has
-    some. Raises ModelError where nothing of that name exists, or the backend can't read it.
+    Args:
+        backend: "ratchet" is the built-in decoder, "transformers" any causal language model of that
+            library. "auto" is the built-in decoder if it can represent the model.
+        revision: branch, tag or commit on the Hub.
+        towers: whether encoders of images, audio and video train, in a model that has some.
+
+    Raises ModelError if no model of that name exists, or the backend can't read it.
     """
     directory = find_model(name, revision=revision, with_code=trust_remote_code)
     reason = unsupported_reason(read_json(directory / "config.json"))
@@ -68,7 +70,7 @@ def of_transformers(
     trust_remote_code: bool = False,
     towers: Towers = "frozen",
 ) -> TransformersPolicy:
-    """What transformers runs of a Hugging Face directory. Raises ModelError."""
+    """Return the policy of a Hugging Face directory, run by transformers. Raises ModelError."""
     options: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
@@ -89,7 +91,7 @@ def of_transformers(
 
 
 def reads_media(directory: Path) -> bool:
-    """Whether the model there has encoders of images, audio or videos."""
+    """Return True if the model has encoders of images, audio or video."""
     config = read_json(directory / "config.json")
     return any(key in config for key in OF_MEDIA)
 
@@ -101,13 +103,16 @@ def init_policy(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> DecoderPolicy:
-    """Random weights: the same bits on every device for one seed."""
+    """Return a decoder with random weights. A seed gives the same bits on every device."""
     return DecoderPolicy(empty_decoder(config, dtype=dtype, device=device).init_weights(seed))
 
 
 def find_model(name: str | Path, *, revision: str | None = None, with_code: bool = False) -> Path:
-    """The local directory of a model, downloaded if it is a Hub id, or a copy of what an address
-    (s3://bucket/model) names. A name that looks like a path is never downloaded."""
+    """Return the local directory of a model.
+
+    A Hub id is downloaded, and so is an address such as s3://bucket/model. A name that looks like a
+    path is never downloaded. Raises ModelError if there is no such model.
+    """
     if is_address(name):
         return _fetch(str(name), revision, with_code)
     path = Path(name).expanduser()
@@ -122,7 +127,7 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
         isinstance(name, Path)
         or text.startswith((".", "/", "~"))
         or not HUB_ID.fullmatch(text)
-        or _begins_here(path)
+        or _first_part_exists(path)
     ):
         existing = next(
             (parent for parent in path.absolute().parents if parent.is_dir()), Path("/")
@@ -134,17 +139,22 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """config.json, the tokenizer, the head of a reward model: what belongs to a model beside its
-    weights."""
+    """Copy the files that belong to a model beside its weights.
+
+    They are config.json, the tokenizer, custom code and the head of a reward model.
+    """
     patterns = [pattern for pattern in (*HUB_FILES, "*.py") if pattern != "*.safetensors"]
-    found = {path for pattern in (*patterns, HEAD_FILE) for path in source.glob(pattern)}
-    for path in sorted(found):
+    companions = {path for pattern in (*patterns, HEAD_FILE) for path in source.glob(pattern)}
+    for path in sorted(companions):
         if path.is_file() and path.name not in (INDEX, "metadata.json"):
             shutil.copyfile(path, target / path.name)
 
 
-def _begins_here(path: Path) -> bool:
-    """`runs/sft` beside a directory `runs` is a mistyped path, not a Hub id."""
+def _first_part_exists(path: Path) -> bool:
+    """Return True if the first part of a relative path exists.
+
+    `runs/sft` beside a directory `runs` is a mistyped path, not a Hub id.
+    """
     return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
 
 
@@ -153,8 +163,8 @@ def _patterns(with_code: bool) -> list[str]:
 
 
 def _fetch(address: str, revision: str | None, with_code: bool) -> Path:
-    if why := unfit(address):
-        raise ModelError(f"{address} can't hold a model: {why}")
+    if reason := unfit(address):
+        raise ModelError(f"{address} can't hold a model: {reason}")
     if revision is not None:
         raise ModelError(
             f"revision '{revision}' is of a model on the hub, and {address} has none: remove it"
@@ -177,7 +187,8 @@ def _download(name: str, revision: str | None, with_code: bool) -> Path:
     patterns = _patterns(with_code)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (HFValidationError, OSError) as error:  # every network and Hub error is an OSError
+    # Every network and Hub error is an OSError.
+    except (HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         at = f" at revision '{revision}'" if revision else ""
         raise ModelError(

@@ -1,5 +1,4 @@
-"""Media as encoders of transformers' models take them: joined inputs, outputs that several
-sequences share, and images to probe a model with."""
+"""Prepare images, audio and video for the encoders of transformers models."""
 
 from __future__ import annotations
 
@@ -18,44 +17,51 @@ from ratchet.errors import ModelError
 from ratchet.models.transformers.loading import reading
 from ratchet.types import Medium
 
-PROBE_SIDES = ((64, 96), (96, 32))  # pixels of images that a processor scales as it likes
+PROBE_SIDES = ((64, 96), (96, 32))  # (height, width) of the probe images, before any scaling
 
 
 @dataclass(frozen=True)
 class Seen:
-    """An encoder's output for media of these keys."""
+    """The output of an encoder for several media."""
 
-    output: Any
-    keys: tuple[str, ...]
+    output: Any  # a transformers `ModelOutput`
+    keys: tuple[str, ...]  # the key of each medium, in the order of the output
 
     def of(self, media: Sequence[Medium]) -> Any:
-        """The output for media among them, in order, with repetitions."""
-        uses = [self.keys.index(medium.key) for medium in media]
-        if uses == list(range(len(self.keys))):
+        """Return the output for some of the media, in the given order; a medium may occur
+        repeatedly.
+        """
+        indices = [self.keys.index(medium.key) for medium in media]
+        if indices == list(range(len(self.keys))):
             return self.output
         return type(self.output)(
-            **{name: self._picked(value, uses) for name, value in self.output.items()}
+            **{name: self._picked(value, indices) for name, value in self.output.items()}
         )
 
-    def _picked(self, value: Any, uses: Sequence[int]) -> Any:
-        """A part of the output has an entry for each medium, or for each layer such a part; what
-        else there is stays."""
+    def _picked(self, value: Any, indices: Sequence[int]) -> Any:
+        """Select entries of one field of the output.
+
+        A field has an entry per medium, or is a list of such fields with one per layer. Other
+        fields are returned unchanged.
+        """
         if isinstance(value, Tensor):
             return (
-                value[torch.as_tensor(uses, device=value.device)]
+                value[torch.as_tensor(indices, device=value.device)]
                 if len(value) == len(self.keys)
                 else value
             )
         if not isinstance(value, list | tuple):
             return value
         if len(value) == len(self.keys) and all(isinstance(part, Tensor) for part in value):
-            return type(value)(value[use] for use in uses)
-        return type(value)(self._picked(part, uses) for part in value)
+            return type(value)(value[index] for index in indices)
+        return type(value)(self._picked(part, indices) for part in value)
 
 
 def joined(media: Sequence[Medium]) -> dict[str, Tensor]:
-    """Their inputs, along the first dimension, on the CPU. Raises ModelError where they don't fit
-    together."""
+    """Return the inputs of all media, concatenated along the first dimension, on the CPU.
+
+    Raises ModelError if their shapes differ in another dimension.
+    """
     names = dict.fromkeys(name for medium in media for name in medium.inputs)
     try:
         return {
@@ -72,8 +78,10 @@ def joined(media: Sequence[Medium]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
-    """Two images as the processor in a model's directory prepares them; none where it reads
-    none."""
+    """Return two images, prepared by the processor in a model's directory.
+
+    The list is empty if the model reads no images.
+    """
     encode = getattr(model.base_model, "get_image_features", None)
     if encode is None or getattr(model.config, "image_token_id", None) is None:
         return []
@@ -86,11 +94,13 @@ def probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
             * (number + 7)
             % 251
         )
-        found = process([pixels.astype(np.uint8)], return_tensors="np")
-        inputs = {name: np.asarray(value) for name, value in found.items()}
+        processed = process([pixels.astype(np.uint8)], return_tensors="np")
+        inputs = {name: np.asarray(value) for name, value in processed.items()}
         medium = Medium(f"probe {number}", "image", 0, inputs, b"")
-        known = inspect.signature(encode).parameters
-        given = {name: x.to(model.device) for name, x in joined([medium]).items() if name in known}
-        features = encode(**given, return_dict=True).pooler_output
+        parameters = inspect.signature(encode).parameters
+        arguments = {
+            name: x.to(model.device) for name, x in joined([medium]).items() if name in parameters
+        }
+        features = encode(**arguments, return_dict=True).pooler_output
         media.append(replace(medium, span=sum(feature.shape[:-1].numel() for feature in features)))
     return media

@@ -1,5 +1,4 @@
-"""What this machine can hold, so that a model that it can't is refused by arithmetic, before
-anything is allocated."""
+"""Measure a device's memory, to refuse a model that is too large before anything is allocated."""
 
 from __future__ import annotations
 
@@ -18,23 +17,22 @@ GIB = 1 << 30
 
 
 def require_memory(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Raise ModelError where the weights of the whole model alone are more than the device's memory
-    (in all, not free)."""
-    needed, there = Cost(config).parameters * dtype.itemsize, memory_bytes(torch.device(device))
-    if there is not None and needed > there:
+    """Raise ModelError if the whole model's weights exceed the device's total (not free) memory."""
+    needed = Cost(config).parameters * dtype.itemsize
+    total = memory_bytes(torch.device(device))
+    if total is not None and needed > total:
         raise ModelError(
             f"the model's weights take {needed / GIB:,.1f} GiB in "
             f"{str(dtype).removeprefix('torch.')}, and {device} has "
-            f"{there / GIB:,.1f} GiB of memory: choose a smaller model, or divide it "
+            f"{total / GIB:,.1f} GiB of memory: choose a smaller model, or divide it "
             "(learner.kind=dtensor)"
         )
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device: of CUDA its own, of the CPU that of the machine within the
-    limits of this process.
+    """Return the total memory of a device in bytes; None for `meta` and other device types.
 
-    None for a device that holds nothing (`meta`), or whose size is not known.
+    For the CPU it is the machine's memory within the limits of this process and its cgroup.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

@@ -1,4 +1,4 @@
-"""Where a model comes from, in a form that can be sent to the processes which load it."""
+"""Describe where a model comes from, in a form that can be sent to the processes that load it."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ratchet.models.policy import PolicyModel
 from ratchet.models.weights.hf_weights import WeightFiles, empty_decoder, read_config, read_json
 from ratchet.models.weights.weight_layout import pieces, shards
 
-# (name, offsets, sizes) -> the block, on the CPU
+# Returns a block of a weight, on the CPU: (canonical name, offsets, sizes) -> tensor.
 Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """shape, seed: random weights. path: a Hugging Face directory or Hub id, with the options of
-    `load_policy`."""
+    """The source of a model: random weights, or a Hugging Face directory or Hub id."""
 
-    shape: DecoderConfig | None = None
-    seed: int = 0
-    path: str | None = None
+    shape: DecoderConfig | None = None  # set for random weights
+    seed: int = 0  # of random weights
+    path: str | None = None  # directory or Hub id; the fields below are options of `load_policy`
     backend: Backend = "auto"
     trust_remote_code: bool = False
     revision: str | None = None
     towers: Towers = "frozen"
 
     def directory(self) -> Path:
+        """Return the local directory of the model, downloading it if needed."""
         assert self.path is not None, "a model of random weights has no directory"
         return find_model(self.path, revision=self.revision, with_code=self.trust_remote_code)
 
     def decoder(self) -> DecoderConfig | None:
-        """The shape, where it is our decoder that runs it; None where it is transformers."""
+        """Return the model's shape if the built-in decoder runs it; None if transformers does."""
         if self.shape is not None:
             return self.shape
         if self.backend == "transformers" or unsupported_reason(
@@ -47,7 +47,7 @@ class Origin:
         return read_config(self.directory())
 
     def policy(self, *, device: torch.device | str = "cpu") -> PolicyModel:
-        """The whole model, in float32. Raises ModelError."""
+        """Return the whole model in float32. Raises ModelError if it can't be loaded."""
         if self.path is None:
             assert self.shape is not None, "an origin has a shape or a path"
             return init_policy(self.shape, self.seed, device=device)
@@ -61,7 +61,7 @@ class Origin:
         )
 
     def reader(self) -> Read:
-        """Reads blocks of the weights, and no more of them."""
+        """Return a function that reads single blocks of the weights, and nothing else of them."""
         if self.shape is None:
             files = WeightFiles.find(self.directory())
             return files.block
@@ -69,13 +69,22 @@ class Origin:
 
 
 class _Drawn:
-    """Random weights, the same bits as `Decoder.init_weights` draws. They are drawn one after the
-    other: who asks for all blocks of one before those of the next holds a single one at a time."""
+    """Reader of blocks of random weights, with the same bits as `Decoder.init_weights`.
+
+    Parameters are drawn in order and only the latest is kept. So memory and time stay low if
+    callers read all blocks of one parameter before those of the next.
+    """
 
     def __init__(self, shape: DecoderConfig, seed: int) -> None:
         self.decoder = empty_decoder(shape, dtype=torch.float32, device="meta")
-        self.layout, self.seed = pieces(self.decoder), seed
-        self.owner = {piece.name: name for name, own in self.layout.items() for piece in own}
+        self.layout = pieces(self.decoder)
+        self.seed = seed
+        # canonical name -> the parameter that the weight lies in
+        self.parameter_names = {
+            piece.name: name
+            for name, parameter_pieces in self.layout.items()
+            for piece in parameter_pieces
+        }
         self._restart()
 
     def _restart(self) -> None:
@@ -83,8 +92,9 @@ class _Drawn:
         self.order = self.decoder.draws(self.seed)
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        owner = self.owner[name]
-        while owner not in self.drawn:
+        """Return a block of a weight, drawing parameters until the one that holds it."""
+        parameter_name = self.parameter_names[name]
+        while parameter_name not in self.drawn:
             drawn = next(self.order, None)
             if drawn is None:
                 self._restart()
@@ -92,7 +102,7 @@ class _Drawn:
             self.drawn = {drawn[0]: drawn[1]}
         whole = next(
             block.tensor
-            for block in shards(self.layout[owner], self.drawn[owner])
+            for block in shards(self.layout[parameter_name], self.drawn[parameter_name])
             if block.name == name
         )
         return whole[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]

@@ -1,12 +1,14 @@
-"""The operations of the decoder: by `ratchet.kernels.cpu` where that is in use and fits, else by
-PyTorch.
+"""Compute the elementwise and linear operations of the decoder.
 
-The elementwise ones have their backward written out. Autograd's own of the same formulas reads and
-writes memory two to three times as often. On a CPU, where models of 0.1 to 10 M parameters spend
-about as long in these as in matrix products, that is a third of an optimizer step.
+`ratchet.kernels.cpu` runs them where it is enabled and supports the inputs, otherwise PyTorch.
 
-T = tokens, H = heads (of queries, where K are those of keys and values), D = head_dim, C = D / 2, F
-= size of the gated layer, d = inputs, o = outputs.
+The elementwise operations define their backward explicitly, because autograd's version of the same
+formulas reads and writes memory two to three times as often. On a CPU, models of 0.1 to 10 M
+parameters spend about as long in these operations as in matrix products, so this is a third of an
+optimizer step.
+
+T = tokens, H = heads (query heads where K = key/value heads also occurs), D = head_dim, C = D / 2,
+F = size of the gated layer, d = inputs, o = outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ratchet.kernels import cpu
 
 
 def linear(x: Tensor, weight_od: Tensor, bias_o: Tensor | None = None) -> Tensor:
-    """`x W^T + bias` over the last dimension."""
+    """Return `x W^T + bias` over the last dimension."""
     if not cpu.prefers_onednn(x, weight_od):
         return F.linear(x, weight_od, bias_o)
     out = cpu.product(x, weight_od)
@@ -31,16 +33,22 @@ def linear(x: Tensor, weight_od: Tensor, bias_o: Tensor | None = None) -> Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)`, the mean over the last dimension (arXiv:1910.07467, eq.
-    4), in the dtype of x; the mean in float32 or better. weight: of the last dimension, or of the
-    last two (heads that differ)."""
+    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension (arXiv:1910.07467, eq.
+    4).
+
+    The result has the dtype of x; the mean is computed in float32 or better.
+
+    Args:
+        weight: shaped as the last dimension of x, or as its last two (a weight per head).
+    """
     if cpu.fits(x, weight) and cpu.laid(weight, x.shape[-1]):
         return cpu.rms_norm(x, weight, eps)
-    if x.is_cuda:  # one kernel there, forward and backward
+    # PyTorch has one CUDA kernel for this, forward and backward.
+    if x.is_cuda:
         if weight.dim() == 1:
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
         return F.rms_norm(x, x.shape[-1:], None, eps) * weight.to(x.dtype)
-    # the same bits, without autograd's overhead: a decoding step is small
+    # The same bits without the overhead of autograd, which is large for a small decoding step.
     if not torch.is_grad_enabled():
         return _normalise(x, eps)[0].mul_(weight.to(x.dtype))
     return _RMSNorm.apply(x, weight, eps)
@@ -54,14 +62,21 @@ def heads(
     sizes: tuple[int, int],
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [T, H, D], keys and values [T, K, D] of the fused product [T, H + 2 K, D]; the first
-    two normalised where there are weights [D] for them (both or none), and turned by their
-    positions. sizes: (H, K)."""
+    """Split the fused projection [T, H + 2 K, D] into queries, keys and values.
+
+    Queries and keys are normalised if there are weights, and rotated by their positions.
+
+    Args:
+        norms: weights [D] for queries and for keys; both or none.
+        sizes: (H, K).
+
+    Returns queries [T, H, D], keys [T, K, D] and values [T, K, D].
+    """
     q_weight, k_weight = norms
     if _compiled_heads(qkv, norms, cos_T1D, sin_T1C):
         return cpu.heads(qkv, norms, cos_T1D, sin_T1C, sizes, eps)
     qk, v_TKD = qkv.split([sum(sizes), sizes[1]], dim=1)
-    # both at once: a small model pays by the operation
+    # Queries and keys are normalised together: small models are bound by the number of operations.
     if q_weight is not None and k_weight is not None:
         weights = q_weight.expand(sizes[0], -1), k_weight.expand(sizes[1], -1)
         qk = rms_norm(qk, torch.cat(weights), eps)
@@ -70,7 +85,9 @@ def heads(
 
 
 def _compiled_heads(qkv: Tensor, norms: cpu.Norms, cos: Tensor, sin: Tensor) -> bool:
-    (rows, _, size), (q, k) = qkv.shape, norms
+    """Return True if the compiled kernel supports these inputs."""
+    rows, _, size = qkv.shape
+    q, k = norms
     if size > cpu.WIDEST_HEAD or not cpu.fits(qkv, cos, sin):
         return False
     if (
@@ -83,11 +100,10 @@ def _compiled_heads(qkv: Tensor, norms: cpu.Norms, cos: Tensor, sin: Tensor) -> 
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv:2104.09864, eq. 34) of the pairs (i, i + D/2), the layout of
-    Hugging Face weights.
+    """Apply rotary position embedding (arXiv:2104.09864, eq. 34) to the pairs (i, i + D/2).
 
-    The tables come without gradient; C = D/2, as both of a pair turn by one angle, and `cos` holds
-    it twice.
+    This is the layout of Hugging Face weights. The tables have no gradient. Both entries of a pair
+    share an angle, so `cos` holds every value twice and `sin` has C = D/2 columns.
     """
     if not torch.is_grad_enabled():
         return _turn(x_THD, cos_T1D, sin_T1C, 1)
@@ -95,8 +111,10 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
 
 
 def swiglu(gate_up_TF: Tensor) -> Tensor:
-    """`silu(gate) * up` of a [T, 2F] tensor whose halves they are (arXiv:2002.05202, eq. 6): [T,
-    F]."""
+    """Return `silu(gate) * up` [T, F] of a [T, 2F] tensor (arXiv:2002.05202, eq. 6).
+
+    Its first half is the gate, its second half is `up`.
+    """
     if cpu.fits(gate_up_TF) and not gate_up_TF.shape[-1] % 2:
         return cpu.swiglu(gate_up_TF)
     if not torch.is_grad_enabled():
@@ -105,11 +123,16 @@ def swiglu(gate_up_TF: Tensor) -> Tensor:
 
 
 def some_rows(x: Tensor, index: Tensor) -> Tensor:
-    """`x[index]`, index int64 [n], no two alike: its backward need not add up."""
+    """Return `x[index]` for distinct int64 indices [n].
+
+    As they are distinct, the backward pass copies gradients instead of adding them up.
+    """
     return _Rows.apply(x, index) if torch.is_grad_enabled() else x.index_select(0, index)
 
 
 class _Rows(Function):
+    """`select_rows` with a backward that copies."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
         ctx.index, ctx.rows = index, len(x)
@@ -130,15 +153,16 @@ class _RMSNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With r = (mean(x^2) + eps)^-1/2, n = x r and y = w n: dw = sum(g n), dx = r (g w - n
-        mean(g w n))."""
+        """Return the gradients of x and weight.
+
+        With r = (mean(x^2) + eps)^-1/2, n = x r and y = w n: dw = sum(g n), dx = r (g w - n mean(g
+        w n)).
+        """
         n, r, weight = ctx.saved_tensors
-        grad, n, scale, size = (
-            grads[0].to(r.dtype),
-            n.to(r.dtype),
-            weight.to(r.dtype),
-            weight.shape[-1],
-        )
+        grad = grads[0].to(r.dtype)
+        n = n.to(r.dtype)
+        scale = weight.to(r.dtype)
+        size = weight.shape[-1]
         product = grad * n
         grad_weight = product.reshape(-1, *weight.shape).sum(0)
         weighed = (product @ scale) if scale.dim() == 1 else (product * scale).sum(-1)
@@ -148,10 +172,11 @@ class _RMSNorm(Function):
 
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x * r in the dtype of x, r in float32 or better) with r = (mean(x^2) + eps)^-1/2."""
-    wide, size = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1]
+    """Return (x * r in the dtype of x, r in float32 or better) with r = (mean(x^2) + eps)^-1/2."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    size = x.shape[-1]
     # sqrt(n) / hypot(|x|, sqrt(n eps)) is r in few operations; vector_norm sums squares without
-    # writing them out.
+    # storing them.
     r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     torch.div(_constant(size, r.dtype), r.hypot_(_constant(size * eps, r.dtype)), out=r)
     return (wide * r).to(x.dtype), r
@@ -159,8 +184,10 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @cache
 def _constant(square: float, dtype: torch.dtype) -> Tensor:
-    """The root, as a tensor: Python numbers are converted in each operation, which takes as long as
-    a small operation."""
+    """Return the square root of `square` as a cached tensor.
+
+    PyTorch converts a Python number in every operation, which takes as long as a small operation.
+    """
     with torch.inference_mode(False):
         return torch.tensor(square, dtype=dtype, device="cpu").sqrt_()
 
@@ -174,7 +201,8 @@ class _Rotate(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, -1), None, None  # the transpose of a rotation turns back
+        # The transpose of a rotation is the rotation in the other direction.
+        return _turn(grads[0], cos, sin, -1), None, None
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
@@ -197,7 +225,8 @@ class _SwiGLU(Function):
         gate, up = gate_up.chunk(2, dim=-1)
         grad_gate_up = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-        torch.mul(grads[0], F.silu(gate), out=grad_up)  # recomputed: cheaper than to keep
+        # silu(gate) is recomputed rather than kept, which would need memory.
+        torch.mul(grads[0], F.silu(gate), out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
         return grad_gate_up
 

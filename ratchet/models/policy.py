@@ -1,4 +1,4 @@
-"""What a learner needs of a language model, whoever implements it.
+"""Define what a learner requires of a language model, and implement it for the built-in decoder.
 
 T = tokens of packed sequences laid end to end, n = any of them, d = hidden size, V = vocabulary.
 """
@@ -28,77 +28,84 @@ from ratchet.models.transformers.tensor_parallel import Divided
 from ratchet.models.weights.hf_weights import Savable, canonical_weights, save_decoder
 from ratchet.models.weights.weight_layout import pieces
 
-UNLIMITED = 2**31 - 1  # positions of a model whose configuration names no limit
+UNLIMITED = 2**31 - 1  # `max_positions` of a model whose configuration names no limit
 
 
 class PolicyModel(nn.Module, ABC):
-    """divided: by the plan of an architecture; None: it is whole, or a decoder that knows its own
-    part. adapter: what trains in place of the model's own weights; None: they do."""
+    """A language model that a learner can train."""
 
+    # How the architecture's own plan divided the model over tensor-parallel ranks. None if it is
+    # whole, and for the built-in decoder, which has its own shards.
     divided: Divided | None = None
+    # The adapter that trains instead of the model's own weights; None: the weights train.
     adapter: Adapter | None = None
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Rows of the output embedding, on all ranks together: token ids are below it."""
+        """Rows of the output embedding over all ranks. Token ids are below this number."""
 
     @property
     @abstractmethod
-    def hidden_size(self) -> int: ...
+    def hidden_size(self) -> int:
+        """The width of the final hidden states."""
+        ...
 
     @property
     @abstractmethod
     def max_positions(self) -> int:
-        """Longest sequence, in tokens."""
+        """The longest sequence, in tokens."""
 
     @property
     @abstractmethod
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion, as the model's own configuration says."""
+        """The tokens that end a completion, from the model's own configuration."""
 
     @abstractmethod
     def matrices(self) -> Mapping[str, Sequence[int]]:
-        """What layers multiply hidden states by, by the name of the parameter here: the rows of
-        each matrix that lies in it, one below the other. Embeddings and the language head are
-        none."""
+        """Return the matrices that the layers multiply hidden states by.
+
+        The keys are parameter names on this rank. The values list the rows of each matrix in that
+        parameter, in order: a fused parameter has several. Embeddings and the language head are
+        left out.
+        """
 
     @property
     def work(self) -> Work | None:
-        """What a token of text takes; None where that can't be told."""
+        """The arithmetic of one text token; None if it can't be determined."""
         return None
 
     @property
     def head_matrix(self) -> Tensor | None:
-        """[V, d], where a product with it is all that `logits` does, of whatever dtype; None where
-        there is more to it."""
+        """The head's matrix [V, d] if `logits` is just a product with it, in any dtype; None
+        otherwise.
+        """
         return None
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether `hidden` computes a beginning that sequences have in common once."""
+        """True if `hidden` computes prefixes that sequences share only once."""
         return False
 
     @property
     def routes(self) -> bool:
-        """Whether it has routers that `hidden` can replay and watch."""
+        """True if the model has expert routers that `hidden` can replay and monitor."""
         return False
 
     @property
     def reads_media(self) -> bool:
-        """Whether `hidden` takes the media of sequences
-        (`ratchet.models.transformers.multimodal_policy`)."""
+        """True if `hidden` accepts media (see `ratchet.models.transformers.multimodal_policy`)."""
         return False
 
     @property
     def vocabulary(self) -> DividedVocabulary | None:
-        """Over which ranks the logits of each prediction are divided; None: all are here."""
+        """The division of the logits over ranks; None if this rank has all of them."""
         return None if self.divided is None else self.divided.vocabulary
 
     @property
     @abstractmethod
     def checkpointing(self) -> bool:
-        """Whether each layer's activations are recomputed in the backward pass instead of kept."""
+        """True if each layer's activations are recomputed in the backward pass instead of kept."""
 
     @checkpointing.setter
     @abstractmethod
@@ -114,54 +121,71 @@ class PolicyModel(nn.Module, ABC):
         *,
         read_T: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states [T, d], each a function of its own sequence alone.
+        """Return the final hidden states [T, d]. Each sequence is computed independently of the
+        others.
 
-        lengths: tokens of each sequence, each at least 1; they sum to T. positions_T restarts at 0
-        in each. routing: of the T tokens, for a model that `routes`. read_T: bool, whose states are
-        read; None: all. What others get is any finite number, and a model need not compute it.
+        Args:
+            positions_T: positions of the tokens, restarting at 0 in each sequence.
+            lengths: tokens of each sequence, each at least 1; they sum to T.
+            routing: replay and monitoring of the T tokens' experts, if the model `routes`.
+            read_T: bool; the tokens whose states the caller reads, None: all. The other states are
+                arbitrary finite numbers, which a model need not compute.
         """
 
-    def forward(self, *given: Any, **options: Any) -> Tensor:
-        """`hidden`, by a call that hooks of torch see: FSDP fetches weights before it."""
-        return self.hidden(*given, **options)
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+        """Return `hidden(...)`.
+
+        Hooks of torch see this call: FSDP gathers the weights before it.
+        """
+        return self.hidden(*inputs, **options)
 
     @abstractmethod
     def logits(self, hidden_nd: Tensor) -> Tensor:
-        """The model's logits of the next token, [n, V], in float32 (float64 for float64 models)
-        even under autocast: a bfloat16 head is off by about 1e-2 nats a token, as much as a whole
-        policy step."""
+        """Return the logits of the next token [n, V] in float32 (float64 for float64 models).
+
+        They have this precision even under autocast: a bfloat16 head is off by about 1e-2 nats a
+        token, as much as a whole policy step.
+        """
 
     @abstractmethod
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, detached tensor that shares the parameter's memory), each weight
-        once; of an adapter nothing."""
+        """Yield (Hugging Face name, detached tensor that shares the parameter's memory), each
+        weight once.
+
+        Weights of an adapter are left out.
+        """
 
     # --- an adapter
 
     @abstractmethod
     def check_adapter(self, lora: LoRAConfig) -> tuple[str, ...]:
-        """The names of the maps that it would be given to. Raises ConfigError where the model has
-        none of that name."""
+        """Return the names of the linear maps that an adapter would adapt.
+
+        Raises ConfigError if the model has no map of a requested name.
+        """
 
     @abstractmethod
     def attach(self, adapter: Adapter) -> None:
-        """From now on the model computes with it, and nothing else of it trains. At first it
-        changes no output."""
+        """Add the adapter and freeze all other weights. The outputs don't change yet."""
 
     @abstractmethod
     def merge(self) -> None:
-        """Adds the adapter to the weights, which then train, and takes it away."""
+        """Add the adapter to the weights, unfreeze them, and remove the adapter."""
 
     @abstractmethod
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(peft's name, detached tensor that shares the parameter's memory), each weight once."""
+        """Yield (peft's name, detached tensor that shares the parameter's memory), each weight
+        once.
+        """
 
     @abstractmethod
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Meanwhile it computes what it does without."""
+        """Switch the adapter off inside the context."""
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """What an update changes, by name: the adapter where there is one, else all."""
+        """Return the (name, parameter) pairs that an update changes: the adapter's, or all without
+        one.
+        """
         return [
             (name, p)
             for name, p in self.named_parameters()
@@ -169,7 +193,7 @@ class PolicyModel(nn.Module, ABC):
         ]
 
     def resting(self) -> frozenset[str]:
-        """Canonical weights that no update changes."""
+        """Return the names of the canonical weights that no update changes."""
         return (
             frozenset()
             if self.adapter is None
@@ -177,7 +201,7 @@ class PolicyModel(nn.Module, ABC):
         )
 
     def merged_weights(self) -> Mapping[str, Savable]:
-        """The canonical weights as they are with the adapter in them."""
+        """Return the canonical weights with the adapter merged into them."""
         weights = dict(self.canonical_weights())
         if self.adapter is None:
             return weights
@@ -185,12 +209,15 @@ class PolicyModel(nn.Module, ABC):
 
     @abstractmethod
     def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
-        """Writes a Hugging Face directory, every file whole or not at all. weights: all of them by
-        canonical name, where they are not the model's own."""
+        """Write a Hugging Face directory. Every file appears whole or not at all.
+
+        Args:
+            weights: all weights by canonical name; None: the model's own.
+        """
 
 
 class DecoderPolicy(PolicyModel):
-    """Around the built-in decoder."""
+    """The built-in decoder as a policy."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -198,7 +225,7 @@ class DecoderPolicy(PolicyModel):
 
     @property
     def shape(self) -> DecoderConfig:
-        """Of the whole model."""
+        """The shape of the whole model, not of a shard."""
         return self.decoder.config
 
     @property
@@ -223,14 +250,14 @@ class DecoderPolicy(PolicyModel):
 
     def matrices(self) -> Mapping[str, Sequence[int]]:
         layers = {
-            name: found
-            for name, found in pieces(self.decoder).items()
+            name: parameter_pieces
+            for name, parameter_pieces in pieces(self.decoder).items()
             if name.startswith("layers.")
         }
         return {
-            f"decoder.{name}": [len(piece.rows) for piece in found]
-            for name, found in layers.items()
-            if len(found[0].shape) == 2
+            f"decoder.{name}": [len(piece.rows) for piece in parameter_pieces]
+            for name, parameter_pieces in layers.items()
+            if len(parameter_pieces[0].shape) == 2
         }
 
     @property
@@ -278,6 +305,7 @@ class DecoderPolicy(PolicyModel):
         lengths: Sequence[int],
         routing: Routing | None = None,
     ) -> Feed:
+        """Return the inputs that the decoder computes for these sequences, see `PackedInputs`."""
         if routing is not None:
             routing.check(self.shape)
         return feed_of(tokens_T, positions_T, lengths, routing, shares=self.shares_prefixes)

@@ -1,4 +1,4 @@
-"""Decoder shapes by name, for models that start from random weights. Free of torch."""
+"""Define decoder shapes by name, for models that start from random weights. No torch."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def _experts(count: int, per_token: int, intermediate: int) -> dict[str, Any]:
 
 QWEN3 = {"max_positions": 40960, "rope": {"rope_type": "default", "rope_theta": 1e6}}
 
-# All Qwen3 or Qwen3-MoE shaped (QK norm, no biases) and tied; parameters without the embedding.
+# All are Qwen3 or Qwen3-MoE shapes (QK norm, no biases) with tied embeddings. The comments count
+# parameters without the embedding.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": _shape(64, 2, 2, 2, 32, 192),  # 0.1 M
-    # 0.2 M, of which a token uses 0.1 M
+    # 0.2 M, 0.1 M active per token
     "tiny-moe": _shape(64, 2, 2, 2, 32, 192) | _experts(4, 2, 96),
     "small": _shape(128, 4, 4, 2, 32, 384),  # 0.8 M
     "medium": _shape(384, 6, 6, 3, 64, 1024),  # 10 M
@@ -49,20 +50,26 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset(name: str, vocab_size: int, **overrides: Any) -> DecoderConfig:
-    """The decoder of that name over a vocabulary (the tokenizer gives its size); any field of
-    DecoderConfig can be overridden. Raises ModelError for an unknown name or field, with the
-    nearest known one."""
+    """Return the named decoder shape over a vocabulary.
+
+    Args:
+        name: a key of `PRESETS`.
+        vocab_size: size of the tokenizer's vocabulary.
+        overrides: values for any other field of `DecoderConfig`.
+
+    Raises ModelError for an unknown name or field, and suggests the nearest one.
+    """
     if name not in PRESETS:
         raise ModelError(
             f"no preset is called '{name}'{_nearest(name, PRESETS)}; there are {', '.join(PRESETS)}"
         )
-    known = {field.name for field in fields(DecoderConfig)}
+    field_names = {field.name for field in fields(DecoderConfig)}
     for key in overrides:
-        if key not in known:
-            raise ModelError(f"preset '{name}' has no field '{key}'{_nearest(key, known)}")
+        if key not in field_names:
+            raise ModelError(f"preset '{name}' has no field '{key}'{_nearest(key, field_names)}")
     return DecoderConfig(**{"vocab_size": vocab_size, **PRESETS[name], **overrides})
 
 
-def _nearest(word: str, known: Mapping[str, Any] | set[str]) -> str:
-    match = difflib.get_close_matches(word, known, n=1)
+def _nearest(word: str, candidates: Mapping[str, Any] | set[str]) -> str:
+    match = difflib.get_close_matches(word, candidates, n=1)
     return f" (did you mean '{match[0]}'?)" if match else ""

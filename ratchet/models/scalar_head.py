@@ -1,4 +1,4 @@
-"""A scalar per hidden state: the value head of a critic, the score head of a reward model.
+"""Define the scalar head: the value head of a critic, or the score head of a reward model.
 
 T = tokens, d = hidden size.
 """
@@ -19,11 +19,10 @@ FILE = "score.safetensors"
 
 
 class ScalarHead(nn.Module):
-    """One linear map without bias, named as in Hugging Face's `*ForSequenceClassification` with one
-    label.
+    """A linear map from hidden states to scalars, without bias.
 
-    It starts at zero: a critic's first values, and a reward model's first scores, then carry no
-    noise.
+    It is named as in Hugging Face's `*ForSequenceClassification` with one label. It starts at zero,
+    so that a critic's first values and a reward model's first scores carry no noise.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -31,11 +30,11 @@ class ScalarHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, hidden_size))
 
     def forward(self, hidden_Td: Tensor) -> Tensor:
-        """[T, d] -> [T]"""
+        """Return the scalars [T] of hidden states [T, d]."""
         return hidden_Td @ self.weight[0]
 
     def init_weights(self, seed: int, std: float = 0.0) -> ScalarHead:
-        """normal(0, std); the same bits on every device for one seed."""
+        """Draw the weight from normal(0, std). A seed gives the same bits on every device."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             self.weight.copy_(torch.empty(self.weight.shape).normal_(0.0, std, generator=generator))
@@ -43,7 +42,7 @@ class ScalarHead(nn.Module):
 
 
 def save_head(head: ScalarHead, directory: Path) -> None:
-    """Writes `score.safetensors` beside the model, float32."""
+    """Write `score.safetensors` beside the model, in float32."""
     directory.mkdir(parents=True, exist_ok=True)
     with atomic_path(directory / FILE) as temporary:
         save_file(
@@ -54,13 +53,15 @@ def save_head(head: ScalarHead, directory: Path) -> None:
 
 
 def load_head(directory: Path, hidden_size: int) -> ScalarHead | None:
-    """The head of a directory that `save_head` wrote, or of a Hugging Face
-    `*ForSequenceClassification`; None where it has none. Raises ModelError where the head has more
-    than one label, or belongs to a model of another width."""
-    found = _find(directory)
-    if found is None:
+    """Return the scalar head in a model's directory; None if there is none.
+
+    It reads what `save_head` wrote, or the head of a Hugging Face `*ForSequenceClassification`.
+    Raises ModelError if the head has more than one label, or belongs to a model of another width.
+    """
+    files = _find_head(directory)
+    if files is None:
         return None
-    ((_, weight),) = found.read([SCORE])
+    ((_, weight),) = files.read([SCORE])
     if tuple(weight.shape) != (1, hidden_size):
         raise ModelError(
             f"{directory}: {SCORE} has shape {tuple(weight.shape)}, a scalar head here has (1, "
@@ -72,8 +73,8 @@ def load_head(directory: Path, hidden_size: int) -> ScalarHead | None:
     return head
 
 
-def _find(directory: Path) -> WeightFiles | None:
+def _find_head(directory: Path) -> WeightFiles | None:
     if (directory / FILE).exists():
         return WeightFiles(directory, {SCORE: FILE})
-    found = WeightFiles.find(directory)
-    return found if SCORE in found.files else None
+    files = WeightFiles.find(directory)
+    return files if SCORE in files.files else None

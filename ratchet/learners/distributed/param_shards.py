@@ -67,7 +67,7 @@ def own_rows(parameter: Tensor, share: Share) -> range | None:
     if not isinstance(parameter, DTensor):
         return None
     total = parameter.shape[0]
-    size = -(-total // share.of)
+    size = -(-total // share.count)
     return range(min(size * share.index, total), min(size * (share.index + 1), total))
 
 
@@ -210,7 +210,7 @@ def _param_shard(
     copies = (
         mesh.topology.replicas
         * (1 if divided else mesh.topology.tensor)
-        * (share.of if rows is None else 1)
+        * (share.count if rows is None else 1)
     )
     first = (
         mesh.at.replica == 0

@@ -133,14 +133,14 @@ class Pipeline:
         states = torch.empty(between, size, dtype=self.dtype, device="meta", requires_grad=True)
         out = (
             torch.empty(tokens, size, dtype=self.dtype, device="meta", requires_grad=True)
-            if share.index == share.of - 1
+            if share.index == share.count - 1
             else states
         )
         before = torch.empty(1, device="meta") if share.index == 0 else states
         return PipelineStage(
             stage,
             share.index,
-            share.of,
+            share.count,
             self.device,
             input_args=before,
             output_args=out,

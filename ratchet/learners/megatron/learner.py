@@ -231,7 +231,7 @@ class MegatronLearner(RankLearner):
         """
         if self.model.adapter is None:
             return None
-        whole = megatron_layout(Dimensions.of(self.model.shape), Place())
+        whole = megatron_layout(Dimensions.from_config(self.model.shape), Place())
         names = {piece.name for pieces in whole.values() for piece in pieces}
         return fingerprint_of_ranks(self.blocks("base"), names, self.forward.device)
 

@@ -1,7 +1,7 @@
-"""Between Hugging Face and Megatron-core: which block of which canonical weight lies where in a
-rank's parameters, both ways.
+"""Map weights between Hugging Face and Megatron Core, in both directions.
 
-`tables.py` says it for each family, `rules.py` what the words of the tables mean, `dimensions.py`
-how large everything is, and `megatron.py` puts them together for one rank: a `Piece` for each
-block, the vocabulary of `ratchet.models.weights.weight_layout`.
+The map says which block of which canonical weight lies where in a rank's parameters. `tables.py`
+has the weights of each family, `rules.py` defines the notation of the tables, `dimensions.py` has
+all sizes, and `megatron.py` combines them for one rank into a `WeightPiece` per block (see
+`ratchet.models.weights.weight_layout`).
 """

@@ -1,5 +1,4 @@
-"""How large everything is that the tables name, from a Hugging Face `config.json`. Free of
-torch."""
+"""Compute the sizes that the conversion tables name from a Hugging Face `config.json`. No torch."""
 
 from __future__ import annotations
 
@@ -31,12 +30,7 @@ REQUIRED = (
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Of the weights of a model. Sizes that a family does not have are 0.
-
-    queries, keys, values: rows of the matrices that make those of all heads. head: size of one.
-    keys_values, latent_keys, q_rank, kv_rank: of MLA. dense_layers: those without experts. padded:
-    rows of the vocabulary in Megatron, on all ranks together, where these are more than the tokens.
-    """
+    """The sizes of a model's weights. Sizes that a family does not have are 0."""
 
     family: str
     layers: int
@@ -44,48 +38,57 @@ class Dimensions:
     kv_heads: int
     vocabulary: int
     hidden: int
-    width: int
-    queries: int
+    width: int  # intermediate size of the MLP
+    queries: int  # rows of the query matrix, of all heads; likewise `keys` and `values`
     keys: int = 0
-    head: int = 0
+    head: int = 0  # size of one head
     values: int = 0
-    keys_values: int = 0
+    keys_values: int = 0  # of MLA, as are the next three
     latent_keys: int = 0
     q_rank: int = 0
     kv_rank: int = 0
     experts: int = 0
     expert_width: int = 0
     shared_width: int = 0
-    dense_layers: tuple[int, ...] = ()
+    dense_layers: tuple[int, ...] = ()  # layers without experts
     tied: bool = False
+    # rows of Megatron's vocabulary on all ranks, if padding makes them more than the tokens
     padded: int = 0
 
     def size(self, word: str) -> int:
+        """Return the size of that name."""
         return getattr(self, word)
 
     def divided(self, word: str) -> int:
-        """As many are divided over ranks, those that pad included."""
+        """Return the number of rows that are divided over ranks, padding included."""
         return max(self.padded, self.vocabulary) if word == "vocabulary" else self.size(word)
 
     def sparse(self, layer: int) -> bool:
+        """Return True if the layer has experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Dimensions:
-        """Raises ModelError where there is no map for the architecture, naming those that there
-        are."""
+        """Return the sizes of the model of a `config.json`.
+
+        Raises ModelError if there is no map for the architecture.
+        """
         family = str(hf.get("model_type"))
         if family == DEEPSEEK:
-            return _of_deepseek(hf)
+            return _from_deepseek(hf)
         if family not in FAMILIES:
-            known = ", ".join((*FAMILIES, DEEPSEEK))
+            families = ", ".join((*FAMILIES, DEEPSEEK))
             raise ModelError(
-                f"there is no map to Megatron for model_type '{family}': convert one of {known}"
+                f"there is no map to Megatron for model_type '{family}': convert one of {families}"
             )
-        return cls.of(DecoderConfig.from_hf(hf))
+        return cls.from_config(DecoderConfig.from_hf(hf))
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> Dimensions:
+    def from_config(cls, config: DecoderConfig) -> Dimensions:
+        """Return the sizes of a built-in decoder.
+
+        Raises ModelError if it has biases that Megatron can't represent.
+        """
         if config.out_bias or config.mlp_bias:
             key = "attention_bias" if config.out_bias else "mlp_bias"
             raise ModelError(
@@ -110,7 +113,7 @@ class Dimensions:
         )
 
 
-def _of_deepseek(hf: Mapping[str, Any]) -> Dimensions:
+def _from_deepseek(hf: Mapping[str, Any]) -> Dimensions:
     if missing := [key for key in REQUIRED if hf.get(key) is None]:
         raise ModelError(f"this {DEEPSEEK} config.json says nothing about {', '.join(missing)}")
     if hf.get("quantization_config") is not None:
@@ -120,7 +123,9 @@ def _of_deepseek(hf: Mapping[str, Any]) -> Dimensions:
         )
     if hf.get("attention_bias"):
         raise ModelError("Megatron's MLA has no place for biases: attention_bias must be false")
-    heads, layers, rope = hf["num_attention_heads"], hf["num_hidden_layers"], hf["qk_rope_head_dim"]
+    heads = hf["num_attention_heads"]
+    layers = hf["num_hidden_layers"]
+    rope = hf["qk_rope_head_dim"]
     first = min(hf.get("first_k_dense_replace", 3), layers)
     return Dimensions(
         family=DEEPSEEK,

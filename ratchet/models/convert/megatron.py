@@ -1,10 +1,13 @@
-"""The parameters of one rank of Megatron-core as blocks of canonical weights.
+"""Map the parameters of one Megatron Core rank to blocks of canonical weights.
 
-    layout = megatron_layout(dimensions, place)          # parameter -> the pieces of weights that lie in it
-    fill(dict(model.named_parameters()), layout, read)   # from files, block by block
-    blocks(dict(model.named_parameters()), layout)       # to a weight link or files, one parameter at a time
+    # parameter -> the pieces of weights in it
+    layout = megatron_layout(dimensions, shard)
+    # read all weights from files, block by block
+    fill_parameters(dict(model.named_parameters()), layout, read)
+    # send or save all weights, one parameter at a time
+    list_blocks(dict(model.named_parameters()), layout)
 
-No rank needs another for this, and none ever holds a whole model.
+A rank needs no other rank for this, and never holds a whole model.
 """
 
 from __future__ import annotations
@@ -40,60 +43,69 @@ Layout = Mapping[str, tuple[Piece, ...]]
 
 @dataclass(frozen=True)
 class Place(Part):
-    """A rank of Megatron, or one of its chunks: chunk c of pipeline rank r of p, with v chunks
-    each, is stage r + p * c of p * v. expert_tensor: of the columns of each expert; None: as
-    `tensor`. engine: its layers are Transformer Engine's."""
+    """The shard of a Megatron rank, or of one of its chunks.
 
-    expert_tensor: Share | None = None
-    engine: bool = False
+    With p pipeline ranks of v chunks each, chunk c of rank r is stage r + p * c of p * v.
+    """
+
+    expert_tensor: Share | None = None  # of the columns of each expert; None: as `tensor`
+    engine: bool = False  # True if the layers are Transformer Engine's
 
     def check_megatron(self, dimensions: Dimensions) -> None:
-        """Raises ModelError where Megatron can't divide the model so, with the nearest number that
-        divides it."""
-        n = self.tensor.of
+        """Raise ModelError if Megatron can't divide the model so. The message names the nearest
+        divisor.
+        """
+        n = self.tensor.count
         totals = {
             "query heads": dimensions.heads,
             "KV heads": dimensions.kv_heads,
             "columns of an MLP": dimensions.width,
         }
-        if not self.engine:  # Megatron's own layers divide these too
+        # Megatron's own layers also divide the matrices of latent states.
+        if not self.engine:
             totals |= {
                 "rows of latent queries": dimensions.q_rank,
                 "rows of latent keys": dimensions.latent_keys,
             }
         check_even(n, totals | {"columns of shared experts": dimensions.shared_width})
         check_even(
-            (self.expert_tensor or self.tensor).of,
+            (self.expert_tensor or self.tensor).count,
             {"columns of an expert": dimensions.expert_width},
         )
-        if self.experts.of > 1 and (not dimensions.experts or dimensions.experts % self.experts.of):
-            fix = nearest(dimensions.experts, self.experts.of) if dimensions.experts else 1
+        if self.experts.count > 1 and (
+            not dimensions.experts or dimensions.experts % self.experts.count
+        ):
+            fix = nearest(dimensions.experts, self.experts.count) if dimensions.experts else 1
             raise ModelError(
-                f"learner.expert_parallel={self.experts.of} doesn't divide the model's "
+                f"learner.expert_parallel={self.experts.count} doesn't divide the model's "
                 f"{dimensions.experts} experts: "
                 f"set it to {fix}"
             )
-        if dimensions.layers % self.pipeline.of:
+        if dimensions.layers % self.pipeline.count:
             raise ModelError(
-                f"{self.pipeline.of} pipeline stages can't have equally many of "
+                f"{self.pipeline.count} pipeline stages can't have equally many of "
                 f"{dimensions.layers} layers: set "
                 "learner.pipeline_parallel x pipeline_chunks to "
-                f"{nearest(dimensions.layers, self.pipeline.of)}"
+                f"{nearest(dimensions.layers, self.pipeline.count)}"
             )
 
 
 def megatron_layout(dimensions: Dimensions, place: Place) -> Layout:
-    """By the name of the parameter (or buffer: `expert_bias`), in Megatron's order of modules. A
-    tied head on a last stage that has no embedding is a second copy, with the embedding's pieces.
-    Raises ModelError where the model can't be divided so."""
+    """Return the pieces of each parameter, and of the buffer `expert_bias`, in Megatron's order.
+
+    On a last stage without the embedding a tied head is a second copy, with the embedding's pieces.
+    Raises ModelError if the model can't be divided so.
+    """
     place.check_megatron(dimensions)
-    n = place.tensor.of
+    n = place.tensor.count
     if not dimensions.padded:
         dimensions = replace(dimensions, padded=-(-dimensions.vocabulary // n) * n)
     return dict(_parameters(dimensions, place))
 
 
 def _parameters(dimensions: Dimensions, place: Place) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+    """Yield (name, pieces) of each parameter, in Megatron's order of modules."""
+
     def ends(rules: Rules) -> Iterator[tuple[str, tuple[Piece, ...]]]:
         for name, rule in rules.items():
             yield name, tuple(rule.pieces("", dimensions, place.tensor))
@@ -105,11 +117,11 @@ def _parameters(dimensions: Dimensions, place: Place) -> Iterator[tuple[str, tup
         rules = table.layer(dimensions.sparse(layer))
         for name, rule in rules.items():
             spelled, share = _as_built(name, rule, rules, place)
-            for own, expert in enumerate(
+            for local_expert, expert in enumerate(
                 place.experts.range(dimensions.experts) if "{expert}" in name else [0]
             ):
                 pieces = rule.pieces(f"model.layers.{layer}.", dimensions, share, expert)
-                yield f"decoder.layers.{local}.{spelled.format(expert=own)}", tuple(pieces)
+                yield f"decoder.layers.{local}.{spelled.format(expert=local_expert)}", tuple(pieces)
     if place.last:
         yield from ends(FINAL_NORM)
         if not dimensions.tied:
@@ -119,7 +131,7 @@ def _parameters(dimensions: Dimensions, place: Place) -> Iterator[tuple[str, tup
 
 
 def _as_built(name: str, rule: Rule, rules: Rules, place: Place) -> tuple[str, Share]:
-    """What it is called in the layers that this model has, and what of it is here."""
+    """Return a parameter's name in the layers that the model uses, and this rank's share of it."""
     share = (place.expert_tensor or place.tensor) if "{expert}" in name else place.tensor
     if not place.engine:
         return name, share
@@ -129,9 +141,13 @@ def _as_built(name: str, rule: Rule, rules: Rules, place: Place) -> tuple[str, S
 
 
 def fill(tensors: Mapping[str, Tensor], layout: Layout, read: Read) -> None:
-    """Copies every block from where `read` finds it by its name, offsets and size; rows that pad
-    the vocabulary become 0. tensors: all parameters and buffers of the rank, whatever their dtype
-    and device. Raises ModelError where the model has others than the map."""
+    """Copy every block from `read` into the parameters; rows that pad the vocabulary become 0.
+
+    Args:
+        tensors: all parameters and buffers of the rank, of any dtype and device.
+
+    Raises ModelError if the model's parameters are not those of the layout.
+    """
     check_names(tensors, layout)
     with torch.no_grad():
         for name, pieces in layout.items():
@@ -141,18 +157,21 @@ def fill(tensors: Mapping[str, Tensor], layout: Layout, read: Read) -> None:
 
 
 def blocks(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[Shard]:
-    """What `fill` filled, as views, parameter by parameter. Ranks that hold the same block all give
-    it, as does a last stage the tied embedding: whoever collects takes one."""
+    """Yield the blocks of all parameters, as views.
+
+    Several ranks may yield the same block, and a last stage yields the tied embedding again. The
+    receiver takes one of them.
+    """
     check_names(tensors, layout)
     for name, pieces in layout.items():
         yield from shards(pieces, tensors[name].detach())
 
 
 def check_names(names: Collection[str], layout: Layout) -> None:
-    """Raises ModelError where the parameters of a rank are not those of the map."""
-    if lacking := [name for name in layout if name not in names]:
+    """Raise ModelError if the parameters of a rank are not those of the layout."""
+    if missing := [name for name in layout if name not in names]:
         raise ModelError(
-            f"the Megatron model lacks {some(lacking)}, which the map has: build it from the same "
+            f"the Megatron model lacks {some(missing)}, which the map has: build it from the same "
             "config.json"
         )
     if unknown := [name for name in names if name not in layout]:

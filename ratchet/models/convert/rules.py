@@ -1,8 +1,8 @@
-"""The words of the tables: what one parameter of Megatron-core is made of, and how tensor
-parallelism divides it.
+"""Define the notation of the conversion tables.
 
-A weight is written as `"self_attn.o_proj.weight [hidden, queries]"`: its name below the layer, and
-its shape in words of `Dimensions`. `{expert}` in a name stands for the number of an expert.
+A rule lists the weights that one Megatron parameter is made of, and how tensor parallelism divides
+it. A weight is written as `"self_attn.o_proj.weight [hidden, queries]"`: its name below the layer,
+and its shape in names of `Dimensions`. `{expert}` stands for the number of an expert.
 """
 
 from __future__ import annotations
@@ -21,38 +21,48 @@ WRITTEN = re.compile(r"(\S+) \[(\w+(?:, \w+)*)\]")
 
 @dataclass(frozen=True)
 class Weight:
-    """Of Hugging Face. shape: names of `Dimensions`."""
+    """The name and shape of a Hugging Face weight."""
 
-    name: str
-    shape: tuple[str, ...]
+    name: str  # below the layer
+    shape: tuple[str, ...]  # names of `Dimensions`
 
     @classmethod
-    def read(cls, text: str) -> Weight:
-        found = WRITTEN.fullmatch(text)
-        assert found is not None, f"'{text}' is no weight with its shape"
-        return cls(found[1], tuple(found[2].split(", ")))
+    def from_text(cls, text: str) -> Weight:
+        """Parse the notation `"name [size, size]"`."""
+        match = WRITTEN.fullmatch(text)
+        assert match is not None, f"'{text}' is no weight with its shape"
+        return cls(match[1], tuple(match[2].split(", ")))
 
 
 class Division(Enum):
-    """Over the ranks of tensor parallelism."""
+    """The way tensor parallelism divides a parameter."""
 
-    WHOLE = auto()  # each has all of it
-    ROWS = auto()  # each has its rows of every weight, one weight below the other
-    # each has its KV groups; of each group its rows of every weight, one below the other
+    WHOLE = auto()  # each rank has the whole parameter
+    ROWS = auto()  # each rank has its rows of every weight, one weight below the other
+    # each rank has its KV groups, and of each group the rows of every weight, one below the other
     GROUPS = auto()
-    COLUMNS = auto()
+    COLUMNS = auto()  # each rank has its columns
 
 
 @dataclass(frozen=True)
 class Rule:
+    """The weights that one Megatron parameter is made of, and how it is divided."""
+
     weights: tuple[Weight, ...]
     division: Division
 
     def pieces(
         self, prefix: str, dimensions: Dimensions, share: Share, expert: int = 0
     ) -> Iterator[Piece]:
-        """The blocks in the parameter of a rank, in the order of its rows. share: the rank's, of
-        tensor parallelism. Rows behind the last piece, if any, pad the vocabulary."""
+        """Yield the blocks in a rank's parameter, in the order of its rows.
+
+        Rows behind the last piece pad the vocabulary.
+
+        Args:
+            prefix: of the weights' names.
+            share: the rank's share of tensor parallelism.
+            expert: number that replaces `{expert}`.
+        """
         weights = [
             (
                 prefix + weight.name.format(expert=expert),
@@ -66,30 +76,34 @@ class Rule:
             yield Piece(name, shape, (0, share.range(shape[1]).start), range(shape[0]))
             return
         row = 0
-        turns = Share() if self.division is Division.WHOLE else share
-        groups = dimensions.kv_heads if self.division is Division.GROUPS else turns.of
-        for group in turns.range(groups):
+        effective_share = Share() if self.division is Division.WHOLE else share
+        groups = dimensions.kv_heads if self.division is Division.GROUPS else effective_share.count
+        for group in effective_share.range(groups):
             for name, shape, word in weights:
-                own = Share(group, groups).range(dimensions.divided(word))
-                count = max(0, min(own.stop, shape[0]) - own.start)
+                rows = Share(group, groups).range(dimensions.divided(word))
+                count = max(0, min(rows.stop, shape[0]) - rows.start)
                 if count:
                     yield Piece(
-                        name, shape, (own.start, *(0,) * (len(shape) - 1)), range(row, row + count)
+                        name, shape, (rows.start, *(0,) * (len(shape) - 1)), range(row, row + count)
                     )
-                row += len(own)
+                row += len(rows)
 
 
 def whole(weight: str) -> Rule:
-    return Rule((Weight.read(weight),), Division.WHOLE)
+    """Return the rule of a parameter that each rank has as a whole."""
+    return Rule((Weight.from_text(weight),), Division.WHOLE)
 
 
 def rows(*weights: str) -> Rule:
-    return Rule(tuple(map(Weight.read, weights)), Division.ROWS)
+    """Return the rule of weights that are divided by rows."""
+    return Rule(tuple(map(Weight.from_text, weights)), Division.ROWS)
 
 
 def groups(*weights: str) -> Rule:
-    return Rule(tuple(map(Weight.read, weights)), Division.GROUPS)
+    """Return the rule of weights that are divided by KV groups."""
+    return Rule(tuple(map(Weight.from_text, weights)), Division.GROUPS)
 
 
 def columns(weight: str) -> Rule:
-    return Rule((Weight.read(weight),), Division.COLUMNS)
+    """Return the rule of a weight that is divided by columns."""
+    return Rule((Weight.from_text(weight),), Division.COLUMNS)

@@ -1,9 +1,11 @@
-"""What each parameter of Megatron-core 0.16 is made of, family by family: the left column is
-Megatron's name below its layer, the right one how it is divided and which weights of Hugging Face,
-below theirs, it holds. Read in both directions.
+"""List the weights that each Megatron Core 0.16 parameter is made of, by model family.
 
-Megatron's names are those of its own ("local") layers; where Transformer Engine's take their place,
-`FUSED` says what changes.
+The left column is Megatron's name below its layer. The right column is how the parameter is
+divided, and the Hugging Face weights in it, named below their layer. Both directions of conversion
+read it.
+
+The names are those of Megatron's own ("local") layers; `FUSED` and the tables after it have the
+differences of Transformer Engine's layers.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ EMBEDDING = {
 }
 FINAL_NORM = {"decoder.final_layernorm.weight": whole("model.norm.weight [hidden]")}
 HEAD = {"output_layer.weight": rows("lm_head.weight [vocabulary, hidden]")}
-# a copy, where the embedding is elsewhere
+# The copy of a tied head on a stage without the embedding.
 TIED_HEAD = {"output_layer.weight": EMBEDDING["embedding.word_embeddings.weight"]}
 
 NORMS = {
@@ -106,13 +108,14 @@ SHARED_EXPERTS = {
 
 @dataclass(frozen=True)
 class Table:
-    """common: of every layer. dense, sparse: of those without and with experts."""
+    """The rules of one model family."""
 
-    common: Rules
-    dense: Rules = field(default_factory=lambda: MLP)
-    sparse: Rules = field(default_factory=dict)
+    common: Rules  # of every layer
+    dense: Rules = field(default_factory=lambda: MLP)  # of layers without experts
+    sparse: Rules = field(default_factory=dict)  # of layers with experts
 
     def layer(self, sparse: bool) -> Rules:
+        """Return the rules of a layer with (sparse) or without experts."""
         return {**self.common, **(self.sparse if sparse else self.dense)}
 
 
@@ -134,24 +137,26 @@ WITHOUT_Q_RANK = Table(
 
 
 def table_of(dimensions: Dimensions) -> Table:
+    """Return the table of a model's family."""
     if dimensions.kv_rank and not dimensions.q_rank:
         return WITHOUT_Q_RANK
     return TABLES[dimensions.family]
 
 
-# Transformer Engine's layers: a norm is part of the matrix behind it, where the layer has that
-# matrix ...
+# In Transformer Engine's layers a norm is part of the matrix behind it, if the layer has that
+# matrix.
 FUSED: Mapping[str, str] = {
     "input_layernorm.weight": "self_attention.linear_qkv",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj",
 }
-# ... experts are one module, and what leads to MLA's latent states is on each rank as a whole.
+# There, all experts are one module.
 GROUPED: Mapping[str, str] = {
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
     "mlp.experts.local_experts.{expert}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
 }
+# There, each rank has these projections to MLA's latent states as a whole.
 DUPLICATED = (
     "self_attention.linear_q_down_proj.weight",
     "self_attention.linear_kv_down_proj.weight",

@@ -1,13 +1,12 @@
-"""Attention over packed sequences for the learner: exact per sequence, nothing leaks between
-neighbours.
+"""Compute attention over packed sequences for the learner. No sequence attends to another.
 
-Neighbours of similar length share one causal call, right-padded inside the call only (a causal
-query never sees the padding behind it). Equal lengths, the common case, are a plain view.
-Everything outside attention stays padding-free. Segments of a tree, whose past was computed
-elsewhere, share masked calls in the same way.
+Consecutive sequences of similar length share one causal call and are right-padded inside it only; a
+causal query never sees the padding behind it. Sequences of equal length, the common case, need no
+padding and are a plain view. Everything outside attention is padding-free. Segments of a prefix
+tree, whose past was computed elsewhere, share masked calls in the same way.
 
-T = tokens, H = query heads, K = key/value heads, D = head_dim, R = segments of a call, P = most
-tokens of their pasts, L = most of their own.
+T = tokens, H = query heads, K = key/value heads, D = head_dim, R = segments of a call, P = longest
+past of a segment, L = longest segment.
 """
 
 from __future__ import annotations
@@ -24,41 +23,43 @@ from torch.autograd import Function
 
 from ratchet.models.layers.prefix_tree import Index, PrefixTree, Segment
 
-# a call may compute at most this many times its real cells (pairs of a query and a key) ...
+# Segments share a call if its cells (pairs of a query and a key), padding included, are at most
+# WASTE times the real cells plus FREE. On a CPU a separate call costs about as much as FREE cells.
 WASTE = 1.25
-FREE = 4096  # ... and so many more, as a call costs a CPU about as much
-# where the keys and values of the tokens before a segment lie, in order
+FREE = 4096
+# Returns the indices of the keys and values of the tokens before a segment, in order.
 Past = Callable[[Segment], Index]
 
 
 @dataclass(frozen=True)
 class Padding:
-    """gather: int64 [rows * longest], the token that fills each cell (padding repeats a real one,
-    so that it stays finite); cells: int64 [tokens], where each token went."""
+    """The indices that pad sequences to rows of equal length, and take the padding away."""
 
+    # int64 [rows * longest]: the token in each cell; padding repeats a real one and stays finite
     gather: Tensor
-    cells: Tensor
+    cells: Tensor  # int64 [tokens]: the cell of each token
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One attention call over consecutive sequences; `padding` is None where they are equally
-    long."""
+    """One attention call over consecutive sequences."""
 
     rows: int
     longest: int
     tokens: int
-    padding: Padding | None
+    padding: Padding | None  # None if the sequences are equally long
 
 
 class PackedAttention:
-    """`attend` of `Decoder.forward` for sequences laid end to end.
-
-    lengths: tokens of each sequence, each at least 1; they sum to T. Any order is exact; ascending
-    ones make fewest calls.
-    """
+    """The `attend` of `Decoder.forward` for sequences laid end to end."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        """Plan the attention calls.
+
+        Args:
+            lengths: tokens of each sequence, each at least 1; they sum to T. Any order gives exact
+                results; ascending lengths need the fewest calls.
+        """
         self.buckets = [_bucket(run, device) for run in _runs(lengths)]
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -80,34 +81,33 @@ def _attend(bucket: Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tens
 
 
 def _cells(bucket: Bucket, x: Tensor) -> Tensor:
-    """[tokens, heads, D] -> [rows, heads, longest, D]"""
+    """Return [tokens, heads, D] as [rows, heads, longest, D]."""
     cells = x if bucket.padding is None else _Pad.apply(x, bucket.padding)
     return cells.view(bucket.rows, bucket.longest, *x.shape[1:]).transpose(1, 2)
 
 
 def _tokens(bucket: Bucket, out: Tensor) -> Tensor:
-    """The way back."""
+    """Return [rows, heads, longest, D] as [tokens, heads, D], the inverse of `_cells`."""
     cells = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
     return cells if bucket.padding is None else _Unpad.apply(cells, bucket.padding)
 
 
 @dataclass(frozen=True)
 class Branches:
-    """One attention call over consecutive segments of a tree, each with a past.
+    """One attention call over consecutive segments of a prefix tree, each with a past."""
 
-    keys: int64 [R * (P + L)], the token that fills each cell of keys and values: the past, then the
-    segment; padding repeats a real token. seen: bool [R or 1, 1, L, P + L], what each query attends
-    to.
-    """
-
-    own: Bucket
+    queries: Bucket  # the segments' own tokens
+    # int64 [R * (P + L)]: the token in each cell of keys and values, the past and then the
+    # segment; padding repeats a real token
     keys: Tensor
-    seen: Tensor
+    seen: Tensor  # bool [R or 1, 1, L, P + L]: the cells that each query attends to
 
 
 class TreeAttention:
-    """`attend` of `Decoder.forward` for the distinct tokens of a tree, in the order of its
-    segments."""
+    """The `attend` of `Decoder.forward` for the distinct tokens of a prefix tree.
+
+    Tokens are in the order of the tree's segments.
+    """
 
     def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
         roots = [segment for segment in tree.segments if not segment.begin]
@@ -117,7 +117,7 @@ class TreeAttention:
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         first, *queries = q_THD.split(
-            [self.roots, *(branches.own.tokens for branches in self.branches)]
+            [self.roots, *(branches.queries.tokens for branches in self.branches)]
         )
         parts = [self.whole(layer, first, k_TKD[: self.roots], v_TKD[: self.roots])]
         for branches, q in zip(self.branches, queries, strict=True):
@@ -126,22 +126,28 @@ class TreeAttention:
 
 
 def attend_past(branches: Branches, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    own = branches.own
+    """Return the attention of segments with a past: queries of the segments over all keys and
+    values.
+    """
+    bucket = branches.queries
 
     def past(x: Tensor) -> Tensor:  # [T, heads, D] -> [R, heads, P + L, D]
-        return x.index_select(0, branches.keys).view(own.rows, -1, *x.shape[1:]).transpose(1, 2)
+        return x.index_select(0, branches.keys).view(bucket.rows, -1, *x.shape[1:]).transpose(1, 2)
 
     grouped = q_THD.shape[1] != k_TKD.shape[1]
-    q = _cells(own, q_THD)
+    q = _cells(bucket, q_THD)
     out = F.scaled_dot_product_attention(
         q, past(k_TKD), past(v_TKD), attn_mask=branches.seen, enable_gqa=grouped
     )
-    return _tokens(own, out)
+    return _tokens(bucket, out)
 
 
 class _Pad(Function):
-    """[tokens, ...] -> [rows * longest, ...]. Only real queries reach the loss, and they see no
-    padding: the gradient of padding is exactly 0, so the backward merely picks the real cells."""
+    """Pad [tokens, ...] to [rows * longest, ...].
+
+    Only real queries reach the loss, and they see no padding. So the gradient of padding is exactly
+    0, and the backward pass only picks the real cells.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, padding: Padding) -> Tensor:
@@ -154,7 +160,7 @@ class _Pad(Function):
 
 
 class _Unpad(Function):
-    """[rows * longest, ...] -> [tokens, ...]."""
+    """Remove the padding: [rows * longest, ...] to [tokens, ...]."""
 
     @staticmethod
     def forward(ctx: Any, cells: Tensor, padding: Padding) -> Tensor:
@@ -169,13 +175,15 @@ class _Unpad(Function):
 
 
 def _runs(lengths: Sequence[int]) -> list[list[int]]:
-    """Consecutive lengths that share a call."""
+    """Group consecutive lengths that share a call."""
     segments = [Segment(row, 0, length) for row, length in enumerate(lengths)]
     return [[segment.length for segment in run] for run in _shared_calls(segments)]
 
 
 def _bucket(lengths: list[int], device: torch.device | str) -> Bucket:
-    longest, tokens = max(lengths), sum(lengths)
+    """Return the call over sequences of these lengths."""
+    longest = max(lengths)
+    tokens = sum(lengths)
     if longest * len(lengths) == tokens:
         return Bucket(len(lengths), longest, tokens, padding=None)
     lengths_R = torch.tensor(lengths)
@@ -189,42 +197,54 @@ def _bucket(lengths: list[int], device: torch.device | str) -> Bucket:
 
 
 def _shared_calls(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Consecutive segments that share a call: a run ends where its padding would cost more than
-    another call."""
+    """Group consecutive segments that share a call.
+
+    A group ends where its padding would cost more than another call.
+    """
     runs: list[list[Segment]] = []
-    used = own = past = 0  # of the last run: cells, its longest segment, its longest past
+    # of the last run: real cells, longest segment, longest past
+    used = longest = longest_past = 0
     for segment in segments:
         cost = segment.length * segment.end
-        longest, behind = max(own, segment.length), max(past, segment.begin)
-        if (
-            runs
-            and (len(runs[-1]) + 1) * longest * (longest + behind) <= WASTE * (used + cost) + FREE
-        ):
+        joint = max(longest, segment.length)
+        joint_past = max(longest_past, segment.begin)
+        padded_cells = (len(runs[-1]) + 1) * joint * (joint + joint_past) if runs else 0
+        if runs and padded_cells <= WASTE * (used + cost) + FREE:
             runs[-1].append(segment)
-            used, own, past = used + cost, longest, behind
+            used += cost
+            longest = joint
+            longest_past = joint_past
         else:
             runs.append([segment])
-            used, own, past = cost, segment.length, segment.begin
+            used = cost
+            longest = segment.length
+            longest_past = segment.begin
     return runs
 
 
 def branches(segments: Sequence[Segment], past: Past, device: torch.device | str) -> list[Branches]:
-    """The calls for segments laid end to end, best in ascending order of their begin and length."""
+    """Return the attention calls for segments laid end to end.
+
+    Segments in ascending order of begin and length need the fewest calls.
+    """
     return [_branches(run, past, device) for run in _shared_calls(segments)]
 
 
-def _branches(run: list[Segment], past_of: Past, device: torch.device | str) -> Branches:
-    own = _bucket([segment.length for segment in run], device)
-    past = max(segment.begin for segment in run)
-    past_RP = np.stack([np.resize(past_of(s), past) for s in run])
-    starts_R = np.array([s.start for s in run])
-    lengths_R = np.array([s.length for s in run])
-    offsets_L = np.arange(own.longest)
-    own_RL = starts_R[:, None] + np.minimum(offsets_L, lengths_R[:, None] - 1)
-    keys = torch.from_numpy(np.concatenate([past_RP, own_RL], axis=1).reshape(-1))
-    begins = sorted({s.begin for s in run})
-    begin_R = torch.tensor(begins if len(begins) == 1 else [s.begin for s in run])
-    causal_LL = torch.ones(own.longest, own.longest, dtype=torch.bool).tril()
-    behind_RLP = (torch.arange(past) < begin_R[:, None])[:, None].expand(-1, own.longest, -1)
+def _branches(run: list[Segment], past_indices: Past, device: torch.device | str) -> Branches:
+    """Return the call over one run of segments."""
+    bucket = _bucket([segment.length for segment in run], device)
+    longest_past = max(segment.begin for segment in run)
+    past_RP = np.stack([np.resize(past_indices(segment), longest_past) for segment in run])
+    starts_R = np.array([segment.start for segment in run])
+    lengths_R = np.array([segment.length for segment in run])
+    offsets_L = np.arange(bucket.longest)
+    segment_RL = starts_R[:, None] + np.minimum(offsets_L, lengths_R[:, None] - 1)
+    keys = torch.from_numpy(np.concatenate([past_RP, segment_RL], axis=1).reshape(-1))
+    begins = sorted({segment.begin for segment in run})
+    begin_R = torch.tensor(begins if len(begins) == 1 else [segment.begin for segment in run])
+    causal_LL = torch.ones(bucket.longest, bucket.longest, dtype=torch.bool).tril()
+    behind_RLP = (torch.arange(longest_past) < begin_R[:, None])[:, None].expand(
+        -1, bucket.longest, -1
+    )
     seen = torch.cat([behind_RLP, causal_LL.expand(len(begin_R), -1, -1)], dim=-1)
-    return Branches(own, keys.to(device), seen[:, None].to(device))
+    return Branches(bucket, keys.to(device), seen[:, None].to(device))

@@ -1,5 +1,4 @@
-"""bitsandbytes, whose kernels quantise and restore numbers: imported where it is first used, as
-that takes a second."""
+"""Import bitsandbytes, which has quantization kernels, on first use: the import takes a second."""
 
 from __future__ import annotations
 
@@ -11,7 +10,10 @@ from typing import Any
 
 @cache
 def bits() -> Any:
-    """Its functions. On a CPU it says that a kernel which nothing here uses can't be had."""
+    """Return `bitsandbytes.functional`.
+
+    Its warning about a missing CPU kernel, which is not used here, is suppressed.
+    """
     log = logging.getLogger("bitsandbytes")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,8 +1,9 @@
-"""Mixture of experts: each token passes the few gated layers that a router picks for it
-(arXiv:1701.06538, arXiv:2401.04088).
+"""Define a mixture of experts: each token passes the few gated layers that a router picks for it.
 
-T = tokens, K = experts of a token, E = experts, N = rows: the T * K choices sorted by expert, and
-padding; d = hidden size, F = size of an expert's gated layer, O = outputs of a matrix.
+Sources: arXiv:1701.06538, arXiv:2401.04088.
+
+T = tokens, K = experts of a token, E = experts, N = rows (the T * K choices sorted by expert, and
+padding), d = hidden size, F = size of an expert's gated layer, O = outputs of a matrix.
 """
 
 from __future__ import annotations
@@ -18,26 +19,32 @@ from ratchet.models.config import DecoderConfig
 from ratchet.models.layers.expert_routing import Route
 from ratchet.models.ops import swiglu
 
-# (rows [N, d] sorted by expert, rows of each expert [E]) -> [N, d]
+# Computes the experts: (rows [N, d] sorted by expert, rows of each expert [E]) -> [N, d].
 Compute = Callable[[Tensor, Tensor], Tensor]
-# what computes them, and its arguments: the same result
+# Calls a `Compute` with its two arguments, on the ranks that hold the experts, and returns its
+# result.
 Exchange = Callable[[Compute, Tensor, Tensor], Tensor]
 
 
 class Router(nn.Module):
-    """Picks K experts for each token by a softmax over all of them, in float32 or better."""
+    """A router that picks K experts for each token by a softmax over all, in float32 or better."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.hidden_size))
-        self.experts_per_token, self.renormalise = config.experts_per_token, config.renormalise
+        self.experts_per_token = config.experts_per_token
+        self.renormalise = config.renormalise
 
     def forward(
         self, x_Td: Tensor, route: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(weights [T, K], differentiable; experts [T, K], int64), the largest weight first. route:
-        has the last word on the experts, see `Route`; whoever chose them, their weights come from
-        these logits, and so does the router's gradient."""
+        """Return (differentiable weights [T, K], experts [T, K] as int64), the largest weight
+        first.
+
+        Args:
+            route: maps the logits and the chosen experts to the experts to use, see `RoutingHook`.
+                The weights, and so the router's gradient, always come from these logits.
+        """
         logits_TE = F.linear(x_Td, self.weight)
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
         shares_TE = logits_TE.softmax(-1)
@@ -51,8 +58,9 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU layers side by side, uninitialised: `gate_up_proj` [E, 2F, d] and `down_proj` [E, d,
-    F]."""
+    """SwiGLU layers side by side: `gate_up_proj` [E, 2F, d] and `down_proj` [E, d, F].
+    Uninitialised.
+    """
 
     def __init__(self, n_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -60,53 +68,71 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(n_experts, hidden_size, intermediate_size))
 
     def forward(self, x_Nd: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows sorted by expert -> [N, d]. counts_E: int64, rows of each expert, 0 allowed."""
+        """Return the experts' outputs [N, d] for rows that are sorted by expert.
+
+        Args:
+            counts_E: int64, rows of each expert; 0 is allowed.
+        """
         return products(
             swiglu(products(x_Nd, self.gate_up_proj, counts_E)), self.down_proj, counts_E
         )
 
 
 class SparseMLP(nn.Module):
-    """exchange: how rows reach the experts. Here they stay; where ranks hold a part of the experts
-    each, it sends every row to the rank of its expert, lets it compute, and brings the result back.
-    place: among the layers with experts. held: experts that are here."""
+    """A layer with a router and several experts, of which each token uses a few."""
 
     def __init__(self, config: DecoderConfig, place: int, held: int) -> None:
+        """Allocate the router and the experts that this rank holds.
+
+        Args:
+            place: index among the layers with experts.
+            held: number of experts on this rank.
+        """
         super().__init__()
         self.place = place
         self.gate = Router(config)
         self.experts = Experts(held, config.hidden_size, config.expert_intermediate_size)
         self.n_experts = config.n_experts
+        # Sends rows to the experts and returns their outputs. With expert parallelism it sends
+        # every row to the rank of its expert.
         self.exchange: Exchange = in_place
 
     def forward(self, x_Td: Tensor, row_multiple: int = 1, route: Route | None = None) -> Tensor:
-        """row_multiple: each expert's rows are padded to a multiple of it, so that a token's result
-        doesn't depend on how many others went to the same expert (see `generators.engine.rows`)."""
+        """Return the weighted sum of the outputs of each token's experts [T, d].
+
+        Args:
+            row_multiple: each expert's rows are padded to a multiple of it, so that a token's
+                result doesn't depend on how many others use the same expert (see
+                `generators.engine.rows`).
+        """
         weights_TK, experts_TK = self.gate(
             x_Td, None if route is None else partial(route, self.place)
         )
         tokens_N, places_TK, counts_E = arrange(experts_TK, self.n_experts, row_multiple)
         y_Nd = self.exchange(self.experts, x_Td.index_select(0, tokens_N), counts_E)
-        # Gathered and summed, not added to an output of zeros: on CUDA that would add in any order.
+        # Gather and sum, because index_add on CUDA would add in an undefined order.
         y_TKd = y_Nd.index_select(0, places_TK.flatten()).view(*places_TK.shape, x_Td.shape[1])
         return (y_TKd * weights_TK[..., None]).sum(1).to(x_Td.dtype)
 
 
 def in_place(compute: Compute, x_Nd: Tensor, counts_E: Tensor) -> Tensor:
+    """Compute all experts on this rank."""
     return compute(x_Nd, counts_E)
 
 
 def arrange(experts_TK: Tensor, n_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(the token that fills each row [N], the row of each choice [T, K], rows of each expert [E]),
-    all int64: rows sorted by expert, then by token; those that pad an expert's up to the multiple
-    repeat token 0."""
+    """Sort the choices of all tokens by expert, then by token, and pad each expert's rows.
+
+    Returns (the token of each row [N], the row of each choice [T, K], rows of each expert [E]), all
+    int64. Padding rows, up to a multiple of `multiple` per expert, repeat token 0.
+    """
     sorted_n, order_n = experts_TK.flatten().sort(stable=True)
     chosen_E = sorted_n.new_zeros(n_experts).scatter_add_(0, sorted_n, torch.ones_like(sorted_n))
     counts_E = (chosen_E + multiple - 1) // multiple * multiple
-    # padding in front of an expert's rows
+    # number of padding rows before each expert's rows
     shift_E = (counts_E - chosen_E).cumsum(0) - (counts_E - chosen_E)
     rows_n = torch.arange(len(order_n), device=order_n.device) + shift_E[sorted_n]
-    # a number the host knows, or waits for
+    # Without padding the host knows the total; otherwise it waits for the device.
     total = len(order_n) if multiple == 1 else int(counts_E.sum())
     tokens_N = order_n.new_zeros(total).index_copy_(0, rows_n, order_n // experts_TK.shape[1])
     places_TK = torch.empty_like(order_n).index_copy_(0, order_n, rows_n).view(experts_TK.shape)
@@ -114,30 +140,37 @@ def arrange(experts_TK: Tensor, n_experts: int, multiple: int) -> tuple[Tensor, 
 
 
 def products(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
-    """Each expert's rows times its matrix: [N, O]."""
-    if x_Nd.is_cuda and torch.is_autocast_enabled("cuda"):  # which leaves the grouped kernel alone
+    """Return each expert's rows times its matrix [N, O]."""
+    # Autocast does not cover the grouped kernel.
+    if x_Nd.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         x_Nd, weight_EOd = x_Nd.to(dtype), weight_EOd.to(dtype)
     if _groupable(x_Nd, weight_EOd):
         return grouped(x_Nd, weight_EOd, counts_E)
-    parts, matrices = x_Nd.split(counts_E.tolist()), weight_EOd.unbind()
-    found = [
+    parts = x_Nd.split(counts_E.tolist())
+    matrices = weight_EOd.unbind()
+    outputs = [
         F.linear(part, matrix) for part, matrix in zip(parts, matrices, strict=True) if len(part)
     ]
-    # Without rows there still is a path for gradients: other ranks may wait for this one's
+    # Without rows the result must still have a gradient: other ranks may wait for this rank's
     # backward.
-    return torch.cat(found or [F.linear(x_Nd, matrices[0])])
+    return torch.cat(outputs or [F.linear(x_Nd, matrices[0])])
 
 
 def grouped(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
-    """All experts in one kernel, without the host knowing the counts."""
+    """Return each expert's rows times its matrix, in one kernel without copying counts to the
+    host.
+    """
     return F.grouped_mm(
         x_Nd, weight_EOd.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32)
     )
 
 
 def _groupable(x_Nd: Tensor, weight_EOd: Tensor) -> bool:
-    """What the kernel takes: bfloat16, rows of whole 16 bytes, from Ampere on."""
+    """Return True if the grouped kernel supports the inputs.
+
+    It needs bfloat16, rows of whole 16 bytes, and an Ampere GPU or later.
+    """
     if not (x_Nd.is_cuda and len(x_Nd) and x_Nd.dtype == torch.bfloat16):
         return False
     return all(size % 8 == 0 for size in weight_EOd.shape[1:]) and torch.cuda.get_device_capability(

@@ -1,7 +1,6 @@
-"""What a decoder is given of packed sequences: each distinct token once, in the order that
-attention wants.
+"""Build the decoder's inputs from packed sequences: each distinct token once, in attention's order.
 
-T = tokens of packed sequences laid end to end, U = those that are computed, S = sequences, d =
+T = tokens of packed sequences laid end to end, U = tokens that are computed, S = sequences, d =
 hidden size.
 """
 
@@ -20,56 +19,58 @@ from ratchet.models.layers.attention import PackedAttention, TreeAttention
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.prefix_tree import PrefixTree, path_keys
 
-# tokens: attention of 31 takes a CPU longer than of 32, so that to leave the last one out would
-# cost
+# The tokens kept behind the first read one are rounded up to a multiple of this: on a CPU,
+# attention over 31 tokens takes longer than over 32.
 STRIDE = 8
-# beginnings are shared, and states left out, where at most this part of them is left: either costs
-# a little too
+# Prefixes are shared, and states left out, only if at most this share of them remains, because
+# both have a cost of their own.
 WORTH = 0.9
 
 
 @dataclass(frozen=True)
 class Feed:
-    """What a decoder computes of packed sequences: distinct tokens, in the order that its attention
-    wants. back_T: int64, where each of the T tokens is among them; None: as they are. read_U:
-    int64, those of them whose final states are computed, which back_T then counts; None: all. seed:
-    of what adapters drop, where the feed brings it."""
+    """The inputs of a decoder for packed sequences: distinct tokens, in the order of its
+    attention.
+    """
 
     tokens_U: Tensor
     positions_U: Tensor
     attend: Attend
+    # int64: index of each of the T tokens among the computed states; None: they are in order
     back_T: Tensor | None = None
     routing: Routing | None = None
-    seed: int | None = None
+    seed: int | None = None  # of adapter dropout, if it travels with the inputs
+    # int64: indices of the tokens whose final states are computed, which `back_T` then refers to;
+    # None: all
     read_U: Tensor | None = None
 
     def unfold(self, hidden_Ud: Tensor) -> Tensor:
-        """[T, d]"""
+        """Return the hidden states of all tokens in their original order [T, d]."""
         return hidden_Ud if self.back_T is None else hidden_Ud.index_select(0, self.back_T)
 
     def padded(self, tokens: int) -> Feed:
-        """With so many, of which nothing reads the last ones."""
-        own = len(self.tokens_U)
-        if own == tokens:
+        """Return the inputs with padding tokens behind, up to `tokens` in all. Nothing reads their
+        states.
+        """
+        n_real = len(self.tokens_U)
+        if n_real == tokens:
             return self
-        more = (0, tokens - own)
-        routing = None if self.routing is None else self.routing.padded(tokens)
-        tokens_U, positions_U = F.pad(self.tokens_U, more), F.pad(self.positions_U, more)
+        padding = (0, tokens - n_real)
         return replace(
             self,
-            tokens_U=tokens_U,
-            positions_U=positions_U,
-            attend=Padded(self.attend, own),
-            routing=routing,
+            tokens_U=F.pad(self.tokens_U, padding),
+            positions_U=F.pad(self.positions_U, padding),
+            attend=Padded(self.attend, n_real),
+            routing=None if self.routing is None else self.routing.padded(tokens),
         )
 
 
 @dataclass(frozen=True)
 class Padded:
-    """`attend` of a feed for hidden states with padding behind them."""
+    """An `attend` for hidden states with padding behind them, which it ignores."""
 
-    attend: Attend
-    tokens: int
+    attend: Attend  # of the tokens before the padding
+    tokens: int  # number of tokens before the padding
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         out = self.attend(layer, q_THD[: self.tokens], k_TKD[: self.tokens], v_TKD[: self.tokens])
@@ -84,21 +85,26 @@ def feed_of(
     *,
     shares: bool = True,
 ) -> Feed:
-    """lengths: tokens of each sequence, each at least 1. shares: beginnings that sequences have in
-    common are computed once."""
+    """Return the decoder's inputs for packed sequences.
+
+    Args:
+        lengths: tokens of each sequence, each at least 1; they sum to T.
+        routing: of the T tokens.
+        shares: True if prefixes that sequences share are computed once.
+    """
     assert sum(lengths) == len(tokens_T), (
         f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
     )
     if len(lengths) > 1 and shares:
-        given_TLK = None if routing is None else routing.given_TLK
-        tree = PrefixTree.of(path_keys(tokens_T, given_TLK), lengths)
+        replayed_TLK = None if routing is None else routing.replayed_TLK
+        tree = PrefixTree.from_sequences(path_keys(tokens_T, replayed_TLK), lengths)
         if len(tree.tokens_U) <= WORTH * len(tokens_T):
             return _shared(tokens_T, positions_T, tree, routing)
     ascending = sorted(lengths)
     attend = PackedAttention(ascending, tokens_T.device)
     if ascending == list(lengths):
         return Feed(tokens_T, positions_T, attend, routing=routing)
-    # Sequences of like length share an attention call if they are neighbours: reorder once, not in
+    # Consecutive sequences of similar length share an attention call: sort by length once, not in
     # every layer.
     order_T, inverse_T = (index.to(tokens_T.device) for index in _by_length(lengths))
     return _reordered(tokens_T, positions_T, attend, order_T, inverse_T, routing)
@@ -112,13 +118,19 @@ def reading_feed(
     *,
     shares: bool = True,
 ) -> Feed:
-    """Where the final states of some tokens alone are read (bool [T], at least one): what lies
-    behind the last of a sequence is not computed, and of others only what later tokens attend to.
-    In their places [T, d] has states of some that are read."""
-    kept_T, kept_S = _begun(lengths, read_T)
+    """Return the decoder's inputs if only some final states are read.
+
+    Tokens behind the last read one of a sequence are not computed. Of unread tokens before it only
+    the keys and values are computed. `unfold` returns arbitrary read states in the places of unread
+    ones.
+
+    Args:
+        read_T: bool, at least one is True; the tokens whose states are read.
+    """
+    kept_T, kept_S = _select_computed(lengths, read_T)
     kept_T = kept_T.to(tokens_T.device)
     feed = feed_of(tokens_T[kept_T], positions_T[kept_T], kept_S, shares=shares)
-    back_T = kept_T.cumsum(0) - 1  # what is left out goes with the token before it
+    back_T = kept_T.cumsum(0) - 1  # a token that is left out maps to the kept one before it
     if feed.back_T is not None:
         back_T = feed.back_T[back_T]
     read_U = torch.zeros(len(feed.tokens_U), dtype=torch.bool, device=back_T.device)
@@ -129,18 +141,21 @@ def reading_feed(
     return replace(feed, back_T=(read_U.cumsum(0) - 1).clamp_(min=0)[back_T], read_U=index_U)
 
 
-def _begun(lengths: Sequence[int], read_T: Tensor) -> tuple[Tensor, list[int]]:
-    """(whether each token lies before the end of what is read of its sequence, or a little behind
-    it, bool [T]; how many of each sequence do: at least one)"""
-    lengths_S, read, places_T = (
-        np.asarray(lengths, dtype=np.int64),
-        read_T.cpu().numpy(),
-        np.arange(len(read_T)),
-    )
+def _select_computed(lengths: Sequence[int], read_T: Tensor) -> tuple[Tensor, list[int]]:
+    """Select the tokens that must be computed: each sequence up to its last read token.
+
+    The part behind the first read token is rounded up to a multiple of `STRIDE`. At least one token
+    of each sequence is kept.
+
+    Returns (whether each token is kept, bool [T]; the number kept of each sequence).
+    """
+    lengths_S = np.asarray(lengths, dtype=np.int64)
+    read = read_T.cpu().numpy()
+    places_T = np.arange(len(read_T))
     starts_S = np.cumsum(lengths_S) - lengths_S
     first_S = np.minimum.reduceat(np.where(read, places_T, len(read)), starts_S)
     last_S = np.maximum.reduceat(np.where(read, places_T, -1), starts_S)
-    answers_S = -(-(last_S - first_S) // STRIDE) * STRIDE  # what follows the first
+    answers_S = -(-(last_S - first_S) // STRIDE) * STRIDE  # tokens behind the first read one
     ends_S = np.where(
         last_S < 0, starts_S + 1, np.minimum(first_S + 1 + answers_S, starts_S + lengths_S)
     )
@@ -150,6 +165,7 @@ def _begun(lengths: Sequence[int], read_T: Tensor) -> tuple[Tensor, list[int]]:
 def _shared(
     tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree, routing: Routing | None = None
 ) -> Feed:
+    """Return the inputs for the distinct tokens of a prefix tree."""
     tokens_U, distinct_T = (
         torch.from_numpy(x).to(tokens_T.device) for x in (tree.tokens_U, tree.distinct_T)
     )
@@ -166,7 +182,7 @@ def _reordered(
     back_T: Tensor,
     routing: Routing | None,
 ) -> Feed:
-    """Of tokens order_U."""
+    """Return the inputs for the tokens order_U."""
     if routing is not None:
         routing = routing.rows(order_U)
         if routing.watch is not None:
@@ -175,8 +191,10 @@ def _reordered(
 
 
 def _by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(where each token of the sequences in ascending order of length comes from, the inverse),
-    int64 [T]."""
+    """Return the permutation that sorts sequences by length, and its inverse, int64 [T] each.
+
+    The first has the original index of each token in ascending order of length.
+    """
     lengths_S = torch.tensor(lengths)
     starts_S = lengths_S.cumsum(0) - lengths_S
     sorted_S, rows_S = lengths_S.sort(stable=True)

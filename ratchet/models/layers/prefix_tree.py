@@ -1,9 +1,9 @@
-"""Which tokens of packed sequences are one computation: where the whole past of two is equal, so
-are their hidden states.
+"""Find shared prefixes in packed sequences. Tokens with equal pasts have equal hidden states.
 
-Sequences that begin alike (the attempts of a group, answers that branch) form a tree. Each of its
-segments is computed once; what follows attends to it. U = distinct tokens of the tree, T = all
-tokens laid end to end, N = segments.
+Sequences with a common beginning (the attempts of a group, answers that branch) form a tree. Each
+of its segments is computed once, and everything behind it attends to it.
+
+U = distinct tokens of the tree, T = all tokens laid end to end, N = segments.
 """
 
 from __future__ import annotations
@@ -18,40 +18,46 @@ from torch import Tensor
 
 Index = NDArray[np.int64]
 
-# tokens: a shared beginning that is shorter is computed again, which costs less than to share it
+# A shared prefix of fewer tokens is computed again, which costs less than sharing it.
 SHORTEST = 4
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens [begin, end) of a sequence, the same in all that pass through it. row: one of these.
-    begin is also how many tokens come before it; start: index of its first token among the U
-    distinct ones."""
+    """Tokens [begin, end) of a sequence, which all sequences that contain the segment share."""
 
-    row: int
-    begin: int
+    row: int  # one of the sequences
+    begin: int  # also the number of tokens before the segment
     end: int
-    start: int = 0
+    start: int = 0  # index of its first token among the U distinct ones
 
     @property
     def length(self) -> int:
+        """The number of tokens in the segment."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """segments: in the order in which their tokens are laid end to end, those without a past first,
-    then by the length of their past and their own. tokens_U: where each distinct token comes from,
-    of the T. distinct_T: where each token went."""
+    """The distinct tokens of packed sequences, as segments of a prefix tree.
 
-    segments: tuple[Segment, ...]
-    tokens_U: Index
-    distinct_T: Index
-    starts_S: Index
+    Segments without a past come first, then they are in order of the length of their past and their
+    own.
+    """
+
+    segments: tuple[Segment, ...]  # in the order in which their tokens are laid end to end
+    tokens_U: Index  # index among the T tokens of each distinct token
+    distinct_T: Index  # index among the U distinct tokens of each token
+    starts_S: Index  # index of the first token of each sequence
 
     @classmethod
-    def of(cls, tokens_T: Index, lengths: Sequence[int]) -> PrefixTree:
-        """lengths: of each sequence, at least 1 each; they sum to T."""
+    def from_sequences(cls, tokens_T: Index, lengths: Sequence[int]) -> PrefixTree:
+        """Build the tree of packed sequences.
+
+        Args:
+            tokens_T: tokens, or keys of `compute_path_keys`.
+            lengths: tokens of each sequence, each at least 1; they sum to T.
+        """
         ends_S = np.cumsum(np.asarray(lengths, dtype=np.int64))
         starts_S = ends_S - lengths
         rows = [
@@ -59,37 +65,43 @@ class PrefixTree:
             for start, end in zip(starts_S.tolist(), ends_S.tolist(), strict=True)
         ]
         paths = _paths(rows)
-        known: dict[tuple[int, int], Segment] = {
-            (s.row, s.begin): s for path in paths for s in path
+        segment_at: dict[tuple[int, int], Segment] = {
+            (segment.row, segment.begin): segment for path in paths for segment in path
         }
         segments: list[Segment] = []
         start = 0
-        for segment in sorted(known.values(), key=lambda s: (s.begin, s.length)):
+        for segment in sorted(
+            segment_at.values(), key=lambda segment: (segment.begin, segment.length)
+        ):
             placed = Segment(segment.row, segment.begin, segment.end, start)
             segments.append(placed)
-            known[segment.row, segment.begin] = placed
+            segment_at[segment.row, segment.begin] = placed
             start += segment.length
         distinct_T = np.empty(len(tokens_T), dtype=np.int64)
         for first, path in zip(starts_S.tolist(), paths, strict=True):
             for part in path:
-                at = known[part.row, part.begin].start
+                at = segment_at[part.row, part.begin].start
                 distinct_T[first + part.begin : first + part.end] = np.arange(at, at + part.length)
         tokens_U = np.empty(start, dtype=np.int64)
-        for s in segments:
-            first = int(starts_S[s.row]) + s.begin
-            tokens_U[s.start : s.start + s.length] = np.arange(first, first + s.length)
+        for segment in segments:
+            first = int(starts_S[segment.row]) + segment.begin
+            tokens_U[segment.start : segment.start + segment.length] = np.arange(
+                first, first + segment.length
+            )
         return cls(tuple(segments), tokens_U, distinct_T, starts_S)
 
     def past(self, segment: Segment) -> Index:
-        """The distinct tokens that come before a segment, in order."""
+        """Return the distinct tokens that come before a segment, in order."""
         start = int(self.starts_S[segment.row])
         return self.distinct_T[start : start + segment.begin]
 
 
 def path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Index:
-    """[T]: equal where two tokens are one computation, given equal pasts: for equal tokens and,
-    where their experts are given, equal routes. Those are hashed: of different ones 2^-48 or less
-    have one key."""
+    """Return a key per token [T]: tokens with equal pasts and equal keys are one computation.
+
+    The keys are the tokens, hashed with their experts if these are replayed. Different tokens share
+    a key with a probability of at most 2^-48.
+    """
     tokens = tokens_T.cpu().numpy()
     if routes_TLK is None:
         return tokens
@@ -104,11 +116,12 @@ def path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Index:
 
 
 def shared_beginning(rows: Sequence[Index]) -> int:
-    """How many first tokens all of the rows have in common."""
-    return min((_alike(rows[0], row) for row in rows[1:]), default=len(rows[0]))
+    """Return the number of first tokens that all rows have in common."""
+    return min((_common_prefix(rows[0], row) for row in rows[1:]), default=len(rows[0]))
 
 
-def _alike(a: Index, b: Index) -> int:
+def _common_prefix(a: Index, b: Index) -> int:
+    """Return the number of first tokens that two rows have in common."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
     first = int(differs.argmax()) if shortest else 0
@@ -116,13 +129,13 @@ def _alike(a: Index, b: Index) -> int:
 
 
 def _paths(rows: Sequence[Index]) -> list[list[Segment]]:
-    """The segments of each row, from its first token to its last."""
-    # As big-endian bytes rows sort as their numbers do, and those that begin alike become
+    """Return the segments of each row, from its first token to its last."""
+    # As big-endian bytes, rows sort as their numbers do. So rows with a common prefix become
     # neighbours.
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes())
-    alike = [_alike(rows[a], rows[b]) for a, b in pairwise(order)]
+    common_with_next = [_common_prefix(rows[a], rows[b]) for a, b in pairwise(order)]
     paths: list[list[Segment]] = [[] for _ in rows]
-    # neighbours low to high, alike up to a depth that has its segments
+    # (low, high, depth): neighbours whose first `depth` tokens are equal and have their segments
     waiting = [(0, len(order), 0)]
     while waiting:
         low, high, depth = waiting.pop()
@@ -131,11 +144,15 @@ def _paths(rows: Sequence[Index]) -> list[list[Segment]]:
             if len(rows[row]) > depth:
                 paths[row].append(Segment(row, depth, len(rows[row])))
             continue
-        common = min(alike[low : high - 1])
+        common = min(common_with_next[low : high - 1])
         if common - depth >= SHORTEST:
             segment, depth = Segment(order[low], depth, common), common
             for place in range(low, high):
                 paths[order[place]].append(segment)
-        cuts = [low, *(place + 1 for place in range(low, high - 1) if alike[place] == common), high]
+        cuts = [
+            low,
+            *(place + 1 for place in range(low, high - 1) if common_with_next[place] == common),
+            high,
+        ]
         waiting += [(a, b, depth) for a, b in pairwise(cuts)]
     return paths

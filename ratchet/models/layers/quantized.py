@@ -1,4 +1,4 @@
-"""A matrix that rests in 4 or 8 bits a number, and is restored where it is multiplied.
+"""Define a matrix that is kept in 4 or 8 bits per number, and restored for each multiplication.
 
 o, i = outputs and inputs of the matrix, n = its numbers.
 """
@@ -15,17 +15,19 @@ from torch.autograd import Function
 from ratchet.models.layers.lazy_bitsandbytes import bits
 
 Form = Literal["nf4", "float8"]
-NF4_BLOCK, FLOAT8_BLOCK = 64, 128  # numbers that share a scale; those of float8 lie in one row
+# How many numbers share a scale. A block of float8 lies in one row.
+NF4_BLOCK = 64
+FLOAT8_BLOCK = 128
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Quantised(nn.Module):
-    """form: "nf4", 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes; "float8",
-    e4m3 whose scales are powers of two, so that scaling rounds nothing. Quantising what was
-    restored changes no number.
+    """A quantized matrix. Quantizing a restored matrix again changes no number.
 
-    Of float8 a number is off by at most a sixteenth of itself, or, where it is small, by 2^-17 of
-    its block's largest; of nf4 by at most 0.16 of its block's largest.
+    form "nf4": 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes. A number is off
+    by at most 0.16 of the largest in its block.
+    form "float8": e4m3 with scales that are powers of two, so that scaling rounds nothing. A number
+    is off by at most a sixteenth of itself or, if small, 2^-17 of the largest in its block.
     """
 
     codes: Tensor
@@ -33,23 +35,25 @@ class Quantised(nn.Module):
 
     def __init__(self, plain: Tensor, form: Form) -> None:
         super().__init__()
-        self.form, self.shape, self.dtype = form, plain.shape, plain.dtype
-        for name, tensor in zip(("codes", "scales"), self._quantised(plain), strict=True):
+        self.form = form
+        self.shape = plain.shape
+        self.dtype = plain.dtype
+        for name, tensor in zip(("codes", "scales"), self._quantize(plain), strict=True):
             self.register_buffer(name, tensor, persistent=False)
-        self.opened: Tensor | None = None
+        self.opened: Tensor | None = None  # a plain copy that is being written to
 
     def plain(self) -> Tensor:
-        """[o, i]: what is multiplied by, in the dtype that the matrix had."""
+        """Return the restored matrix [o, i] in its original dtype."""
         if self.form == "nf4":
-            made = torch.ops.bitsandbytes.dequantize_4bit(
+            restored = torch.ops.bitsandbytes.dequantize_4bit(
                 self.codes, self.scales, NF4_BLOCK, "nf4", self.shape, torch.float32
             )
         else:
             blocks = self.codes.to(torch.float32).unflatten(
                 1, (-1, FLOAT8_BLOCK)
             ) * self.scales.unsqueeze(2)
-            made = blocks.flatten(1)[:, : self.shape[1]]
-        return made.to(self.dtype)
+            restored = blocks.flatten(1)[:, : self.shape[1]]
+        return restored.to(self.dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out = _Product.apply(x, self)
@@ -59,26 +63,30 @@ class Quantised(nn.Module):
     def device(self) -> torch.device:
         return self.codes.device
 
-    # --- other numbers
+    # --- replacing the numbers
 
     @property
     def shown(self) -> Tensor:
-        """What it has, or is to have."""
+        """The plain matrix: the copy to write to between `open` and `shut`, else the restored
+        numbers.
+        """
         return self.plain() if self.opened is None else self.opened
 
     def open(self) -> None:
-        """From now on `shown` may be written to; the matrix stays what it is until `shut`."""
+        """Make `shown` writable. The matrix keeps its numbers until `shut`."""
         self.opened = self.plain()
 
     @torch.no_grad()
     def shut(self) -> None:
+        """Quantize what was written to `shown` since `open`."""
         if self.opened is not None:
-            codes, scales = self._quantised(self.opened)
+            codes, scales = self._quantize(self.opened)
             self.codes.copy_(codes)
             self.scales.copy_(scales)
         self.opened = None
 
-    def _quantised(self, plain: Tensor) -> tuple[Tensor, Tensor]:
+    def _quantize(self, plain: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (codes, scales) of a plain matrix."""
         wide = plain.detach().float()
         if self.form == "nf4":
             codes, state = bits().quantize_4bit(
@@ -92,8 +100,10 @@ class Quantised(nn.Module):
 
 
 class _Product(Function):
-    """x W^T. Autograd would keep every restored matrix for the backward: here it is restored
-    again."""
+    """The product x W^T, which restores the matrix again in the backward pass.
+
+    Autograd would keep every restored matrix for the backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Quantised) -> Tensor:

@@ -1,5 +1,7 @@
-"""Rotary frequencies and their long-context scalings, as `config.json` names them (default, linear,
-llama3, yarn)."""
+"""Compute rotary frequencies and their long-context scalings: default, linear, llama3 and yarn.
+
+The names are those of `rope_type` in a `config.json`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from ratchet.models.config import ORIGINAL, DecoderConfig
 
 
 class RotaryTable(nn.Module):
-    """cos and sin by position, computed in float32 once per forward; not part of the state dict."""
+    """The cos and sin tables by position, in float32. They are not part of the state dict."""
 
     frequencies: Tensor
 
@@ -24,22 +26,29 @@ class RotaryTable(nn.Module):
         self.register_buffer("frequencies", self.exact, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
-        """Moves with the model, but never casts: bfloat16 frequencies would be off by whole turns
-        at long positions."""
+        """Move the frequencies with the model, but never cast them.
+
+        In bfloat16 they would be off by whole turns at long positions.
+        """
         super()._apply(fn, recurse)
         self.frequencies = self.exact.to(self.frequencies.device)
         return self
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos [T, 1, D], sin [T, 1, D / 2]) as `ratchet.models.ops.rotate` takes them."""
+        """Return (cos [T, 1, D], sin [T, 1, D / 2]) in the form that `ratchet.models.ops.rotate`
+        takes.
+        """
         angles = positions_T[:, None, None].to(torch.float32) * self.frequencies
         cos, sin = (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
         return torch.cat([cos, cos], dim=-1), sin
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """(frequencies [head_dim / 2] float32 on the CPU, factor on cos and sin). `rope` as in
-    `DecoderConfig`."""
+    """Return (frequencies [head_dim / 2], factor on cos and sin), in float32 on the CPU.
+
+    Args:
+        rope: as in `DecoderConfig`.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / float(rope["rope_theta"]) ** exponents
     return SCALINGS[rope["rope_type"]](plain, rope)
@@ -50,13 +59,16 @@ def _default(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 
 def _linear(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Position interpolation (arXiv:2306.15595, eq. 4)."""
+    """Scale by position interpolation (arXiv:2306.15595, eq. 4)."""
     return plain / float(rope["factor"]), 1.0
 
 
 def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, the band between
-    interpolated."""
+    """Scale as Llama 3.1 does.
+
+    Low frequencies are divided by `factor`, high ones are kept, and the band between is
+    interpolated.
+    """
     factor, low, high = (float(rope[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     original = float(rope[ORIGINAL])
     wavelength = 2 * math.pi / plain
@@ -67,9 +79,14 @@ def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 
 def _yarn(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """YaRN (arXiv:2309.00071): "NTK-by-parts" interpolation, section 3.2, and the attention
-    temperature, section 3.4."""
-    original, factor, base = float(rope[ORIGINAL]), float(rope["factor"]), float(rope["rope_theta"])
+    """Scale as YaRN does (arXiv:2309.00071).
+
+    It combines "NTK-by-parts" interpolation, section 3.2, and the attention temperature, section
+    3.4.
+    """
+    original = float(rope[ORIGINAL])
+    factor = float(rope["factor"])
+    base = float(rope["rope_theta"])
     head_dim = 2 * len(plain)
 
     def dimension(rotations: float) -> float:

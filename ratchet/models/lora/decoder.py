@@ -1,7 +1,6 @@
-"""LoRA adapters of a policy: which maps get one, how they begin, what their weights are called, and
-what merging makes of them.
+"""Add LoRA adapters to the built-in decoder: initial values, weight names and merging.
 
-Names are those of peft's files: `base_model.model.<path of the map>.lora_A.weight` [r, inputs],
+Names are those of peft's files: `base_model.model.<path of the map>.lora_A.weight` [r, inputs] and
 `lora_B` [outputs, r].
 """
 
@@ -26,22 +25,26 @@ from ratchet.models.weights.weight_layout import PEFT, Piece, pieces, shards
 
 @dataclass(frozen=True)
 class Adapter:
-    """seed: of A. base: directory or hub id of the model that it belongs to, for its files."""
+    """The settings of an adapter and its initial values."""
 
     lora: LoRAConfig
-    seed: int = 0
-    base: str = ""
+    seed: int = 0  # of the initial A
+    base: str = ""  # directory or Hub id of the base model, written to the adapter's files
 
     def first(self, name: str, shape: Sequence[int]) -> Tensor:
-        """A whole weight before the first step, by its name: the same bits whoever asks, and
-        wherever it is divided. A: uniform with variance 1 / (3 inputs) (kaiming), or normal with
-        deviation 1 / rank (gaussian). B: 0."""
+        """Return the initial value of a whole weight.
+
+        It is a function of the seed and the name, so its bits don't depend on how the weight is
+        divided. A is uniform with variance 1 / (3 inputs) (kaiming), or normal with deviation 1 /
+        rank (gaussian). B is 0.
+        """
         if ".lora_B." in name:
             return torch.zeros(*shape)
         seed = int.from_bytes(
             blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest(), "big"
         )
-        generator, a = torch.Generator().manual_seed(seed), torch.empty(*shape, device="cpu")
+        generator = torch.Generator().manual_seed(seed)
+        a = torch.empty(*shape, device="cpu")
         if self.lora.init == "gaussian":
             return a.normal_(0.0, 1 / self.lora.rank, generator=generator)
         bound = shape[1] ** -0.5
@@ -49,22 +52,28 @@ class Adapter:
 
 
 def size_of(weights: Mapping[str, Tensor], names: Iterable[str], rank: int) -> int:
-    """Parameters of an adapter. weights: of the model. names: of the maps that have one."""
-    wanted = set(names)
+    """Return the number of parameters of an adapter.
+
+    Args:
+        weights: weights of the model, by canonical name.
+        names: names of the linear maps that get an adapter.
+    """
+    target_names = set(names)
     adapted = (
-        w
-        for name, w in weights.items()
-        if name.endswith(".weight") and name.split(".")[-2] in wanted
+        weight
+        for name, weight in weights.items()
+        if name.endswith(".weight") and name.split(".")[-2] in target_names
     )
-    return sum(rank * sum(w.shape) for w in adapted)
+    return sum(rank * sum(weight.shape) for weight in adapted)
 
 
-# --- on our decoder
+# --- on the built-in decoder
 
 
 def attach(decoder: Decoder, adapter: Adapter) -> None:
-    """As `fit`; and whatever the decoder had trains no more, and rests quantised where the section
-    says so."""
+    """Add adapters as `add_adapters` does, freeze all other weights, and quantize them if
+    configured.
+    """
     targets_of(decoder.config, adapter.lora)
     decoder.requires_grad_(False)
     if adapter.lora.base is not None:
@@ -74,26 +83,34 @@ def attach(decoder: Decoder, adapter: Adapter) -> None:
 
 
 def fit(decoder: Decoder, adapter: Adapter) -> None:
-    """Gives the decoder's maps adapters as they begin, which change nothing yet. Raises ConfigError
-    as `targets_of` does."""
-    wanted, lora = targets_of(decoder.config, adapter.lora), adapter.lora
+    """Add adapters with their initial values, which change no output yet.
+
+    Raises ConfigError as `resolve_decoder_targets` does.
+    """
+    lora = adapter.lora
+    target_names = targets_of(decoder.config, lora)
     layout = pieces(decoder)
     for place, (path, linear) in enumerate(decoder.inner_maps):
-        parts = [
-            piece.rows for piece in layout[f"{path}.weight"] if piece.name.split(".")[-2] in wanted
+        spans = [
+            piece.rows
+            for piece in layout[f"{path}.weight"]
+            if piece.name.split(".")[-2] in target_names
         ]
-        if parts:
+        if spans:
             weight = linear.weight if linear.quantised is None else linear.quantised
             linear.adapter = LowRank(
-                weight, parts, rank=lora.rank, scale=lora.scale, dropout=lora.dropout, place=place
+                weight, spans, rank=lora.rank, scale=lora.scale, dropout=lora.dropout, place=place
             )
     begin(decoder, adapter, pieces(decoder))
 
 
 @torch.no_grad()
 def begin(module: nn.Module, adapter: Adapter, layout: Mapping[str, tuple[Piece, ...]]) -> None:
-    """Fills the adapters in a module with their first values: of each, what lies here. layout: by
-    the parameters' names."""
+    """Fill the adapters in a module with their initial values, each with the blocks that lie here.
+
+    Args:
+        layout: pieces of each adapter parameter, by its name.
+    """
     for name, parameter in adapter_parameters(module):
         for block in shards(layout[name], parameter):
             whole = adapter.first(block.name, block.shape)
@@ -108,7 +125,7 @@ def begin(module: nn.Module, adapter: Adapter, layout: Mapping[str, tuple[Piece,
 
 
 def merge(decoder: Decoder) -> None:
-    """Adds the adapters to the matrices, and takes them away; all weights may train then."""
+    """Add the adapters to the matrices, remove them, and unfreeze all weights."""
     for _, linear in decoder.inner_maps:
         linear.restore()
         if isinstance(linear.adapter, LowRank):
@@ -118,16 +135,17 @@ def merge(decoder: Decoder) -> None:
 
 
 def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the (name, parameter) pairs of the adapters in a module."""
     return ((name, parameter) for name, parameter in module.named_parameters() if of_adapter(name))
 
 
 def of_adapter(name: str) -> bool:
-    """Whether a parameter of a module belongs to an adapter, ours or peft's."""
+    """Return True if a parameter's name is one of an adapter, ours or peft's."""
     return ".lora_A" in name or ".lora_B" in name
 
 
 def adapter_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(peft's name, detached view into a parameter)"""
+    """Yield (peft's name, detached view into a parameter)."""
     layout = pieces(decoder)
     for name, parameter in adapter_parameters(decoder):
         for block in shards(layout[name], parameter.detach()):
@@ -136,23 +154,26 @@ def adapter_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    found = [module for module in model.modules() if isinstance(module, Switched)]
-    for module in found:
+    """Switch a model's adapters off inside the context."""
+    adapters = [module for module in model.modules() if isinstance(module, Switched)]
+    for module in adapters:
         module.off = True
     try:
         yield
     finally:
-        for module in found:
+        for module in adapters:
             module.off = False
 
 
-# --- merged, weight by weight
+# --- merging one weight at a time
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Implements `Savable`: a weight with its adapter in it, computed when it is asked for, in
-    float32 or better."""
+    """A weight with its adapter added when the weight is read, in float32 or better.
+
+    It implements `SavableTensor`.
+    """
 
     base: Savable
     a: Savable
@@ -171,18 +192,22 @@ class Merged:
 def merged(
     weights: Mapping[str, Savable], adapter: Mapping[str, Savable], scale: float
 ) -> dict[str, Savable]:
-    """The weights of a model, those that have an adapter with it. Raises ModelError for one of a
-    weight that isn't there."""
-    left = set(adapter)
-    made: dict[str, Savable] = {}
+    """Return the weights of a model, with the adapter added to those that it adapts.
+
+    Raises ModelError if the adapter has a weight for a map that the model lacks.
+    """
+    unused = set(adapter)
+    merged_weights: dict[str, Savable] = {}
     for name, weight in weights.items():
         a, b = (f"{PEFT}{name.removesuffix('.weight')}.lora_{which}.weight" for which in "AB")
-        has = a in adapter and b in adapter
-        made[name] = Merged(weight, adapter[a], adapter[b], scale) if has else weight
-        left -= {a, b} if has else set()
-    if left:
-        raise ModelError(
-            f"the adapter's weight '{min(left)}' is of a map that this model doesn't have: it has "
-            "another base"
+        is_adapted = a in adapter and b in adapter
+        merged_weights[name] = (
+            Merged(weight, adapter[a], adapter[b], scale) if is_adapted else weight
         )
-    return made
+        unused -= {a, b} if is_adapted else set()
+    if unused:
+        raise ModelError(
+            f"the adapter's weight '{min(unused)}' is of a map that this model doesn't have: it "
+            "has another base"
+        )
+    return merged_weights

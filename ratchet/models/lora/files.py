@@ -1,5 +1,7 @@
-"""Adapters on disk, in peft's form: `adapter_config.json` and `adapter_model.safetensors`; and
-which base one belongs to."""
+"""Read and write adapters in peft's form, and fingerprint the base that an adapter belongs to.
+
+The files are `adapter_config.json` and `adapter_model.safetensors`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from ratchet.utils.terminal_text import first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 INITS: Mapping[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}  # in peft's words
-# What of peft's changes the arithmetic, and has to be off here.
+# Settings of peft that change the arithmetic. They must be off, as only plain LoRA is supported.
 PLAIN = (
     "use_dora",
     "rank_pattern",
@@ -39,20 +41,21 @@ PLAIN = (
 
 
 def require_peft() -> None:
-    """Raises MissingDependency."""
+    """Raise MissingDependency if peft is not installed."""
     if find_spec("peft") is None:
         raise MissingDependency("peft", extra="lora", needed_for="a stage with lora")
 
 
 def peft_config(adapter: Adapter, names: Sequence[str]) -> Any:
-    """peft's `LoraConfig`. names: of the maps that have one."""
+    """Return peft's `LoraConfig`; `names` are the linear maps that have an adapter."""
     require_peft()
-    from peft import LoraConfig  # it loads transformers
+    from peft import LoraConfig  # imported late, because it imports transformers
 
     lora = adapter.lora
     return LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType] (a whole number is what it says, not what it needs)
+        # peft's annotation says int, but any number works.
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
         target_modules=sorted(names),
         init_lora_weights=INITS[lora.init],  # pyright: ignore[reportArgumentType]
@@ -65,8 +68,12 @@ def peft_config(adapter: Adapter, names: Sequence[str]) -> Any:
 def save_adapter(
     directory: Path, adapter: Adapter, names: Sequence[str], weights: Mapping[str, Savable]
 ) -> None:
-    """Writes what `peft.PeftModel.from_pretrained` reads, in float32. names: of the maps that have
-    one. weights: by peft's names."""
+    """Write an adapter that `peft.PeftModel.from_pretrained` reads, in float32.
+
+    Args:
+        names: names of the linear maps that have an adapter.
+        weights: the adapter's weights by peft's names.
+    """
     config = peft_config(adapter, names)
     config.inference_mode = True
     directory.mkdir(parents=True, exist_ok=True)
@@ -81,15 +88,18 @@ def save_adapter(
 
 @dataclass(frozen=True)
 class Stored:
-    """An adapter that was read. weights: on the CPU, by peft's names."""
+    """An adapter read from files."""
 
     adapter: Adapter
-    names: tuple[str, ...]
-    weights: Mapping[str, Tensor]
+    names: tuple[str, ...]  # of the linear maps that have an adapter
+    weights: Mapping[str, Tensor]  # by peft's names, on the CPU
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """shapes: of a base's weights, by canonical name. Raises ModelError where the adapter is of
-        another base."""
+        """Raise ModelError if the adapter doesn't fit a base model.
+
+        Args:
+            shapes: shapes of the base's weights, by canonical name.
+        """
         rank = self.adapter.lora.rank
         for name, low_rank in self.weights.items():
             path, _, which = name.removeprefix(PEFT).rpartition(".lora_")
@@ -99,16 +109,19 @@ class Stored:
                     f"the adapter's weight '{name}' is of a map that this model doesn't have: it "
                     "has another base"
                 )
-            wanted = (rank, shape[1]) if which.startswith("A") else (shape[0], rank)
-            if tuple(low_rank.shape) != wanted:
+            expected = (rank, shape[1]) if which.startswith("A") else (shape[0], rank)
+            if tuple(low_rank.shape) != expected:
                 raise ModelError(
                     f"the adapter's weight '{name}' has shape {tuple(low_rank.shape)}, the base "
-                    f"wants {wanted}"
+                    f"wants {expected}"
                 )
 
 
 def load_adapter(directory: Path) -> Stored:
-    """Raises ModelError where it is damaged, or more than A and B of linear maps."""
+    """Return the adapter in a directory.
+
+    Raises ModelError if it is damaged, or is not plain LoRA of linear maps.
+    """
     require_peft()
     from peft import PeftConfig
 
@@ -128,13 +141,13 @@ def load_adapter(directory: Path) -> Stored:
         raise ModelError(
             f"{directory} holds a {config.peft_type} adapter, and only LORA is known here"
         )
-    more = [key for key in PLAIN if getattr(config, key, None)] + (
+    unsupported = [key for key in PLAIN if getattr(config, key, None)] + (
         [] if config.bias == "none" else ["bias"]
     )
-    if more:
+    if unsupported:
         raise ModelError(
-            f"{directory}: the adapter has {more[0]}={getattr(config, more[0])!r}, which is not "
-            "plain LoRA"
+            f"{directory}: the adapter has {unsupported[0]}={getattr(config, unsupported[0])!r}, "
+            "which is not plain LoRA"
         )
     for name in weights:
         if not (name.startswith(PEFT) and name.endswith((".lora_A.weight", ".lora_B.weight"))):
@@ -158,23 +171,29 @@ def load_adapter(directory: Path) -> Stored:
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """Of the numbers' bits, modulo 2^64: the sums of a tensor's blocks add up to its own, however
-    it is divided."""
+    """Return the sum of a tensor's bit patterns, modulo 2^64.
+
+    The sums of a tensor's blocks add up to the tensor's own, however it is divided.
+    """
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return int(tensor.detach().contiguous().view(words).sum(dtype=torch.int64))
 
 
 def fingerprint(sums: Mapping[str, int]) -> str:
-    """Of a model's weights: the sums of their bits by name."""
+    """Return a hash of a model's weights, from the bit sum of each by name."""
     return xxh3_128(repr(sorted(sums.items())).encode()).hexdigest()
 
 
-def check_base(directory: Path, saved: object, own: str) -> None:
-    """Raises CheckpointError for a checkpoint of an adapter of another base, or of a model with
-    other weights at rest."""
-    if saved != own:
+def check_base(directory: Path, saved: object, current: str) -> None:
+    """Raise CheckpointError if a checkpoint's frozen weights differ from the model's.
+
+    Args:
+        saved: the fingerprint in the checkpoint.
+        own: the fingerprint of the model.
+    """
+    if saved != current:
         raise CheckpointError(
             f"{directory} holds an adapter of another base, or what trains beside other weights at "
             f"rest (they are {saved}, "
-            f"these {own}): resume with the model that the run began with"
+            f"these {current}): resume with the model that the run began with"
         )

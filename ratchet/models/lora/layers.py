@@ -1,4 +1,4 @@
-"""What LoRA adds to a linear map (arXiv:2106.09685, eq. 3): out + scale B A x.
+"""Define the layers that LoRA adds to a linear map (arXiv:2106.09685, eq. 3): out + scale B A x.
 
 T = tokens, r = rank, i = inputs, o = outputs of the map, p = parts that have an adapter.
 """
@@ -18,14 +18,22 @@ from ratchet.models.layers.quantized import Quantised
 
 
 class SeededDropout(nn.Module):
-    """Dropout whose mask is a function of a seed: a resumed run, and activations that are computed
-    again, see the same one. seed: None outside of updates, and then nothing is dropped. place:
-    other masks in other places."""
+    """Dropout whose mask is a function of a seed.
+
+    A resumed run and recomputed activations therefore get the same mask.
+    """
 
     def __init__(self, share: float, place: int) -> None:
+        """Create a layer that drops nothing until `seed` is set.
+
+        Args:
+            share: probability that a number is dropped.
+            place: number of this layer; each place has its own masks.
+        """
         super().__init__()
-        self.share, self.place = share, place
-        self.seed: int | None = None
+        self.share = share
+        self.place = place
+        self.seed: int | None = None  # None outside of updates: nothing is dropped
 
     def forward(self, x: Tensor) -> Tensor:
         if self.seed is None or not self.share:
@@ -36,27 +44,26 @@ class SeededDropout(nn.Module):
 
 
 def mask_seed(*names: int) -> int:
-    """Return the seed of what is dropped, in [0, 2**63), by the numbers that name it.
+    """Return the seed of a dropout mask, in [0, 2**63), from the numbers that identify it.
 
-    It is a hash, as products and sums of the numbers would meet, and torch's generator on a CPU
-    reads the lowest 32 bits alone.
+    The numbers are hashed, because their products and sums would collide, and because torch's CPU
+    generator reads only the lowest 32 bits.
     """
     digest = blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class Switched(nn.Module):
-    """Whatever adapts a map: without effect while it is off."""
+    """A module that adapts a linear map, and has no effect while `off` is True."""
 
     off = False
 
 
 class LowRank(Switched):
-    """The adapter of one map of our decoder, whose matrix may be several canonical ones, fused:
-    each part has an A and a B of its own, one below the other in `lora_A` [p r, i] and `lora_B`
-    [rows of the parts, r]. Uninitialised.
+    """The adapter of one linear map of the built-in decoder.
 
-    spans: the rows of the map's matrix that are a part of it; the others stay as they are.
+    The map's matrix may fuse several canonical ones. Each part then has its own A and B, stacked in
+    `lora_A` [p r, i] and `lora_B` [rows of the parts, r]. They are uninitialised.
     """
 
     def __init__(
@@ -69,9 +76,18 @@ class LowRank(Switched):
         dropout: float,
         place: int,
     ) -> None:
+        """Allocate A and B for each part.
+
+        Args:
+            weight: the map's matrix.
+            spans: the rows of the matrix that each part has; other rows have no adapter.
+            place: see `SeededDropout`.
+        """
         super().__init__()
         self.outputs, inputs = weight.shape
-        self.spans, self.rank, self.scale = tuple(spans), rank, scale
+        self.spans = tuple(spans)
+        self.rank = rank
+        self.scale = scale
         empty: Any = {"dtype": weight.dtype, "device": weight.device}
         self.lora_A = nn.Parameter(torch.empty(rank * len(spans), inputs, **empty))
         self.lora_B = nn.Parameter(torch.empty(sum(map(len, spans)), rank, **empty))
@@ -81,13 +97,15 @@ class LowRank(Switched):
         return out_To if self.off else out_To + self.delta(x_Ti)
 
     def delta(self, x_Ti: Tensor) -> Tensor:
-        """[T, o]"""
+        """Return what the adapter adds to the map's output [T, o]."""
         low_Tr = (F.linear(self.dropout(x_Ti), self.lora_A) * self.scale).split(self.rank, dim=-1)
-        parts = [F.linear(own_Tr, b) for own_Tr, (_, b) in zip(low_Tr, self.factors(), strict=True)]
+        parts = [
+            F.linear(part_Tr, b) for part_Tr, (_, b) in zip(low_Tr, self.factors(), strict=True)
+        ]
         return side_by_side(list(zip(self.spans, parts, strict=True)), self.outputs)
 
     def factors(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(A, B) of each part."""
+        """Yield (A, B) of each part."""
         yield from zip(
             self.lora_A.split(self.rank),
             self.lora_B.split([len(span) for span in self.spans]),
@@ -96,33 +114,38 @@ class LowRank(Switched):
 
     @torch.no_grad()
     def merge_into(self, weight: Tensor) -> None:
-        """Adds the product to the map's matrix, in place."""
+        """Add the product of B and A to the map's matrix, in place."""
         for span, (a, b) in zip(self.spans, self.factors(), strict=True):
             weight[span.start : span.stop] += (self.scale * (b @ a)).to(weight.dtype)
 
 
 def side_by_side(parts: Sequence[tuple[range, Tensor]], outputs: int) -> Tensor:
-    """[..., outputs]: each part in the columns that are its own, zeros elsewhere. parts: in the
-    order of their columns."""
-    like, laid, end = parts[0][1], [], 0
+    """Return a tensor [..., outputs] with each part in its columns, and zeros in all other columns.
+
+    Args:
+        parts: (columns, tensor), in the order of their columns.
+    """
+    like = parts[0][1]
+    blocks = []
+    end = 0
     for columns, part in parts:
         if columns.start > end:
-            laid.append(like.new_zeros(*like.shape[:-1], columns.start - end))
-        laid.append(part)
+            blocks.append(like.new_zeros(*like.shape[:-1], columns.start - end))
+        blocks.append(part)
         end = columns.stop
     if end < outputs:
-        laid.append(like.new_zeros(*like.shape[:-1], outputs - end))
-    return torch.cat(laid, dim=-1) if len(laid) > 1 else laid[0]
+        blocks.append(like.new_zeros(*like.shape[:-1], outputs - end))
+    return torch.cat(blocks, dim=-1) if len(blocks) > 1 else blocks[0]
 
 
 @contextmanager
 def dropping(model: nn.Module, seed: int) -> Iterator[None]:
-    """Meanwhile the model's adapters drop what this seed says."""
-    found = [module for module in model.modules() if isinstance(module, SeededDropout)]
-    for module in found:
+    """Set the dropout seed of a model's adapters inside the context."""
+    dropouts = [module for module in model.modules() if isinstance(module, SeededDropout)]
+    for module in dropouts:
         module.seed = seed
     try:
         yield
     finally:
-        for module in found:
+        for module in dropouts:
             module.seed = None

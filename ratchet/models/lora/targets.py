@@ -1,4 +1,4 @@
-"""Which linear maps of a model get an adapter. Free of torch."""
+"""Choose the linear maps of a model that get an adapter. No torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def targets_of(config: DecoderConfig, lora: LoRAConfig) -> tuple[str, ...]:
-    """The maps of our decoder that get an adapter. Raises ConfigError."""
+    """Return the names of the built-in decoder's linear maps that get an adapter.
+
+    Raises ConfigError for an unknown name, and for maps of experts.
+    """
     dense = len(config.sparse_layers) < config.n_layers
-    wanted = chosen(lora, (*ATTENTION, *MLP))
+    names = chosen(lora, (*ATTENTION, *MLP))
     if (
         config.n_experts
-        and (experts := [name for name in wanted if name in MLP])
+        and (experts := [name for name in names if name in MLP])
         and (lora.target_modules == ALL or not dense)
     ):
         raise ConfigError(
@@ -28,12 +31,18 @@ def targets_of(config: DecoderConfig, lora: LoRAConfig) -> tuple[str, ...]:
             "experts of a mixture, which "
             f"get no adapters here: set lora.target_modules=[{', '.join(ATTENTION)}]"
         )
-    return wanted
+    return names
 
 
-def chosen(lora: LoRAConfig, known: Iterable[str]) -> tuple[str, ...]:
-    """Raises ConfigError for a name that none of the known maps has, with the nearest one."""
-    names = list(dict.fromkeys(known))
+def chosen(lora: LoRAConfig, available: Iterable[str]) -> tuple[str, ...]:
+    """Return the names in `lora.target_modules`, or all of them for "all-linear".
+
+    Args:
+        known: names of the linear maps that the model has.
+
+    Raises ConfigError for a name that no map has, and suggests the nearest one.
+    """
+    names = list(dict.fromkeys(available))
     if lora.target_modules == ALL:
         return tuple(names)
     for name in lora.target_modules:

@@ -1,5 +1,7 @@
-"""LoRA on a model that transformers runs: peft's own layers, put into it. Their first values and
-their dropout are ours, as on our decoder: functions of a seed."""
+"""Add LoRA adapters to a transformers model by injecting peft's layers.
+
+Initial values and dropout are ours, functions of a seed as on the built-in decoder.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from ratchet.models.lora.files import peft_config
 from ratchet.models.lora.layers import SeededDropout
 from ratchet.models.weights.weight_layout import PEFT
 
-OWN = "default"  # peft's name of an adapter that has none
-BASE = ".base_layer"
+ADAPTER_NAME = "default"  # peft's name of an adapter without a name
+BASE_SUFFIX = ".base_layer"
 
 
 def linear_maps(layers: Sequence[nn.Module]) -> list[str]:
-    """The last parts of the paths of a model's linear maps, in its repeated blocks."""
+    """Return the names of the linear maps in a model's layers: the last parts of their paths."""
     paths = (
         path
         for layer in layers
@@ -30,7 +32,9 @@ def linear_maps(layers: Sequence[nn.Module]) -> list[str]:
     )
     return list(
         dict.fromkeys(
-            path.removesuffix(BASE).rpartition(".")[2] for path in paths if ".lora_" not in path
+            path.removesuffix(BASE_SUFFIX).rpartition(".")[2]
+            for path in paths
+            if ".lora_" not in path
         )
     )
 
@@ -39,23 +43,32 @@ def linear_maps(layers: Sequence[nn.Module]) -> list[str]:
 def attach(
     model: nn.Module, adapter: Adapter, names: Sequence[str], *, within: nn.Module | None = None
 ) -> None:
-    """within: the part of the model that gets it; None: all of it. Raises ModelError where peft
-    can't."""
+    """Inject an adapter into a model, with its initial values, and freeze all other weights.
+
+    Args:
+        names: names of the linear maps to adapt.
+        within: the part of the model that gets the adapter; None: all of it.
+
+    Raises ModelError if peft can't adapt the model.
+    """
     from peft import inject_adapter_in_model
 
     model.requires_grad_(False)
     try:
-        inject_adapter_in_model(peft_config(adapter, names), within or model, adapter_name=OWN)
+        inject_adapter_in_model(
+            peft_config(adapter, names), within or model, adapter_name=ADAPTER_NAME
+        )
     except (ValueError, NotImplementedError) as error:
         raise ModelError(f"peft can't give {type(model).__name__} an adapter: {error}") from None
     for place, layer in enumerate(_layers(model)):
-        layer.lora_dropout[OWN] = SeededDropout(adapter.lora.dropout, place)
+        layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, place)
     for name, parameter in adapter_parameters(model):
         parameter.requires_grad_(True)
         parameter.copy_(adapter.first(_peft_name(name), parameter.shape))
 
 
 def merge(model: nn.Module) -> None:
+    """Add the adapter to the weights, remove it, and unfreeze all weights."""
     paths = {module: path for path, module in model.named_modules()}
     for layer in _layers(model):
         path = paths[layer]
@@ -66,25 +79,28 @@ def merge(model: nn.Module) -> None:
 
 
 def canonical_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, detached tensor) of all weights but the adapter's."""
     for name, parameter in model.named_parameters():
         if not of_adapter(name):
-            yield name.replace(f"{BASE}.", "."), parameter.detach()
+            yield name.replace(f"{BASE_SUFFIX}.", "."), parameter.detach()
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (peft's name, detached tensor) of the adapter's weights."""
     for name, parameter in adapter_parameters(model):
         yield _peft_name(name), parameter.detach()
 
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    found = _layers(model)
-    for layer in found:
+    """Switch a model's adapter off inside the context."""
+    layers = _layers(model)
+    for layer in layers:
         layer.enable_adapters(False)
     try:
         yield
     finally:
-        for layer in found:
+        for layer in layers:
             layer.enable_adapters(True)
 
 
@@ -95,4 +111,4 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _peft_name(name: str) -> str:
-    return f"{PEFT}{name.replace(f'.{OWN}.', '.')}"
+    return f"{PEFT}{name.replace(f'.{ADAPTER_NAME}.', '.')}"

@@ -1,5 +1,8 @@
-"""Models of Megatron Core. Importing anything of this package makes `megatron.core` importable
-first: see `ready`."""
+"""Run models of Megatron Core.
+
+Importing any module of this package first makes `megatron.core` importable, see
+`patches.make_ready`.
+"""
 
 from ratchet.models.megatron.patches import make_ready
 

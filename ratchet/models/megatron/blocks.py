@@ -1,5 +1,7 @@
-"""The parameters of a rank of Megatron Core as blocks of canonical weights, and who speaks for
-those that several hold."""
+"""Map the parameters of a Megatron rank to blocks of canonical weights.
+
+Of the ranks that hold the same block, one is responsible for it.
+"""
 
 from __future__ import annotations
 
@@ -19,58 +21,58 @@ from ratchet.models.parallel.megatron_sizes import Sizes
 from ratchet.models.parallel.sharding import Share
 from ratchet.models.weights.weight_layout import Piece
 
-SCALAR = "scalar."  # the scalar head's parameters, in a stage
+SCALAR = "scalar."  # prefix of the scalar head's parameters in a stage
 
 
 @dataclass(frozen=True)
 class Owned:
-    """name: in its stage. first: whether this rank speaks for all that hold the same."""
+    """A parameter of a stage with its blocks."""
 
-    name: str
+    name: str  # in its stage
     parameter: nn.Parameter
     pieces: tuple[Piece, ...]
-    first: bool
+    first: bool  # True if this rank is responsible among those that hold the same
 
 
 def layout_of(stage: Stage, sizes: Sizes) -> Layout:
+    """Return the pieces of the model's own weights in a stage, by parameter name."""
     place = Place(
         tensor=Share(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),
         pipeline=stage.share,
         experts=Share(parallel_state.get_expert_model_parallel_rank(), sizes.experts),
     )
-    return megatron_layout(Dimensions.of(stage.shape), place)
+    return megatron_layout(Dimensions.from_config(stage.shape), place)
 
 
 def adapter_layout(stage: Stage) -> Layout:
-    """Of the parameters of its adapters."""
+    """Return the pieces of a stage's adapters, by parameter name."""
     factors = (
         (path, module) for path, module in stage.named_modules() if isinstance(module, Factors)
     )
     return {
-        f"{path}.{which}": pieces
+        f"{path}.{factor}": pieces
         for path, module in factors
-        for which, pieces in module.pieces.items()
+        for factor, pieces in module.pieces.items()
     }
 
 
 def owned(stages: Sequence[Stage], sizes: Sizes) -> Iterator[Owned]:
-    """In the order of the stages' parameters."""
+    """Yield all parameters of the stages, in their order."""
     for stage in stages:
         layout = {**layout_of(stage, sizes), **adapter_layout(stage)}
         for name, parameter in stage.named_parameters():
             pieces = (
-                _whole(f"head.{name[len(SCALAR) :]}", parameter)
+                _whole_piece(f"head.{name[len(SCALAR) :]}", parameter)
                 if name.startswith(SCALAR)
                 else layout[name]
             )
-            # the first stage has it as its embedding
+            # A tied head is a copy; the first stage is responsible for the embedding.
             copied = name == "output_layer.weight" and stage.shape.tied
-            yield Owned(name, parameter, pieces, not copied and _speaks(parameter))
+            yield Owned(name, parameter, pieces, not copied and _is_responsible(parameter))
 
 
 def fill_stages(stages: Sequence[Stage], sizes: Sizes, read: Read) -> None:
-    """Copies every block of the model's own weights from where its name, offsets and sizes are
-    found."""
+    """Copy every block of the model's own weights from `read` into the stages."""
     for stage in stages:
         tensors: dict[str, Tensor] = {
             name: p for name, p in stage.named_parameters() if of_model(name)
@@ -79,22 +81,25 @@ def fill_stages(stages: Sequence[Stage], sizes: Sizes, read: Read) -> None:
 
 
 def of_model(name: str) -> bool:
-    """Whether a stage's parameter is a weight of the model itself, neither of its adapter nor of
-    the scalar head."""
+    """Return True if a parameter is the model's own, neither an adapter's nor the scalar head's."""
     return not (of_adapter(name) or name.startswith(SCALAR))
 
 
-def _speaks(parameter: nn.Parameter) -> bool:
-    of_experts = not getattr(parameter, "allreduce", True)
-    data = (
+def _is_responsible(parameter: nn.Parameter) -> bool:
+    """Return True if this rank is responsible for a parameter among all ranks that hold the
+    same.
+    """
+    is_expert = not getattr(parameter, "allreduce", True)
+    data_rank = (
         parallel_state.get_expert_data_parallel_rank()
-        if of_experts
+        if is_expert
         else parallel_state.get_data_parallel_rank(with_context_parallel=True)
     )
-    divided = getattr(parameter, "tensor_model_parallel", False)
-    return data == 0 and (divided or parallel_state.get_tensor_model_parallel_rank() == 0)
+    is_divided = getattr(parameter, "tensor_model_parallel", False)
+    return data_rank == 0 and (is_divided or parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
-def _whole(name: str, parameter: Tensor) -> tuple[Piece, ...]:
+def _whole_piece(name: str, parameter: Tensor) -> tuple[Piece, ...]:
+    """Return the pieces of a parameter that is a whole weight."""
     shape = tuple(parameter.shape)
     return (Piece(name, shape, (0,) * len(shape), range(shape[0])),)

@@ -1,6 +1,6 @@
-"""From the shape of a decoder to the stages of it that a rank holds, as models of Megatron Core.
+"""Build the pipeline stages that a rank holds as models of Megatron Core, from a decoder's shape.
 
-T = tokens of a forward, t = those of them that this rank keeps between the layers, d = hidden size.
+T = tokens of a forward pass, t = those that this rank keeps between the layers, d = hidden size.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ TIMEOUT = timedelta(minutes=30)
 
 
 def begin(sizes: Sizes, seed: int = 0) -> None:
-    """Makes Megatron's process groups, after torch's: once in a process, on all ranks at the same
-    time. Ranks are counted as everywhere in Ratchet: tensor, context, data, pipeline."""
+    """Create Megatron's process groups, after torch's: once per process, on all ranks together.
+
+    Ranks are ordered as everywhere in Ratchet: tensor, context, data, pipeline.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
@@ -46,18 +48,21 @@ def begin(sizes: Sizes, seed: int = 0) -> None:
 
 
 def end() -> None:
+    """Destroy Megatron's process groups."""
     parallel_state.destroy_model_parallel()
 
 
 class Stage(GPTModel):
-    """Consecutive layers; the first has the embedding, the last the final norm and the language
-    head. Hidden states come out of it, never logits. scalar: the head that a critic or a reward
-    model has on the last stage."""
+    """Consecutive layers of a decoder, as a model of Megatron Core.
+
+    The first stage has the embedding, the last the final norm and the language head. It returns
+    hidden states, never logits.
+    """
 
     def __init__(
         self, shape: DecoderConfig, sizes: Sizes, config: TransformerConfig, chunk: int
     ) -> None:
-        """Weights are uninitialised memory."""
+        """Allocate one chunk of layers. Weights are uninitialised memory."""
         share = sizes.stage(parallel_state.get_pipeline_model_parallel_rank(), chunk)
         layers = share.range(shape.n_layers)
         super().__init__(
@@ -71,13 +76,15 @@ class Stage(GPTModel):
             vocab_size=padded_vocabulary(shape.vocab_size, sizes.tensor),
             max_sequence_length=shape.max_positions,
             pre_process=share.index == 0,
-            post_process=share.index == share.of - 1,
+            post_process=share.index == share.count - 1,
             share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="none",  # attention turns queries and keys by itself
+            position_embedding_type="none",  # `PackedCoreAttention` rotates queries and keys
             vp_stage=chunk if sizes.chunks > 1 else None,
         )
-        # of the whole model: which are here
-        self.shape, self.share, self.layers = shape, share, layers
+        self.shape = shape  # of the whole model
+        self.share = share
+        self.layers = layers  # indices of the layers in this stage
+        # the head of a critic or a reward model, on the last stage
         self.scalar: ScalarHead | None = None
         self.rotary = RotaryTable(shape)
         self.tensor: Any = (
@@ -90,7 +97,7 @@ class Stage(GPTModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """[rows of this rank, d], rows that pad the vocabulary among them."""
+        """The head's matrix [rows of this rank, d], with the rows that pad the vocabulary."""
         weight: Any = (
             self.shared_embedding_or_output_weight()
             if self.shape.tied
@@ -99,8 +106,11 @@ class Stage(GPTModel):
         return weight
 
     def forward(self, feed: Feed) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """[t, 1, d] for the next stage, which gets it by `set_input_tensor`; of the last one [T,
-        d], the same on all ranks that share a tensor."""
+        """Return the hidden states after these layers.
+
+        The last stage returns [T, d], the same on all ranks of a tensor-parallel group. Other
+        stages return [t, 1, d] for the next one, which receives it by `set_input_tensor`.
+        """
         dtype = torch.promote_types(self.config.params_dtype, torch.float32)
         cos_T1D, sin_T1C = self.rotary(feed.positions_U, dtype)
         packed = Packed(
@@ -112,9 +122,8 @@ class Stage(GPTModel):
         )
         x = None
         if self.pre_process:
-            # Of an embedding that rests too: through states without a gradient Megatron neither
-            # computes a layer again for the sake of its adapters, nor sends gradients from stage to
-            # stage.
+            # States require a gradient even if the embedding is frozen: otherwise Megatron neither
+            # recomputes layers for their adapters, nor sends gradients between stages.
             x = self.embedding(input_ids=feed.tokens_U[None], position_ids=None).requires_grad_()
         x = self.decoder(hidden_states=x, attention_mask=None, packed_seq_params=packed)
         if not self.post_process:
@@ -127,13 +136,13 @@ class Stage(GPTModel):
         )
 
     def _route(self, feed: Feed) -> Routing | None:
-        """Routers see those of the tokens that this rank keeps between the products."""
+        """Return the routing of the tokens that this rank keeps under sequence parallelism."""
         routing = feed.routing
         if routing is None or self.tensor is None or not self.config.sequence_parallel:
             return routing
-        own = len(feed.tokens_U) // self.tensor.size()
-        first = own * self.tensor.rank()
-        return routing.rows(torch.arange(first, first + own, device=feed.tokens_U.device))
+        n_tokens = len(feed.tokens_U) // self.tensor.size()
+        first = n_tokens * self.tensor.rank()
+        return routing.rows(torch.arange(first, first + n_tokens, device=feed.tokens_U.device))
 
 
 def build_stages(
@@ -144,9 +153,16 @@ def build_stages(
     recompute: str = "none",
     fp8: Fp8 | None = None,
 ) -> list[Stage]:
-    """Those of this rank, one for each chunk of an interleaved pipeline, after `begin`; on the
-    current CUDA device where there is one. recompute, fp8: see `MegatronConfig`. Raises ModelError
-    where the shape can't be divided so."""
+    """Return this rank's stages, one per chunk of an interleaved pipeline. Call
+    `init_process_groups` before.
+
+    They are on the current CUDA device if there is one. Raises ModelError if the shape can't be
+    divided so.
+
+    Args:
+        recompute: as in `MegatronConfig`.
+        fp8: as in `MegatronConfig`; None: off.
+    """
     sizes.check(shape)
     config = transformer_config(shape, sizes, dtype=dtype, recompute=recompute, fp8=fp8)
     return [Stage(shape, sizes, config, chunk) for chunk in range(sizes.chunks)]
@@ -163,8 +179,12 @@ RECOMPUTED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _leave(weight: Tensor) -> Tensor:
-    """In place of an initialisation, which also marks what is divided, and so can't be left out."""
+def _keep_uninitialised(weight: Tensor) -> Tensor:
+    """Return the weight unchanged.
+
+    It replaces an initialiser. Megatron also marks divided parameters when it initialises, so the
+    step can't be switched off.
+    """
     return weight
 
 
@@ -176,9 +196,10 @@ def transformer_config(
     recompute: str = "none",
     fp8: Fp8 | None = None,
 ) -> TransformerConfig:
-    more = {**_experts(shape, dtype), **RECOMPUTED[recompute]}
+    """Return Megatron's configuration of a decoder."""
+    options = {**_experts(shape, dtype), **RECOMPUTED[recompute]}
     if fp8 is not None:
-        more |= {"fp8": fp8.format, "fp8_recipe": fp8.recipe}
+        options |= {"fp8": fp8.format, "fp8_recipe": fp8.recipe}
     return TransformerConfig(
         num_layers=shape.n_layers,
         hidden_size=shape.hidden_size,
@@ -200,29 +221,30 @@ def transformer_config(
         context_parallel_size=sizes.context,
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=sizes.chunks if sizes.chunks > 1 else None,
-        # Two ranks of an interleaved pipeline are each other's neighbours on both sides: batched
-        # messages would get mixed up.
+        # The two ranks of an interleaved pipeline are neighbours on both sides, so that batched
+        # messages would be mixed up.
         overlap_p2p_comm=sizes.chunks > 1,
         batch_p2p_comm=sizes.chunks == 1,
         expert_model_parallel_size=sizes.experts,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        calculate_per_token_loss=True,  # so that it sums gradients, and divides them by nothing
-        # These want kernels of apex or Transformer Engine.
+        init_method=_keep_uninitialised,
+        output_layer_init_method=_keep_uninitialised,
+        calculate_per_token_loss=True,  # gradients are summed and not divided
+        # These need kernels of apex or Transformer Engine.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
-        **more,
+        **options,
     )
 
 
 def _experts(shape: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return Megatron's options of a mixture of experts."""
     if not shape.n_experts:
         return {}
     return {
@@ -231,7 +253,7 @@ def _experts(shape: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
         "moe_ffn_hidden_size": shape.expert_intermediate_size,
         "moe_layer_freq": [int(shape.is_sparse(layer)) for layer in range(shape.n_layers)],
         "moe_router_pre_softmax": not shape.renormalise,
-        "moe_router_load_balancing_type": "none",  # losses of routers are terms, as all others
+        "moe_router_load_balancing_type": "none",  # router losses are loss terms of Ratchet
         "moe_router_dtype": "fp32" if dtype == torch.bfloat16 else None,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,

@@ -1,5 +1,7 @@
-"""Megatron Core on a machine without CUDA, for tests: its modules are changed while they are
-imported, torch is left alone."""
+"""Run Megatron Core without CUDA, for tests.
+
+Its modules are rewritten while they are imported; torch is not changed.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from typing import Any
 import torch
 
 PACKAGE = "megatron.core"
-STANDIN = "_cpu_for_cuda"  # the stand-in's name in the changed modules
-# methods of tensors: x.cuda() becomes x, x.record_stream(s) too
+STANDIN = "_cpu_for_cuda"  # the stand-in's name in the rewritten modules
+# Methods of tensors whose calls are removed: x.cuda() becomes x.
 DROPPED = {"cuda", "record_stream"}
 
 
 def install() -> None:
-    """For what is imported afterwards. A second time it does nothing."""
+    """Rewrite modules of Megatron that are imported afterwards. Calling it again has no effect."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert not any(name.startswith(PACKAGE) for name in sys.modules), (
@@ -30,15 +32,15 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder())
 
 
-class _Nothing:
-    """A stream, an event or a graph: whatever is done with it, nothing happens."""
+class _NoOp:
+    """A stand-in for a stream, event or graph: every call does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self
 
-    def __enter__(self) -> _Nothing:
+    def __enter__(self) -> _NoOp:
         return self
 
     def __exit__(self, *error: Any) -> None: ...
@@ -52,15 +54,15 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
-# functions of modules, by their names
+# The functions that are replaced in the rewritten modules, by name.
 REPLACED = {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_state}
 
 
 class _Standin(types.ModuleType):
-    """For `torch.cuda`. What is not here comes from there."""
+    """A stand-in for `torch.cuda`, which it falls back on for other attributes."""
 
-    Stream = Event = _Nothing
-    nvtx = _Nothing()
+    Stream = Event = _NoOp
+    nvtx = _NoOp()
     replaced = types.SimpleNamespace(**REPLACED)
 
     def __init__(self) -> None:
@@ -69,7 +71,7 @@ class _Standin(types.ModuleType):
         self.current_device = lambda: "cpu"
         self.device_count = lambda: 1
         self.is_available = lambda: False
-        self.current_stream = self.default_stream = lambda *args, **kwargs: _Nothing()
+        self.current_stream = self.default_stream = lambda *args, **kwargs: _NoOp()
         self.stream = self.device = lambda *args, **kwargs: nullcontext()
         self.memory_allocated = self.memory_reserved = self.max_memory_allocated = (
             lambda *args, **kwargs: 0
@@ -89,6 +91,8 @@ _STANDIN = _Standin()
 
 
 class _OnCPU(ast.NodeTransformer):
+    """A transformer of a module's syntax tree that replaces uses of CUDA."""
+
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         if node.name in REPLACED:
             return ast.Assign(
@@ -101,7 +105,8 @@ class _OnCPU(ast.NodeTransformer):
         self.generic_visit(node)
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
             return ast.Name(STANDIN, ast.Load())
-        if node.attr == "is_cuda":  # every tensor is where the model computes
+        # Megatron checks that tensors are on the accelerator, which is the CPU here.
+        if node.attr == "is_cuda":
             return ast.Constant(True)
         return node
 
@@ -127,13 +132,16 @@ class _OnCPU(ast.NodeTransformer):
 
 
 def _attribute(first: str, *rest: str) -> ast.expr:
-    made: ast.expr = ast.Name(first, ast.Load())
+    """Return the expression `first.rest[0].rest[1]...`."""
+    expression: ast.expr = ast.Name(first, ast.Load())
     for name in rest:
-        made = ast.Attribute(made, name, ast.Load())
-    return made
+        expression = ast.Attribute(expression, name, ast.Load())
+    return expression
 
 
 class _Loader(SourceFileLoader):
+    """A loader that rewrites a module's syntax tree."""
+
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
         tree = _OnCPU().visit(ast.parse(self.get_data(path), path))
@@ -145,6 +153,8 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
+    """A finder that gives Megatron's modules the rewriting loader."""
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:

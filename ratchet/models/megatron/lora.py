@@ -1,5 +1,4 @@
-"""Gives the stages of a rank adapters, which begin as those of our own decoder do and have the same
-names."""
+"""Add LoRA adapters to a rank's stages, with the built-in decoder's initial values and names."""
 
 from __future__ import annotations
 
@@ -15,25 +14,30 @@ from ratchet.models.weights.weight_layout import Piece
 
 
 def attach(stages: Sequence[Stage], sizes: Sizes, adapter: Adapter) -> None:
-    """Nothing else of them trains from now on. Raises ConfigError as `targets_of` does."""
+    """Add adapters to the stages and freeze all other weights.
+
+    Raises ConfigError as `resolve_decoder_targets` does.
+    """
     for stage in stages:
-        wanted, layout = targets_of(stage.shape, adapter.lora), layout_of(stage, sizes)
+        target_names = targets_of(stage.shape, adapter.lora)
+        layout = layout_of(stage, sizes)
         stage.requires_grad_(False)
         maps = [
             (path, module) for path, module in stage.named_modules() if isinstance(module, Adapted)
         ]
         for number, (path, linear) in enumerate(maps):
-            targets = {} if linear.is_expert else _targets(layout[f"{path}.weight"], wanted)
+            targets = {} if linear.is_expert else _targets(layout[f"{path}.weight"], target_names)
             if targets:
-                place = stage.share.index + stage.share.of * number
+                place = stage.share.index + stage.share.count * number
                 linear.adapter = ParallelLowRank(linear, targets, adapter.lora, place)
         begin(stage, adapter, adapter_layout(stage))
 
 
-def _targets(adapted: Iterable[Piece], wanted: Sequence[str]) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
+def _targets(adapted: Iterable[Piece], target_names: Sequence[str]) -> dict[str, list[Piece]]:
+    """Return the pieces of a matrix that an adapter covers, by the name of the canonical map."""
+    targets: dict[str, list[Piece]] = {}
     for piece in adapted:
         name = piece.name.split(".")[-2]
-        if name in wanted:
-            found.setdefault(name, []).append(piece)
-    return found
+        if name in target_names:
+            targets.setdefault(name, []).append(piece)
+    return targets

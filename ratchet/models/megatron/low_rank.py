@@ -1,12 +1,11 @@
-"""LoRA on Megatron's parallel linear maps: out + scale B A x (arXiv:2106.09685, eq. 3), with A and
-B divided as the map is.
+"""Add LoRA to Megatron's parallel linear maps: out + scale B A x (arXiv:2106.09685, eq. 3).
 
-Where a map's outputs are divided over tensor-parallel ranks, so are the rows of B, and each rank
-has all of A; where its inputs are, so are the columns of A, and each has all of B. Either way ranks
-exchange nothing but A x: r numbers for a token.
+A and B are divided as the map is. If a map's outputs are divided over tensor-parallel ranks, so are
+the rows of B, and each rank has all of A. If its inputs are divided, so are the columns of A, and
+each rank has all of B. Either way ranks exchange only A x: r numbers per token.
 
-t = tokens that come in here, u = that go out (fewer or more than t under sequence parallelism), r =
-rank, i = inputs and o = outputs of the map on this rank, p = its targets.
+t = input tokens, u = output tokens (another number than t under sequence parallelism), r = rank, i
+= inputs and o = outputs of the map on this rank, p = its targets.
 """
 
 from __future__ import annotations
@@ -38,21 +37,22 @@ FACTORS = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class Way:
-    """How a kind of map is divided. divided: which of the factors is too, along which dimension.
-    alone, sequence: what becomes of A x on its way to B, without and with sequence parallelism."""
+    """The way a kind of linear map is divided, and with it one of the factors of its adapter."""
 
-    divided: str
-    dim: int
+    divided: str  # the factor that is divided
+    dim: int  # the dimension that is divided
+    # The communication of A x on its way to B, without and with sequence parallelism.
     alone: Callable[..., Tensor]
     sequence: Callable[..., Tensor]
 
     @property
     def whole(self) -> str:
+        """The factor that each rank has as a whole."""
         return FACTORS[1 - FACTORS.index(self.divided)]
 
 
-# Backward, each of these is the other's forward: so the gradient of A x is complete wherever it
-# arrives.
+# The backward pass of each communication is the forward pass of its counterpart, so the gradient
+# of A x is complete on every rank.
 OUTPUTS = Way(
     "lora_B", 0, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 )
@@ -65,73 +65,90 @@ INPUTS = Way(
 
 
 class Factors(nn.Module):
-    """A [r, i] and B [rows, r] of one target, the rows of the map's matrix that are its own.
-    Uninitialised."""
+    """The factors A [r, i] and B [rows, r] of one target. They are uninitialised.
+
+    The rows are those of the map's matrix that belong to the target.
+    """
 
     def __init__(self, weight: Tensor, adapted: Sequence[Piece], rank: int) -> None:
-        """adapted: the blocks of the target in the map's matrix."""
+        """Allocate the factors; `adapted` are the target's blocks in the map's matrix."""
         super().__init__()
         self.spans = [piece.rows for piece in adapted]
         empty = {"dtype": weight.dtype, "device": weight.device}
         self.lora_A = nn.Parameter(torch.empty(rank, weight.shape[1], **empty))
         self.lora_B = nn.Parameter(torch.empty(sum(map(len, self.spans)), rank, **empty))
-        below: list[Piece] = []
+        b_pieces: list[Piece] = []
         for piece in adapted:
-            below.append(factor_of(piece, "lora_B", rank, below[-1].rows.stop if below else 0))
-        self.pieces = {"lora_A": (factor_of(adapted[0], "lora_A", rank),), "lora_B": tuple(below)}
+            b_pieces.append(
+                factor_of(piece, "lora_B", rank, b_pieces[-1].rows.stop if b_pieces else 0)
+            )
+        self.pieces = {
+            "lora_A": (factor_of(adapted[0], "lora_A", rank),),
+            "lora_B": tuple(b_pieces),
+        }
 
     def parts(self, low_ur: Tensor) -> list[tuple[range, Tensor]]:
-        """(columns of the map's output, what is added there)"""
+        """Return (columns of the map's output, what is added there), from A x."""
         out = F.linear(low_ur, self.lora_B).split([len(span) for span in self.spans], dim=-1)
         return list(zip(self.spans, out, strict=True))
 
 
 class ParallelLowRank(Switched):
-    """The adapter of one map: of each target that lies in its matrix."""
+    """The adapter of one parallel linear map, with factors for each target in its matrix."""
 
     def __init__(
         self, linear: Adapted, targets: Mapping[str, Sequence[Piece]], lora: LoRAConfig, place: int
     ) -> None:
-        """place: see `SeededDropout`; the same on all ranks."""
+        """Allocate the factors.
+
+        Args:
+            targets: pieces of each target, by name.
+            place: see `SeededDropout`; the same on all ranks.
+        """
         super().__init__()
         weight = linear.weight
-        self.way, self.group, self.sequence = linear.way, linear.tp_group, linear.sequence_parallel
-        self.outputs, self.scale = len(weight), lora.scale
+        self.way = linear.way
+        self.group = linear.tp_group
+        self.sequence = linear.sequence_parallel
+        self.outputs = len(weight)
+        self.scale = lora.scale
         self.targets = nn.ModuleDict(
             {name: Factors(weight, pieces, lora.rank) for name, pieces in targets.items()}
         )
-        # x is another on each rank then
-        own = self.group.rank() if self.sequence or self.way is INPUTS else 0
-        self.dropout = SeededDropout(lora.dropout, place * self.group.size() + own)
+        # Ranks with different inputs need different masks.
+        differs = self.sequence or self.way is INPUTS
+        rank = self.group.rank() if differs else 0
+        self.dropout = SeededDropout(lora.dropout, place * self.group.size() + rank)
         for factors in self.targets.values():
             set_tensor_model_parallel_attributes(
                 getattr(factors, self.way.divided), True, self.way.dim, 1
             )
-            # Each rank sees some of the tokens there: Megatron adds up the gradients of parameters
-            # that are marked so.
+            # Under sequence parallelism each rank sees only some of the tokens. Megatron sums the
+            # gradients of parameters with this mark over the ranks.
             getattr(factors, self.way.whole).sequence_parallel = self.sequence
 
     def forward(self, x_t1i: Tensor, out_u1o: Tensor) -> Tensor:
         if self.off:
             return out_u1o
-        found = [cast(Factors, factors) for factors in self.targets.values()]
-        low = (
-            F.linear(self.dropout(x_t1i), torch.cat([factors.lora_A for factors in found]))
-            * self.scale
-        )
+        adapters = [cast(Factors, factors) for factors in self.targets.values()]
+        a = torch.cat([factors.lora_A for factors in adapters])
+        low = F.linear(self.dropout(x_t1i), a) * self.scale
         low = (self.way.sequence if self.sequence else self.way.alone)(low, group=self.group)
-        each = low.split([len(factors.lora_A) for factors in found], dim=-1)
+        low_parts = low.split([len(factors.lora_A) for factors in adapters], dim=-1)
         parts = [
-            part for factors, own in zip(found, each, strict=True) for part in factors.parts(own)
+            part
+            for factors, low_part in zip(adapters, low_parts, strict=True)
+            for part in factors.parts(low_part)
         ]
         return out_u1o + side_by_side(sorted(parts, key=lambda part: part[0].start), self.outputs)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        """Return the factors in the form of Megatron's distributed checkpoints."""
+        state: dict[str, Any] = {}
         for name, factors in self.targets.items():
-            made |= make_sharded_tensors_for_checkpoint(
+            state |= make_sharded_tensors_for_checkpoint(
                 factors.state_dict(keep_vars=True),
                 f"{prefix}targets.{name}.",
                 {self.way.divided: self.way.dim},
@@ -139,11 +156,11 @@ class ParallelLowRank(Switched):
                 tp_group=self.group,
                 dp_cp_group=metadata["dp_cp_group"],
             )
-        return made
+        return state
 
 
 class Adapted(nn.Module):
-    """Beside a class of Megatron's: its maps may have adapters."""
+    """A mixin of Megatron's parallel linear maps that lets them have an adapter."""
 
     way: Way
     weight: Tensor
@@ -162,15 +179,20 @@ class Adapted(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        made = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # pyright: ignore[reportAttributeAccessIssue]
+        """Return the map and its adapter in the form of Megatron's distributed checkpoints."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # pyright: ignore[reportAttributeAccessIssue]
         if self.adapter is not None:
-            made |= self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata)
-        return made
+            state |= self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata)
+        return state
 
 
 class Column(Adapted, ColumnParallelLinear):
+    """A column-parallel linear map, whose outputs are divided."""
+
     way = OUTPUTS
 
 
 class Row(Adapted, RowParallelLinear):
+    """A row-parallel linear map, whose inputs are divided."""
+
     way = INPUTS

@@ -1,6 +1,7 @@
-"""The modules of a layer that Megatron Core has with Transformer Engine only, from what our own
-decoder computes them with: attention over packed sequences, also where context parallelism divides
-them, norms, and routers that can be replayed.
+"""Define the modules of a layer that Megatron Core itself has only with Transformer Engine.
+
+They compute as the built-in decoder does: attention over packed sequences, with context parallelism
+too, norms, and routers that can replay.
 
 T = tokens of this rank, H = query heads, K = key/value heads, D = head_dim, E = experts, k =
 experts of a token.
@@ -37,24 +38,28 @@ from ratchet.models.ops import rms_norm, rotate
 
 @dataclass
 class Packed(PackedSeqParams):
-    """What the layers of one forward share. It reaches them as an argument, so that a layer which
-    is computed again, perhaps after forwards of other micro-batches, finds its own."""
+    """The inputs that all layers of one forward pass share.
+
+    They are an argument of each layer, so that a recomputed layer gets those of its own micro-batch
+    even after forward passes of others.
+    """
 
     qkv_format: str = "thd"
     attend: Attend | None = None
     cos_T1D: Tensor | None = None
     sin_T1C: Tensor | None = None
     route: Route | None = None
-    seed: int | None = None  # of what adapters drop
+    seed: int | None = None  # of adapter dropout
 
 
 class Attention(nn.Module):
-    """`core_attention`: turns queries and keys by their positions, and lets the forward's own
-    `attend` do the rest."""
+    """The `core_attention` of a layer: rotate queries and keys, then call the forward pass's
+    `attend`.
+    """
 
     def __init__(self, *, layer_number: int, **others: Any) -> None:
         super().__init__()
-        self.layer = layer_number - 1  # of the whole model: Megatron counts from 1
+        self.layer = layer_number - 1  # in the whole model; Megatron counts from 1
 
     def forward(
         self,
@@ -79,6 +84,8 @@ class Attention(nn.Module):
 
 
 class RMSNorm(nn.Module):
+    """The built-in decoder's `RMSNorm` with Megatron's signature and marks."""
+
     def __init__(
         self, *, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **others: Any
     ) -> None:
@@ -95,14 +102,15 @@ class RMSNorm(nn.Module):
 
 
 class Router(TopKRouter):
-    """The arithmetic of `ratchet.models.layers.moe.Router`. route: has the last word, during one
-    forward of its layer."""
+    """A router that computes as `ratchet.models.layers.moe.ExpertRouter` does."""
 
-    place: int = 0  # among the layers with experts
-    route: Route | None = None
+    place: int = 0  # index among the layers with experts
+    route: Route | None = None  # decides the experts during one forward pass of the layer
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(weights [T, E], 0 for those not chosen; which are chosen [T, E])."""
+        """Return (weights [T, E], 0 for experts that are not chosen; whether each is chosen [T,
+        E]).
+        """
         logits_TE = logits.view(-1, logits.shape[-1])
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
         shares_TE = logits_TE.softmax(-1)
@@ -110,7 +118,8 @@ class Router(TopKRouter):
         if self.route is not None:
             experts_Tk = self.route(self.place, logits_TE, experts_Tk)
         weights_Tk = shares_TE.gather(1, experts_Tk)
-        if self.config.moe_router_pre_softmax is False:  # they add up to 1
+        # The weights of the chosen experts are scaled to sum to 1.
+        if self.config.moe_router_pre_softmax is False:
             weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
         weights_TE = torch.zeros_like(shares_TE).scatter(1, experts_Tk, weights_Tk)
         chosen_TE = torch.zeros_like(shares_TE, dtype=torch.bool).scatter(1, experts_Tk, True)
@@ -118,7 +127,7 @@ class Router(TopKRouter):
 
 
 class Layer(TransformerLayer):
-    """Tells its router what routes the forward, and its adapters what to drop."""
+    """A layer that passes the forward pass's routing to its router and the seed to its adapters."""
 
     def forward(self, *args: Any, packed_seq_params: Packed, **others: Any) -> Any:
         if isinstance(self.mlp, MoELayer):
@@ -131,8 +140,11 @@ class Layer(TransformerLayer):
 
 
 def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> ModuleSpec:
-    """Of a layer of the whole model, counted from 0. fp8: its linear maps are Transformer Engine's,
-    which know such formats."""
+    """Return the specification of a layer, counted from 0 in the whole model.
+
+    Args:
+        fp8: True to use Transformer Engine's linear maps, which support such formats.
+    """
     column, row = (
         (te_linear.TEColumnParallelLinear, te_linear.TERowParallelLinear) if fp8 else (Column, Row)
     )

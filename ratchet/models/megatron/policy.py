@@ -1,5 +1,7 @@
-"""The stages that a rank holds, as a policy: hidden states of its own tokens, logits of its own
-part of the vocabulary."""
+"""Define a policy over the Megatron stages that a rank holds.
+
+It has the hidden states of the rank's own tokens, and the logits of its part of the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,16 @@ from ratchet.models.weights.hf_weights import Savable, save_shape
 
 
 class PaddedVocabulary(DividedVocabulary):
-    """Each rank has as many rows, of which the last ranks' last ones are no tokens."""
+    """A divided vocabulary in which every rank has equally many rows; the last ones are padding."""
 
     def _rows(self, rank: int, size: int) -> range:
-        each = padded_vocabulary(self.size, self.group.size()) // self.group.size()
-        return range(min(each * rank, size), min(each * (rank + 1), size))
+        height = padded_vocabulary(self.size, self.group.size()) // self.group.size()
+        return range(min(height * rank, size), min(height * (rank + 1), size))
 
 
 class MegatronPolicy(SpreadPolicy):
+    """A policy whose decoder Megatron Core runs."""
+
     def __init__(
         self,
         shape: DecoderConfig,
@@ -45,11 +49,15 @@ class MegatronPolicy(SpreadPolicy):
         recompute: str = "none",
         fp8: Fp8 | None = None,
     ) -> None:
-        """After `begin`. Weights are uninitialised memory. Raises ModelError where the shape can't
-        be divided so."""
+        """Build the stages, after `init_process_groups`. Weights are uninitialised memory.
+
+        Raises ModelError if the shape can't be divided so.
+        """
         nn.Module.__init__(self)
-        self._shape, self.sizes, self.fp8 = shape, sizes, fp8
-        self.spread = _spread(sizes)
+        self._shape = shape
+        self.sizes = sizes
+        self.fp8 = fp8
+        self.spread = _distributed_shard(sizes)
         self.stages = nn.ModuleList(
             build_stages(shape, sizes, dtype=dtype, recompute=recompute, fp8=fp8)
         )
@@ -60,13 +68,15 @@ class MegatronPolicy(SpreadPolicy):
 
     @property
     def chunks(self) -> list[Stage]:
+        """The stages on this rank."""
         return [cast(Stage, stage) for stage in self.stages]
 
     def owned(self) -> Iterator[Owned]:
+        """Yield all parameters of this rank with their blocks."""
         return owned(self.chunks, self.sizes)
 
     def fill(self, read: Read) -> None:
-        """Loads every weight, from where its blocks are found."""
+        """Load every weight; `read` returns its blocks."""
         fill_stages(self.chunks, self.sizes, read)
 
     @property
@@ -75,7 +85,9 @@ class MegatronPolicy(SpreadPolicy):
 
     @checkpointing.setter
     def checkpointing(self, on: bool) -> None:
-        raise AssertionError("Megatron's layers are told when they are made")
+        raise AssertionError(
+            "activation checkpointing of Megatron's layers is set when they are built"
+        )
 
     @property
     def vocabulary(self) -> DividedVocabulary | None:
@@ -86,16 +98,18 @@ class MegatronPolicy(SpreadPolicy):
         )
 
     def unpadded(self, feed: Feed, hidden_td: Tensor) -> Tensor:
-        """[T, d], in the order of the tokens: what the last stage made of `fitted` feeds."""
+        """Return the last stage's output for a `fitted` feed in the order of the tokens [T, d]."""
         return feed.unfold(hidden_td[: len(feed.tokens_U)])
 
     def fitted(self, feed: Feed, tokens: int = 1) -> Feed:
-        """With so many tokens at least, and as many for each rank that shares them out."""
+        """Return the feed padded to at least `tokens` tokens, and to a multiple that the ranks and
+        fp8 need.
+        """
         multiple = (self.sizes.tensor if self.sizes.sequence else 1) * (
             1 if self.fp8 is None else self.fp8.rows
         )
-        most = max(tokens, len(feed.tokens_U), 1)
-        return feed.padded(-(-most // multiple) * multiple)
+        minimum = max(tokens, len(feed.tokens_U), 1)
+        return feed.padded(-(-minimum // multiple) * multiple)
 
     def hidden(
         self,
@@ -130,15 +144,16 @@ class MegatronPolicy(SpreadPolicy):
         save_shape(self.shape, weights.items(), directory, next(self.parameters()).dtype)
 
 
-def _spread(sizes: Sizes) -> Spread:
+def _distributed_shard(sizes: Sizes) -> Spread:
+    """Return this rank's shard and groups."""
     part = Part(
         Share(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),
         Share(parallel_state.get_pipeline_model_parallel_rank(), sizes.pipeline),
         Share(parallel_state.get_expert_model_parallel_rank(), sizes.experts),
     )
 
-    def group(found: Any, size: int) -> Group | None:
-        return found if size > 1 else None
+    def group(process_group: Any, size: int) -> Group | None:
+        return process_group if size > 1 else None
 
     return Spread(
         part,

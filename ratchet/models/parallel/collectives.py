@@ -1,9 +1,11 @@
-"""Collectives of torch.distributed that gradients pass through, over the first dimension where
-there is one to choose.
+"""Define collectives of torch.distributed that gradients pass through.
 
-Losses are computed alike on every rank of a tensor- or context-parallel group. So the gradient of
-what all ranks hold is the same on each, and the gradient of what was different on each is a
-summand: which of the two a tensor is says which way back.
+They work along the first dimension where there is a choice.
+
+Every rank of a tensor- or context-parallel group computes the same loss. So the gradient of a
+tensor that all ranks hold alike is the same on each, and the gradient of a tensor that differs
+between ranks is a summand on each. The backward pass of a collective depends on which of the two
+its input is.
 """
 
 from __future__ import annotations
@@ -18,62 +20,71 @@ from torch.autograd import Function
 
 Group = dist.ProcessGroup
 
-# torch 2.13 renamed them.
+# torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def sum_forward(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' x, on every rank; its gradient goes back as it is."""
+    """Return the sum of all ranks' x on every rank. The gradient is passed through unchanged."""
     return _SumForward.apply(x, group)
 
 
 def sum_backward(x: Tensor, group: Group) -> Tensor:
-    """x, which all ranks have alike; their gradients are summed."""
+    """Return x, which is equal on all ranks. The ranks' gradients are summed."""
     return _SumBackward.apply(x, group)
 
 
 def gather(x: Tensor, group: Group, *, alike: bool = False) -> Tensor:
-    """The ranks' equally large parts, one behind the other. alike: what follows is the same on each
-    rank, so that a rank's own part of the gradient is all of it; else the parts of all ranks'
-    gradients are summed."""
+    """Return the ranks' equally large parts, concatenated.
+
+    Args:
+        alike: True if the computation that follows is the same on each rank. Each rank then takes
+            its own part of the gradient; otherwise the ranks' gradients are summed first.
+    """
     return _Gather.apply(x, group, alike)
 
 
 def scatter_sum(x: Tensor, group: Group) -> Tensor:
-    """A rank's own part of the sum of all ranks' x, whose length their number divides."""
+    """Return this rank's part of the sum of all ranks' x. The number of ranks must divide its
+    length.
+    """
     return _ScatterSum.apply(x, group)
 
 
 def gather_uneven(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
-    """As `gather`, of parts of these lengths, with summed gradients."""
-    most = max(sizes)
-    padded = torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])]) if len(x) < most else x
-    parts = gather(padded, group).split(most)
+    """Return the ranks' parts, concatenated; `sizes` are their lengths. Gradients are summed."""
+    longest = max(sizes)
+    padded = torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])]) if len(x) < longest else x
+    parts = gather(padded, group).split(longest)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def gather_columns(x: Tensor, group: Group) -> Tensor:
-    """The ranks' equally large parts side by side in the last dimension; what follows is the same
-    on each rank."""
+    """Return the ranks' equally large parts side by side in the last dimension.
+
+    The computation that follows is the same on each rank.
+    """
     return gather(x.movedim(-1, 0), group, alike=True).movedim(0, -1)
 
 
 def own_columns(x: Tensor, group: Group) -> Tensor:
-    """A rank's part of x, which all ranks have alike, in the last dimension; `gather_columns` the
-    other way round."""
+    """Return this rank's part of x in the last dimension, the inverse of `gather_columns`.
+
+    x is equal on all ranks.
+    """
     return _OwnRows.apply(x.movedim(-1, 0), group).movedim(0, -1)
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """Without gradient, in a tensor of its own."""
+    """Return the sum over the ranks, without gradient, as a new tensor."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out
 
 
 def largest(x: Tensor, group: Group) -> Tensor:
-    """Elementwise over the ranks, without gradient."""
+    """Return the elementwise maximum over the ranks, without gradient, as a new tensor."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group)
     return out

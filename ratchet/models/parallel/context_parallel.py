@@ -1,9 +1,9 @@
-"""Context parallelism: each rank of a group computes some of the tokens of every sequence, and
-attends to all of them.
+"""Divide the tokens of every sequence over the ranks of a context-parallel group.
 
-A sequence is cut into twice as many chunks as there are ranks; a rank takes one from the front and
-one from the back, so that all attend to about as much ("zig-zag": arXiv:2407.21783, section 3.3.2).
-Keys and values are gathered in every layer.
+Each rank's tokens attend to all tokens of their sequence. A sequence is cut into twice as many
+chunks as there are ranks; a rank takes one from the front and one from the back, so that all do
+about the same amount of attention ("zig-zag": arXiv:2407.21783, section 3.3.2). Keys and values are
+gathered in every layer.
 
 T = tokens of the packed sequences, t = those of this rank, H = query heads, K = key/value heads, D
 = head_dim.
@@ -26,44 +26,48 @@ from ratchet.models.parallel.sharding import Share
 
 @dataclass(frozen=True)
 class Division:
-    """Which tokens each rank has. segments, tokens: of this rank, in the order in which it computes
-    them; `start` of a segment is where it lies among the tokens of all ranks, laid end to end.
-    sizes: tokens of each rank. place_T: where each token lies among those of all ranks."""
+    """The tokens of packed sequences that each rank of a context-parallel group computes."""
 
+    # This rank's segments in the order of computation. Their `start` counts the tokens of all
+    # ranks, laid end to end.
     segments: tuple[Segment, ...]
-    tokens: Index
-    sizes: tuple[int, ...]
-    place_T: Index
-    starts_S: Index
+    tokens: Index  # indices of this rank's tokens, in the order of computation
+    sizes: tuple[int, ...]  # number of tokens of each rank
+    place_T: Index  # index of each token among those of all ranks, laid end to end
+    starts_S: Index  # index of the first token of each sequence
 
     @classmethod
-    def of(cls, lengths: Sequence[int], share: Share) -> Division:
+    def from_lengths(cls, lengths: Sequence[int], share: Share) -> Division:
+        """Divide sequences of these lengths; `share` is this rank of the group."""
         starts_S = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
-        by_rank = [_segments(lengths, Share(rank, share.of)) for rank in range(share.of)]
+        by_rank = [_segments(lengths, Share(rank, share.count)) for rank in range(share.count)]
         tokens = [_tokens(segments, starts_S) for segments in by_rank]
-        sizes = tuple(len(own) for own in tokens)
+        sizes = tuple(map(len, tokens))
         place_T = np.empty(sum(lengths), dtype=np.int64)
         place_T[np.concatenate(tokens)] = np.arange(sum(lengths))
-        placed, start = list[Segment](), sum(sizes[: share.index])
+        placed: list[Segment] = []
+        start = sum(sizes[: share.index])
         for segment in by_rank[share.index]:
             placed.append(Segment(segment.row, segment.begin, segment.end, start))
             start += segment.length
         return cls(tuple(placed), tokens[share.index], sizes, place_T, starts_S)
 
     def past(self, segment: Segment) -> Index:
+        """Return the places of the tokens that come before a segment, in order."""
         start = int(self.starts_S[segment.row])
         return self.place_T[start : start + segment.begin]
 
 
 def _segments(lengths: Sequence[int], share: Share) -> list[Segment]:
-    chunks = 2 * share.of
-    found = [
+    """Return the chunks of one rank, in ascending order of begin and length."""
+    chunks = 2 * share.count
+    segments = [
         Segment(row, length * chunk // chunks, length * (chunk + 1) // chunks)
         for row, length in enumerate(lengths)
         for chunk in (share.index, chunks - 1 - share.index)
     ]
     return sorted(
-        (segment for segment in found if segment.length),
+        (segment for segment in segments if segment.length),
         key=lambda segment: (segment.begin, segment.length),
     )
 
@@ -74,7 +78,7 @@ def _tokens(segments: Sequence[Segment], starts_S: Index) -> Index:
 
 
 class ContextAttention:
-    """`attend` of `Decoder.forward` for the tokens of one rank."""
+    """The `attend` of `Decoder.forward` for the tokens of one context-parallel rank."""
 
     def __init__(self, division: Division, group: Group, device: torch.device) -> None:
         self.sizes, self.group = division.sizes, group
@@ -84,10 +88,10 @@ class ContextAttention:
         k_TKD, v_TKD = gather_uneven(
             torch.cat([k_tKD, v_tKD], dim=1), self.sizes, self.group
         ).chunk(2, dim=1)
-        # without a token, and yet part of what the others do, in the backward too
+        # A rank without tokens still takes part in the collectives, in the backward pass too.
         if not self.calls:
             return q_tHD + k_TKD.sum() * 0
-        queries = q_tHD.split([call.own.tokens for call in self.calls])
+        queries = q_tHD.split([call.queries.tokens for call in self.calls])
         return torch.cat(
             [
                 attend_past(call, q, k_TKD, v_TKD)

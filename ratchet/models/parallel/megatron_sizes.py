@@ -1,5 +1,4 @@
-"""How Megatron Core divides a decoder over ranks: arithmetic for a check before any process starts.
-Free of Megatron."""
+"""Check how Megatron Core divides a decoder over ranks, before any process starts. No Megatron."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from ratchet.models.parallel.sharding import Part, Share
 
 
 def require_megatron() -> None:
-    """Raises MissingDependency where megatron-core is not installed."""
+    """Raise MissingDependency if megatron-core is not installed."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise MissingDependency(
             "megatron-core", extra="megatron", needed_for="learner.kind=megatron"
@@ -21,34 +20,41 @@ def require_megatron() -> None:
 
 @dataclass(frozen=True)
 class Fp8:
-    """In which Transformer Engine multiplies: `MegatronConfig.fp8` and `fp8_recipe`."""
+    """The fp8 format that Transformer Engine multiplies in."""
 
-    format: str
-    recipe: str
+    format: str  # `MegatronConfig.fp8`
+    recipe: str  # `MegatronConfig.fp8_recipe`
 
     @property
     def rows(self) -> int:
-        """Of a product: a multiple of it."""
+        """The number that both sides of a product must be a multiple of."""
         return {"mxfp8": 32, "blockwise": 128}.get(self.recipe, 16)
 
     def check(self, capability: tuple[int, int]) -> None:
-        """capability: of a CUDA device. Raises ConfigError for one that doesn't multiply so."""
-        least = {"mxfp8": (10, 0), "blockwise": (9, 0)}.get(self.recipe, (8, 9))
-        if capability < least:
-            has, needs = (".".join(map(str, version)) for version in (capability, least))
-            other = (
+        """Raise ConfigError if a CUDA device of this compute capability doesn't support the
+        format.
+        """
+        required = {"mxfp8": (10, 0), "blockwise": (9, 0)}.get(self.recipe, (8, 9))
+        if capability < required:
+            device_version, required_version = (
+                ".".join(map(str, version)) for version in (capability, required)
+            )
+            fix = (
                 "choose another fp8_recipe, or remove learner.fp8"
                 if capability >= (8, 9)
                 else "remove learner.fp8"
             )
             raise ConfigError(
-                f"learner.fp8_recipe={self.recipe} needs a device of compute capability {needs}, "
-                f"and this has {has}: {other}"
+                f"learner.fp8_recipe={self.recipe} needs a device of compute capability "
+                f"{required_version}, and this has {device_version}: {fix}"
             )
 
     def check_shape(self, shape: DecoderConfig, tensor: int) -> None:
-        """Raises ModelError for matrices that it can't multiply, on as many ranks that share
-        them."""
+        """Raise ModelError if the format can't multiply a decoder's matrices.
+
+        Args:
+            tensor: number of tensor-parallel ranks.
+        """
         mlp = shape.expert_intermediate_size if shape.n_experts else shape.intermediate_size
         widths = {
             "hidden_size": shape.hidden_size,
@@ -67,30 +73,31 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Ranks of each kind; what they leave of all is data parallelism. chunks: runs of layers on
-    each rank of a pipeline. sequence: see `ratchet.models.parallel.tensor_parallel`."""
+    """The number of ranks of each kind of parallelism. The remaining factor is data parallelism."""
 
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
     experts: int = 1
-    chunks: int = 1
-    sequence: bool = False
+    chunks: int = 1  # stages per rank of an interleaved pipeline
+    sequence: bool = False  # sequence parallelism, see `ratchet.models.parallel.tensor_parallel`
 
     def stage(self, rank: int, chunk: int = 0) -> Share:
-        """Which share of the layers a chunk is, on a rank of the pipeline."""
+        """Return which share of the layers a chunk of a pipeline rank has."""
         return Share(rank + self.pipeline * chunk, self.pipeline * self.chunks)
 
     def check(self, shape: DecoderConfig) -> None:
-        """Raises ModelError where Megatron Core can't divide it so, or has no such layer at all."""
+        """Raise ModelError if Megatron Core can't divide the decoder so, or lacks one of its
+        layers.
+        """
         stages = self.pipeline * self.chunks
         Part(Share(0, self.tensor), Share(0, stages), Share(0, self.experts)).check(shape)
         if shape.n_layers % stages:
-            fitting = max(n for n in range(1, stages) if shape.n_layers % n == 0)
+            divisor = max(n for n in range(1, stages) if shape.n_layers % n == 0)
             raise ModelError(
                 f"Megatron gives each stage of a pipeline as many layers, and {stages} don't "
                 f"divide {shape.n_layers}: set "
-                f"learner.pipeline_parallel x pipeline_chunks to {fitting}"
+                f"learner.pipeline_parallel x pipeline_chunks to {divisor}"
             )
         if self.chunks > 1 and self.pipeline == 1:
             raise ModelError(
@@ -110,5 +117,5 @@ class Sizes:
 
 
 def padded_vocabulary(size: int, tensor: int) -> int:
-    """Rows of the embedding, on all ranks together: as many on each of those that share it."""
+    """Return the rows of the embedding on all ranks, padded so that each has equally many."""
     return -(-size // tensor) * tensor

@@ -1,5 +1,4 @@
-"""A decoder that is spread over the ranks of several groups, as a policy: each rank holds a part of
-it."""
+"""Define a policy whose decoder is divided over the ranks of several groups."""
 
 from __future__ import annotations
 
@@ -26,19 +25,17 @@ from ratchet.models.weights.hf_weights import empty_decoder
 
 @dataclass(frozen=True)
 class Spread:
-    """part: of the decoder that this rank holds. tensor, context, experts: the groups of ranks that
-    it computes together with; None: it is alone. sequence: see `TensorSeams`."""
+    """The shard of a decoder that this rank holds, and the groups that it computes with."""
 
     part: Part
-    tensor: Group | None = None
+    tensor: Group | None = None  # None: the rank is alone; likewise below
     context: Group | None = None
     experts: Group | None = None
-    sequence: bool = False
+    sequence: bool = False  # sequence parallelism, see `TensorParallelComm`
 
 
 class Stage(nn.Module):
-    """Consecutive layers. feeds: what a pipeline passes through it, by number. autocast: products
-    in bfloat16."""
+    """Consecutive layers of a decoder, as a module that a pipeline schedule can run."""
 
     def __init__(
         self,
@@ -50,8 +47,8 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.decoder = empty_decoder(config, part=spread.part, device=device, dtype=dtype)
-        self.feeds: Sequence[Feed] = ()
-        self.autocast = False
+        self.feeds: Sequence[Feed] = ()  # inputs of the micro-batches that a pipeline runs
+        self.autocast = False  # True: compute products in bfloat16
         if spread.tensor is not None:
             rows = spread.part.tensor.range(config.vocab_size)
             self.decoder.join(TensorSeams(spread.tensor, rows, sequence=spread.sequence))
@@ -63,8 +60,13 @@ class Stage(nn.Module):
     def forward(
         self, x: Tensor | None, number: Tensor | None = None, *, feed: Feed | None = None
     ) -> Tensor:
-        """x: what the stage before it gave; the first takes the tokens of the feed. number: [1], of
-        one of the `feeds`."""
+        """Return the hidden states after these layers.
+
+        Args:
+            x: hidden states from the stage before; ignored by the first stage, which embeds the
+                feed's tokens.
+            number: [1], index of one of the `feeds`, if `feed` is None.
+        """
         if feed is None:
             assert number is not None, "neither a feed nor its number"
             feed = self.feeds[int(number)]
@@ -76,8 +78,10 @@ class Stage(nn.Module):
 
 
 class SpreadPolicy(DecoderPolicy):
-    """`hidden` gives the states of this rank's own tokens, and `division` says which they are.
-    stages: the runs of layers that are here, one, or several of an interleaved pipeline."""
+    """A policy whose decoder is divided over ranks.
+
+    `hidden` returns the states of this rank's own tokens; `division` returns which these are.
+    """
 
     def __init__(
         self,
@@ -88,22 +92,30 @@ class SpreadPolicy(DecoderPolicy):
         dtype: torch.dtype,
         chunks: int = 1,
     ) -> None:
-        """Weights are uninitialised memory. chunks: stages of each rank of a pipeline."""
+        """Allocate this rank's layers. Weights are uninitialised memory.
+
+        Args:
+            chunks: stages per rank of an interleaved pipeline.
+        """
         nn.Module.__init__(self)
-        own = spread.part.pipeline
-        shares = [Share(own.index + own.of * chunk, own.of * chunks) for chunk in range(chunks)]
-        parts = [replace(spread, part=replace(spread.part, pipeline=share)) for share in shares]
-        parts[0].part.check(config)
+        pipeline = spread.part.pipeline
+        shares = [
+            Share(pipeline.index + pipeline.count * chunk, pipeline.count * chunks)
+            for chunk in range(chunks)
+        ]
+        spreads = [replace(spread, part=replace(spread.part, pipeline=share)) for share in shares]
+        spreads[0].part.check(config)
         self.spread = spread
         self.stages = nn.ModuleList(
-            Stage(config, part, device=device, dtype=dtype) for part in parts
+            Stage(config, stage_spread, device=device, dtype=dtype) for stage_spread in spreads
         )
-        # The last stage's, which has the head: by this way it is no module of its own, beside the
-        # stages.
+        # `decoder` is the last stage's, which has the head. Setting it this way keeps torch from
+        # registering it as a second submodule beside the stages.
         object.__setattr__(self, "decoder", self.runs[-1].decoder)
 
     @property
     def runs(self) -> list[Stage]:
+        """The stages on this rank: one, or several of an interleaved pipeline."""
         return [cast(Stage, stage) for stage in self.stages]
 
     @property
@@ -117,7 +129,7 @@ class SpreadPolicy(DecoderPolicy):
 
     @property
     def shares_prefixes(self) -> bool:
-        """A beginning that sequences share is not divided between ranks."""
+        """True without context parallelism, which can't divide a shared prefix between ranks."""
         return self.spread.context is None
 
     @property
@@ -129,7 +141,7 @@ class SpreadPolicy(DecoderPolicy):
         )
 
     def division(self, lengths: Sequence[int]) -> Division | None:
-        """Which tokens of packed sequences this rank computes; None: all."""
+        """Return the tokens of packed sequences that this rank computes; None: all."""
         group = self.spread.context
         return (
             None if group is None else _division(tuple(lengths), Share(group.rank(), group.size()))
@@ -157,15 +169,15 @@ class SpreadPolicy(DecoderPolicy):
         division, group = self.division(lengths), self.spread.context
         if division is None or group is None:
             return super().feed(tokens_T, positions_T, lengths, routing)
-        own = torch.from_numpy(division.tokens).to(tokens_T.device)
+        own_tokens = torch.from_numpy(division.tokens).to(tokens_T.device)
         if routing is not None:
             routing.check(self.shape)
-            routing = routing.rows(own)
+            routing = routing.rows(own_tokens)
         attend = ContextAttention(division, group, tokens_T.device)
-        return Feed(tokens_T[own], positions_T[own], attend, routing=routing)
+        return Feed(tokens_T[own_tokens], positions_T[own_tokens], attend, routing=routing)
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
-        """Of this rank's tokens of the vocabulary."""
+        """Return the logits of this rank's part of the vocabulary."""
         if self.spread.tensor is not None:
             hidden_nd = sum_backward(hidden_nd, self.spread.tensor)
         return super().logits(hidden_nd)
@@ -176,7 +188,8 @@ class SpreadPolicy(DecoderPolicy):
         )
 
 
-# the forward and each column of a micro-batch ask for the same one, in a pipeline some time later
+# Cached because the forward pass and each column of a micro-batch use the same division, in a
+# pipeline some time later.
 @lru_cache(maxsize=64)
 def _division(lengths: tuple[int, ...], share: Share) -> Division:
-    return Division.of(lengths, share)
+    return Division.from_lengths(lengths, share)

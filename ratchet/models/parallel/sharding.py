@@ -1,8 +1,7 @@
-"""Which part of a decoder a process holds, where it is spread over several, and the seams at which
-they exchange numbers.
+"""Describe the shard of a decoder that a process holds, and the communication between shards.
 
 Tensor parallelism (arXiv:1909.08053): each rank has some heads, some columns of each MLP and some
-rows of the vocabulary. Pipeline parallelism: each has some of the layers.
+rows of the vocabulary. Pipeline parallelism: each rank has some of the layers.
 """
 
 from __future__ import annotations
@@ -20,37 +19,38 @@ from ratchet.models.config import DecoderConfig
 
 @dataclass(frozen=True)
 class Share:
-    """Number `index` of `of` parts of about one size."""
+    """Number `index` of `count` parts of about equal size."""
 
     index: int = 0
-    of: int = 1
+    count: int = 1
 
     def range(self, total: int) -> range:
-        """Which of `total` things it is."""
-        return range(total * self.index // self.of, total * (self.index + 1) // self.of)
+        """Return the indices of this part among `total` items."""
+        return range(total * self.index // self.count, total * (self.index + 1) // self.count)
 
 
 @dataclass(frozen=True)
 class Part:
-    """tensor: of the heads, the MLPs and the vocabulary. pipeline: of the layers; the first part
-    has the embedding, the last the final norm and the language head. experts: of the experts of
-    each layer that has some."""
+    """The shard of a decoder that a rank holds."""
 
-    tensor: Share = Share()
+    tensor: Share = Share()  # of the heads, the MLPs and the vocabulary
+    # of the layers; the first has the embedding, the last the final norm and the language head
     pipeline: Share = Share()
-    experts: Share = Share()
+    experts: Share = Share()  # of the experts of each layer
 
     @property
     def first(self) -> bool:
+        """True if the shard has the first layers and the embedding."""
         return self.pipeline.index == 0
 
     @property
     def last(self) -> bool:
-        return self.pipeline.index == self.pipeline.of - 1
+        """True if the shard has the last layers and the language head."""
+        return self.pipeline.index == self.pipeline.count - 1
 
     def local(self, config: DecoderConfig) -> DecoderConfig:
-        """The shape of a rank's own layers."""
-        n = self.tensor.of
+        """Return the shape of this rank's layers: `config` divided by tensor parallelism."""
+        n = self.tensor.count
         return replace(
             config,
             n_heads=config.n_heads // n,
@@ -60,9 +60,10 @@ class Part:
         )
 
     def check(self, config: DecoderConfig) -> None:
-        """Raises ModelError where a decoder can't be divided so, with the nearest number that
-        divides it."""
-        n = self.tensor.of
+        """Raise ModelError if a decoder can't be divided so. The message names the nearest
+        divisor.
+        """
+        n = self.tensor.count
         check_even(
             n,
             {
@@ -77,23 +78,28 @@ class Part:
                 "biases behind the heads or in the MLPs can't be divided: set "
                 "learner.tensor_parallel=1"
             )
-        if self.experts.of > 1 and (not config.n_experts or config.n_experts % self.experts.of):
+        if self.experts.count > 1 and (
+            not config.n_experts or config.n_experts % self.experts.count
+        ):
             raise ModelError(
-                f"learner.expert_parallel={self.experts.of} doesn't divide the model's "
+                f"learner.expert_parallel={self.experts.count} doesn't divide the model's "
                 f"{config.n_experts} experts: set it to "
-                + (str(nearest(config.n_experts, self.experts.of)) if config.n_experts else "1")
+                + (str(nearest(config.n_experts, self.experts.count)) if config.n_experts else "1")
             )
-        if self.pipeline.of > config.n_layers:
+        if self.pipeline.count > config.n_layers:
             raise ModelError(
-                f"{self.pipeline.of} pipeline stages for {config.n_layers} layers: set "
+                f"{self.pipeline.count} pipeline stages for {config.n_layers} layers: set "
                 "learner.pipeline_parallel x "
                 f"pipeline_chunks to at most {config.n_layers}"
             )
 
 
 def check_even(n: int, totals: Mapping[str, int]) -> None:
-    """totals: how many there are, by what they are. Raises ModelError where n tensor-parallel ranks
-    can't have equally many."""
+    """Raise ModelError if n tensor-parallel ranks can't have equally many of some item.
+
+    Args:
+        totals: number of items, by what they are.
+    """
     for what, total in totals.items():
         if total % n:
             fix = f"set it to {nearest(total, n)}"
@@ -103,7 +109,7 @@ def check_even(n: int, totals: Mapping[str, int]) -> None:
 
 
 def nearest(total: int, n: int) -> int:
-    """The largest number below n that divides it."""
+    """Return the largest number below n that divides `total`."""
     return max(i for i in range(1, n) if total % i == 0)
 
 
@@ -111,31 +117,31 @@ WHOLE = Part()
 
 
 class Seams(Protocol):
-    """Where the hidden states of a decoder pass from rank to rank of a tensor-parallel group."""
+    """The communication of hidden states within a tensor-parallel group."""
 
     def begin(self, tokens: int) -> None:
-        """A forward of so many tokens."""
+        """Start a forward pass of this many tokens."""
         ...
 
     def embed(self, tokens_T: Tensor, weight_Vd: Tensor) -> Tensor:
-        """Rows of the embedding, of which this rank has some."""
+        """Return the embeddings of tokens; this rank has some rows of the matrix."""
         ...
 
     def enter(self, x: Tensor) -> Tensor:
-        """Before products whose outputs are divided."""
+        """Prepare the input of products whose outputs are divided over ranks."""
         ...
 
     def leave(self, x: Tensor) -> Tensor:
-        """Behind products whose inputs were divided: each rank has a summand."""
+        """Sum the ranks' outputs of products whose inputs are divided."""
         ...
 
     def finish(self, x: Tensor) -> Tensor:
-        """Behind the last layer: the same on every rank."""
+        """Return the final hidden states, the same on every rank."""
         ...
 
 
 class Undivided:
-    """One rank has everything."""
+    """The case of a single rank, which communicates nothing."""
 
     def begin(self, tokens: int) -> None: ...
 

@@ -1,7 +1,7 @@
-"""The seams of a decoder whose heads, MLPs and vocabulary are divided over the ranks of a group.
+"""Communicate within a tensor-parallel group: hidden states, embeddings and logits.
 
-T = tokens, d = hidden size, V = rows of the vocabulary that a rank has, n = predictions, K = tokens
-asked about.
+T = tokens, d = hidden size, V = rows of the vocabulary on a rank, n = predictions, K = requested
+tokens per prediction.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ from ratchet.models.parallel.sharding import Share
 
 
 class TensorSeams:
-    """sequence: between the products each rank keeps some of the tokens only (sequence parallelism,
-    arXiv:2205.05198): norms and what is kept for the backward are divided too. rows: of the
-    vocabulary, on this rank."""
+    """The communication of a decoder whose heads, MLPs and vocabulary are divided over ranks."""
 
     def __init__(self, group: Group, rows: range, *, sequence: bool) -> None:
-        self.group, self.rows, self.sequence = group, rows, sequence
-        self.tokens = 0  # of the forward in progress
+        """Create the communication of one rank.
+
+        Args:
+            rows: this rank's rows of the vocabulary.
+            sequence: sequence parallelism (arXiv:2205.05198). Between the products each rank keeps
+                only some of the tokens, so that norms and their activations are divided too.
+        """
+        self.group = group
+        self.rows = rows
+        self.sequence = sequence
+        self.tokens = 0  # number of tokens of the current forward pass
 
     def begin(self, tokens: int) -> None:
         self.tokens = tokens
@@ -54,22 +61,25 @@ class TensorSeams:
 
 
 class DividedVocabulary:
-    """Implements `ratchet.learners.compute.token_outputs.Vocabulary`: of each prediction a rank has
-    the logits of some tokens. Never are the logits of all gathered, but by `whole`. size: tokens of
-    all ranks together."""
+    """Logits whose vocabulary is divided over the ranks of a group.
+
+    It implements `ratchet.learners.compute.token_outputs.Vocabulary`. Only `whole` gathers the
+    logits of all tokens.
+    """
 
     def __init__(self, group: Group, size: int) -> None:
+        """Create the division; `size` is the vocabulary of all ranks together."""
         self.group, self.size = group, size
         self.rows = self._rows(group.rank(), size)
 
     def _rows(self, rank: int, size: int) -> range:
-        """The tokens of a rank among the first `size`."""
+        """Return the tokens of a rank among the first `size`."""
         rows = Share(rank, self.group.size()).range(self.size)
         return range(min(rows.start, size), min(rows.stop, size))
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
-        # The same normaliser serves other tokens on each rank: the gradients that they have for it
-        # are summands.
+        # Each rank uses the same normaliser for different tokens, so their gradients for it are
+        # summed.
         return logits_nV - sum_backward(self._logsumexp(logits_nV), self.group)[:, None]
 
     def first(self, all_nV: Tensor, size: int) -> Tensor:
@@ -79,35 +89,33 @@ class DividedVocabulary:
         return sum_forward(x_nV.sum(-1), self.group)
 
     def pick(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
-        here_nK, own_nK = self._place(ids_nK, all_nV)
-        if not all_nV.shape[1]:  # it has none of them, and takes part all the same
+        here_nK, row_nK = self._place(ids_nK, all_nV)
+        # A rank without rows still takes part in the collective.
+        if not all_nV.shape[1]:
             return sum_forward(all_nV.sum() * all_nV.new_zeros(ids_nK.shape), self.group)
-        return sum_forward(all_nV.gather(1, own_nK).where(here_nK, 0.0), self.group)
+        return sum_forward(all_nV.gather(1, row_nK).where(here_nK, 0.0), self.group)
 
     def rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
-        here_nK, own_nK = self._place(ids_nK, all_nV)
+        here_nK, row_nK = self._place(ids_nK, all_nV)
         if all_nV.shape[1]:
-            chosen_nV = torch.zeros_like(all_nV).scatter_add(1, own_nK, here_nK.to(all_nV.dtype))
+            chosen_nV = torch.zeros_like(all_nV).scatter_add(1, row_nK, here_nK.to(all_nV.dtype))
             all_nV = all_nV.masked_fill(chosen_nV > 0, -torch.inf)
         return self._logsumexp(all_nV)
 
     def top(self, all_nV: Tensor, k: int) -> Tensor:
-        """Among each rank's own k."""
+        """Return the ids of the k largest logits, chosen among each rank's own k largest."""
         values_nk, ids_nk = all_nV.detach().topk(min(k, all_nV.shape[1]), dim=-1)
         missing = (0, k - values_nk.shape[1])
-        values_nk, ids_nk = (
-            F.pad(values_nk, missing, value=-torch.inf),
-            F.pad(ids_nk + self.rows.start, missing),
-        )
+        values_nk = F.pad(values_nk, missing, value=-torch.inf)
+        ids_nk = F.pad(ids_nk + self.rows.start, missing)
         values_nK, ids_nK = (gather(x.T, self.group).T for x in (values_nk, ids_nk))
         return ids_nK.gather(1, values_nK.topk(k, dim=-1).indices)
 
     def whole(self, all_nV: Tensor, size: int) -> Tensor:
         widths = [len(self._rows(rank, size)) for rank in range(self.group.size())]
-        most = max(widths)
-        parts = gather(F.pad(all_nV, (0, most - all_nV.shape[1])).T, self.group, alike=True).split(
-            most
-        )
+        widest = max(widths)
+        padded_nV = F.pad(all_nV, (0, widest - all_nV.shape[1]))
+        parts = gather(padded_nV.T, self.group, alike=True).split(widest)
         return torch.cat([part[:width] for part, width in zip(parts, widths, strict=True)]).T
 
     def _logsumexp(self, x_nV: Tensor) -> Tensor:
@@ -116,7 +124,7 @@ class DividedVocabulary:
         return self.sum((x_nV - top_n[:, None]).exp()).log() + top_n
 
     def _place(self, ids_nK: Tensor, all_nV: Tensor) -> tuple[Tensor, Tensor]:
-        """(which of the ids are here, where; 0 for the others)."""
-        own_nK = ids_nK - self.rows.start
-        here_nK = (own_nK >= 0) & (own_nK < all_nV.shape[1])
-        return here_nK, own_nK.where(here_nK, 0)
+        """Return (whether each id is on this rank, its row here or 0)."""
+        row_nK = ids_nK - self.rows.start
+        here_nK = (row_nK >= 0) & (row_nK < all_nV.shape[1])
+        return here_nK, row_nK.where(here_nK, 0)

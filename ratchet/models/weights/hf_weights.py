@@ -1,9 +1,9 @@
-"""Hugging Face model directories: `config.json`, `generation_config.json` and safetensors, whole or
-in shards.
+"""Read and write Hugging Face model directories: `config.json`, `generation_config.json`,
+safetensors.
 
-Our decoder fuses matrices; on disk and on the wire every weight has its canonical Hugging Face
-name. The canonical tensors are *views*: consecutive rows of the fused ones, so that nothing is
-copied to send or to save them.
+The built-in decoder fuses matrices, but on disk and on the wire every weight has its canonical
+Hugging Face name. The canonical tensors are *views* of consecutive rows of the fused ones, so
+nothing is copied to send or save them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from ratchet.utils.object_store import stays_inside
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-# the scalar head of a reward or value model; `ratchet.models.scalar_head` reads it
+# The scalar head of a reward or value model, see `ratchet.models.scalar_head`.
 SCORE = "score.weight"
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints carry
 
 
 def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, detached view into a parameter), each weight once: a tied head is left
-    out, and so are adapters. Of a matrix that rests quantised: of what it is restored to."""
+    """Yield (Hugging Face name, detached view into a parameter), each weight once.
+
+    A tied head and adapters are left out. The views of a quantized matrix are of its restored
+    numbers.
+    """
     layout = pieces(decoder)
     for name, weight in decoder.named_weights():
         if name.endswith((".lora_A", ".lora_B")):
@@ -50,13 +53,13 @@ def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies every weight into its view, whatever its dtype and device.
+    """Copy every weight into its view in the decoder, converting dtype and device.
 
-    Raises ModelError naming what is missing, unexpected or of another shape; the decoder is then
+    Raises ModelError that names missing, unexpected or wrongly shaped weights; the decoder is then
     partly overwritten.
     """
     views = dict(canonical_weights(decoder))
-    waiting = set(views)
+    missing = set(views)
     unexpected: list[str] = []
     for name, tensor in weights:
         if name not in views:
@@ -67,9 +70,9 @@ def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> Non
             )
         else:
             views[name].copy_(tensor)
-            waiting.discard(name)
-    if waiting:
-        raise ModelError(f"weights are missing: {some(sorted(waiting))}")
+            missing.discard(name)
+    if missing:
+        raise ModelError(f"weights are missing: {some(sorted(missing))}")
     if unexpected:
         raise ModelError(f"weights that this decoder has no place for: {some(unexpected)}")
 
@@ -79,15 +82,16 @@ def _shape(tensor: Tensor) -> str:
 
 
 def some(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+    """Return up to five of the names as text, and how many there are more."""
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + rest
 
 
 # --- reading
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ModelError where the file is absent, no plain file, or not a JSON object."""
+    """Return the JSON object in a file. Raises ModelError if it is absent or is not one."""
     try:
         content = safe_read.read_json(path)
     except FileNotFoundError:
@@ -102,7 +106,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> DecoderConfig:
-    """Raises ModelError where our decoder can't represent the model."""
+    """Return the shape of a directory's model.
+
+    Raises ModelError if the built-in decoder can't represent it.
+    """
     generation = directory / "generation_config.json"
     return DecoderConfig.from_hf(
         read_json(directory / "config.json"), read_json(generation) if generation.exists() else None
@@ -111,15 +118,17 @@ def read_config(directory: Path) -> DecoderConfig:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The safetensors of a directory: which file holds which weight."""
+    """The safetensors files of a directory, with the file of each weight."""
 
     directory: Path
     files: Mapping[str, str]  # weight name -> file name
 
     @classmethod
     def find(cls, directory: Path) -> WeightFiles:
-        """Raises ModelError where there are none, or where the index names a file that isn't
-        there."""
+        """Return the files of a directory.
+
+        Raises ModelError if there are none, or if the index names a file that is missing.
+        """
         if (directory / INDEX).exists():
             files: Any = read_json(directory / INDEX).get("weight_map", {})
             if not isinstance(files, dict) or not all(
@@ -152,31 +161,37 @@ class WeightFiles:
         raise ModelError(f"{directory} has neither {WEIGHTS} nor {INDEX}{hint}")
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """One tensor at a time, file by file, on the CPU."""
-        wanted = set(names)
-        for file in sorted({self.files[name] for name in wanted}):
+        """Yield (name, tensor) of the named weights on the CPU, one at a time, file by file."""
+        remaining = set(names)
+        for file in sorted({self.files[name] for name in remaining}):
             with _open(self.directory / file) as opened:
-                for name in opened.keys():  # noqa: SIM118 (no mapping, in spite of its looks)
-                    if name in wanted:
+                for name in opened.keys():  # noqa: SIM118 (it looks like a mapping but is none)
+                    if name in remaining:
                         yield name, opened.get_tensor(name)
 
     def headers(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """(name, shape, dtype) of every weight, file by file; none is read."""
+        """Yield (name, shape, dtype) of every weight, file by file, without reading the weights."""
         for file in sorted(set(self.files.values())):
             with _open(self.directory / file) as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    found = opened.get_slice(name)
-                    shape = tuple(found.get_shape())
-                    yield name, shape, (found[0:0] if shape else opened.get_tensor(name)).dtype
+                    tensor_slice = opened.get_slice(name)
+                    shape = tuple(tensor_slice.get_shape())
+                    yield (
+                        name,
+                        shape,
+                        (tensor_slice[0:0] if shape else opened.get_tensor(name)).dtype,
+                    )
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A part of one weight, on the CPU; the rest of it is not read. Raises ModelError where
-        there is no such weight, or it has another shape."""
+        """Return a block of one weight on the CPU, without reading the rest of it.
+
+        Raises ModelError if there is no such weight, or it is smaller than the block.
+        """
         if name not in self.files:
             raise ModelError(f"{self.directory}: weights are missing: {name}")
         with _open(self.directory / self.files[name]) as opened:
-            found = opened.get_slice(name)
-            shape = found.get_shape()
+            tensor_slice = opened.get_slice(name)
+            shape = tensor_slice.get_shape()
             if len(shape) != len(sizes) or any(
                 a + n > m for a, n, m in zip(offsets, sizes, shape, strict=True)
             ):
@@ -184,7 +199,7 @@ class WeightFiles:
                     f"{self.directory}: weight '{name}' has shape {shape}, which the config "
                     "doesn't say"
                 )
-            return found[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
+            return tensor_slice[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
 
 
 def _open(path: Path) -> Any:
@@ -200,19 +215,20 @@ def _open(path: Path) -> Any:
 def load_decoder(
     directory: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """The decoder of a directory. Of a reward model it is the backbone, whose missing language head
-    is then the embedding.
+    """Return the decoder of a directory.
 
-    Raises ModelError where the directory is incomplete, or its model isn't one of ours.
+    Of a reward model it returns the backbone with a tied head. Raises ModelError if the directory
+    is incomplete, or if the built-in decoder can't represent its model.
     """
-    config, found = read_config(directory), WeightFiles.find(directory)
-    names = [name for name in found.files if name != SCORE and not name.endswith(IGNORED_SUFFIXES)]
-    headless = SCORE in found.files and HEAD not in found.files
+    config = read_config(directory)
+    files = WeightFiles.find(directory)
+    names = [name for name in files.files if name != SCORE and not name.endswith(IGNORED_SUFFIXES)]
+    headless = SCORE in files.files and HEAD not in files.files
     decoder = empty_decoder(
         replace(config, tied=True) if headless else config, dtype=dtype, device=device
     )
     try:
-        load_weights(decoder, _without_tied_copy(decoder, found.read(names)))
+        load_weights(decoder, _without_tied_copy(decoder, files.read(names)))
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from None
     return decoder
@@ -221,16 +237,18 @@ def load_decoder(
 def _without_tied_copy(
     decoder: Decoder, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Some tools save a tied head a second time. It may be left out only if it is the embedding,
-    bit for bit."""
-    copies = {"model.embed_tokens.weight", HEAD} if decoder.config.tied else set()
-    seen: list[Tensor] = []
+    """Yield the weights without the second copy of a tied head that some tools save.
+
+    Raises ModelError if the copy differs from the embedding in any bit.
+    """
+    tied_names = {"model.embed_tokens.weight", HEAD} if decoder.config.tied else set()
+    tied_tensors: list[Tensor] = []
     for name, tensor in weights:
-        if name in copies:
-            seen.append(tensor)
-        if name != HEAD or not copies:
+        if name in tied_names:
+            tied_tensors.append(tensor)
+        if name != HEAD or not tied_names:
             yield name, tensor
-    if len(seen) == 2 and not torch.equal(*seen):
+    if len(tied_tensors) == 2 and not torch.equal(*tied_tensors):
         raise ModelError(
             f"{HEAD} differs from the embedding, though tie_word_embeddings says that it is the "
             "same"
@@ -240,24 +258,26 @@ def _without_tied_copy(
 def empty_decoder(
     config: DecoderConfig, *, dtype: torch.dtype, device: torch.device | str, part: Part = WHOLE
 ) -> Decoder:
-    """Weights are uninitialised memory, taken once. Raises ModelError where a whole model's are
-    more than the device holds."""
+    """Return a decoder with uninitialised weights, allocated once in the given dtype and device.
+
+    Raises ModelError if the weights of a whole model exceed the device's memory.
+    """
     if part == WHOLE:
         require_memory(config, dtype, device)
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             return Decoder(config, part)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)
 
 
 # --- writing
 
 
 class Savable(Protocol):
-    """A tensor, or what becomes one when its file is written."""
+    """A tensor, or an object that computes one when its file is written."""
 
     def numel(self) -> int: ...
     def to(self, device: str, dtype: torch.dtype, *, copy: bool) -> Tensor: ...
@@ -271,16 +291,19 @@ def save_decoder(
     max_shard_bytes: int = 5 * 10**9,
     weights: Mapping[str, Savable] | None = None,
 ) -> None:
-    """Writes what `load_decoder`, transformers and vLLM read. Every file appears whole or not at
-    all.
+    """Write a directory that `load_decoder`, transformers and vLLM read.
 
-    dtype: of the file; None keeps the decoder's. A single weight larger than `max_shard_bytes` gets
-    a file of its own. weights: all of them by canonical name, where they are not the decoder's.
+    Every file appears whole or not at all.
+
+    Args:
+        dtype: of the files; None: the decoder's.
+        max_shard_bytes: largest file, unless a single weight is larger.
+        weights: all weights by canonical name; None: the decoder's own.
     """
-    given = canonical_weights(decoder) if weights is None else weights.items()
+    named_weights = canonical_weights(decoder) if weights is None else weights.items()
     save_shape(
         decoder.config,
-        given,
+        named_weights,
         directory,
         dtype or next(decoder.parameters()).dtype,
         max_shard_bytes=max_shard_bytes,
@@ -295,7 +318,7 @@ def save_shape(
     *,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """As `save_decoder`, of a decoder that is nowhere whole."""
+    """Write a directory as `save_decoder` does, from a shape and its weights, without a decoder."""
     config = shape.to_hf() | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
     directory.mkdir(parents=True, exist_ok=True)
@@ -313,12 +336,16 @@ def save_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    shards = _shards(list(weights), dtype, max_shard_bytes)
+    """Write weights as safetensors files, with an index if there are several, and remove old
+    files.
+    """
+    shards = _group_by_file(list(weights), dtype, max_shard_bytes)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(files) == 1:
         files = [WEIGHTS]
     for file, shard in zip(files, shards, strict=True):
-        # One shard in memory at a time; a copy, since safetensors refuses views that share memory.
+        # Only one shard is in memory at a time. It is copied, as safetensors refuses views that
+        # share memory.
         tensors = {name: weight.to("cpu", dtype, copy=True).contiguous() for name, weight in shard}
         with atomic_path(directory / file) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
@@ -334,9 +361,10 @@ def save_weights(
     remove_stale_weights(directory, {*files, *([INDEX] if len(shards) > 1 else [])})
 
 
-def _shards(
+def _group_by_file(
     weights: list[tuple[str, Savable]], dtype: torch.dtype, max_bytes: int
 ) -> list[list[tuple[str, Savable]]]:
+    """Group weights into files of at most `max_bytes`."""
     shards: list[list[tuple[str, Savable]]] = [[]]
     used = 0
     for name, tensor in weights:
@@ -350,8 +378,10 @@ def _shards(
 
 
 def remove_stale_weights(directory: Path, kept: set[str]) -> None:
-    """What an earlier save with another number of shards left: a reader would prefer it, or double
-    the disk."""
+    """Remove weight files of an earlier save that are not in `kept`.
+
+    Otherwise a reader might prefer them, and they would take disk space.
+    """
     for path in [
         *directory.glob("model-*-of-*.safetensors"),
         directory / WEIGHTS,

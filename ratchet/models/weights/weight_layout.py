@@ -1,9 +1,9 @@
-"""Which block of which canonical weight lies where in the memory of a rank.
+"""Map the parameters of a rank to blocks of canonical weights.
 
-Our decoder fuses matrices, tensor parallelism divides them, FSDP divides what is left by rows. On
-disk and on the wire a weight has its Hugging Face name and its whole shape, and a rank's share of
-it is a block: an offset and a size in each dimension. So whatever is saved, sent or loaded is
-blocks, and no rank ever holds a whole model for that.
+The built-in decoder fuses matrices, tensor parallelism divides them, and FSDP divides the rest by
+rows. On disk and on the wire a weight has its Hugging Face name and whole shape, and a rank has a
+block of it: an offset and a size per dimension. Everything that is saved, sent or loaded is such
+blocks, so no rank ever holds a whole model.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from ratchet.models.lora.layers import LowRank
 from ratchet.models.parallel.sharding import Part
 from ratchet.protocols import Shard
 
-# what tensor parallelism divides by its outputs ...
+# Tensor parallelism divides the first by their outputs and the second by their inputs. Each rank
+# has all other parameters as a whole, apart from experts.
 BY_ROWS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")
-BY_COLUMNS = ("o_proj", "down_proj")  # ... and by its inputs; of all else each rank has the whole
+BY_COLUMNS = ("o_proj", "down_proj")
 EXPERTS = "experts"
-# how the names of adapters begin in peft's files, before the path of what they adapt
+# The prefix of adapter names in peft's files, before the path of the adapted map.
 PEFT = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows of a parameter that are one block of a canonical weight. shape: of the whole
-    weight. offsets: where the block starts in it."""
+    """Consecutive rows of a parameter that are one block of a canonical weight."""
 
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    rows: range
+    name: str  # of the canonical weight
+    shape: tuple[int, ...]  # of the whole weight
+    offsets: tuple[int, ...]  # of the block in the weight
+    rows: range  # of the parameter
 
     def cut(self, rows: range) -> Piece | None:
-        """What of it lies in these rows of the parameter, counted from the first of them; None for
-        nothing."""
-        start, stop = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
+        """Return the part of the piece within `rows` of the parameter; None if there is none.
+
+        The part's rows are counted from the start of `rows`.
+        """
+        start = max(self.rows.start, rows.start)
+        stop = min(self.rows.stop, rows.stop)
         if start >= stop:
             return None
         offsets = (self.offsets[0] + start - self.rows.start, *self.offsets[1:])
@@ -48,41 +51,54 @@ class Piece:
 
 
 def pieces(decoder: Decoder) -> Mapping[str, tuple[Piece, ...]]:
-    """By the name of the parameter, in the order of its rows."""
-    found: dict[str, tuple[Piece, ...]] = {}
+    """Return the pieces of each parameter of a decoder, by its name, in the order of its rows."""
+    layout: dict[str, tuple[Piece, ...]] = {}
     adapters = {
         path: module for path, module in decoder.named_modules() if isinstance(module, LowRank)
     }
     for name, parameter in decoder.named_weights():
-        path, _, which = name.rpartition(".")
-        if path in adapters:  # behind the matrix that it adapts
-            found[name] = tuple(
-                _of_adapter(adapters[path], which, found[f"{path.removesuffix('.adapter')}.weight"])
+        path, _, factor = name.rpartition(".")
+        # An adapter comes after the matrix that it adapts, so that the pieces of that are known.
+        if path in adapters:
+            layout[name] = tuple(
+                _adapter_pieces(
+                    adapters[path], factor, layout[f"{path.removesuffix('.adapter')}.weight"]
+                )
             )
         else:
-            found[name] = tuple(_pieces(name, tuple(parameter.shape), decoder.config, decoder.part))
-    return found
+            layout[name] = tuple(
+                _pieces(name, tuple(parameter.shape), decoder.config, decoder.part)
+            )
+    return layout
 
 
 def shards(pieces: tuple[Piece, ...], local: Tensor, rows: range | None = None) -> Iterator[Shard]:
-    """The blocks of a tensor that lies as the parameter does: the parameter, its gradient, a moment
-    of it. rows: the entries of the parameter's first dimension that `local` holds; None: all."""
-    # experts, whose matrices lie one behind the other
+    """Yield the blocks of a tensor that is laid out like a parameter, such as its gradient.
+
+    Args:
+        pieces: pieces of the parameter.
+        local: the parameter, its gradient, or a moment of it.
+        rows: the entries of the parameter's first dimension that `local` holds; None: all.
+    """
+    # The pieces of experts count rows over all of their matrices.
     if local.dim() == 3 and len(pieces[0].shape) == 2:
         height = local.shape[1]
         rows = None if rows is None else range(rows.start * height, rows.stop * height)
         local = local.flatten(0, 1)
     for piece in pieces:
-        here = piece if rows is None else piece.cut(rows)
-        if here is not None:
+        part = piece if rows is None else piece.cut(rows)
+        if part is not None:
             yield Shard(
-                here.name, here.shape, here.offsets, local[here.rows.start : here.rows.stop]
+                part.name, part.shape, part.offsets, local[part.rows.start : part.rows.stop]
             )
 
 
 def divided(name: str) -> bool:
-    """Whether tensor parallelism divides the parameter, so that each rank has another block."""
-    if name.endswith((".lora_A", ".lora_B")):  # A has the columns of what it adapts, and B the rows
+    """Return True if tensor parallelism divides the parameter, so that each rank has another
+    block.
+    """
+    # A has the columns of the adapted matrix, B its rows.
+    if name.endswith((".lora_A", ".lora_B")):
         return _module(name.rpartition(".adapter")[0] + ".weight") in (
             BY_COLUMNS if name.endswith("A") else BY_ROWS
         )
@@ -90,21 +106,33 @@ def divided(name: str) -> bool:
 
 
 def _module(name: str) -> str:
+    """Return the name of the module that a parameter belongs to: the last but one part of its
+    path.
+    """
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def _of_adapter(adapter: LowRank, which: str, adapted: tuple[Piece, ...]) -> Iterator[Piece]:
-    """which: "lora_A" or "lora_B". adapted: the pieces of the map's matrix."""
+def _adapter_pieces(adapter: LowRank, factor: str, adapted: tuple[Piece, ...]) -> Iterator[Piece]:
+    """Yield the pieces of one factor of an adapter.
+
+    Args:
+        which: "lora_A" or "lora_B".
+        adapted: pieces of the adapted matrix.
+    """
     start = 0
     for piece in (piece for piece in adapted if piece.rows in adapter.spans):
-        found = factor_of(piece, which, adapter.rank, start)
-        yield found
-        start = found.rows.stop
+        factor_piece = factor_of(piece, factor, adapter.rank, start)
+        yield factor_piece
+        start = factor_piece.rows.stop
 
 
 def factor_of(piece: Piece, which: str, rank: int, start: int = 0) -> Piece:
-    """What a block of a matrix needs of the factor (as in `_of_adapter`) that adapts it, from row
-    `start` of a parameter on."""
+    """Return the piece of an adapter's factor that belongs to a piece of the adapted matrix.
+
+    Args:
+        which: "lora_A" or "lora_B".
+        start: the factor's first row in its parameter.
+    """
     name = f"{PEFT}{piece.name.removesuffix('.weight')}.{which}.weight"
     (outputs, inputs), (row, column) = piece.shape, piece.offsets
     if which == "lora_A":
@@ -115,33 +143,39 @@ def factor_of(piece: Piece, which: str, rank: int, start: int = 0) -> Piece:
 def _pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, part: Part
 ) -> Iterator[Piece]:
+    """Yield the pieces of one parameter of the decoder."""
     path, _, kind = name.rpartition(".")
     above, _, leaf = path.rpartition(".")
     sparse = FAMILIES[config.family].sparse
     if sparse and above.endswith(".mlp") and leaf in ("gate", EXPERTS):
         above = above.removesuffix("mlp") + sparse.block
     prefix = f"model.{above}." if above else "model."
-    share, rows, rest = part.tensor, shape[0], shape[1:]
+    share = part.tensor
+    rows = shape[0]
+    rest = shape[1:]
     if sparse and leaf == EXPERTS:
         yield from _experts(f"{prefix}experts", kind, config, part, sparse)
     elif leaf in (fused := fused_rows(config)):
         start = 0
         for piece, total in fused[leaf].items():
-            own = share.range(total)
-            offsets = (own.start, *(0,) * len(rest))
+            local_rows = share.range(total)
+            offsets = (local_rows.start, *(0,) * len(rest))
             yield Piece(
-                f"{prefix}{piece}.{kind}", (total, *rest), offsets, range(start, start + len(own))
+                f"{prefix}{piece}.{kind}",
+                (total, *rest),
+                offsets,
+                range(start, start + len(local_rows)),
             )
-            start += len(own)
+            start += len(local_rows)
     elif leaf in BY_COLUMNS and rest:
-        total = rest[0] * share.of
+        total = rest[0] * share.count
         yield Piece(
             f"{prefix}{leaf}.{kind}", (rows, total), (0, share.range(total).start), range(rows)
         )
     elif leaf in BY_ROWS:
-        own = share.range(config.vocab_size)
+        local_rows = share.range(config.vocab_size)
         canonical = name if leaf == "lm_head" else f"{prefix}{leaf}.{kind}"
-        yield Piece(canonical, (config.vocab_size, *rest), (own.start, 0), range(rows))
+        yield Piece(canonical, (config.vocab_size, *rest), (local_rows.start, 0), range(rows))
     else:
         yield Piece(f"{prefix}{leaf}.{kind}", shape, (0,) * len(shape), range(rows))
 
@@ -149,24 +183,29 @@ def _pieces(
 def _experts(
     prefix: str, kind: str, config: DecoderConfig, part: Part, sparse: Sparse
 ) -> Iterator[Piece]:
-    """A matrix for each expert, of [E, 2F, d] or [E, d, F] laid out as rows."""
-    size, hidden = config.expert_intermediate_size, config.hidden_size
-    own = part.tensor.range(size)
+    """Yield the pieces of an experts parameter [E, 2F, d] or [E, d, F]: matrices per expert, as
+    rows.
+    """
+    size = config.expert_intermediate_size
+    hidden = config.hidden_size
+    local_columns = part.tensor.range(size)
     names = sparse.gate_up if kind == "gate_up_proj" else (sparse.down,)
     start = 0
     for expert in part.experts.range(config.n_experts):
         for name in names:
             by_rows = kind == "gate_up_proj"
             shape, offsets = (
-                ((size, hidden), (own.start, 0)) if by_rows else ((hidden, size), (0, own.start))
+                ((size, hidden), (local_columns.start, 0))
+                if by_rows
+                else ((hidden, size), (0, local_columns.start))
             )
-            rows = range(start, start + (len(own) if by_rows else hidden))
+            rows = range(start, start + (len(local_columns) if by_rows else hidden))
             yield Piece(f"{prefix}.{expert}.{name}.weight", shape, offsets, rows)
             start = rows.stop
 
 
 def fused_rows(config: DecoderConfig) -> Mapping[str, Mapping[str, int]]:
-    """Fused matrix -> canonical matrices in order, with their rows."""
+    """Return the canonical matrices of each fused matrix, in order, with their number of rows."""
     kv = config.n_kv_heads * config.head_dim
     return {
         "qkv_proj": {"q_proj": config.n_heads * config.head_dim, "k_proj": kv, "v_proj": kv},

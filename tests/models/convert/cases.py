@@ -82,10 +82,12 @@ def empty(layout: Layout, place: Place, dimensions: Dimensions) -> dict[str, Ten
     for name, pieces in layout.items():
         rows = pieces[-1].rows.stop
         if name.startswith(("embedding.", "output_layer.")):
-            rows = -(-dimensions.vocabulary // place.tensor.of)
+            rows = -(-dimensions.vocabulary // place.tensor.count)
         rest = list(pieces[0].shape[1:])
         if "linear_fc2" in name or "linear_proj" in name:
             routed = ".experts." in name
-            rest[0] //= (place.expert_tensor if routed and place.expert_tensor else place.tensor).of
+            rest[0] //= (
+                place.expert_tensor if routed and place.expert_tensor else place.tensor
+            ).count
         made[name] = torch.full((rows, *rest), float("nan"))
     return made

@@ -26,7 +26,9 @@ def _policy(directory, **sizes):
     shape = read_config(Path(directory))
     policy = MegatronPolicy(shape, Sizes(**sizes))
     part = policy.spread.part
-    layout = megatron_layout(Dimensions.of(shape), Place(part.tensor, part.pipeline, part.experts))
+    layout = megatron_layout(
+        Dimensions.from_config(shape), Place(part.tensor, part.pipeline, part.experts)
+    )
     (stage,) = policy.chunks
     fill(dict(stage.named_parameters()), layout, WeightFiles.find(Path(directory)).block)
     return policy, stage, layout

@@ -198,12 +198,12 @@ def test_paths_part_where_routes_do():
     tokens = torch.tensor([token for row in rows for token in row])
     routes = torch.zeros(14, 2, 2, dtype=torch.int16)
     assert path_keys(tokens).tolist() == tokens.tolist()
-    shared = PrefixTree.of(path_keys(tokens, routes), [7, 7])
+    shared = PrefixTree.from_sequences(path_keys(tokens, routes), [7, 7])
     assert len(shared.tokens_U) == 8
     routes[7 + 5, 1, 0] = 3
-    assert len(PrefixTree.of(path_keys(tokens, routes), [7, 7]).tokens_U) == 9
+    assert len(PrefixTree.from_sequences(path_keys(tokens, routes), [7, 7]).tokens_U) == 9
     routes[7 + 1, 1, 0] = -1
-    assert len(PrefixTree.of(path_keys(tokens, routes), [7, 7]).tokens_U) == 14
+    assert len(PrefixTree.from_sequences(path_keys(tokens, routes), [7, 7]).tokens_U) == 14
 
 
 def test_shared_beginnings_replay_as_sequences_alone_do():

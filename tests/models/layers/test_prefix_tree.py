@@ -52,7 +52,7 @@ def laid(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 @given(families())
 def test_every_token_goes_where_its_whole_past_is_the_same(rows: list[list[int]]):
     tokens, positions, lengths = laid(rows)
-    tree = PrefixTree.of(tokens.numpy(), lengths)
+    tree = PrefixTree.from_sequences(tokens.numpy(), lengths)
     assert sorted(tree.tokens_U.tolist()) == sorted(set(tree.tokens_U.tolist()))
     pasts: dict[int, tuple[int, ...]] = {}
     start = 0
@@ -70,7 +70,7 @@ def test_every_token_goes_where_its_whole_past_is_the_same(rows: list[list[int]]
 def test_what_is_shared_by_hand():
     prompt = [1, 2, 3, 4, 5]
     rows = [[*prompt, 6], [0], [*prompt, 6, 6, 6, 6, 1], [*prompt], [*prompt, 6, 6, 6, 6, 2, 2]]
-    tree = PrefixTree.of(
+    tree = PrefixTree.from_sequences(
         np.array([token for row in rows for token in row]), [len(row) for row in rows]
     )
     # the prompt; 0; of the three answers that begin with 6, two go on alike
@@ -98,7 +98,7 @@ def test_a_tree_equals_the_sequences_apart(config: DecoderConfig, rows: list[lis
         dtype=torch.float64,
         generator=torch.Generator().manual_seed(1),
     )
-    tree = PrefixTree.of(tokens.numpy(), lengths)
+    tree = PrefixTree.from_sequences(tokens.numpy(), lengths)
     feed = _shared(tokens, positions, tree)
     found = feed.unfold(net.decoder(feed.tokens_U, feed.positions_U, feed.attend))
     slopes = torch.autograd.grad((found * weights).sum(), list(net.parameters()), allow_unused=True)
