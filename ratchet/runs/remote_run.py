@@ -85,7 +85,7 @@ class Index:
         ).encode()
 
     @classmethod
-    def of(cls, address: str, content: bytes) -> Index:
+    def from_bytes(cls, address: str, content: bytes) -> Index:
         """Parse the bytes of `mirror.json`.
 
         Raises:
@@ -161,7 +161,7 @@ class MirroredRun:
     def index(self) -> Index | None:
         """Return the index, or None if no run is there."""
         try:
-            return Index.of(self.address, self.store.read(INDEX))
+            return Index.from_bytes(self.address, self.store.read(INDEX))
         except FileNotFoundError:
             return None
 

@@ -134,7 +134,7 @@ def make_run(
         if isinstance(arena.environment, Measures)
         else None,
         evaluate_every=plan.evaluation.every,
-        patience=Patience.of(plan.evaluation),
+        patience=Patience.from_config(plan.evaluation),
         trainable=_trainable(policy.model, plan.adapter),
         **around,
     )

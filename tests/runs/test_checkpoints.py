@@ -141,13 +141,13 @@ SAVING = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_store import save
+from test_checkpoints import save
 from ratchet.utils import failpoints
 from ratchet.runs.checkpoints import CheckpointStore
 store = CheckpointStore(Path(sys.argv[2]), keep=2)
 for step in range(1, int(sys.argv[4])):
     save(store, step)
-faults.arm(sys.argv[3])
+failpoints.arm(sys.argv[3])
 save(store, int(sys.argv[4]))
 """
 

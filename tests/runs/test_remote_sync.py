@@ -440,7 +440,7 @@ def test_a_file_that_has_grown_since_is_what_it_was_when_it_was_listed(address, 
 )
 def test_no_list_leads_outside(name, address, machine, tmp_path):
     Run(address).begin().step(1)
-    index = Index.of(address, MirroredRun(address).store.read(INDEX))
+    index = Index.from_bytes(address, MirroredRun(address).store.read(INDEX))
     hostile = Index(index.run, index.writer, {**index.files, name: index.files["metrics.jsonl"]})
     edit(address, INDEX, lambda content: hostile.content())
     machine("two")
