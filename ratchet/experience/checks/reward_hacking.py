@@ -44,7 +44,7 @@ class Probes:
     def due(self, done: int) -> bool:
         return done % self.every == 0
 
-    async def look(self, groups: Sequence[Group]) -> Findings:
+    async def check(self, groups: Sequence[Group]) -> Findings:
         """What both say now. The canaries are played greedily, with the generator's weights."""
         findings = Findings()
         if self.second is not None:

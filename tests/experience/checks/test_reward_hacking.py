@@ -89,7 +89,7 @@ def test_canaries_are_played_greedily_and_judged_by_the_reward():
         canaries=canaries,
         sampling=Sampling(max_new_tokens=4, stop_ids=(EOS,)),
     )
-    found = asyncio.run(probes.look([]))
+    found = asyncio.run(probes.check([]))
     assert found.metrics == {"canary": {"reward": 0.5}}
     assert set(asked) == {0.0}
     assert [exhibit.group.id for exhibit in found.shown["canary/reward"]] == [
