@@ -138,7 +138,7 @@ def make_run(
         link=link,
         metrics=metrics,
         parity=ParityGate(
-            Ends.of(roles["policy"], policy.generator, link, policy.tokenizer), plan.parity
+            Ends.create(roles["policy"], policy.generator, link, policy.tokenizer), plan.parity
         ),
         probes=probes,
         first_step=first,

@@ -52,7 +52,7 @@ class GroupRank(GeneratorRank):
     ) -> Shipped:
         """Play the attempts of some tasks."""
         assert self.manager is not None, "a stage begins first"
-        return Shipped.of(
+        return Shipped.pack(
             await self.manager.groups(jobs, sampling, attempts=attempts, greedy=greedy)
         )
 

@@ -108,7 +108,7 @@ WRONG = {
     ),
     "two answers": (
         {**BODY, "n": 2},
-        "n: Input should be 1; each answer is asked for by a request of its own",
+        "n: Input should be 1; send one request for each answer",
     ),
     "a forced call": (
         {**BODY, "tool_choice": "required"},
@@ -135,7 +135,7 @@ WRONG = {
     "a penalty": ({**BODY, "frequency_penalty": 0.5}, "frequency_penalty: "),
     "another temperature": (
         {**BODY, "temperature": 0.2},
-        "temperature=0.2, but this attempt is sampled with temperature=1, as the run decides",
+        "temperature=0.2, but the run samples this attempt with temperature=1",
     ),
     "another filter": (
         {**BODY, "top_p": 0.9},
