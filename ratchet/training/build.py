@@ -44,7 +44,7 @@ from ratchet.learners.compute.token_outputs import SCALARS
 from ratchet.models.lora.decoder import Adapter, size_of
 from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
-from ratchet.protocols import Generator, Learner, Measures, OffersTools, Reward, Source
+from ratchet.protocols import Generator, Learner, Link, Measures, OffersTools, Reward, Source
 from ratchet.training.colocation import take_turns
 from ratchet.training.generator_workers import link_of
 from ratchet.training.roles import check_routers, longest_row, make_roles
@@ -87,35 +87,14 @@ def make_run(
         spec=plan.algorithm,
         adapter=plan.adapter,
     )
-    trainer = policy.ranks or roles["policy"]
-    endpoints = Between(
-        trainer,
-        policy.generator,
-        directory=plan.directory,
-        one_host=policy.one_host,
-        adapter=plan.adapter,
-    )
     metrics = MetricsManager()
-    link = link_of(plan.link or resolve("link", {}), endpoints, metrics)
+    link = _make_link(policy, roles["policy"], plan, metrics)
     max_context = longest_row(policy.model, roles)
     if plan.colocated:
         roles, generator, link = take_turns(roles, policy.generator, link)
         policy = replace(policy, generator=generator)
     wrapped = _wrap_generator(policy, plan.rollouts)
-    needs_reward = algorithm.reads_reward
-    manager: PlaysGroups
-    if plan.played is None:
-        manager = make_manager(
-            wrapped,
-            arena,
-            arena.reward,
-            plan.rollouts,
-            max_context=max_context,
-            needs_reward=needs_reward,
-        )
-    else:
-        assert isinstance(policy.generator, Router), "the configuration lets no other play groups"
-        manager = Elsewhere(policy.generator, (plan.played, max_context, needs_reward))
+    manager = _make_group_player(policy, wrapped, arena, algorithm, plan, max_context)
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     source.ledger = ledger or source.ledger
     scheduled = source
@@ -156,6 +135,41 @@ def make_run(
         patience=Patience.from_config(plan.evaluation),
         trainable=_count_trainable(policy.model, plan.adapter),
         **run_fields,
+    )
+
+
+def _make_link(policy: Policy, learner: Learner, plan: Plan, metrics: MetricsManager) -> Link:
+    """Return the weight sync from the processes that train to the generator."""
+    endpoints = Between(
+        policy.ranks or learner,
+        policy.generator,
+        directory=plan.directory,
+        one_host=policy.one_host,
+        adapter=plan.adapter,
+    )
+    return link_of(plan.link or resolve("link", {}), endpoints, metrics)
+
+
+def _make_group_player(
+    policy: Policy,
+    wrapped: Policy,
+    arena: Arena,
+    algorithm: Algorithm,
+    plan: Plan,
+    max_context: int,
+) -> PlaysGroups:
+    """Return what plays the stage's groups: a manager in this process, or the generator workers."""
+    needs_reward = algorithm.reads_reward
+    if plan.played is not None:
+        assert isinstance(policy.generator, Router), "only generator workers can play groups"
+        return Elsewhere(policy.generator, (plan.played, max_context, needs_reward))
+    return make_manager(
+        wrapped,
+        arena,
+        arena.reward,
+        plan.rollouts,
+        max_context=max_context,
+        needs_reward=needs_reward,
     )
 
 

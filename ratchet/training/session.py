@@ -366,17 +366,7 @@ class Session:
         run = build_run(
             self.config, index, policy, directory=self.directory.path, ledger=self.ledger, stop=stop
         )
-        for caution in cautions(stage):
-            log.warning("stage %s: %s", run.name, caution)
-        if run.trainable:
-            trains = run.trainable["trainable_parameters"]
-            share = run.trainable["trainable_share"]
-            log.info(
-                "stage %s trains %s parameters of an adapter, %.2f %% of all",
-                run.name,
-                f"{trains:,}",
-                100 * share,
-            )
+        _log_stage(run, stage)
         before = self.measures
         self.measures = run.evaluator and run.evaluator.measures
         run.deadline = None if policies.limit_s is None else self.began + policies.limit_s
@@ -431,17 +421,7 @@ class Session:
             if saver.saved < run.done:
                 await saver.save(run.done)
             return run.roles["policy"]
-        steps = run.done - run.origin
-        silent = run.progress.silent_steps
-        if silent > steps / 2:
-            log.warning(
-                "stage %s: in %d of %d steps all advantages were 0 (no attempt beat another), "
-                "so they trained nothing. Train longer before it, raise sampling.temperature, or "
-                "use tasks of mixed difficulty",
-                run.name,
-                silent,
-                steps,
-            )
+        _warn_of_silent_steps(run)
         failpoints.point("stage.end")
         self.summaries.append(_summary(run))
         return run.roles["policy"]
@@ -527,6 +507,34 @@ class Session:
             rows.append(("curve", self.directory.curve))
         for name, path in rows:
             self.console.print(f"{name:8} {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _log_stage(run: Run, stage: StageConfig) -> None:
+    """Log the cautions of a stage and the size of its adapter."""
+    for caution in cautions(stage):
+        log.warning("stage %s: %s", run.name, caution)
+    if run.trainable:
+        log.info(
+            "stage %s trains %s parameters of an adapter, %.2f %% of all",
+            run.name,
+            f"{run.trainable['trainable_parameters']:,}",
+            100 * run.trainable["trainable_share"],
+        )
+
+
+def _warn_of_silent_steps(run: Run) -> None:
+    """Log a warning if most steps of a stage had no gradient."""
+    steps = run.done - run.origin
+    silent = run.progress.silent_steps
+    if silent > steps / 2:
+        log.warning(
+            "stage %s: in %d of %d steps all advantages were 0 (no attempt beat another), "
+            "so they trained nothing. Train longer before it, raise sampling.temperature, or "
+            "use tasks of mixed difficulty",
+            run.name,
+            silent,
+            steps,
+        )
 
 
 def _measured_alike(a: StageConfig, b: StageConfig) -> bool:

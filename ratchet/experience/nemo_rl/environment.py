@@ -231,8 +231,8 @@ def _stops(stop_strings: Any, name: str) -> list[str] | None:
         or not all(isinstance(text, str) and text for text in stop_strings)
     ):
         raise DataError(
-            f"{name}.step gave the stop strings {stop_strings!r:.80}, they must be a list of strings, "
-            "or None"
+            f"{name}.step gave the stop strings {stop_strings!r:.80}, they must be a list of "
+            "strings, or None"
         )
     return None if stop_strings is None else list(stop_strings)
 

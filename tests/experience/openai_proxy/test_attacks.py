@@ -112,7 +112,7 @@ WRONG = {
     ),
     "a forced call": (
         {**BODY, "tool_choice": "required"},
-        "tool_choice: Input should be 'auto' or 'none'; no call can be",
+        "tool_choice: Input should be 'auto' or 'none'; sampling can't be forced",
     ),
     "alternatives": (
         {**BODY, "top_logprobs": 3},
@@ -139,7 +139,7 @@ WRONG = {
     ),
     "another filter": (
         {**BODY, "top_p": 0.9},
-        "top_p=0.9, but this attempt is sampled with top_p=1",
+        "top_p=0.9, but the run samples this attempt with top_p=1",
     ),
 }
 
