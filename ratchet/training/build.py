@@ -74,6 +74,7 @@ def make_run(
         run_fields: Further fields of `Run`, such as observers.
     """
     first = policy.generator.version if plan.first_step is None else plan.first_step
+    last_step = first + plan.steps
     plan = replace(plan, sampling=policy.with_stop_ids(plan.sampling))
     check_routers(policy.model, policy.generator, algorithm, plan.learner)
     roles = make_roles(
@@ -100,9 +101,9 @@ def make_run(
     scheduled = source
     if isinstance(source, Rollouts):
         is_informative = partial(teaches, by_parts=algorithm.reads_parts)
-        scheduled = _schedule(
-            source, wrapped, arena, plan, is_informative, last_step=first + plan.steps
-        )
+        scheduled = _schedule(source, wrapped, arena, plan, is_informative, last_step=last_step)
+    ends = Ends.create(roles["policy"], policy.generator, link, policy.tokenizer)
+    environment = arena.environment
     evaluator = _make_evaluator(policy, arena, algorithm, plan, roles["policy"])
     probes = _make_probes(policy, arena, plan)
     return Run(
@@ -116,21 +117,17 @@ def make_run(
         ),
         link=link,
         metrics=metrics,
-        parity=ParityGate(
-            Ends.create(roles["policy"], policy.generator, link, policy.tokenizer), plan.parity
-        ),
+        parity=ParityGate(ends, plan.parity),
         probes=probes,
         first_step=first,
-        last_step=first + plan.steps,
+        last_step=last_step,
         managers=(
             manager,
             *(evaluator.managers if evaluator else ()),
             *(probes.managers if probes else ()),
         ),
         evaluator=evaluator,
-        environment_numbers=arena.environment.measure
-        if isinstance(arena.environment, Measures)
-        else None,
+        environment_numbers=environment.measure if isinstance(environment, Measures) else None,
         evaluate_every=plan.evaluation.every,
         patience=Patience.from_config(plan.evaluation),
         trainable=_count_trainable(policy.model, plan.adapter),

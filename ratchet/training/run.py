@@ -279,36 +279,36 @@ class Run:
         if self.meter is not None:
             for prefix, measured in self.meter.measure(groups, seconds).items():
                 self.metrics.add(prefix, measured)
-        done = step + 1
-        self.done = done
+        steps_done = step + 1
+        self.done = steps_done
         self._watch_time()
         # A stop request means to save at once, so it skips evaluations. The last step's is kept
         # because no later step could catch up on it.
-        due = self._due(done, self.evaluate_every) and self.stop.status is None
+        due = self._due(steps_done, self.evaluate_every) and self.stop.status is None
         if self._last or due:
             failpoints.point("step.evaluate")
-            note(RUN, f"began to evaluate after step {done}")
+            note(RUN, f"began to evaluate after step {steps_done}")
             with self._part("evaluate"):
                 await self.evaluate()
-        findings = await self._probe(done, groups)
+        findings = await self._probe(steps_done, groups)
         failpoints.point("step.log")
-        flushed = self.metrics.flush(done)
+        flushed = self.metrics.flush(steps_done)
         if due:
             self._update_patience(flushed)
         for observe in self.observers:
-            observe(done, flushed)
+            observe(steps_done, flushed)
         if (
             self.sentinels is not None
-            and self.sentinels.see(done, flushed, groups, findings.shown)
+            and self.sentinels.see(steps_done, flushed, groups, findings.shown)
             and self.stop.status is None
         ):
             log.warning("a sentinel pauses the run; saving")
             self.stop.status = PAUSED
         ends = self.stop.status is not None or self._last
-        if self.save is not None and (ends or self._due(done, self.save_every)):
-            note(RUN, f"began to save step {done}")
+        if self.save is not None and (ends or self._due(steps_done, self.save_every)):
+            note(RUN, f"began to save step {steps_done}")
             with self._part("save"):
-                await self.save(done)
+                await self.save(steps_done)
 
     def _update_patience(self, metrics: Mapping[str, float | None]) -> None:
         """End the stage after this step if it has not improved for too long."""
