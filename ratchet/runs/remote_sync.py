@@ -52,7 +52,7 @@ MAX_NAMED = 6
 
 
 class Noted(NamedTuple):
-    """Size and modification time of a file at a save. The file may be longer later."""
+    """The size and modification time of a file at a save. The file may be longer later."""
 
     size: int
     modified_ns: int

@@ -76,7 +76,7 @@ class EnvironmentInterface(ABC, Generic[Metadata]):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One row of an EnvironmentReturn. `parts` is None if the reward has none."""
+    """A row of an EnvironmentReturn. `parts` is None if the reward has none."""
 
     observation: dict[str, str]
     metadata: Any

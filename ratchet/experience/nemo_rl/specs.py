@@ -23,7 +23,7 @@ MessageLog = list[dict[str, Any]]
 
 
 class DatumSpec(TypedDict):
-    """One sample.
+    """A sample of a batch.
 
     Fields:
         message_log: The prompt.

@@ -55,7 +55,10 @@ MOST_RENDERED = 2**19
 
 @dataclass(eq=False)
 class Strand:
-    """Answers that each extend the one before; they become one trajectory. `tip` is the last."""
+    """A sequence of answers that each extend the one before; it becomes one trajectory.
+
+    `tip` is the last answer.
+    """
 
     record: TokenRecord = field(default_factory=TokenRecord)
     turns: list[Turn] = field(default_factory=list)

@@ -33,7 +33,7 @@ TURN = attrgetter(*(each.name for each in fields(Turn)))  # packs a turn as a pl
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One field of many trajectories, end to end.
+    """A field of many trajectories, end to end.
 
     Attributes:
         values: The values of the n trajectories that have the field.
@@ -62,7 +62,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """Groups packed for transfer. Their tasks are not sent.
+    """A list of groups packed for transfer. Their tasks are not sent.
 
     Attributes:
         lengths: Number of tokens of each trajectory.

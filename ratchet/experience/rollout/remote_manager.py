@@ -20,7 +20,7 @@ CLOSE_S = 60.0
 
 
 class Players(Protocol):
-    """Workers, each with a generator that has the current weights."""
+    """A group of workers, each with a generator that has the current weights."""
 
     async def ask_each(
         self,
