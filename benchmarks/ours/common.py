@@ -45,9 +45,9 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def make_policy(options: argparse.Namespace, **keys: Any) -> rt.Policy:
-    """The shared model with the embedded engine. keys: of `Policy.of`."""
+    """The shared model with the embedded engine. keys: of `Policy.create`."""
     model = rt.load_policy(options.model, device=options.device)
-    return rt.Policy.of(model, rt.load_tokenizer(options.model), **keys)
+    return rt.Policy.create(model, rt.load_tokenizer(options.model), **keys)
 
 
 @dataclass

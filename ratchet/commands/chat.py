@@ -25,7 +25,9 @@ def chat_with(
     until its end."""
     console = make_console()
     policy = open_target(path).policy
-    sampling = policy.ends(Sampling(temperature=temperature, max_new_tokens=max_new_tokens))
+    sampling = policy.with_stop_ids(
+        Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
+    )
     messages: list[Message] = []
     with ExitStack() as stack:
         # one event loop: a generator may keep tasks in it

@@ -169,7 +169,7 @@ def _of_model(path: Path, called: str, evaluation: Evaluation) -> Results | Scor
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
     arena, plan = where(config, evaluation)
-    plan = replace(plan, sampling=target.policy.ends(plan.sampling))
+    plan = replace(plan, sampling=target.policy.with_stop_ids(plan.sampling))
     algorithm = None if config is None or evaluation.on else construct(config.stages[-1].algorithm)
     if algorithm is not None and SCALARS & algorithm.required_outputs("policy"):
         return _scores(target, algorithm, plan, arena)

@@ -82,7 +82,9 @@ def open_target(
         processor = load_processor(path) if model.reads_media and path.is_dir() else None
         return Target(
             path,
-            Policy.of(model, tokenizer, template=template, processor=processor, generator=section),
+            Policy.create(
+                model, tokenizer, template=template, processor=processor, generator=section
+            ),
             config,
         )
     if not (path / MODEL).is_dir():

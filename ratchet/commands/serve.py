@@ -40,7 +40,7 @@ class Served:
             name: value for name in FREE if (value := getattr(request, name)) is not None
         }
         seed = secrets.randbits(32) if request.seed is None else request.seed
-        sampling = self.policy.ends(resampled(self.sampling, seed=seed, **asked))
+        sampling = self.policy.with_stop_ids(resampled(self.sampling, seed=seed, **asked))
         session = Session(
             self.policy.generator,
             self.policy.renderer,

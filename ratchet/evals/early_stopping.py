@@ -1,4 +1,4 @@
-"""When a stage has stopped getting better."""
+"""Early stopping: end a stage after several evaluations without improvement."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ from ratchet.errors import ConfigError
 
 
 def signed(metric: str, metrics: Mapping[str, float | None]) -> float | None:
-    """The value of a metric, the higher the better: "-eval/loss" is its negative. None where it was
-    not measured."""
+    """Return the value of a metric such that higher is better, or None if it was not measured.
+
+    A name with a leading minus gives the negative: "-eval/loss".
+    """
     value = metrics.get(metric.removeprefix("-"))
     return -value if metric.startswith("-") and value is not None else value
 
 
 @dataclass(frozen=True)
 class Patience:
-    """evaluations: in a row that may pass without a `metric` better than the best so far by more
-    than `min_gain`."""
+    """The early-stopping rule of a stage.
+
+    Attributes:
+        evaluations: The stage ends after this many evaluations in a row without an improvement.
+        metric: The metric that must improve.
+        min_gain: An improvement must exceed the best value so far by more than this.
+    """
 
     evaluations: int
     metric: str
     min_gain: float = 0.0
 
     @classmethod
-    def of(cls, settings: EvaluationConfig) -> Patience | None:
+    def from_config(cls, settings: EvaluationConfig) -> Patience | None:
+        """Return the rule that a recipe sets, or None if it sets none."""
         return (
             cls(settings.patience, settings.metric, settings.min_gain)
             if settings.patience
@@ -36,15 +44,24 @@ class Patience:
     def after(
         self, metrics: Mapping[str, float | None], best: float | None, fruitless: int
     ) -> tuple[float | None, int]:
-        """(best, evaluations in a row since then) with those of one more. What could not be
-        measured, as all attempts failed, is no better. Raises ConfigError for a metric that nobody
-        reports."""
+        """Return the best value and the count of evaluations since then, after one more evaluation.
+
+        A metric that could not be measured because all attempts failed is no improvement.
+
+        Args:
+            metrics: The metrics of the evaluation.
+            best: The best value so far; None before the first.
+            fruitless: The number of evaluations since then.
+
+        Raises:
+            ConfigError: The evaluation does not report the metric.
+        """
         name = self.metric.removeprefix("-")
         if name not in metrics:
-            known = ", ".join(sorted(key for key in metrics if key.startswith("eval/")))
+            reported = ", ".join(sorted(key for key in metrics if key.startswith("eval/")))
             raise ConfigError(
-                f"evaluation.metric={self.metric}, and the evaluation reports {known}: set one of "
-                "these"
+                f"evaluation.metric={self.metric} is not reported by the evaluation. Set it to one "
+                f"of {reported}"
             )
         value = signed(self.metric, metrics)
         if value is not None and (best is None or value > best + self.min_gain):

@@ -1,4 +1,4 @@
-"""Held-out tasks, answered by the policy: once greedily, and as often as is asked at random."""
+"""Evaluate the policy on held-out tasks, once greedily and with several sampled attempts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluator:
-    """manager: judges by the yardstick, which by default is the environment's own reward: shaping
-    can't move it. samples: attempts a task beside the greedy one, if there is one. passing: see
-    `Results`."""
+    """An evaluation of the policy by the rewards of its answers.
+
+    Attributes:
+        manager: Plays the attempts. It judges by `eval_rewards`, by default the environment's own
+            reward, which reward shaping does not change.
+        tasks: The held-out tasks.
+        sampling: The sampling parameters of the sampled attempts.
+        samples: Number of sampled attempts per task.
+        greedy: Add one greedy attempt per task.
+        passing: See `Results`.
+    """
 
     manager: RolloutManager
     tasks: Sequence[Task]
@@ -35,6 +43,7 @@ class Evaluator:
         return (self.manager,)
 
     async def run(self) -> Results:
+        """Play all attempts and return the results."""
         jobs = [(f"eval/{task.id}", task) for task in self.tasks]
         greedy: list[Group] = []
         sampled: list[Group] = []
@@ -48,9 +57,9 @@ class Evaluator:
             self._prompt(task, greedy[i : i + 1], sampled[i : i + 1])
             for i, task in enumerate(self.tasks)
         ]
-        found = Results(tuple(prompts), self.passing)
-        _warn(found)
-        return found
+        results = Results(tuple(prompts), self.passing)
+        _warn(results)
+        return results
 
     def _prompt(self, task: Task, greedy: Sequence[Group], sampled: Sequence[Group]) -> Prompt:
         votes = voter(self.manager.reward, task)
@@ -63,15 +72,21 @@ class Evaluator:
 
 
 def _attempt(rows: Sequence[Trajectory], votes: Votes | None, task: Task) -> Attempt:
-    """rows: of the attempt; the last has the whole conversation."""
+    """Return the record of an attempt.
+
+    Args:
+        rows: The trajectories of the attempt. The last one has the whole conversation.
+        votes: Extracts the final answer, if rewards can.
+        task: The task of the attempt.
+    """
     row = rows[-1]
     answer = None if votes is None or row.reward is None else votes.vote(row, task)
-    said = [message.text for message in row.messages if message.role == "assistant"]
+    replies = [message.text for message in row.messages if message.role == "assistant"]
     detail = ""
     if isinstance(row.outcome, Failed):
         detail = f"{row.outcome.kind}: {row.outcome.detail}"
-    tokens = sum(one.completion_length for one in rows)
-    return Attempt(_end(row), row.reward, answer, tokens, said[-1] if said else "", detail)
+    tokens = sum(trajectory.completion_length for trajectory in rows)
+    return Attempt(_end(row), row.reward, answer, tokens, replies[-1] if replies else "", detail)
 
 
 def _end(row: Trajectory) -> End:
@@ -84,8 +99,9 @@ def _end(row: Trajectory) -> End:
     return "truncated" if isinstance(row.outcome, Truncated) else "unjudged"
 
 
-def _warn(found: Results) -> None:
-    attempts = [attempt for prompt in found.prompts for attempt in prompt.attempts]
+def _warn(results: Results) -> None:
+    """Log a warning if attempts have no reward."""
+    attempts = [attempt for prompt in results.prompts for attempt in prompt.attempts]
     failures = [attempt for attempt in attempts if attempt.reward is None]
     if failures:
         log.warning(

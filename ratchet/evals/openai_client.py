@@ -1,6 +1,7 @@
-"""Attempts played by a model behind an OpenAI-compatible endpoint: messages out, messages in. Its
-tokens are nobody's to see, so what comes of an attempt can be judged and counted, and not be
-trained on.
+"""Play attempts with a model behind an OpenAI-compatible endpoint.
+
+Messages go in and messages come out. The endpoint does not show its tokens, so these attempts can
+be judged and counted but not trained on.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ from ratchet.types import (
     Turn,
 )
 
-# wrong key, wrong address, wrong model: true of every request
+# Statuses of a wrong key, address or model: every further request would fail too.
 NOBODY_IS_SERVED = (401, 403, 404, 405)
-UNKNOWN = -1  # the id of a token that only its server knows
-SEEDS = 2**31  # what servers take
+UNKNOWN = -1  # the id of a token that the server does not show
+SEEDS = 2**31  # servers accept seeds below this
 
 
 @dataclass
 class _Play:
+    """The state of one attempt."""
+
     messages: list[Message]
     tools: Tools | None = None
-    tokens: int = 0  # that the model wrote
+    tokens: int = 0  # number of tokens that the model wrote
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(
         default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0}
@@ -70,8 +73,16 @@ class _Play:
 
 @dataclass(frozen=True)
 class EndpointPlayer:
-    """Plays attempts like `Player`. body: further keys of each request; None removes one.
-    timeout_s: of a whole attempt, waiting for its turn included; None: no limit."""
+    """A player, like `Player`, whose policy is a model behind an endpoint.
+
+    Attributes:
+        endpoint: The HTTP client.
+        model: The model's name there.
+        body: Further keys of each request; None removes a key.
+        max_turns: Number of turns after which an attempt is truncated.
+        timeout_s: Seconds for a whole attempt, waiting for a free slot included; None sets no
+            limit.
+    """
 
     endpoint: Endpoint
     model: str
@@ -88,9 +99,14 @@ class EndpointPlayer:
         attempt: int,
         memo: PromptMemo | None = None,
     ) -> list[Trajectory]:
-        """One trajectory, not yet judged. It failed as "endpoint" where no usable answer came, as
-        "environment" or "timeout" as with any other player. Raises EndpointError where the endpoint
-        would refuse every request."""
+        """Play one attempt, and return its trajectory without a reward.
+
+        The outcome is `Failed("endpoint")` without a usable answer. Environment faults and timeouts
+        fail as with any other player.
+
+        Raises:
+            EndpointError: The endpoint would refuse every request.
+        """
         play = _Play(list(task.messages))
         limit = asyncio.timeout(self.timeout_s)
         outcome: Outcome | None
@@ -137,7 +153,7 @@ class EndpointPlayer:
                 play.turns.append(Turn(start, end, cut=True))
                 return Truncated()
             step = checked_step(
-                await guarded(lambda said=message: environment.step(said)), environment
+                await guarded(lambda reply=message: environment.step(reply)), environment
             )
             play.turns.append(
                 Turn(start, end, step.reward, step.state_key, terminated=step.done, cut=False)
@@ -173,15 +189,21 @@ class EndpointPlayer:
         return {key: value for key, value in {**body, **self.body}.items() if value is not None}
 
     def _choice(self, play: _Play, answer: Any) -> Mapping[str, Any]:
-        """Raises DataError for an answer without a message, or one that was withheld."""
+        """Return the first choice of an answer, and count its tokens.
+
+        Raises:
+            DataError: The answer has no message, or it was withheld.
+        """
         try:
             choice = answer["choices"][0]
             message, usage = choice["message"], answer.get("usage") or {}
-            known = message["role"] == "assistant" and isinstance(message.get("content") or "", str)
+            has_message = message["role"] == "assistant" and isinstance(
+                message.get("content") or "", str
+            )
             play.tokens += int(usage.get("completion_tokens") or 0)
         except (LookupError, TypeError, AttributeError, ValueError):
-            choice, known = {}, False
-        if not known:
+            choice, has_message = {}, False
+        if not has_message:
             raise DataError(
                 f"{self.endpoint.url} answered without a message: {json.dumps(answer)[:300]}"
             )
@@ -191,10 +213,10 @@ class EndpointPlayer:
 
 
 def wire_message(message: Message) -> dict[str, Any]:
-    """As the API takes it."""
-    given: dict[str, Any] = {"role": message.role, "content": message.text}
+    """Return a message in the format of the API."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
-        given["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -203,19 +225,22 @@ def wire_message(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return (
-        given if message.tool_call_id is None else {**given, "tool_call_id": message.tool_call_id}
+        fields if message.tool_call_id is None else {**fields, "tool_call_id": message.tool_call_id}
     )
 
 
-def read_message(given: Mapping[str, Any]) -> tuple[Message, int]:
-    """And how many of its calls can't be read: these stay in its text."""
-    text, calls, malformed = given.get("content") or "", [], 0
-    for call in given.get("tool_calls") or ():
+def read_message(fields: Mapping[str, Any]) -> tuple[Message, int]:
+    """Return the assistant message of a choice, and the number of its calls that can't be parsed.
+
+    Malformed calls are appended to the message's text.
+    """
+    text = fields.get("content") or ""
+    calls = []
+    malformed = 0
+    for call in fields.get("tool_calls") or ():
         try:
-            name, arguments = (
-                call["function"]["name"],
-                json.loads(call["function"]["arguments"] or "{}"),
-            )
+            name = call["function"]["name"]
+            arguments = json.loads(call["function"]["arguments"] or "{}")
             if not isinstance(arguments, dict):
                 raise ValueError(arguments)
             calls.append(ToolCall(str(call["id"]), str(name), arguments))
@@ -226,9 +251,10 @@ def read_message(given: Mapping[str, Any]) -> tuple[Message, int]:
 
 
 def endpoint_of(url: str) -> str:
-    """The address that completions are asked of: http://host/v1 is the base of an API."""
+    """Return the URL of chat completions under the base URL of an API, such as http://host/v1."""
     return f"{url.rstrip('/')}/chat/completions"
 
 
 def is_endpoint(target: str) -> bool:
+    """True if a target of `ratchet eval` is the URL of an endpoint."""
     return target.startswith(("http://", "https://"))

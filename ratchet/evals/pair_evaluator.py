@@ -1,4 +1,4 @@
-"""Held-out accuracy on pairs: how often the better of two answers is the likelier one."""
+"""Measure held-out accuracy on pairs: how often the better of two answers is the likelier one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from ratchet.types import Task
 
 @dataclass(frozen=True)
 class PairAccuracy:
-    """pairs: compared. accuracy: share of them in which the chosen answer is likelier; a tie is
-    half right. margin: mean difference of the summed log-probabilities, in nats."""
+    """The result of an evaluation on pairs.
+
+    Attributes:
+        pairs: Number of pairs compared.
+        accuracy: Share of pairs whose chosen answer is likelier; a tie counts one half.
+        margin: Mean difference of the summed log-probabilities, in nats.
+    """
 
     pairs: int
     accuracy: float
@@ -26,7 +31,10 @@ class PairAccuracy:
 
 
 class PairEvaluator:
-    """pairs: makes groups of two, the better answer first."""
+    """An evaluation by comparison of two existing answers to each held-out task.
+
+    `pairs` makes groups of two with the better answer first.
+    """
 
     managers: Sequence[RolloutManager] = ()
     measures = "likelier answers"
@@ -35,6 +43,7 @@ class PairEvaluator:
         self.learner, self.pairs, self.tasks = learner, pairs, tasks
 
     async def run(self) -> PairAccuracy:
+        """Score all pairs with the learner and return their accuracy."""
         groups = await self.pairs.make(
             [(f"eval/{task.id}", task) for task in self.tasks], version=0
         )

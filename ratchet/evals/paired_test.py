@@ -1,4 +1,4 @@
-"""Two evaluations of the same prompts, prompt by prompt."""
+"""Compare two evaluations of the same prompts, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ SIGNIFICANT = 0.05
 
 @dataclass(frozen=True)
 class Comparison:
-    """measures: by name, the mean over sampled attempts and greedy accuracy, as far as both have
-    them; by_tag: the first of them for each tag, where there are several. left_out: prompts that
-    one of the two was not asked, or has no reward for."""
+    """A paired comparison of two evaluations.
+
+    Attributes:
+        measures: By name, the mean over sampled attempts and greedy accuracy, as far as both
+            evaluations have them.
+        by_tag: The first of these measures for each tag, if there are several tags.
+        left_out: Number of prompts that only one evaluation contains, or that lack a reward in one.
+    """
 
     measures: Mapping[str, Paired]
     by_tag: Mapping[str, Paired]
@@ -24,31 +29,35 @@ class Comparison:
 
 
 def compare(a: Results, b: Results) -> Comparison:
-    """Raises DataError where they were asked different things under one id, have no prompt in
-    common, or are judged by none."""
-    theirs = {prompt.id: prompt for prompt in b.prompts}
-    both = [(prompt, theirs[prompt.id]) for prompt in a.prompts if prompt.id in theirs]
-    if not both:
+    """Compare two evaluations.
+
+    Raises:
+        DataError: A prompt's text differs under the same id, there is no common prompt, or no
+            prompt has a reward in both.
+    """
+    prompts_b = {prompt.id: prompt for prompt in b.prompts}
+    shared = [(prompt, prompts_b[prompt.id]) for prompt in a.prompts if prompt.id in prompts_b]
+    if not shared:
         raise DataError(
             "the two evaluations have no prompt in common: evaluate both on the same tasks"
         )
-    other = next((one.id for one, two in both if one.digest != two.digest), None)
-    if other is not None:
+    changed = next((one.id for one, two in shared if one.digest != two.digest), None)
+    if changed is not None:
         raise DataError(
-            f"prompt '{other}' asks something else in the two evaluations: evaluate both on the "
+            f"prompt '{changed}' asks something else in the two evaluations: evaluate both on the "
             "same data"
         )
     measures: dict[str, Paired] = {}
-    for name, of in VALUES.items():
-        pairs = _values(both, of)
+    for name, value_of in VALUES.items():
+        pairs = _values(shared, value_of)
         if pairs:
             measures[name] = _paired(pairs, a.seed)
     if not measures:
         raise DataError("no prompt has a reward in both evaluations: there is nothing to compare")
     first = VALUES[next(iter(measures))]
-    tags = sorted({one.tag for one, _ in both})
+    tags = sorted({one.tag for one, _ in shared})
     by_tag = (
-        {tag: _values([pair for pair in both if pair[0].tag == tag], first) for tag in tags}
+        {tag: _values([pair for pair in shared if pair[0].tag == tag], first) for tag in tags}
         if len(tags) > 1
         else {}
     )
@@ -69,23 +78,24 @@ def _sampled(prompt: Prompt) -> float | None:
     return prompt.mean(prompt.sampled)
 
 
-# Sampled attempts first: a mean over several says more of a prompt than a single attempt.
+# Sampled attempts come first: their mean is less noisy than a single greedy attempt.
 VALUES: Mapping[str, Callable[[Prompt], float | None]] = {"sampled": _sampled, "greedy": _greedy}
 
 
 def _values(
-    both: list[tuple[Prompt, Prompt]], of: Callable[[Prompt], float | None]
+    shared: list[tuple[Prompt, Prompt]], value_of: Callable[[Prompt], float | None]
 ) -> list[tuple[float, float]]:
-    found = [(of(one), of(two)) for one, two in both]
-    return [(one, two) for one, two in found if one is not None and two is not None]
+    """Return the values of the prompts that have one in both evaluations."""
+    values = [(value_of(one), value_of(two)) for one, two in shared]
+    return [(one, two) for one, two in values if one is not None and two is not None]
 
 
 def _paired(pairs: list[tuple[float, float]], seed: int) -> Paired:
     return paired(*zip(*pairs, strict=True), seed=seed)
 
 
-def better(found: Paired) -> str:
-    """A, B, or neither where the difference may be chance."""
-    if found.p_value > SIGNIFICANT:
+def better(test: Paired) -> str:
+    """Return "A" or "B", or "-" if the difference may be chance."""
+    if test.p_value > SIGNIFICANT:
         return "-"
-    return "A" if found.difference > 0 else "B"
+    return "A" if test.difference > 0 else "B"

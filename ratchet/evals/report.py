@@ -1,4 +1,4 @@
-"""Evaluations as Markdown, for a file and for the terminal."""
+"""Format evaluations as Markdown, for a file and for the terminal."""
 
 from __future__ import annotations
 
@@ -18,56 +18,68 @@ SHOWN_FAILURES = 3
 log = logging.getLogger(__name__)
 
 
-def report(found: Results, title: str) -> str:
-    """The whole, in sections: measures, tags, what failed. All k are in results.json; here 1, 2, 4,
-    ... and n."""
-    measures = _chosen(found)
-    parts = [f"# {title}", _about(found), _measures(measures, len(found.prompts), found.samples)]
-    if len(found.tags) > 1:
-        parts += ["## By tag", _by_tag(found)]
-    parts += _failures(found)
+def report(results: Results, title: str) -> str:
+    """Return the report: measures, tags and failures.
+
+    It shows k = 1, 2, 4, ... and n; results.json has all k.
+    """
+    measures = _chosen(results)
+    parts = [
+        f"# {title}",
+        _about(results),
+        _measures(measures, len(results.prompts), results.samples),
+    ]
+    if len(results.tags) > 1:
+        parts += ["## By tag", _by_tag(results)]
+    parts += _failures(results)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def keep(found: Results, directory: Path, title: str) -> bool:
-    """Writes results.json and report.md; False where the disk won't have it, which is only logged:
-    training goes on."""
+def keep(results: Results, directory: Path, title: str) -> bool:
+    """Write results.json and report.md, and return False if the disk refuses them.
+
+    Such an error is only logged, so that training continues.
+    """
     try:
-        found.write(directory)
-        replace_text(directory / REPORT, report(found, title))
+        results.write(directory)
+        replace_text(directory / REPORT, report(results, title))
     except OSError as error:
         log.warning("the results of the evaluation can't be written to %s: %s", directory, error)
         return False
     return True
 
 
-def comparison(found: Comparison, a: str, b: str) -> str:
-    rows = [_paired_row(name, one) for name, one in {**found.measures, **found.by_tag}.items()]
+def comparison(tests: Comparison, a: str, b: str) -> str:
+    """Return the report of a comparison."""
+    rows = [_paired_row(name, one) for name, one in {**tests.measures, **tests.by_tag}.items()]
     heading = ("", "prompts", "A - B", "95 % interval", "A wins", "B wins", "p", "better")
     lines = [f"# A against B\n\nA: {a}\n\nB: {b}", _table(heading, rows)]
-    how = "the exact" if all(one.exact for one in found.measures.values()) else "a sampled"
+    how = "the exact" if all(one.exact for one in tests.measures.values()) else "a sampled"
     lines.append(
         f"p: chance of a difference at least as large if A and B were alike, by {how} sign-flip "
-        "test over prompts;"
+        f"test over prompts; better: the larger of the two if p is at most {SIGNIFICANT:g}."
     )
-    lines[-1] += f" better is who has more where p is at most {SIGNIFICANT:g}."
-    if found.left_out:
+    if tests.left_out:
         lines.append(
-            f"{found.left_out} prompts are left out: asked of one alone, or without a reward in "
+            f"{tests.left_out} prompts are left out: asked of one alone, or without a reward in "
             "one."
         )
     return "\n\n".join(lines) + "\n"
 
 
-def _chosen(found: Results) -> list[Measure]:
-    steps = {f"pass_at_{k}" for k in ladder(found.samples)}
+def _chosen(results: Results) -> list[Measure]:
+    steps = {f"pass_at_{k}" for k in ladder(results.samples)}
     return [
-        one for one in found.measures() if not one.name.startswith("pass_at_") or one.name in steps
+        one
+        for one in results.measures()
+        if not one.name.startswith("pass_at_") or one.name in steps
     ]
 
 
-def _about(found: Results) -> str:
-    return "\n".join(f"- {key}: {value}" for key, value in found.about.items() if value is not None)
+def _about(results: Results) -> str:
+    return "\n".join(
+        f"- {key}: {value}" for key, value in results.about.items() if value is not None
+    )
 
 
 def _measures(measures: Sequence[Measure], prompts: int, samples: int) -> str:
@@ -85,41 +97,41 @@ def _measures(measures: Sequence[Measure], prompts: int, samples: int) -> str:
     return _table(("measure", "value", "95 % interval", "prompts"), rows)
 
 
-def _by_tag(found: Results) -> str:
+def _by_tag(results: Results) -> str:
     rows = []
-    for tag in found.tags:
-        of = found.of(tag)
+    for tag in results.tags:
+        tagged = results.for_tag(tag)
         rows.append(
             (
                 tag or "(none)",
-                str(len(of.prompts)),
-                *(f"{_number(one.value)} {_range(one.low, one.high)}" for one in _summary(of)),
+                str(len(tagged.prompts)),
+                *(f"{_number(one.value)} {_range(one.low, one.high)}" for one in _summary(tagged)),
             )
         )
     return _table(
-        ("tag", "prompts", *(_label(one.name, found.samples) for one in _summary(found))), rows
+        ("tag", "prompts", *(_label(one.name, results.samples) for one in _summary(results))), rows
     )
 
 
-def _summary(found: Results) -> list[Measure]:
-    wanted = ("accuracy", "sampled", f"pass_at_{found.samples}", f"cons_at_{found.samples}")
-    return [one for one in found.measures(every_k=False) if one.name in wanted]
+def _summary(results: Results) -> list[Measure]:
+    names = ("accuracy", "sampled", f"pass_at_{results.samples}", f"cons_at_{results.samples}")
+    return [one for one in results.measures(every_k=False) if one.name in names]
 
 
-def _failures(found: Results) -> list[str]:
-    attempts = [(prompt, attempt) for prompt in found.prompts for attempt in prompt.attempts]
-    if not found.failures:
+def _failures(results: Results) -> list[str]:
+    attempts = [(prompt, attempt) for prompt in results.prompts for attempt in prompt.attempts]
+    if not results.failures:
         return [f"All {len(attempts)} attempts have a reward."]
-    rows = [(kind, str(count)) for kind, count in sorted(found.failures.items())]
-    said = (
-        f"{sum(found.failures.values())} of {len(attempts)} attempts have no reward, and are "
+    rows = [(kind, str(count)) for kind, count in sorted(results.failures.items())]
+    heading = (
+        f"{sum(results.failures.values())} of {len(attempts)} attempts have no reward, and are "
         "neither right nor wrong:"
     )
     shown = [(p, a) for p, a in attempts if a.reward is None][:SHOWN_FAILURES]
     examples = [
         f"- {prompt.id}: {_line(attempt.detail or attempt.end)}" for prompt, attempt in shown
     ]
-    return ["## Without a reward", said, _table(("why", "attempts"), rows), "\n".join(examples)]
+    return ["## Without a reward", heading, _table(("why", "attempts"), rows), "\n".join(examples)]
 
 
 def _paired_row(name: str, one: Paired) -> tuple[str, ...]:
@@ -148,7 +160,7 @@ def _range(low: float, high: float) -> str:
 
 
 def _line(text: str) -> str:
-    """The last line of what may be a traceback."""
+    """Return the last line of a text, which may be a traceback."""
     return (text.strip().splitlines() or [""])[-1][:300]
 
 

@@ -1,9 +1,8 @@
-"""What an evaluation found: every attempt at every prompt, as it is saved, and what follows from
-them.
+"""The results of an evaluation: every attempt at every prompt, and the measures computed from them.
 
-No prompt is dropped: an attempt without a reward (failed, cancelled, cut off where nobody could
-judge it) is kept and counted, and is neither right nor wrong; a prompt without any other is out of
-the means, and each of these says of how many it is.
+No prompt is dropped. An attempt without a reward (failed, cancelled, or cut off where it could not
+be judged) is kept and counted, and is neither right nor wrong. A prompt without any reward is
+excluded from the means, and each mean says how many prompts it covers.
 """
 
 from __future__ import annotations
@@ -31,8 +30,16 @@ End = Literal["scored", "truncated", "unjudged", "failed", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """end: how it ended. answer: the final answer, where rewards can tell. tokens: that the policy
-    wrote. detail: of a failure, its kind first."""
+    """The record of an attempt.
+
+    Attributes:
+        end: How it ended.
+        reward: None without a judgement.
+        answer: The final answer, if the rewards can extract it.
+        tokens: Number of tokens that the policy wrote.
+        text: The policy's last message.
+        detail: The description of a failure, its kind first.
+    """
 
     end: End
     reward: float | None
@@ -43,13 +50,18 @@ class Attempt:
 
     @property
     def kind(self) -> str:
-        """What it is counted under where it has no reward."""
+        """The category under which an attempt without a reward is counted."""
         return self.detail.partition(":")[0] if self.end == "failed" else self.end
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """digest: of what was asked. votes: whether the attempts' answers can be told apart."""
+    """The attempts at one held-out task.
+
+    Attributes:
+        digest: A hash of the task (see `hash_task`).
+        votes: True if the attempts' final answers can be compared.
+    """
 
     id: str
     tag: str
@@ -63,7 +75,7 @@ class Prompt:
         return self.sampled if self.greedy is None else (self.greedy, *self.sampled)
 
     def mean(self, attempts: Sequence[Attempt | None]) -> float | None:
-        """None without a reward."""
+        """Return the mean reward, or None without a reward."""
         rewards = [
             attempt.reward
             for attempt in attempts
@@ -73,8 +85,10 @@ class Prompt:
 
 
 class Measure(NamedTuple):
-    """A mean over prompts with its confidence interval. error: standard error of what was sampled
-    to estimate it, 0 where it is exact."""
+    """A mean over prompts with its confidence interval.
+
+    `error` is the standard error of an estimate that is itself sampled; 0 if it is exact.
+    """
 
     name: str
     value: float
@@ -85,21 +99,25 @@ class Measure(NamedTuple):
 
 
 def digest(task: Task) -> str:
-    """Of what a task asks, and of the answer that it is judged by."""
-    said = [[message.role, message.text, *message.media] for message in task.messages]
-    text = json.dumps([said, task.answer], sort_keys=True, default=str)
+    """Return a hash of a task's messages and reference answer."""
+    messages = [[message.role, message.text, *message.media] for message in task.messages]
+    text = json.dumps([messages, task.answer], sort_keys=True, default=str)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def ladder(n: int) -> list[int]:
-    """1, 2, 4, ... and n."""
+    """Return 1, 2, 4, ... and n."""
     return sorted({*(1 << i for i in range(n.bit_length())), n}) if n else []
 
 
 @dataclass(frozen=True)
 class Results:
-    """about: what was asked, of whom, and how. passing: the reward from which on an attempt counts
-    as passed."""
+    """The results of an evaluation.
+
+    Attributes:
+        passing: The reward from which an attempt counts as passed.
+        about: The model, the tasks and the settings of the evaluation.
+    """
 
     prompts: tuple[Prompt, ...]
     passing: float = 1.0
@@ -108,17 +126,18 @@ class Results:
 
     @property
     def samples(self) -> int:
+        """The number of sampled attempts per prompt."""
         return max((len(prompt.sampled) for prompt in self.prompts), default=0)
 
     @property
     def first(self) -> list[Attempt]:
-        """The greedy attempts; without any, the sampled ones."""
+        """The greedy attempts, or the sampled ones if there are none."""
         greedy = [prompt.greedy for prompt in self.prompts if prompt.greedy is not None]
         return greedy or [attempt for prompt in self.prompts for attempt in prompt.sampled]
 
     @property
     def failures(self) -> dict[str, int]:
-        """How many attempts have no reward, by why."""
+        """The number of attempts without a reward, by reason."""
         attempts = (attempt for prompt in self.prompts for attempt in prompt.attempts)
         return dict(Counter(attempt.kind for attempt in attempts if attempt.reward is None))
 
@@ -126,18 +145,24 @@ class Results:
     def tags(self) -> list[str]:
         return sorted({prompt.tag for prompt in self.prompts})
 
-    def of(self, tag: str) -> Results:
+    def for_tag(self, tag: str) -> Results:
+        """Return the results of the prompts with a tag."""
         return replace(self, prompts=tuple(prompt for prompt in self.prompts if prompt.tag == tag))
 
     def measures(self, *, every_k: bool = True) -> list[Measure]:
-        """accuracy: of greedy attempts, or, without any, of sampled ones; mean@n; pass@k for all k,
-        or k = 1, 2, 4, ..., n; cons@k for the latter."""
-        found = [self.accuracy]
+        """Return accuracy, mean@n, pass@k and cons@k.
+
+        Accuracy is that of greedy attempts, or of sampled ones if there are none. The k are 1, 2,
+        4, ... and n; with `every_k`, pass@k has all k from 1 to n.
+        """
+        measures = [self.accuracy]
         if self.samples:
-            found.append(self._mean("sampled", lambda prompt: prompt.mean(prompt.sampled)))
-            found += self._passes(range(1, self.samples + 1) if every_k else ladder(self.samples))
-            found += self._consensus()
-        return found
+            measures.append(self._mean("sampled", lambda prompt: prompt.mean(prompt.sampled)))
+            measures += self._passes(
+                range(1, self.samples + 1) if every_k else ladder(self.samples)
+            )
+            measures += self._consensus()
+        return measures
 
     @property
     def accuracy(self) -> Measure:
@@ -147,7 +172,7 @@ class Results:
         )
 
     def numbers(self) -> dict[str, float]:
-        """For the sinks of a run."""
+        """Return the metrics that a run logs."""
         first = self.first
         named = {measure.name: measure.value for measure in self.measures(every_k=False)}
         named |= {"accuracy_low": self.accuracy.low, "accuracy_high": self.accuracy.high}
@@ -156,15 +181,15 @@ class Results:
         )
         named["failed"] = float(sum(self.failures.values()))
         if len(self.tags) > 1:
-            named |= {f"accuracy/{tag}": self.of(tag).accuracy.value for tag in self.tags}
+            named |= {f"accuracy/{tag}": self.for_tag(tag).accuracy.value for tag in self.tags}
         return named
 
-    def _mean(self, name: str, of: Callable[[Prompt], float | None]) -> Measure:
-        values = [value for prompt in self.prompts if (value := of(prompt)) is not None]
+    def _mean(self, name: str, value_of: Callable[[Prompt], float | None]) -> Measure:
+        values = [value for prompt in self.prompts if (value := value_of(prompt)) is not None]
         return _measure(name, values, self.seed)
 
     def _passes(self, ks: Sequence[int]) -> Iterator[Measure]:
-        """Of the prompts with at least k attempts that have a reward."""
+        """Yield pass@k, each over the prompts with at least k attempts that have a reward."""
         curves = []
         for prompt in self.prompts:
             rewards = [attempt.reward for attempt in prompt.sampled if attempt.reward is not None]
@@ -179,22 +204,30 @@ class Results:
             )
 
     def _consensus(self) -> Iterator[Measure]:
+        """Yield cons@k over the prompts with at least k attempts that have a reward."""
         counted = [_votes(prompt) for prompt in self.prompts if prompt.votes]
         for k in ladder(self.samples) if counted else []:
-            found = [
+            estimates = [
                 consensus(counts, values, [k], silent=silent, seed=self.seed + i)
                 for i, (counts, values, silent) in enumerate(counted)
                 if sum(counts) + silent >= k
             ]
-            measure = _measure(f"cons_at_{k}", [float(one.values[0]) for one in found], self.seed)
-            error = math.sqrt(sum(float(one.errors[0]) ** 2 for one in found)) / max(len(found), 1)
+            measure = _measure(
+                f"cons_at_{k}", [float(one.values[0]) for one in estimates], self.seed
+            )
+            error = math.sqrt(sum(float(one.errors[0]) ** 2 for one in estimates)) / max(
+                len(estimates), 1
+            )
             yield measure._replace(error=error)
 
     # --- on disk
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the content of results.json."""
         by_tag = (
-            {tag: _rows(self.of(tag).measures()) for tag in self.tags} if len(self.tags) > 1 else {}
+            {tag: _rows(self.for_tag(tag).measures()) for tag in self.tags}
+            if len(self.tags) > 1
+            else {}
         )
         return {
             "format": FORMAT,
@@ -208,7 +241,11 @@ class Results:
         }
 
     def write(self, directory: Path) -> None:
-        """Raises OSError."""
+        """Write results.json.
+
+        Raises:
+            OSError: The file can't be written.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         replace_text(
             directory / RESULTS, json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
@@ -216,17 +253,24 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """path: of the file, or of its directory. Raises DataError."""
+        """Read results.json.
+
+        Args:
+            path: The file or its directory.
+
+        Raises:
+            DataError: The file can't be read or holds no results.
+        """
         path = path / RESULTS if path.is_dir() else path
         try:
-            given = read_json(path)
-            if given["format"] != FORMAT:
+            content = read_json(path)
+            if content["format"] != FORMAT:
                 raise DataError(
-                    f"{path} is of format {given['format']}, this version reads {FORMAT}: evaluate "
-                    "again"
+                    f"{path} has format {content['format']}, and this version reads {FORMAT}. "
+                    "Evaluate again"
                 )
-            prompts = tuple(_prompt(row) for row in given["prompts"])
-            return cls(prompts, given["passing"], given["seed"], given["about"])
+            prompts = tuple(_prompt(row) for row in content["prompts"])
+            return cls(prompts, content["passing"], content["seed"], content["about"])
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -241,9 +285,12 @@ def _measure(name: str, values: Sequence[float], seed: int) -> Measure:
 
 
 def _votes(prompt: Prompt) -> tuple[list[int], list[float], int]:
-    """(how often each answer was given, what it is worth, how many gave none), of attempts with a
-    reward. Should the same answer have earned differently (another reward was added to its own), it
-    is worth the mean."""
+    """Return the votes for each answer, the value of each answer, and the number of attempts
+    without one.
+
+    Only attempts with a reward vote. If another reward makes equal answers earn different rewards,
+    the answer is worth their mean.
+    """
     earned: dict[str | None, list[float]] = {}
     for attempt in prompt.sampled:
         if attempt.reward is not None:

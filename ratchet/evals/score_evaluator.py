@@ -1,4 +1,4 @@
-"""Held-out loss of a model that is trained to score, on rows of the kind that it is trained on.
+"""Measure the held-out loss of a model that is trained to score.
 
 T = tokens, S = sequences.
 """
@@ -20,9 +20,15 @@ from ratchet.types import Task
 
 @dataclass(frozen=True)
 class ScoreLoss:
-    """tasks: judged. loss: the algorithm's own. measured: what its terms measure (accuracy,
-    margin). correlation: Pearson's, of the scores with the rewards that rows were given; None where
-    there are none, or either is the same for all."""
+    """The result of an evaluation of scores.
+
+    Attributes:
+        tasks: Number of tasks scored.
+        loss: The algorithm's loss.
+        measured: The metrics of its terms, such as accuracy and margin.
+        correlation: Pearson's correlation of scores and rewards; None without rewards, or if either
+            is constant.
+    """
 
     tasks: int
     loss: float
@@ -30,31 +36,43 @@ class ScoreLoss:
     correlation: float | None
 
     def numbers(self) -> dict[str, float]:
-        more = {} if self.correlation is None else {"correlation": self.correlation}
-        return {"loss": self.loss, **self.measured, **more}
+        numbers = {"loss": self.loss, **self.measured}
+        if self.correlation is not None:
+            numbers["correlation"] = self.correlation
+        return numbers
 
 
 class ScoreEvaluator:
-    """source: makes the groups that the algorithm learns from."""
+    """An evaluation by the training loss on held-out rows.
+
+    `source` makes the groups that the algorithm trains on.
+    """
 
     managers: Sequence[RolloutManager] = ()
 
     def __init__(
         self, learner: Learner, source: StreamSource, tasks: Sequence[Task], algorithm: Algorithm
     ) -> None:
-        self.learner, self.source, self.tasks, self.algorithm = learner, source, tasks, algorithm
+        self.learner = learner
+        self.source = source
+        self.tasks = tasks
+        self.algorithm = algorithm
         self.measures = f"scores of {algorithm.source}"
 
     async def run(self) -> ScoreLoss:
-        """Raises DataError for a held-out task without what the algorithm learns from."""
+        """Score all held-out rows and return their loss.
+
+        Raises:
+            DataError: A held-out task lacks what the algorithm trains on.
+        """
         groups = await self.source.make(
             [(f"eval/{task.id}", task) for task in self.tasks], version=0
         )
         batch = self.algorithm.weigh(pack(groups), AlgoState())
         terms = self.algorithm.losses["policy"]
         needs = needed(terms)
-        found = await self.learner.score(batch, sorted(needs))
-        columns = {name: column.double() for name, column in found.items()}
+        outputs = await self.learner.score(batch, sorted(needs))
+        columns = {name: column.double() for name, column in outputs.items()}
         out = Outputs(sequence_sum=batch.sequence_sum, **columns)
         loss, measured = 0.0, dict[str, float]()
         for term in terms:
@@ -71,7 +89,7 @@ class ScoreEvaluator:
 
 
 def correlation(a: Tensor, b: Tensor) -> float | None:
-    """Pearson's, None where either is the same throughout, or has no entry."""
+    """Return Pearson's correlation, or None if either is constant or empty."""
     if len(a) == 0 or bool((a == a[0]).all()) or bool((b == b[0]).all()):
         return None
     a, b = a - a.mean(), b - b.mean()

@@ -1,8 +1,7 @@
-"""What a few attempts at each of many prompts say about who made them. Pure: numbers in, numbers
-out.
+"""Estimators over a few attempts at each of many prompts, as pure functions of numbers.
 
-P = prompts, n = attempts at one of them, K = the sizes k that are asked for, A = different answers
-to a prompt.
+P = prompts, n = attempts at one prompt, K = the requested sizes k, A = distinct answers to a
+prompt.
 """
 
 from __future__ import annotations
@@ -17,17 +16,21 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 LEVEL = 0.95  # of all intervals
-RESAMPLES = 4000  # of an interval's ends: their own error is then below 2 % of its width
-EXACT_COST = 50_000_000  # multiplications, about 0.1 s, beyond which a consensus is sampled instead
-DRAWS = 2000
-EXACT_SUMS = 1 << 17  # different sums of signs, beyond which they are sampled instead
-FLIPS = 20_000
+RESAMPLES = 4000  # bootstrap resamples: the error of an interval's ends is below 2 % of its width
+EXACT_COST = 50_000_000  # multiplications (about 0.1 s) above which a consensus is sampled
+DRAWS = 2000  # samples of a consensus
+EXACT_SUMS = 1 << 17  # distinct sums of signs above which the test samples them
+FLIPS = 20_000  # samples of the sign-flip test
 CHUNK = 1 << 21  # numbers in memory at once
 
 
 def pass_at_k(n: int, right: int) -> Floats:
-    """[n] chance that one of k attempts is right, for k = 1 ... n, where `right` of n were: 1 - C(n
-    - c, k) / C(n, k), the unbiased estimator of arXiv:2107.03374, eq. 1, in its stable form."""
+    """Return [n]: the chance that one of k attempts is right, for k = 1 ... n, where `right` of n
+    were.
+
+    It is the unbiased estimator 1 - C(n - c, k) / C(n, k) of arXiv:2107.03374, eq. 1, in its
+    numerically stable form.
+    """
     k = np.arange(1, n + 1)
     misses = np.maximum(n - right - k + 1, 0) / (n - k + 1)
     return np.asarray(1.0 - np.cumprod(misses), dtype=np.float64)
@@ -35,8 +38,12 @@ def pass_at_k(n: int, right: int) -> Floats:
 
 @dataclass(frozen=True)
 class Consensus:
-    """values [K]: expected. errors [K]: standard errors of what was sampled; 0 where it is
-    exact."""
+    """The expected value of the most frequent answer.
+
+    Attributes:
+        values: [K] expected values.
+        errors: [K] standard errors of sampled values; 0 if exact.
+    """
 
     values: Floats
     errors: Floats
@@ -51,17 +58,24 @@ def consensus(
     seed: int = 0,
     exact: bool | None = None,
 ) -> Consensus:
-    """What the most frequent answer among k attempts is worth (cons@k, maj@k; arXiv:2203.11171), on
-    average over all choices of k out of n. Answer a was given counts[a] times and is worth
-    values[a]; answers that are equally frequent are as likely to be the one; `silent` attempts gave
-    none, and k of these are worth 0.
+    """Estimate the value of the most frequent answer among k attempts (cons@k, maj@k;
+    arXiv:2203.11171).
 
-    exact=None: where it is cheap, else from random choices with `seed`.
+    It is the average over all choices of k out of n attempts. Ties are broken uniformly. If none of
+    the k attempts has an answer, the value is 0.
+
+    Args:
+        counts: [A] How often each answer occurred.
+        values: [A] What each answer is worth.
+        ks: The sizes k.
+        silent: Number of attempts without an answer.
+        seed: Of the random choices.
+        exact: True enumerates, False samples; None enumerates if it is cheap.
     """
     n = sum(counts) + silent
     assert all(1 <= k <= n for k in ks), (n, ks)
     if exact is None:
-        # C(1000, 500) is the last that a float holds
+        # C(1000, 500) is near the largest binomial coefficient that a float holds.
         exact = n <= 1000 and _cost(counts, n) <= EXACT_COST
     if exact:
         return Consensus(
@@ -72,37 +86,46 @@ def consensus(
 
 
 def _cost(counts: Sequence[int], n: int) -> int:
+    """Return the number of multiplications of the exact computation."""
     cost = 0
-    for most in range(1, max(counts, default=0) + 1):
-        ties = 1 + sum(count >= most for count in counts)
-        cost += sum(min(most, count) + 1 for count in counts) * (n + 1) * ties
+    for winning_votes in range(1, max(counts, default=0) + 1):
+        ties = 1 + sum(count >= winning_votes for count in counts)
+        cost += sum(min(winning_votes, count) + 1 for count in counts) * (n + 1) * ties
     return cost
 
 
 def _enumerated(counts: Sequence[int], values: Sequence[float], silent: int) -> Floats:
-    """[n]. By the number of votes, `most`, that the winners have: ways[x, t] counts the choices of
-    x attempts in which t answers have so many and no other has more, worth[x, t] sums over them
-    what these t are worth together."""
+    """Return [n] exact values for k = 1 ... n.
+
+    For each number of votes that the winners may have, a dynamic program runs over the answers:
+
+    * ways[x, t] counts the choices of x attempts in which t answers have the winning number of
+      votes and no other has more;
+    * worth[x, t] sums the values of these t answers over the same choices.
+    """
     n = sum(counts) + silent
-    found = np.zeros(n + 1)
-    for most in range(1, max(counts, default=0) + 1):
-        ways = np.zeros((n + 1, 1 + sum(count >= most for count in counts)))
+    totals = np.zeros(n + 1)
+    for winning_votes in range(1, max(counts, default=0) + 1):
+        ways = np.zeros((n + 1, 1 + sum(count >= winning_votes for count in counts)))
         ways[: silent + 1, 0] = [math.comb(silent, x) for x in range(silent + 1)]
         worth = np.zeros_like(ways)
         for count, value in zip(counts, values, strict=True):
             next_ways, next_worth = np.zeros_like(ways), np.zeros_like(worth)
-            for votes in range(min(most - 1, count) + 1):
+            for votes in range(min(winning_votes - 1, count) + 1):
                 chosen = float(math.comb(count, votes))
                 next_ways[votes:] += chosen * ways[: n + 1 - votes]
                 next_worth[votes:] += chosen * worth[: n + 1 - votes]
-            if count >= most:
-                chosen = float(math.comb(count, most))
-                before, summed = ways[: n + 1 - most, :-1], worth[: n + 1 - most, :-1]
-                next_ways[most:, 1:] += chosen * before
-                next_worth[most:, 1:] += chosen * (summed + value * before)
+            if count >= winning_votes:
+                chosen = float(math.comb(count, winning_votes))
+                before, summed = (
+                    ways[: n + 1 - winning_votes, :-1],
+                    worth[: n + 1 - winning_votes, :-1],
+                )
+                next_ways[winning_votes:, 1:] += chosen * before
+                next_worth[winning_votes:, 1:] += chosen * (summed + value * before)
             ways, worth = next_ways, next_worth
-        found += (worth[:, 1:] / np.arange(1, worth.shape[1])).sum(1)
-    return found[1:] / [float(math.comb(n, k)) for k in range(1, n + 1)]
+        totals += (worth[:, 1:] / np.arange(1, worth.shape[1])).sum(1)
+    return totals[1:] / [float(math.comb(n, k)) for k in range(1, n + 1)]
 
 
 def _sampled(
@@ -112,7 +135,8 @@ def _sampled(
     ks: Sequence[int],
     rng: np.random.Generator,
 ) -> Consensus:
-    found: list[tuple[float, float]] = []
+    """Return values from `DRAWS` random choices for each k."""
+    estimates: list[tuple[float, float]] = []
     worth_A = np.asarray(values, dtype=np.float64)
     for k in ks:
         votes_DA = rng.multivariate_hypergeometric(
@@ -121,17 +145,17 @@ def _sampled(
         most_D = votes_DA.max(1, initial=0)
         wins_DA = (votes_DA == most_D[:, None]) & (votes_DA > 0)
         worth_D = (wins_DA * worth_A).sum(1) / np.maximum(wins_DA.sum(1), 1)
-        found.append((worth_D.mean(), worth_D.std(ddof=1) / math.sqrt(DRAWS)))
-    means, errors = zip(*found, strict=True)
+        estimates.append((worth_D.mean(), worth_D.std(ddof=1) / math.sqrt(DRAWS)))
+    means, errors = zip(*estimates, strict=True)
     return Consensus(np.asarray(means), np.asarray(errors))
 
 
 def interval(values_P: ArrayLike, *, seed: int = 0, level: float = LEVEL) -> tuple[float, float]:
-    """Confidence interval of the mean over prompts like these: the percentile bootstrap, which
-    draws prompts with replacement.
+    """Return the confidence interval of the mean over prompts by the percentile bootstrap.
 
-    Where all are 0 or all are 1 there is nothing to resample: the bound is then that of Clopper and
-    Pearson, which holds for whatever lies in [0, 1]. (nan, nan) without any.
+    The bootstrap draws prompts with replacement. If all values are 0 or all are 1 there is nothing
+    to resample: the bound is then that of Clopper and Pearson, which holds for any values in [0,
+    1]. It is (nan, nan) without values.
     """
     values_P = np.asarray(values_P, dtype=np.float64)
     if not len(values_P):
@@ -153,8 +177,15 @@ def interval(values_P: ArrayLike, *, seed: int = 0, level: float = LEVEL) -> tup
 
 @dataclass(frozen=True)
 class Paired:
-    """difference: mean of a - b over prompts, with its interval. p_value: two-sided; exact where it
-    was not sampled. better, worse: prompts at which a has more, or less, than b."""
+    """The result of a paired comparison of a and b.
+
+    Attributes:
+        difference: Mean of a - b over prompts, with its interval `low` to `high`.
+        p_value: Two-sided p-value.
+        exact: True if the p-value was enumerated rather than sampled.
+        better: Number of prompts at which a is larger.
+        worse: Number of prompts at which a is smaller.
+    """
 
     prompts: int
     difference: float
@@ -167,14 +198,16 @@ class Paired:
 
 
 def paired(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> Paired:
-    """Compares two on the same prompts by the sign-flip test: were they alike, each prompt's
-    difference could as well have had the other sign, so p is the share of all choices of signs
-    whose sum is at least as far from 0 as the one that was found.
+    """Compare two sets of values on the same prompts by the sign-flip test.
 
-    It needs no distribution, uses how large differences are (the sign test does not), and has its
-    level for any number of prompts; for single attempts at 0 or 1 it is the exact test of McNemar.
-    Where the sums are too many to be enumerated they are sampled, and the one that was found counts
-    as one of them, so that the level holds then too.
+    If both were alike, each prompt's difference could as well have the other sign. So p is the
+    share of all sign choices whose sum is at least as far from 0 as the observed one.
+
+    The test assumes no distribution, uses the size of differences (the sign test does not), and has
+    its level for any number of prompts. For single attempts at 0 or 1 it is McNemar's exact test.
+
+    If the sums are too many to enumerate they are sampled, and the observed one counts as one of
+    them, so that the level holds there too.
     """
     difference_P = np.asarray(a_P, dtype=np.float64) - np.asarray(b_P, dtype=np.float64)
     low, high = _difference_interval(difference_P, seed)
@@ -193,26 +226,29 @@ def paired(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> Paired:
 
 
 def _difference_interval(difference_P: Floats, seed: int) -> tuple[float, float]:
-    """Differences of rewards in [0, 1] lie in [-1, 1]: they are halved and moved to where
-    `interval` knows the bounds."""
+    """Return the confidence interval of the mean difference.
+
+    Differences of rewards in [0, 1] lie in [-1, 1]. They are mapped to [0, 1], for which
+    `bootstrap_interval` has exact bounds.
+    """
     low, high = interval((difference_P + 1) / 2, seed=seed)
     return 2 * low - 1, 2 * high - 1
 
 
 def _sign_flip(moved: Floats, seed: int) -> tuple[float, bool]:
-    found = abs(moved.sum()) - 1e-9
+    """Return the p-value of the differences that are not 0, and True if it is exact."""
+    observed = abs(moved.sum()) - 1e-9
     sums, shares = np.zeros(1), np.ones(1)
     for size in moved:
-        # Rewards are often multiples of 1/n, so that few of the sums differ: equal ones are kept
-        # once.
-        sums, where = np.unique(
+        # Rewards are often multiples of 1/n, so many sums coincide: equal ones are merged.
+        sums, index = np.unique(
             np.round(np.concatenate([sums + size, sums - size]), 9), return_inverse=True
         )
-        shares = np.bincount(where, weights=np.concatenate([shares, shares]) / 2)
+        shares = np.bincount(index, weights=np.concatenate([shares, shares]) / 2)
         if len(sums) > EXACT_SUMS:
             break
     else:
-        return min(1.0, float(shares[np.abs(sums) >= found].sum())), True
+        return min(1.0, float(shares[np.abs(sums) >= observed].sum())), True
     rng = np.random.default_rng(seed)
     at_once = max(1, CHUNK // len(moved))
     beyond = 0
@@ -221,5 +257,5 @@ def _sign_flip(moved: Floats, seed: int) -> tuple[float, bool]:
             rng.integers(0, 2, size=(min(at_once, FLIPS - start), len(moved)), dtype=np.int8) * 2
             - 1
         )
-        beyond += int((np.abs(signs @ moved) >= found).sum())
+        beyond += int((np.abs(signs @ moved) >= observed).sum())
     return (beyond + 1) / (FLIPS + 1), False

@@ -1,4 +1,4 @@
-"""Configuration of what this package gives to recipes. Free of torch and of the code itself."""
+"""Configuration of the environments in this package. It imports neither torch nor their code."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class MessageLogConfig(EnvironmentConfig):
     @classmethod
     def _can_be_imported(cls, path: str) -> str:
         try:
-            found = imported(path)
+            target = imported(path)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        if not callable(found):
-            raise ValueError(f"'{path}' can't be called: name a class or a function")
+        if not callable(target):
+            raise ValueError(f"'{path}' can't be called. Name a class or a function")
         return path
 
     @model_validator(mode="after")
     def _is_made_with_its_arguments(self) -> MessageLogConfig:
-        made = imported(self.interface)
-        missing = next((name for name in METHODS if not hasattr(made, name)), None)
+        interface = imported(self.interface)
+        missing = next((name for name in METHODS if not hasattr(interface, name)), None)
         if missing is not None:
             raise ValueError(
                 f"interface '{self.interface}' has no method {missing}: derive it from "
                 "EnvironmentInterface"
             )
         try:
-            inspect.signature(made).bind(**self.arguments)
+            inspect.signature(interface).bind(**self.arguments)
         except TypeError as error:
             raise ValueError(f"arguments don't fit '{self.interface}': {error}") from error
         return self

@@ -1,13 +1,18 @@
-"""Checkpoints that are either whole or not there, whatever kills the process, and that are checked
-before they are used.
+"""Save, verify and prune checkpoints; a checkpoint is either complete or absent.
 
-A save writes into `.tmp-<step>-<id>`, lists every file with its size and SHA-256 in
-`manifest.json`, flushes files and directories, renames to `step-<step>`, and only then prunes older
-ones (renamed to `.del-*` first, so that a half-deleted one is never taken for a checkpoint).
-Loading walks from the newest to the oldest and takes the first that verifies.
+A save takes four steps, so that a process killed at any moment leaves no partial checkpoint:
 
-Only the holder of the run directory's lock may save; reading changes nothing, so others may read
-meanwhile.
+1. It writes the files into `.tmp-<step>-<id>`.
+2. It lists every file with its size and SHA-256 in `manifest.json` and flushes files and
+directories.
+3. It renames the directory to `step-<step>`.
+4. It prunes older checkpoints. Each is renamed to `.del-*` first, so that a partly deleted one is
+never loaded.
+
+Loading walks from the newest checkpoint to the oldest and takes the first that verifies.
+
+Only the process that holds the run directory's lock may save. Reading changes nothing, so other
+processes may read at the same time.
 """
 
 from __future__ import annotations
@@ -35,11 +40,19 @@ STEP = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointStore:
-    """The checkpoints under `root`. Nothing is touched before the first save.
+    """The checkpoints under `root`. Nothing is written before the first save.
 
-    These stay: the newest `keep`, the `keep_best` whose `meta["score"]` is highest (a number;
-    without one it is none of them), and those whose step is a multiple of `keep_every` (0: none).
-    held: steps that stay for now, as somebody reads them.
+    Pruning keeps the checkpoints that any of the first three parameters selects.
+
+    Args:
+        keep: Number of newest checkpoints to keep.
+        keep_best: Number of checkpoints to keep by highest `meta["score"]`; those without a score
+            do not count.
+        keep_every: Keep every checkpoint whose step is a multiple of this; 0 keeps none for this
+            reason.
+
+    Attributes:
+        held: Steps that are not pruned for now because another thread reads them.
     """
 
     def __init__(
@@ -47,17 +60,24 @@ class CheckpointStore:
     ) -> None:
         assert keep >= 1, keep
         self.root = root
-        self.keep, self.keep_best, self.keep_every = keep, keep_best, keep_every
+        self.keep = keep
+        self.keep_best = keep_best
+        self.keep_every = keep_every
         self.held: frozenset[int] = frozenset()
         self._rejected: set[Path] = set()
         self._present: list[int] = []  # steps that had a checkpoint after the last `tidy`
 
     def save(self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
-        """Makes the checkpoint of `step` from the files that `write` puts into the directory it is
-        given.
+        """Write the checkpoint of `step` and return its directory.
 
-        meta: JSON values (no tuples, no integer keys). Raises CheckpointError when it can't be
-        written (disk full, ...) or was saved before; the earlier checkpoints are then as they were.
+        Args:
+            step: The step that the checkpoint belongs to.
+            write: Writes the files into the directory that it gets.
+            meta: JSON values, without tuples and integer keys.
+
+        Raises:
+            CheckpointError: It can't be written (disk full, ...) or was saved before. Earlier
+                checkpoints are unchanged.
         """
         assert survives_json(dict(meta)), f"{meta} would come back from JSON as something else"
         final = self.root / f"step-{step:08d}"
@@ -90,14 +110,18 @@ class CheckpointStore:
                 f"the checkpoint of step {step} can't be written to {self.root}: {error}"
             ) from error
         finally:
-            shutil.rmtree(draft, ignore_errors=True)  # gone already once it has its final name
-        self.tidy()  # the new checkpoint is safe, whatever becomes of the old ones
+            # After the rename the draft no longer exists.
+            shutil.rmtree(draft, ignore_errors=True)
+        # Only now may old checkpoints go: the new one is on disk.
+        self.tidy()
         return final
 
     def tidy(self) -> None:
-        """Removes what a process that was killed while it saved left behind: drafts, what was half
-        deleted, and what it had not yet pruned. For the holder of the lock, after `latest`, whose
-        rejections stay. A disk that fails is only logged."""
+        """Remove drafts, partly deleted checkpoints and surplus ones that a killed process left.
+
+        Only the holder of the lock may call this, and only after `latest`, so that rejected
+        checkpoints stay. Disk errors are logged, not raised.
+        """
         try:
             self._sweep()
             self._prune()
@@ -106,11 +130,13 @@ class CheckpointStore:
             logger.warning("an old checkpoint in %s can't be deleted: %s", self.root, error)
 
     def latest(self) -> Checkpoint | None:
-        """The newest one that verifies; None where there is none at all. What doesn't verify is
-        logged, and left alone.
+        """Return the newest checkpoint that verifies, or None if there is none at all.
 
-        Raises CheckpointError when there are checkpoints and all are damaged: a run never silently
-        starts again at 0.
+        A checkpoint that does not verify is logged and left in place.
+
+        Raises:
+            CheckpointError: There are checkpoints and all are damaged. A run must not silently
+                restart at step 0.
         """
         self._rejected = set()
         for step, path in self._newest_first():
@@ -129,27 +155,37 @@ class CheckpointStore:
         return None
 
     def load(self, step: int) -> Checkpoint:
-        """The checkpoint of `step`. Raises CheckpointError where it is absent or damaged."""
-        found = dict(self._newest_first())
-        if step not in found:
+        """Return the checkpoint of `step`.
+
+        Raises:
+            CheckpointError: It is absent or damaged.
+        """
+        paths = dict(self._newest_first())
+        if step not in paths:
             raise CheckpointError(
-                f"no checkpoint of step {step} in {self.root}: it has {sorted(found) or 'none'}"
+                f"no checkpoint of step {step} in {self.root}: it has {sorted(paths) or 'none'}"
             )
-        return verify(found[step], step)
+        return verify(paths[step], step)
 
     def best(self, *, first: int = 0) -> Checkpoint | None:
-        """That with the highest score among those of step `first` and later; of equal ones the
-        newest; None where none has a score. Raises CheckpointError where it is damaged."""
+        """Return the checkpoint with the highest score, or None if no checkpoint has a score.
+
+        Args:
+            first: Checkpoints of earlier steps are ignored. Of equal scores the newest wins.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged.
+        """
         whole = [
             verify(path, step, contents=False)
             for step, path in self._newest_first()
             if step >= first
         ]
-        found = best_first(whole)
-        return self.load(found[0].step) if found else None
+        scored = best_first(whole)
+        return self.load(scored[0].step) if scored else None
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, verified or not, in increasing order."""
+        """Return the steps that have a checkpoint, verified or not, in increasing order."""
         return sorted(step for step, _ in self._newest_first())
 
     def _newest_first(self) -> Iterator[tuple[int, Path]]:
@@ -159,22 +195,24 @@ class CheckpointStore:
             yield step, self.root / steps[step]
 
     def _sweep(self) -> None:
-        """Removes what an earlier process, killed while it saved or pruned, left behind."""
+        """Remove what an earlier process left when it was killed while saving or pruning."""
         for path in (*self.root.glob(".tmp-*"), *self.root.glob(".del-*")):
             shutil.rmtree(path)
 
     def _set_rejected_aside(self, final: Path) -> None:
-        """Renames what didn't verify, so that it is neither pruned nor in the way of a new
-        checkpoint of its step."""
+        """Rename checkpoints that did not verify.
+
+        They are then neither pruned nor in the way of a new checkpoint of the same step.
+        """
         if final.is_symlink() or final.exists():
             try:
-                verify(final, _step_of(final))
+                verify(final, _parse_step(final))
             except CheckpointError:
                 self._rejected.add(final)
             else:
                 raise CheckpointError(f"{final} was saved before: a step has one checkpoint")
         for path in filter(os.path.lexists, self._rejected):
-            path.rename(self.root / f"rejected-{_step_of(path):08d}-{uuid.uuid4().hex[:8]}")
+            path.rename(self.root / f"rejected-{_parse_step(path):08d}-{uuid.uuid4().hex[:8]}")
         self._rejected = set()
 
     def _prune(self) -> None:
@@ -186,13 +224,16 @@ class CheckpointStore:
             failpoints.point("checkpoint.pruned")
 
     def surplus(self) -> list[Checkpoint]:
-        """Whole ones that need not stay."""
+        """Return the complete checkpoints that no rule keeps."""
         whole = self.whole()
         kept = self.kept(whole) | self.held
         return [checkpoint for checkpoint in whole if checkpoint.step not in kept]
 
     def whole(self) -> list[Checkpoint]:
-        """The newest first. It was hashed before, so sizes are enough here."""
+        """Return the complete checkpoints, newest first.
+
+        Only file sizes are compared: the contents were hashed when they were saved or loaded.
+        """
         whole: list[Checkpoint] = []
         for step, path in self._newest_first():
             with suppress(CheckpointError):
@@ -201,7 +242,11 @@ class CheckpointStore:
         return whole
 
     def kept(self, whole: Sequence[Checkpoint]) -> set[int]:
-        """Steps of those that stay; of equal scores the newer one's. whole: the newest first."""
+        """Return the steps of the checkpoints that the rules keep.
+
+        Args:
+            whole: Complete checkpoints, newest first. Of equal scores the newer one is kept.
+        """
         best = best_first(whole)[: self.keep_best]
         kept = {checkpoint.step for checkpoint in (*whole[: self.keep], *best)}
         return kept | {
@@ -212,19 +257,22 @@ class CheckpointStore:
 
 
 def best_first(whole: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints that have a score, the highest score first."""
     scored = [checkpoint for checkpoint in whole if checkpoint.meta.get("score") is not None]
     return sorted(scored, key=lambda checkpoint: -checkpoint.meta["score"])
 
 
-def _step_of(path: Path) -> int:
+def _parse_step(path: Path) -> int:
     match = STEP.fullmatch(path.name)
     assert match, path
     return int(match[1])
 
 
 def _sync_tree(directory: Path) -> None:
-    """Files first, then directories from the innermost out: a rename may reach the disk before what
-    it names otherwise."""
+    """Flush a directory to disk: files first, then directories from the innermost out.
+
+    In another order the rename of a directory may reach the disk before its files.
+    """
     paths = sorted(directory.rglob("*"), key=lambda path: (path.is_dir(), -len(path.parts)))
     for path in (*paths, directory):
         sync(path)

@@ -1,5 +1,7 @@
-"""`ratchet status RUN`: what a run that is under way waits for. A run answers through a socket that
-its directory names."""
+"""Report what a running process of a run waits for (`ratchet status RUN`).
+
+The process answers through a socket whose address is written in its run directory.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,31 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def answers_status(directory: RunDirectory) -> Iterator[None]:
-    """The process of a run answers `ratchet status` and SIGUSR1, inside the block. To be entered in
-    the main thread."""
+    """Answer `ratchet status` and SIGUSR1 inside the block.
+
+    The block must be entered in the main thread.
+    """
     with _address() as address:
-        where = {"pid": os.getpid(), "host": socket.gethostname(), "socket": address}
+        location = {"pid": os.getpid(), "host": socket.gethostname(), "socket": address}
         with shown_on_signal(), answer_status(address):
-            replace_text(directory.status, json.dumps(where))
+            replace_text(directory.status, json.dumps(location))
             try:
                 yield
             finally:
-                # The path may lead elsewhere by now, even to another run.
+                # The path may belong to another run by now.
                 with suppress(OSError, ValueError):
-                    if read_json(directory.status) == where:
+                    if read_json(directory.status) == location:
                         directory.status.unlink()
 
 
 @contextmanager
 def _address() -> Iterator[str]:
-    """On Linux a name that is no file, which a killed process would leave; else in the folder for
-    temporary files: a run directory may be on a disk of the network, or its path too long."""
+    """Yield the address of a socket.
+
+    On Linux it is an abstract name, which disappears with a killed process. Elsewhere it is a file
+    in the temporary folder, because a run directory may be on a network disk or have too long a
+    path for a socket.
+    """
     if sys.platform == "linux":
         yield f"\0ratchet-{os.getpid()}-{secrets.token_hex(8)}"
         return
@@ -52,27 +60,33 @@ def _address() -> Iterator[str]:
 
 
 def status_of(path: Path) -> str:
-    """Raises RunDirectoryError where no run is under way in `path`, or not on this machine."""
+    """Return the stall report of the process that trains in `path`.
+
+    Raises:
+        RunDirectoryError: No run is under way in `path`, or it runs on another machine.
+    """
     directory = RunDirectory(path)
     if not directory.used:
         raise RunDirectoryError(
-            f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named"
+            f"{path} holds no run (no config.yaml). Give the directory that `ratchet train` printed"
         )
     try:
-        where = read_json(directory.status)
-        host, socket_path, process = str(where["host"]), str(where["socket"]), where["pid"]
+        location = read_json(directory.status)
+        host, socket_path, process = str(location["host"]), str(location["socket"]), location["pid"]
     except FileNotFoundError:
         raise RunDirectoryError(f"no run is under way in {path}") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunDirectoryError(
-            f"{directory.status} says nothing of a run: {error}; remove it"
+            f"{directory.status} does not describe a run ({error}). Remove it"
         ) from error
     if host != socket.gethostname():
-        raise RunDirectoryError(f"the run in {path} is under way on {host}: ask there")
+        raise RunDirectoryError(
+            f"the run in {path} is under way on {host}. Run `ratchet status` there"
+        )
     try:
         return ask_status(socket_path)
     except OSError as error:
         raise RunDirectoryError(
-            f"process {process}, whose run is in {path}, does not answer ({error}): it is stopped, "
+            f"process {process}, which runs in {path}, does not answer ({error}): it is suspended "
             "or was killed"
         ) from error

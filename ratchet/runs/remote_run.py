@@ -1,9 +1,13 @@
-"""A run at an address: what is whole there, and fetching it.
+"""Read and fetch a run that lies in an object store.
 
-Its files have the names that they have in a run directory. `mirror.json` lists size and SHA-256 of
-all but the checkpoints, whose manifests do so. A file may be longer than it is listed (a log that
-has grown since): what is listed is its beginning. While a file is being replaced there are two
-lines for it, and one of them holds; null is that of a file that was not there.
+Files have the same names there as in a run directory. `mirror.json` lists the size and SHA-256 of
+each file except checkpoints, which have manifests of their own.
+
+A file may be longer than its listed size, such as a log that has grown since. The listing then
+describes its beginning.
+
+While a file is being replaced it has two entries, the old and the new one, and either may be true.
+A null entry says that the file did not exist.
 """
 
 from __future__ import annotations
@@ -38,19 +42,20 @@ log = logging.getLogger(__name__)
 INDEX = "mirror.json"
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
-HIDDEN = ".run_id"  # the only hidden file that belongs to a run: by it trackers know it again
-# Without these a run can't go on as if nothing had been; all else is told where it is damaged, and
-# left out.
+HIDDEN = ".run_id"  # the only hidden file of a run: trackers identify the run by it
+# A run can't resume without these. Any other file that is damaged is logged and left out.
 ESSENTIAL = {"config.yaml", "metrics.jsonl", "ledger.jsonl", "base"}
 
 
 @dataclass(frozen=True)
 class Facts:
+    """The size of a file and the SHA-256 of its contents."""
+
     size: int
     sha256: str
 
 
-def _facts(size: object, sha256: object) -> Facts:
+def _parse_facts(size: object, sha256: object) -> Facts:
     if not isinstance(size, int) or size < 0 or not isinstance(sha256, str):
         raise ValueError(f"{size!r}, {sha256!r}")
     return Facts(size, sha256)
@@ -61,13 +66,17 @@ Lines = tuple[Facts | None, ...]
 
 @dataclass(frozen=True)
 class Index:
-    """run: the same for all who go on with it. writer: of them, the one who wrote last."""
+    """The content of `mirror.json`: the run's files and the process that wrote it."""
 
+    # Identifies the run; all processes that resume it share it.
     run: str
+    # Identifies the process that wrote last.
     writer: str
+    # The possible states of each file, by name.
     files: Mapping[str, Lines]
 
     def content(self) -> bytes:
+        """Return the sealed JSON text of `mirror.json`."""
         files = {
             name: [one and [one.size, one.sha256] for one in lines]
             for name, lines in self.files.items()
@@ -77,8 +86,13 @@ class Index:
         ).encode()
 
     @classmethod
-    def of(cls, address: str, content: bytes) -> Index:
-        """Raises CheckpointError where it was changed, or could make its reader write elsewhere."""
+    def from_bytes(cls, address: str, content: bytes) -> Index:
+        """Parse the bytes of `mirror.json`.
+
+        Raises:
+            CheckpointError: The content was changed, is malformed, or lists a name that would be
+                written outside the run directory.
+        """
         try:
             body = unseal(address, INDEX, content)
             if body["format"] != FORMAT:
@@ -86,7 +100,7 @@ class Index:
                     f"{address}/{INDEX} has format {body['format']!r}; this version reads {FORMAT}"
                 )
             files = {
-                name: tuple(None if one is None else _facts(*one) for one in lines)
+                name: tuple(None if one is None else _parse_facts(*one) for one in lines)
                 for name, lines in body["files"].items()
             }
             index = cls(body["run"], body["writer"], files)
@@ -103,8 +117,11 @@ class Index:
 
 
 def belongs(name: str) -> bool:
-    """Whether a file of this name, relative to the run directory, is mirrored with it, apart from
-    checkpoints."""
+    """Return True if a file of this name is mirrored with the run, checkpoints excepted.
+
+    Args:
+        name: The path relative to the run directory.
+    """
     parts = PurePosixPath(name).parts
     hidden = any(part.startswith(".") for part in parts) and name != HIDDEN
     return stays_inside(name) and not hidden and parts[0] not in (CHECKPOINTS, INDEX)
@@ -112,7 +129,7 @@ def belongs(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint there. manifest: the bytes of its own."""
+    """A checkpoint in the object store. `manifest` holds the bytes of its manifest."""
 
     step: int
     manifest: bytes
@@ -124,30 +141,37 @@ class Stored:
 
 
 def name_of(step: int) -> str:
+    """Return the path of a checkpoint relative to its run directory."""
     return f"{CHECKPOINTS}/step-{step:08d}"
 
 
 class MirroredRun:
-    """Its methods raise OSError where the store fails, CheckpointError where what it has is
-    damaged; the constructor MissingDependency and DataError."""
+    """A run in an object store.
+
+    The constructor raises MissingDependency and DataError. Methods raise OSError if the store
+    fails, and CheckpointError if its content is damaged.
+    """
 
     def __init__(self, address: str) -> None:
         self.store = Store(address)
         self.address = self.store.address
-        # steps of checkpoints that came otherwise than their manifest says
+        # Steps of checkpoints whose fetched files did not match their manifest.
         self.damaged: set[int] = set()
         self._read: dict[int, tuple[Entry, bytes]] = {}
 
     def index(self) -> Index | None:
-        """None where no run is there."""
+        """Return the index, or None if no run is there."""
         try:
-            return Index.of(self.address, self.store.read(INDEX))
+            return Index.from_bytes(self.address, self.store.read(INDEX))
         except FileNotFoundError:
             return None
 
     def checkpoints(self) -> tuple[dict[int, Stored], dict[int, list[str]]]:
-        """(those that are whole by the sizes of their files, the newest first; the names of all
-        files there, by step)."""
+        """Return the complete checkpoints by step, newest first, and the names of all files by
+        step.
+
+        Only the files' sizes are compared with the manifest.
+        """
         entries: dict[int, dict[str, Entry]] = {}
         for name, entry in self.store.entries(CHECKPOINTS).items():
             parts = PurePosixPath(name).parts
@@ -162,11 +186,15 @@ class MirroredRun:
         return whole, {step: list(files) for step, files in entries.items()}
 
     def _whole(self, step: int, entries: Mapping[str, Entry]) -> Stored:
+        """Return the checkpoint of `step` if all its files are there with the right sizes.
+
+        Manifests are read again only after they changed.
+        """
         where = f"{self.address}/{name_of(step)}"
         if step in self.damaged:
-            raise CheckpointError(f"{where} came otherwise than its manifest says")
+            raise CheckpointError(f"{where} did not match its manifest when it was fetched")
         if MANIFEST not in entries:
-            raise CheckpointError(f"{where} has no {MANIFEST}: it was not uploaded to its end")
+            raise CheckpointError(f"{where} has no {MANIFEST}: its upload did not complete")
         if (seen := self._read.get(step)) is None or seen[0] != entries[MANIFEST]:
             seen = (
                 entries[MANIFEST],
@@ -188,9 +216,11 @@ class MirroredRun:
         return Stored(step, seen[1], body)
 
     def fetch_checkpoint(self, stored: Stored, root: Path) -> Path:
-        """Into a directory of checkpoints, where it is as a whole or not at all. One of its step
-        that is there already, and verifies with the same manifest, is left as it is; any other is
-        set aside."""
+        """Fetch a checkpoint into `root`, completely or not at all, and return its directory.
+
+        A checkpoint of the same step that is already there stays if it verifies with the same
+        manifest. Otherwise it is renamed to `rejected-*`.
+        """
         final = root / PurePosixPath(name_of(stored.step)).name
         if final.exists():
             try:
@@ -200,7 +230,8 @@ class MirroredRun:
             except CheckpointError as error:
                 log.warning("checkpoint rejected: %s", error)
             final.rename(root / f"rejected-{stored.step:08d}-{uuid.uuid4().hex[:8]}")
-        draft = root / f".tmp-{stored.step}-{uuid.uuid4().hex[:12]}"  # swept by whoever saves next
+        # If this process is killed, the next save removes the draft.
+        draft = root / f".tmp-{stored.step}-{uuid.uuid4().hex[:12]}"
         draft.mkdir(parents=True)
         for name in stored.body["files"]:
             self.store.get(f"{name_of(stored.step)}/{name}", draft / name)
@@ -219,13 +250,22 @@ class MirroredRun:
         return final
 
     def fetch_files(
-        self, index: Index, directory: Path, wanted: Callable[[str], bool] = lambda name: True
+        self, index: Index, directory: Path, is_selected: Callable[[str], bool] = lambda name: True
     ) -> None:
-        """Replaces those of a directory, as far as they are others. Raises CheckpointError where
-        one is damaged without which the run can't be what it was; another is told and left out."""
+        """Fetch the files of `directory` that differ from the index.
+
+        Args:
+            index: Lists the files.
+            directory: The run directory to update.
+            is_selected: True for the names to fetch.
+
+        Raises:
+            CheckpointError: A file that the run can't resume without is damaged. Other damaged
+                files are logged and left out.
+        """
         for name, lines in index.files.items():
             path = directory / name
-            if not wanted(name) or agrees(path, lines):
+            if not is_selected(name) or agrees(path, lines):
                 continue
             draft = path.with_name(f".{path.name}.fetched")
             try:
@@ -253,7 +293,7 @@ class MirroredRun:
 
 
 def agrees(path: Path, lines: Lines) -> bool:
-    """Whether a file begins with what is listed; what comes after that is then cut off."""
+    """Return True if a file begins with one of the listed contents, and cut off the rest of it."""
     if path.is_symlink() or not path.is_file():
         return False
     for one in sorted(filter(None, lines), key=lambda one: -one.size):
@@ -266,21 +306,29 @@ def agrees(path: Path, lines: Lines) -> bool:
 
 
 def hash_beginning(path: Path, size: int) -> str:
-    """SHA-256 of its first bytes. Raises OSError where it has fewer."""
-    digest, left = hashlib.sha256(), size
+    """Return the SHA-256 of the first `size` bytes of a file.
+
+    Raises:
+        OSError: The file is shorter.
+    """
+    digest = hashlib.sha256()
+    remaining = size
     with path.open("rb") as file:
-        while left:
-            part = file.read(min(left, 2**20))
+        while remaining:
+            part = file.read(min(remaining, 2**20))
             if not part:
                 raise OSError(f"{path} has become shorter than {size} bytes")
             digest.update(part)
-            left -= len(part)
+            remaining -= len(part)
     return digest.hexdigest()
 
 
 def newest(directory: RunDirectory) -> int | None:
-    """The step of its newest whole checkpoint; 0: a run that has none yet; None: no run, or all are
-    damaged."""
+    """Return the step of the newest complete checkpoint of a run.
+
+    It is 0 for a run without checkpoints, and None if there is no run or all checkpoints are
+    damaged.
+    """
     if not directory.used:
         return None
     try:

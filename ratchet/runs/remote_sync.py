@@ -1,11 +1,15 @@
-"""Keeps a run that trains in a directory of this machine at an address too, as far as the store
-there lets it.
+"""Mirror the directory of a training run to an object store, without ever delaying the run for it.
 
-The directory is the run; nothing that a store does can change that. After each save the address
-gets what is new: first `mirror.json` with old and new lines of the files that change, then these,
-then the checkpoint, its manifest last, then `mirror.json` with the new lines alone. So whatever
-interrupts it, what is there is whole by some line. What failed is tried again after the next save,
-and at the end.
+The local directory is the run; no failure of the store changes it. After each save the store gets
+what is new, in this order:
+
+1. `mirror.json` with old and new entries of the files that change;
+2. these files;
+3. the checkpoint, its manifest last;
+4. `mirror.json` with the new entries alone.
+
+So the content of the store matches one of its entries whenever the upload is interrupted. A failed
+upload is retried after the next save, and at the end.
 """
 
 from __future__ import annotations
@@ -43,119 +47,142 @@ from ratchet.utils.object_store import cached
 
 log = logging.getLogger(__name__)
 
-IDENTITY = ".mirror.json"  # in the directory: of which run it is a copy
+IDENTITY = ".mirror.json"  # in a run directory: identifies the run that it is a copy of
 MAX_NAMED = 6
 
 
 class Noted(NamedTuple):
-    """A file as it was at a save: later it may be longer."""
+    """The size and modification time of a file at a save. The file may be longer later."""
 
     size: int
     modified_ns: int
 
 
 def work_copy(address: str) -> Path:
-    """Where a run at an address trains."""
+    """Return the local directory in which a run at an address trains."""
     return cached("runs", address)
 
 
 class Mirror:
-    """Of the run in `directory`, whose lock its holder has. store: its checkpoints, by whose rules
-    those at the address stay.
+    """The copy in an object store of the run in `directory`.
 
-    notes: what its user should know, such as which of two copies was taken. Raises DataError and
-    MissingDependency."""
+    The process must hold the directory's lock. `store` holds the run's checkpoints; its rules also
+    decide which checkpoints stay at the address.
+
+    Attributes:
+        notes: Messages for the user, such as which of two copies was taken.
+        behind: Why the address lacks a part of the run; None if it has all of it.
+
+    Raises:
+        DataError: The address is malformed.
+        MissingDependency: The store's client library is not installed.
+    """
 
     def __init__(self, address: str, directory: RunDirectory, store: CheckpointStore) -> None:
-        self.there, self.directory, self.store = MirroredRun(address), directory, store
-        self.address = self.there.address
+        self.remote = MirroredRun(address)
+        self.directory = directory
+        self.store = store
+        self.address = self.remote.address
         self.notes: list[str] = []
-        self.behind: str | None = None  # why not all of it is there
-        self._run, self._writer = uuid.uuid4().hex, uuid.uuid4().hex
-        self._files: dict[str, Lines] = {}  # there
-        self._facts: dict[str, tuple[Noted, Facts]] = {}  # here
-        self._left: list[str] = []  # what the latest attempt did not come to
+        self.behind: str | None = None
+        self._run = uuid.uuid4().hex
+        self._writer = uuid.uuid4().hex
+        self._files: dict[str, Lines] = {}  # the entries of `mirror.json` at the address
+        self._facts: dict[str, tuple[Noted, Facts]] = {}  # of local files
+        self._not_uploaded: list[str] = []  # after the latest attempt
         self._wrote = False
-        self._settled = False  # whether the store knows the rules of a stage
+        self._settled = False  # True once the store has the checkpoint rules of a stage
         self._work = Background()
 
     # --- before the run
 
     def expect_nothing(self) -> None:
-        """For a run that begins. Raises RunDirectoryError where something is there already, or it
-        can't be read."""
+        """Check that a new run may start at the address.
+
+        Raises:
+            RunDirectoryError: The address is not empty or can't be read.
+        """
         try:
-            names = self.there.store.entries()
+            names = self.remote.store.entries()
         except OSError as error:
             raise RunDirectoryError(f"--run-dir {self.address} can't be read: {error}") from error
         if INDEX in names:
             raise RunDirectoryError(
-                f"{self.address} holds a run: continue it with --resume {self.address}, or choose "
+                f"{self.address} holds a run. Continue it with --resume {self.address}, or choose "
                 "another --run-dir"
             )
         if names:
-            raise RunDirectoryError(
-                f"{self.address} holds other files: choose a --run-dir where nothing is"
-            )
+            raise RunDirectoryError(f"{self.address} holds other files. Choose an empty --run-dir")
 
     def take_up(self) -> None:
-        """For a run that goes on: the directory gets what the address has of it, unless it has more
-        itself. Raises RunDirectoryError where there is no such run, CheckpointError where all that
-        is there is damaged."""
+        """Fetch a run that resumes, unless the local directory has a newer checkpoint.
+
+        Raises:
+            RunDirectoryError: There is no such run.
+            CheckpointError: All checkpoints at the address are damaged.
+        """
         try:
             self._take_up()
         except OSError as error:
-            alone = (
-                f"; to go on without it: --resume {self.directory.path}"
+            offline_hint = (
+                f". To resume without it, use --resume {self.directory.path}"
                 if self.directory.used
                 else ""
             )
             raise RunDirectoryError(
-                f"--resume {self.address} can't be fetched: {error}{alone}"
+                f"--resume {self.address} can't be fetched: {error}{offline_hint}"
             ) from error
 
     def _take_up(self) -> None:
-        index, mine = self.there.index(), newest(self.directory)
-        if index is None and mine is None:
+        index = self.remote.index()
+        local_step = newest(self.directory)
+        if index is None and local_step is None:
             raise RunDirectoryError(
                 f"{self.address} holds no run (no {INDEX}): give the address that a run was begun "
                 "with"
             )
-        known = self._identity()
+        local_run = self._identity()
         path = self.directory.path
         if index is None:
-            self._run = known or self._run
+            self._run = local_run or self._run
             self.notes.append(
                 f"{self.address} holds nothing of this run: its local copy in {path} goes on, "
-                f"after step {mine}"
+                f"after step {local_step}"
             )
             return
-        if self.directory.used and known != index.run:
+        if self.directory.used and local_run != index.run:
             raise RunDirectoryError(
                 f"{path}, the local copy for {self.address}, is of another run than the one there: "
                 f"move it away, or go on with it alone by --resume {path}"
             )
         self._run, self._files = index.run, dict(index.files)
-        whole, listed = self.there.checkpoints()
-        theirs = max(whole, default=0)
-        if mine is not None and mine >= theirs:
-            which = f"newer than {self.address}" if mine > theirs else f"as new as {self.address}"
+        whole, listed = self.remote.checkpoints()
+        remote_step = max(whole, default=0)
+        if local_step is not None and local_step >= remote_step:
+            relation = (
+                f"newer than {self.address}"
+                if local_step > remote_step
+                else f"as new as {self.address}"
+            )
             self.notes.append(
-                f"the local copy in {path} goes on: with step {mine} it is {which} (step {theirs})"
+                f"the local copy in {path} goes on: with step {local_step} it is {relation} "
+                f"(step {remote_step})"
             )
             return
         self._note_identity()
-        self.there.fetch_files(index, path)
+        self.remote.fetch_files(index, path)
         self._fetch_checkpoints(whole, any_listed=bool(listed))
-        local = "" if mine is None else f", which was older (step {mine})"
+        replaced = "" if local_step is None else f", which was older (step {local_step})"
         self.notes.append(
             f"{self.address} goes on, after step {newest(self.directory)}: it was fetched into "
-            f"{path}{local}"
+            f"{path}{replaced}"
         )
 
     def _fetch_checkpoints(self, whole: Mapping[int, Stored], *, any_listed: bool) -> None:
-        """The best ones, which the end of a stage may want, and then the newest that comes as its
-        manifest says."""
+        """Fetch the best checkpoints and the newest one that matches its manifest.
+
+        The end of a stage may load the best ones.
+        """
         stages = self.directory.read_config()["stages"]
         keep_best = max(stage["checkpoint"]["keep_best"] for stage in stages)
         best = best_first([stored.checkpoint for stored in whole.values()])[:keep_best]
@@ -163,37 +190,42 @@ class Mirror:
             self._fetched(whole[step])
         if not any(self._fetched(stored) for stored in whole.values()) and any_listed:
             raise CheckpointError(
-                f"all checkpoints at {self.address} are damaged or were not uploaded to their end "
-                "(each reason is above): "
-                "restore one from a backup, or start anew with another --run-dir"
+                f"all checkpoints at {self.address} are damaged or were not uploaded completely "
+                "(each reason is above). "
+                "Restore one from a backup, or start anew with another --run-dir"
             )
 
     def _fetched(self, stored: Stored) -> bool:
         try:
-            self.there.fetch_checkpoint(stored, self.directory.checkpoints)
+            self.remote.fetch_checkpoint(stored, self.directory.checkpoints)
         except CheckpointError as error:
             log.warning("checkpoint rejected: %s", error)
             return False
         return True
 
     def begin(self) -> None:
-        """The address is this process's from now on, and has what the directory has. Raises
-        RunDirectoryError where it can't be written: before anything is trained that is better
-        known."""
+        """Mark the address as written by this process, and upload what the directory has.
+
+        It runs before training, so that an address that can't be written is reported early.
+
+        Raises:
+            RunDirectoryError: The address can't be written.
+        """
         self._note_identity()
         try:
             self._push(self.note())
         except OSError as error:
-            alone = (
+            offline_hint = (
                 f" (or go on without it: --resume {self.directory.path})"
                 if self.store.steps()
                 else ""
             )
             raise RunDirectoryError(
-                f"{self.address} can't be written: {error}; choose another --run-dir{alone}"
+                f"{self.address} can't be written: {error}; choose another --run-dir{offline_hint}"
             ) from error
 
     def _identity(self) -> str | None:
+        """Return the id of the run that the directory is a copy of, or None if it is none."""
         try:
             return str(json.loads((self.directory.path / IDENTITY).read_bytes())["run"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -207,22 +239,29 @@ class Mirror:
     # --- during the run
 
     def note(self) -> dict[str, Noted]:
-        """The files that are mirrored, but for checkpoints, as they are now."""
-        root, found = self.directory.path, {}
+        """Return size and modification time of all mirrored files; checkpoints excepted."""
+        root = self.directory.path
+        snapshots = {}
         for where, below, files in os.walk(root):
             below[:] = [
                 name for name in below if belongs((Path(where) / name).relative_to(root).as_posix())
             ]
             for path in (Path(where) / name for name in files):
-                with suppress(FileNotFoundError):  # trackers come and go with files of theirs
+                # Trackers create and delete files at any time.
+                with suppress(FileNotFoundError):
                     status, name = path.lstat(), path.relative_to(root).as_posix()
                     if belongs(name) and stat.S_ISREG(status.st_mode):
-                        found[name] = Noted(status.st_size, status.st_mtime_ns)
-        return found
+                        snapshots[name] = Noted(status.st_size, status.st_mtime_ns)
+        return snapshots
 
     def push(self, noted: Mapping[str, Noted], *, beside: bool) -> None:
-        """After a save. beside: in a thread; where the one before is still at it, this one is left
-        out, and the next makes up for it. A store that fails is only logged."""
+        """Upload what a save has written. Failures of the store are logged, not raised.
+
+        Args:
+            noted: The files at the time of the save.
+            beside: Upload in a background thread. If the previous upload still runs, this one is
+                skipped, and the next one includes it.
+        """
         self._settled = True
         if not beside:
             self._work.settle()
@@ -233,26 +272,34 @@ class Mirror:
         if self._work.busy:
             log.info("%s is still being written: what was saved now follows later", self.address)
             return
-        self.store.held = frozenset(self.store.steps())  # until they are read
+        # Checkpoints must not be pruned before the thread has read them.
+        self.store.held = frozenset(self.store.steps())
         self._work.begin(lambda: self._attempt(noted))
 
     def finish(self) -> bool:
-        """At the end, however it ended. Returns whether all of the run is there, and says so where
-        it is not."""
+        """Upload the rest at the end of a run, and return True if the address has all of it.
+
+        Otherwise an error is logged that names what is missing.
+        """
         self._work.settle()
         if self._settled:
-            self.store.tidy()  # what was held until it was read
+            # Prune the checkpoints that were held while the upload thread read them.
+            self.store.tidy()
         self._attempt(self.note())
         if self.behind is None:
             return True
-        named = ", ".join(self._left[:MAX_NAMED]) + (
-            " and more" if len(self._left) > MAX_NAMED else ""
-        )
+        missing = ", ".join(self._not_uploaded[:MAX_NAMED])
+        if len(self._not_uploaded) > MAX_NAMED:
+            missing += " and more"
         path = self.directory.path
         log.error(
-            "%s is not what the run is: %s. Not there: %s. All of it lies in %s; `ratchet train "
-            "--resume %s` tries again",
-            *(self.address, self.behind, named or "what was written last", path, self.address),
+            "%s lacks a part of the run (%s). Missing: %s. The complete run is in %s; `ratchet "
+            "train --resume %s` tries again",
+            self.address,
+            self.behind,
+            missing or "what was written last",
+            path,
+            self.address,
         )
         return False
 
@@ -271,23 +318,29 @@ class Mirror:
             self.store.held = frozenset()
 
     def _push(self, noted: Mapping[str, Noted]) -> None:
-        new = {name: facts for name, one in noted.items() if (facts := self._facts_of(name, one))}
+        """Upload the files and checkpoints that changed, in the order that the module's docstring
+        gives."""
+        new = {
+            name: facts
+            for name, snapshot in noted.items()
+            if (facts := self._get_facts(name, snapshot))
+        }
         changed = [name for name in new if self._files.get(name) != (new[name],)]
-        here = {checkpoint.step: checkpoint for checkpoint in self.store.whole()}
-        self._left = [*changed, *map(name_of, here)]
+        local_checkpoints = {checkpoint.step: checkpoint for checkpoint in self.store.whole()}
+        self._not_uploaded = [*changed, *map(name_of, local_checkpoints)]
         self._check_writer()
-        gone = [name for name in self._files if name not in noted]
-        if changed or gone or not self._wrote:
+        deleted = [name for name in self._files if name not in noted]
+        if changed or deleted or not self._wrote:
             self._write_index(
                 self._files
                 | {name: (*self._files.get(name, (None,)), new[name]) for name in changed}
             )
             for name in changed:
                 failpoints.point("mirror.file")
-                self.there.store.put(self.directory.path / name, name)
-                self._left.remove(name)
-        self._put_checkpoints(here)
-        if changed or gone:
+                self.remote.store.put(self.directory.path / name, name)
+                self._not_uploaded.remove(name)
+        self._put_checkpoints(local_checkpoints)
+        if changed or deleted:
             self._write_index(
                 {
                     name: (new[name],) if name in new else self._files[name]
@@ -295,13 +348,15 @@ class Mirror:
                     if name in self._files
                 }
             )
-        for name in gone:
-            self.there.store.remove(name)
-        self._left = []
+        for name in deleted:
+            self.remote.store.remove(name)
+        self._not_uploaded = []
 
-    def _facts_of(self, name: str, noted: Noted) -> Facts | None:
-        """None where it has become shorter since, or is gone: the next save sees what became of
-        it."""
+    def _get_facts(self, name: str, noted: Noted) -> Facts | None:
+        """Return size and hash of a file as it was noted.
+
+        None if the file has become shorter since or was deleted; the next save handles it.
+        """
         if name not in self._facts or self._facts[name][0] != noted:
             try:
                 self._facts[name] = (
@@ -314,43 +369,51 @@ class Mirror:
         return self._facts[name][1]
 
     def _check_writer(self) -> None:
-        """Two that write by turns would leave a mixture of both."""
+        """Raise OSError if another process has written to the address since.
+
+        Two processes that write in turns would leave a mixture of both.
+        """
         if not self._wrote:
             return
         try:
-            index = self.there.index()
+            index = self.remote.index()
         except CheckpointError as error:
             log.warning("%s", error)
             index = None
         if index is None:
-            self._files = {}  # somebody has removed or broken it: all of it is written again
+            # The index was deleted or damaged, so everything is written again.
+            self._files = {}
         elif index.writer != self._writer:
             raise OSError(
                 "another process goes on with this run there; this one stops writing to it"
             )
 
     def _write_index(self, files: Mapping[str, Lines]) -> None:
-        self.there.store.write(INDEX, Index(self._run, self._writer, files).content())
+        self.remote.store.write(INDEX, Index(self._run, self._writer, files).content())
         self._files, self._wrote = dict(files), True
 
-    def _put_checkpoints(self, here: Mapping[int, Checkpoint]) -> None:
-        """Those that should stay and are not there; then those go that should not."""
-        whole, listed = self.there.checkpoints()
-        known = {step: stored.checkpoint for step, stored in whole.items()} | dict(here)
-        kept = (
-            self.store.kept([known[step] for step in sorted(known, reverse=True)])
-            if self._settled
-            else set(known)
+    def _put_checkpoints(self, local_checkpoints: Mapping[int, Checkpoint]) -> None:
+        """Upload the kept checkpoints that the address lacks, then remove the others from it."""
+        whole, listed = self.remote.checkpoints()
+        checkpoint_by_step = {step: stored.checkpoint for step, stored in whole.items()} | dict(
+            local_checkpoints
         )
-        for step in sorted(kept & here.keys(), reverse=True):
+        kept = (
+            self.store.kept(
+                [checkpoint_by_step[step] for step in sorted(checkpoint_by_step, reverse=True)]
+            )
+            if self._settled
+            else set(checkpoint_by_step)
+        )
+        for step in sorted(kept & local_checkpoints.keys(), reverse=True):
             if (
                 step not in whole
-                or whole[step].manifest != (here[step].path / MANIFEST).read_bytes()
+                or whole[step].manifest != (local_checkpoints[step].path / MANIFEST).read_bytes()
             ):
-                self._put_checkpoint(here[step], listed.get(step, []))
-            self._left.remove(name_of(step))
+                self._put_checkpoint(local_checkpoints[step], listed.get(step, []))
+            self._not_uploaded.remove(name_of(step))
         for step in listed.keys() - kept:
-            # not what is damaged: somebody may want to look at it
+            # Damaged checkpoints stay, so that the user can inspect them.
             if step in whole or MANIFEST not in listed[step]:
                 self._remove(step, listed[step])
 
@@ -359,12 +422,13 @@ class Mirror:
         files = sorted(path for path in checkpoint.path.rglob("*") if path.is_file())
         for path in sorted(files, key=lambda path: path == checkpoint.path / MANIFEST):
             failpoints.point("mirror.checkpoint_file")
-            self.there.store.put(
+            self.remote.store.put(
                 path, f"{name_of(checkpoint.step)}/{path.relative_to(checkpoint.path).as_posix()}"
             )
-        self.there.damaged.discard(checkpoint.step)
+        self.remote.damaged.discard(checkpoint.step)
 
     def _remove(self, step: int, listed: list[str]) -> None:
-        """The manifest first: what is half removed is none."""
+        """Remove a checkpoint, its manifest first, so that a partly removed one is never taken as
+        complete."""
         for name in sorted(listed, key=lambda name: name != MANIFEST):
-            self.there.store.remove(f"{name_of(step)}/{name}")
+            self.remote.store.remove(f"{name_of(step)}/{name}")

@@ -1,5 +1,4 @@
-"""What commands are pointed at: a place on this machine, or an address, of which they read a copy
-in the cache."""
+"""Resolve the RUN argument of commands: a local path, or an address that is copied to the cache."""
 
 from __future__ import annotations
 
@@ -18,20 +17,24 @@ from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.object_store import Store, alone, cached, fetch_directory, is_address, unfit
 
 CHECKPOINT = re.compile(r"(.+)/checkpoints/step-(\d{8,})")
-WEIGHTS = ("model", "model-ema", "adapter", "base")  # what a run has beside its record
+WEIGHTS = ("model", "model-ema", "adapter", "base")  # entries that are not part of a run's record
 
-# of the checkpoints there, the newest first
+# Selects from a run's checkpoints by step, the newest first.
 Choose = Callable[[dict[int, Stored]], Sequence[Stored]]
 
 
 def check_address(address: str) -> None:
-    """Raises ConfigError where no run or model can be there."""
-    if why := unfit(address):
-        raise ConfigError(f"{address} can't hold a run or a model: {why}")
+    """Raise ConfigError if no run or model can be at the address."""
+    if problem := unfit(address):
+        raise ConfigError(f"{address} can't hold a run or a model: {problem}")
 
 
 def directory_of(place: str | Path) -> Path:
-    """Where a run trains that is called by a path or an address. Raises ConfigError."""
+    """Return the local directory in which the run at a path or address trains.
+
+    Raises:
+        ConfigError: No run can be at the address.
+    """
     if not isinstance(place, str) or not is_address(place):
         return Path(place)
     check_address(place)
@@ -39,8 +42,14 @@ def directory_of(place: str | Path) -> Path:
 
 
 def open_run(place: str | Path) -> tuple[RunDirectory, CheckpointStore, Mirror | None]:
-    """To train there: its directory on this machine, its checkpoints, and what mirrors them where
-    it has an address. Raises ConfigError, DataError, MissingDependency."""
+    """Open a run for training.
+
+    Returns:
+        Its local directory, its checkpoints, and its mirror if `place` is an address.
+
+    Raises:
+        ConfigError, DataError, MissingDependency: The address can't be used.
+    """
     directory = RunDirectory(directory_of(place))
     store = CheckpointStore(directory.checkpoints)
     mirror = (
@@ -50,46 +59,63 @@ def open_run(place: str | Path) -> tuple[RunDirectory, CheckpointStore, Mirror |
 
 
 def here(place: str) -> Path:
-    """Raises ConfigError for an address: a command that changes a run, or asks its process, needs
-    the run itself."""
+    """Return the path of a local run.
+
+    Raises:
+        ConfigError: `place` is an address. Commands that change a run or query its process need the
+            directory in which it trains.
+    """
     if is_address(place):
         raise ConfigError(
-            f"{place} is an address, and this is done where the run trains: give its directory "
-            "there"
+            f"{place} is an address, and this command needs the directory in which the run trains. "
+            "Give that directory, on the machine of the run"
         )
     return Path(place)
 
 
 def record_of(place: str | Path, names: Sequence[str] = ()) -> Path:
-    """What a run has written down: all but weights, or the files of these names. Raises
-    RunDirectoryError, CheckpointError."""
+    """Return a directory with the record of a run: everything but weights.
+
+    Args:
+        place: A path or an address.
+        names: Fetch only these files; empty fetches all.
+
+    Raises:
+        RunDirectoryError, CheckpointError: The run can't be fetched.
+    """
     if not isinstance(place, str) or not is_address(place):
         return Path(place)
     return _copy(place, lambda name: name in names if names else _first(name) not in WEIGHTS)
 
 
 def runs_at(address: str) -> list[tuple[str, int]]:
-    """The run at an address, or those directly below it, each with the bytes of its checkpoints.
-    Raises RunDirectoryError where there is none."""
+    """Return the run at an address, or those directly below it, with the bytes of their
+    checkpoints.
+
+    Raises:
+        RunDirectoryError: There is no run.
+    """
     check_address(address)
     with _said(address):
         entries = Store(address).entries()
-    found = (
+    prefixes = (
         [""]
         if INDEX in entries
         else [name.removesuffix(INDEX) for name in entries if _is_index_of_a_run(name)]
     )
-    if not found:
+    if not prefixes:
         raise RunDirectoryError(
-            f"{address} holds no runs ({INDEX}): name one, or the address that they are below"
+            f"{address} holds no runs (no {INDEX}). Give the address of a run, or of their folder"
         )
 
-    def size(below: str) -> int:
+    def size(prefix: str) -> int:
         return sum(
-            entry.size for name, entry in entries.items() if name.startswith(f"{below}checkpoints/")
+            entry.size
+            for name, entry in entries.items()
+            if name.startswith(f"{prefix}checkpoints/")
         )
 
-    return [(f"{address.rstrip('/')}/{below}".rstrip("/"), size(below)) for below in found]
+    return [(f"{address.rstrip('/')}/{prefix}".rstrip("/"), size(prefix)) for prefix in prefixes]
 
 
 def _is_index_of_a_run(name: str) -> bool:
@@ -97,7 +123,8 @@ def _is_index_of_a_run(name: str) -> bool:
 
 
 def replayable(place: str, steps: Sequence[int]) -> Path:
-    """With the nearest checkpoint before each of these steps, and what adapters belong to."""
+    """Return the run with the last checkpoint before each of `steps`, and the base model of its
+    adapters."""
     if not is_address(place):
         return Path(place)
 
@@ -109,21 +136,27 @@ def replayable(place: str, steps: Sequence[int]) -> Path:
 
 
 def model_of(place: str, step: int | None = None) -> Path:
-    """What the weights of a run, of a checkpoint in it, or of a model directory need. step: of the
-    run's checkpoint; None: its trained model. Raises RunDirectoryError, CheckpointError,
-    ModelError."""
+    """Return a local directory with the weights of a run, of a checkpoint in it, or of a model.
+
+    Args:
+        place: A path or an address.
+        step: The step of the run's checkpoint; None takes its trained model.
+
+    Raises:
+        RunDirectoryError, CheckpointError, ModelError: The weights can't be fetched.
+    """
     if not is_address(place):
         return Path(place)
     check_address(place)
-    named = CHECKPOINT.fullmatch(place.rstrip("/"))
-    if named is not None and step is None:
-        step = int(named[2])
-        return model_of(named[1], step) / name_of(step)
+    checkpoint = CHECKPOINT.fullmatch(place.rstrip("/"))
+    if checkpoint is not None and step is None:
+        step = int(checkpoint[2])
+        return model_of(checkpoint[1], step) / name_of(step)
     if step is not None:
         return _copy(
             place,
             lambda name: _first(name) in ("config.yaml", "base"),
-            lambda whole: [_of_step(place, step, whole)],
+            lambda whole: [_select_step(place, step, whole)],
         )
     with _said(place):
         index = MirroredRun(place).index()
@@ -131,24 +164,25 @@ def model_of(place: str, step: int | None = None) -> Path:
         return find_model(place)
     if "model/config.json" not in index.files:
         raise RunDirectoryError(
-            f"{place} has no finished model yet: go on with `ratchet train --resume {place}`, or "
-            "name a step of a checkpoint"
+            f"{place} has no finished model yet. Continue with `ratchet train --resume {place}`, "
+            "or give the step of a checkpoint"
         )
     return _copy(place, lambda name: _first(name) in ("config.yaml", "model", "adapter"))
 
 
 def weights_of(place: str) -> Path:
-    """As `model_of`, of any form of weights."""
+    """Return a local directory with weights in any format."""
     check_address(place)
     with _said(place):
         return fetch_directory(place) if MirroredRun(place).index() is None else model_of(place)
 
 
 def _first(name: str) -> str:
+    """Return the first component of a path."""
     return PurePosixPath(name).parts[0]
 
 
-def _of_step(address: str, step: int, whole: dict[int, Stored]) -> Stored:
+def _select_step(address: str, step: int, whole: dict[int, Stored]) -> Stored:
     if step not in whole:
         raise CheckpointError(
             f"no whole checkpoint of step {step} at {address}: it has {sorted(whole) or 'none'}"
@@ -156,28 +190,38 @@ def _of_step(address: str, step: int, whole: dict[int, Stored]) -> Stored:
     return whole[step]
 
 
-def _copy(address: str, wanted: Callable[[str], bool], choose: Choose = lambda whole: ()) -> Path:
-    """Of the run at an address; what is there already and has the checksum that is listed is not
-    fetched again."""
+def _copy(
+    address: str, is_selected: Callable[[str], bool], choose: Choose = lambda whole: ()
+) -> Path:
+    """Copy a part of the run at an address into the cache, and return the directory.
+
+    Files that are there already with the listed checksum are not fetched again.
+
+    Args:
+        address: The address of the run.
+        is_selected: True for the names of the files to fetch.
+        choose: Selects the checkpoints to fetch.
+    """
     check_address(address)
-    there, directory = MirroredRun(address), cached("copies", address)
+    remote = MirroredRun(address)
+    directory = cached("copies", address)
     with _said(address), alone(directory):
-        index = there.index()
+        index = remote.index()
         if index is None:
             raise RunDirectoryError(
-                f"{address} holds no run (no {INDEX}): give the address that a run was begun with"
+                f"{address} holds no run (no {INDEX}). Give the --run-dir that a run was begun with"
             )
-        whole, _ = there.checkpoints()
+        whole, _ = remote.checkpoints()
         chosen = choose(whole)
         _clear(directory, index, set(whole))
-        there.fetch_files(index, directory, wanted)
+        remote.fetch_files(index, directory, is_selected)
         for stored in chosen:
-            there.fetch_checkpoint(stored, directory / "checkpoints")
+            remote.fetch_checkpoint(stored, directory / "checkpoints")
     return directory
 
 
 def _clear(directory: Path, index: Index, steps: set[int]) -> None:
-    """Removes what is no longer there, or is of the run that was there before."""
+    """Remove local files that belong to another run or are no longer at the address."""
     identity = directory / IDENTITY
     if not identity.exists() or identity.read_text(encoding="utf-8") != index.run:
         shutil.rmtree(directory)

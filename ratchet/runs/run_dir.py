@@ -1,5 +1,4 @@
-"""The directory that a run lives in: where its files lie, who may write there, and which recipe it
-belongs to."""
+"""The directory of a run: its layout, its lock, and the recipe that it belongs to."""
 
 from __future__ import annotations
 
@@ -29,19 +28,22 @@ MAX_NAMED = 8  # differing keys that a message lists
 
 
 class RunDirectory:
-    """The layout alone: making one touches nothing, so that it serves readers too. A run writes
-    inside `locked()`."""
+    """The layout of a run directory.
+
+    Constructing it touches no files, so readers use it too. A training run writes only inside
+    `locked()`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"  # resolved: what resume and replay read
-        self.plan = path / "plan.json"  # what was predicted of the run, where it was
+        self.plan = path / "plan.json"  # the prediction of `ratchet plan`, if there is one
         self.metrics = path / "metrics.jsonl"
         self.ledger = path / "ledger.jsonl"
         self.tensorboard = path / "tensorboard"
         self.steps = path / "steps"  # the recorder's
         self.checkpoints = path / "checkpoints"
-        self.evals = path / "evals"  # what was found, by stage and step
+        self.evals = path / "evals"  # results of evaluations, by stage and step
         self.log = path / "run.log"
         self.summary = path / "summary.json"
         self.provenance = path / "provenance.json"
@@ -49,19 +51,20 @@ class RunDirectory:
         self.profile = path / "profile"
         self.trace = path / "trace.json"  # when each part of a step ran
         self.sentinels = path / "sentinels"  # evidence of alarms
-        self.status = path / ".status"  # where the process of a run that is under way answers
+        self.status = path / ".status"  # socket address of the process while a run is under way
         self._lock = path / ".lock"
         # Descriptors of the directory and its lock while this process holds it.
         self._directory_fd = self._lock_fd = -1
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Creates the directory, and holds it for this process alone inside the block.
+        """Create the directory, and hold its lock inside the block.
 
-        The lock is the operating system's, on a file that says who holds it: it ends with the
-        process however that ends, so what a killed run left is simply taken over. Raises
-        RunDirectoryError when the directory can't be created or written, or when another run is in
-        it.
+        The lock is the operating system's, on a file that names the process. It ends with the
+        process, so a killed run leaves no lock behind.
+
+        Raises:
+            RunDirectoryError: The directory can't be created or written, or another run is in it.
         """
         self._lock_fd = self._open_lock()
         try:
@@ -72,7 +75,7 @@ class RunDirectory:
                 try:
                     yield
                 finally:
-                    # not unlinked: another run may have just opened it
+                    # It is not unlinked because another run may have just opened it.
                     os.ftruncate(self._lock_fd, 0)
             finally:
                 os.close(self._directory_fd)
@@ -97,9 +100,8 @@ class RunDirectory:
         if not _is_same_file(self.path, self._directory_fd):
             raise RunDirectoryError(
                 f"{self.path} was deleted, moved or replaced while this run was in it, so the run "
-                "stops "
-                "and writes nothing there. Put the directory back and use --resume, or choose "
-                "another --run-dir"
+                "stops and writes nothing there. Put the directory back and use --resume, or "
+                "choose another --run-dir"
             )
         if not _is_same_file(self._lock, self._lock_fd):
             lock_fd = self._open_lock()
@@ -116,10 +118,13 @@ class RunDirectory:
             log.warning("%s was deleted under its run and is written again", self.config)
 
     def settle(self, config: Mapping[str, Any]) -> None:
-        """Writes the resolved recipe (plain JSON-like values) into a new directory; in a used one,
-        it must be the same.
+        """Write the resolved recipe into a new directory, or compare it with that of a used one.
 
-        Raises RunDirectoryError naming the keys that differ.
+        Args:
+            config: The resolved recipe as plain JSON-like values.
+
+        Raises:
+            RunDirectoryError: The recipes differ; it names the keys.
         """
         if not self.used:
             self._write_config(config)
@@ -131,15 +136,18 @@ class RunDirectory:
             )
 
     def expect(self, recipe: Mapping[str, Any]) -> None:
-        """That what is here is of this recipe, as it was written: a run, or a plan of one. Raises
-        RunDirectoryError naming the keys that differ."""
+        """Check that the run or plan in this directory has the recipe `recipe`.
+
+        Raises:
+            RunDirectoryError: It has another one; it names the keys that differ.
+        """
         try:
-            planned = read_json(self.plan)["recipe"] if self.plan.exists() else recipe
+            planned_recipe = read_json(self.plan)["recipe"] if self.plan.exists() else recipe
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunDirectoryError(f"{self.plan} is no plan: {error!r}; remove it") from error
-        begun = self.read_config() if self.used else recipe
-        for what, there in (("run", begun), ("plan", planned)):
-            if changed := _changed(there, recipe):
+            raise RunDirectoryError(f"{self.plan} is not a plan ({error!r}). Remove it") from error
+        run_recipe = self.read_config() if self.used else recipe
+        for what, present in (("run", run_recipe), ("plan", planned_recipe)):
+            if changed := _changed(present, recipe):
                 raise RunDirectoryError(
                     f"{self.path} has the {what} of another recipe; different: {changed}. Choose "
                     "another --run-dir, or "
@@ -148,12 +156,12 @@ class RunDirectory:
 
     @property
     def used(self) -> bool:
-        """Whether a run has been here."""
+        """True if a run has written here."""
         return self.config.exists()
 
     @property
     def held(self) -> bool:
-        """Whether a process runs here."""
+        """True if a process runs here."""
         try:
             descriptor = open_plain(self._lock, os.O_RDONLY)
         except OSError:  # absent, or no lock of a run
@@ -167,7 +175,11 @@ class RunDirectory:
         return False
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved recipe. Raises RunDirectoryError where there is none, or it is damaged."""
+        """Return the resolved recipe.
+
+        Raises:
+            RunDirectoryError: There is none, or it is damaged.
+        """
         try:
             return read_file(self.config)[0].plain()
         except ConfigError as error:
@@ -197,7 +209,7 @@ class RunDirectory:
         return descriptor
 
     def _take_lock(self, descriptor: int) -> None:
-        me = {
+        holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -205,11 +217,11 @@ class RunDirectory:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(me).encode(), 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         except BlockingIOError as error:
-            holder = _describe_holder(os.pread(descriptor, 4096, 0))
+            other = _describe_holder(os.pread(descriptor, 4096, 0))
             raise RunDirectoryError(
-                f"{self.path} is in use by {holder}: wait for it, end it, or choose another "
+                f"{self.path} is in use by {other}: wait for it, end it, or choose another "
                 "--run-dir"
             ) from error
         except OSError as error:
@@ -222,7 +234,7 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
     """Return True if `path` names the file or directory that `descriptor` has open."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except OSError:  # absent, a loop of links, or below what is no directory any more
+    except OSError:  # absent, a loop of links, or its parent is no directory any more
         return False
 
 
@@ -230,19 +242,22 @@ def _describe_holder(content: bytes) -> str:
     try:
         holder = json.loads(content)
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (ValueError, KeyError, TypeError):  # it has the lock, and has not yet said who it is
+    # The process has the lock and has not yet written its id.
+    except (ValueError, KeyError, TypeError):
         return "another process"
 
 
 def _changed(before: Any, now: Any) -> str:
-    """The first differences, or nothing."""
+    """Return a text of the first differences, empty if there are none."""
     changed = differences(before, now)
-    more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
-    return "; ".join(changed[:MAX_NAMED]) + more
+    text = "; ".join(changed[:MAX_NAMED])
+    if len(changed) > MAX_NAMED:
+        text += f" and {len(changed) - MAX_NAMED} more"
+    return text
 
 
 def differences(before: Any, now: Any, where: str = "") -> list[str]:
-    """The leaves in which two nested configurations differ, as `path: before -> now`."""
+    """Return the leaves in which two nested configurations differ, as `path: before -> now`."""
     pairs: list[tuple[Any, Any, Any]]
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         keys = dict.fromkeys([*before, *now])

@@ -1,5 +1,7 @@
-"""The composition root: from configuration, or from parts given in Python, to a `Run`. Nothing else
-knows all the layers."""
+"""The composition root: build a `Run` from a configuration or from parts made in Python.
+
+Only this module imports all layers.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ from ratchet.learners.compute.token_outputs import SCALARS
 from ratchet.models.lora.decoder import Adapter, size_of
 from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
-from ratchet.protocols import Generator, Learner, Measures, OffersTools, Reward, Source
+from ratchet.protocols import Generator, Learner, Link, Measures, OffersTools, Reward, Source
 from ratchet.training.colocation import take_turns
 from ratchet.training.generator_workers import link_of
 from ratchet.training.roles import check_routers, longest_row, make_roles
@@ -59,12 +61,21 @@ def make_run(
     plan: Plan,
     *,
     ledger: Ledger | None = None,
-    **around: Any,
+    **run_fields: Any,
 ) -> Run:
-    """The run of one stage in this process. ledger: of its groups. `around`: further fields of
-    `Run` (observers, ...)."""
+    """Build the run of one stage in this process.
+
+    Args:
+        policy: The model to train, with its generator.
+        arena: The environment and its rewards.
+        algorithm: The algorithm.
+        plan: What the stage does.
+        ledger: Records what became of each group; None keeps the source's own.
+        run_fields: Further fields of `Run`, such as observers.
+    """
     first = policy.generator.version if plan.first_step is None else plan.first_step
-    plan = replace(plan, sampling=policy.ends(plan.sampling))
+    last_step = first + plan.steps
+    plan = replace(plan, sampling=policy.with_stop_ids(plan.sampling))
     check_routers(policy.model, policy.generator, algorithm, plan.learner)
     roles = make_roles(
         policy.model,
@@ -77,93 +88,122 @@ def make_run(
         spec=plan.algorithm,
         adapter=plan.adapter,
     )
-    trainer = policy.ranks or roles["policy"]
-    between = Between(
-        trainer,
-        policy.generator,
-        directory=plan.directory,
-        one_host=policy.one_host,
-        adapter=plan.adapter,
-    )
     metrics = MetricsManager()
-    link = link_of(plan.link or resolve("link", {}), between, metrics)
-    readable = longest_row(policy.model, roles)
+    link = _make_link(policy, roles["policy"], plan, metrics)
+    max_context = longest_row(policy.model, roles)
     if plan.colocated:
         roles, generator, link = take_turns(roles, policy.generator, link)
         policy = replace(policy, generator=generator)
-    playing = _around_generator(policy, plan.rollouts)
-    needed = algorithm.reads_reward
-    manager: PlaysGroups
-    if plan.played is None:
-        manager = make_manager(
-            playing, arena, arena.reward, plan.rollouts, max_context=readable, needs_reward=needed
-        )
-    else:
-        assert isinstance(policy.generator, Router), "the configuration lets no other play groups"
-        manager = Elsewhere(policy.generator, (plan.played, readable, needed))
+    wrapped = _wrap_generator(policy, plan.rollouts)
+    manager = _make_group_player(policy, wrapped, arena, algorithm, plan, max_context)
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     source.ledger = ledger or source.ledger
-    drawn = source
+    scheduled = source
     if isinstance(source, Rollouts):
-        judges = partial(teaches, by_parts=algorithm.reads_parts)
-        drawn = _scheduled(source, playing, arena, plan, judges, last_step=first + plan.steps)
-    evaluator = _evaluator(policy, arena, algorithm, plan, roles["policy"])
-    probes = _probes(policy, arena, plan)
+        is_informative = partial(teaches, by_parts=algorithm.reads_parts)
+        scheduled = _schedule(source, wrapped, arena, plan, is_informative, last_step=last_step)
+    ends = Ends.create(roles["policy"], policy.generator, link, policy.tokenizer)
+    environment = arena.environment
+    evaluator = _make_evaluator(policy, arena, algorithm, plan, roles["policy"])
+    probes = _make_probes(policy, arena, plan)
     return Run(
         name=plan.name,
         algorithm=algorithm,
         roles=roles,
         batcher=Batcher(
-            drawn, groups_per_step=plan.batch_size, max_failed_share=plan.rollouts.max_failed_share
+            scheduled,
+            groups_per_step=plan.batch_size,
+            max_failed_share=plan.rollouts.max_failed_share,
         ),
         link=link,
         metrics=metrics,
-        parity=ParityGate(
-            Ends.of(roles["policy"], policy.generator, link, policy.tokenizer), plan.parity
-        ),
+        parity=ParityGate(ends, plan.parity),
         probes=probes,
         first_step=first,
-        last_step=first + plan.steps,
+        last_step=last_step,
         managers=(
             manager,
             *(evaluator.managers if evaluator else ()),
             *(probes.managers if probes else ()),
         ),
         evaluator=evaluator,
-        environment_numbers=arena.environment.measure
-        if isinstance(arena.environment, Measures)
-        else None,
+        environment_numbers=environment.measure if isinstance(environment, Measures) else None,
         evaluate_every=plan.evaluation.every,
-        patience=Patience.of(plan.evaluation),
-        trainable=_trainable(policy.model, plan.adapter),
-        **around,
+        patience=Patience.from_config(plan.evaluation),
+        trainable=_count_trainable(policy.model, plan.adapter),
+        **run_fields,
     )
 
 
-def _scheduled(
+def _make_link(policy: Policy, learner: Learner, plan: Plan, metrics: MetricsManager) -> Link:
+    """Return the weight sync from the processes that train to the generator."""
+    endpoints = Between(
+        policy.ranks or learner,
+        policy.generator,
+        directory=plan.directory,
+        one_host=policy.one_host,
+        adapter=plan.adapter,
+    )
+    return link_of(plan.link or resolve("link", {}), endpoints, metrics)
+
+
+def _make_group_player(
+    policy: Policy,
+    wrapped: Policy,
+    arena: Arena,
+    algorithm: Algorithm,
+    plan: Plan,
+    max_context: int,
+) -> PlaysGroups:
+    """Return what plays the stage's groups: a manager in this process, or the generator workers."""
+    needs_reward = algorithm.reads_reward
+    if plan.played is not None:
+        assert isinstance(policy.generator, Router), "only generator workers can play groups"
+        return Elsewhere(policy.generator, (plan.played, max_context, needs_reward))
+    return make_manager(
+        wrapped,
+        arena,
+        arena.reward,
+        plan.rollouts,
+        max_context=max_context,
+        needs_reward=needs_reward,
+    )
+
+
+def _schedule(
     rollouts: Rollouts,
-    playing: Policy,
+    wrapped: Policy,
     arena: Arena,
     plan: Plan,
-    judges: Callable[[Group], bool],
+    is_informative: Callable[[Group], bool],
     *,
     last_step: int,
 ) -> Source:
-    """playing: the policy whose generator attempts ask. It must rest while the learner changes
-    tensors that both read."""
-    settings, source = plan.rollouts, rollouts
-    if isinstance(playing.generator, Cuttable):
+    """Wrap the rollouts in tail batching, prefetching and replay, as the recipe sets.
+
+    Args:
+        rollouts: The source of groups.
+        wrapped: The policy with the generator that attempts call. It must be idle while the learner
+            changes tensors that both read.
+        arena: The environment.
+        plan: What the stage does.
+        is_informative: True for groups that teach something.
+        last_step: The end of the stage.
+    """
+    settings = plan.rollouts
+    source = rollouts
+    if isinstance(wrapped.generator, Cuttable):
         source = TailBatching(
-            rollouts, playing.generator, more=settings.tail_batching, last_step=last_step
+            rollouts, wrapped.generator, more=settings.tail_batching, last_step=last_step
         )
-    if isinstance(playing.generator, Interruptible):
+    if isinstance(wrapped.generator, Interruptible):
         source = Prefetch(
             rollouts,
-            _scheduler(settings, plan.batch_size, last_step),
-            playing.generator,
-            rests=playing.ranks is None and getattr(playing.generator, "shares_weights", False),
+            _make_scheduler(settings, plan.batch_size, last_step),
+            wrapped.generator,
+            rests=wrapped.ranks is None and getattr(wrapped.generator, "shares_weights", False),
             replayable=arena.environment.replayable and arena.agent is None,
-            teaches=judges if settings.dynamic_sampling else None,
+            teaches=is_informative if settings.dynamic_sampling else None,
             tries=settings.max_replaced,
         )
     if settings.replay is not None:
@@ -176,8 +216,8 @@ def _scheduled(
     return source
 
 
-def _around_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
-    """With what attempts ask in place of its generator."""
+def _wrap_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
+    """Return the policy with its generator wrapped for prefetching or tail batching."""
     if settings.prefetches:
         return replace(policy, generator=Interruptible(policy.generator))
     return (
@@ -185,24 +225,27 @@ def _around_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
     )
 
 
-def _scheduler(settings: RolloutsConfig, per_step: int, last_step: int) -> GenerateScheduler:
-    adaptive, concurrency, bound = settings.adaptive, None, settings.max_staleness
+def _make_scheduler(settings: RolloutsConfig, per_step: int, last_step: int) -> GenerateScheduler:
+    adaptive = settings.adaptive
+    concurrency = None
     if adaptive is not None:
-        most = at_once(per_step, bound)
         concurrency = Concurrency(
-            per_step=per_step, most=most, staleness=adaptive.staleness, mismatch=adaptive.mismatch
+            per_step=per_step,
+            most=at_once(per_step, settings.max_staleness),
+            staleness=adaptive.staleness,
+            mismatch=adaptive.mismatch,
         )
     return GenerateScheduler(
         per_step=per_step,
-        max_staleness=bound,
+        max_staleness=settings.max_staleness,
         last_step=last_step,
         order=settings.order,
         concurrency=concurrency,
     )
 
 
-def _trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, float]:
-    """How many parameters train, and their share of all; of a run without an adapter nothing."""
+def _count_trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, float]:
+    """Return the number of parameters that train and their share; {} without an adapter."""
     if adapter is None:
         return {}
     weights = dict(model.canonical_weights())
@@ -222,9 +265,18 @@ def make_manager(
     max_context: int | None = None,
     needs_reward: bool = True,
 ) -> RolloutManager:
-    """max_context: tokens of an attempt; None: as many as the policy can read.
+    """Return the manager of the stage's attempts.
 
-    Raises ConfigError where the environment offers tools that nobody knows how the policy calls.
+    Args:
+        policy: Generates.
+        arena: The environment.
+        reward: Judges attempts; None leaves that to the environment.
+        rollouts: Limits and retries.
+        max_context: Maximum tokens of an attempt; None takes what the policy can read.
+        needs_reward: The algorithm reads rewards.
+
+    Raises:
+        ConfigError: The environment offers tools, and the policy's tool-call format is unknown.
     """
     player = player_of(
         policy.generator,
@@ -245,7 +297,7 @@ def manager_of(
     *,
     needs_reward: bool,
 ) -> RolloutManager:
-    """As `make_manager`, for who has a player."""
+    """Like `make_manager`, for an existing player."""
     if isinstance(arena.environment, OffersTools):
         _ = renderer.tool_format
     return RolloutManager(
@@ -265,6 +317,11 @@ def player_of(
     rollouts: RolloutsConfig,
     max_context: int,
 ) -> Plays:
+    """Return the player of attempts: the policy itself, or an agent that calls it.
+
+    Raises:
+        MissingDependency: An agent needs a web server that is not installed.
+    """
     limits: dict[str, Any] = {
         "max_context": max_context,
         "max_turns": rollouts.max_turns,
@@ -273,7 +330,8 @@ def player_of(
     if agent is None:
         return Player(generator, renderer, **limits)
     try:
-        from ratchet.experience.openai_proxy.player import AgentPlayer  # it needs a web server
+        # It is imported here because it needs a web server.
+        from ratchet.experience.openai_proxy.player import AgentPlayer
     except ModuleNotFoundError as missing:
         raise MissingDependency(
             str(missing.name), extra="proxy", needed_for="a stage with an agent"
@@ -281,15 +339,15 @@ def player_of(
     return AgentPlayer(agent, generator, renderer, **limits)
 
 
-def _probes(policy: Policy, arena: Arena, plan: Plan) -> Probes | None:
+def _make_probes(policy: Policy, arena: Arena, plan: Plan) -> Probes | None:
     if arena.second is None and arena.canaries is None:
         return None
     probes = Probes(
         plan.sentinels.every, plan.sentinels.sample, arena.second, sampling=plan.sampling
     )
     if arena.canaries is not None:
-        own = Arena(arena.canaries, reward=arena.reward)
-        probes.manager = make_manager(policy, own, arena.reward, plan.rollouts)
+        setup = Arena(arena.canaries, reward=arena.reward)
+        probes.manager = make_manager(policy, setup, arena.reward, plan.rollouts)
         probes.canaries = tuple(
             itertools.islice(arena.canaries.tasks("test", seed=plan.seed), probes.sample)
         )
@@ -297,6 +355,7 @@ def _probes(policy: Policy, arena: Arena, plan: Plan) -> Probes | None:
 
 
 def held_out(arena: Arena, plan: Plan) -> list[Task]:
+    """Return the tasks that the stage is evaluated on."""
     count = plan.evaluation.tasks
     return (
         list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), count))
@@ -306,8 +365,7 @@ def held_out(arena: Arena, plan: Plan) -> list[Task]:
 
 
 def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None:
-    """Makes the policy answer. None where the plan asks for no evaluation, or the environment holds
-    no task out."""
+    """Return the evaluator of the policy's answers, or None without held-out tasks."""
     settings = plan.evaluation
     tasks = held_out(arena, plan)
     if not tasks:
@@ -324,7 +382,7 @@ def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None
 
 
 def evaluation_sampling(plan: Plan) -> Sampling:
-    """Of the sampled attempts."""
+    """Return the sampling parameters of the sampled evaluation attempts."""
     settings = plan.evaluation
     return replace(
         plan.sampling,
@@ -339,8 +397,12 @@ def evaluation_sampling(plan: Plan) -> Sampling:
 def make_pair_evaluator(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
 ) -> PairEvaluator | None:
-    """For answers that nobody judges: two given ones are compared. Raises ConfigError where the
-    environment has no pairs."""
+    """Return the evaluator for answers without rewards, which compares the two answers of each
+    pair.
+
+    Raises:
+        ConfigError: The environment has no pairs.
+    """
     tasks = held_out(arena, plan)
     if not tasks:
         return None
@@ -349,7 +411,7 @@ def make_pair_evaluator(
         pairs.pair(tasks[0])
     except DataError as error:
         raise ConfigError(
-            f"evaluation compares held-out answers, and there are none to compare: {error}; set "
+            f"evaluation compares pairs of held-out answers, and there are none ({error}). Set "
             "evaluation.tasks=0"
         ) from error
     return PairEvaluator(learner, pairs, tasks)
@@ -358,8 +420,7 @@ def make_pair_evaluator(
 def make_score_evaluator(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
 ) -> ScoreEvaluator | None:
-    """For a model that is trained to score: its loss on held-out rows of the kind that it learns
-    from."""
+    """Return the evaluator of a model that is trained to score: its loss on held-out rows."""
     tasks = held_out(arena, plan)
     if not tasks:
         return None
@@ -369,7 +430,7 @@ def make_score_evaluator(
     return ScoreEvaluator(learner, source, tasks, algorithm)
 
 
-def _evaluator(
+def _make_evaluator(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
 ) -> Evaluator | PairEvaluator | ScoreEvaluator | None:
     arena = arena.evaluation or arena
@@ -380,9 +441,12 @@ def _evaluator(
     return make_evaluator(policy, arena, plan)
 
 
-def _stream(arena: Arena, plan: Plan) -> TaskStream:
-    """The order is the stage's own; which examples a limit leaves is the run's, the same in every
-    stage."""
+def _make_stream(arena: Arena, plan: Plan) -> TaskStream:
+    """Return the tasks of a stage, in the stage's own order.
+
+    Which examples `examples` selects depends on the run's seed alone, so it is the same in every
+    stage.
+    """
     order = seed_for(plan.seed, plan.name, "tasks")
     limits: dict[str, Any] = {"seed": order, "examples": plan.examples, "pool_seed": plan.seed}
     if plan.curriculum is None:
@@ -390,7 +454,7 @@ def _stream(arena: Arena, plan: Plan) -> TaskStream:
     return Curriculum(arena.environment, plan.curriculum, per_step=plan.batch_size, **limits)
 
 
-def _writer(policy: Policy, algorithm: Algorithm) -> Writer:
+def _make_writer(policy: Policy, algorithm: Algorithm) -> Writer:
     return Writer(
         policy.renderer, max_context=policy.model.max_positions, temperature=algorithm.temperature
     )
@@ -399,7 +463,9 @@ def _writer(policy: Policy, algorithm: Algorithm) -> Writer:
 def _rows(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
 ) -> StreamSource:
-    return Rows(_stream(arena, plan), plan.name, _writer(policy, algorithm), train=algorithm.turns)
+    return Rows(
+        _make_stream(arena, plan), plan.name, _make_writer(policy, algorithm), train=algorithm.turns
+    )
 
 
 def _pairs(
@@ -409,16 +475,16 @@ def _pairs(
     plan: Plan,
     manager: PlaysGroups | None = None,
 ) -> Pairs:
-    return Pairs(_stream(arena, plan), plan.name, _writer(policy, algorithm))
+    return Pairs(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
 
 
 def _labelled(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
 ) -> StreamSource:
     return Labelled(
-        _stream(arena, plan),
+        _make_stream(arena, plan),
         plan.name,
-        _writer(policy, algorithm),
+        _make_writer(policy, algorithm),
         reference_rows=algorithm.reference_rows,
     )
 
@@ -426,14 +492,14 @@ def _labelled(
 def _steps(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
 ) -> StreamSource:
-    return Stepped(_stream(arena, plan), plan.name, _writer(policy, algorithm))
+    return Stepped(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
 
 
 def _rollouts(
     policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
 ) -> StreamSource:
     return Rollouts(
-        _stream(arena, plan),
+        _make_stream(arena, plan),
         plan.name,
         manager,
         sampling=replace(plan.sampling, routes=algorithm.replays),

@@ -1,5 +1,4 @@
-"""The checkpoints of a stage: what is written with the weights, and how a run finds itself again in
-them."""
+"""Save and restore the checkpoints of a stage."""
 
 from __future__ import annotations
 
@@ -30,12 +29,13 @@ log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes and reads the checkpoints of one stage: every role's state, the position in the data,
-    and what was measured.
+    """The checkpoints of one stage: every role's state, the position in the data, and the progress.
 
-    data: the files that the stage's tasks come from. A position in them means nothing in others, so
-    their fingerprints, which are taken here, are saved with it. recipe: the resolved one, which is
-    saved so that a change of it is told. mirror: gets each as soon as it is whole.
+    Args:
+        data: The files that the stage's tasks come from. A position in them means nothing in other
+            files, so their fingerprints are saved with it.
+        recipe: The resolved recipe, saved so that later changes of it are reported.
+        mirror: Uploads each checkpoint once it is complete.
     """
 
     def __init__(
@@ -50,38 +50,47 @@ class Saver:
         recipe: Mapping[str, Any] | None = None,
         mirror: Mirror | None = None,
     ) -> None:
-        self.store, self.run, self.config, self.summaries, self.command = (
-            store,
-            run,
-            config,
-            summaries,
-            command,
-        )
-        self.recipe, self.mirror = dict(recipe or {}), mirror
+        self.store = store
+        self.run = run
+        self.config = config
+        self.summaries = summaries
+        self.command = command
+        self.recipe = dict(recipe or {})
+        self.mirror = mirror
         self.data = {str(path): fingerprint(path) for path in data}
         self.saved = run.first_step
         self._goes_on = config.on_error == "warn"
-        self._background, self._writing = Background(), 0
-        # after so many steps; the higher the better
+        self._background = Background()
+        self._writing = 0
+        # The latest evaluated step and its score; higher is better.
         self._score: tuple[int, float | None] = (0, None)
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Notes what says how good the checkpoint of this step is, where that was measured. Raises
-        CheckpointError where one that was written beside the training has failed, and the recipe
-        doesn't say to go on."""
+        """Note the score of this step's checkpoint, if it was measured.
+
+        Raises:
+            CheckpointError: A background write has failed, and `checkpoint.on_error` is not "warn".
+        """
         self._score = step, signed(self.config.metric, metrics)
         if self._background.ended:
             self.settle()
 
     async def save(self, done: int) -> None:
-        """Raises CheckpointError where it can't be written and the recipe doesn't say to go on:
-        where it is written beside the training, later (`observe`, `settle`, the next `save`). The
-        last one is there when this returns."""
+        """Save the checkpoint after `done` steps.
+
+        The last checkpoint of a stage is complete when this returns. Others may be written in the
+        background.
+
+        Raises:
+            CheckpointError: It can't be written, and `checkpoint.on_error` is not "warn". A
+                background write raises later, from `observe`, `settle` or the next `save`.
+        """
         self.settle()
         run = self.run
         if run.verify_directory is not None:
             run.verify_directory()
-        if run.recorder is not None:  # a run that goes on from here finds all its steps
+        # A run that resumes from this checkpoint needs the records of all its steps.
+        if run.recorder is not None:
             run.recorder.flush()
         meta = {
             "command": self.command,
@@ -102,8 +111,8 @@ class Saver:
             failpoints.point("checkpoint.copied")
             self._background.begin(lambda: self._store(done, write, meta, noted))
             return
-        # Who is told to go on where it ends needs one.
-        with self._borne(run.stop.status is None):
+        # A run that stops here can resume only from this checkpoint, so errors are raised.
+        with self._tolerate_errors(run.stop.status is None):
             self._store(done, lambda directory: self._write(directory, source), meta, noted)
             self.saved = done
 
@@ -115,8 +124,12 @@ class Saver:
             self.mirror.push(noted, beside=self.config.background)
 
     def settle(self) -> None:
-        """Waits for what is written beside the training. Raises CheckpointError as `save` does."""
-        with self._borne():
+        """Wait for the background write.
+
+        Raises:
+            CheckpointError: See `save`.
+        """
+        with self._tolerate_errors():
             if self._background.settle():
                 self.saved = self._writing
 
@@ -127,40 +140,43 @@ class Saver:
         save_state(directory, source, "source")
 
     def _copy(self, source: Mapping[str, Any]) -> Write:
-        """What writes all of it as it is now."""
+        """Copy the present state, and return a function that writes it."""
         with putting_off() as writes:
             self._write(Path(), source)
 
         def write(directory: Path) -> None:
-            for one in writes:
-                one(directory)
+            for write_part in writes:
+                write_part(directory)
 
         return write
 
     @contextmanager
-    def _borne(self, bearable: bool = True) -> Iterator[None]:
+    def _tolerate_errors(self, tolerable: bool = True) -> Iterator[None]:
+        """Log a CheckpointError inside the block instead of raising it, if the recipe says so."""
         try:
             yield
         except CheckpointError as error:
-            if not (self._goes_on and bearable):
+            if not (self._goes_on and tolerable):
                 raise
-            log.warning("%s: training goes on, and what is saved next replaces it", error)
+            log.warning("%s: training continues, and the next checkpoint replaces it", error)
 
     async def restore(self, checkpoint: Checkpoint, *, changed_data: bool = False) -> None:
-        """Raises DataError where the data are no longer those of the checkpoint, unless that is
-        allowed."""
+        """Restore the stage from a checkpoint.
+
+        Raises:
+            DataError: Data files have changed since, and `changed_data` is False.
+        """
         run, meta = self.run, checkpoint.meta
         changed = [path for path, was in meta["data"].items() if self.data.get(path) != was]
         if changed and not changed_data:
             raise DataError(
                 f"{', '.join(changed)} changed since step {checkpoint.step}, so its position in "
-                "the data means nothing now: "
-                "put back what was there, allow it with --changed-data, or begin a new run from an "
-                "exported model"
+                "the data means nothing now. Restore the files, allow it with --changed-data, or "
+                "begin a new run from an exported model"
             )
         if changed:
             log.warning(
-                "%s changed since step %d: rows may come twice, or never",
+                "%s changed since step %d: rows may be repeated or skipped",
                 ", ".join(changed),
                 checkpoint.step,
             )
@@ -180,8 +196,8 @@ class Saver:
         failpoints.point("resume.done")
 
     async def end_with_best(self) -> None:
-        """Gives the run the weights of the stage's best checkpoint, where the recipe wants them and
-        one was measured."""
+        """Load the stage's best checkpoint, if the recipe sets `checkpoint.end_with=best` and one
+        was scored."""
         best = (
             self.store.best(first=self.run.origin + 1) if self.config.end_with == "best" else None
         )
@@ -206,12 +222,11 @@ class Saver:
 def refuse_lost_checkpoints(
     directory: RunDirectory, store: CheckpointStore, stage: StageConfig
 ) -> None:
-    """Raise RunDirectoryError if a run without checkpoints has trained past those of its first
-    stage.
+    """Raise RunDirectoryError if a run has no checkpoints although it has trained past the first.
 
-    It would begin again at step 0 and replace its metrics and ledger. A checkpoint may be one
-    behind when it is written in the background, and may be missing where the recipe goes on without
-    it.
+    It would restart at step 0 and replace its metrics and ledger. A run may be one checkpoint
+    behind when they are written in the background, and may have none where the recipe tolerates
+    failures.
     """
     config = stage.checkpoint
     first = min(config.every or stage.steps, stage.steps)
@@ -219,15 +234,16 @@ def refuse_lost_checkpoints(
     if store.steps() or config.on_error == "warn" or not rows or rows[-1]["step"] <= 2 * first:
         return
     raise RunDirectoryError(
-        f"{store.root} has no checkpoint, though {directory.metrics} tells of {rows[-1]['step']} "
-        "steps: it was "
-        "deleted. Put it back, or begin a new run with another --run-dir"
+        f"{store.root} has no checkpoint, but {directory.metrics} has {rows[-1]['step']} steps: "
+        "it was deleted. Put it back, or begin a new run with another --run-dir"
     )
 
 
 def files_of(section: Any) -> list[Path]:
-    """The files that a section and those inside it name, in order; of a section with patterns or
-    directories, as it says."""
+    """Return the files that a section and its subsections name, in order.
+
+    A section with patterns or directories lists them itself (`data_files`).
+    """
     if isinstance(section, Path):
         return [section] if section.is_file() else []
     if hasattr(section, "data_files"):

@@ -1,8 +1,10 @@
-"""Learner and generator on the same accelerator, by turns: whoever is asked to work has it, and
-what the other holds there goes to main memory meanwhile. Nobody who asks them need know.
+"""Time-share an accelerator between learner and generator (colocation).
 
-A push is the generator's turn: the learner's weights are read from main memory, where they are by
-then. So the accelerator never holds both.
+The one that works holds the accelerator; what the other holds there moves to main memory meanwhile.
+Callers of either need not know.
+
+A weight sync runs in the generator's turn and reads the learner's weights from main memory, so the
+accelerator never holds both.
 """
 
 from __future__ import annotations
@@ -33,8 +35,14 @@ LEARNERS, GENERATOR = "learners", "generator"
 
 
 class Turns:
-    """sides: who has the accelerator at the same time, by name. Raises ConfigError for one that
-    can't leave it."""
+    """A lock on the accelerator that one side at a time holds.
+
+    Args:
+        sides: The members that use the accelerator at the same time, by the name of their side.
+
+    Raises:
+        ConfigError: A member can't be offloaded.
+    """
 
     def __init__(self, sides: Mapping[str, Sequence[object]]) -> None:
         self._sides: dict[str, list[Placeable]] = {}
@@ -45,17 +53,20 @@ class Turns:
                     type(member).__name__ for member in members if not isinstance(member, Placeable)
                 )
                 raise ConfigError(
-                    "cluster.colocated=true lets learner and generator use the accelerator by "
-                    f"turns, and {stays} can't leave "
-                    "it: set it to false, or generator.kind=vllm"
+                    "cluster.colocated=true lets learner and generator share the accelerator in "
+                    f"turns, and {stays} can't be offloaded from it. Set it to false, or "
+                    "generator.kind=vllm"
                 )
         self._has: str | None = None
         self._working = 0
         self._free = asyncio.Condition()
 
     @asynccontextmanager
-    async def of(self, side: str) -> AsyncIterator[None]:
-        """Waits until nobody else works. Members of one side work at the same time."""
+    async def hold(self, side: str) -> AsyncIterator[None]:
+        """Wait until the other sides are idle, and hold the accelerator inside the block.
+
+        Members of one side work at the same time.
+        """
         async with self._free:
             await self._free.wait_for(lambda: not self._working or self._has == side)
             if self._has != side:
@@ -69,9 +80,11 @@ class Turns:
                 self._free.notify_all()
 
     async def _change(self, side: str) -> None:
-        self._has = None  # where this fails, the next change does all of it again
-        for other, members in self._sides.items():
-            for member in members if other != side else ():
+        """Offload all other sides, then load this one."""
+        # If a move fails, no side holds the accelerator, and the next change repeats all moves.
+        self._has = None
+        for name, members in self._sides.items():
+            for member in members if name != side else ():
                 await member.offload()
         for member in self._sides[side]:
             await member.onload()
@@ -79,8 +92,10 @@ class Turns:
 
 
 class TurnLearner(Around):
-    """Implements `Learner`. Weights are read, saved and loaded wherever they are: for that nobody
-    waits."""
+    """A learner that takes the accelerator for each pass and update. Implements `Learner`.
+
+    Weights are read, saved and loaded wherever they are, without waiting.
+    """
 
     def __init__(self, inner: Learner, turns: Turns) -> None:
         super().__init__(inner)
@@ -89,19 +104,23 @@ class TurnLearner(Around):
     async def score(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        async with self.turns.of(LEARNERS):
+        async with self.turns.hold(LEARNERS):
             return await super().score(batch, wanted, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        async with self.turns.of(LEARNERS):
+        async with self.turns.hold(LEARNERS):
             return await super().update(mini, terms)
 
 
 class TurnGenerator:
-    """Implements `Generator`. Pushes take their turn by the link."""
+    """A generator that takes the accelerator for each request. Implements `Generator`.
+
+    `ColocatedWeightSync` takes it for weight syncs.
+    """
 
     def __init__(self, inner: Generator, turns: Turns) -> None:
-        self.inner, self.turns = inner, turns
+        self.inner = inner
+        self.turns = turns
 
     @property
     def version(self) -> int:
@@ -114,7 +133,7 @@ class TurnGenerator:
     async def generate(
         self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
     ) -> Completion:
-        async with self.turns.of(GENERATOR):
+        async with self.turns.hold(GENERATOR):
             return await self.inner.generate(tokens, sampling, media)
 
     def abort(self) -> None:
@@ -143,32 +162,39 @@ class TurnGenerator:
 
 
 class TurnLink:
-    """Implements `Link` and `Audits`."""
+    """A weight sync in the generator's turn. Implements `Link` and `Audits`."""
 
     def __init__(self, inner: Link, turns: Turns) -> None:
-        self.inner, self.turns = inner, turns
+        self.inner = inner
+        self.turns = turns
 
     async def push(self, version: int) -> None:
-        async with self.turns.of(GENERATOR):
+        async with self.turns.hold(GENERATOR):
             await self.inner.push(version)
 
     async def audit(self) -> Sequence[str] | None:
-        """None where the link can't."""
-        async with self.turns.of(GENERATOR):
+        """Return the names of weights that differ, or None if the weight sync can't tell."""
+        async with self.turns.hold(GENERATOR):
             return await self.inner.audit() if isinstance(self.inner, Audits) else None
 
     async def close(self) -> None:
-        """The learners have the last turn: whoever uses the model next finds it where it was."""
+        """Close the weight sync and give the learners the last turn.
+
+        The policy's weights are then where they were before the stage.
+        """
         await self.inner.close()
-        async with self.turns.of(LEARNERS):
+        async with self.turns.hold(LEARNERS):
             pass
 
 
 def take_turns(
     learners: Mapping[str, Learner], generator: Generator, link: Link
 ) -> tuple[dict[str, Learner], Generator, Link]:
-    """The same, each waiting for its turn. Raises ConfigError where one can't leave the
-    accelerator."""
+    """Wrap learners, generator and weight sync so that each waits for its turn.
+
+    Raises:
+        ConfigError: One of them can't be offloaded.
+    """
     turns = Turns({LEARNERS: list(learners.values()), GENERATOR: [generator]})
     return (
         {name: TurnLearner(learner, turns) for name, learner in learners.items()},

@@ -1,4 +1,4 @@
-"""From a configuration to the parts that `ratchet.training.build` puts together."""
+"""Build the parts of a run from a configuration; `ratchet.training.build` puts them together."""
 
 from __future__ import annotations
 
@@ -39,29 +39,32 @@ from ratchet.training.stage import Arena, Plan, Played, Policy
 from ratchet.types import Sampling
 from ratchet.utils.object_store import is_address
 
-# names of the group that trains, and of this process where it does
+# Role names: the worker group that trains, and this process if it trains itself.
 LEARNER, DRIVER = "learner", "driver"
 
 
 def build_executor(config: RunConfig) -> Executor:
-    """Where the processes of the run live. Starts nothing: that is for its first group."""
+    """Return the executor that will start the run's processes. It starts none yet."""
     assert config.threads != "auto", "the configuration is frozen first"
     return construct(config.cluster, threads=config.threads, device=config.device)
 
 
 def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Policy:
-    """The policy with the processes that all stages share: those that train, the model divided
-    among them, and those that generate; where the recipe asks for neither, the policy as it is.
+    """Start the processes that all stages share, and return the policy with them.
 
-    Raises ConfigError where the cluster has no room for all of them, ModelError where the model
-    can't be divided so.
+    The learner's ranks divide the model among them; generator workers generate. If the recipe has
+    neither, the policy is returned unchanged.
+
+    Raises:
+        ConfigError: The cluster has no room for all processes.
+        ModelError: The model can't be divided so.
     """
     learner, generator = config.stages[0].learner, config.stages[0].generator
     on_cpu = config.device == "cpu"
     trainers = _trainer_needs(config, policy.model)
-    # A driver that trains on an accelerator of this machine has that to itself, but for a generator
-    # that takes turns with it.
-    drives = not trainers and not on_cpu and _kind(config.cluster) == "local"
+    # A driver that trains on an accelerator of this machine shares it only with a colocated
+    # generator.
+    drives = not trainers and not on_cpu and _get_kind(config.cluster) == "local"
     learners = trainers or ([Need(DRIVER, 1, gpus=1)] if drives else [])
     beside = learners[0].role if _colocated(config) and learners and not on_cpu else None
     generators = generator_needs(generator, on_cpu=on_cpu, beside=beside)
@@ -89,33 +92,36 @@ def _colocated(config: RunConfig) -> bool:
 
 
 def _check_torchrun(config: RunConfig) -> None:
-    """Its processes are there once, one for each accelerator."""
+    """Raise ConfigError for generator workers that torchrun can't provide.
+
+    Under torchrun all processes exist from the start, one for each accelerator.
+    """
     stage = config.stages[0]
-    if _kind(config.cluster) != "torchrun" or not isinstance(stage.generator, WorkersConfig):
+    if _get_kind(config.cluster) != "torchrun" or not isinstance(stage.generator, WorkersConfig):
         return
     if not isinstance(stage.learner, SpreadConfig):
         raise ConfigError(
-            "generator.kind=workers under torchrun needs learner.kind=dtensor or megatron: who "
-            "drives there works too"
+            "generator.kind=workers under torchrun needs a distributed learner, because rank 0 "
+            "also trains. Set learner.kind=dtensor or megatron"
         )
-    if _kind(stage.generator.of) == "vllm":
+    if _get_kind(stage.generator.of) == "vllm":
         raise ConfigError(
-            "vLLM starts processes of its own, which torchrun's are not: set cluster.kind=local or "
-            "ray"
+            "vLLM starts its own processes and can't use those of torchrun. Set cluster.kind=local "
+            "or ray"
         )
     if stage.generator.recovery == "restart":
         raise ConfigError(
-            "torchrun starts no process a second time: set generator.recovery=none, or "
-            "cluster.kind=local or ray"
+            "generator.recovery=restart can't restart processes under torchrun. Set "
+            "generator.recovery=none, or cluster.kind=local or ray"
         )
 
 
-def _kind(section: Section) -> str:
+def _get_kind(section: Section) -> str:
     return str(getattr(section, "kind", ""))
 
 
 def _trainer_needs(config: RunConfig, model: PolicyModel) -> list[Need]:
-    """Nothing where this process trains."""
+    """Return the resources of the processes that train; none if this process trains."""
     section = config.stages[0].learner
     if not isinstance(section, SpreadConfig):
         return []
@@ -124,6 +130,7 @@ def _trainer_needs(config: RunConfig, model: PolicyModel) -> list[Need]:
 
 
 def _origin(config: RunConfig, model: PolicyModel) -> Origin:
+    """Return where processes get the model from."""
     source = config.model
     if source.path is None:
         assert isinstance(model, DecoderPolicy), "presets are decoders"
@@ -138,21 +145,25 @@ def _origin(config: RunConfig, model: PolicyModel) -> Origin:
 
 
 def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
-    """Refuses now what a stage, be it the last, would refuse when it starts: teachers that don't
-    fit, no routers."""
+    """Check all stages now for what a later one would refuse when it starts.
+
+    Raises:
+        ConfigError: A teacher does not fit the policy, the model has no routers, or a stage is
+            impossible otherwise.
+    """
     for index in range(first, len(config.stages)):
         stage = config.stages[index]
-        # behind a prompt, however short
+        # A prompt has at least one token.
         longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0
         algorithm = construct(stage.algorithm)
         check_roles(policy.model, policy.tokenizer, algorithm, longest=longest)
-        shown = bool(getattr(stage.environment, "needs_media", False))
-        check_readers(policy.renderer.processor, algorithm, shown=shown)
+        needs_media = bool(getattr(stage.environment, "needs_media", False))
+        check_readers(policy.renderer.processor, algorithm, needs_media=needs_media)
         check_routers(policy.model, policy.generator, algorithm, stage.learner)
         if stage.played_by_workers and policy.renderer.processor is not None:
             raise ConfigError(
-                "the model reads media, whose processor workers that play don't have: set "
-                "generator.plays=requests"
+                "generator.plays=groups needs the model's media processor, which workers don't "
+                "have. Set generator.plays=requests"
             )
         if stage.lora is not None:
             require_peft()
@@ -161,23 +172,25 @@ def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
                 policy.model, DecoderPolicy
             ):
                 raise ConfigError(
-                    "lora with learner.kind=dtensor is of Ratchet's own decoder, and transformers "
-                    "runs this model: set "
-                    "learner.kind=local, or remove lora"
+                    "lora with learner.kind=dtensor needs Ratchet's own decoder, and transformers "
+                    "runs this model. Set learner.kind=local, or remove lora"
                 )
 
 
 def build_policy(config: RunConfig) -> Policy:
-    """The model as the recipe describes it: read from a directory or the hub, or a preset with
-    random weights. In float32: bfloat16 weights would swallow small updates. From now on this
-    process computes models with the kernels of the recipe, and its templates print the day of the
-    recipe."""
+    """Return the model that the recipe describes, from a directory, the hub or a preset.
+
+    A preset has random weights. Weights are float32, because bfloat16 would round small updates
+    away. From now on this process computes models with the recipe's kernels, and its templates
+    print the recipe's date.
+    """
     print_date(getattr(config.tokenizer, "date", None))
-    use_kernels(config.kernels == "compiled")  # auto: never frozen, a run of before there were any
+    # "auto" remains only in the frozen recipes of runs that are older than the kernels.
+    use_kernels(config.kernels == "compiled")
     source, device = config.model, torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"device={config.device}, but torch finds no CUDA accelerator here: set device=cpu"
+            f"device={config.device}, but torch finds no CUDA accelerator here. Set device=cpu"
         )
     tokenizer = construct(config.tokenizer, source.path)
     if source.path is not None:
@@ -196,20 +209,20 @@ def build_policy(config: RunConfig) -> Policy:
         )
         shape = preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
         model = init_policy(shape, seed=config.seed, device=device)
-    format_of_tools = getattr(config.tokenizer, "tool_format", "auto")
+    tool_format = getattr(config.tokenizer, "tool_format", "auto")
     generator = config.stages[0].generator
-    return Policy.of(
+    return Policy.create(
         model,
         tokenizer,
         template=template_of(config),
-        tool_format=format_of_tools,
+        tool_format=tool_format,
         processor=processor_of(config) if model.reads_media else None,
         generator=generator,
     )
 
 
 def processor_of(config: RunConfig) -> Processor | None:
-    """Of the model's directory; None where it has none."""
+    """Return the media processor in the model's directory, or None if it has none."""
     source = config.model
     directory = find_model(
         str(source.path), revision=source.revision, with_code=source.trust_remote_code
@@ -218,8 +231,10 @@ def processor_of(config: RunConfig) -> Processor | None:
 
 
 def _check_same_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """A tokenizer of the recipe's own must be the one that the model was trained with, where its
-    directory holds that."""
+    """Raise ConfigError if the recipe's tokenizer is not the one that the model was trained with.
+
+    Only a model directory with a tokenizer is checked.
+    """
     chosen = (
         not isinstance(config.tokenizer, AutoTokenizerConfig) or config.tokenizer.path is not None
     )
@@ -229,17 +244,18 @@ def _check_same_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
         return
     if load_tokenizer(directory).fingerprint != tokenizer.fingerprint:
         raise ConfigError(
-            f"tokenizer differs from the one in {directory}, whose tokens the model knows: remove "
-            "it from the recipe"
+            f"tokenizer differs from the one in {directory}, with which the model was trained. "
+            "Remove it from the recipe"
         )
 
 
 def template_of(config: RunConfig) -> str | None:
-    """Of the built-in tokenizers; one of somebody else's brings its own."""
+    """Return the chat template of a built-in tokenizer; other tokenizers bring their own."""
     return getattr(config.tokenizer, "template", None)
 
 
 def build_arena(stage: StageConfig) -> Arena:
+    """Return the environment and rewards of a stage."""
     return Arena(
         construct(stage.environment),
         reward=build_reward(stage.rewards),
@@ -254,20 +270,33 @@ def build_arena(stage: StageConfig) -> Arena:
 
 
 def arena_of(environment: Section) -> Arena:
-    """Judged by its own reward."""
+    """Return an environment that is judged by its own reward."""
     return Arena(construct(environment), reward=build_reward(own_rewards(environment)))
 
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:
-    """The weighted sum of several rewards; None for none: the environment's own steps give it."""
+    """Return the weighted sum of several rewards; None for none, where the environment's steps give
+    it."""
     return composed(sections) if sections else None
 
 
 def build_run(
-    config: RunConfig, index: int, policy: Policy, *, directory: Path = Path("runs"), **around: Any
+    config: RunConfig,
+    index: int,
+    policy: Policy,
+    *,
+    directory: Path = Path("runs"),
+    **run_fields: Any,
 ) -> Run:
-    """The run of stage `index`, whose step numbers follow those of the stages before it. directory:
-    of the run."""
+    """Return the run of stage `index`, whose step numbers follow those of the earlier stages.
+
+    Args:
+        config: The recipe.
+        index: The stage.
+        policy: The model to train.
+        directory: The run directory.
+        run_fields: Further fields of `Run`.
+    """
     stage = config.stages[index]
     plan = replace(
         plan_of(config, index), directory=directory, adapter=adapter_of(config, index, directory)
@@ -278,11 +307,12 @@ def build_run(
         construct(stage.algorithm),
         plan,
         save_every=stage.checkpoint.every,
-        **around,
+        **run_fields,
     )
 
 
 def plan_of(config: RunConfig, index: int) -> Plan:
+    """Return what stage `index` does."""
     stage = config.stages[index]
     return Plan(
         name=stage.name,
@@ -302,11 +332,12 @@ def plan_of(config: RunConfig, index: int) -> Plan:
         algorithm=stage.algorithm,
         link=stage.link,
         colocated=_colocated(config),
-        played=_played(config, stage),
+        played=_make_worker_rollouts(config, stage),
     )
 
 
-def _played(config: RunConfig, stage: StageConfig) -> Played | None:
+def _make_worker_rollouts(config: RunConfig, stage: StageConfig) -> Played | None:
+    """Return what workers need to play the stage's groups, or None if they do not."""
     if not stage.played_by_workers:
         return None
     return Played(
@@ -320,26 +351,42 @@ def _played(config: RunConfig, stage: StageConfig) -> Played | None:
 
 
 def adapter_of(config: RunConfig, index: int, directory: Path) -> Adapter | None:
-    """What a stage trains in place of the model's weights. directory: of the run."""
+    """Return the adapter that a stage trains in place of the model's weights.
+
+    Args:
+        config: The recipe.
+        index: The stage.
+        directory: The run directory.
+    """
     stage = config.stages[index]
     if stage.lora is None:
         return None
     base = base_directory(config, index, directory)
-    where = str(config.model.path) if base is None else str(base.absolute())
-    return Adapter(stage.lora, seed=config.seed, base=where)
+    location = str(config.model.path) if base is None else str(base.absolute())
+    return Adapter(stage.lora, seed=config.seed, base=location)
 
 
 def base_directory(config: RunConfig, index: int, directory: Path) -> Path | None:
-    """Where the run keeps the model to which a stage's adapter belongs; None where that is the
-    recipe's own, as it is."""
-    as_it_is = index == 0 and config.model.path is not None
-    return None if as_it_is else directory / "base" / config.stages[index].name
+    """Return where the run keeps the base model of a stage's adapter.
+
+    None if the base is the recipe's own model, unchanged.
+    """
+    is_unchanged = index == 0 and config.model.path is not None
+    return None if is_unchanged else directory / "base" / config.stages[index].name
 
 
 def begins_with(config: RunConfig, index: int, directory: Path) -> RunConfig:
-    """The recipe for who goes on in the middle of stage `index`, with the model that everything
-    begins with: where the stage trains an adapter, whose checkpoints hold that alone, it is the
-    base that the stage began with. directory: of the run."""
+    """Return the recipe to resume in the middle of stage `index`, with the model that it starts
+    from.
+
+    Checkpoints of a stage with an adapter hold the adapter alone, so the model is the base that the
+    stage began with.
+
+    Args:
+        config: The recipe.
+        index: The stage.
+        directory: The run directory.
+    """
     if index == len(config.stages) or config.stages[index].lora is None:
         return config
     base = base_directory(config, index, directory)

@@ -1,5 +1,4 @@
-"""Generators in processes of their own: how they start, what each holds, and how weights reach
-those that come later."""
+"""Start generators in worker processes, and sync weights to workers that are restarted."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ WORKER_FACTORIES = {
 
 
 class Seat(Protocol):
-    """Where a worker lives (`ratchet.executors.worker.Place`)."""
+    """The placement of a worker (`ratchet.executors.worker.Place`)."""
 
     @property
     def threads(self) -> int: ...
@@ -43,12 +42,12 @@ class Seat(Protocol):
     def device(self) -> str: ...
 
 
-def make_rank(seat: Seat, **given: Any) -> GeneratorRank:
-    """What a worker's process holds. given: to `make_generator`."""
-    # the driver needs it where it has the generator itself
+def make_rank(seat: Seat, **arguments: Any) -> GeneratorRank:
+    """Return what a worker process holds. The arguments go to `make_generator`."""
+    # Only the worker needs this import; a driver with its own generator does not.
     from ratchet.weight_sync.endpoints import Intake
 
-    return GeneratorRank(make_generator(seat, **given), Intake)
+    return GeneratorRank(make_generator(seat, **arguments), Intake)
 
 
 def make_generator(
@@ -59,8 +58,15 @@ def make_generator(
     tokenizer: Tokenizer,
     compiled: bool = False,
 ) -> Generator:
-    """The generator of this process. section: the values of its own. Its first weights are those of
-    the origin. compiled: whether it computes with compiled kernels, as the driver does."""
+    """Return the generator of this process.
+
+    Args:
+        seat: The placement of this worker.
+        section: The values of the generator's section.
+        origin: The source of its first weights.
+        tokenizer: The policy's tokenizer.
+        compiled: Compute with compiled kernels, as the driver does.
+    """
     prepare_process(seat.threads)
     use_kernels(compiled)
     config = resolve("generating", section)
@@ -78,8 +84,14 @@ def worker_factory(section: WorkersConfig) -> str:
 
 
 def generator_needs(section: Section, *, on_cpu: bool, beside: str | None = None) -> list[Need]:
-    """What the cluster is asked for; nothing where the generator lives in this process. beside:
-    whose accelerators they use."""
+    """Return the resources that generator workers need; none if the generator lives in this
+    process.
+
+    Args:
+        section: The generator's section.
+        on_cpu: No accelerators are needed.
+        beside: The role that workers share accelerators with.
+    """
     if not isinstance(section, WorkersConfig):
         return []
     return [
@@ -90,7 +102,10 @@ def generator_needs(section: Section, *, on_cpu: bool, beside: str | None = None
 def start_generators(
     router: Router, section: WorkersConfig, executor: Executor, origin: Origin, tokenizer: Tokenizer
 ) -> None:
-    """On what the executor has planned. Raises what the generator raises where it can't start."""
+    """Start the workers on the resources that the executor has planned.
+
+    A worker that can't start raises the generator's error.
+    """
     arguments = {
         "section": section.of.model_dump(mode="json"),
         "origin": origin,
@@ -111,14 +126,17 @@ def start_generators(
 
 
 def link_of(section: Section, between: Between, metrics: MetricsManager) -> Link:
-    """From the learner to the generator, in whatever processes they live. metrics: where restarts
-    are counted."""
+    """Create the weight sync between learner and generator, local or remote.
+
+    Restarts of workers are counted in `metrics`.
+    """
     router = between.generator
     if not isinstance(router, Router):
         return make_link(section, between)
-    to = router.receivers
-    between = replace(between, receivers=to, receivers_count=to.size)
+    receivers = router.receivers
+    between = replace(between, receivers=receivers, receivers_count=receivers.size)
 
+    # Workers that are restarted get the weights that the others already have.
     async def catch_up(receivers: Receivers) -> None:
         link = make_link(
             section, replace(between, receivers=receivers, receivers_count=receivers.size)
@@ -134,15 +152,22 @@ def link_of(section: Section, between: Between, metrics: MetricsManager) -> Link
 
 
 class SteadyLink:
-    """Implements `Link` and `Audits`: a link to workers, some of which may be lost meanwhile. A
-    push then begins again, with those that take their places, or the run ends with what became of
-    them."""
+    """A weight sync to workers that may be lost during it. Implements `Link` and `Audits`.
+
+    A push that loses a worker starts again with its replacement, or raises the worker's error.
+    """
 
     def __init__(self, link: Link, router: Router) -> None:
-        self.link, self.router = link, router
+        self.link = link
+        self.router = router
 
     async def push(self, version: int) -> None:
-        """Raises LinkError, and WorkerDied where a worker was lost and is not replaced."""
+        """Send the weights.
+
+        Raises:
+            LinkError: The push failed and no worker was replaced.
+            WorkerDied: A worker was lost and is not replaced.
+        """
         async with self.router.pushing:
             await self.router.rebuild()
             while True:

@@ -1,5 +1,4 @@
-"""The only training loop. Every algorithm, embedded or distributed, synchronous or not, runs
-through it."""
+"""The only training loop: every algorithm runs through it, local or distributed, async or not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What `ratchet train` measures of each step's work: FLOP against what the machine could do, time
-in which nobody worked, what the processes take of the machine, and the trace."""
+"""Measure the work of each step: FLOP against the hardware's peak, idle time, system load."""
 
 from __future__ import annotations
 
@@ -22,12 +21,20 @@ from ratchet.training.run import Run
 from ratchet.training.stage import Policy
 from ratchet.types import Group
 
-SIDE = 512  # of the square product that says what a processor can do: 5 ms of one core
-ROUND_S = 0.01
+SIDE = 512  # side of the matrices whose product measures a processor's peak: 5 ms of one core
+ROUND_S = 0.01  # seconds of one round of that measurement
 
 
 class Meter:
-    """peak: FLOP/s that everybody together could do. system, trace: None: not wanted."""
+    """The meter of a stage's steps.
+
+    Args:
+        spent: Counts FLOP.
+        peak: Peak FLOP/s of all devices together.
+        system: Measures CPU, memory and accelerators; None measures none.
+        trace: Receives the steps; None writes no trace.
+        activity: Knows when learners and generators are busy.
+    """
 
     def __init__(
         self,
@@ -38,13 +45,11 @@ class Meter:
         trace: Trace | None = None,
         activity: Activity = ACTIVITY,
     ) -> None:
-        self.spent, self.peak, self.system, self.trace, self.activity = (
-            spent,
-            peak,
-            system,
-            trace,
-            activity,
-        )
+        self.spent = spent
+        self.peak = peak
+        self.system = system
+        self.trace = trace
+        self.activity = activity
         self._flop = self._busy_s = 0.0
 
     def begin(self, step: int) -> None:
@@ -53,21 +58,26 @@ class Meter:
             self.trace.begin_step(step)
 
     def measure(self, groups: Sequence[Group], seconds: float) -> Mapping[str, Mapping[str, float]]:
-        """By prefix. seconds: since the step began."""
+        """Return the metrics of a step by prefix.
+
+        Args:
+            groups: The groups of the step.
+            seconds: Time since the step began.
+        """
         rows = [row for group in groups for row in group.trajectories]
         new = [row for group in groups if not group.uses for row in group.trajectories]
         self.spent.add("policy", [len(row) for row in new if row.sampled])
         flop = self.spent.flop - self._flop
         idle = 1 - (self.activity.busy_s - self._busy_s) / seconds
-        # The clocks of the step and of the work are read one after the other.
-        found = {"samples_per_s": len(rows) / seconds, "idle_share": min(max(idle, 0.0), 1.0)}
+        # The two clocks are read one after the other, so the share may lie outside [0, 1].
+        metrics = {"samples_per_s": len(rows) / seconds, "idle_share": min(max(idle, 0.0), 1.0)}
         if self.spent.works:
-            found |= {
+            metrics |= {
                 "tflop": flop / 1e12,
                 "tflop_per_s": flop / seconds / 1e12,
                 "mfu": flop / seconds / self.peak,
             }
-        return {"time": found, "system": {} if self.system is None else self.system.measure()}
+        return {"time": metrics, "system": {} if self.system is None else self.system.measure()}
 
     def end(self) -> None:
         if self.trace is not None:
@@ -83,7 +93,7 @@ def metering(
     directory: RunDirectory,
     trace: Trace | None,
 ) -> Iterator[None]:
-    """Inside the block the steps of the stage `index` are measured."""
+    """Measure the steps of stage `index` inside the block."""
     roles = run.roles
     spent = Spent(_works(policy, run), update=2.0 if run.trainable else 3.0)
     system = SystemMeter(directory.path, nvml=nvidia()) if config.logging.system else None
@@ -96,24 +106,29 @@ def metering(
 
 
 def _works(policy: Policy, run: Run) -> dict[str, Work]:
-    """Of the policy, and of copies of it; of models from elsewhere nothing is known here but what
-    they answer."""
+    """Return the work per token of each role whose model is the policy or a copy of it.
+
+    The FLOP of other models are unknown.
+    """
     work = policy.model.work
-    own = [
+    names = [
         name
         for name in run.roles
         if name not in run.algorithm.roles or run.algorithm.roles[name].path is None
     ]
-    return {} if work is None else dict.fromkeys(own, work)
+    return {} if work is None else dict.fromkeys(names, work)
 
 
 def peak_of(policy: Policy, config: RunConfig, index: int) -> float:
-    """FLOP/s of all that learn and generate together: of an accelerator by its maker's data sheet
-    where that is known, else the rate of a matrix product, measured in under 0.2 s."""
+    """Return the peak FLOP/s of all learners and generators together.
+
+    For an accelerator with a known data sheet it is the manufacturer's value, else the measured
+    rate of a matrix product (under 0.2 s).
+    """
     first = next(policy.model.parameters())
     learners = 1 if policy.ranks is None else policy.ranks.size
     section = config.stages[index].generator
-    # others share the learner's accelerator
+    # Generators of other kinds share the learner's accelerator.
     generators = section.workers if isinstance(section, WorkersConfig) else 0
     count = (
         max(learners, generators)
@@ -124,9 +139,9 @@ def peak_of(policy: Policy, config: RunConfig, index: int) -> float:
         gemm = Gemm(SIDE, SIDE, SIDE)
         return count * gemm_rate(gemm, device=first.device, dtype=torch.float32, round_s=ROUND_S)
     name = torch.cuda.get_device_name(first.device).upper().replace(" ", "")
-    known = [kind for kind in KNOWN if kind.partition("-")[0] in name]
-    if known:
-        return count * KNOWN[known[-1]].flop_s
+    datasheets = [kind for kind in KNOWN if kind.partition("-")[0] in name]
+    if datasheets:
+        return count * KNOWN[datasheets[-1]].flop_s
     return count * gemm_rate(
         Gemm.square("cuda"), device=first.device, dtype=torch.bfloat16, round_s=ROUND_S
     )

@@ -1,4 +1,4 @@
-"""`ratchet train --profile N`: which stage is profiled, and what of its parts is counted."""
+"""Profile a stage for `ratchet train --profile N`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from ratchet.training.stage import Policy
 
 
 def profiled_stage(config: RunConfig, first: int) -> int:
-    """The first of the stages that are left which samples rollouts; where none does, the first of
-    them."""
-    left = range(first, len(config.stages))
-    return next((index for index in left if config.stages[index].source == "rollouts"), first)
+    """Return the first remaining stage that samples rollouts, or the first remaining one."""
+    remaining = range(first, len(config.stages))
+    return next((index for index in remaining if config.stages[index].source == "rollouts"), first)
 
 
 @contextmanager
 def profiling(
     run: Run, policy: Policy, config: RunConfig, steps: int, directory: Path, console: Console
 ) -> Iterator[None]:
-    """Inside the block the run profiles so many steps after a few, or those that it has left."""
+    """Profile a few steps of the run inside the block, at most those that remain."""
 
     def show(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    left = run.last_step - run.first_step
-    if not left:
+    remaining = run.last_step - run.first_step
+    if not remaining:
         show(f"Nothing is profiled: stage {run.name} has no step left.")
         yield
         return
@@ -44,7 +43,7 @@ def profiling(
     run.roles = counting = {name: Counting(learner) for name, learner in roles.items()}
     subject = _subject(run, policy, config, counting)
     run.profiler = Profiler(
-        subject, steps, first_step=run.first_step, left=left, directory=directory, show=show
+        subject, steps, first_step=run.first_step, left=remaining, directory=directory, show=show
     )
     try:
         yield
@@ -55,33 +54,34 @@ def profiling(
 
 
 def _subject(run: Run, policy: Policy, config: RunConfig, roles: Mapping[str, Counting]) -> Subject:
+    """Return what the profiler needs to know of the model and the machine."""
     model = policy.model
     first = next(model.parameters())
-    # Embeddings come last: they look up, and heads run on few of the rows.
+    # Embeddings count as narrowest: lookups multiply nothing, and heads run on few of the rows.
     matrices = [p.shape[-2:] for p in model.parameters() if p.dim() >= 2]
     widest = max(matrices, key=lambda shape: (shape[0] != model.vocab_size, shape.numel()))
     core = getattr(policy.generator, "core", None)
 
-    def asked() -> float:
-        """By learners, and by a generator that counts."""
-        made = getattr(core, "prefilled_tokens", 0) + getattr(core, "decoded_tokens", 0)
-        return made + sum(learner.tokens for learner in roles.values())
+    def count_tokens() -> float:
+        """Return the tokens computed by learners, and by a generator that counts them."""
+        generated = getattr(core, "prefilled_tokens", 0) + getattr(core, "decoded_tokens", 0)
+        return generated + sum(learner.tokens for learner in roles.values())
 
     return Subject(
         stage=run.name,
         device=first.device,
-        # of the learner's autocast
+        # The dtype of the learner's autocast.
         dtype=torch.bfloat16 if first.device.type == "cuda" else first.dtype,
         threads=int(config.threads),
         vocab_size=model.vocab_size,
         widest=(widest[1], widest[0]),
-        asked=asked,
+        asked=count_tokens,
         generated=lambda: run.progress.generated_tokens,
     )
 
 
 class Counting(Around):
-    """Counts the tokens that a learner is given."""
+    """A learner that counts the tokens it gets."""
 
     def __init__(self, inner: Learner) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""The models of a stage beside the policy, and the learners of all of them."""
+"""Make the learners of a stage: the policy, and the other models that the algorithm names."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.hf_weights import read_json
 from ratchet.protocols import Generator, Learner, Workers
 
-WHOLE_VOCABULARY = (
-    # tokens: more make a batch's columns larger than many a model (8,192 tokens x 4,096 x 4 bytes:
-    # 128 MiB)
-    4096
-)
+# Largest vocabulary whose log-probabilities are all kept: a batch of 8,192 tokens then takes
+# 8,192 x 4,096 x 4 bytes = 128 MiB.
+WHOLE_VOCABULARY = 4096
 
 
 def make_roles(
@@ -47,39 +45,50 @@ def make_roles(
     spec: Section | None = None,
     adapter: Adapter | None = None,
 ) -> dict[str, Learner]:
-    """A learner for each role that the algorithm names, "policy" among them, which trains `model`
-    itself. A role that no term updates is frozen. Those whose passes or terms read a scalar head
-    get one, of zeros.
+    """Return a learner for each role that the algorithm names, and the one of "policy", which
+    trains `model`.
 
-    adapter: what the policy trains in place of its weights, into which the one of the stage before
-    is merged. A frozen copy of the policy is then the policy without it, and a copy that trains (a
-    critic) gets an adapter of its own on the same weights.
+    A role that no term updates is frozen. A role whose passes or terms read a scalar head gets one,
+    initialised to zeros.
 
-    Rows of the embeddings beyond the tokenizer's tokens pad them, and models of one family have
-    different numbers of them. So distributions are compared over the first tokens that all the
-    models have, renormalised to sum to 1: what a model gives to the others, which no text contains,
-    is left out of account.
+    With an adapter, a frozen copy of the policy is the policy without the adapter, and a copy that
+    trains (a critic) gets its own adapter on the same weights. The adapter of the stage before is
+    merged into the weights first.
 
-    section: of the learners. steps: batches of the stage. ranks: the processes in which they live;
-    None: this one. spec: the section that the algorithm was made from, for other processes to make
-    it again. Raises ConfigError as `check_roles` does.
+    Embedding rows beyond the tokenizer's tokens are padding, and models of one family differ in
+    their number. So distributions are compared over the first tokens that all models have,
+    renormalised to sum to 1. No text contains the other tokens.
+
+    Args:
+        model: The policy's model.
+        tokenizer: The policy's tokenizer.
+        algorithm: Names the roles.
+        section: The section of the learners.
+        optimizer: The optimizer's section.
+        steps: Batches of the stage.
+        ranks: The processes in which the learners live; None is this process.
+        spec: The section that the algorithm was made from, for processes that make it again.
+        adapter: What the policy trains in place of its weights.
+
+    Raises:
+        ConfigError: See `check_roles`.
     """
     check_roles(model, tokenizer, algorithm)
     if ranks is None and isinstance(section, SpreadConfig):
         raise ConfigError(
-            f"learner.kind={_kind(section)} trains in processes of a group, and there is none "
-            "here: give Policy.of the ranks "
-            "that ratchet.training.from_config.start_processes makes, or set learner.kind=local"
+            f"learner.kind={_get_kind(section)} trains in worker processes, and there are none. "
+            "Give Policy.create the ranks of ratchet.training.from_config.start_processes, or set "
+            "learner.kind=local"
         )
-    own: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "section": section,
         "optimizer": optimizer,
         "steps": steps,
         "adapter": adapter,
     }
     if ranks is not None:
-        return _remote_roles(ranks, model, tokenizer, algorithm, spec, **own)
-    return _local_roles(model, tokenizer, algorithm, **own)
+        return _remote_roles(ranks, model, tokenizer, algorithm, spec, **arguments)
+    return _local_roles(model, tokenizer, algorithm, **arguments)
 
 
 def _local_roles(
@@ -101,7 +110,9 @@ def _local_roles(
 
     def learner(name: str, role: Role, body: PolicyModel) -> Any:
         trains = name in algorithm.losses
-        own = optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
+        role_optimizer = (
+            optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
+        )
         head = (
             ScalarHead(body.hidden_size).to(device, dtype)
             if SCALARS & algorithm.required_outputs(name)
@@ -110,7 +121,7 @@ def _local_roles(
         return construct(
             section,
             body if trains else body.requires_grad_(False),
-            optimizer=own if trains else None,
+            optimizer=role_optimizer if trains else None,
             total_steps=_updates(algorithm, name, steps),
             unit=algorithm.unit,
             head=head,
@@ -135,18 +146,17 @@ def _local_roles(
     for name, role in algorithm.roles.items():
         if name in views:
             continue
-        made = learner(name, role, bodies[name])
-        vocab, positions = bodies[name].vocab_size, bodies[name].max_positions
-        roles[name] = (
-            made
-            if role.path is None
-            else _teacher(made, name, role.path, role, vocab, positions, tokenizer)
-        )
+        trainer = learner(name, role, bodies[name])
+        if role.path is not None:
+            vocab = bodies[name].vocab_size
+            positions = bodies[name].max_positions
+            trainer = _make_teacher(trainer, name, role.path, role, vocab, positions, tokenizer)
+        roles[name] = trainer
     return roles
 
 
 def _views(algorithm: Algorithm, adapter: Adapter | None) -> frozenset[str]:
-    """The roles that are the policy without its adapter: copies that nothing trains."""
+    """Return the roles that are frozen copies, and so the policy without its adapter."""
     if adapter is None:
         return frozenset()
     return frozenset(
@@ -157,12 +167,11 @@ def _views(algorithm: Algorithm, adapter: Adapter | None) -> frozenset[str]:
 
 
 def _copy(model: PolicyModel) -> PolicyModel:
-    """Of the policy as it is; where it has an adapter, another one on the same weights, which
-    rest."""
+    """Return a copy of the policy; with an adapter, another adapter on the same frozen weights."""
     if model.adapter is None:
         return copy.deepcopy(model)
-    resting = [p for name, p in model.named_parameters() if not of_adapter(name)]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*resting, *model.buffers())})
+    frozen = [p for name, p in model.named_parameters() if not of_adapter(name)]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*frozen, *model.buffers())})
 
 
 def _remote_roles(
@@ -180,11 +189,10 @@ def _remote_roles(
     assert isinstance(section, SpreadConfig), "only learners of this kind live in other processes"
     if spec is None:
         raise ConfigError(
-            f"algorithm {algorithm.name} was made in Python, and learner.kind={_kind(section)} "
-            "makes its losses again in other "
-            "processes: give Plan.algorithm the section that it is made from"
+            f"algorithm {algorithm.name} was made in Python, and learner.kind={_get_kind(section)} "
+            "builds its losses again in other processes. Set StageSpec.algorithm to its section"
         )
-    _check_remote(_kind(section), model, algorithm, optimizer)
+    _check_remote(_get_kind(section), model, algorithm, optimizer)
     shapes = {name: _shape(role.path, model) for name, role in algorithm.roles.items()}
     compared = (shapes[name][0] for name, role in algorithm.roles.items() if not role.aligned)
     shared = min([model.vocab_size, *compared])
@@ -193,10 +201,12 @@ def _remote_roles(
     for name, role in {"policy": Role(), **algorithm.roles}.items():
         if name in views:
             continue
-        own = optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
+        role_optimizer = (
+            optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
+        )
         specs[name] = RoleSpec(
             origin=None if role.path is None else Origin(path=role.path),
-            optimizer=with_kind("optimizer", own).model_dump(mode="json")
+            optimizer=with_kind("optimizer", role_optimizer).model_dump(mode="json")
             if name in algorithm.losses
             else None,
             total_steps=_updates(algorithm, name, steps),
@@ -208,11 +218,9 @@ def _remote_roles(
     ranks.call_now("begin", specs, spec.model_dump(mode="json"))
     roles: dict[str, Learner] = {}
     for name in specs:
-        role, (vocab, positions) = (
-            algorithm.roles.get(name, Role()),
-            shapes.get(name, (model.vocab_size, model.max_positions)),
-        )
-        made = RemoteLearner(
+        role = algorithm.roles.get(name, Role())
+        vocab, positions = shapes.get(name, (model.vocab_size, model.max_positions))
+        learner = RemoteLearner(
             ranks,
             section,
             name,
@@ -222,40 +230,40 @@ def _remote_roles(
             shares_prefixes=model.shares_prefixes,
         )
         roles[name] = (
-            made
+            learner
             if role.path is None
-            else _teacher(made, name, role.path, role, vocab, positions, tokenizer)
+            else _make_teacher(learner, name, role.path, role, vocab, positions, tokenizer)
         )
         if name == "policy":
-            roles |= {view: BaseView(made) for view in views}
+            roles |= {view: BaseView(learner) for view in views}
     return roles
 
 
 def _check_remote(
     kind: str, model: PolicyModel, algorithm: Algorithm, optimizer: OptimizerConfig
 ) -> None:
-    """What learners in other processes can't do. Raises ConfigError."""
+    """Raise ConfigError for what learners in other processes can't do."""
     if optimizer.whole_matrices:
         raise ConfigError(
             f"{type(optimizer).__name__} computes with whole matrices, and learner.kind={kind} "
-            "divides them: set "
-            "optimizer.kind=adamw, or learner.kind=local"
+            "divides them. Set optimizer.kind=adamw, or learner.kind=local"
         )
     copied = next((name for name, role in algorithm.roles.items() if role.path is None), None)
     if copied is not None and not isinstance(model, DecoderPolicy):
         raise ConfigError(
-            f"{copied} is a copy of the policy, and learner.kind={kind} copies only models of "
-            "Ratchet's own decoder: here "
-            "transformers runs the model; choose an algorithm without it (kl.coef=0, say)"
+            f"{copied} is a copy of the policy, and learner.kind={kind} copies only Ratchet's own "
+            "decoder, but transformers runs this model. Choose an algorithm without it, for "
+            "example by kl.coef=0"
         )
 
 
 def _updates(algorithm: Algorithm, name: str, steps: int) -> int:
+    """Return the number of optimizer steps of a role."""
     return (steps - algorithm.warmup.get(name, 0)) * algorithm.updates_per_batch
 
 
 def _shape(path: str | None, model: PolicyModel) -> tuple[int, int]:
-    """(rows of the embedding, longest row) of a role's model, from its files alone."""
+    """Return the vocabulary size and the longest row of a role's model, from its files alone."""
     if path is None:
         return model.vocab_size, model.max_positions
     shape = read_json(find_model(path) / "config.json")
@@ -266,66 +274,77 @@ def _shape(path: str | None, model: PolicyModel) -> tuple[int, int]:
 def check_roles(
     model: PolicyModel, tokenizer: Tokenizer, algorithm: Algorithm, *, longest: int = 0
 ) -> None:
-    """What models from elsewhere must be, from their files alone: there, of the policy's tokens (or
-    asked about the same text in their own), and with room for rows of `longest` tokens. Raises
-    ConfigError."""
+    """Check the models of roles from elsewhere, by their files alone.
+
+    A model must exist, have the policy's tokens (or be aligned to the same text in its own), and
+    hold rows of `longest` tokens.
+
+    Raises:
+        ConfigError: A model does not fit.
+    """
     sizes = [model.vocab_size]
     for name, role in algorithm.roles.items():
         if role.path is None:
             continue
         try:
             shape = read_json(find_model(role.path) / "config.json")
-            own = load_tokenizer(role.path)
+            role_tokenizer = load_tokenizer(role.path)
         except ModelError as error:
             raise ConfigError(
-                f"{name}: {error}; a model that another run makes is trained before"
+                f"{name}: {error}. If another run makes this model, finish that run first"
             ) from error
         shape = shape.get("text_config") or shape
-        context, size = (
-            shape.get("max_position_embeddings"),
-            shape.get("vocab_size", own.vocab_size),
-        )
+        context = shape.get("max_position_embeddings")
+        size = shape.get("vocab_size", role_tokenizer.vocab_size)
         if not role.aligned:
-            _check_same_tokens(name, role.path, own, tokenizer, size)
+            _check_same_tokens(name, role.path, role_tokenizer, tokenizer, size)
             sizes.append(size)
             if context is not None and longest > context:
                 raise ConfigError(
                     f"{name}: the model in {role.path} reads {context} tokens, and attempts may "
-                    f"have {longest}: "
-                    "lower sampling.max_new_tokens"
+                    f"have {longest}. Lower sampling.max_new_tokens"
                 )
-    whole = any(item.output == "topk_logprobs" and not item.top_k for item in algorithm.passes)
-    if whole and min(sizes) > WHOLE_VOCABULARY:
+    keeps_all = any(
+        scoring_pass.output == "topk_logprobs" and not scoring_pass.top_k
+        for scoring_pass in algorithm.passes
+    )
+    if keeps_all and min(sizes) > WHOLE_VOCABULARY:
         raise ConfigError(
-            f"algorithm {algorithm.name}: top_k=null keeps {min(sizes):,} numbers for each token "
-            "of a batch, one for each "
-            f"of the vocabulary, and is for vocabularies of up to {WHOLE_VOCABULARY:,}: set "
-            "algorithm.top_k (64, say)"
+            f"algorithm.top_k=null keeps {min(sizes):,} log-probabilities for each token of a "
+            f"batch, and is for vocabularies of up to {WHOLE_VOCABULARY:,}. Set algorithm.top_k=64"
         )
 
 
-def check_readers(processor: Processor | None, algorithm: Algorithm, *, shown: bool) -> None:
-    """What models from elsewhere must make of media, from their files alone: they are given what
-    the policy's processor prepares. shown: whether every task has some. Raises ConfigError."""
+def check_readers(processor: Processor | None, algorithm: Algorithm, *, needs_media: bool) -> None:
+    """Check that models from elsewhere read the media that the policy's processor prepares.
+
+    Args:
+        processor: The policy's processor; None reads no media.
+        algorithm: Names the roles.
+        needs_media: True if every task has media.
+
+    Raises:
+        ConfigError: A model does not read them.
+    """
     for name, role in algorithm.roles.items():
         if processor is None or role.path is None:
             continue
         directory = find_model(role.path)
         if role.aligned or not reads_media(directory):
-            if shown:
-                reads = (
+            if needs_media:
+                reason = (
                     "is asked about the text"
                     if role.aligned
                     else f"the model in {role.path} reads text"
                 )
                 raise ConfigError(
-                    f"{name}: {reads} alone, and the tasks have images, audio or videos: use a "
+                    f"{name}: {reason} alone, and the tasks have images, audio or videos: use a "
                     "teacher of the policy's family "
                     f"that reads them{', with teacher_tokens=same' if role.aligned else ''}"
                 )
             continue
-        theirs = load_processor(directory)
-        if theirs is None or theirs.settings != processor.settings:
+        role_processor = load_processor(directory)
+        if role_processor is None or role_processor.settings != processor.settings:
             raise ConfigError(
                 f"{name}: the model in {role.path} has another processor than the policy, whose "
                 "inputs it can't read: use a "
@@ -337,59 +356,71 @@ def check_readers(processor: Processor | None, algorithm: Algorithm, *, shown: b
 def check_routers(
     model: PolicyModel, generator: Generator, algorithm: Algorithm, section: Section
 ) -> None:
-    """What an algorithm wants of routers: that there are some, a sampler that records them, and
-    learners (`section` is theirs) that see each whole. Raises ConfigError."""
+    """Check what `algorithm.router` needs.
+
+    It needs a model with routers, a sampler that records them, and learners that see each router
+    whole.
+
+    Args:
+        model: The policy's model.
+        generator: The sampler.
+        algorithm: May read routers or replay them.
+        section: The section of the learners.
+
+    Raises:
+        ConfigError: One of them is missing.
+    """
     watches = any("routers" in algorithm.required_outputs(role) for role in algorithm.losses)
     if (algorithm.replays or watches) and not model.routes:
-        why = (
-            "this one has none"
+        reason = (
+            "this model has none"
             if isinstance(model, DecoderPolicy)
-            else "transformers runs this one"
+            else "transformers runs this model"
         )
         raise ConfigError(
-            "algorithm.router is of a mixture of experts that Ratchet's own decoder runs, and "
-            f"{why}: remove algorithm.router"
+            "algorithm.router needs a mixture of experts on Ratchet's own decoder, and "
+            f"{reason}. Remove algorithm.router"
         )
     if algorithm.replays and not getattr(generator, "records_routes", False):
         raise ConfigError(
-            "algorithm.router.replay needs the experts that each token was sampled with, which "
-            f"{type(generator).__name__} "
-            "does not record: set generator.kind=engine, or router.replay=false"
+            "algorithm.router.replay=true needs the experts of each sampled token, which "
+            f"{type(generator).__name__} does not record. Set generator.kind=engine, or "
+            "algorithm.router.replay=false"
         )
     if watches and isinstance(section, SpreadConfig):
         for key in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
             if (value := getattr(section, key)) > 1:
                 raise ConfigError(
                     f"learner.{key}={value} divides what the losses and measures of "
-                    "algorithm.router read: set "
-                    f"router.measure=false and no coefficient of it, or learner.{key}=1"
+                    "algorithm.router read. Set router.measure=false and no router coefficient, "
+                    f"or learner.{key}=1"
                 )
         if getattr(section, "recompute", "none") == "full":
             raise ConfigError(
                 "learner.recompute=full keeps no gradient of what the losses and measures of "
-                "algorithm.router read: set "
-                "router.measure=false and no coefficient of it, or learner.recompute=attention"
+                "algorithm.router read. Set router.measure=false and no router coefficient, or "
+                "learner.recompute=attention"
             )
 
 
-def _check_same_tokens(name: str, path: str, own: Tokenizer, policys: Tokenizer, size: int) -> None:
-    if not own.same_tokens(policys):
+def _check_same_tokens(
+    name: str, path: str, tokenizer: Tokenizer, policy_tokenizer: Tokenizer, size: int
+) -> None:
+    if not tokenizer.same_tokens(policy_tokenizer):
         raise ConfigError(
             f"{name}: the model in {path} has another tokenizer than the policy, so their tokens "
-            "don't compare: "
-            "set teacher_tokens=aligned with on_policy_distillation, or use a teacher of the same "
-            "family"
+            "don't compare. Set teacher_tokens=aligned with on_policy_distillation, or use a "
+            "teacher of the same family"
         )
-    if own.vocab_size > size:
+    if tokenizer.vocab_size > size:
         raise ConfigError(
-            f"{name}: the tokenizer in {path} has {own.vocab_size} tokens, the model's embedding "
-            f"{size}: "
-            "they don't belong together; copy the model's own tokenizer there"
+            f"{name}: the tokenizer in {path} has {tokenizer.vocab_size} tokens, the model's "
+            f"embedding {size}. Copy the model's own tokenizer there"
         )
 
 
 def longest_row(model: PolicyModel, roles: Mapping[str, Learner]) -> int:
-    """Tokens of a sequence that the policy and all that read the same tokens can take in."""
+    """Return the longest row in tokens that the policy and all readers of its tokens take."""
     limits = (
         role.max_positions
         for role in roles.values()
@@ -398,8 +429,8 @@ def longest_row(model: PolicyModel, roles: Mapping[str, Learner]) -> int:
     return min([model.max_positions, *limits])
 
 
-def _teacher(
-    made: Learner,
+def _make_teacher(
+    learner: Learner,
     name: str,
     path: str,
     role: Role,
@@ -408,10 +439,10 @@ def _teacher(
     tokenizer: Tokenizer,
 ) -> Teacher:
     if role.aligned:
-        return AlignedTeacher(made, tokenizer, load_tokenizer(path), max_positions=positions)
+        return AlignedTeacher(learner, tokenizer, load_tokenizer(path), max_positions=positions)
     reads = reads_media(find_model(path))
-    return Teacher(made, name=name, max_positions=positions, vocab_size=vocab, reads_media=reads)
+    return Teacher(learner, name=name, max_positions=positions, vocab_size=vocab, reads_media=reads)
 
 
-def _kind(section: Section) -> str:
+def _get_kind(section: Section) -> str:
     return str(getattr(section, "kind", ""))

@@ -1,5 +1,4 @@
-"""Workers that generate and play: each has an environment, rewards and a generator in one
-process."""
+"""Workers that play whole groups: each process has an environment, rewards and a generator."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from ratchet.weight_sync.endpoints import Intake
 
 
 class GroupRank(GeneratorRank):
-    """Plays groups too, one call at a time."""
+    """A generator worker that also plays groups, one call at a time."""
 
     def __init__(self, generator: Generator, tokenizer: Tokenizer) -> None:
         super().__init__(generator, Intake)
@@ -31,8 +30,13 @@ class GroupRank(GeneratorRank):
         self.manager: RolloutManager | None = None
 
     async def begin(self, stage: Played, max_context: int, needs_reward: bool) -> None:
-        """What is played from now on. max_context, needs_reward: see
-        `ratchet.training.build.make_manager`."""
+        """Set the stage whose groups are played from now on.
+
+        Args:
+            stage: The stage's environment, rewards and rollout limits.
+            max_context: See `ratchet.training.build.make_manager`.
+            needs_reward: See `ratchet.training.build.make_manager`.
+        """
         await self.leave()
         print_date(stage.date)
         renderer = Renderer(self.tokenizer, stage.template, tool_format=stage.tool_format)
@@ -48,13 +52,14 @@ class GroupRank(GeneratorRank):
     async def play(
         self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, attempts: int, greedy: bool
     ) -> Shipped:
+        """Play the attempts of some tasks."""
         assert self.manager is not None, "a stage begins first"
-        return Shipped.of(
+        return Shipped.pack(
             await self.manager.groups(jobs, sampling, attempts=attempts, greedy=greedy)
         )
 
     async def leave(self) -> None:
-        """The stage is over."""
+        """End the stage and close its manager."""
         manager, self.manager = self.manager, None
         if manager is not None:
             await manager.close()
@@ -64,6 +69,6 @@ class GroupRank(GeneratorRank):
         await super().close()
 
 
-def make_rank(seat: Seat, *, tokenizer: Tokenizer, **given: Any) -> GroupRank:
-    """What a worker's process holds. given: to `make_generator`."""
-    return GroupRank(make_generator(seat, tokenizer=tokenizer, **given), tokenizer)
+def make_rank(seat: Seat, *, tokenizer: Tokenizer, **arguments: Any) -> GroupRank:
+    """Return what a worker process holds. Further arguments go to `make_generator`."""
+    return GroupRank(make_generator(seat, tokenizer=tokenizer, **arguments), tokenizer)

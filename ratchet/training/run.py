@@ -1,5 +1,7 @@
-"""A run of one stage: what `ratchet.training.loop.train` reads, and what happens around each of its
-steps."""
+"""A run of one stage: what `ratchet.training.loop.train` reads, and the work around each step.
+
+That work is metrics, evaluation, sentinels and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,14 @@ from ratchet.utils import failpoints
 
 log = logging.getLogger(__name__)
 
-STEPS = "steps"  # the track of a trace that has them and their phases
+STEPS = "steps"  # the trace track of steps and their phases
 
 Observer = Callable[[int, Mapping[str, float | None]], None]
 
 
 class Records(Protocol):
-    """Who writes steps down (`ratchet.observe.records.writer.Recorder`), or compares them with what
-    was."""
+    """A recorder of steps (`ratchet.observe.records.writer.Recorder`), or a comparison with a
+    record."""
 
     def add(
         self,
@@ -66,28 +68,30 @@ class Records(Protocol):
 
 
 class StepMeter(Protocol):
-    """Who measures what a step takes (`ratchet.training.metering.Meter`)."""
+    """A meter of a step's work (`ratchet.training.metering.Meter`)."""
 
     def begin(self, step: int) -> None: ...
     def measure(self, groups: Sequence[Group], seconds: float) -> Mapping[str, Mapping[str, float]]:
-        """Metrics by prefix. seconds: since the step began."""
+        """Return metrics by prefix; `seconds` is the time since the step began."""
         ...
 
     def end(self) -> None: ...
 
 
-OUT_OF_TIME = 75  # EX_TEMPFAIL of sysexits.h: try again, and it goes on
-# steps that a run with limit_s has at least: one warms up, and of one nobody knows whether it was
-# as others are
+# Exit status EX_TEMPFAIL of sysexits.h: time ran out; the same command resumes the run.
+OUT_OF_TIME = 75
+# Minimum number of steps under `limit_s`: the first is warm-up, and two more are needed to judge a
+# typical step.
 TRIED = 3
-PAUSED = 77  # EX_NOPERM: somebody is to look first, and then it goes on
+# Exit status EX_NOPERM when a sentinel paused the run. Inspect it, then resume.
+PAUSED = 77
 
 
 class StopRequest:
-    """Set by a signal handler, by a sentinel, or as time runs out; the loop ends after the step in
-    progress, which is saved.
+    """A request to end the loop after the current step, which is then saved.
 
-    status: what the process is to end with; None: nobody asks it to.
+    A signal handler, a sentinel or a time limit makes it. `status` is the exit status of the
+    process; None means that no stop is requested.
     """
 
     def __init__(self) -> None:
@@ -96,28 +100,37 @@ class StopRequest:
 
 @dataclass
 class Progress:
-    """What a stage has done so far, over interruptions too; checkpointed."""
+    """The progress of a stage so far, interruptions included. It is saved in checkpoints."""
 
     seconds: float = 0.0  # training alone: evaluation and saving are not counted
     trained_tokens: float = 0.0
     generated_tokens: float = 0.0
-    silent_steps: int = 0  # whose every advantage was 0: nothing to learn from
+    silent_steps: int = 0  # steps without a gradient: all advantages were 0
     accuracy_before: float | None = None
     accuracy: float | None = None  # the latest
-    best: float | None = None  # of the metric that patience watches
-    fruitless: int = 0  # evaluations in a row that were no better
-    ended: bool = False  # before its last step, as patience ran out
+    best: float | None = None  # best value of the early-stopping metric
+    fruitless: int = 0  # evaluations in a row without an improvement
+    ended: bool = False  # stopped early, or by `limit_s`
 
 
 @dataclass
 class Run:
-    """first_step, last_step: the range [first, last) that is left, in step numbers of the whole
-    run. observers: called with every step's metrics. trainable: what of the policy trains, told
-    with the first step. save: writes a checkpoint that says so many steps are done.
-    verify_directory: raises RunDirectoryError if the run may no longer write to its directory;
-    called after every step, before anything of it is written. deadline: of the monotonic clock; a
-    step that would not end before it is not begun. limit_s: seconds of training, after which the
-    stage ends as if it had no step left, but for its first few."""
+    """The state of a stage's training, and the parts that it calls around each step.
+
+    Attributes:
+        first_step: The first remaining step, in step numbers of the whole run.
+        last_step: The first step after the stage.
+        observers: Called with the metrics of every step.
+        managers: Closed with the run.
+        trainable: Number and share of the trained parameters, logged with the first step.
+        evaluations: The directory for results of evaluations, by step.
+        save: Writes a checkpoint after the given number of steps.
+        verify_directory: Raises RunDirectoryError if the run may no longer write to its directory.
+            It is called after every step, before any of its files are written.
+        deadline: Monotonic time; a step that would not end before it is not begun.
+        limit_s: Seconds of training after which the stage ends as if it had no more steps. At least
+            `TRIED` steps run.
+    """
 
     name: str
     algorithm: Algorithm
@@ -136,7 +149,7 @@ class Run:
     environment_numbers: Callable[[Sequence[Group]], Mapping[str, float]] | None = None
     evaluate_every: int = 0
     patience: Patience | None = None
-    evaluations: Path | None = None  # where what they found is kept, by step
+    evaluations: Path | None = None
     save: Callable[[int], Awaitable[None]] | None = None
     save_every: int = 0
     verify_directory: Callable[[], None] | None = None
@@ -150,18 +163,19 @@ class Run:
     sentinels: Sentinels | None = None
     probes: Probes | None = None
     _unsent: int | None = None  # the version that the generator lacks
-    _updates: list[dict[str, float]] = field(default_factory=list)  # of the step in progress
+    _updates: list[dict[str, float]] = field(default_factory=list)  # metrics of the current step
     _step_started: float = 0.0
     _processor_started: float = 0.0
-    _longest: float = 0.0  # seconds of a step, with what it evaluated and saved
+    _longest: float = 0.0  # seconds of the longest step, evaluation and saving included
 
     def __post_init__(self) -> None:
         self.origin = self.done = self.first_step
         self.metrics.declare("rollout", SPREADS)
 
     def steps(self) -> Iterator[int]:
+        """Yield the numbers of the remaining steps, until a stop is requested."""
         for step in range(self.first_step, self.last_step):
-            # before the request is read: a signal is not to be lost to a handler of a library
+            # A library may have replaced the signal handlers; restore them before reading `stop`.
             hold()
             if self.stop.status is not None or self.progress.ended:
                 return
@@ -170,7 +184,8 @@ class Run:
                 self.profiler.begin_step()
             if self.meter is not None:
                 self.meter.begin(step)
-            self._step_started, self._processor_started = time.monotonic(), time.process_time()
+            self._step_started = time.monotonic()
+            self._processor_started = time.process_time()
             with ACTIVITY.span(STEPS, f"step {step + 1}"):
                 yield step
             if self.meter is not None:
@@ -181,26 +196,26 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a part of the step; tests break the process at the start of one."""
+        """Time a phase of the step. Tests kill the process at the start of one."""
         failpoints.point(f"step.{name}")
         note(RUN, f"began to {name} for step {self.done + 1}")
         with self._part(name), self.metrics.phase(name):
             yield
 
     async def compare(self, step: int, batch: Batch) -> None:
-        """Holds the sampler to the learner, while both have the weights that the batch was drawn
-        with."""
+        """Check the sampler's log-probabilities against the learner's, while both have the same
+        weights."""
         if self.parity is not None and self.parity.due(step - self.origin):
             self.metrics.add("parity", await self.parity.check(batch, version=step))
 
     def measure(self, role: str, numbers: Mapping[str, float]) -> None:
-        """Metrics of one optimizer step; a batch with several keeps the mean of them."""
+        """Add the metrics of one optimizer step; a batch with several steps logs their mean."""
         self.metrics.add(role, numbers)
         self._updates.append({f"{role}/{key}": value for key, value in numbers.items()})
 
     @property
     def measured(self) -> dict[str, float]:
-        """Means over the optimizer steps of this batch."""
+        """The means over the optimizer steps of this batch."""
         names = dict.fromkeys(name for update in self._updates for name in update)
         return {
             name: fmean(update[name] for update in self._updates if name in update)
@@ -208,8 +223,10 @@ class Run:
         }
 
     async def sync(self, version: int) -> None:
-        """Gives the generator the learner's weights: now where steps sample from them, else before
-        an evaluation asks it."""
+        """Send the learner's weights to the generator, at once if steps sample from them.
+
+        Otherwise they are sent before the next evaluation.
+        """
         self._unsent = version
         if self.algorithm.source == "rollouts":
             await self._send()
@@ -220,6 +237,7 @@ class Run:
             self._unsent = None
 
     async def after(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
+        """Finish a step: acknowledge its groups, record, log, evaluate and save."""
         with ACTIVITY.span(STEPS, "after"):
             await self._after(step, groups, batch)
 
@@ -232,10 +250,8 @@ class Run:
             self.recorder.add(
                 step + 1, self.name, groups, batch, self.algorithm.token_weights, trained
             )
-        seconds, processor_s = (
-            time.monotonic() - self._step_started,
-            time.process_time() - self._processor_started,
-        )
+        seconds = time.monotonic() - self._step_started
+        processor_s = time.process_time() - self._processor_started
         numbers = (
             measure_groups(groups) | measure_staleness(groups, step) | self.batcher.measure(groups)
         )
@@ -255,46 +271,49 @@ class Run:
             self.metrics.add("rollout", samples, of=labels)
         if step == self.origin:
             self.metrics.add("policy", self.trainable)
-        made = numbers.get("generated_tokens", numbers["trained_tokens"])
+        written = numbers.get("generated_tokens", numbers["trained_tokens"])
         self.metrics.add(
-            "time", {"step_s": seconds, "processor_s": processor_s, "tokens_per_s": made / seconds}
+            "time",
+            {"step_s": seconds, "processor_s": processor_s, "tokens_per_s": written / seconds},
         )
         if self.meter is not None:
-            for prefix, found in self.meter.measure(groups, seconds).items():
-                self.metrics.add(prefix, found)
-        self.done = done = step + 1
+            for prefix, measured in self.meter.measure(groups, seconds).items():
+                self.metrics.add(prefix, measured)
+        steps_done = step + 1
+        self.done = steps_done
         self._watch_time()
-        # To be stopped means: save now. Only the last step's evaluation is kept, as no later step
-        # could make up for it.
-        due = self._due(done, self.evaluate_every) and self.stop.status is None
+        # A stop request means to save at once, so it skips evaluations. The last step's is kept
+        # because no later step could catch up on it.
+        due = self._due(steps_done, self.evaluate_every) and self.stop.status is None
         if self._last or due:
             failpoints.point("step.evaluate")
-            note(RUN, f"began to evaluate after step {done}")
+            note(RUN, f"began to evaluate after step {steps_done}")
             with self._part("evaluate"):
                 await self.evaluate()
-        findings = await self._probe(done, groups)
+        findings = await self._probe(steps_done, groups)
         failpoints.point("step.log")
-        flushed = self.metrics.flush(done)
+        flushed = self.metrics.flush(steps_done)
         if due:
-            self._heed(flushed)
+            self._update_patience(flushed)
         for observe in self.observers:
-            observe(done, flushed)
+            observe(steps_done, flushed)
         if (
             self.sentinels is not None
-            and self.sentinels.see(done, flushed, groups, findings.shown)
+            and self.sentinels.see(steps_done, flushed, groups, findings.shown)
             and self.stop.status is None
         ):
-            log.warning("a sentinel pauses the run: saving")
+            log.warning("a sentinel pauses the run; saving")
             self.stop.status = PAUSED
         ends = self.stop.status is not None or self._last
-        if self.save is not None and (ends or self._due(done, self.save_every)):
-            note(RUN, f"began to save step {done}")
+        if self.save is not None and (ends or self._due(steps_done, self.save_every)):
+            note(RUN, f"began to save step {steps_done}")
             with self._part("save"):
-                await self.save(done)
+                await self.save(steps_done)
 
-    def _heed(self, metrics: Mapping[str, float | None]) -> None:
-        """Makes this step the last one where the stage has not become better for too long."""
-        patience, progress = self.patience, self.progress
+    def _update_patience(self, metrics: Mapping[str, float | None]) -> None:
+        """End the stage after this step if it has not improved for too long."""
+        patience = self.patience
+        progress = self.progress
         if patience is None:
             return
         progress.best, progress.fruitless = patience.after(
@@ -304,15 +323,20 @@ class Run:
             log.info(
                 "stage %s ends after step %d of %d: %s was no better in %d evaluations in a row "
                 "(evaluation.patience)",
-                *(self.name, self.done, self.last_step, patience.metric, progress.fruitless),
+                self.name,
+                self.done,
+                self.last_step,
+                patience.metric,
+                progress.fruitless,
             )
             progress.ended = True
 
     def _watch_time(self) -> None:
+        """Request a stop if another step would miss the deadline; end the stage after `limit_s`."""
         now = time.monotonic()
         another = max(self._longest, now - self._step_started)
         if self.deadline is not None and self.stop.status is None and now + another > self.deadline:
-            log.warning("no time for another step (checkpoint.limit_s): saving")
+            log.warning("no time for another step (checkpoint.limit_s); saving")
             self.stop.status = OUT_OF_TIME
         if (
             self.limit_s is not None
@@ -325,23 +349,24 @@ class Run:
         if self.probes is None or not self.probes.due(done - self.origin):
             return Findings()
         await self._send()
-        findings = await self.probes.look(groups)
+        findings = await self.probes.check(groups)
         for prefix, numbers in findings.metrics.items():
             self.metrics.add(prefix, numbers)
         return findings
 
     async def evaluate(self) -> dict[str, float]:
-        """What the weights reach on held-out tasks as they are now; {} for a run without an
-        evaluator."""
+        """Return the metrics on held-out tasks with the present weights; {} without evaluator."""
         await self._send()
         if self.evaluator is None:
             return {}
-        found = await self.evaluator.run()
-        if self.evaluations is not None and isinstance(found, Results):
+        results = await self.evaluator.run()
+        if self.evaluations is not None and isinstance(results, Results):
             keep(
-                found, self.evaluations / f"step-{self.done:08d}", f"{self.name}, step {self.done}"
+                results,
+                self.evaluations / f"step-{self.done:08d}",
+                f"{self.name}, step {self.done}",
             )
-        numbers = found.numbers()
+        numbers = results.numbers()
         self.metrics.add("eval", numbers)
         self.progress.accuracy = numbers.get("accuracy")
         return numbers

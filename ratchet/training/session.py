@@ -1,5 +1,4 @@
-"""`ratchet train`: all stages of a recipe in one run directory, interrupted and resumed as often as
-need be."""
+"""Run all stages of a recipe in one run directory, across interruptions (`ratchet train`)."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ log = logging.getLogger("ratchet.train")
 
 # Error numbers of a disk that is full, over quota, read-only or broken.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-NOT_MIRRORED = 74  # the exit status: the run is done, and its address lacks some of it
+NOT_MIRRORED = 74  # exit status: the run is finished, but its address lacks a part of it
 
 
 def start_run(
@@ -76,10 +75,20 @@ def start_run(
     profile: int | None = None,
     try_s: float | None = None,
 ) -> int:
-    """Trains by a recipe in a fresh directory. run_dir: of this machine, or an address, which the
-    run is mirrored to. Returns the exit status: 0, 128 + the signal that stopped it, NOT_MIRRORED,
-    or what `ratchet.training.run` names. profile: how many steps; None: none. try_s: seconds of
-    training after which each stage ends."""
+    """Train by a recipe in a new run directory.
+
+    Args:
+        recipe: The recipe's file.
+        overrides: Keys to set, as key=value.
+        run_dir: A local directory, or an address to which the run is mirrored.
+        command: The command line, which is stored with the run.
+        profile: The number of steps to profile; None profiles none.
+        try_s: Seconds of training after which each stage ends.
+
+    Returns:
+        The exit status: 0, 128 + the signal that stopped the run, NOT_MIRRORED, or a status of
+            `ratchet.training.run`.
+    """
     written = load_config(recipe, overrides)
     config = freeze(written)
     launched = Launched.here()
@@ -88,22 +97,23 @@ def start_run(
     directory, store, mirror = open_run(
         run_dir or config.run_dir or _numbered(Path("runs") / config.name)
     )
-    path, place = directory.path, directory.path if mirror is None else mirror.address
+    path = directory.path
+    place = path if mirror is None else mirror.address
     if mirror is not None:
         mirror.expect_nothing()
     if directory.used:
         raise RunDirectoryError(
-            f"{path} holds a run: continue it with --resume {place}, or choose another --run-dir"
+            f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
         )
-    known = (".", directory.plan.name)
-    if path.is_dir() and any(not entry.name.startswith(known) for entry in path.iterdir()):
+    allowed = (".", directory.plan.name)
+    if path.is_dir() and any(not entry.name.startswith(allowed) for entry in path.iterdir()):
         raise RunDirectoryError(
-            f"{path} holds other files: choose a --run-dir that is empty or does not exist"
+            f"{path} holds other files. Choose a --run-dir that is empty or does not exist"
         )
     directory.expect(plain(written))
     with directory.locked():
         if mirror is not None:
-            # before anything is written here: a store that can't be written needs another command
+            # Nothing local is written yet, so that another command can follow if the store refuses.
             mirror.begin()
         directory.settle(plain(config))
         if mirror is not None:
@@ -114,16 +124,24 @@ def start_run(
 def resume_run(
     place: str | Path, *, command: str, profile: int | None = None, changed_data: bool = False
 ) -> int:
-    """Continues the run in a directory, or at an address, from its newest whole checkpoint. A
-    finished run only writes its results again. changed_data: also where files of its data are not
-    what they were."""
+    """Continue the run in a directory or at an address from its newest complete checkpoint.
+
+    A finished run only writes its results again.
+
+    Args:
+        place: The directory or address.
+        command: The command line.
+        profile: The number of steps to profile; None profiles none.
+        changed_data: Resume even if data files have changed.
+    """
     launched = Launched.here()
     if launched is not None and launched.rank:
         return serve_rank(launched)
     directory, store, mirror = open_run(place)
     if mirror is None and not directory.used:
         raise RunDirectoryError(
-            f"{place} holds no run (no config.yaml): give the directory that `ratchet train` named"
+            f"{place} holds no run (no config.yaml). Give the directory that `ratchet train` "
+            "printed"
         )
     with directory.locked():
         if mirror is not None:
@@ -146,22 +164,27 @@ def resume_run(
 def _run(session: Session) -> int:
     try:
         return asyncio.run(session.run())
-    except SecondSignal as second:  # at once, without saving
+    except SecondSignal as second:  # the run stops at once, without saving
         return 128 + second.number
     except OSError as error:
-        place, name = session.directory.path, error.filename
-        # What writes to an open file, reports no name.
+        place = session.directory.path
+        name = error.filename
+        # Errors of writes to an open file have no file name.
         is_here = isinstance(name, str | bytes) and Path(os.fsdecode(name)).is_relative_to(place)
         if not is_here and (name is not None or error.errno not in DISK_ERRORS):
             raise
         raise RunDirectoryError(
-            f"{place} can't be used: {error}. Mend that, then go on with --resume"
+            f"{place} can't be used: {error}. Fix this, then continue with --resume"
         ) from error
 
 
 def _numbered(path: Path) -> Path:
-    """`path`, or `path-2`, `path-3`, ...: a new run never writes into an old one."""
-    candidate, number = path, 1
+    """Return `path`, or the first of `path-2`, `path-3`, ... that does not exist.
+
+    A new run never writes into an old one.
+    """
+    candidate = path
+    number = 1
     while candidate.exists():
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
@@ -169,9 +192,9 @@ def _numbered(path: Path) -> Path:
 
 
 class _StopAfterStep(StopRequest):
-    """A request that a signal makes: the loop finishes its step and saves.
+    """A stop request made by a signal: the loop finishes its step and saves.
 
-    forwarded: as `stops_on_signals` has it.
+    `forwarded` is passed to `stops_on_signals`.
     """
 
     def __init__(self, *, forwarded: bool) -> None:
@@ -185,8 +208,7 @@ class _StopAfterStep(StopRequest):
 
 
 class Session:
-    """One process's share of a run: it picks up where the checkpoints end, and goes on to the last
-    stage or to a signal."""
+    """The part of a run in one process: from the newest checkpoint to its end or a stop request."""
 
     def __init__(
         self,
@@ -200,15 +222,15 @@ class Session:
         try_s: float | None = None,
         mirror: Mirror | None = None,
     ) -> None:
-        self.config, self.directory, self.command, self.profile = (
-            config,
-            directory,
-            command,
-            profile,
-        )
-        self.store, self.mirror = store, mirror
+        self.config = config
+        self.directory = directory
+        self.command = command
+        self.profile = profile
+        self.store = store
+        self.mirror = mirror
         self._plain = plain(config)
-        self.changed_data, self.try_s = changed_data, try_s
+        self.changed_data = changed_data
+        self.try_s = try_s
         self.console = lasting_console()
         self.summaries: list[StageSummary] = []  # of finished stages
         self.ledger = Ledger(directory.ledger)
@@ -216,31 +238,32 @@ class Session:
         self.recorder: Recorder | None = None
         self.trace: Trace | None = None
         self.began = time.monotonic()
-        self._profiled = 0  # the stage, where one is profiled
-        self.measures: str | None = None  # what the latest stage was evaluated by
+        self._profiled = 0  # index of the stage that `profile` applies to
+        self.measures: str | None = None  # what the latest stage's evaluator measures
 
     async def run(self) -> int:
+        """Run to the end or to a stop request, and return the exit status."""
         prepare_process(self.config.threads)
         stop = _StopAfterStep(forwarded=Launched.here() is not None)
         logged = log_to(self.directory.log, console=self.console)
         signals = stops_on_signals(stop.make, forwarded=stop.forwarded)
         with logged, signals, answers_status(self.directory):
             log.info("%s", self.command)
-            for left in sweep():
-                log.info("removed %s, which a killed process has left", left)
+            for folder in sweep():
+                log.info("removed %s, which a killed process has left", folder)
             for note in () if self.mirror is None else self.mirror.notes:
                 log.info("%s", note)
                 self.console.print(note, markup=False, highlight=False, soft_wrap=True)
             try:
                 status = await self._trained(stop)
             except BaseException as error:
-                # a closed terminal would take the reason with it
+                # The log keeps the reason even if the terminal is closed.
                 log.info("the run ends here", exc_info=True)
                 if self.mirror is not None and not isinstance(error, SecondSignal):
                     self.mirror.finish()
                 raise
-            there = self.mirror is None or self.mirror.finish()
-            return status if there else status or NOT_MIRRORED
+            is_mirrored = self.mirror is None or self.mirror.finish()
+            return status if is_mirrored else status or NOT_MIRRORED
 
     async def _trained(self, stop: StopRequest) -> int:
         checkpoint = self.store.latest()
@@ -248,13 +271,13 @@ class Session:
             log.info("continuing after step %d", checkpoint.step)
             failpoints.point("resume.begin")
             self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
-            self.command = checkpoint.meta["command"]  # the one that began the run reproduces it
+            self.command = checkpoint.meta["command"]  # the command that began the run
         else:
             refuse_lost_checkpoints(self.directory, self.store, self.config.stages[0])
             self.ledger.cut(0)
         kept = 0 if checkpoint is None else checkpoint.step
         self.sinks = self._open_sinks(-1 if checkpoint is None else kept)
-        elsewhere = self.config.device != "cpu" or any(
+        is_background = self.config.device != "cpu" or any(
             isinstance(stage.learner, SpreadConfig) for stage in self.config.stages
         )
         self.recorder = Recorder(
@@ -262,12 +285,12 @@ class Session:
             self.directory.steps,
             seed=self.config.seed,
             keep_through=kept,
-            beside=elsewhere,
+            beside=is_background,
         )
         try:
             async with AsyncExitStack() as ends:
-                wanted = self.directory.trace if self.config.logging.trace else None
-                self.trace = ends.enter_context(tracing(wanted))
+                trace_path = self.directory.trace if self.config.logging.trace else None
+                self.trace = ends.enter_context(tracing(trace_path))
                 return await self._stages(await self._policy(ends, checkpoint), stop, checkpoint)
         finally:
             self.recorder.close()
@@ -275,8 +298,10 @@ class Session:
             self.ledger.close()
 
     async def _policy(self, ends: AsyncExitStack, checkpoint: Checkpoint | None) -> Policy:
-        """With the processes that train it and generate. ends: closes what is opened here, whatever
-        happens to the rest."""
+        """Return the policy with the processes that train it and generate.
+
+        `ends` closes everything that is opened here.
+        """
         config = self.config
         if checkpoint is not None:
             config = begins_with(config, len(self.summaries), self.directory.path)
@@ -290,8 +315,8 @@ class Session:
     async def _stages(
         self, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None
     ) -> int:
-        # What is loaded by now stays: the collector would walk all of it again and again, for a
-        # third of a small step.
+        # Everything loaded by now stays. Walking it at each garbage collection would take a third
+        # of the time of a small step.
         gc.collect()
         gc.freeze()
         trained: Learner | None = None
@@ -299,27 +324,27 @@ class Session:
         for index in range(len(self.summaries), len(self.config.stages)):
             trained = await self._stage(index, policy, stop, checkpoint)
             if stop.status is not None:
-                why = (
+                reason = (
                     "Paused by a sentinel (run.log says why)"
                     if stop.status == PAUSED
                     else "Stopped"
                 )
-                saved = (
-                    why
+                outcome = (
+                    reason
                     if self.store.steps()
                     else "Stopped before the first step, so it begins anew"
                 )
-                again = f"{saved}. Continue with: ratchet train --resume {self.place}"
-                self.console.print(again, markup=False, highlight=False, soft_wrap=True)
+                message = f"{outcome}. Continue with: ratchet train --resume {self.place}"
+                self.console.print(message, markup=False, highlight=False, soft_wrap=True)
                 return stop.status
-            checkpoint = None  # the stages after it start from the model in memory
-        assert trained is not None, "every checkpoint is of a stage: there is one to finish"
+            checkpoint = None  # later stages start from the model in memory
+        assert trained is not None, "a checkpoint is always within a stage"
         self._finish(policy, trained)
         return 0
 
     @property
     def place(self) -> str | Path:
-        """What the run is called by."""
+        """The path or address of the run, as commands take it."""
         return self.directory.path if self.mirror is None else self.mirror.address
 
     def _open_sinks(self, keep_through: int) -> Sinks:
@@ -338,40 +363,29 @@ class Session:
     async def _stage(
         self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None
     ) -> Learner:
-        """The learner of the policy, which knows all that belongs to the model."""
+        """Train one stage, and return the policy's learner."""
         stage = self.config.stages[index]
         policies = stage.checkpoint
-        self.store.keep, self.store.keep_best, self.store.keep_every = (
-            policies.keep,
-            policies.keep_best,
-            policies.keep_every,
-        )
+        self.store.keep = policies.keep
+        self.store.keep_best = policies.keep_best
+        self.store.keep_every = policies.keep_every
         run = build_run(
             self.config, index, policy, directory=self.directory.path, ledger=self.ledger, stop=stop
         )
-        for caution in cautions(stage):
-            log.warning("stage %s: %s", run.name, caution)
-        if run.trainable:
-            trains, share = run.trainable["trainable_parameters"], run.trainable["trainable_share"]
-            log.info(
-                "stage %s trains %s parameters of an adapter, %.2f %% of all",
-                run.name,
-                f"{trains:,}",
-                100 * share,
-            )
-        before, self.measures = self.measures, run.evaluator and run.evaluator.measures
+        _log_stage(run, stage)
+        before = self.measures
+        self.measures = run.evaluator and run.evaluator.measures
         run.deadline = None if policies.limit_s is None else self.began + policies.limit_s
         run.limit_s = self.try_s
         run.sentinels = Sentinels(stage.sentinels, self.directory.sentinels)
-        data, recipe = files_of(stage.environment), self._plain
         saver = Saver(
             self.store,
             run,
             policies,
             self.summaries,
             self.command,
-            data=data,
-            recipe=recipe,
+            data=files_of(stage.environment),
+            recipe=self._plain,
             mirror=self.mirror,
         )
         run.verify_directory = self._verify_directory
@@ -409,20 +423,11 @@ class Session:
                     saver.settle()
                     await saver.end_with_best()
         if stop.status is not None:
-            if saver.saved < run.done:  # the signal came after the step had been saved, or not
+            # The step may have been saved before the signal came.
+            if saver.saved < run.done:
                 await saver.save(run.done)
             return run.roles["policy"]
-        steps, silent = run.done - run.origin, run.progress.silent_steps
-        if silent > steps / 2:
-            log.warning(
-                "stage %s: in %d of %d steps all advantages were 0 (no attempt beat another), "
-                "which teaches nothing: "
-                "train longer before it, raise sampling.temperature, or make tasks of mixed "
-                "difficulty",
-                run.name,
-                silent,
-                steps,
-            )
+        _warn_of_silent_steps(run)
         failpoints.point("stage.end")
         self.summaries.append(_summary(run))
         return run.roles["policy"]
@@ -435,13 +440,13 @@ class Session:
             note_provenance(self.directory.provenance, after_step=after_step, data=data)
         except OSError as error:
             log.warning(
-                "%s can't be written, so nothing says what this run was made of: %s",
+                "%s can't be written, so the run's provenance is not recorded: %s",
                 self.directory.provenance,
                 error,
             )
 
     def _keep_base(self, index: int, run: Run, policy: Policy) -> None:
-        """The model that the stage's adapter belongs to, where only this run has it."""
+        """Export the base model of the stage's adapter if only this run has it."""
         base = base_directory(self.config, index, self.directory.path)
         if self.config.stages[index].lora is not None and base is not None:
             run.roles["policy"].export(base, part="base")
@@ -455,8 +460,10 @@ class Session:
         )
 
     async def _measure_start(self, index: int, run: Run, *, alike: bool) -> None:
-        """Accuracy before the stage: what the stage before it reached, if that was measured in the
-        same way."""
+        """Measure accuracy before the stage.
+
+        If the previous stage was evaluated in the same way, its result is taken.
+        """
         if (
             index
             and alike
@@ -472,7 +479,8 @@ class Session:
 
     def _finish(self, policy: Policy, trained: Learner) -> None:
         self._verify_directory()
-        config, models = self.config, [("model", self.directory.path / MODEL)]
+        config = self.config
+        models = [("model", self.directory.path / MODEL)]
         trained.export(models[0][1])
         failpoints.point("finish.exported")
         if config.stages[-1].optimizer.ema_decay is not None:
@@ -507,7 +515,36 @@ class Session:
             self.console.print(f"{name:8} {path}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _log_stage(run: Run, stage: StageConfig) -> None:
+    """Log the cautions of a stage and the size of its adapter."""
+    for caution in cautions(stage):
+        log.warning("stage %s: %s", run.name, caution)
+    if run.trainable:
+        log.info(
+            "stage %s trains %s parameters of an adapter, %.2f %% of all",
+            run.name,
+            f"{run.trainable['trainable_parameters']:,}",
+            100 * run.trainable["trainable_share"],
+        )
+
+
+def _warn_of_silent_steps(run: Run) -> None:
+    """Log a warning if most steps of a stage had no gradient."""
+    steps = run.done - run.origin
+    silent = run.progress.silent_steps
+    if silent > steps / 2:
+        log.warning(
+            "stage %s: in %d of %d steps all advantages were 0 (no attempt beat another), "
+            "so they trained nothing. Train longer before it, raise sampling.temperature, or "
+            "use tasks of mixed difficulty",
+            run.name,
+            silent,
+            steps,
+        )
+
+
 def _measured_alike(a: StageConfig, b: StageConfig) -> bool:
+    """True if two stages evaluate the policy in the same way."""
     keys = ("environment", "yardstick", "evaluation", "sampling")
     return all(getattr(a, key) == getattr(b, key) for key in keys)
 

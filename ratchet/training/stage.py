@@ -1,4 +1,4 @@
-"""What a stage is made of: who plays, where, and for how long."""
+"""The parts of a stage: the policy, the environment with its rewards, and the stage's settings."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ from ratchet.types import Sampling
 
 @dataclass(frozen=True)
 class Policy:
-    """A model and everything that speaks its tokens: what a run trains, and what an evaluation or a
-    chat asks."""
+    """A model with its tokenizer, renderer and generator.
+
+    A run trains it; evaluations and chats query it. `ranks` are the processes that train it, if
+    this process does not.
+    """
 
     model: PolicyModel
     tokenizer: Tokenizer
@@ -41,7 +44,7 @@ class Policy:
     ranks: Workers | None = None
 
     @classmethod
-    def of(
+    def create(
         cls,
         model: PolicyModel,
         tokenizer: Tokenizer,
@@ -52,48 +55,64 @@ class Policy:
         generator: Section | None = None,
         ranks: Workers | None = None,
     ) -> Policy:
-        """processor: of a model that reads media. generator: its section; None: the engine, which
-        reads the model's own tensors. ranks: processes that train, whose weights the model here is
-        sent; None: the model here is trained. Raises ModelError for a misfit."""
+        """Return a policy for a model.
+
+        Args:
+            model: The model. With `ranks` it receives the weights that they train.
+            tokenizer: The model's tokenizer.
+            template: The chat template; None takes the tokenizer's.
+            tool_format: The format of tool calls.
+            processor: The processor of a model that reads media.
+            generator: The generator's section; None is the engine, which reads the model's tensors.
+            ranks: The processes that train; None trains `model` here.
+
+        Raises:
+            ModelError: The tokenizer does not fit the model.
+        """
         if tokenizer.vocab_size > model.vocab_size:
             raise ModelError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "
-                f"{model.vocab_size}: "
-                "they don't belong together; give the model's own tokenizer"
+                f"{model.vocab_size}. Give the model's own tokenizer"
             )
         renderer = Renderer(tokenizer, template, processor=processor, tool_format=tool_format)
         section = generator or resolve("generator", {})
         with environment.settings(getattr(section, "environment", {})):
-            made = construct(section, model, tokenizer)
-        return cls(model, tokenizer, renderer, made, ranks)
+            engine = construct(section, model, tokenizer)
+        return cls(model, tokenizer, renderer, engine, ranks)
 
     @property
     def one_host(self) -> bool:
-        """Whether this process, all ranks and all generators are on the same."""
+        """True if this process, all ranks and all generators run on one host."""
         hosts = set() if self.ranks is None else set(self.ranks.call_now("host"))
         if isinstance(self.generator, Router):
             hosts |= self.generator.hosts
         return hosts <= {socket.gethostname()}
 
-    def ends(self, sampling: Sampling) -> Sampling:
-        """With the ids that end this policy's turn among the stop ids."""
+    def with_stop_ids(self, sampling: Sampling) -> Sampling:
+        """Return the sampling parameters with the token ids that end this policy's turn."""
         return replace(
             sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *self.renderer.stop_ids)))
         )
 
     async def close(self) -> None:
-        """Ends what the generator may have started."""
+        """Close what the generator has started."""
         if isinstance(self.generator, Closeable):
             await self.generator.close()
 
 
 @dataclass(frozen=True)
 class Arena:
-    """An environment with what judges it: `reward` for training (None: its own steps give it),
-    `yardstick` for evaluation (None: the same). `agent` plays it; None: the policy itself, in the
-    turns that the environment makes. `second`: a judge that trains nothing; `canaries`: tasks that
-    are not to be rewarded (`ratchet.experience.checks.reward_hacking`). `evaluation`: where it is
-    evaluated; None: here, on the tasks that are held out."""
+    """An environment with its rewards.
+
+    Attributes:
+        reward: The training reward; None takes the rewards of the environment's steps.
+        yardstick: The evaluation rewards; None takes `reward`.
+        agent: A program that plays the environment; None is the policy itself.
+        second: A reward that judges again for `ratchet.experience.checks.reward_hacking` and trains
+            nothing.
+        canaries: Tasks for the same check, which must not be rewarded.
+        evaluation: Where the policy is evaluated; None is this environment's held-out tasks.
+    """
 
     environment: Environment
     reward: Reward | None = None
@@ -105,7 +124,7 @@ class Arena:
 
     @property
     def judges(self) -> bool:
-        """Whether anything here can say what an answer is worth."""
+        """True if an answer can get a reward here."""
         return (
             self.reward is not None
             or self.yardstick is not None
@@ -113,14 +132,24 @@ class Arena:
         )
 
     def copies(self) -> Callable[[], Environment]:
-        """Makes instances for single attempts; they share their data (see `Environment.tasks`)."""
+        """Return a function that makes instances for single attempts.
+
+        They share their data (see `Environment.tasks`).
+        """
         return partial(copy.copy, self.environment)
 
 
 @dataclass(frozen=True)
 class Played:
-    """What workers need to play a stage's groups themselves: the values of its environment's
-    section and of its rewards', its rollouts, and how messages become tokens (see `Policy.of`)."""
+    """The description of a stage that workers need to play its groups.
+
+    Attributes:
+        environment: The values of the environment's section.
+        rewards: The values of the rewards' sections.
+        rollouts: Limits and retries.
+        template: See `Policy.create`.
+        tool_format: See `Policy.create`.
+    """
 
     environment: Mapping[str, Any]
     rewards: Sequence[Mapping[str, Any]]
@@ -132,15 +161,19 @@ class Played:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a stage does, in numbers.
+    """The settings of a stage.
 
-    batch_size: groups (prompts or rows) a step. examples: distinct training tasks, None for no
-    limit. curriculum: which of them come when. first_step: where its step numbers begin; None goes
-    on from the version that the generator has. algorithm: the section of the stage's algorithm, for
-    learners in other processes. link: its section; None: what fits. directory: where links may
-    leave files. colocated: learner and generator use the accelerator by turns. adapter: what the
-    policy trains in place of its weights. played: given to the generator's workers, which play its
-    groups; None: this process plays them.
+    Attributes:
+        batch_size: Groups (prompts or rows) per step.
+        examples: Number of distinct training tasks; None for no limit.
+        curriculum: The order of tasks; None is random.
+        first_step: The number of the first step; None continues from the generator's version.
+        algorithm: The section of the algorithm, for learners in other processes.
+        link: The section of the weight sync; None takes the one that fits.
+        directory: Where weight syncs may leave files.
+        colocated: Learner and generator use the accelerator in turns.
+        adapter: What the policy trains in place of its weights.
+        played: What generator workers need to play groups; None plays them in this process.
     """
 
     name: str

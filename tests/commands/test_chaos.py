@@ -111,7 +111,7 @@ def test_data_that_changed_since_the_checkpoint_are_not_gone_on_with(script, tin
     copytree(run, allowed)
     assert resume_run(allowed, command="test", changed_data=True) == 0
     assert (
-        f"{data} changed since step 1: rows may come twice, or never"
+        f"{data} changed since step 1: rows may be repeated or skipped"
         in (allowed / "run.log").read_text()
     )
     data.write_text("\n".join(rows))

@@ -182,7 +182,7 @@ def test_a_run_that_lost_its_checkpoints_does_not_begin_again(train, tmp_path) -
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     before = tree(tmp_path / "run")
     with pytest.raises(
-        RunDirectoryError, match=r"has no checkpoint, though .*metrics\.jsonl tells of 4 steps"
+        RunDirectoryError, match=r"has no checkpoint, but .*metrics\.jsonl has 4 steps"
     ):
         resume_run(tmp_path / "run", command="resume")
     del before["run.log"]

@@ -207,7 +207,7 @@ def test_a_benchmark_is_asked_whole_and_has_its_subjects(
     found = Results.read(tmp_path / "out")
     assert (len(found.prompts), found.accuracy.value) == (24, 0.25)
     assert found.about["tasks"] == 24
-    assert {tag: found.of(tag).accuracy.value for tag in found.tags} == {"a": 0.5, "b": 0.0}
+    assert {tag: found.for_tag(tag).accuracy.value for tag in found.tags} == {"a": 0.5, "b": 0.0}
     assert found.prompts[0].votes
     assert {prompt.greedy.answer for prompt in found.prompts if prompt.greedy} == {"A"}
     assert "By tag" in capsys.readouterr().out

@@ -169,9 +169,9 @@ def test_a_store_that_stays_broken_is_said_and_mended_later(recipe, whole, capsy
         assert start_run(recipe, [], address, command="ratchet train") == NOT_MIRRORED
     local = work_copy(address)
     said = " ".join(capsys.readouterr().out.split())
-    assert f"error: {address} is not what the run is" in said
+    assert f"error: {address} lacks a part of the run" in said
     assert "reset by peer" in said
-    assert f"All of it lies in {local}; `ratchet train --resume {address}` tries again" in said
+    assert f"The complete run is in {local}; `ratchet train --resume {address}` tries again" in said
     assert_equal_runs(whole, local)
     assert resume_run(address, command="ratchet train --resume") == 0
     assert "model/model.safetensors" in contents(address)
@@ -199,7 +199,7 @@ def test_the_recipe_may_name_the_address_and_a_run_begins_there_once(recipe, cap
     assert f"run      {address}" in capsys.readouterr().out
     assert "summary.json" in contents(address)
     with pytest.raises(
-        RunDirectoryError, match=f"holds a run: continue it with --resume {address}"
+        RunDirectoryError, match=f"holds a run. Continue it with --resume {address}"
     ):
         start_run(recipe, short, None, command="x")
 
@@ -319,7 +319,7 @@ def test_what_is_fetched_is_fetched_once_and_again_when_it_was_changed(
 def test_what_needs_the_run_itself_is_refused(finished):
     for words in (["runs", "prune", finished], ["status", finished]):
         with pytest.raises(
-            ConfigError, match="is an address, and this is done where the run trains"
+            ConfigError, match="is an address, and this command needs the directory"
         ):
             command(*words)
     with pytest.raises(
@@ -343,7 +343,7 @@ def test_a_run_without_a_model_yet_says_so(recipe):
         faults.arm("")
     with pytest.raises(
         RunDirectoryError,
-        match=f"has no finished model yet: go on with `ratchet train --resume {address}`",
+        match=f"has no finished model yet. Continue with `ratchet train --resume {address}`",
     ):
         command("chat", address)
 

@@ -78,10 +78,10 @@ def test_mini_batches_replay_against_the_first_pass():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"preset": "tiny"}}, "this one has none: remove algorithm.router"),
+        ({"model": {"preset": "tiny"}}, "this model has none. Remove algorithm.router"),
         (
             {"model": {"preset": "tiny"}, "router": {"z_coef": 0.1}},
-            "this one has none: remove algorithm.router",
+            "this model has none. Remove algorithm.router",
         ),
         (
             {"learner": {"kind": "dtensor", "context_parallel": 2}},
@@ -101,7 +101,7 @@ def test_a_generator_that_records_nothing_is_refused(monkeypatch):
     policy.generator.entrance = type(policy.generator.entrance)(11, 64, None)
     with pytest.raises(
         ConfigError,
-        match=r"Engine does not record: set generator.kind=engine, or router.replay=false",
+        match=r"Engine does not record. Set generator.kind=engine, or algorithm.router.replay=false",
     ):
         check_stages(config, policy)
     with pytest.raises(ConfigError, match="does not record"):

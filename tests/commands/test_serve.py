@@ -68,7 +68,7 @@ def test_it_answers_as_the_model_does(model: Path) -> None:
         policy = open_target(model).policy
         prompt = policy.renderer.prompt([Message("user", "1+2")])
         completion = await policy.generator.generate(
-            prompt, policy.ends(Sampling(temperature=0, max_new_tokens=8))
+            prompt, policy.with_stop_ids(Sampling(temperature=0, max_new_tokens=8))
         )
         return answer.choices[0].message.content, policy.renderer.parse(
             completion.tokens.tolist(), completion.stop

@@ -51,7 +51,7 @@ REFUSED = [
         "learner.sequence_parallel=true",
         "learner.sequence_parallel shares tokens out among the ranks of learner.tensor_parallel",
     ),
-    ("device=cuda", "device=cuda, but torch finds no CUDA accelerator here: set device=cpu"),
+    ("device=cuda", "device=cuda, but torch finds no CUDA accelerator here. Set device=cpu"),
     (
         "learner.dp_shard=2 cluster.devices=[0,1]",
         "cluster.devices names [0, 1], and this process sees none (device=cpu)",

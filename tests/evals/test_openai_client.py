@@ -224,7 +224,7 @@ def test_our_own_server_answers_as_the_policy_does():
     policy = build_policy(config)
     environment = sorting()
     task = next(iter(environment.tasks("test", seed=0)))
-    greedy = policy.ends(Sampling(temperature=0.0, max_new_tokens=6))
+    greedy = policy.with_stop_ids(Sampling(temperature=0.0, max_new_tokens=6))
 
     async def asked() -> str:
         session = Session(policy.generator, policy.renderer, greedy, max_context=64, max_turns=8)

@@ -91,7 +91,7 @@ def test_without_pairs_to_compare_the_fix_is_said(tmp_path: Path):
     environment = preferences(
         tmp_path, [{"prompt": f"{i}?", "completion": "a", "label": True} for i in range(60)]
     )
-    with pytest.raises(ConfigError, match=r"none to compare: .*set evaluation.tasks=0"):
+    with pytest.raises(ConfigError, match=r"there are none .*Set evaluation.tasks=0"):
         made("kto", environment)
     assert made("kto", environment, tasks=0).evaluator is None
 

@@ -211,11 +211,11 @@ def test_a_model_of_transformers(executor, tmp_path):
         ({"generator": WORKERS}, r"needs learner\.kind=dtensor"),
         (
             {**RANKS, "generator": {"kind": "workers", "of": {"kind": "vllm"}}},
-            "vLLM starts processes of its own",
+            "vLLM starts its own processes",
         ),
         (
             {**RANKS, "generator": {**WORKERS, "recovery": "restart"}},
-            "starts no process a second time",
+            "can't restart processes under torchrun",
         ),
     ],
 )

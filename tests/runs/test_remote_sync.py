@@ -194,7 +194,7 @@ def test_on_a_disk_a_file_is_replaced_as_a_whole(machine, tmp_path, monkeypatch)
     run = Run(address)
     run.mirror.take_up()
     monkeypatch.setattr(
-        type(run.mirror.there.store._system), "mv", lambda *paths: (_ for _ in ()).throw(Died)
+        type(run.mirror.remote.store._system), "mv", lambda *paths: (_ for _ in ()).throw(Died)
     )
     with pytest.raises(Died):
         run.step(2)
@@ -237,7 +237,7 @@ def test_at_the_end_it_is_said_what_is_missing_and_where_it_lies(address, caplog
         assert not run.mirror.finish()
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert "out of order" in said
-    assert "Not there: checkpoints/step-00000002" in said
+    assert "Missing: checkpoints/step-00000002" in said
     assert str(run.path) in said
     assert f"--resume {address}" in said
     again = Run(address).take_up()
@@ -262,7 +262,7 @@ def test_a_store_that_can_not_be_written_is_known_before_anything_is_trained(add
 def test_a_run_begins_only_where_nothing_is(address):
     Run(address).begin()
     with pytest.raises(
-        RunDirectoryError, match=f"holds a run: continue it with --resume {address}"
+        RunDirectoryError, match=f"holds a run. Continue it with --resume {address}"
     ):
         Run(address).mirror.expect_nothing()
     MirroredRun(f"{address}2").store.write("a.txt", b"")
@@ -352,7 +352,7 @@ def test_a_store_that_can_not_be_read_names_the_local_copy(address):
     with (
         telling(told),
         pytest.raises(
-            RunDirectoryError, match=f"no network.*; to go on without it: --resume {run.path}"
+            RunDirectoryError, match=f"no network.*. To resume without it, use --resume {run.path}"
         ),
     ):
         Run(address).take_up()
@@ -440,7 +440,7 @@ def test_a_file_that_has_grown_since_is_what_it_was_when_it_was_listed(address, 
 )
 def test_no_list_leads_outside(name, address, machine, tmp_path):
     Run(address).begin().step(1)
-    index = Index.of(address, MirroredRun(address).store.read(INDEX))
+    index = Index.from_bytes(address, MirroredRun(address).store.read(INDEX))
     hostile = Index(index.run, index.writer, {**index.files, name: index.files["metrics.jsonl"]})
     edit(address, INDEX, lambda content: hostile.content())
     machine("two")

@@ -17,4 +17,4 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_both_sizes(
         ModelError,
         match=f"has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size}",
     ):
-        Policy.of(model, tokenizer)
+        Policy.create(model, tokenizer)

@@ -188,7 +188,7 @@ def test_an_error_or_a_cancelled_wait_ends_the_turn(device, parts):
 def test_who_cannot_leave_is_refused():
     generator = FakeGenerator(lambda tokens, sampling: [3])
     with pytest.raises(
-        ConfigError, match=r"cluster\.colocated=true .* and FakeGenerator can't leave it"
+        ConfigError, match=r"cluster\.colocated=true .* and FakeGenerator can't be offloaded"
     ):
         Turns({GENERATOR: [generator]})
 

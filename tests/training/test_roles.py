@@ -54,7 +54,7 @@ def roles_of(net, algo):
 
 
 def test_a_learner_of_several_processes_without_any_is_refused():
-    with pytest.raises(ConfigError, match="there is none here: give Policy"):
+    with pytest.raises(ConfigError, match="there are none. Give Policy"):
         make_roles(
             model(),
             TOKENIZER,
@@ -74,7 +74,7 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided():
         "spec": spec,
     }
     with pytest.raises(
-        ConfigError, match=r"MuonConfig computes with whole matrices.*set optimizer.kind=adamw"
+        ConfigError, match=r"MuonConfig computes with whole matrices.*Set optimizer.kind=adamw"
     ):
         make_roles(model(), TOKENIZER, algo, steps=1, **options)
 
@@ -168,8 +168,7 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path):
     algo = algorithm("on_policy_distillation", teacher={"b": str(tmp_path / "none")})
     refused(
         algo,
-        "teacher/b: there is no model directory .*none': .* a model that another run makes is "
-        "trained before",
+        "teacher/b: there is no model directory .*none': .* If another run makes this model",
     )
 
 
@@ -180,7 +179,7 @@ def test_a_teacher_that_reads_less_than_an_attempt_is_refused(saved):
         check_roles(model(), TOKENIZER, algo, longest=32)
         refused(
             algo,
-            "reads 32 tokens, and attempts may have 33: lower sampling.max_new_tokens",
+            "reads 32 tokens, and attempts may have 33. Lower sampling.max_new_tokens",
             longest=33,
         )
 
@@ -208,7 +207,7 @@ def test_a_large_vocabulary_is_not_compared_whole(saved):
     whole = algorithm("distill_on_policy", teacher=path, top_k=None)
     refused(
         whole,
-        r"top_k=null keeps 4,097 numbers for each token of a batch.*set algorithm.top_k",
+        r"top_k=null keeps 4,097 log-probabilities for each token of a batch.*Set algorithm.top_k",
         net=large,
     )
     check_roles(model(), TOKENIZER, whole)  # they have few tokens in common

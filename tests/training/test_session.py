@@ -237,7 +237,7 @@ def test_resuming_a_finished_run_changes_nothing(whole, tmp_path):
         (["train"], 2, "give a recipe, or --resume"),
         (["train", "absent.yaml"], 2, "absent.yaml"),
         (["train", "{recipe}", "stages.rl.algorithm.loss.clip_hihg=0.3"], 2, "clip_high"),
-        (["train", "{recipe}", "--run-dir", "{run}"], 1, "holds a run: continue it with --resume"),
+        (["train", "{recipe}", "--run-dir", "{run}"], 1, "holds a run. Continue it with --resume"),
         (["train", "--resume", "{tmp}"], 1, "holds no run"),
         (["eval", "{tmp}"], 2, "config.json"),
         (["check", "{recipe}", "seed=-1"], 2, "seed"),

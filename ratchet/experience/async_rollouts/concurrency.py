@@ -1,25 +1,27 @@
-"""How many groups may be under way: as many as keep the learner from waiting, as long as what that
-costs is within bounds."""
+"""Adapt the number of groups in flight: enough that the learner does not wait, within staleness
+bounds."""
 
 from __future__ import annotations
 
 import math
 
-RATE = 1 / 8  # of a step's groups, which the number changes by in a step at most
+RATE = 1 / 8  # maximum change per step, as a share of a step's groups
 
 
 class Concurrency:
-    """per_step: groups of a step, the fewest that may be under way. most: what the bound on
-    staleness leaves.
+    """A controller of the number of groups in flight.
 
-    staleness: versions by which the tokens of a step's new groups may be older in the mean than the
-    weights that they train. mismatch: the KL from sampler to learner in a step, nats a token.
-    Either may be None, and is not looked at then.
+    After each step the number rises if the learner had to wait and all measures are below their
+    targets, and falls if one is above. The change is proportional to the distance from the nearest
+    target, or from the most exceeded one. Groups that begin now are trained on a few steps later,
+    so a faster controller would oscillate.
 
-    After each step the number goes up where the learner had to wait and both are below their
-    targets, and down where one is above. By how much is in proportion to how far the nearer target,
-    or the one that is most exceeded, is away: what begins now is trained on a few steps later, so a
-    controller that took more of the difference at once would swing.
+    Args:
+        per_step: Groups of a step, the minimum in flight.
+        most: The maximum that the staleness bound allows.
+        staleness: Target for the mean staleness, in versions, of a step's new tokens; None ignores
+            it.
+        mismatch: Target for the KL from sampler to learner, in nats per token; None ignores it.
     """
 
     def __init__(
@@ -30,22 +32,27 @@ class Concurrency:
         staleness: float | None = None,
         mismatch: float | None = None,
     ) -> None:
-        self.per_step, self.most, self.staleness, self.mismatch = (
-            per_step,
-            most,
-            staleness,
-            mismatch,
-        )
+        self.per_step = per_step
+        self.most = most
+        self.staleness = staleness
+        self.mismatch = mismatch
         self.level = float(per_step)  # between per_step and most
 
     @property
     def groups(self) -> int:
-        """That may be under way, or ready and not yet trained on."""
+        """The maximum number of groups in flight or waiting to be trained on."""
         return round(self.level)
 
-    def heed(self, *, waited: bool, staleness: float, mismatch: float | None = None) -> None:
-        """After a step. waited: whether the learner had to wait for its groups. A step in which
-        something was not measured that has a target changes nothing."""
+    def update(self, *, waited: bool, staleness: float, mismatch: float | None = None) -> None:
+        """Adapt the number after a step.
+
+        A step without a measurement that has a target changes nothing.
+
+        Args:
+            waited: The learner had to wait for groups.
+            staleness: The mean staleness of the step's tokens.
+            mismatch: The KL of the step.
+        """
         rooms = [_room(self.staleness, staleness), _room(self.mismatch, mismatch)]
         if any(room is not None and math.isnan(room) for room in rooms):
             return
@@ -56,7 +63,7 @@ class Concurrency:
 
 
 def _room(target: float | None, measured: float | None) -> float | None:
-    """The share of the target that is left, below 0 where it is exceeded."""
+    """Return the remaining share of the target; it is negative if the target is exceeded."""
     if target is None:
         return None
     return math.nan if measured is None else 1 - measured / target

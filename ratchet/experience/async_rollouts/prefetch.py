@@ -1,9 +1,10 @@
-"""A source around a source: rollouts that begin before the step that trains on them, by a bounded
-number of versions of the weights, and others in place of groups that teach nothing.
+"""A source wrapper for asynchronous rollouts: groups begin before the step that trains on them.
 
-Attempts go on while the learner works, and across pushes: each token keeps the version of the
-weights that drew it. Where the generator reads the learner's own tensors, they rest from the moment
-a step has its groups until the weights are pushed.
+Their staleness is bounded. Groups without a training signal can be replaced by others.
+
+Attempts continue while the learner works and across weight syncs; each token keeps the version of
+the weights that drew it. If the generator reads the learner's own tensors, it is paused from the
+moment a step has its groups until the weights are pushed.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from ratchet.experience.rollout.plain_values import restored, stored
 from ratchet.experience.sources.rollouts import Rollouts
 from ratchet.types import Group
 
-MISMATCH = "batch/correction/kl"  # the metric that `Concurrency` holds a target of
+MISMATCH = "batch/correction/kl"  # the metric that `Concurrency` compares with its target
 
 log = logging.getLogger(__name__)
 
 
 def teaches(group: Group, *, by_parts: bool = False) -> bool:
-    """True if the attempts of a group have rewards that differ: else none is better than another.
+    """True if the rewards in a group differ; otherwise no attempt is better than another.
 
-    These are rewards as judged, before the algorithm's shaping: DAPO (arXiv:2503.14476) eq. 8
-    counts right answers, whatever a penalty for length adds. by_parts: the named parts of a reward
-    count each by itself, for algorithms that read them.
+    Rewards are compared as judged, before the algorithm's shaping: DAPO (arXiv:2503.14476) eq. 8
+    counts right answers, without a penalty for length.
+
+    Args:
+        group: The group.
+        by_parts: Compare each named part of the rewards too, for algorithms that read parts.
     """
     rows = [row for row in group.trajectories if row.use == "train" and row.reward is not None]
     if by_parts:
@@ -39,12 +43,18 @@ def teaches(group: Group, *, by_parts: bool = False) -> bool:
 
 
 class Prefetch:
-    """source: what it draws from. generator: what the source's attempts ask. rests: whether it must
-    not generate while the learner works. replayable: whether what an attempt has done can be done
-    again (`Environment.replayable`); else one that was under way begins anew when the run resumes.
+    """A source that prefetches groups of another source.
 
-    teaches: whether a group is worth a step's while; others are replaced, but for `tries` groups a
-    place in a step, after which what comes is taken as it is.
+    Args:
+        source: The source of rollouts.
+        scheduler: Decides which groups begin and which are trained on.
+        generator: The generator that the source's attempts call.
+        rests: The generator reads the learner's tensors, so it must not run during an update.
+        replayable: Attempts can be replayed (`Environment.replayable`). Otherwise those in flight
+            start again when the run resumes.
+        teaches: True for a group with a training signal; other groups are replaced.
+        tries: Maximum number of replacements for each place in a step; after that any group is
+            taken.
     """
 
     def __init__(
@@ -58,25 +68,35 @@ class Prefetch:
         teaches: Callable[[Group], bool] | None = None,
         tries: int = 1,
     ) -> None:
-        self.source, self.scheduler, self.generator = source, scheduler, generator
-        self.rests, self.replayable, self.teaches, self.tries = rests, replayable, teaches, tries
+        self.source = source
+        self.scheduler = scheduler
+        self.generator = generator
+        self.rests = rests
+        self.replayable = replayable
+        self.teaches = teaches
+        self.tries = tries
         self._tasks: dict[Issue, asyncio.Task[None]] = {}
-        self._anew: list[Issue] = []  # whose attempts begin with the next draw
+        self._to_restart: list[Issue] = []  # groups whose attempts begin with the next draw
         self._changed = asyncio.Event()
         self._version = 0
-        self._waited = False  # whether the latest draw had to
-        self._tried = 0  # groups that taught nothing, since the last step
+        self._waited = False  # True if the latest draw had to wait
+        self._replaced = 0  # groups replaced since the last step
 
     async def draw(self, n: int, version: int) -> list[Group]:
-        """Raises what broke an attempt that is nobody's fault."""
-        assert n == self.scheduler.per_step, "a step takes as many groups as the scheduler was told"
-        self._version, self._tried, self._waited = version, 0, False
+        """Return the groups of a step, and begin new ones.
+
+        A failure that belongs to no single attempt is raised here.
+        """
+        assert n == self.scheduler.per_step, "the scheduler plans steps of another size"
+        self._version = version
+        self._replaced = 0
+        self._waited = False
         if self.rests:
             await self.generator.inner.resume()
         self.generator.open()
-        for issue in self._anew:
+        for issue in self._to_restart:
             self._play(issue)
-        self._anew = []
+        self._to_restart = []
         self._begin(self.scheduler.room(version))
         while (chosen := self.scheduler.choose(version)) is None:
             self._waited = True
@@ -104,15 +124,18 @@ class Prefetch:
         }
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
-        """Makes more or fewer groups be under way from the next draw on."""
+        """Change the number of groups in flight from the next draw on."""
         if self.scheduler.concurrency is not None:
             staleness = measure_staleness(groups, step).get("staleness_mean", 0.0)
-            self.scheduler.concurrency.heed(
+            self.scheduler.concurrency.update(
                 waited=self._waited, staleness=staleness, mismatch=measured.get(MISMATCH)
             )
 
     async def snapshot(self) -> Mapping[str, Any]:
-        """Interrupts what is under way; the next draw lets it go on."""
+        """Return the state for a checkpoint.
+
+        Attempts in flight are interrupted and continue with the next draw.
+        """
         if self._tasks and self.replayable:
             await self.generator.close(lambda: self.source.manager.playing)
         return {
@@ -134,29 +157,32 @@ class Prefetch:
         return {"id": issue.id, "version": issue.version, "ready": ready, "journal": journal}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        """What was under way plays again what it had played, and waits there for the next draw;
-        where that can't be, it begins anew with that."""
+        """Restore the state of a checkpoint.
+
+        Attempts in flight are replayed to where they were and wait there for the next draw.
+        Attempts that can't be replayed start again then.
+        """
         await self.source.restore(state["source"])
         await self.generator.close(lambda: 0)
         under_way = []
-        for one in state["issues"]:
-            issue = self.scheduler.begin(one["version"], *self.source.claim(one["id"]))
-            issue.journal = {int(seed): restored(drawn) for seed, drawn in one["journal"].items()}
-            if one["ready"] is None:
+        for entry in state["issues"]:
+            issue = self.scheduler.begin(entry["version"], *self.source.claim(entry["id"]))
+            issue.journal = {int(seed): restored(drawn) for seed, drawn in entry["journal"].items()}
+            if entry["ready"] is None:
                 under_way.append(issue)
             else:
-                issue.group = Group(issue.id, issue.task, restored(one["ready"]))
-        named = {issue.id: issue for issue in self.scheduler.issues}
-        self.scheduler.arrived = [named[name] for name in state["arrived"]]
+                issue.group = Group(issue.id, issue.task, restored(entry["ready"]))
+        issue_by_id = {issue.id: issue for issue in self.scheduler.issues}
+        self.scheduler.arrived = [issue_by_id[name] for name in state["arrived"]]
         if self.scheduler.concurrency is not None and state["level"] is not None:
             self.scheduler.concurrency.level = state["level"]
         if not self.replayable:
             if under_way:
                 log.warning(
-                    "%d groups begin anew: what their environment did can't be done again",
+                    "%d groups start again because their environment can't be replayed",
                     len(under_way),
                 )
-            self._anew = under_way
+            self._to_restart = under_way
             return
         for issue in under_way:
             self._play(issue)
@@ -187,9 +213,9 @@ class Prefetch:
         if (
             self.teaches is not None
             and not self.teaches(group)
-            and self._tried < self.tries * self.scheduler.per_step
+            and self._replaced < self.tries * self.scheduler.per_step
         ):
-            self._tried += 1
+            self._replaced += 1
             self.scheduler.drop(issue)
             self.source.discard([issue.id], "filtered", reason="it teaches nothing")
             self._begin(1)

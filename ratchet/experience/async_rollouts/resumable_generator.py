@@ -1,10 +1,9 @@
-"""Generating that can be interrupted at any token, and goes on where it was: after a save, in this
-process or in another one.
+"""Generation that can be interrupted at any token and resumed, in this process or in another one.
 
-What is drawn for a group goes into its journal, by the seed of the request, which names attempt and
-turn. An attempt that is played again from the start gets from it what it got before, turn after
-turn, as far as it had come, and then goes on. So a checkpoint needs no state of an environment that
-is `replayable`: the run that saves and the one that resumes pass through the same place.
+What is drawn for a group goes into its journal, by the request's seed, which identifies attempt and
+turn. An attempt that is replayed from the start gets the same completions from the journal, turn
+after turn, and then continues. So a checkpoint needs no state of a `replayable` environment, and a
+run that saves takes the same path as one that resumes.
 """
 
 from __future__ import annotations
@@ -25,21 +24,23 @@ from ratchet.types import Completion, Placed, Sampling, StopReason
 
 log = logging.getLogger(__name__)
 
-# whose attempts this task plays
+# The group whose attempts the current asyncio task plays.
 CURRENT: ContextVar[Issue | None] = ContextVar("issue", default=None)
 POLL_S = 0.001
 QUIET_S = 30.0
-HOPS = 32  # turns of the event loop: more than there are tasks that wait for one another
+HOPS = 32  # event-loop turns: more than the longest chain of tasks that wait for one another
 
 
 class Interruptible:
-    """What attempts ask in place of their generator. Requests of no group (an evaluation's) pass
-    through."""
+    """A generator wrapper that can interrupt the requests of groups and resume them.
+
+    Requests outside a group, such as those of an evaluation, pass through.
+    """
 
     def __init__(self, inner: Generator) -> None:
         self.inner = inner
         self._closed = False
-        # by (number of the issue, seed)
+        # Interrupted requests, by (number of the group, seed).
         self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -57,33 +58,40 @@ class Interruptible:
         drawn = issue.journal.get(sampling.seed)
         while drawn is None or drawn.stop is StopReason.ABORTED:
             await self._opened(issue, sampling.seed)
-            more = await self.inner.generate(*_rest(tokens, sampling, drawn), media)
-            drawn = issue.journal[sampling.seed] = joined(drawn, more)
+            continuation = await self.inner.generate(
+                *_remaining_request(tokens, sampling, drawn), media
+            )
+            drawn = issue.journal[sampling.seed] = joined(drawn, continuation)
             if drawn.stop is StopReason.ABORTED and not self._closed:
-                break  # somebody else wants it to end
+                break  # the request was aborted for another reason
         return drawn
 
     async def close(self, playing: Callable[[], int]) -> None:
-        """Interrupts what is drawn, and waits until so many attempts wait here: then nothing moves.
-        Those that an environment or a reward holds up for long stay where they are: their turn is
-        asked for once more, by who resumes."""
+        """Interrupt all requests, and wait until all attempts wait here.
+
+        Attempts that an environment or a reward holds up for longer stay where they are; the
+        resumed run repeats their turn.
+
+        Args:
+            playing: Returns the number of attempts in flight.
+        """
         self._closed = True
         self.inner.abort()
         try:
             async with asyncio.timeout(QUIET_S):
-                await _settled()
+                await _run_event_loop()
                 while len(self._waiting) < playing():
                     await asyncio.sleep(POLL_S)
-                    await _settled()
+                    await _run_event_loop()
         except TimeoutError:
             log.warning(
-                "%d attempts are still busy elsewhere after %g s",
+                "%d attempts are still busy in an environment or a reward after %g s",
                 playing() - len(self._waiting),
                 QUIET_S,
             )
 
     def open(self) -> None:
-        """Who waits goes on in a fixed order, whatever the order in which they came."""
+        """Resume the waiting requests in a fixed order, so that runs are reproducible."""
         self._closed = False
         for key in sorted(self._waiting):
             if not self._waiting[key].done():
@@ -100,41 +108,42 @@ class Interruptible:
             del self._waiting[key]
 
 
-async def _settled() -> None:
-    """What has happened reaches all who wait for it: an attempt's end its group, and that whoever
-    asked for it."""
+async def _run_event_loop() -> None:
+    """Let the event loop run until finished attempts have reached all tasks that wait for them."""
     for _ in range(HOPS):
         await asyncio.sleep(0)
 
 
-def _rest(
+def _remaining_request(
     tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, drawn: Completion | None
 ) -> tuple[Sequence[int] | NDArray[np.int64], Sampling]:
     if drawn is None or not len(drawn.tokens):
         return tokens, sampling
     count = len(drawn.tokens)
-    left = replace(
+    remaining = replace(
         sampling, max_new_tokens=sampling.max_new_tokens - count, drawn=sampling.drawn + count
     )
-    return np.concatenate([np.asarray(tokens, dtype=np.int64), drawn.tokens]), left
+    return np.concatenate([np.asarray(tokens, dtype=np.int64), drawn.tokens]), remaining
 
 
-def joined(drawn: Completion | None, more: Completion) -> Completion:
-    """A completion and what went on from it. The first to compute a token says which experts
-    did."""
+def joined(drawn: Completion | None, continuation: Completion) -> Completion:
+    """Return a completion with its continuation appended.
+
+    If both parts have the experts of a token, the part that computed it first counts.
+    """
     if drawn is None:
-        return more
-    routes = more.routes
+        return continuation
+    routes = continuation.routes
     if routes is not None and drawn.routes is not None:
         routes = routes.copy()
-        known = drawn.routes[:, 0, 0] >= 0
-        routes[: len(known)][known] = drawn.routes[known]
+        is_routed = drawn.routes[:, 0, 0] >= 0
+        routes[: len(is_routed)][is_routed] = drawn.routes[is_routed]
     return Completion(
-        tokens=np.concatenate([drawn.tokens, more.tokens]),
-        logprobs=np.concatenate([drawn.logprobs, more.logprobs]),
-        log_kept_mass=np.concatenate([drawn.log_kept_mass, more.log_kept_mass]),
-        versions=np.concatenate([drawn.versions, more.versions]),
-        stop=more.stop,
+        tokens=np.concatenate([drawn.tokens, continuation.tokens]),
+        logprobs=np.concatenate([drawn.logprobs, continuation.logprobs]),
+        log_kept_mass=np.concatenate([drawn.log_kept_mass, continuation.log_kept_mass]),
+        versions=np.concatenate([drawn.versions, continuation.versions]),
+        stop=continuation.stop,
         routes=routes,
-        extras=more.extras,
+        extras=continuation.extras,
     )

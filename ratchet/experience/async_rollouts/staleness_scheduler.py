@@ -1,10 +1,11 @@
-"""Which groups begin when, and which of them a step trains on: the same decisions whoever
-generates, and wherever.
+"""Schedule asynchronous groups: which begin when, and which of them a step trains on.
 
-A group that begins with the weights of version v is trained on at step v + k at the latest, k =
-`max_staleness`. So at step s at most (k + 1) steps' worth of groups may be under way or ready, and
-those of version s - k must be among the step's. A k that is no whole number says how many there may
-be, and the bound is the next one.
+A group that begins with the weights of version v is trained on at step v + k at the latest, with k
+= `max_staleness`. So at step s at most (k + 1) steps' worth of groups may be in flight or ready,
+and those of version s - k must be in the step. A fractional k limits the number of groups, and the
+staleness bound is k rounded up.
+
+The decisions do not depend on where groups are generated.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ Order = Literal["issued", "ready"]
 
 @dataclass(eq=False)
 class Issue:
-    """A group from its beginning to the step that trains on it. number: in the order of beginnings.
-    version: of the weights that it began with. journal: what was drawn for it, by the seed of the
-    request (see `Interruptible`)."""
+    """A group from its start to the step that trains on it.
+
+    Attributes:
+        number: Its place in the order of starts.
+        version: The version of the weights that it began with.
+        journal: What was drawn for it, by the request's seed (see `Interruptible`).
+    """
 
     number: int
     version: int
@@ -35,13 +40,16 @@ class Issue:
 
 
 class GenerateScheduler:
-    """per_step: groups of a step. last_step: the first step that is none.
+    """The scheduler of a stage's groups.
 
-    concurrency: how many groups may be under way; None: as many as the bound allows.
-
-    order: "issued", a step takes the oldest, and waits for them; "ready", those that are ready
-    first, as long as all others can still be in time. Nothing is left out for being long: it is
-    only taken later, within the bound.
+    Args:
+        per_step: Groups of a step.
+        max_staleness: The bound k.
+        last_step: The first step after the stage.
+        order: "issued" takes the oldest groups and waits for them. "ready" takes the first ready
+            ones, as long as all others can still be in time. No group is dropped for being long; it
+            is only taken later, within the bound.
+        concurrency: Limits the groups in flight; None allows as many as the bound.
     """
 
     def __init__(
@@ -53,41 +61,45 @@ class GenerateScheduler:
         order: Order = "issued",
         concurrency: Concurrency | None = None,
     ) -> None:
-        self.per_step, self.max_staleness, self.last_step, self.order = (
-            per_step,
-            math.ceil(max_staleness),
-            last_step,
-            order,
-        )
-        self.at_once, self.concurrency = at_once(per_step, max_staleness), concurrency
-        self.issues: list[Issue] = []  # under way or ready, in their order
-        self.arrived: list[Issue] = []  # ready, in the order in which they became so
+        self.per_step = per_step
+        self.max_staleness = math.ceil(max_staleness)
+        self.last_step = last_step
+        self.order = order
+        self.at_once = at_once(per_step, max_staleness)
+        self.concurrency = concurrency
+        self.issues: list[Issue] = []  # in flight or ready, in the order of starts
+        self.arrived: list[Issue] = []  # ready, in the order in which they became ready
         self.count = 0
 
     def room(self, step: int) -> int:
-        """Groups that may begin at the weights of this step, before it trains."""
+        """Return the number of groups that may begin before `step` trains."""
         allowed = (
             self.at_once if self.concurrency is None else min(self.at_once, self.concurrency.groups)
         )
         return max(0, min(allowed, (self.last_step - step) * self.per_step) - len(self.issues))
 
     def begin(self, version: int, name: str, task: Task) -> Issue:
+        """Start a group."""
         issue = Issue(self.count, version, name, task)
         self.count += 1
         self.issues.append(issue)
         return issue
 
     def ready(self, issue: Issue, group: Group) -> None:
+        """Note that a group is ready."""
         issue.group = group
         self.arrived.append(issue)
 
     def drop(self, issue: Issue) -> None:
-        """It will not be trained on."""
+        """Remove a group that will not be trained on."""
         self.issues.remove(issue)
 
     def choose(self, step: int) -> list[Issue] | None:
-        """What the step trains on, in the order of issue, which is then no longer kept here; None:
-        somebody must be waited for."""
+        """Return the groups of a step in the order of their starts, and remove them from the
+        schedule.
+
+        None if the step must wait for groups.
+        """
         chosen = self._oldest() if self.order == "issued" else self._earliest(step)
         if chosen is None:
             return None
@@ -97,6 +109,7 @@ class GenerateScheduler:
         return sorted(chosen, key=lambda issue: issue.number)
 
     def _oldest(self) -> list[Issue] | None:
+        """Return the oldest groups of a step if all are ready, else None."""
         first = self.issues[: self.per_step]
         return (
             first
@@ -105,9 +118,10 @@ class GenerateScheduler:
         )
 
     def _earliest(self, step: int) -> list[Issue] | None:
-        """The ready ones in their order, but for those that must be in this step, so that later
-        steps can take in time what is left: of the groups that are due by step d, no more than (d -
-        step) steps' worth may stay."""
+        """Return the first ready groups that leave later steps in time, or None.
+
+        Of the groups that are due by step d, at most (d - step) steps' worth may stay for later.
+        """
         chosen: list[Issue] = []
         for due in range(step, step + self.max_staleness + 1):
             owed = (
@@ -126,12 +140,12 @@ class GenerateScheduler:
 
 
 def at_once(per_step: int, max_staleness: float) -> int:
-    """Groups that the bound on staleness allows to be under way or ready."""
+    """Return the number of groups that the staleness bound allows in flight or ready."""
     return per_step + round(max_staleness * per_step)
 
 
 def _fill(chosen: list[Issue], candidates: Sequence[Issue], count: int) -> None:
-    """Adds candidates, first come first served, until `chosen` has so many."""
+    """Append candidates in order until `chosen` has `count` entries."""
     for issue in candidates:
         if len(chosen) >= count:
             return

@@ -1,11 +1,11 @@
-"""A source around a source: tail batching (RollPacker, arXiv:2509.21009). A step begins more groups
-than it takes, and trains on those that are ready first; the others are deferred, and come together
-in steps of their own, which play them to their end.
+"""A source wrapper for tail batching (RollPacker, arXiv:2509.21009).
 
-So few steps wait for the longest attempts, and yet each prompt is trained on once, with attempts of
-the newest weights. A group that comes again is drawn with the seeds that it had: with others, what
-was long by chance would have a second chance to be short, and training would see too little of what
-is long.
+A step begins more groups than it takes and trains on those that are ready first. The others are
+deferred and come together in later steps, which play them to their end. So few steps wait for the
+longest attempts, yet each prompt is trained on once, with attempts of the newest weights.
+
+A deferred group is drawn again with the same seeds. With other seeds a long attempt could become
+short, and training would see too few long ones.
 """
 
 from __future__ import annotations
@@ -33,24 +33,27 @@ QUIET_S = 30.0
 
 @dataclass(eq=False)
 class Drawn:
-    """tokens: that attempts of a group asked for and got."""
+    """The number of tokens that the attempts of a group have drawn."""
 
     tokens: int = 0
 
 
-# of the group whose attempts this task plays
+# The counter of the group whose attempts the current asyncio task plays.
 CURRENT: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
 
 
 class Cuttable:
-    """What attempts ask in place of their generator: it counts what is drawn for a group, and can
-    be cut off. Requests of no group (an evaluation's) pass through."""
+    """A generator wrapper that counts the tokens of each group and can abort them.
+
+    Requests outside a group, such as those of an evaluation, pass through.
+    """
 
     def __init__(self, inner: Generator) -> None:
         self.inner = inner
         self._cut = False
-        self._asked = 0  # requests that the generator has
-        self._quiet, self._never = asyncio.Event(), asyncio.Event()
+        self._requests = 0  # requests in flight
+        self._quiet = asyncio.Event()
+        self._never = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -64,23 +67,25 @@ class Cuttable:
         drawn = CURRENT.get()
         if drawn is None:
             return await self.inner.generate(tokens, sampling, media)
-        await self._wanted()
-        self._asked += 1
+        await self._wait_if_cut()
+        self._requests += 1
         try:
             completion = await self.inner.generate(tokens, sampling, media)
             drawn.tokens += len(completion.tokens)
         finally:
-            self._asked -= 1
-            if not self._asked:
+            self._requests -= 1
+            if not self._requests:
                 self._quiet.set()
-        await self._wanted()
+        await self._wait_if_cut()
         return completion
 
     async def cut(self) -> None:
-        """Interrupts what is drawn, and waits until it is counted. Who asks from now on waits until
-        it is cancelled."""
+        """Abort the requests in flight, and wait until their tokens are counted.
+
+        Later requests wait until they are cancelled.
+        """
         self._cut = True
-        if not self._asked:
+        if not self._requests:
             return
         self._quiet.clear()
         self.inner.abort()
@@ -88,30 +93,37 @@ class Cuttable:
             async with asyncio.timeout(QUIET_S):
                 await self._quiet.wait()
         except TimeoutError:
-            log.warning(
-                "%d requests that were aborted are not answered after %g s", self._asked, QUIET_S
-            )
+            log.warning("%d aborted requests have not returned after %g s", self._requests, QUIET_S)
 
     def open(self) -> None:
+        """Let requests pass again."""
         self._cut = False
 
-    async def _wanted(self) -> None:
+    async def _wait_if_cut(self) -> None:
         if self._cut:
             await self._never.wait()
 
 
 class TailBatching:
-    """more: groups that a step begins beyond those it takes. last_step: the first step that is
-    none.
+    """A source that defers the slowest groups of a step.
 
-    No more prompts are begun than the steps that are left can train on, so at the end of a stage
-    none waits. The last step may have deferred and new ones, and plays all of them to their end.
+    No more prompts begin than the remaining steps can train on, so none is left at the end of a
+    stage. The last step may have deferred and new groups, and plays all of them to their end.
+
+    Args:
+        source: The source of rollouts.
+        generator: The generator that the source's attempts call.
+        more: Number of groups that a step begins beyond those it takes.
+        last_step: The first step after the stage.
     """
 
     def __init__(self, source: Rollouts, generator: Cuttable, *, more: int, last_step: int) -> None:
-        self.source, self.generator, self.more, self.last_step = source, generator, more, last_step
-        self._deferred: list[Job] = []  # in the order in which they were
-        self._numbers: dict[str, float] = {}  # of the latest draw
+        self.source = source
+        self.generator = generator
+        self.more = more
+        self.last_step = last_step
+        self._deferred: list[Job] = []  # oldest first
+        self._numbers: dict[str, float] = {}  # metrics of the latest draw
 
     async def draw(self, n: int, version: int) -> list[Group]:
         to_begin = (self.last_step - version) * n - len(self._deferred)
@@ -131,10 +143,10 @@ class TailBatching:
         self.source.nack(ids, reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        own = {**self._numbers, "waiting": float(len(self._deferred))}
+        numbers = {**self._numbers, "waiting": float(len(self._deferred))}
         return {
             **self.source.measure(groups),
-            **{f"tails/{name}": value for name, value in own.items()},
+            **{f"tails/{name}": value for name, value in numbers.items()},
         }
 
     async def snapshot(self) -> Mapping[str, Any]:
@@ -148,14 +160,15 @@ class TailBatching:
         self._deferred = [self.source.claim(name) for name in state["deferred"]]
 
     async def _whole(self, n: int, version: int) -> list[Group]:
-        """Those that were deferred first; where there are fewer, new ones beside them."""
-        jobs, self._deferred = self._deferred[:n], self._deferred[n:]
+        """Play the oldest deferred groups to their end, with new ones if there are too few."""
+        jobs = self._deferred[:n]
+        self._deferred = self._deferred[n:]
         self.source.ledger.note("issued", [name for name, _ in jobs], version=version)
         jobs += self.source.take(n - len(jobs), version)
         return await self.source.play(jobs, n)
 
     async def _race(self, jobs: Sequence[Job], n: int, version: int) -> list[Group]:
-        """The first n that are ready."""
+        """Return the first n groups that are ready, and defer the others."""
         drawn = {name: Drawn() for name, _ in jobs}
         groups = await first(
             [self._play(job, drawn[job[0]]) for job in jobs], n, parting=self.generator.cut

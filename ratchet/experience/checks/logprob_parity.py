@@ -1,10 +1,10 @@
-"""The parity gate: does the sampler give what it samples the probability that the learner gives it?
+"""The parity gate: compare the sampler's log-probabilities with the learner's.
 
-The two compute the same policy by other code, often in other precision, from weights that were
-moved. Where they disagree, the run optimizes something else than it samples, and mostly looks
-healthy. So the learner scores some of the tokens that were just sampled, before an update, while
-both still have the weights that they were drawn with; and if the difference is too large, the ends
-are compared part by part to say why.
+Both compute the same policy by different code, often in different precision, from weights that were
+copied. If they disagree, the run optimizes something other than it samples, and often looks
+healthy. So before an update the learner scores some of the tokens just sampled, while both have the
+same weights. If the difference is too large, a report compares the two part by part to find the
+cause.
 
 T = tokens of the rows that are compared.
 """
@@ -28,15 +28,19 @@ from ratchet.types import Sampling
 
 log = logging.getLogger(__name__)
 
-# first tokens of the ranges in which the difference is reported
+# Starts of the ranges of positions in which the difference is reported.
 POSITIONS = (0, 1, 4, 16, 64, 256, 1024)
-QUANTISED = ("float8", "nf4")  # with scales of their own: no tensor that is sent is a tensor there
-ASKED = 4  # rows, and tokens of each, that the sampler is asked for again
+# With these formats the generator's tensors differ from those it received, so none are compared.
+QUANTISED = ("float8", "nf4")
+ASKED = 4  # number of rows, and of tokens per row, that the sampler generates again
 
 
 @dataclass(frozen=True)
 class Ends:
-    """What is compared. fingerprints: of the tokenizers that are known, by whose they are."""
+    """The learner and the sampler to compare.
+
+    `fingerprints` are those of the known tokenizers, by owner.
+    """
 
     learner: Learner
     generator: Generator
@@ -44,16 +48,21 @@ class Ends:
     fingerprints: Mapping[str, str]
 
     @classmethod
-    def of(cls, learner: Learner, generator: Generator, link: Link, tokenizer: Tokenizer) -> Ends:
-        """tokenizer: the policy's."""
-        own = getattr(getattr(generator, "tokenizer", None), "fingerprint", None)
-        known = {} if own is None else {"generator": str(own)}
-        return cls(learner, generator, link, {"policy": tokenizer.fingerprint, **known})
+    def create(
+        cls, learner: Learner, generator: Generator, link: Link, tokenizer: Tokenizer
+    ) -> Ends:
+        """Return the pair to compare; `tokenizer` is the policy's."""
+        fingerprints = {"policy": tokenizer.fingerprint}
+        generator_tokenizer = getattr(generator, "tokenizer", None)
+        fingerprint = getattr(generator_tokenizer, "fingerprint", None)
+        if fingerprint is not None:
+            fingerprints["generator"] = str(fingerprint)
+        return cls(learner, generator, link, fingerprints)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """guilty: whether it explains the difference."""
+    """The result of one comparison; `guilty` is True if it explains the difference."""
 
     cause: str
     text: str
@@ -61,39 +70,59 @@ class Finding:
 
 
 class ParityGate:
-    """See `ParityConfig`. Steps are those of a run, which counts from 0 when it is resumed: its
-    pushes are new ones."""
+    """The gate that `ParityConfig` describes.
+
+    Steps are counted from 0 in every process, so that a resumed run checks its first weight syncs
+    again.
+    """
 
     def __init__(self, ends: Ends, config: ParityConfig) -> None:
-        self.ends, self.threshold, self.action = ends, config.threshold, config.action
-        self.first_steps, self.every, self.sample = config.first_steps, config.every, config.sample
+        self.ends = ends
+        self.threshold = config.threshold
+        self.action = config.action
+        self.first_steps = config.first_steps
+        self.every = config.every
+        self.sample = config.sample
 
     def due(self, step: int) -> bool:
+        """True if the step is to be checked."""
         return step < self.first_steps or (self.every > 0 and step % self.every == 0)
 
     async def check(self, batch: Batch, version: int) -> dict[str, float]:
-        """version: of the weights that the learner has. Rows with tokens of other versions are left
-        out; {} for none that is left. Raises ParityError with the report, or logs it."""
+        """Compare some rows of a batch, and return the metrics.
+
+        Rows with tokens of other versions are left out; {} if none remain.
+
+        Args:
+            batch: The batch that was just sampled.
+            version: The version of the learner's weights.
+
+        Raises:
+            ParityError: The difference exceeds the threshold, and `parity.action` is "stop".
+                Otherwise the report is logged.
+        """
         rows = comparable(batch, version)
         if not rows:
             return {}
-        part = batch.take(_spread(rows, self.sample))
+        part = batch.take(_sample_evenly(rows, self.sample))
         difference_T = await self._difference(part)
-        mean, most = float(difference_T.mean()), float(difference_T.max())
-        if not mean <= self.threshold:  # NaN too
+        mean = float(difference_T.mean())
+        maximum = float(difference_T.max())
+        # Written so that NaN fails too.
+        if not mean <= self.threshold:
             report = await self.report(part, difference_T)
             if self.action == "stop":
                 raise ParityError(report)
             log.warning("%s", report)
-        return {"mean": mean, "max": most, "tokens": float(len(difference_T))}
+        return {"mean": mean, "max": maximum, "tokens": float(len(difference_T))}
 
     async def _difference(self, part: Batch) -> Tensor:
-        """|learner - sampler| of each predicted token, float64."""
+        """Return |learner - sampler| of each predicted token, float64."""
         logprobs_T = (await self.ends.learner.score(part, ["logprobs"]))["logprobs"]
         return (logprobs_T.double() - part.rollout_logprobs_T.double()).abs()[part.predicted_T]
 
     async def report(self, part: Batch, difference_T: Tensor) -> str:
-        """Every suspect, the guilty first."""
+        """Return the findings as text, headed by the first that explains the difference."""
         findings = [
             await self._weights(),
             self._tokenizer(),
@@ -123,14 +152,14 @@ class ParityGate:
 
     @property
     def _rounded_to(self) -> str | None:
-        """What a generator brings weights to that come."""
+        """The format to which the generator rounds the weights it receives."""
         return getattr(self.ends.generator, "precision", None)
 
     async def _weights(self) -> Finding:
         if self._rounded_to in QUANTISED:
             return Finding(
                 "weights",
-                f"not compared: the generator rounds those that come to {self._rounded_to}",
+                f"not compared: the generator rounds received weights to {self._rounded_to}",
             )
         differing = await self.ends.link.audit() if isinstance(self.ends.link, Audits) else None
         if differing is None:
@@ -146,7 +175,7 @@ class ParityGate:
         if len(set(prints.values())) > 1:
             return Finding(
                 "tokenizer",
-                "different: " + ", ".join(f"{who} {own}" for who, own in prints.items()),
+                "different: " + ", ".join(f"{name} {value}" for name, value in prints.items()),
                 guilty=True,
             )
         return Finding(
@@ -154,13 +183,13 @@ class ParityGate:
         )
 
     async def _temperature(self, part: Batch) -> Finding:
-        """As if the sampler had left it out, or applied it twice."""
-        own_S = part.temperature_S
-        if bool((own_S == 1).all()):
+        """Test whether the sampler ignored the temperature, or applied it twice."""
+        temperature_S = part.temperature_S
+        if bool((temperature_S == 1).all()):
             return Finding("temperature", "1: nothing to get wrong")
         for what, other_S in (
-            ("ignores", torch.ones_like(own_S)),
-            ("applies twice", own_S.square()),
+            ("ignores", torch.ones_like(temperature_S)),
+            ("applies twice", temperature_S.square()),
         ):
             mean = float((await self._difference(replace(part, temperature_S=other_S))).mean())
             if mean <= self.threshold:
@@ -184,13 +213,14 @@ class ParityGate:
         )
         held = self._rounded_to or _names(generator)
         if not learner or not held:
-            return Finding("dtype", "not compared: one of both doesn't show its weights")
+            return Finding("dtype", "not compared: one of the two doesn't show its weights")
         return Finding(
             "dtype", f"learner {_names(learner)}, generator {held}", guilty=_names(learner) != held
         )
 
     async def _kernel(self, part: Batch, difference_T: Tensor) -> list[Finding]:
-        """Where the difference lies, and whether either end depends on who else is in a batch."""
+        """Report where the difference lies, and whether results depend on the other rows of a
+        batch."""
         alone = [await self._difference(part.take([row])) for row in range(part.n_sequences)]
         learner = float((torch.cat(alone) - difference_T).abs().max())
         return [
@@ -203,13 +233,14 @@ class ParityGate:
         ]
 
     async def _asked_again(self, part: Batch) -> float:
-        """How much the sampler's logprobs of equal tokens differ between requests that run alone
-        and together."""
-        generator, starts = self.ends.generator, part.starts_S.tolist()
+        """Return the largest difference between the sampler's logprobs of equal tokens alone and
+        batched."""
+        generator = self.ends.generator
+        starts = part.starts_S.tolist()
         requests = []
         for row in range(min(ASKED, part.n_sequences)):
-            own = slice(starts[row], starts[row] + int(part.lengths_S[row]))
-            first = int(part.predicted_T[own].nonzero()[0])
+            row_slice = slice(starts[row], starts[row] + int(part.lengths_S[row]))
+            first = int(part.predicted_T[row_slice].nonzero()[0])
             sampling = Sampling(
                 temperature=float(part.temperature_S[row]), max_new_tokens=ASKED, seed=row
             )
@@ -218,9 +249,9 @@ class ParityGate:
                 if part.media_S
                 else []
             )
-            requests.append((part.tokens_T[own][:first].tolist(), sampling, media))
+            requests.append((part.tokens_T[row_slice][:first].tolist(), sampling, media))
         together = await asyncio.gather(*(generator.generate(*request) for request in requests))
-        most = 0.0
+        largest = 0.0
         for request, with_others in zip(requests, together, strict=True):
             alone = await generator.generate(*request)
             for a, b, x, y in zip(
@@ -228,26 +259,26 @@ class ParityGate:
             ):
                 if a != b:
                     break
-                most = max(most, abs(float(x) - float(y)))
-        return most
+                largest = max(largest, abs(float(x) - float(y)))
+        return largest
 
 
 def comparable(batch: Batch, version: int) -> list[int]:
-    """The rows all of whose predicted tokens were sampled from this version, and that have some."""
+    """Return the rows with predicted tokens whose tokens were all sampled from this version."""
     predicted_S = batch.sequence_sum(batch.predicted_T.double())
     current_S = batch.sequence_sum((batch.predicted_T & (batch.versions_T == version)).double())
     return ((predicted_S > 0) & (predicted_S == current_S)).nonzero().squeeze(1).tolist()
 
 
-def _spread(rows: Sequence[int], count: int) -> list[int]:
-    """So many of them, from the first to the last."""
+def _sample_evenly(rows: Sequence[int], count: int) -> list[int]:
+    """Return `count` rows, evenly spaced from the first to the last."""
     if len(rows) <= count:
         return list(rows)
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def _by_position(part: Batch, difference_T: Tensor) -> str:
-    """Means over ranges of the predicted tokens of each row, counted from 0."""
+    """Return mean differences by ranges of position among each row's predicted tokens."""
     predicted_T = part.predicted_T.long()
     before_T = predicted_T.cumsum(0) - predicted_T
     place_T = (before_T - before_T[part.starts_S][part.sequence_T])[part.predicted_T]

@@ -1,5 +1,4 @@
-"""What shows that a reward is being fooled: another judge's opinion of the attempts, and tasks that
-nobody can solve."""
+"""Detect reward hacking: a second reward's opinion of attempts, and tasks that can't be solved."""
 
 from __future__ import annotations
 
@@ -18,7 +17,12 @@ OPINION, CANARY = "second_opinion/disagreement", "canary/reward"
 
 @dataclass(frozen=True)
 class Findings:
-    """metrics: by prefix and key. shown: evidence, by the metric that it is of."""
+    """The results of a check.
+
+    Attributes:
+        metrics: Metrics by prefix and key.
+        shown: Evidence, by the metric it explains.
+    """
 
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     shown: dict[str, list[Exhibit]] = field(default_factory=dict)
@@ -26,9 +30,15 @@ class Findings:
 
 @dataclass
 class Probes:
-    """second: judges a few attempts of a step once more; nothing trains on it. manager: plays the
-    canaries, and judges them by the reward that trains. every: steps between two looks. sample:
-    attempts that are judged again."""
+    """The checks for reward hacking.
+
+    Attributes:
+        every: Steps between two checks.
+        sample: Number of attempts that are judged again.
+        second: Judges attempts again; nothing trains on its rewards.
+        manager: Plays the canaries and judges them by the training reward.
+        canaries: Tasks that must not earn a reward.
+    """
 
     every: int
     sample: int
@@ -44,8 +54,8 @@ class Probes:
     def due(self, done: int) -> bool:
         return done % self.every == 0
 
-    async def look(self, groups: Sequence[Group]) -> Findings:
-        """What both say now. The canaries are played greedily, with the generator's weights."""
+    async def check(self, groups: Sequence[Group]) -> Findings:
+        """Run both checks. The canaries are played greedily with the generator's weights."""
         findings = Findings()
         if self.second is not None:
             await self._ask(self.second, groups, findings)
@@ -54,8 +64,10 @@ class Probes:
         return findings
 
     async def _ask(self, second: Reward, groups: Sequence[Group], findings: Findings) -> None:
-        """Whole groups, as some rewards compare their attempts, until enough attempts are
-        judged."""
+        """Judge whole groups again until `sample` attempts are judged.
+
+        Groups stay whole because some rewards compare their attempts.
+        """
         compared: list[tuple[float, float]] = []
         for group in groups:
             if len(compared) >= self.sample:
@@ -65,7 +77,7 @@ class Probes:
                 for attempt in group.attempts
                 if attempt[-1].use == "train" and attempt[-1].reward is not None
             ]
-            for row, reward in zip(rows, await _judged(second, rows, group.task), strict=True):
+            for row, reward in zip(rows, await _judge_again(second, rows, group.task), strict=True):
                 if reward is not None and row.reward is not None:
                     compared.append((row.reward, reward))
                     exhibit = Exhibit(abs(row.reward - reward), group, row)
@@ -88,19 +100,20 @@ class Probes:
             ]
 
 
-async def _judged(second: Reward, rows: Sequence[Trajectory], task: Task) -> list[float | None]:
-    """What it gives each attempt; None for those that it fails to judge, which costs the run
-    nothing."""
+async def _judge_again(
+    second: Reward, rows: Sequence[Trajectory], task: Task
+) -> list[float | None]:
+    """Return the second reward of each attempt; None if it fails, which is not an error."""
     unjudged = [replace(row, outcome=Truncated() if row.truncated else None) for row in rows]
     try:
         outcomes = list(await guarded(lambda: second.score(unjudged, task))) if rows else []
     except UserCodeFailed:
         return [None] * len(rows)
-    given = [
+    rewards = [
         outcome.reward if isinstance(outcome, Scored | Truncated) else None for outcome in outcomes
     ]
-    given += [None] * (len(rows) - len(given))
+    rewards += [None] * (len(rows) - len(rewards))
     return [
         float(reward) if reward is not None and finite(reward) else None
-        for reward in given[: len(rows)]
+        for reward in rewards[: len(rows)]
     ]

@@ -1,6 +1,8 @@
-"""Batches as dictionaries of columns, message logs that hold their tokens, and environments that
-step many conversations at once: what those bring along who come from NeMo RL
-(nemo_rl/environments/interfaces.py states the protocol).
+"""Compatibility with NeMo RL: batches as dictionaries of columns, message logs, batched
+environments.
+
+The protocol is that of nemo_rl/environments/interfaces.py. Message logs hold their tokens, and an
+environment steps many conversations at once.
 
 `ratchet.experience.nemo_rl.rollouts` plays over it; `environment: {kind: message_log}` trains with
 it.

@@ -1,5 +1,6 @@
-"""One conversation with a batched environment, as the environment of one attempt; and ways to ask:
-each row for itself, or all rows that wait, in one call.
+"""Adapt a batched environment to single attempts.
+
+An attempt calls it alone, or together with all rows that wait.
 """
 
 from __future__ import annotations
@@ -24,9 +25,15 @@ T = TypeVar("T")
 
 
 class Dialogue:
-    """The environment of one attempt over `ask`. `log`: what was said, in the roles that the
-    environment uses; `metadata`, `stop_strings`, `parts` (sums of the reward's named parts) are as
-    the last answer left them."""
+    """The environment of one attempt over a batched environment.
+
+    Attributes:
+        ask: Calls the batched environment with a log and its metadata.
+        log: The conversation, in the roles that the environment uses.
+        metadata: The metadata after the latest reply.
+        stop_strings: The stop strings after the latest reply.
+        parts: Sums of the reward's named parts.
+    """
 
     replayable = True
 
@@ -37,6 +44,7 @@ class Dialogue:
     def begin(
         self, log: Sequence[Mapping[str, Any]], metadata: Any, stop_strings: Sequence[str] | None
     ) -> None:
+        """Start a conversation."""
         self.log: MessageLog = [
             {"role": entry["role"], "content": entry["content"]} for entry in log
         ]
@@ -45,11 +53,11 @@ class Dialogue:
         self.parts: Counter[str] = Counter()
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """None: it answers in a conversation that somebody else began."""
+        """Return no tasks: the conversations come from a batch."""
         return iter(())
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        raise DataError("a batched environment shows no solutions")
+        raise DataError("a batched environment has no demonstrations")
 
     async def reset(self, task: Task) -> Sequence[Message]:
         return task.messages
@@ -82,54 +90,58 @@ def _metric(part: str) -> str:
 async def ask_alone(
     environment: EnvironmentInterface[Any], log: MessageLog, metadata: Any
 ) -> Reply:
-    """In a thread of its own, so that one that hangs holds up nobody, not even the end of the
-    program."""
+    """Step one row in its own thread, so that a hanging call delays neither others nor the exit."""
     (reply,) = await in_thread(partial(step_rows, environment, [log], [metadata]))
     return reply
 
 
 async def in_thread(call: Callable[[], T]) -> T:
+    """Run a call in a daemon thread and return its result."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
 
     def work() -> None:
         try:
             result = call()
-        except BaseException as error:  # handed over to who waits, whatever it is
-            deliver(partial(_fail, done, error))
+        except BaseException as error:  # every exception is raised where the call is awaited
+            deliver(partial(_set_exception, future, error))
         else:
-            deliver(partial(_finish, done, result))
+            deliver(partial(_set_result, future, result))
 
     def deliver(answer: Callable[[], None]) -> None:
-        if not loop.is_closed():  # nobody waits any more for a call that outlived its run
+        # The call may outlive the run that awaited it.
+        if not loop.is_closed():
             loop.call_soon_threadsafe(answer)
 
     threading.Thread(target=work, name="environment step", daemon=True).start()
-    return await done
+    return await future
 
 
 def step_each(
     environment: EnvironmentInterface[Any], questions: Sequence[Question]
 ) -> list[Reply | BaseException]:
-    """One call for all. Where it raises, each row is asked alone, so that only those fail that
-    would have failed alone."""
+    """Step all rows in one call, and return a reply or an exception for each.
+
+    If the call raises, each row is stepped alone, so that only those fail that fail alone too.
+    """
     try:
         return list(
             step_rows(
                 environment, [log for log, _ in questions], [metadata for _, metadata in questions]
             )
         )
-    except (Exception, SystemExit) as error:  # the episode boundary: it may be anybody's code
+    except (Exception, SystemExit) as error:  # the episode boundary: this is user code
         if len(questions) == 1:
             return [error]
-    return [found for question in questions for found in step_each(environment, [question])]
+    return [reply for question in questions for reply in step_each(environment, [question])]
 
 
 class Meeting(Generic[T]):
-    """Rows that go in step: a question waits until every row that is still there waits too; then
-    each `handle` gets all questions that were put to it, in one call, in the order of the rows.
+    """A barrier of rows that run in step and share their calls.
 
-    A handle returns an answer, or an exception to raise, for each question.
+    A question waits until every remaining row waits. Then each `handle` gets all its questions in
+    one call, in the order of the rows. It returns an answer, or an exception to raise, for each
+    question.
     """
 
     def __init__(self, rows: int) -> None:
@@ -139,18 +151,19 @@ class Meeting(Generic[T]):
     async def ask(
         self, row: int, handle: Callable[[Sequence[Any]], Sequence[Any]], question: Any
     ) -> Any:
+        """Put a question of a row to `handle`, and return the answer."""
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append((row, handle, question, answer))
-        self._when_all_wait()
+        self._answer_if_all_wait()
         return await answer
 
     def leave(self) -> None:
-        """A row has ended."""
+        """Note that a row has ended."""
         self.present -= 1
-        self._when_all_wait()
+        self._answer_if_all_wait()
 
-    def _when_all_wait(self) -> None:
-        # a row may have been cancelled
+    def _answer_if_all_wait(self) -> None:
+        # Rows that were cancelled no longer wait.
         self._waiting = [entry for entry in self._waiting if not entry[3].done()]
         if not self._waiting or len(self._waiting) < self.present:
             return
@@ -160,21 +173,21 @@ class Meeting(Generic[T]):
             by_handle.setdefault(handle, []).append((question, answer))
         for handle, entries in by_handle.items():
             try:
-                found = handle([question for question, _ in entries])
+                results = handle([question for question, _ in entries])
             except Exception as error:  # raised again in each row that waits for it
-                found = [error] * len(entries)
-            for (_, answer), result in zip(entries, found, strict=True):
+                results = [error] * len(entries)
+            for (_, answer), result in zip(entries, results, strict=True):
                 if isinstance(result, BaseException):
-                    _fail(answer, result)
+                    _set_exception(answer, result)
                 else:
-                    _finish(answer, result)
+                    _set_result(answer, result)
 
 
-def _finish(future: asyncio.Future[Any], result: Any) -> None:
+def _set_result(future: asyncio.Future[Any], result: Any) -> None:
     if not future.done():
         future.set_result(result)
 
 
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)

@@ -1,4 +1,4 @@
-"""A batch as a dictionary of columns: each a list or a tensor whose first dimension is the batch's.
+"""A batch as a dictionary of columns: lists or tensors whose first dimension is the batch.
 
 B = rows of the batch.
 """
@@ -21,20 +21,23 @@ Rows = Sequence[int] | Tensor
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[Row]):
-    """`BatchedDataDict[DatumSpec]({"idx": [0, 1], "length": torch.tensor([3, 5])})`: the parameter
-    names the fields of a row.
+    """A batch of rows: `BatchedDataDict[DatumSpec]({"idx": [0, 1], "length": torch.tensor([3,
+    5])})`.
 
-    Raises DataError where columns differ in length, or where what is asked for can't be had of
-    them.
+    The type parameter names the fields of a row. Columns that differ in length, and operations that
+    they do not allow, raise DataError.
     """
 
     @classmethod
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
-        """One after the other. Tensors of two or more dimensions get the widest one's second
-        dimension, filled up on the right with `pad_value_dict`'s value for the column, or 0.
-        Batches without rows may lack columns; others must have the same."""
+        """Concatenate batches.
+
+        Tensors of two or more dimensions are padded on the right of the second to the widest, with
+        `pad_value_dict`'s value for the column, or 0. Batches without rows may lack columns; others
+        must have the same.
+        """
         full = [batch for batch in batches if _row_count(batch)]
         if not full:
             return cls(batches[0]) if batches else cls()
@@ -44,7 +47,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
             without = [i for i, batch in enumerate(full) if name not in batch]
             if without:
                 raise DataError(
-                    f"column '{name}' is missing from batch {without[0]}: give it to every batch, "
+                    f"column '{name}' is missing from batch {without[0]}. Give it to every batch, "
                     "or to none"
                 )
         return cls(
@@ -56,31 +59,37 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
 
     @property
     def size(self) -> int:
-        """B."""
+        """The number of rows B."""
         return _row_count(self.data)
 
     def slice(self, start: int, end: int) -> Self:
-        """Rows [start, end)."""
+        """Return rows [start, end)."""
         if not 0 <= start <= end <= self.size:
             raise DataError(f"rows {start} to {end} are not in a batch of {self.size}")
         return type(self)({name: column[start:end] for name, column in self.data.items()})
 
     def select(self, indices: Rows) -> Self:
-        """Row i of the result is row indices[i]; a row may come several times, and its list items
-        are then the same objects."""
-        wanted = _checked(indices, self.size)
-        return type(self)({name: _picked(column, wanted) for name, column in self.data.items()})
+        """Return the batch whose row i is row indices[i].
+
+        A row may be selected several times; its list items are then the same objects.
+        """
+        rows = _checked(indices, self.size)
+        return type(self)({name: _picked(column, rows) for name, column in self.data.items()})
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each row `num_repeats` times in a row; items of lists are deep copies, so that each
-        repetition grows its own log."""
+        """Return each row `num_repeats` times in a row.
+
+        List items are deep copies, so that each repetition grows its own log.
+        """
         return type(self)(
             {name: _repeated(column, num_repeats) for name, column in self.data.items()}
         )
 
     def reorder(self, places: Rows) -> Self:
-        """Row i goes to place places[i], in this batch itself: what undoes `select(places)`.
-        Returns the batch."""
+        """Move row i to place places[i] in this batch, and return the batch.
+
+        This undoes `select(places)`.
+        """
         targets = _checked(places, self.size)
         if sorted(targets) != list(range(self.size)):
             raise DataError(f"places {targets} must name each of the {self.size} rows once")
@@ -91,15 +100,17 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
     def shard_by_batch_size(
         self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
     ) -> list[Self]:
-        """Cuts the batch into chunks of `batch_size` rows (None: one chunk), each chunk into
-        `shards` stretches, and puts the stretches of the same number together: [A A B B C C D D]
-        with shards=2, batch_size=4 gives [A A C C] and [B B D D].
+        """Split the batch into shards.
 
-        allow_uneven_shards: of a single chunk; the last shards may be smaller, or empty.
+        The batch is cut into chunks of `batch_size` rows (None: one chunk), each chunk into
+        `shards` stretches, and shard s joins stretch s of every chunk: with shards=2 and
+        batch_size=4, [A A B B C C D D] becomes [A A C C] and [B B D D].
+
+        With `allow_uneven_shards`, for a single chunk, the last shards may be smaller or empty.
         """
         chunk = self.size if batch_size is None else batch_size
         if allow_uneven_shards and batch_size is not None:
-            raise DataError("allow_uneven_shards goes with no batch_size: remove one")
+            raise DataError("allow_uneven_shards excludes batch_size. Remove one")
         if (
             shards < 1
             or (chunk and self.size % chunk)
@@ -123,7 +134,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         ]
 
     def to(self, device: str | torch.device) -> Self:
-        """Moves the tensor columns of this batch itself. Returns the batch."""
+        """Move the tensor columns of this batch to a device, and return the batch."""
         self.data = {
             name: c.to(device) if isinstance(c, Tensor) else c for name, c in self.data.items()
         }
@@ -138,6 +149,7 @@ def _row_count(batch: Mapping[str, Any]) -> int:
 
 
 def _checked(indices: Rows, size: int) -> list[int]:
+    """Return row numbers as a list of non-negative ints, or raise DataError."""
     rows = [int(i) for i in (indices.tolist() if isinstance(indices, Tensor) else indices)]
     wrong = next((i for i in rows if not -size <= i < size), None)
     if wrong is not None:

@@ -1,4 +1,4 @@
-"""The batched environment: its protocol, what it must return, and one row of that.
+"""The protocol of batched environments, the check of their returns, and single rows of these.
 
 B = conversations in a call.
 """
@@ -21,16 +21,20 @@ from ratchet.experience.nemo_rl.specs import MessageLog, as_message
 
 Metadata = TypeVar("Metadata")
 
-SCALAR = "reward"  # the part that a reward without parts is, where it meets others with parts
+SCALAR = "reward"  # part name of a reward without parts in a batch where others have parts
 
 
 class EnvironmentReturn(NamedTuple, Generic[Metadata]):
-    """What `step` answers, a row per conversation.
+    """The return of `step`, with a row for each conversation.
 
-    observations: the next message, with `role` and `content`. metadata: handed to the next `step`;
-    None leaves it as it was. next_stop_strings: what ends the policy's next turn; None leaves them,
-    [] ends them. rewards: float [B] of this turn, or named parts, each float [B], which sum to it.
-    terminateds: bool [B]. answers: what was read out of each answer, if anything.
+    Attributes:
+        observations: The next messages, with `role` and `content`.
+        metadata: Passed to the next `step`; None leaves it unchanged.
+        next_stop_strings: Stop strings of the policy's next turn; None leaves them unchanged, []
+            removes them.
+        rewards: float [B] of this turn, or named parts, each float [B], that sum to it.
+        terminateds: bool [B].
+        answers: The extracted answers, if any.
     """
 
     observations: Sequence[Mapping[str, str]]
@@ -42,28 +46,37 @@ class EnvironmentReturn(NamedTuple, Generic[Metadata]):
 
 
 class EnvironmentInterface(ABC, Generic[Metadata]):
-    """Answers many conversations at once. What a conversation needs from turn to turn lies in its
-    metadata, not in the instance: each call gets copies, rows come in any company, and several
-    threads may be in `step` at once."""
+    """An environment that steps many conversations at once.
+
+    The state of a conversation belongs in its metadata, not in the instance: each call gets copies,
+    rows are grouped arbitrarily, and several threads may call `step` at once.
+    """
 
     @abstractmethod
     def step(
         self, message_log_batch: list[MessageLog], metadata: list[Metadata]
     ) -> EnvironmentReturn[Metadata]:
-        """One turn. message_log_batch: whole conversations, entries with `role` and `content`, the
-        policy's answer last."""
+        """Take one turn in each conversation.
+
+        Args:
+            message_log_batch: Whole conversations, entries with `role` and `content`, the policy's
+                message last.
+            metadata: The metadata of each.
+        """
 
     @abstractmethod
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
-        """After all rollouts of a batch, with the environment's rows of it: (those rows, possibly
-        changed; metrics)."""
+        """Return the environment's rows of a batch, possibly changed, and metrics.
+
+        It is called after all rollouts of the batch.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One row of an EnvironmentReturn. `parts` is None where the reward has none."""
+    """A row of an EnvironmentReturn. `parts` is None if the reward has none."""
 
     observation: dict[str, str]
     metadata: Any
@@ -77,15 +90,17 @@ class Reply:
 def step_rows(
     environment: EnvironmentInterface[Any], logs: Sequence[MessageLog], metadata: Sequence[Any]
 ) -> list[Reply]:
-    """One call of `step`, checked. The environment gets copies: nothing that it does to them is
-    seen outside.
+    """Call `step` once and return its rows, checked.
 
-    Raises DataError for a return of the wrong shape, and whatever `step` raises.
+    The environment gets copies, so that its changes to them have no effect.
+
+    Raises:
+        DataError: The return has the wrong shape. Exceptions of `step` are raised unchanged.
     """
-    shown = [
+    logs_copy = [
         [{"role": entry["role"], "content": entry["content"]} for entry in log] for log in logs
     ]
-    returned = environment.step(shown, copy.deepcopy(list(metadata)))
+    returned = environment.step(logs_copy, copy.deepcopy(list(metadata)))
     name, rows = type(environment).__name__, len(logs)
     if not isinstance(returned, tuple) or len(returned) != len(EnvironmentReturn._fields):
         raise DataError(f"{name}.step returned {returned!r:.80}, it must be an EnvironmentReturn")
@@ -107,8 +122,11 @@ def step_rows(
 
 
 def joined(replies: Sequence[Reply]) -> EnvironmentReturn[Any]:
-    """The rows as one return. Where only some rewards have parts, a reward without is the part
-    "reward"; a part that a row has not is 0 there."""
+    """Return the rows as one return.
+
+    If only some rewards have parts, a reward without is the part "reward". A part that a row lacks
+    is 0 there.
+    """
     named = any(reply.parts is not None for reply in replies)
     parts = [{SCALAR: reply.reward} if reply.parts is None else reply.parts for reply in replies]
     names = dict.fromkeys(name for row in parts for name in row)
@@ -127,10 +145,11 @@ def joined(replies: Sequence[Reply]) -> EnvironmentReturn[Any]:
 def environment_of(
     task_to_env: Mapping[str, EnvironmentInterface[Any]], task_name: str
 ) -> EnvironmentInterface[Any]:
+    """Return the environment of a task name, or raise DataError."""
     if task_name not in task_to_env:
-        known = ", ".join(f"'{name}'" for name in task_to_env)
+        names = ", ".join(f"'{name}'" for name in task_to_env)
         raise DataError(
-            f"task_name '{task_name}' has no environment: task_to_env has {known or 'none'}; add "
+            f"task_name '{task_name}' has no environment: task_to_env has {names or 'none'}. Add "
             "it there"
         )
     return task_to_env[task_name]
@@ -139,15 +158,22 @@ def environment_of(
 def post_process(
     batch: BatchedDataDict[Any], task_to_env: Mapping[str, EnvironmentInterface[Any]]
 ) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
-    """Each environment's `global_post_process_and_metrics` on its rows: (the batch that they leave,
-    in its order; their metrics, named "task_name/metric"). Raises DataError where one gives back
-    another number of rows."""
-    rows_of: dict[int, tuple[str, list[int]]] = {}
+    """Call each environment's `global_post_process_and_metrics` on its rows.
+
+    Returns:
+        The batch in its order, and the metrics, named "task_name/metric".
+
+    Raises:
+        DataError: An environment returns another number of rows.
+    """
+    rows_by_environment: dict[int, tuple[str, list[int]]] = {}
     for row, name in enumerate(batch["task_name"]):
-        rows_of.setdefault(id(environment_of(task_to_env, name)), (name, []))[1].append(row)
+        rows_by_environment.setdefault(id(environment_of(task_to_env, name)), (name, []))[1].append(
+            row
+        )
     parts: list[BatchedDataDict[Any]] = []
     metrics: dict[str, Any] = {}
-    for name, rows in rows_of.values():
+    for name, rows in rows_by_environment.values():
         environment = task_to_env[name]
         part, numbers = environment.global_post_process_and_metrics(batch.select(rows))
         if part.size != len(rows):
@@ -160,7 +186,7 @@ def post_process(
         metrics |= {f"{name}/{key}": value for key, value in numbers.items()}
     if not parts:
         return batch, {}
-    order = [row for _, rows in rows_of.values() for row in rows]
+    order = [row for _, rows in rows_by_environment.values() for row in rows]
     return BatchedDataDict[Any].from_batches(parts).reorder(order), metrics
 
 
@@ -187,32 +213,35 @@ def _check_lengths(answer: EnvironmentReturn[Any], rows: int, name: str) -> None
             )
 
 
-def _observation(found: Any, name: str) -> dict[str, str]:
-    if not isinstance(found, Mapping):
+def _observation(observation: Any, name: str) -> dict[str, str]:
+    if not isinstance(observation, Mapping):
         raise DataError(
-            f"{name}.step gave the observation {found!r:.80}, it must have a role and content"
+            f"{name}.step gave the observation {observation!r:.80}, it must have a role and content"
         )
-    if as_message(found).role == "assistant":
+    if as_message(observation).role == "assistant":
         raise DataError(
-            f"{name}.step speaks for the assistant: give its observations another role, such as "
-            "'user'"
+            f"{name}.step gave an observation the role assistant. Use another one, such as 'user'"
         )
-    return {"role": found["role"], "content": found["content"]}
+    return {"role": observation["role"], "content": observation["content"]}
 
 
-def _stops(found: Any, name: str) -> list[str] | None:
-    if found is not None and (
-        isinstance(found, str) or not all(isinstance(text, str) and text for text in found)
+def _stops(stop_strings: Any, name: str) -> list[str] | None:
+    if stop_strings is not None and (
+        isinstance(stop_strings, str)
+        or not all(isinstance(text, str) and text for text in stop_strings)
     ):
         raise DataError(
-            f"{name}.step gave the stop strings {found!r:.80}, they must be a list of strings, or "
-            "None"
+            f"{name}.step gave the stop strings {stop_strings!r:.80}, they must be a list of "
+            "strings, or None"
         )
-    return None if found is None else list(found)
+    return None if stop_strings is None else list(stop_strings)
 
 
 def _reward(rewards: Any, row: int) -> tuple[float, dict[str, float] | None]:
-    """One that is not finite is left to who reads it: it fails its own row only."""
+    """Return the reward of a row and its parts.
+
+    A reward that is not finite is kept; it fails only its own row later.
+    """
     if not isinstance(rewards, Mapping):
         return float(rewards[row]), None
     parts = {name: float(values[row]) for name, values in rewards.items()}

@@ -1,5 +1,7 @@
-"""Generators of both shapes behind one call: one that takes tokens and a `Sampling`
-(`ratchet.protocols.Generator`), and one that takes a batch (`GenerationInterface`).
+"""Call generators of two shapes the same way.
+
+One takes tokens and a `Sampling` (`ratchet.protocols.Generator`), the other a batch
+(`GenerationInterface`).
 
 B = rows of a batch, S = tokens of its longest row.
 """
@@ -28,9 +30,10 @@ Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
 
 @dataclass(frozen=True)
 class WithSampling:
-    """A generator and how it is to draw, for the functions that take no sampling: temperature,
-    filters, `max_new_tokens` of a turn, stop strings, and the seed. `generator` is any with the
-    `generate` of `ratchet.protocols.Generator`."""
+    """A generator with its sampling parameters, for functions that take none.
+
+    `generator` is any with the `generate` of `ratchet.protocols.Generator`.
+    """
 
     generator: Any
     sampling: Sampling
@@ -49,28 +52,33 @@ class WithSampling:
 
 
 def refuse_media(media: Sequence[Placed]) -> None:
-    """For generators of batches, whose rows are tokens alone. Raises ConfigError."""
+    """Raise ConfigError for media, because generators of batches take tokens alone."""
     if media:
         raise ConfigError(
             f"the prompt has {len(media)} media, and a generator of batches (GenerationInterface) "
-            "is given tokens alone: use "
-            "one with the `generate` of ratchet.protocols.Generator"
+            "takes tokens alone. Use one with the `generate` of ratchet.protocols.Generator"
         )
 
 
 def version_of(policy_generation: Any) -> int:
+    """Return the version of a generator's weights, or 0 if it has none."""
     return int(getattr(policy_generation, "version", 0))
 
 
 def sampling_of(
     policy_generation: Any, stop_ids: Sequence[int], *, max_new_tokens: int, greedy: bool
 ) -> Sampling:
-    """Its own (`WithSampling`), or one at temperature 1 of at most `max_new_tokens`; `stop_ids` end
-    a turn too."""
-    own = getattr(policy_generation, "sampling", None) or Sampling(max_new_tokens=max_new_tokens)
-    temperature = 0.0 if greedy else own.temperature
+    """Return the generator's sampling parameters with these stop ids.
+
+    A generator without its own (`WithSampling`) samples at temperature 1 up to `max_new_tokens`.
+    """
+    sampling = getattr(policy_generation, "sampling", None)
+    if not sampling:
+        sampling = Sampling(max_new_tokens=max_new_tokens)
     return replace(
-        own, temperature=temperature, stop_ids=tuple(dict.fromkeys((*own.stop_ids, *stop_ids)))
+        sampling,
+        temperature=0.0 if greedy else sampling.temperature,
+        stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *stop_ids))),
     )
 
 
@@ -96,10 +104,12 @@ def answers_at_once(policy_generation: Any) -> bool:
 
 
 class OneAtATime:
-    """A generator of batches as one of tokens: each request is a batch of its own."""
+    """An adapter of a generator of batches to the `Generator` protocol: each request is its own
+    batch."""
 
     def __init__(self, policy_generation: Any, *, pad_id: int) -> None:
-        self.policy_generation, self.pad_id = policy_generation, pad_id
+        self.policy_generation = policy_generation
+        self.pad_id = pad_id
 
     async def generate(
         self,
@@ -114,8 +124,10 @@ class OneAtATime:
         data = _data(requests, self.pad_id)
         rows = self.policy_generation.generate_async(data, greedy=sampling.greedy)
         (completion,) = [
-            found
-            async for _, found in _as_they_come(rows, requests, version_of(self.policy_generation))
+            completion
+            async for _, completion in _iterate_completions(
+                rows, requests, version_of(self.policy_generation)
+            )
         ]
         return completion
 
@@ -123,7 +135,7 @@ class OneAtATime:
 def complete_batch(
     policy_generation: Any, requests: Sequence[Request], *, pad_id: int
 ) -> list[Completion]:
-    """One call of a generator of batches."""
+    """Complete all requests in one call of a generator of batches."""
     greedy = requests[0][1].greedy
     output = policy_generation.generate(_data(requests, pad_id), greedy=greedy)
     version = version_of(policy_generation)
@@ -133,7 +145,7 @@ def complete_batch(
 async def complete(
     policy_generation: Any, requests: Sequence[Request], *, pad_id: int
 ) -> list[Completion]:
-    """A completion for each, in order, all at once."""
+    """Complete all requests concurrently, and return the completions in order."""
     if not takes_batches(policy_generation):
         return list(
             await asyncio.gather(*(policy_generation.generate(*request) for request in requests))
@@ -141,13 +153,16 @@ async def complete(
     if not hasattr(policy_generation, "generate_async"):
         return complete_batch(policy_generation, requests, pad_id=pad_id)
     rows = policy_generation.generate_async(_data(requests, pad_id), greedy=requests[0][1].greedy)
-    found = {
-        i: done async for i, done in _as_they_come(rows, requests, version_of(policy_generation))
+    completions = {
+        i: completion
+        async for i, completion in _iterate_completions(
+            rows, requests, version_of(policy_generation)
+        )
     }
-    return [found[i] for i in range(len(requests))]
+    return [completions[i] for i in range(len(requests))]
 
 
-async def _as_they_come(
+async def _iterate_completions(
     rows: AsyncIterator[tuple[int, Any]], requests: Sequence[Request], version: int
 ) -> AsyncIterator[tuple[int, Completion]]:
     async for i, output in rows:
@@ -166,8 +181,11 @@ def _data(requests: Sequence[Request], pad_id: int) -> BatchedDataDict[Generatio
 
 
 def _completion(output: Any, row: int, request: Request, version: int) -> Completion:
-    """Row `row` of a GenerationOutputSpec. Its logprobs are NaN where the generator gave none; why
-    it stopped is read from `truncated` and from its last token."""
+    """Return row `row` of a GenerationOutputSpec as a completion.
+
+    Logprobs are NaN if the generator gave none. The stop reason follows from `truncated` and the
+    last token.
+    """
     tokens, sampling = request
     kept = slice(len(tokens), int(output["unpadded_sequence_lengths"][row]))
     new = _array(output["output_ids"][row, kept], np.int64)

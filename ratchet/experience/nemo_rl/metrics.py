@@ -1,4 +1,4 @@
-"""Numbers of rollouts, one definition each, whichever function played them."""
+"""Metrics of rollouts, one definition each, whichever function played them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from ratchet.types import Cancelled, Failed, Owner, Trajectory, Truncated
 
 
 def measure_sample(trajectory: Trajectory) -> dict[str, Any]:
-    """Of one attempt; tokens are those that came after its prompt. Exactly one of `terminated` (by
-    the environment), `truncated` (by a budget of tokens), `max_turns_reached` and `failed` holds. A
-    failure has no reward: its `total_reward` is NaN."""
+    """Return the metrics of one attempt; tokens are those after its prompt.
+
+    Exactly one of `terminated` (by the environment), `truncated` (by a token budget),
+    `max_turns_reached` and `failed` is True. A failed attempt has no reward: its `total_reward` is
+    NaN.
+    """
     failed = isinstance(trajectory.outcome, Failed | Cancelled)
     limit = not failed and trajectory.metrics.get("turn_limit", 0) > 0
     generated = [turn.end - turn.start for turn in trajectory.turns]
@@ -39,8 +42,10 @@ def measure_sample(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of a batch, from what `measure_sample` gives of each row; {} for none. Rewards are those of
-    rows that did not fail."""
+    """Return the metrics of a batch from those of its rows; {} for none.
+
+    Rewards are averaged over the rows that did not fail.
+    """
     if not samples:
         return {}
     turns = [sample["turn_count"] for sample in samples]
@@ -75,7 +80,7 @@ def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return numbers
 
 
-# Of all turns of all rows: what was generated, what was read before, and both.
+# Token counts of all turns of all rows: generated, read before, and both.
 HISTOGRAMS = {
     "histogram/gen_tokens_length": "turn_gen_tokens",
     "histogram/input_tokens_length": "turn_input_tokens",
@@ -84,6 +89,6 @@ HISTOGRAMS = {
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of all do not exceed (nearest rank)."""
+    """Return the smallest value that at least `percent` of all do not exceed (nearest rank)."""
     rank = max(1, math.ceil(percent / 100 * len(values)))
     return float(sorted(values)[rank - 1])

@@ -1,10 +1,8 @@
-"""Rollouts as functions over batches of message logs: single turns, rewards, whole episodes;
-together or each for itself.
+"""Rollouts as functions over batches of message logs: single turns, rewards and whole episodes.
 
-Episodes are played by `ratchet.experience.rollout.episode`. The synchronous and the asynchronous
-functions differ in one thing: the former keep the rows in step and put all questions of a turn to
-an environment at once, the latter let each row run ahead. What comes out is the same.
-docs/rollouts.md says more.
+`ratchet.experience.rollout.episode` plays the episodes. The synchronous functions keep the rows in
+step and send all rows of a turn to an environment at once; the asynchronous ones let each row run
+ahead. The results are the same. docs/rollouts.md says more.
 
 B = rows of a batch, S = tokens of its longest prompt.
 """
@@ -82,15 +80,24 @@ def generate_responses(
     include_logprobs: bool = True,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
-    """Appends an answer of the policy's to each log of `batch`, in place.
+    """Append an answer of the policy to each log of `batch`, in place.
 
-    policy_generation: a `Generator`, one `WithSampling`, or a `GenerationInterface`, which may have
-    its `generate_async` alone. generation_input_data: `input_ids` int64 [B, S]; its `stop_strings`
-    become those of `batch`. input_lengths: int64 [B]. Each row draws with a seed made from that of
-    the sampling, the version of the weights, its number and the length of its prompt.
+    Each row's seed is made from the sampling's seed, the version of the weights, the row's number
+    and the length of its prompt.
 
-    Returns the batch, with `truncated` bool [B], what was generated for each row (int64), and
-    metrics.
+    Args:
+        policy_generation: A `Generator`, one `WithSampling`, or a `GenerationInterface`, which may
+            have `generate_async` alone.
+        generation_input_data: `input_ids` int64 [B, S]; its `stop_strings` are set to those of
+            `batch`.
+        batch: The logs.
+        tokenizer: The policy's tokenizer.
+        input_lengths: int64 [B].
+        include_logprobs: Store the logprobs in the logs.
+        greedy: Sample at temperature 0.
+
+    Returns:
+        The batch with `truncated` bool [B], the generated tokens of each row (int64), and metrics.
     """
     requests = _requests(
         policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy
@@ -115,8 +122,8 @@ async def generate_responses_async(
     include_logprobs: bool = True,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
-    """As `generate_responses`; a generator of batches is asked by its `generate_async` where it has
-    one."""
+    """Append answers like `generate_responses`; a generator of batches is called by
+    `generate_async` if it has it."""
     requests = _requests(
         policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy
     )
@@ -134,11 +141,16 @@ async def async_generate_response_for_sample_turn(
     max_seq_len: int,
     greedy: bool = False,
 ) -> tuple[MessageLog, Tensor, Tensor, dict[str, float]]:
-    """One log's next answer, appended in place: (the log, what was generated, int64 [1] the
-    prompt's length, metrics). It draws as row 0 of a batch: to draw several times for one log, give
-    each draw a seed (`WithSampling`).
+    """Append the next answer to one log, in place.
 
-    Raises DataError for a log that fills `max_seq_len` already.
+    It draws as row 0 of a batch. To draw several answers to one log, give each draw its own seed
+    (`WithSampling`).
+
+    Returns:
+        The log, the generated tokens, the prompt's length as int64 [1], and metrics.
+
+    Raises:
+        DataError: The log already fills `max_seq_len`.
     """
     prompt = tokens_of(sample_message_log)
     room = max_seq_len - len(prompt)
@@ -167,21 +179,24 @@ async def async_generate_response_for_sample_turn(
 def calculate_rewards(
     batch: BatchedDataDict[DatumSpec], task_to_env: Environments
 ) -> EnvironmentReturn[Any]:
-    """What the environments answer to the logs of `batch`: each is asked once, for all rows of its
-    `task_name`, and sees roles and contents. `rewards` are named parts where any of them has parts;
-    a reward without is the part "reward" there.
+    """Return the environments' replies to the logs of `batch`.
 
-    Raises DataError for a task without an environment or a return of the wrong shape, and what an
-    environment raises.
+    Each environment is called once for each of its task names, with all rows of that name, and sees
+    roles and contents. `rewards` are named parts if any reward has parts; a reward without is then
+    the part "reward".
+
+    Raises:
+        DataError: A task has no environment, or a return has the wrong shape. Exceptions of
+            environments are raised unchanged.
     """
     replies: dict[int, Reply] = {}
     for name in dict.fromkeys(batch["task_name"]):
-        rows = [row for row, own in enumerate(batch["task_name"]) if own == name]
+        rows = [row for row, task_name in enumerate(batch["task_name"]) if task_name == name]
         logs, metadata = (
             [batch[column][row] for row in rows] for column in ("message_log", "extra_env_info")
         )
-        found = step_rows(environment_of(task_to_env, name), logs, metadata)
-        replies |= dict(zip(rows, found, strict=True))
+        environment_replies = step_rows(environment_of(task_to_env, name), logs, metadata)
+        replies |= dict(zip(rows, environment_replies, strict=True))
     return joined([replies[row] for row in range(batch.size)])
 
 
@@ -197,14 +212,16 @@ def run_multi_turn_rollout(
     max_rollout_turns: int = NO_TURN_LIMIT,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """Plays every row until its environment ends it, `max_rollout_turns`, or `max_seq_len` tokens.
-    The rows go in step: an environment is asked once a turn, for all rows that are still there.
+    """Play every row until its environment ends it, `max_rollout_turns`, or `max_seq_len` tokens.
 
-    Returns a new batch, the input's rows with the whole `message_log`, `extra_env_info` and
-    `stop_strings` as the environment left them, `total_reward` float32 [B], `truncated` bool [B]
-    (by tokens), `failed` (what broke, or None), and a column for each named part of the rewards;
-    and the metrics of `measure_samples` and of the environments. A row that failed has the reward
-    NaN and the `loss_multiplier` 0.
+    The rows run in step: an environment is called once a turn, for all remaining rows.
+
+    Returns:
+        A new batch and metrics. The batch has the input's rows with the whole `message_log`, the
+        final `extra_env_info` and `stop_strings`, `total_reward` float32 [B], `truncated` bool [B]
+        (by tokens), `failed` (the failure, or None), and a column for each named part of the
+        rewards. A failed row has the reward NaN and `loss_multiplier` 0. The metrics are those of
+        `measure_samples` and of the environments.
     """
     player = RowPlayer(
         policy_generation, renderer_of(tokenizer), max_seq_len, max_rollout_turns, greedy
@@ -221,8 +238,8 @@ def run_async_multi_turn_rollout(
     max_rollout_turns: int = NO_TURN_LIMIT,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """As `run_multi_turn_rollout`, but no row waits for another: each asks its environment for
-    itself, in its own thread."""
+    """Play rows like `run_multi_turn_rollout`, but each calls its environment alone, in its own
+    thread."""
 
     async def play() -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
         rows = _rows(input_batch)
@@ -234,10 +251,10 @@ def run_async_multi_turn_rollout(
             max_rollout_turns,
             greedy,
         )
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             *(run_sample_multi_turn_rollout(i, row, *options) for i, row in enumerate(rows))
         )
-        return _finished(input_batch, found, task_to_env)
+        return _make_batch(input_batch, results, task_to_env)
 
     return _run(play())
 
@@ -252,9 +269,12 @@ async def run_sample_multi_turn_rollout(
     max_rollout_turns: int = NO_TURN_LIMIT,
     greedy: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Row `sample_idx` of a batch, which begins as `initial_sample_state` (a DatumSpec): (its final
-    state, the metrics of `measure_sample`). The state's `parts` are the sums of the reward's named
-    parts."""
+    """Play row `sample_idx` of a batch from the DatumSpec `initial_sample_state`.
+
+    Returns:
+        The row's final state, whose `parts` are sums of the reward's named parts, and the metrics
+        of `measure_sample`.
+    """
     environment = environment_of(task_to_env, initial_sample_state["task_name"])
     player = RowPlayer(
         policy_generation, renderer_of(tokenizer), max_seq_len, max_rollout_turns, greedy
@@ -267,7 +287,7 @@ async def run_sample_multi_turn_rollout(
     )
 
 
-# --- below them
+# --- helpers of these functions
 
 
 async def _in_step(
@@ -276,6 +296,7 @@ async def _in_step(
     task_to_env: Environments,
     pad_id: int,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
+    """Play all rows in step."""
     rows = _rows(input_batch)
     meeting = Meeting[Any](len(rows))
     names = dict.fromkeys(row["task_name"] for row in rows)
@@ -288,19 +309,20 @@ async def _in_step(
             generator = _Drawing(meeting, i, draw)
         elif takes_batches(generator):
             generator = OneAtATime(generator, pad_id=pad_id)
-        ask: Ask = lambda log, metadata: meeting.ask(i, step[row["task_name"]], (log, metadata))  # noqa: E731
+        handle = step[row["task_name"]]
+        ask: Ask = lambda log, metadata: meeting.ask(i, handle, (log, metadata))  # noqa: E731
         try:
             return await player.play(i, row, generator, ask)
         finally:
             meeting.leave()
 
-    found = await asyncio.gather(*(play(i, row) for i, row in enumerate(rows)))
-    return _finished(input_batch, found, task_to_env)
+    results = await asyncio.gather(*(play(i, row) for i, row in enumerate(rows)))
+    return _make_batch(input_batch, results, task_to_env)
 
 
 @dataclass(frozen=True)
 class _Drawing:
-    """A generator of batches as one row of a meeting sees it."""
+    """A generator of batches as seen by one row that runs in step with others."""
 
     meeting: Meeting[Any]
     row: int
@@ -325,13 +347,15 @@ def _rows(batch: BatchedDataDict[DatumSpec]) -> list[dict[str, Any]]:
     return [{name: column[row] for name, column in batch.items()} for row in range(batch.size)]
 
 
-def _finished(
+def _make_batch(
     input_batch: BatchedDataDict[DatumSpec],
-    found: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    results: Sequence[tuple[dict[str, Any], dict[str, Any]]],
     task_to_env: Environments,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """The rows as a batch, in order, as the environments leave it, and the metrics of all."""
-    states, samples = [state for state, _ in found], [sample for _, sample in found]
+    """Return the played rows as a batch in order, post-processed by the environments, and all
+    metrics."""
+    states = [state for state, _ in results]
+    samples = [sample for _, sample in results]
     batch = BatchedDataDict[DatumSpec](dict(input_batch))
     for name in ("message_log", "extra_env_info", "stop_strings", "failed"):
         batch[name] = [state[name] for state in states]
@@ -340,17 +364,17 @@ def _finished(
     )
     batch["truncated"] = torch.tensor([sample["truncated"] for sample in samples], dtype=torch.bool)
     failed = torch.tensor([sample["failed"] for sample in samples], dtype=torch.bool)
-    multiplier = batch.get("loss_multiplier", torch.ones(len(found)))
+    multiplier = batch.get("loss_multiplier", torch.ones(len(results)))
     batch["loss_multiplier"] = torch.as_tensor(multiplier).masked_fill(failed, 0.0)
     for part in dict.fromkeys(name for state in states for name in state["parts"]):
         if part in batch:
             raise DataError(
-                f"an environment's reward has a part '{part}', and the batch a column of that "
-                "name: rename one"
+                f"an environment's reward has a part '{part}', and the batch has a column of that "
+                "name. Rename one"
             )
         values = [
             math.nan if sample["failed"] else state["parts"].get(part, 0.0)
-            for state, sample in found
+            for state, sample in results
         ]
         batch[part] = torch.tensor(values, dtype=torch.float32)
     batch, measured = post_process(batch, task_to_env)
@@ -367,18 +391,18 @@ def _requests(
     greedy: bool,
     room: int | None = None,
 ) -> list[Request]:
-    """room: tokens that an answer may have, where there is a bound beside that of the sampling."""
+    """Return a request for each row. `room` limits the answer's tokens, as the sampling does."""
     stops = batch.get("stop_strings") or [None] * len(input_lengths)
     data["stop_strings"] = stops
     budget = room or Sampling().max_new_tokens
-    own = sampling_of(
+    base = sampling_of(
         policy_generation, renderer_of(tokenizer).stop_ids, max_new_tokens=budget, greedy=greedy
     )
-    own = replace(own, max_new_tokens=min(own.max_new_tokens, room or own.max_new_tokens))
+    base = replace(base, max_new_tokens=min(base.max_new_tokens, room or base.max_new_tokens))
     requests: list[Request] = []
     for row, (length, stop) in enumerate(zip(input_lengths.tolist(), stops, strict=True)):
-        seed = seed_for(own.seed, version_of(policy_generation), row, length)
-        sampling = replace(own, seed=seed, stop=(*own.stop, *(stop or ())))
+        seed = seed_for(base.seed, version_of(policy_generation), row, length)
+        sampling = replace(base, seed=seed, stop=(*base.stop, *(stop or ())))
         requests.append((data["input_ids"][row, :length].cpu().numpy(), sampling))
     return requests
 
@@ -391,8 +415,8 @@ def _with_answers(
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
     renderer = renderer_of(tokenizer)
     for log, completion in zip(batch["message_log"], completions, strict=True):
-        said = renderer.parse(completion.tokens.tolist(), completion.stop).text
-        entry = answer_entry(said, completion.tokens, completion.logprobs)
+        text = renderer.parse(completion.tokens.tolist(), completion.stop).text
+        entry = answer_entry(text, completion.tokens, completion.logprobs)
         log.append(
             entry
             if include_logprobs
@@ -418,11 +442,15 @@ def _pad_id(tokenizer: TokenizerType) -> int:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Raises RuntimeError inside a running event loop, which it would block."""
+    """Run a coroutine to its end.
+
+    Raises:
+        RuntimeError: It is called inside a running event loop, which it would block.
+    """
     if _in_a_loop():
         work.close()
         raise RuntimeError(
-            "this function waits, and a running event loop can't: call it by `await "
+            "this function blocks and can't run inside an event loop. Call it by `await "
             "asyncio.to_thread(...)`"
         )
     return asyncio.run(work)

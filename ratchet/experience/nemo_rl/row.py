@@ -1,5 +1,4 @@
-"""One row of a batch, played by the code that plays every attempt
-(`ratchet.experience.rollout.episode`), and given back as a log.
+"""Play one row of a batch with `ratchet.experience.rollout.episode`, and return it as a log.
 
 L = tokens of the row.
 """
@@ -28,7 +27,10 @@ from ratchet.types import Cancelled, Failed, Owner, Sampling, Task, Trajectory
 
 @dataclass(frozen=True)
 class RowPlayer:
-    """Plays rows. policy_generation: says how to draw; generator: draws, token by token."""
+    """A player of rows.
+
+    `policy_generation` has the sampling parameters; `generator` generates.
+    """
 
     policy_generation: Any
     renderer: LogRenderer
@@ -39,12 +41,16 @@ class RowPlayer:
     async def play(
         self, row: int, state: Mapping[str, Any], generator: Any, ask: Ask
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(final state, metrics) of row `row`, which begins as `state`: a DatumSpec, whose log
-        stays as it is."""
+        """Play row `row` from the DatumSpec `state`, and return its final state and metrics.
+
+        The log of `state` is not changed.
+        """
         log: MessageLog = state["message_log"]
         messages = tuple(as_message(entry) for entry in log)
+        # The prompt is not rendered again: its tokens are those of the log.
         memo = PromptMemo()
-        memo.given, memo.tokens = (list(messages), None), tokens_of(log).numpy()
+        memo.key = (list(messages), None)
+        memo.tokens = tokens_of(log).numpy()
         dialogue = Dialogue(ask)
         dialogue.begin(log, state.get("extra_env_info"), state.get("stop_strings"))
         player = Player(
@@ -52,11 +58,14 @@ class RowPlayer:
         )
         task = Task(f"row/{row}", messages, tag=state["task_name"])
         (played,) = await player.play(task, dialogue, self._sampling(row), attempt=row, memo=memo)
-        trajectory = _cut(played, self.max_seq_len)
+        trajectory = _truncate(played, self.max_seq_len)
         metrics = measure_sample(trajectory)
         final = {
             **state,
-            "message_log": [*copy.deepcopy(log), *_said(trajectory, dialogue, len(log))],
+            "message_log": [
+                *copy.deepcopy(log),
+                *_list_new_entries(trajectory, dialogue, len(log)),
+            ],
             "extra_env_info": dialogue.metadata,
             "stop_strings": list(dialogue.stop_strings) or None,
             "total_reward": torch.tensor(metrics["total_reward"], dtype=torch.float32),
@@ -67,25 +76,33 @@ class RowPlayer:
         return final, metrics
 
     def _sampling(self, row: int) -> Sampling:
-        """Row and weights enter the seed: repetitions of a prompt differ, and so do two steps of a
-        training."""
-        own = sampling_of(
+        """Return the sampling parameters of a row.
+
+        Its seed depends on the row and the version of the weights, so repetitions of a prompt
+        differ, and so do two training steps.
+        """
+        sampling = sampling_of(
             self.policy_generation,
             self.renderer.stop_ids,
             max_new_tokens=self.max_seq_len,
             greedy=self.greedy,
         )
-        return replace(own, seed=seed_for(own.seed, version_of(self.policy_generation), row))
+        seed = seed_for(sampling.seed, version_of(self.policy_generation), row)
+        return replace(sampling, seed=seed)
 
 
 def tokens_of(log: MessageLog) -> Tensor:
-    """int64 [L]: all messages, end to end. Raises DataError for a message without tokens."""
+    """Return int64 [L]: the tokens of all messages, end to end.
+
+    Raises:
+        DataError: A message has no tokens.
+    """
     without = next(
         (i for i, entry in enumerate(log) if not isinstance(entry.get("token_ids"), Tensor)), None
     )
     if without is not None:
         raise DataError(
-            f"message_log[{without}] has no tensor `token_ids`: tokenise the prompt, as "
+            f"message_log[{without}] has no tensor `token_ids`. Tokenise the prompt, as "
             "`make_datum` does"
         )
     return (
@@ -96,8 +113,8 @@ def tokens_of(log: MessageLog) -> Tensor:
 
 
 def answer_entry(content: str, tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
-    """What the policy said, as an entry of a log; without logprobs where the generator gives
-    none."""
+    """Return an answer of the policy as an entry of a log; logprobs are left out if they are
+    unknown."""
     entry: dict[str, Any] = {
         "role": "assistant",
         "content": content,
@@ -108,28 +125,32 @@ def answer_entry(content: str, tokens: np.ndarray, logprobs: np.ndarray) -> dict
     return entry
 
 
-def _cut(trajectory: Trajectory, length: int) -> Trajectory:
-    """Without what the environment said last beyond the budget: no turn of the policy's reaches
-    there."""
+def _truncate(trajectory: Trajectory, length: int) -> Trajectory:
+    """Return the trajectory without the environment's last tokens beyond the budget.
+
+    No turn of the policy reaches beyond it.
+    """
     columns = ("tokens", "owner", "trainable", "rollout_logprobs", "versions")
     shorter = {name: getattr(trajectory, name)[:length] for name in columns}
     return replace(trajectory, log_kept_mass=None, routes=None, **shorter)
 
 
-def _said(trajectory: Trajectory, dialogue: Dialogue, prompt: int) -> MessageLog:
-    """The entries after the first `prompt`. What ended the episode was read by nobody: it has no
-    tokens."""
+def _list_new_entries(trajectory: Trajectory, dialogue: Dialogue, prompt: int) -> MessageLog:
+    """Return the entries after the first `prompt` ones.
+
+    The policy did not read the message that ended the episode, so that entry has no tokens.
+    """
     answers = [
         message.text for message in trajectory.messages[prompt:] if message.role == "assistant"
     ]
     observations = dialogue.log[prompt + 1 :: 2]
     spans = [(turn.start, turn.end) for turn in trajectory.turns]
-    if len(spans) < len(answers):  # the environment broke at the last one
+    # If the environment failed at the last answer, that answer has no turn.
+    if len(spans) < len(answers):
         after = spans[-1][1] if spans else 0
-        own = np.flatnonzero(trajectory.owner[after:] == Owner.POLICY) + after
-        spans.append(
-            (int(own[0]), len(trajectory)) if len(own) else (len(trajectory), len(trajectory))
-        )
+        positions = np.flatnonzero(trajectory.owner[after:] == Owner.POLICY) + after
+        start = int(positions[0]) if len(positions) else len(trajectory)
+        spans.append((start, len(trajectory)))
     entries: MessageLog = []
     for turn, (start, end) in enumerate(spans):
         entries.append(
@@ -145,6 +166,7 @@ def _said(trajectory: Trajectory, dialogue: Dialogue, prompt: int) -> MessageLog
 
 
 def _failure(trajectory: Trajectory) -> str | None:
+    """Return the description of a failure, or None."""
     outcome = trajectory.outcome
     if isinstance(outcome, Failed):
         return f"{outcome.kind}: {outcome.detail}"

@@ -1,4 +1,4 @@
-"""What the rows of a batch hold, and the other shape that a generator may have.
+"""The types of a batch's rows, and the interface of generators of batches.
 
 B = rows of a batch, S = tokens of its longest row, L = tokens of one message.
 """
@@ -16,16 +16,23 @@ from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.types import Message, Role
 
-# A conversation: each entry has `role` and `content`, `token_ids` (int64 [L]; what all together say
-# to the model, end to end), and, where the policy wrote it and it was asked for,
-# `generation_logprobs` (float32 [L]).
+# A conversation. Each entry has `role`, `content` and `token_ids` (int64 [L]); the tokens of all
+# entries, end to end, are the model's input. An entry of the policy may have `generation_logprobs`
+# (float32 [L]).
 MessageLog = list[dict[str, Any]]
 
 
 class DatumSpec(TypedDict):
-    """One sample. `length`: tokens of the prompt. `extra_env_info`: what the environment is handed
-    as `metadata`. `loss_multiplier`: 0 keeps the row out of the loss. `idx`: its place in the data.
-    `task_name`: which environment answers."""
+    """A sample of a batch.
+
+    Fields:
+        message_log: The prompt.
+        length: Tokens of the prompt.
+        extra_env_info: Passed to the environment as `metadata`.
+        loss_multiplier: 0 excludes the row from the loss.
+        idx: Its place in the data.
+        task_name: Names the environment.
+    """
 
     message_log: MessageLog
     length: int
@@ -37,8 +44,13 @@ class DatumSpec(TypedDict):
 
 
 class GenerationDatumSpec(TypedDict):
-    """Prompts: `input_ids` int64 [B, S], padded on the right, `input_lengths` int64 [B],
-    `stop_strings` of each row."""
+    """The prompts of a batch.
+
+    Fields:
+        input_ids: int64 [B, S], padded on the right.
+        input_lengths: int64 [B].
+        stop_strings: The stop strings of each row.
+    """
 
     input_ids: Tensor
     input_lengths: Tensor
@@ -46,9 +58,15 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """`output_ids` int64 [B, S]: prompt and completion, padded on the right; `generation_lengths`
-    and `unpadded_sequence_lengths` int64 [B]: tokens of the completion, and of both; `logprobs`
-    float32 [B, S], 0 on the prompt; `truncated` bool [B]: cut off by a budget."""
+    """The output of a generator.
+
+    Fields:
+        output_ids: int64 [B, S], prompt and completion, padded on the right.
+        generation_lengths: int64 [B], tokens of the completion.
+        unpadded_sequence_lengths: int64 [B], tokens of prompt and completion.
+        logprobs: float32 [B, S], 0 on the prompt.
+        truncated: bool [B], cut off by a budget.
+    """
 
     output_ids: Tensor
     generation_lengths: Tensor
@@ -58,9 +76,12 @@ class GenerationOutputSpec(TypedDict):
 
 
 class GenerationInterface(ABC):
-    """A generator that takes a whole batch at once. May have `generate_async(data, greedy)` too, an
-    async iterator of (row, batch of that one row) as they are done. It draws as it was set up to:
-    of a `Sampling` it gets the stop strings."""
+    """A generator that takes a whole batch.
+
+    It may also have `generate_async(data, greedy)`, an async iterator of (row, batch of that one
+    row) in the order of completion. It has its own sampling parameters; of a `Sampling` it gets
+    only the stop strings.
+    """
 
     @abstractmethod
     def generate(
@@ -69,8 +90,10 @@ class GenerationInterface(ABC):
 
 
 def collate(data: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
-    """A batch of samples; `length` and `loss_multiplier` become tensors. What only some of them
-    have is None for the others."""
+    """Return a batch of samples. `length` and `loss_multiplier` become tensors.
+
+    A field that only some samples have is None for the others.
+    """
     names = dict.fromkeys(name for datum in data for name in datum)
     batch = BatchedDataDict[DatumSpec](
         {name: [datum.get(name) for datum in data] for name in names}
@@ -86,16 +109,20 @@ ROLES: Mapping[str, Role] = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
-    "environment": "user",  # chat templates know of no environment
+    "environment": "user",  # chat templates have no such role
 }
 
 
 def as_message(entry: Mapping[str, Any]) -> Message:
-    """An entry of a log as chat templates read it. Raises DataError for a role that is none."""
+    """Return an entry of a log as a message for chat templates.
+
+    Raises:
+        DataError: The role is unknown, or the content is no text.
+    """
     role = str(entry.get("role"))
     if role not in ROLES or not isinstance(entry.get("content"), str):
         raise DataError(
-            f"{dict(entry)!r:.120} is no message: it needs a role of {', '.join(ROLES)}, and "
+            f"{dict(entry)!r:.120} is no message. Give it a role of {', '.join(ROLES)}, and "
             "content as text"
         )
     return Message(ROLES[role], entry["content"])

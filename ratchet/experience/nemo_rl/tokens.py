@@ -1,4 +1,4 @@
-"""The renderer of a message log, whichever library its tokenizer is of."""
+"""Render message logs with tokenizers of either library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ratchet.types import Message
 
 @runtime_checkable
 class HubTokenizer(Protocol):
-    """What is read of a fast tokenizer of `transformers`."""
+    """The attributes that are read of a fast tokenizer of `transformers`."""
 
     @property
     def backend_tokenizer(self) -> Any: ...
@@ -30,9 +30,11 @@ TokenizerType = Tokenizer | HubTokenizer
 
 
 class LogRenderer(Renderer):
-    """A log is one sequence of tokens: what was said stays as it was sampled, and whatever answers
-    it is appended. (The training loop would begin a new trajectory where the template rewrites
-    earlier turns; a log can't.)"""
+    """A renderer that only appends, because a log is one sequence of tokens.
+
+    Sampled tokens stay as they are, and replies are appended. Where the template rewrites earlier
+    turns, the training loop would begin a new trajectory; a log can't.
+    """
 
     def keeps(self, sampled: Sequence[int], messages: Sequence[Message], **context: Any) -> bool:
         return True
@@ -40,22 +42,22 @@ class LogRenderer(Renderer):
 
 @lru_cache(maxsize=8)
 def renderer_of(tokenizer: TokenizerType) -> LogRenderer:
-    """With the tokenizer's own chat template; without one, messages are put end to end, each its
-    own text.
+    """Return a renderer with the tokenizer's chat template; without one, messages are concatenated.
 
-    Raises ConfigError for a tokenizer that is not a fast one.
+    Raises:
+        ConfigError: The tokenizer is not a fast one.
     """
-    own = tokenizer if isinstance(tokenizer, Tokenizer) else _converted(tokenizer)
-    return LogRenderer(own, None if own.chat_template else "plain")
+    converted = tokenizer if isinstance(tokenizer, Tokenizer) else _convert(tokenizer)
+    return LogRenderer(converted, None if converted.chat_template else "plain")
 
 
-def _converted(tokenizer: HubTokenizer) -> Tokenizer:
+def _convert(tokenizer: HubTokenizer) -> Tokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         name = type(tokenizer).__name__
         raise ConfigError(
-            f"{name} is no tokenizer that can be read: give one of ratchet.data.chat.tokenizer, or "
-            "a fast one of transformers"
+            f"{name} is no supported tokenizer. Give one of ratchet.data.chat.tokenizer, or a fast "
+            "one of transformers"
         )
     template = getattr(tokenizer, "chat_template", None)
     return Tokenizer(
@@ -74,8 +76,10 @@ def make_datum(
     extra_env_info: dict[str, Any] | None = None,
     stop_strings: list[str] | None = None,
 ) -> DatumSpec:
-    """A sample whose prompt is `messages`, rendered by the tokenizer's chat template. All its
-    tokens lie in the last message: a template's text is not cut at the messages."""
+    """Return a sample whose prompt is `messages`, rendered by the tokenizer's chat template.
+
+    All tokens are in the last message, because a template's text can't be split by message.
+    """
     tokens = renderer_of(tokenizer).prompt([as_message(message) for message in messages])
     log: MessageLog = [
         {**message, "token_ids": torch.zeros(0, dtype=torch.int64)} for message in messages

@@ -1,5 +1,4 @@
-"""An EnvironmentInterface as an environment of the training loop: `environment: {kind: message_log,
-...}`."""
+"""Train with an EnvironmentInterface: `environment: {kind: message_log, ...}`."""
 
 from __future__ import annotations
 
@@ -27,15 +26,19 @@ log = logging.getLogger(__name__)
 
 
 class MessageLogEnvironment(Rows):
-    """Each attempt asks the interface for itself, in a thread of its own; prompts are rendered by
-    the policy's chat template, so of a sample's log only roles and contents count."""
+    """An environment whose attempts each call an EnvironmentInterface in their own thread.
+
+    The policy's chat template renders the prompts, so only roles and contents of a sample's log are
+    used.
+    """
 
     name = "message_log"
-    replayable = False  # nothing says that the interface answers alike twice
+    replayable = False  # the interface need not be deterministic
 
     def __init__(self, config: MessageLogConfig) -> None:
         self.interface: EnvironmentInterface[Any] = imported(config.interface)(**config.arguments)
-        self.data, self.path = imported(config.data), config.data
+        self.data = imported(config.data)
+        self.path = config.data
         self.title = type(self.interface).__name__
         self._rows: dict[Split, list[Task]] = {}
         self.dialogue = Dialogue(partial(ask_alone, self.interface))
@@ -48,7 +51,7 @@ class MessageLogEnvironment(Rows):
         return self._rows[split]
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        raise DataError(f"{self.title} shows no solutions: it can't be learned from by supervision")
+        raise DataError(f"{self.title} has no demonstrations, so it can't train by supervision")
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self.dialogue = Dialogue(partial(ask_alone, self.interface))
@@ -65,15 +68,18 @@ class MessageLogEnvironment(Rows):
         return self.dialogue.stop_strings
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """The numbers among the metrics of `global_post_process_and_metrics`, for the judged
-        attempts of a step. The batch that it gives back is not read: what trains is settled by
-        then. Where it raises there are none, and the log says why."""
+        """Return the numeric metrics of `global_post_process_and_metrics` for a step's judged
+        attempts.
+
+        The batch that it returns is ignored, because the training data are fixed by then. If it
+        raises, there are no metrics, and the error is logged.
+        """
         batch = _batch(groups)
         if not batch.size:
             return {}
         try:
             _, metrics = post_process(batch, dict.fromkeys(batch["task_name"], self.interface))
-        except Exception:  # anybody's code again; its numbers are not worth a run
+        except Exception:  # user code, whose metrics must not end the run
             log.warning(
                 "%s.global_post_process_and_metrics failed:\n%s", self.title, traceback.format_exc()
             )
@@ -84,8 +90,8 @@ class MessageLogEnvironment(Rows):
         messages = datum.get("message_log")
         if not isinstance(messages, Sequence) or not messages:
             raise DataError(
-                f"'{self.path}' gave sample {index} of {split} without a message_log: each needs "
-                "one"
+                f"'{self.path}' gave sample {index} of {split} without a message_log. Give each "
+                "sample one"
             )
         return Task(
             id=f"{self.name}/{split}/{index}",
@@ -103,8 +109,10 @@ class MessageLogEnvironment(Rows):
 
 
 def _batch(groups: Sequence[Group]) -> BatchedDataDict[DatumSpec]:
-    """The judged attempts that train, without tokens. Of a history that forked the last row has the
-    whole conversation."""
+    """Return the judged attempts that train, without tokens.
+
+    The last row of a forked history has the whole conversation.
+    """
     attempts: dict[tuple[str, int], tuple[Task, Trajectory]] = {}
     for group in groups:
         for row in group.trajectories:

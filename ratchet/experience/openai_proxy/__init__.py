@@ -1,6 +1,7 @@
-"""Attempts of an agent that is a black box: it speaks the OpenAI chat API to a local server, which
-answers from the policy and keeps the exact tokens. docs/black-box-agents.md
+"""Attempts of external agents, which call the policy through a local OpenAI chat API.
 
-`wire` reads and writes the API's JSON, `session` turns requests into trajectories, `server` serves,
-`agents` runs somebody's function or program, and `player` makes attempts of it all.
+The server answers from the policy and keeps the exact tokens. docs/black-box-agents.md
+
+`schema` reads and writes the API's JSON, `session` turns requests into trajectories, `server`
+serves, `agents` runs the user's function or program, and `player` makes attempts of them.
 """

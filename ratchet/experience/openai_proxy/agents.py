@@ -1,4 +1,4 @@
-"""What plays an attempt from outside: an asynchronous function, a plain one, or a program."""
+"""Run the agent of an attempt: an async function, a plain function, or a program."""
 
 from __future__ import annotations
 
@@ -16,62 +16,70 @@ from ratchet.executors.env_vars import inherited
 from ratchet.experience.openai_proxy.config import CommandConfig
 from ratchet.types import Task
 
-# bytes that are kept of what a program writes to each of its two outputs, the last ones
-MAX_OUTPUT = 2**20
-GRACE_S = 1.0  # for outputs that a process outside of the program's group still holds
-TAIL = 2000  # characters of its errors in a failure
+MAX_OUTPUT = 2**20  # last bytes kept of each of a program's two outputs
+GRACE_S = 1.0  # wait for outputs that a process outside the program's group holds open
+TAIL = 2000  # characters of stderr in a failure
 
 
-# (task, base URL, API key) -> anything: the rewards find it in `Trajectory.extras["result"]`.
+# (task, base URL, API key) -> any result; rewards read it in `Trajectory.extras["result"]`.
 Agent = Callable[[Task, str, str], Any]
 
 
 async def ask(agent: Agent, task: Task, base_url: str, api_key: str) -> Any:
-    """What the agent gives. A plain function runs in a thread of its own: no attempt waits for
-    another."""
-    call = getattr(agent, "__call__", None)  # noqa: B004 -- of an object that is callable
+    """Run the agent and return its result.
+
+    A plain function runs in its own thread, so that attempts do not wait for each other.
+    """
+    call = getattr(agent, "__call__", None)  # noqa: B004 -- an object's async __call__ counts too
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call):
         return await agent(task, base_url, api_key)
     return await _in_thread(lambda: agent(task, base_url, api_key))
 
 
 def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
-    """A thread can't be stopped: one that is given up goes on until its next request is refused,
-    and holds up no exit."""
+    """Run a call in a daemon thread.
+
+    A thread can't be stopped. An abandoned one goes on until its next request is refused, and does
+    not delay the exit of the process.
+    """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[Any] = loop.create_future()
 
     def settle(setter: Callable[[Any], None], value: Any) -> None:
-        if not done.done():
+        if not future.done():
             setter(value)
 
     def run() -> None:
         try:
-            result, setter = call(), done.set_result
-        except BaseException as error:  # whoever awaits it decides: the episode boundary is there
-            # A future takes no StopIteration.
+            result, setter = call(), future.set_result
+        # Every exception goes to the awaiting code, where the episode boundary handles it.
+        except BaseException as error:
+            # A future refuses StopIteration.
             result, setter = (
                 (RuntimeError("StopIteration") if isinstance(error, StopIteration) else error),
-                done.set_exception,
+                future.set_exception,
             )
         with suppress(RuntimeError):  # the loop has gone
             loop.call_soon_threadsafe(settle, setter, result)
 
     threading.Thread(target=run, daemon=True, name="agent").start()
-    return done
+    return future
 
 
 class Command:
-    """A program that finds the server as the official clients do, in OPENAI_BASE_URL and
-    OPENAI_API_KEY, and the task on its standard input: {"id", "messages", "tag", "seed"} as JSON.
-    Its result is what it writes to its standard output.
+    """A program that plays an attempt.
 
-    Raises RuntimeError for an exit status other than 0. When it ends, or is given up, all that it
-    started in its process group is killed.
+    It reads the task from its standard input, as the JSON {"id", "messages", "tag", "seed"}.
+    OPENAI_BASE_URL and OPENAI_API_KEY name the server, as official clients expect. Its standard
+    output is the result.
+
+    When it ends or is cancelled, its whole process group is killed. An exit status other than 0
+    raises RuntimeError.
     """
 
     def __init__(self, config: CommandConfig) -> None:
-        self.command, self.directory = config.command, config.directory
+        self.command = config.command
+        self.directory = config.directory
 
     async def __call__(self, task: Task, base_url: str, api_key: str) -> str:
         transport, program = await asyncio.get_running_loop().subprocess_exec(
@@ -82,9 +90,10 @@ class Command:
             start_new_session=True,
         )
         try:
-            _feed(transport, _described(task))
+            _feed(transport, _describe_task(task))
             await program.exited
-            _kill_group(transport.get_pid())  # what it leaves behind would hold its outputs open
+            # Processes that it leaves behind would hold its outputs open.
+            _kill_group(transport.get_pid())
             await asyncio.wait({program.read}, timeout=GRACE_S)
         finally:
             _kill_group(transport.get_pid())
@@ -96,8 +105,11 @@ class Command:
 
 
 class _Program(asyncio.SubprocessProtocol):
-    """`exited`: the program has ended, whatever its children do. `read`: nobody holds its outputs
-    any more."""
+    """The protocol of a program's process.
+
+    `exited` is done when the program has ended, even if its children run on. `read` is done when no
+    process holds its outputs open.
+    """
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -124,8 +136,8 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _described(task: Task) -> bytes:
-    """Not the answer, nor what else judges an attempt."""
+def _describe_task(task: Task) -> bytes:
+    """Return the task's JSON, without the answer and whatever else judges an attempt."""
     messages = [{"role": message.role, "content": message.text} for message in task.messages]
     return json.dumps(
         {"id": task.id, "messages": messages, "tag": task.tag, "seed": task.seed}
@@ -133,7 +145,7 @@ def _described(task: Task) -> bytes:
 
 
 def _feed(transport: asyncio.SubprocessTransport, data: bytes) -> None:
-    """A program need not read it."""
+    """Write to the program's standard input, which it need not read."""
     pipe = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
     pipe.write(data)
     pipe.close()

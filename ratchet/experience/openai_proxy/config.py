@@ -1,4 +1,4 @@
-"""Configuration of agents. Free of their code and of the server's."""
+"""Configuration of agents. It imports neither their code nor the server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from ratchet.config.base import Section
 
 
 class CommandConfig(Section):
-    """A program that plays one attempt: the task as JSON on its standard input, the server in
-    OPENAI_BASE_URL and OPENAI_API_KEY."""
+    """A program that plays one attempt.
+
+    It gets the task as JSON on its standard input, and the server in OPENAI_BASE_URL and
+    OPENAI_API_KEY.
+    """
 
     builds: ClassVar[str] = "ratchet.experience.openai_proxy.agents:Command"
 

@@ -1,5 +1,4 @@
-"""Attempts that an agent plays: like the `Player` of environments, but whoever asks the policy is
-outside."""
+"""A player whose attempts are played by an external agent that calls the policy."""
 
 from __future__ import annotations
 
@@ -19,11 +18,15 @@ from ratchet.types import Failed, Outcome, Sampling, Task, Trajectory, Truncated
 
 @dataclass(frozen=True)
 class AgentPlayer:
-    """Has an agent play attempts. The environment only gives the tasks: its `reset` and `step` are
-    not called; rewards judge.
+    """A player that runs an agent for each attempt.
 
-    max_context: tokens that the model can hold. max_turns: answers that one attempt may ask for.
-    timeout_s: of a whole attempt; None: no limit.
+    The environment only provides the tasks: its `reset` and `step` are not called, and rewards
+    judge.
+
+    Attributes:
+        max_context: Tokens that the model can hold.
+        max_turns: Number of answers that an attempt may request.
+        timeout_s: Seconds for a whole attempt; None sets no limit.
     """
 
     agent: Agent
@@ -43,13 +46,13 @@ class AgentPlayer:
         attempt: int,
         memo: PromptMemo | None = None,
     ) -> list[Trajectory]:
-        """The attempt's trajectories as `Player.play` gives them: not yet judged, of one outcome,
-        the one with the last answer last. What the agent returned is in their extras as
-        "result".
+        """Play an attempt, and return its trajectories like `Player.play`, the one with the last
+        answer last.
 
-        It failed as "agent" where the agent raised, as "timeout" where it took too long. It was
-        truncated where its context or its turns were used up, or where a limit of the run cut its
-        last answer."""
+        The agent's result is in their extras as "result". The outcome is `Failed("agent")` if the
+        agent raised, and `Failed("timeout")` if it took too long. It is Truncated if the context or
+        the turns were used up, or if a limit of the run cut the last answer.
+        """
         session = Session(
             self.generator,
             self.renderer,
@@ -58,7 +61,7 @@ class AgentPlayer:
             max_turns=self.max_turns,
         )
         async with self.proxy.open(session) as (base_url, api_key):
-            playing = asyncio.ensure_future(self._played(task, base_url, api_key))
+            playing = asyncio.ensure_future(self._run_agent(task, base_url, api_key))
             try:
                 await asyncio.wait(
                     {playing, session.ended},
@@ -75,11 +78,11 @@ class AgentPlayer:
             elif late:
                 outcome = Failed("timeout", f"the agent took more than {self.timeout_s:g} s")
             else:
-                outcome = _outcome(session, error)
+                outcome = _get_outcome(session, error)
             return session.trajectories(attempt, outcome, {"result": result})
 
-    async def _played(self, task: Task, base_url: str, api_key: str) -> tuple[Any, str]:
-        """(what the agent returned, the traceback of what it raised)"""
+    async def _run_agent(self, task: Task, base_url: str, api_key: str) -> tuple[Any, str]:
+        """Return the agent's result and the traceback of what it raised, if anything."""
         try:
             return await ask(self.agent, task, base_url, api_key), ""
         # The episode boundary: an agent may raise anything, sys.exit too, and costs only its own
@@ -93,7 +96,7 @@ class AgentPlayer:
             return None, traceback.format_exc()
 
 
-def _outcome(session: Session, error: str) -> Outcome | None:
+def _get_outcome(session: Session, error: str) -> Outcome | None:
     last = session.last
     if last is None and session.exhausted:
         return Failed("prompt_too_long", f"{session.exhausted}: shorten it or drop the task")

@@ -1,6 +1,7 @@
-"""The JSON of the OpenAI chat API: requests in, answers, chunks and errors out. Nothing is ignored
-in silence: what can't be done, or would make the recorded tokens useless for training, is refused
-by name.
+"""The JSON of the OpenAI chat API: requests, answers, chunks and errors.
+
+Nothing is ignored silently. A parameter that can't be honoured, or would make the recorded tokens
+useless for training, is refused by name.
 
 Source: the API reference of OpenAI's chat completions, and what its Python client sends and reads.
 """
@@ -19,26 +20,28 @@ from pydantic_core import from_json
 from ratchet.errors import SamplingError
 from ratchet.types import Completion, Message, Sampling, StopReason, ToolCall
 
-MODEL = "policy"  # the one model that is served
-MOST_MESSAGES = 2048  # of a request; as many as OpenAI's API takes
-MOST_TOOLS = 128  # likewise
+MODEL = "policy"  # the only model that is served
+MOST_MESSAGES = 2048  # per request, as in OpenAI's API
+MOST_TOOLS = 128  # per request, as in OpenAI's API
 MOST_STOP = 1024  # characters of a stop string
 MOST_METADATA = 16  # entries
-MOST_PLACE = 200  # characters of the name of what is wrong, which a request chooses
-# Values in the JSON of a request, the arguments of its calls included. Each takes a microsecond, in
-# which no other request is answered, and some hundred bytes: a body of 8 MiB could hold four
-# million.
+MOST_PLACE = 200  # characters of the name of a wrong value, which a request chooses
+# Maximum number of JSON values in a request, arguments of calls included. Each takes a microsecond,
+# during which no other request is answered, and about a hundred bytes. A body of 8 MiB could hold
+# four million.
 MOST_VALUES = 2**16
 
 
 class ApiError(Exception):
-    """An answer in the API's error form. param: the part of the request that is at fault."""
+    """An error response of the API. `param` is the faulty part of the request."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status = status
+        self.param = param
+        self.code = code
 
     def json(self) -> dict[str, Any]:
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -54,17 +57,20 @@ class ApiError(Exception):
 
 
 class Budget:
-    """The values that the JSON of one request may still hold."""
+    """The number of JSON values that a request may still hold."""
 
     def __init__(self, values: int = MOST_VALUES) -> None:
         self.values = self.left = values
 
     def take(self, text: bytes) -> None:
-        """Count the values of a JSON text without parsing it. Raises ValueError where there are too
-        many."""
-        # Backslashes stand in strings alone: without escapes each quote begins or ends a string.
+        """Count the values of a JSON text without parsing it.
+
+        Raises:
+            ValueError: There are too many.
+        """
+        # Backslashes occur only in strings. Without escapes each quote begins or ends a string.
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")
-        # A value is one string at most, and its key another.
+        # A value is at most one string, and its key another: four quotes.
         if text.count(b'"') <= 4 * self.left:
             outside = b"".join(text.split(b'"')[::2])
             self.left -= sum(outside.count(mark) for mark in (b",", b"[", b"{"))
@@ -85,11 +91,11 @@ class _Function(_Body):
     @field_validator("arguments", mode="before")
     @classmethod
     def _parsed(cls, text: Any, info: ValidationInfo) -> Any:
-        """They travel as JSON inside of JSON."""
+        """Parse the arguments, which are JSON text inside JSON."""
         if isinstance(text, str) and isinstance(info.context, Budget):
             info.context.take(text.encode())
         try:
-            # bounds how deep it goes
+            # This parser limits the nesting depth.
             arguments = from_json(text or "{}") if isinstance(text, str) else None
         except ValueError:
             arguments = None
@@ -110,7 +116,7 @@ class _Message(_Body):
     tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-    # What the client's own message objects hold when they are sent back.
+    # Fields of the client's message objects, present when it sends them back.
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -148,7 +154,7 @@ class _Described(_Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None  # nothing constrains what is sampled
+    strict: Literal[False] | None = None  # sampling is never constrained
 
 
 class _Tool(_Body):
@@ -169,8 +175,8 @@ Stop = Annotated[str, Field(max_length=MOST_STOP)]
 
 
 class Request(_Body):
-    """A request for a chat completion, checked. Parameters that are only accepted without an effect
-    change no token."""
+    """A validated request for a chat completion. Parameters accepted without effect change no
+    token."""
 
     model: str
     messages: Annotated[
@@ -193,7 +199,7 @@ class Request(_Body):
     response_format: _Format | None = None
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
-    # without an effect
+    # accepted without effect
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -216,7 +222,11 @@ class Request(_Body):
 
     @classmethod
     def read(cls, body: bytes) -> Request:
-        """Raises ApiError (400, or 404 for another model)."""
+        """Parse a request body.
+
+        Raises:
+            ApiError: 400 for an invalid body, 404 for another model.
+        """
         budget = Budget()
         try:
             budget.take(body)
@@ -245,14 +255,14 @@ class Request(_Body):
 
     @property
     def offered(self) -> tuple[Mapping[str, Any], ...] | None:
-        """The tools as templates read them; None where none may be called."""
+        """The tools as chat templates read them; None if none may be called."""
         if not self.tools or self.tool_choice == "none":
             return None
         return tuple(tool.model_dump(exclude_none=True) for tool in self.tools)
 
     @property
     def limit(self) -> int | None:
-        """Tokens that the answer may have."""
+        """The maximum number of tokens of the answer, if the request sets one."""
         limits = [
             limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None
         ]
@@ -260,21 +270,24 @@ class Request(_Body):
 
 
 REFUSED = {
-    "n": "; each answer is asked for by a request of its own",
-    "tool_choice": "; no call can be forced upon what is sampled",
-    "parallel_tool_calls": "; what is sampled can't be forced into a single call",
+    "n": "; send one request for each answer",
+    "tool_choice": "; sampling can't be forced to make a call",
+    "parallel_tool_calls": "; sampling can't be limited to a single call",
     "top_logprobs": "; only the sampled token's own logprob is recorded",
-    "response_format": "; nothing constrains what is sampled",
+    "response_format": "; sampling is never constrained",
     "presence_penalty": "; the learner could not reproduce its logprobs",
     "frequency_penalty": "; the learner could not reproduce its logprobs",
 }
 
 
-def resampled(sampling: Sampling, **asked: Any) -> Sampling:
-    """Return the sampling with what a request asks for. Raise ApiError (400, names the field) where
-    nothing can be drawn so."""
+def resampled(sampling: Sampling, **changes: Any) -> Sampling:
+    """Return the sampling with the changes of a request.
+
+    Raises:
+        ApiError: 400 with the field's name, if the values are invalid.
+    """
     try:
-        return replace(sampling, **asked)
+        return replace(sampling, **changes)
     except SamplingError as error:
         raise ApiError(400, str(error), param=error.field, code="invalid_value") from None
 
@@ -284,8 +297,12 @@ def resampled(sampling: Sampling, **asked: Any) -> Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the client reads. prompt_tokens: how many the policy read. pieces: the text of each
-    token, where logprobs were asked for."""
+    """The content of a response.
+
+    Attributes:
+        prompt_tokens: Number of tokens that the policy read.
+        pieces: The text of each token, if logprobs were requested.
+    """
 
     message: Message
     completion: Completion
@@ -293,6 +310,7 @@ class Reply:
     pieces: tuple[str, ...] | None = None
 
     def json(self, name: str) -> dict[str, Any]:
+        """Return the response body."""
         choice = {
             "index": 0,
             "message": self._message(),
@@ -302,8 +320,8 @@ class Reply:
         return {**_head(name, "chat.completion"), "choices": [choice], "usage": self._usage()}
 
     def chunks(self, name: str, *, include_usage: bool) -> Iterator[dict[str, Any]]:
-        """What follows the opening chunk: the answer whole, its end, and, where asked for, the
-        usage."""
+        """Yield the chunks after the opening one: the whole answer, its end, and usage if
+        requested."""
         message = self._message()
         delta: dict[str, Any] = {"content": message["content"] or ""}
         if calls := message.get("tool_calls"):
@@ -323,8 +341,8 @@ class Reply:
             for c in self.message.tool_calls
         ]
         text = self.message.text
-        spoken = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        return {**spoken, "tool_calls": calls} if calls else spoken
+        fields = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        return {**fields, "tool_calls": calls} if calls else fields
 
     def _reason(self) -> str:
         if not self.completion.stop.finished:
@@ -332,8 +350,8 @@ class Reply:
         return "tool_calls" if self.message.tool_calls else "stop"
 
     def _logprobs(self) -> dict[str, Any] | None:
-        """Of every sampled token, those included that end the turn and that the content does not
-        show."""
+        """Return the logprobs of every sampled token, including end-of-turn tokens that the text
+        omits."""
         if self.pieces is None:
             return None
         values = self.completion.logprobs.tolist()
@@ -360,7 +378,7 @@ class Reply:
 def chunk(
     name: str, delta: Mapping[str, Any], *, reason: str | None = None, logprobs: Any = None
 ) -> dict[str, Any]:
-    """A piece of a streamed answer."""
+    """Return a chunk of a streamed answer."""
     choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
     return {**_head(name, "chat.completion.chunk"), "choices": [choice]}
 
@@ -370,6 +388,7 @@ def _head(name: str, kind: str) -> dict[str, Any]:
 
 
 def models() -> dict[str, Any]:
+    """Return the list of models."""
     return {
         "object": "list",
         "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "ratchet"}],
@@ -377,12 +396,12 @@ def models() -> dict[str, Any]:
 
 
 def event(data: Mapping[str, Any] | str) -> str:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
 
 
 def visible(text: str, completion: Completion, stop: tuple[str, ...]) -> str:
-    """The API leaves out the stop string that a request named, and what its token held beyond."""
+    """Return the text without the requested stop string and what follows it, as the API does."""
     if completion.stop is not StopReason.STOP_STRING:
         return text
     ends = [place for string in stop if (place := text.find(string)) >= 0]

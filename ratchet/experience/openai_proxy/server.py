@@ -1,6 +1,7 @@
-"""The OpenAI chat API on this machine's loopback, in the event loop of the generator. Each attempt
-has a random key of its own, which is also what tells its requests from those of others; there is no
-way in without one.
+"""Serve the OpenAI chat API on the loopback interface, in the generator's event loop.
+
+Each attempt has its own random key, which also identifies its requests. No request is served
+without a key.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from ratchet.web.connection import Limits
 from ratchet.web.guard import Guard, bearer_key
 from ratchet.web.server import Server
 
-# Answers that are on their way when the last attempt ends are not waited for longer than a second.
-# What one attempt asks leaves room for what others ask.
+# The grace period is how long the server waits for responses in flight after the last attempt. The
+# bodies of one attempt's key leave room for those of others.
 LIMITS = Limits(grace_s=1.0, key_bytes=2**25)
-# The official client repeats what fails with 409, 429 or 5xx, unless it is told not to: here it
-# would fail again.
+# The official client retries 409, 429 and 5xx unless this header forbids it. A retry would fail
+# again here.
 NO_RETRY = {"x-should-retry": "false"}
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class _Serving:
 
 
 class Proxy:
-    """Serves the sessions that are open. It listens only while there is one."""
+    """The server of the open sessions. It listens only while there is one."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._sessions: dict[str, Session] = {}
@@ -53,8 +54,10 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
-        """(base URL, key) of the session; afterwards the key opens nothing, and what the session
-        had running is aborted."""
+        """Serve a session inside the block, and yield its base URL and key.
+
+        Afterwards the key is refused, and the session's running requests are aborted.
+        """
         key = f"rk-{secrets.token_urlsafe(32)}"
         self._sessions[key] = session
         if self._serving is None:
@@ -76,7 +79,7 @@ class Proxy:
 
 
 class Answers(Protocol):
-    """Who answers the requests with one key."""
+    """The handler of the requests with one key."""
 
     async def answer(self, request: schema.Request) -> Answer: ...
     def deliver(self, answer: Answer) -> None: ...
@@ -88,15 +91,18 @@ def chat_app(
     names: Collection[str] | None = None,
     limits: Limits = Limits(),
 ) -> FastAPI:
-    """Return the API over HTTP.
+    """Return the API as an HTTP application.
 
-    find: gives what answers to a key ("" where a request has none), or None.
-    names: hosts that requests may name (see `Guard`); None: any, for servers that want a key.
+    Args:
+        find: Returns the handler for a key ("" for requests without one), or None.
+        names: Hosts that requests may name (see `Guard`); None allows any, for servers that require
+            a key.
+        limits: Limits of connections and bodies.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, names=names, form=_error_body, limits=limits)
 
-    def session_of(request: Request) -> Answers:
+    def find_session(request: Request) -> Answers:
         session = find(bearer_key(request.headers.raw).decode(errors="replace"))
         if session is None:
             raise ApiError(
@@ -123,18 +129,20 @@ def chat_app(
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        session_of(request)
+        find_session(request)
         return JSONResponse(schema.models())
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        session = session_of(request)  # before a byte of the body is read
-        asked = schema.Request.read(b"".join([part async for part in request.stream()]))
-        if asked.stream:
-            return StreamingResponse(_events(session, asked), media_type="text/event-stream")
-        answer = await _unless_gone(request, session.answer(asked))
+        session = find_session(request)  # the key is checked before the body is read
+        chat_request = schema.Request.read(b"".join([part async for part in request.stream()]))
+        if chat_request.stream:
+            return StreamingResponse(
+                _stream_events(session, chat_request), media_type="text/event-stream"
+            )
+        answer = await _cancel_on_disconnect(request, session.answer(chat_request))
         session.deliver(answer)
-        return JSONResponse(answer.reply.json(_name()))
+        return JSONResponse(answer.reply.json(_new_completion_id()))
 
     return app
 
@@ -143,35 +151,44 @@ def _error_body(status: int, message: str, code: str) -> tuple[str, bytes]:
     return "application/json", json.dumps(ApiError(status, message, code=code).json()).encode()
 
 
-async def _events(session: Answers, asked: schema.Request) -> AsyncIterator[str]:
-    """Begins at once, so that a client can leave while its answer is sampled. It is cancelled where
-    one does."""
-    name = _name()
+async def _stream_events(session: Answers, request: schema.Request) -> AsyncIterator[str]:
+    """Yield the events of a streamed answer.
+
+    The first is sent at once, so that a client can disconnect while its answer is sampled, which
+    cancels it.
+    """
+    name = _new_completion_id()
     yield schema.event(schema.chunk(name, {"role": "assistant", "content": ""}))
     try:
-        answer = await session.answer(asked)
+        answer = await session.answer(request)
     except ApiError as error:  # the status has been sent
         yield schema.event(error.json())
         return
-    options = asked.stream_options
+    options = request.stream_options
     chunks = list(
         answer.reply.chunks(name, include_usage=options is not None and options.include_usage)
     )
     for chunk in chunks[:-1]:
         yield schema.event(chunk)
-    session.deliver(answer)  # before the last of it: a client may ask again as soon as it has that
+    # The client may send its next request as soon as it has the last chunk, so the answer becomes
+    # part of the attempt before that.
+    session.deliver(answer)
     yield schema.event(chunks[-1])
     yield schema.event("[DONE]")
 
 
-def _name() -> str:
+def _new_completion_id() -> str:
     return f"chatcmpl-{secrets.token_hex(8)}"
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect
-    then."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(request))
+async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which is cancelled when the client disconnects.
+
+    Raises:
+        ClientDisconnect: The client has disconnected.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -182,6 +199,6 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         gone.cancel()
 
 
-async def _departure(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

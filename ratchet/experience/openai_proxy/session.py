@@ -1,11 +1,12 @@
-"""One attempt of an agent as the server sees it: requests that arrive in any order, and the
-trajectories that they make.
+"""The server's view of one attempt of an agent: requests in any order, and their trajectories.
 
 An answer becomes part of a trajectory only once it is delivered. A request whose messages extend a
-conversation that the session holds, answer by answer as it gave them, goes on from the exact tokens
-of it. The first one to do so extends that answer's trajectory; any other (a second try from the
-same point, a history that was edited or shortened, one that the chat template rewrites) begins a
-trajectory of its own. There, all that came before is its prompt, so that no token trains twice.
+conversation of the session, with its answers unchanged, continues from the exact tokens of that
+conversation. The first such request extends that answer's trajectory.
+
+Any other request begins its own trajectory: a second try from the same point, an edited or
+shortened history, or one that the chat template rewrites. Everything before its answer is then
+prompt, so that no token trains twice.
 """
 
 from __future__ import annotations
@@ -45,17 +46,19 @@ from ratchet.types import (
 
 # Renders prompts beside the event loop. Several, as tokenizing runs without Python's lock.
 RENDERING = ThreadPoolExecutor(4, thread_name_prefix="render")
-# Characters of a text that may become one while it is tokenized.
+# Maximum number of characters that normalisation may merge into one.
 SHRINKAGE = 4
-# Messages times the assistant's turns of a conversation that is rendered anew: a template renders
-# all before each turn, which takes two seconds here.
+# Maximum product of messages and assistant turns of a conversation that extends no answer. A
+# template renders all messages before each turn, which takes two seconds at this size.
 MOST_RENDERED = 2**19
 
 
 @dataclass(eq=False)
 class Strand:
-    """Answers each of which extends the one before: it becomes one trajectory. `tip` is the last of
-    them."""
+    """A sequence of answers that each extend the one before; it becomes one trajectory.
+
+    `tip` is the last answer.
+    """
 
     record: TokenRecord = field(default_factory=TokenRecord)
     turns: list[Turn] = field(default_factory=list)
@@ -64,13 +67,19 @@ class Strand:
 
 @dataclass(eq=False)
 class Answer:
-    """prompt: all tokens before it. parent: the answer whose tokens they begin with. key: what the
-    conversation up to and including it is found by. cut: the run's own limits ended it, not the
-    policy or the agent."""
+    """An answer of the policy.
+
+    Attributes:
+        prompt: All tokens before it.
+        messages: The conversation, with the answer last.
+        key: The digest of the conversation up to and including it.
+        parent: The answer whose tokens the prompt begins with.
+        cut: A limit of the run ended it, not the policy or the agent.
+    """
 
     prompt: NDArray[np.int64]
     completion: Completion
-    messages: tuple[Message, ...]  # itself the last
+    messages: tuple[Message, ...]
     key: bytes
     parent: Answer | None
     reply: Reply
@@ -84,10 +93,19 @@ class Answer:
 
 
 class Session:
-    """sampling: as the attempt is to be drawn. max_context: tokens that the model can hold.
+    """The requests and trajectories of an attempt. It belongs to the event loop that creates it.
 
-    `ended` is settled when the session can give no more answers: with the attempt's outcome, or
-    with what the generator raised. Belongs to the event loop that it is made in.
+    Args:
+        generator: The policy's generator.
+        renderer: The policy's renderer.
+        sampling: The sampling parameters of the attempt.
+        max_context: Tokens that the model can hold.
+        max_turns: Number of answers that the attempt may request.
+
+    Attributes:
+        ended: Done when the session can give no more answers, with the attempt's outcome or the
+            generator's error.
+        exhausted: The budget for which a request was refused; empty if none was.
     """
 
     def __init__(
@@ -99,12 +117,15 @@ class Session:
         max_context: int,
         max_turns: int,
     ) -> None:
-        self.generator, self.renderer, self.sampling = generator, renderer, sampling
-        self.max_context, self.max_turns = max_context, max_turns
+        self.generator = generator
+        self.renderer = renderer
+        self.sampling = sampling
+        self.max_context = max_context
+        self.max_turns = max_turns
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.exhausted = ""  # the budget that a request was refused for
+        self.exhausted = ""
         self.turn_limit = False
-        self.strands: list[Strand] = []  # the one that grew last comes last
+        self.strands: list[Strand] = []  # the one with the latest answer is last
         self._answers: defaultdict[bytes, list[Answer]] = defaultdict(list)
         self._asked: Counter[bytes] = Counter()
         self._running: set[asyncio.Task[Completion]] = set()
@@ -114,11 +135,14 @@ class Session:
         self._rendering = asyncio.Lock()
 
     async def answer(self, request: Request) -> Answer:
-        """Samples an answer, which counts for nothing before `deliver`. Cancelling it aborts the
-        request. Raises ApiError."""
-        messages, tools = request.conversation, request.offered
-        # Requests of one attempt are rendered in the order of their arrival: their seeds and turns
-        # are counted in it.
+        """Sample an answer, which counts only after `deliver`. Cancelling this aborts the request.
+
+        Raises:
+            ApiError: The request is refused.
+        """
+        messages = request.conversation
+        tools = request.offered
+        # Seeds and turns are counted by arrival, so requests are rendered in the order of arrival.
         async with self._rendering:
             self._check(request)
             keys = _keys(messages, tools)
@@ -129,13 +153,13 @@ class Session:
                     f"the conversation has {len(prompt)} tokens, the context {self.max_context}"
                 )
             allowed = min(self.sampling.max_new_tokens, room)
-            own = resampled(
+            sampling = resampled(
                 self.sampling,
                 seed=self._seed(keys[-1], request.seed),
                 max_new_tokens=min(allowed, request.limit or allowed),
                 stop=tuple(dict.fromkeys((*self.sampling.stop, *(request.stop or ())))),
             )
-        completion = await self._sampled(prompt, own)
+        completion = await self._sampled(prompt, sampling)
         message, malformed = self._read(completion, messages, tools, tuple(request.stop or ()))
         pieces = (
             tuple(self._text(token) for token in completion.tokens.tolist())
@@ -150,11 +174,11 @@ class Session:
             parent,
             Reply(message, completion, len(prompt), pieces),
             malformed,
-            cut=not completion.stop.finished and own.max_new_tokens == allowed,
+            cut=not completion.stop.finished and sampling.max_new_tokens == allowed,
         )
 
     def deliver(self, answer: Answer) -> None:
-        """The client has it: from here on it is part of the attempt."""
+        """Add an answer to the attempt once the client has it."""
         parent = answer.parent
         if parent is not None and parent.strand is not None and parent.strand.tip is parent:
             strand = parent.strand
@@ -167,7 +191,8 @@ class Session:
         strand.record.add(Owner.POLICY, answer.completion.tokens, answer.completion)
         cut = not answer.completion.stop.finished
         strand.turns.append(Turn(start, strand.record.length, cut=cut))
-        strand.tip, answer.strand = answer, strand
+        strand.tip = answer
+        answer.strand = strand
         self.strands.append(strand)
         self._answers[answer.key].append(answer)
         self._malformed += answer.malformed
@@ -178,7 +203,7 @@ class Session:
         return self.strands[-1].tip if self.strands else None
 
     def close(self) -> None:
-        """Aborts what runs; no request is answered any more."""
+        """Abort running requests, and refuse further ones."""
         self.ended.cancel()
         for task in self._running:
             task.cancel()
@@ -186,8 +211,10 @@ class Session:
     def trajectories(
         self, attempt: int, outcome: Outcome | None, extras: Mapping[str, Any]
     ) -> list[Trajectory]:
-        """One a strand, the one with the last answer last. Without an answer there is one of a
-        single token."""
+        """Return one trajectory for each strand, the one with the last answer last.
+
+        Without an answer there is one trajectory of a single token.
+        """
         strands = self.strands or [
             Strand(TokenRecord([(Owner.PROMPT, np.zeros(1, np.int64), None)], 1))
         ]
@@ -214,16 +241,20 @@ class Session:
     # --- a request
 
     def _check(self, request: Request) -> None:
-        """A parameter that would draw the answer otherwise than the run does is refused: who left
-        it in, meant it."""
+        """Raise ApiError for sampling parameters that differ from the run's, or if no turns are
+        left.
+
+        A differing parameter is refused because the agent presumably intends it.
+        """
         for name in ("temperature", "top_p"):
-            asked, own = getattr(request, name), getattr(self.sampling, name)
-            if asked is not None and asked != own:
+            requested = getattr(request, name)
+            current = getattr(self.sampling, name)
+            if requested is not None and requested != current:
                 raise ApiError(
                     400,
-                    f"{name}={asked:g}, but this attempt is sampled with {name}={own:g}, as the "
-                    "run decides (an evaluation may "
-                    f"be greedy): leave {name} out of the request, and set it in the recipe",
+                    f"{name}={requested:g}, but the run samples this attempt with "
+                    f"{name}={current:g} (an evaluation may be greedy). Leave {name} out of the "
+                    "request and set it in the recipe",
                     param=name,
                     code="unsupported_value",
                 )
@@ -233,20 +264,20 @@ class Session:
             raise ApiError(429, self.exhausted, code="turn_limit")
 
     def _check_size(self, messages: Sequence[Message]) -> None:
-        """Refuse what is far longer than the context before time and memory go into rendering
-        it."""
+        """Refuse conversations far longer than the context before rendering them takes time and
+        memory."""
         shown = (
             messages
             if self.renderer.extends_history
             else [one for one in messages if one.role != "assistant"]
         )
         characters = sum(len(message.text) for message in shown)
-        # Normalisation may make one character of several, as NFKC does.
-        most = SHRINKAGE * self.renderer.tokenizer.longest * self.max_context
-        if characters > most:
+        # Normalisation such as NFKC may merge several characters into one.
+        limit = SHRINKAGE * self.renderer.tokenizer.longest * self.max_context
+        if characters > limit:
             raise self._too_long(
                 f"the messages have {characters} characters, and a context of {self.max_context} "
-                f"tokens is given at most {most}"
+                f"tokens takes at most {limit}"
             )
 
     def _too_long(self, what: str) -> ApiError:
@@ -256,14 +287,18 @@ class Session:
     async def _prompt(
         self, messages: tuple[Message, ...], tools: Tools | None, keys: Sequence[bytes]
     ) -> tuple[Answer | None, NDArray[np.int64]]:
-        """Return the answer that the conversation goes on from, if any, and the tokens of the whole
-        prompt. Raises ApiError."""
+        """Return the answer that the conversation continues from, if any, and the tokens of the
+        prompt.
+
+        Raises:
+            ApiError: The conversation is too long or can't be rendered.
+        """
         parent = self._parent(messages, keys)
         render = partial(self._rendered, messages, tools, parent)
         try:
             self._check_size(messages)
-            # In a thread, as long conversations take seconds, and all other requests of the process
-            # would wait for them.
+            # Rendering a long conversation takes seconds. In a thread it does not delay the other
+            # requests of the process.
             return await asyncio.get_running_loop().run_in_executor(RENDERING, render)
         except RatchetError as error:
             param = "tools" if isinstance(error, ConfigError) else "messages"
@@ -284,43 +319,50 @@ class Session:
     def _rendered(
         self, messages: tuple[Message, ...], tools: Tools | None, parent: Answer | None
     ) -> tuple[Answer | None, NDArray[np.int64]]:
-        """Return what `_prompt` returns. Raises DataError, and ConfigError where tools are offered
-        to a model that has no form for calls. It runs in a thread and changes nothing."""
+        """Return what `_prompt` returns. It runs in a thread and changes nothing.
+
+        Raises:
+            DataError: The conversation can't be rendered.
+            ConfigError: Tools are offered to a model without a tool-call format.
+        """
         if tools is not None:
             self.renderer.tool_format  # noqa: B018  (it raises)
         if parent is not None:
-            *history, said = parent.messages
-            added, sampled = messages[len(parent.messages) :], parent.completion.tokens.tolist()
-            if self.renderer.keeps(sampled, added, history=history, said=said, tools=tools):
-                more = self.renderer.extend(sampled, added, history=history, tools=tools)
-                return parent, np.concatenate([parent.tokens, np.asarray(more, dtype=np.int64)])
+            *history, reply = parent.messages
+            added = messages[len(parent.messages) :]
+            sampled = parent.completion.tokens.tolist()
+            if self.renderer.keeps(sampled, added, history=history, said=reply, tools=tools):
+                suffix = self.renderer.extend(sampled, added, history=history, tools=tools)
+                return parent, np.concatenate([parent.tokens, np.asarray(suffix, dtype=np.int64)])
         turns = sum(message.role == "assistant" for message in messages)
         if turns * len(messages) > MOST_RENDERED:
             raise DataError(
                 f"{len(messages)} messages, {turns} of them the assistant's, are too many for a "
-                "conversation that extends no "
-                f"answer of this attempt: their product is {MOST_RENDERED} at most. Send fewer"
+                "conversation that extends no answer of this attempt: their product is "
+                f"{MOST_RENDERED} at most. Send fewer"
             )
         return None, np.asarray(self.renderer.prompt(messages, tools), dtype=np.int64)
 
-    def _seed(self, key: bytes, asked: int | None) -> int:
-        """A pure function of the attempt and the conversation, in whatever order requests arrive. A
-        `seed` that an agent gives makes equal requests of one attempt equal, and leaves other
-        attempts different."""
+    def _seed(self, key: bytes, requested: int | None) -> int:
+        """Return the seed of a request, a pure function of the attempt and the conversation.
+
+        It does not depend on the order of requests. With the `seed` of a request, equal requests of
+        one attempt get equal answers, and other attempts still differ.
+        """
         self._asked[key] += 1
         return seed_for(
             self.sampling.seed,
             key.hex(),
-            *(("asked", asked) if asked is not None else (self._asked[key],)),
+            *(("asked", requested) if requested is not None else (self._asked[key],)),
         )
 
     async def _sampled(self, prompt: NDArray[np.int64], sampling: Sampling) -> Completion:
         if self.ended.done():
             raise ApiError(401, "the session has ended", code="session_ended")
-        # In the attempt's context, not the server's: the generator may want to know whose request
-        # it is.
-        asked = self.generator.generate(prompt, sampling)
-        task = asyncio.get_running_loop().create_task(asked, context=self._context)
+        # Generators identify the attempt by context variables, so the request runs in the attempt's
+        # context and not in the server's.
+        generation = self.generator.generate(prompt, sampling)
+        task = asyncio.get_running_loop().create_task(generation, context=self._context)
         self._running.add(task)
         try:
             with waiting("agents", GENERATE, "generator", None):
@@ -335,7 +377,8 @@ class Session:
         # run.
         if isinstance(error, DataError | ConfigError):
             raise ApiError(400, str(error), code="invalid_value")
-        if error is not None:  # no attempt's fault: it goes up through `ended`
+        # The error is no attempt's fault, so it ends the run through `ended`.
+        if error is not None:
             if not self.ended.done():
                 self.ended.set_exception(error)
             raise ApiError(500, f"the generator failed: {error}", code="generator_failed")
@@ -354,7 +397,8 @@ class Session:
         stop: tuple[str, ...],
     ) -> tuple[Message, int]:
         tokens = completion.tokens.tolist()
-        message, malformed = self.renderer.parse(tokens, completion.stop), 0
+        message = self.renderer.parse(tokens, completion.stop)
+        malformed = 0
         if tools is not None:
             self._offered_tools = True
             calls = sum(len(message.tool_calls) for message in messages)
@@ -367,11 +411,11 @@ class Session:
         return self.renderer.tokenizer.decode([token], skip_special=False)
 
 
-# --- conversations are found by a digest of what the client sees of them
+# --- conversations are identified by a digest of what the client sees of them
 
 
 def _keys(messages: Sequence[Message], tools: Tools | None) -> list[bytes]:
-    """Entry i stands for the first i messages, under these tools."""
+    """Return a key for each number of messages; entry i covers tools and the first i messages."""
     keys = [_digest(b"", tools)]
     for message in messages:
         keys.append(_extended(keys[-1], message))

@@ -1,7 +1,8 @@
-"""Groups on their way between processes: their token columns end to end, and the other fields
-beside them. Thousands of small arrays and objects would take longer to send than to make.
+"""Pack groups for transfer between processes: token columns end to end, other fields beside them.
 
-S = trajectories, n = those of them that have a column.
+Sending thousands of small arrays and objects would take longer than making them.
+
+S = trajectories, n = trajectories that have a column.
 """
 
 from __future__ import annotations
@@ -27,36 +28,50 @@ COLUMNS = (
     "routes",
 )
 FIELDS = tuple(each.name for each in fields(Trajectory))
-TURN = attrgetter(*(each.name for each in fields(Turn)))  # plain tuples are quicker to send
+TURN = attrgetter(*(each.name for each in fields(Turn)))  # packs a turn as a plain tuple
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """values: of the n trajectories, one after the other. given_S: which these are; None: all."""
+    """A field of many trajectories, end to end.
+
+    Attributes:
+        values: The values of the n trajectories that have the field.
+        present_S: True for these trajectories; None if all have it.
+    """
 
     values: NDArray[Any]
-    given_S: Sequence[bool] | None
+    present_S: Sequence[bool] | None
 
     @classmethod
-    def of(cls, parts_S: Sequence[NDArray[Any] | None]) -> Column | None:
+    def concatenate(cls, parts_S: Sequence[NDArray[Any] | None]) -> Column | None:
+        """Return the column of these parts, or None if no trajectory has one."""
         parts = [part for part in parts_S if part is not None]
-        given_S = None if len(parts) == len(parts_S) else [part is not None for part in parts_S]
-        return cls(np.concatenate(parts), given_S) if parts else None
+        present_S = None if len(parts) == len(parts_S) else [part is not None for part in parts_S]
+        return cls(np.concatenate(parts), present_S) if parts else None
 
     def parts(self, lengths: Sequence[int]) -> list[NDArray[Any] | None]:
-        """Views, by trajectory."""
-        given_S = self.given_S or [True] * len(lengths)
+        """Return views of the values by trajectory, None where it has none."""
+        present_S = self.present_S or [True] * len(lengths)
         ends = np.cumsum(
-            [length * given for length, given in zip(lengths, given_S, strict=True)]
+            [length * present for length, present in zip(lengths, present_S, strict=True)]
         ).tolist()
-        bounds = zip(pairwise([0, *ends]), given_S, strict=True)
-        return [self.values[start:end] if given else None for (start, end), given in bounds]
+        bounds = zip(pairwise([0, *ends]), present_S, strict=True)
+        return [self.values[start:end] if present else None for (start, end), present in bounds]
 
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """lengths: tokens of each trajectory. columns, others: its fields, by name. ids, uses, counts:
-    of each group, the last its trajectories. Tasks stay where they are."""
+    """A list of groups packed for transfer. Their tasks are not sent.
+
+    Attributes:
+        lengths: Number of tokens of each trajectory.
+        columns: The token columns by field name.
+        others: The other fields by name.
+        ids: The id of each group.
+        uses: `Group.uses` of each group.
+        counts: Number of trajectories of each group.
+    """
 
     lengths: Sequence[int]
     columns: Mapping[str, Column | None]
@@ -66,7 +81,8 @@ class Shipped:
     counts: Sequence[int]
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> Shipped:
+    def pack(cls, groups: Sequence[Group]) -> Shipped:
+        """Return the groups packed for transfer."""
         rows = [row for group in groups for row in group.trajectories]
         others = {
             name: [getattr(row, name) for row in rows] for name in FIELDS if name not in COLUMNS
@@ -74,7 +90,7 @@ class Shipped:
         others["turns"] = [tuple(map(TURN, turns)) for turns in others["turns"]]
         return cls(
             [len(row) for row in rows],
-            {name: Column.of([getattr(row, name) for row in rows]) for name in COLUMNS},
+            {name: Column.concatenate([getattr(row, name) for row in rows]) for name in COLUMNS},
             others,
             [group.id for group in groups],
             [group.uses for group in groups],
@@ -82,7 +98,7 @@ class Shipped:
         )
 
     def groups(self, tasks: Sequence[Task]) -> Iterator[Group]:
-        """tasks: of each group. Token columns are views into one array each."""
+        """Yield the groups, given the task of each. Token columns are views into one array each."""
         values: dict[str, Sequence[Any]] = {
             name: [None] * len(self.lengths) if column is None else column.parts(self.lengths)
             for name, column in self.columns.items()

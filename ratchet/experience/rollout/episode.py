@@ -1,10 +1,9 @@
-"""One attempt at one task: generate, act, observe, until the environment ends it or a budget does.
-Tokens in, tokens out.
+"""Play one attempt at one task: generate, act, observe, until the environment or a budget ends it.
 
-What the policy reads next normally extends what it read and wrote before, token by token. Where the
-chat template won't have that (it drops the reasoning of earlier turns, say), the history forks: a
-new strand begins, whose prompt is the conversation as it is rendered now. An attempt is one
-trajectory a strand.
+What the policy reads next normally extends what it read and wrote before, token by token. If the
+chat template rewrites the history (it drops the reasoning of earlier turns, say), the history
+forks: a new strand begins, whose prompt is the conversation as rendered now. An attempt has one
+trajectory for each strand.
 
 L = tokens of the trajectory so far.
 """
@@ -44,27 +43,27 @@ P = TypeVar("P")
 
 
 class PromptMemo:
-    """The attempts of a group almost always begin with the same messages: their tokens are rendered
-    once."""
+    """A cache of the first prompt, which the attempts of a group almost always share."""
 
     def __init__(self) -> None:
-        self.given: tuple[Sequence[Message], Tools | None] | None = None
+        self.key: tuple[Sequence[Message], Tools | None] | None = None
         self.tokens = np.zeros(0, dtype=np.int64)
         self.media: tuple[Placed, ...] = ()
 
     def render(
         self, renderer: Renderer, messages: Sequence[Message], tools: Tools | None
     ) -> tuple[np.ndarray, tuple[Placed, ...]]:
-        if self.given != (messages, tools):
+        """Return the prompt's tokens and media."""
+        if self.key != (messages, tools):
             self.tokens = np.asarray(renderer.prompt(messages, tools), dtype=np.int64)
             self.media = renderer.media(self.tokens, messages)
-            self.given = list(messages), tools
+            self.key = list(messages), tools
         return self.tokens, self.media
 
 
 @dataclass(slots=True)
 class TokenRecord:
-    """Token columns as they grow, piece by piece; each piece knows who wrote it."""
+    """The token columns of a trajectory, which grow piece by piece; each piece has one owner."""
 
     pieces: list[tuple[Owner, np.ndarray, Completion | None]] = field(default_factory=list)
     length: int = 0
@@ -85,7 +84,7 @@ class TokenRecord:
         )
 
     def trajectory(self, **fields: Any) -> Trajectory:
-        """`fields`: those of a Trajectory that are no token columns."""
+        """Return the trajectory; `fields` are those that are no token columns."""
         whole = np.empty(self.length, np.int64)
         owner = np.empty(self.length, np.int8)
         trainable = np.empty(self.length, np.bool_)
@@ -95,13 +94,15 @@ class TokenRecord:
         kept_mass = np.zeros(self.length, np.float32)
         routes = self._routes()
         start = 0
-        for who, tokens, completion in self.pieces:
+        for piece_owner, tokens, completion in self.pieces:
             end = start + len(tokens)
             whole[start:end] = tokens
-            owner[start:end] = int(who)  # numpy takes twice as long over a member of an enumeration
-            trainable[start:end] = who == Owner.POLICY
+            # Assigning an int takes numpy half the time of assigning a member of an enumeration.
+            owner[start:end] = int(piece_owner)
+            trainable[start:end] = piece_owner == Owner.POLICY
             if completion is not None:
-                logprobs[start:end], versions[start:end] = completion.logprobs, completion.versions
+                logprobs[start:end] = completion.logprobs
+                versions[start:end] = completion.versions
                 kept_mass[start:end] = completion.log_kept_mass
             start = end
         return Trajectory(
@@ -116,42 +117,49 @@ class TokenRecord:
         )
 
     def _routes(self) -> np.ndarray | None:
-        """A completion has those of all tokens so far. The first to compute a token says where it
-        went: what a turn wrote was drawn from that forward, and only its last token and the
-        environment's come from that of the next turn's prompt."""
-        given = [
-            one.routes for _, _, one in self.pieces if one is not None and one.routes is not None
+        """Return the experts of all tokens, -1 where unknown, or None if no completion has them.
+
+        Each completion has the experts of all tokens so far. The forward that computed a token
+        first counts, because a turn's tokens were drawn from it. Only a turn's last token and the
+        environment's tokens come from the forward of the next turn's prompt.
+        """
+        known_routes = [
+            completion.routes
+            for _, _, completion in self.pieces
+            if completion is not None and completion.routes is not None
         ]
-        if not given:
+        if not known_routes:
             return None
-        routes = np.full((self.length, *given[0].shape[1:]), -1, np.int16)
-        for found in given:
-            missing = routes[: len(found), 0, 0] < 0
-            routes[: len(found)][missing] = found[missing]
+        routes = np.full((self.length, *known_routes[0].shape[1:]), -1, np.int16)
+        for turn_routes in known_routes:
+            missing = routes[: len(turn_routes), 0, 0] < 0
+            routes[: len(turn_routes)][missing] = turn_routes[missing]
         return routes
 
 
 @dataclass(slots=True)
 class Strand:
-    """A stretch of an attempt in which every prompt extends the last one: it becomes one
-    trajectory.
+    """A part of an attempt in which every prompt extends the last one; it becomes one trajectory.
 
-    known: messages of the conversation that it holds. media: those of all tokens so far.
+    Attributes:
+        message_count: Number of the conversation's messages that it holds.
+        media: The media of all tokens so far.
     """
 
     record: TokenRecord = field(default_factory=TokenRecord)
     turns: list[Turn] = field(default_factory=list)
     media: tuple[Placed, ...] = ()
-    known: int = 0
+    message_count: int = 0
 
     @property
     def sampled(self) -> bool:
-        return len(self.record.pieces) > 1  # what follows the prompt, the policy wrote first
+        # The first piece is the prompt, and the policy wrote the second.
+        return len(self.record.pieces) > 1
 
 
 @dataclass(slots=True)
 class Play:
-    """An attempt while it is played. metrics: sums over its turns."""
+    """The state of an attempt while it is played. `metrics` are sums over its turns."""
 
     task: Task
     environment: Environment
@@ -169,11 +177,13 @@ class Play:
         return self.strands[-1]
 
     def trajectories(self, attempt: int, outcome: Outcome | None) -> list[Trajectory]:
-        """One a strand, in order; a strand in which the policy wrote nothing is none, unless there
-        is no other."""
-        self.strand.known = len(self.messages)
+        """Return one trajectory for each strand, in order.
+
+        A strand in which the policy wrote nothing is left out, unless it is the only one.
+        """
+        self.strand.message_count = len(self.messages)
         strands = [strand for strand in self.strands if strand.sampled] or self.strands[:1]
-        # it broke before there was a prompt; a trajectory has at least one token
+        # The attempt failed before it had a prompt, and a trajectory needs at least one token.
         if not strands[0].record.length:
             strands[0].record.add(Owner.PROMPT, [0])
         return [
@@ -181,7 +191,7 @@ class Play:
                 attempt=attempt,
                 temperature=self.sampling.temperature,
                 turns=tuple(strand.turns),
-                messages=tuple(self.messages[: strand.known]),
+                messages=tuple(self.messages[: strand.message_count]),
                 media=strand.media,
                 outcome=outcome,
                 metrics=self.metrics | {"forks": len(strands) - 1.0},
@@ -191,6 +201,7 @@ class Play:
 
 
 def checked(messages: Any, where: str, environment: Environment) -> Sequence[Message]:
+    """Return the messages of user code, or raise UserCodeFailed if they are none."""
     if not isinstance(messages, tuple | list | Sequence) or not all(
         isinstance(message, Message) for message in messages
     ):
@@ -202,6 +213,7 @@ def checked(messages: Any, where: str, environment: Environment) -> Sequence[Mes
 
 
 def checked_step(step: Any, environment: Environment) -> Step:
+    """Return the step of user code, or raise UserCodeFailed for a malformed one."""
     name = type(environment).__name__
     if not isinstance(step, Step):
         raise UserCodeFailed(f"{name}.step returned {step!r:.80}, it must be a Step")
@@ -217,18 +229,22 @@ def checked_step(step: Any, environment: Environment) -> Step:
     checked(step.messages, "step", environment)
     if not step.done and not step.messages:
         raise UserCodeFailed(
-            f"{name}.step neither ended the episode nor said anything: there is nothing to answer"
+            f"{name}.step returned neither done=True nor messages, so the policy has nothing to "
+            "answer"
         )
     return step
 
 
 @dataclass(frozen=True)
 class Player:
-    """Plays attempts: what is common to all of them.
+    """A player of attempts with an environment, shared by all attempts.
 
-    max_context: tokens that the model can hold; the last turn is cut to it. timeout_s: of a whole
-    attempt, waiting for the generator included; None: no limit. It reaches code that awaits; what
-    blocks the process blocks its clock too.
+    Attributes:
+        max_context: Tokens that the model can hold; the last turn is cut to it.
+        max_turns: Number of turns after which an attempt is truncated.
+        timeout_s: Seconds for a whole attempt, waiting for the generator included; None sets no
+            limit. It interrupts code that awaits; code that blocks the process blocks its clock
+            too.
     """
 
     generator: Generator
@@ -241,8 +257,11 @@ class Player:
     )
 
     def offers(self, environment: object, protocol: type[P]) -> TypeGuard[P]:
-        """Whether environments of this class follow the protocol: asked once, as Python 3.11 takes
-        as long as a turn to say."""
+        """True if environments of this class implement the protocol.
+
+        The answer is cached, because `isinstance` with a protocol takes as long as a turn in Python
+        3.11.
+        """
         key = type(environment), protocol
         if key not in self._follows:
             self._follows[key] = isinstance(environment, protocol)
@@ -257,15 +276,18 @@ class Player:
         attempt: int,
         memo: PromptMemo | None = None,
     ) -> list[Trajectory]:
-        """The attempt's trajectories, one unless its history forked, not yet judged: `outcome`, the
-        same for all, is None, or Truncated, Failed or Cancelled already. What the generator raises
-        is no attempt's fault and goes up, DataError apart.
+        """Play an attempt, and return its trajectories without rewards, one unless its history
+        forked.
 
-        Their metrics, those of the whole attempt: "turns", "forks", "retries" (0 here),
-        "turn_limit" (1 where the last turn that is allowed did not end it), "malformed_tool_calls"
-        where tools are offered, and the sums of what the environment's steps measured.
+        All have the same `outcome`: None, or already Truncated, Failed or Cancelled. Errors of the
+        generator other than DataError are raised, as they are no attempt's fault.
 
-        memo: shared by the attempts of a group.
+        All have the metrics of the whole attempt: "turns", "forks", "retries" (0 here),
+        "turn_limit" (1 if the last allowed turn did not end it), "malformed_tool_calls" if tools
+        are offered, and the sums of the environment's step metrics.
+
+        Args:
+            memo: The prompt cache that the attempts of a group share.
         """
         play = Play(task, environment, sampling, list(task.messages))
         outcome: Outcome | None
@@ -274,7 +296,7 @@ class Player:
             async with limit:
                 outcome = await self._episode(play, memo or PromptMemo())
         except TimeoutError:
-            if not limit.expired():  # the generator's own
+            if not limit.expired():  # the generator raised it
                 raise
             turns = int(play.metrics["turns"])
             outcome = Failed(
@@ -294,7 +316,7 @@ class Player:
             first = await guarded(lambda: environment.reset(play.task))
         play.messages = list(checked(first, "reset", environment))
         if self.offers(environment, OffersTools):
-            # a mixture may have none for this task
+            # A mixture of environments may offer no tools for this task.
             play.tools = await offered_tools(environment, play.task) or None
             play.metrics["malformed_tool_calls"] = 0
         strand = play.strand
@@ -308,8 +330,7 @@ class Player:
                 length = play.strand.record.length
                 detail = (
                     f"the prompt has {length} tokens, the context {self.max_context}: "
-                    "shorten "
-                    "it or drop the task"
+                    "shorten it or drop the task"
                 )
                 return Failed("prompt_too_long", detail)
             ended, outcome = await self._turn(play, number, room)
@@ -319,28 +340,36 @@ class Player:
         return Truncated()
 
     async def _turn(self, play: Play, number: int, room: int) -> tuple[bool, Outcome | None]:
-        """(whether the attempt ended with it, its outcome if it is known)"""
-        own, strand, environment = play.sampling, play.strand, play.environment
+        """Play a turn, and return True if the attempt ended with it, and its outcome if known."""
+        sampling = play.sampling
+        strand = play.strand
+        environment = play.environment
         if self.offers(environment, OffersStops):
-            own = replace(own, stop=tuple(dict.fromkeys((*own.stop, *environment.stop_strings))))
-        if number or room < own.max_new_tokens:
-            seed = seed_for(own.seed, number) if number else own.seed
-            own = replace(own, seed=seed, max_new_tokens=min(own.max_new_tokens, room))
+            sampling = replace(
+                sampling, stop=tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings)))
+            )
+        if number or room < sampling.max_new_tokens:
+            seed = seed_for(sampling.seed, number) if number else sampling.seed
+            sampling = replace(
+                sampling, seed=seed, max_new_tokens=min(sampling.max_new_tokens, room)
+            )
         play.waits_for = "the generator"
         with waiting("attempts", GENERATE, "generator", self.timeout_s):
-            media = [strand.media] if strand.media else []  # a generator need not know of any
-            completion = await self.generator.generate(strand.record.tokens(), own, *media)
+            # Generators without a media parameter serve text prompts too.
+            media = [strand.media] if strand.media else []
+            completion = await self.generator.generate(strand.record.tokens(), sampling, *media)
         play.waits_for = "the environment"
         start = strand.record.length
         strand.record.add(Owner.POLICY, completion.tokens, completion)
-        message, history = self._read(play, completion), tuple(play.messages)
+        message = self._read(play, completion)
+        history = tuple(play.messages)
         play.messages.append(message)
         play.metrics["turns"] += 1
         if completion.stop is StopReason.ABORTED:
             return True, Cancelled("aborted")
         if stray := self.renderer.stray(completion.tokens):
             return True, Failed(
-                "data", f"the policy wrote {stray}, which stands for a medium, and there is none"
+                "data", f"the policy wrote {stray}, which stands for media that do not exist"
             )
         if not completion.stop.finished:
             strand.turns.append(Turn(start, strand.record.length, cut=True))
@@ -380,18 +409,18 @@ class Player:
         history: Sequence[Message],
         answers: Sequence[Message],
     ) -> None:
-        """Appends what the environment said; where earlier turns would have to change for it,
-        begins a new strand."""
-        said = play.messages[-1]
-        play.strand.known = len(play.messages)
+        """Append the environment's messages, in a new strand if the template rewrites earlier
+        turns."""
+        reply = play.messages[-1]
+        play.strand.message_count = len(play.messages)
         play.messages.extend(answers)
         sampled = completion.tokens.tolist()
-        if self.renderer.keeps(sampled, answers, history=history, said=said, tools=play.tools):
+        if self.renderer.keeps(sampled, answers, history=history, said=reply, tools=play.tools):
             added = self.renderer.extend(sampled, answers, history=history, tools=play.tools)
             start = play.strand.record.length
             play.strand.record.add(Owner.ENVIRONMENT, added)
-            more = self.renderer.media(added, answers)
-            play.strand.media += tuple(one._replace(start=start + one.start) for one in more)
+            media = self.renderer.media(added, answers)
+            play.strand.media += tuple(one._replace(start=start + one.start) for one in media)
         else:
             play.strands.append(Strand())
             prompt = self.renderer.prompt(play.messages, play.tools)
@@ -400,10 +429,12 @@ class Player:
 
 
 async def offered_tools(environment: OffersTools, task: Task) -> Tools:
-    async def ask() -> Any:
+    """Return the tools of the environment, or raise UserCodeFailed if they are malformed."""
+
+    async def call() -> Any:
         return environment.tools(task)
 
-    tools = await guarded(ask)
+    tools = await guarded(call)
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         name = type(environment).__name__
         raise UserCodeFailed(

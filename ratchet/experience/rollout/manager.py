@@ -1,5 +1,4 @@
-"""Plays whole groups of attempts at once and has them judged. What breaks is tried again, and costs
-its attempt alone."""
+"""Play groups of attempts concurrently and judge them. A failed attempt is retried."""
 
 from __future__ import annotations
 
@@ -32,17 +31,18 @@ from ratchet.types import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Rows = list[Trajectory]  # of one attempt: one, unless its history forked
+Rows = list[Trajectory]  # the trajectories of one attempt: one, unless its history forked
 
-# the outcome of an attempt that is still to be judged: it ended in order, or was cut off
+# Outcomes that a reward still judges: the attempt ended normally, or was cut off.
 OPEN = Truncated | None
 
-FIXED = frozenset({str, int, float, bool, bytes, type(None)})  # can't be changed in place
+FIXED = frozenset({str, int, float, bool, bytes, type(None)})  # immutable types
 CLOSE_TIMEOUT_S = 30.0  # an environment that can't even close must not hold up the run
 
 
 class Plays(Protocol):
-    """Who plays attempts: `ratchet.experience.rollout.episode.Player`, or an agent from outside."""
+    """A player of attempts: `ratchet.experience.rollout.episode.Player`, or one for external
+    agents."""
 
     async def play(
         self,
@@ -56,8 +56,10 @@ class Plays(Protocol):
 
 
 class PlaysGroups(Protocol):
-    """Who plays groups: `RolloutManager`, or workers. playing: how many attempts or groups are
-    under way."""
+    """A player of groups: `RolloutManager`, or workers.
+
+    `playing` is the number of attempts or groups in flight.
+    """
 
     playing: int
 
@@ -76,13 +78,16 @@ class PlaysGroups(Protocol):
 
 
 class RolloutManager:
-    """new_environment: makes an instance; one plays one attempt at a time, and is used again
-    afterwards.
+    """The manager of a stage's attempts.
 
-    reward=None: an attempt's reward is what its environment gave turn by turn. needs_reward:
-    whether an attempt that nobody judged is of no use; else it is Unjudged. judge_timeout_s: of one
-    call of the reward; None: no limit. retries: of an attempt that an environment, a deadline or
-    the like broke (played again, with the same seeds and a fresh instance), and of judging it.
+    Args:
+        player: Plays single attempts.
+        new_environment: Makes an environment. It plays one attempt at a time and is reused.
+        reward: Judges attempts; None takes the sum of the environment's turn rewards.
+        needs_reward: An attempt without a judgement fails; otherwise it is Unjudged.
+        judge_timeout_s: Seconds for one call of the reward; None sets no limit.
+        retries: Number of retries of an attempt that failed through no fault of the policy, and of
+            judging it. A retry has the same seeds and a new environment.
     """
 
     def __init__(
@@ -95,15 +100,15 @@ class RolloutManager:
         judge_timeout_s: float | None = None,
         retries: int = 0,
     ) -> None:
-        self.player, self.new_environment, self.reward = player, new_environment, reward
-        self.needs_reward, self.judge_timeout_s, self.retries = (
-            needs_reward,
-            judge_timeout_s,
-            retries,
-        )
-        # Whether an attempt can be judged as soon as it ends, whatever becomes of the others.
+        self.player = player
+        self.new_environment = new_environment
+        self.reward = reward
+        self.needs_reward = needs_reward
+        self.judge_timeout_s = judge_timeout_s
+        self.retries = retries
+        # True if an attempt can be judged as soon as it ends, without the rest of its group.
         self._judges_alone = reward is None or not getattr(reward, "together", True)
-        self.playing = 0  # attempts that are played or judged now
+        self.playing = 0  # attempts that are being played or judged
         self._idle: list[Environment] = []
 
     async def group(
@@ -116,10 +121,15 @@ class RolloutManager:
         greedy: bool = False,
         redundant: int = 0,
     ) -> Group:
-        """`attempts` tries at one task. Attempt i is drawn with a seed made from (sampling.seed,
-        group_id, i). With `greedy` there is one more at temperature 0, the group's baseline. With
-        `redundant`, so many more are begun: the first `attempts` that end well are kept, and the
-        others are cancelled."""
+        """Play `attempts` attempts at one task and judge them.
+
+        Attempt i is drawn with a seed made from (sampling.seed, group_id, i).
+
+        Args:
+            greedy: Add an attempt at temperature 0, the group's baseline.
+            redundant: Begin this many more attempts. The first `attempts` that end well are kept,
+                and the others are cancelled.
+        """
         memo = PromptMemo()
         tries = [
             self._attempt(task, sampling, group_id, i, memo) for i in range(attempts + redundant)
@@ -146,15 +156,18 @@ class RolloutManager:
         redundant: int = 0,
         wanted: int | None = None,
     ) -> list[Group]:
-        """One group per (id, task), all concurrently, in the order given; with `wanted`, the first
-        so many that are ready, and the others are cancelled."""
-        made = [
+        """Play one group for each (id, task), all concurrently, and return them in this order.
+
+        With `wanted`, only the first so many ready groups are returned, and the others are
+        cancelled.
+        """
+        coroutines = [
             self.group(
                 task, sampling, group_id=name, attempts=attempts, greedy=greedy, redundant=redundant
             )
             for name, task in jobs
         ]
-        return await first(made, len(made) if wanted is None else wanted)
+        return await first(coroutines, len(coroutines) if wanted is None else wanted)
 
     async def close(self) -> None:
         idle, self._idle = self._idle, []
@@ -165,13 +178,13 @@ class RolloutManager:
     ) -> Rows:
         self.playing += 1
         try:
-            own = sampling.seeded(seed_for(sampling.seed, group_id, attempt))
+            seeded = sampling.seeded(seed_for(sampling.seed, group_id, attempt))
             retries = 0
             with ACTIVITY.attempt(group_id, attempt):
-                rows = await self._play(task, own, attempt, memo)
+                rows = await self._play(task, seeded, attempt, memo)
                 while retries < self.retries and may_pass(rows[-1].outcome):
                     retries += 1
-                    rows = await self._play(task, own, attempt, memo, fresh=True)
+                    rows = await self._play(task, seeded, attempt, memo, fresh=True)
             if retries:
                 rows = [
                     replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows
@@ -187,26 +200,26 @@ class RolloutManager:
         ended = False
         try:
             rows = await self.player.play(
-                _own(task), environment, sampling, attempt=attempt, memo=memo
+                _copy_task(task), environment, sampling, attempt=attempt, memo=memo
             )
             ended = not isinstance(rows[-1].outcome, Failed)
             return rows
         finally:
             if ended:
                 self._idle.append(environment)
-            else:  # its state can't be trusted any more
+            else:  # its state is unreliable after a failure
                 await _close(environment)
 
     async def _judge_together(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
-        self.playing += 1  # as one that is under way, for who waits until nothing moves
+        # A snapshot waits until no attempt is in flight, so judging counts as one.
+        self.playing += 1
         try:
             return await self._judge(task, played)
         finally:
             self.playing -= 1
 
     async def _judge(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
-        """Attempts that ended in order or were cut off get an outcome with a reward; the others
-        keep what they have."""
+        """Judge the attempts that ended normally or were cut off; the others keep their outcome."""
         judged = list(played)
         chosen = [i for i, rows in enumerate(played) if isinstance(rows[-1].outcome, OPEN)]
         if not chosen:
@@ -219,18 +232,21 @@ class RolloutManager:
         return judged
 
     async def _outcomes(self, candidates: Sequence[Rows], task: Task) -> list[Outcome]:
-        """One for each attempt: its rows are judged by the last, which has the whole conversation.
-        What was judged stays so when another is judged again."""
+        """Return an outcome for each attempt; the reward judges its last row, which has all
+        messages.
+
+        A retry keeps the outcomes that did not fail.
+        """
         if self.reward is None:
             return [_environment_outcome(rows, needed=self.needs_reward) for rows in candidates]
         outcomes = await self._score(self.reward, candidates, task)
         for _ in range(self.retries):
-            open_ones = [i for i, outcome in enumerate(outcomes) if may_pass(outcome)]
-            if not open_ones:
+            failed = [i for i, outcome in enumerate(outcomes) if may_pass(outcome)]
+            if not failed:
                 break
-            again = await self._score(self.reward, candidates, task)
-            for i in open_ones:
-                outcomes[i] = again[i]
+            retried = await self._score(self.reward, candidates, task)
+            for i in failed:
+                outcomes[i] = retried[i]
         return list(map(_with_turn_rewards, candidates, outcomes))
 
     async def _score(self, reward: Reward, candidates: Sequence[Rows], task: Task) -> list[Outcome]:
@@ -239,13 +255,15 @@ class RolloutManager:
                 with waiting(
                     "attempts", "score", f"reward {type(reward).__name__}", self.judge_timeout_s
                 ):
-                    given = await guarded(
+                    outcomes = await guarded(
                         lambda: reward.score([rows[-1] for rows in candidates], task)
                     )
-            return [_checked(outcome, reward) for outcome in _one_each(given, candidates, reward)]
+            return [
+                _checked(outcome, reward) for outcome in _one_each(outcomes, candidates, reward)
+            ]
         except TimeoutError:
-            waited = f"{type(reward).__name__}.score gave nothing within {self.judge_timeout_s:g} s"
-            return [Failed("timeout", waited)] * len(candidates)
+            detail = f"{type(reward).__name__}.score gave nothing within {self.judge_timeout_s:g} s"
+            return [Failed("timeout", detail)] * len(candidates)
         except UserCodeFailed as failure:
             return [Failed("reward", str(failure))] * len(candidates)
 
@@ -257,8 +275,16 @@ async def first(
     well: Callable[[T], bool] = lambda _: True,
     parting: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> list[T]:
-    """Results of the first `n` that end as `well` likes, and of those that ended otherwise by then,
-    in the order given; the others are cancelled, after `parting`."""
+    """Return the results of the first `n` coroutines that end well, in the order of the coroutines.
+
+    Results of those that had ended otherwise by then are included; the others are cancelled.
+
+    Args:
+        coroutines: The work.
+        n: The number of good results to wait for.
+        well: True for a good result.
+        parting: Awaited before the cancellation.
+    """
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(coroutine) for coroutine in coroutines]
     pending = set(tasks)
@@ -275,17 +301,20 @@ async def first(
             await parting()
         return chosen
     finally:
-        # Asking a task for its exception also tells asyncio that somebody has looked at it.
-        left = [task for task in tasks if not task.done() or task.cancelled() or task.exception()]
-        for task in left:
+        # Reading a task's exception also keeps asyncio from logging it as never retrieved.
+        rest = [task for task in tasks if not task.done() or task.cancelled() or task.exception()]
+        for task in rest:
             task.cancel()
-        if left:
-            await asyncio.gather(*left, return_exceptions=True)
+        if rest:
+            await asyncio.gather(*rest, return_exceptions=True)
 
 
-def _own(task: Task) -> Task:
-    """What could be changed in place is the attempt's own: neither another one nor the reward sees
-    it. In a third of the time that `replace` with copies in depth takes."""
+def _copy_task(task: Task) -> Task:
+    """Return a copy of the task whose mutable parts belong to one attempt.
+
+    User code may change them in place, which must affect neither other attempts nor the reward.
+    This takes a third of the time of `replace` with deep copies.
+    """
     answer = task.answer if type(task.answer) in FIXED else copy.deepcopy(task.answer)
     flat = type(task.meta) is dict and FIXED.issuperset(map(type, task.meta.values()))
     meta = dict(task.meta) if flat else copy.deepcopy(task.meta)
@@ -300,25 +329,30 @@ async def _close(environment: Environment) -> None:
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await guarded(environment.close)
-    except (TimeoutError, UserCodeFailed) as failure:  # nothing is lost with it
+    except (TimeoutError, UserCodeFailed) as failure:
         log.warning(
             "an environment failed to close:\n%s",
             str(failure) or f"not done after {CLOSE_TIMEOUT_S:g} s",
         )
 
 
-def _one_each(given: Any, candidates: Sequence[Rows], reward: Reward) -> list[Any]:
+def _one_each(outcomes: Any, candidates: Sequence[Rows], reward: Reward) -> list[Any]:
+    """Return the outcomes, or raise UserCodeFailed unless there is one for each attempt."""
     name = type(reward).__name__
-    if not isinstance(given, list | Sequence):  # the former is told at once, the latter asked for
-        raise UserCodeFailed(f"{name}.score gave {given!r:.80}, it must be a sequence of outcomes")
-    if len(given) != len(candidates):
+    # `list` comes first because `isinstance` is fast for it and slow for `Sequence`.
+    if not isinstance(outcomes, list | Sequence):
         raise UserCodeFailed(
-            f"{name}.score gave {len(given)} outcomes for {len(candidates)} trajectories"
+            f"{name}.score gave {outcomes!r:.80}, it must be a sequence of outcomes"
         )
-    return list(given)
+    if len(outcomes) != len(candidates):
+        raise UserCodeFailed(
+            f"{name}.score gave {len(outcomes)} outcomes for {len(candidates)} trajectories"
+        )
+    return list(outcomes)
 
 
 def _checked(outcome: Any, reward: Reward) -> Outcome:
+    """Return the outcome, or a failure if it is malformed."""
     name = type(reward).__name__
     if not isinstance(outcome, Outcome):
         return Failed(
@@ -338,14 +372,15 @@ def _checked(outcome: Any, reward: Reward) -> Outcome:
     return outcome
 
 
-def _own_reward(rows: Rows) -> float | None:
-    """What the environment itself gave, turn by turn; None where it leaves judging to rewards."""
-    given = [turn.reward for row in rows for turn in row.turns if turn.reward is not None]
-    return sum(given) if given else None
+def _sum_turn_rewards(rows: Rows) -> float | None:
+    """Return the sum of the environment's turn rewards, or None if it gave none."""
+    turn_rewards = [turn.reward for row in rows for turn in row.turns if turn.reward is not None]
+    return sum(turn_rewards) if turn_rewards else None
 
 
 def _environment_outcome(rows: Rows, *, needed: bool) -> Outcome:
-    total, truncated = _own_reward(rows), rows[-1].truncated
+    total = _sum_turn_rewards(rows)
+    truncated = rows[-1].truncated
     if total is None and not needed:
         return Unjudged(truncated=truncated)
     if truncated:
@@ -358,7 +393,8 @@ def _environment_outcome(rows: Rows, *, needed: bool) -> Outcome:
 
 
 def _with_turn_rewards(rows: Rows, outcome: Outcome) -> Outcome:
-    total = _own_reward(rows)
+    """Return the outcome with the environment's turn rewards added."""
+    total = _sum_turn_rewards(rows)
     if total is not None and isinstance(outcome, Scored | Truncated) and outcome.reward is not None:
         return replace(
             outcome, reward=outcome.reward + total, parts={**outcome.parts, "environment": total}

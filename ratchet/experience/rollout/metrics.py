@@ -1,4 +1,4 @@
-"""Numbers that describe the groups of a step, one definition each. docs/metrics.md lists them."""
+"""Metrics of the groups of a step, one definition each (listed in docs/metrics.md)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ratchet.observe.reducers import Bins, Percentile, Reducer
 from ratchet.observe.sentinels import measure_repetition
 from ratchet.types import Failed, Group, Scored, Trajectory
 
-# Bins are fixed, so that steps, ranks and runs compare: of lengths by powers of two, of rewards by
-# tenths around 0 and 1.
+# Bins are fixed so that steps, ranks and runs compare: powers of two for lengths, and tenths around
+# 0 and 1 for rewards.
 LENGTHS = Bins((0.0, *(2.0**i for i in range(21))))
 REWARDS = Bins(tuple(i / 10 for i in range(-20, 31)))
 SPREADS: Mapping[str, Reducer] = {  # over the attempts of a step
@@ -30,10 +30,12 @@ Labels = Mapping[str, str]
 
 
 def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
-    """Token counts, of all rows; of attempts, which somebody sampled, also what they earned. Of
-    these only the rows that train count: a greedy baseline has numbers of its own. Given text has
-    neither lengths nor rewards that say how a run goes, and those of a group that is replayed said
-    it when it was new."""
+    """Return token counts of all rows, and lengths and rewards of the sampled attempts.
+
+    Only rows that train count as attempts: a greedy baseline has metrics of its own. Supervised
+    text has neither lengths nor rewards of interest. Replayed groups were measured when they were
+    new.
+    """
     rows = [t for group in groups for t in group.trajectories]
     trains = _joined([t.trainable for t in rows if t.counts and t.use == "train"], np.bool_)
     numbers = {
@@ -70,20 +72,22 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def spread_attempts(groups: Sequence[Group]) -> Iterator[tuple[Labels, dict[str, list[float]]]]:
-    """What each attempt that somebody sampled was like, one number for each: those of all groups,
-    how they are spread; then by domain (`tag`) and by environment (`env`), where that is not the
-    domain too, their reward, length, end and turns. Of an attempt whose history forked all rows
-    count together."""
-    found = [(group, _samples(group)) for group in groups if not group.uses]
-    by: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for group, samples in found:
+    """Yield the values of each sampled attempt: first of all groups, then by domain and
+    environment.
+
+    Domains have the label `tag`, and environments the label `env` unless it is the domain too. All
+    rows of an attempt whose history forked count together.
+    """
+    samples_by_group = [(group, _samples(group)) for group in groups if not group.uses]
+    collected_by_label: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for group, samples in samples_by_group:
         tag, environment = group.task.tag, group.task.environment
         for label in (("", ""), ("tag", tag), ("env", "" if environment == tag else environment)):
             if samples["length_mean"] and (label[1] or not label[0]):
-                known = by.setdefault(label, {name: [] for name in samples})
+                collected = collected_by_label.setdefault(label, {name: [] for name in samples})
                 for name, values in samples.items():
-                    known[name] += values
-    if everything := by.pop(("", ""), None):
+                    collected[name] += values
+    if everything := collected_by_label.pop(("", ""), None):
         lengths = dict.fromkeys(
             ("length_p50", "length_p95", "length_histogram"), everything["length_mean"]
         )
@@ -91,55 +95,55 @@ def spread_attempts(groups: Sequence[Group]) -> Iterator[tuple[Labels, dict[str,
             {},
             {**lengths, "reward_histogram": everything["reward"], "turns_p95": everything["turns"]},
         )
-    for (label, name), samples in by.items():
+    for (label, name), samples in collected_by_label.items():
         yield {label: name}, samples
 
 
 def _samples(group: Group) -> dict[str, list[float]]:
-    """Of the attempts that train, where the group was sampled."""
-    found: dict[str, list[float]] = {
+    """Return the values of the attempts that train, if the group was sampled."""
+    samples: dict[str, list[float]] = {
         "reward": [],
         "length_mean": [],
         "truncated_share": [],
         "turns": [],
     }
     if not any(_is_sampled(row) for row in group.trajectories):
-        return found
+        return samples
     for rows in group.attempts:
         last = rows[-1]
         if last.use != "train":
             continue
-        found["length_mean"].append(float(sum(row.completion_length for row in rows)))
-        found["truncated_share"].append(float(last.truncated))
+        samples["length_mean"].append(float(sum(row.completion_length for row in rows)))
+        samples["truncated_share"].append(float(last.truncated))
         if (reward := last.reward) is not None:
-            found["reward"].append(reward)
+            samples["reward"].append(reward)
         if "turns" in last.metrics:
-            found["turns"].append(last.metrics["turns"])
-    return found
+            samples["turns"].append(last.metrics["turns"])
+    return samples
 
 
 def measure_staleness(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """By how many versions the weights that drew a token lie behind those that it trains, over the
-    tokens that train; where none does, nothing."""
+    """Return mean and maximum staleness in versions over the tokens that train; {} if there are
+    none."""
     rows = [t for group in groups for t in group.trajectories if t.counts and t.use == "train"]
-    versions, trains = (
-        _joined([t.versions for t in rows], np.int32),
-        _joined([t.trainable for t in rows], np.bool_),
-    )
-    known = step - versions[trains & (versions >= 0)]
-    if not known.any():
+    versions = _joined([t.versions for t in rows], np.int32)
+    trains = _joined([t.trainable for t in rows], np.bool_)
+    staleness = step - versions[trains & (versions >= 0)]
+    if not staleness.any():
         return {}
-    return {"staleness_mean": float(known.mean()), "staleness_max": float(known.max())}
+    return {"staleness_mean": float(staleness.mean()), "staleness_max": float(staleness.max())}
 
 
 def _joined(columns: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-    """End to end; of no columns, none of that type."""
+    """Return the columns end to end; an empty array of `dtype` for none."""
     return np.concatenate([np.zeros(0, dtype), *columns])
 
 
 def measure_redundancy(groups: Sequence[Group], begun: int) -> dict[str, float]:
-    """By how much the attempts that ended first are shorter than all, of which so many a group were
-    begun."""
+    """Return by how much the attempts that ended first are shorter than all attempts.
+
+    `begun` is the number of attempts begun for each group.
+    """
     ended = [[rows[-1] for rows in group.attempts if rows[-1].use == "train"] for group in groups]
     kept = [
         [row.completion_length for row in rows if not isinstance(row.outcome, Failed)]
@@ -148,10 +152,8 @@ def measure_redundancy(groups: Sequence[Group], begun: int) -> dict[str, float]:
     cancelled = [begun - len(rows) for rows in ended]
     if not any(kept):
         return {}
-    length, mean = (
-        mean_length(kept, cancelled),
-        fmean(length for lengths in kept for length in lengths),
-    )
+    length = mean_length(kept, cancelled)
+    mean = fmean(length for lengths in kept for length in lengths)
     share = sum(cancelled) / (begun * len(groups))
     return {
         "redundancy/cancelled_share": share,
@@ -161,11 +163,13 @@ def measure_redundancy(groups: Sequence[Group], begun: int) -> dict[str, float]:
 
 
 def mean_length(kept: Sequence[Sequence[float]], cancelled: Sequence[int]) -> float:
-    """Of all attempts of several groups, those included that were cancelled, so many a group: each
-    is taken to be longer than those of its group that were kept, which ended first. By Kaplan and
-    Meier (https://doi.org/10.2307/2281868): what a cancelled one counts goes in equal parts to all
-    that are longer; the longest of all takes what is left, so that with a heavy tail the mean is
-    rather too small."""
+    """Estimate the mean length of all attempts of several groups, cancelled ones included.
+
+    A cancelled attempt is known to be longer than those of its group that were kept. The estimator
+    is that of Kaplan and Meier (https://doi.org/10.2307/2281868): the weight of a cancelled attempt
+    is shared by all longer ones, and the longest gets what remains. With a heavy tail the estimate
+    is rather too small.
+    """
     ends = [(length, False) for lengths in kept for length in lengths]
     ends += [
         (max(lengths), True)
@@ -173,7 +177,8 @@ def mean_length(kept: Sequence[Sequence[float]], cancelled: Sequence[int]) -> fl
         if lengths
         for _ in range(count)
     ]
-    mean, longer = 0.0, 1.0  # the share of all that is longer than what was seen so far
+    mean = 0.0
+    longer = 1.0  # the share of attempts that are longer than the lengths seen so far
     for seen, (length, cut) in enumerate(sorted(ends)):
         if not cut:
             share = longer / (len(ends) - seen)
@@ -183,7 +188,7 @@ def mean_length(kept: Sequence[Sequence[float]], cancelled: Sequence[int]) -> fl
 
 
 def _is_sampled(row: Trajectory) -> bool:
-    """Or was to be: given text neither fails nor breaks off."""
+    """True if the row was sampled or was to be: supervised text neither fails nor is truncated."""
     return row.sampled or not isinstance(row.outcome, Scored | None)
 
 
@@ -201,8 +206,7 @@ def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _measure_play(groups: Sequence[Group]) -> dict[str, float]:
-    """What attempts measured of themselves, which each of their rows carries, over those that
-    did."""
+    """Return the means of the attempts' own metrics, each over the attempts that have it."""
     played = [
         rows[-1].metrics for group in groups for rows in group.attempts if rows[-1].use == "train"
     ]
@@ -214,10 +218,11 @@ def _measure_play(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _measure_rewards(scored: Sequence[Trajectory]) -> dict[str, float]:
-    """And of each named part, over the attempts that have it."""
+    """Return mean and standard deviation of the reward, and of each named part over those that have
+    it."""
     values = {"": [reward for t in scored if (reward := t.reward) is not None]} if scored else {}
     parts = [t.reward_parts for t in scored]
     for name in dict.fromkeys(chain.from_iterable(parts)):
-        values[f"/{name}"] = [own[name] for own in parts if name in own]
-    means = {f"reward{name}": fmean(found) for name, found in values.items()}
-    return means | {f"reward_std{name}": pstdev(found) for name, found in values.items()}
+        values[f"/{name}"] = [row_parts[name] for row_parts in parts if name in row_parts]
+    means = {f"reward{name}": fmean(rewards) for name, rewards in values.items()}
+    return means | {f"reward_std{name}": pstdev(rewards) for name, rewards in values.items()}

@@ -1,5 +1,7 @@
-"""Groups and completions as plain values and arrays, which a checkpoint can hold, and back. Nothing
-that is read can execute: the classes that it may name are those of `ratchet.types` listed here."""
+"""Convert groups and completions to plain values and arrays for checkpoints, and back.
+
+Reading executes nothing: only the classes of `ratchet.types` listed here can be named.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ STORED = {
 
 
 def stored(value: Any) -> Any:
-    """Arrays and plain values are themselves."""
+    """Return a value as plain values and arrays."""
     name = type(value).__name__
     if name in STORED and isinstance(value, Enum):
         return {TAG: name, "value": value.value}
@@ -50,11 +52,15 @@ def stored(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Raises CheckpointError for a class that is none of those."""
+    """Return the value that plain values describe.
+
+    Raises:
+        CheckpointError: A class is not one of `STORED`, or its fields are wrong.
+    """
     if isinstance(value, Mapping) and TAG in value:
-        given = {key: restored(item) for key, item in value.items() if key != TAG}
+        arguments = {key: restored(item) for key, item in value.items() if key != TAG}
         try:
-            return STORED[value[TAG]](**given)
+            return STORED[value[TAG]](**arguments)
         except (KeyError, TypeError, ValueError, AssertionError) as error:
             raise CheckpointError(
                 f"a stored {value[TAG]!r:.40} can't be read: {error!r}"

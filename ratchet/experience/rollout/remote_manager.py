@@ -1,5 +1,6 @@
-"""Whole groups played in the workers that generate: environments and rewards run there too, on as
-many cores as there are workers, and what comes back are groups.
+"""Play whole groups in the generator workers, with environments and rewards there too.
+
+They run on as many cores as there are workers; only finished groups come back.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from ratchet.experience.rollout.columns import Shipped
 from ratchet.observe.stall_report import GENERATE, waiting
 from ratchet.types import Group, Sampling, Task
 
-# of a step's attempts, where they have no deadlines of their own (`rollouts.attempt_timeout_s`)
+# Timeout of a step's groups; attempts have their own in `rollouts.attempt_timeout_s`.
 LONGEST_S = 7 * 86_400.0
 CLOSE_S = 60.0
 
 
 class Players(Protocol):
-    """Workers, each with a generator that has the current weights."""
+    """A group of workers, each with a generator that has the current weights."""
 
     async def ask_each(
         self,
@@ -36,11 +37,15 @@ class Players(Protocol):
 
 
 class Elsewhere:
-    """Implements `PlaysGroups` on workers whose components are
-    `ratchet.training.rollout_workers.GroupRank`s. stage: for their `begin`."""
+    """A group player that calls `ratchet.training.rollout_workers.GroupRank`s. Implements
+    `PlaysGroups`.
+
+    `stage` holds the arguments of their `begin`.
+    """
 
     def __init__(self, players: Players, stage: Sequence[Any]) -> None:
-        self.players, self.stage = players, stage
+        self.players = players
+        self.stage = stage
         self.playing = 0
         self._begun = False
 
@@ -54,8 +59,13 @@ class Elsewhere:
         redundant: int = 0,
         wanted: int | None = None,
     ) -> list[Group]:
-        """As `RolloutManager.groups`: seeds belong to attempts, so a group is the same whoever
-        plays it. Raises WorkerError where a worker is lost."""
+        """Play groups like `RolloutManager.groups`.
+
+        Seeds belong to attempts, so a group does not depend on the worker that plays it.
+
+        Raises:
+            WorkerError: A worker is lost.
+        """
         assert not redundant, "the configuration refuses them here"
         assert wanted in (None, len(jobs)), "nothing is redundant"
         size = self.players.size
@@ -66,9 +76,9 @@ class Elsewhere:
                 if not self._begun:
                     await self.players.ask_each("begin", [self.stage] * size)
                     self._begun = True
-                asked = [(share, sampling, attempts, greedy) for share in shares]
+                arguments = [(share, sampling, attempts, greedy) for share in shares]
                 answers: list[Shipped] = await self.players.ask_each(
-                    "play", asked, timeout_s=LONGEST_S
+                    "play", arguments, timeout_s=LONGEST_S
                 )
         except BaseException as error:
             self.players.give_up(
@@ -80,13 +90,13 @@ class Elsewhere:
         finally:
             self.playing -= len(jobs)
         parts = [
-            list(own.groups([task for _, task in share]))
-            for own, share in zip(answers, shares, strict=True)
+            list(answer.groups([task for _, task in share]))
+            for answer, share in zip(answers, shares, strict=True)
         ]
         return [parts[i % size][i // size] for i in range(len(jobs))]
 
     async def close(self) -> None:
-        """The stage's environments. Workers that were lost have none."""
+        """Close the stage's environments; lost workers have none."""
         if self._begun:
             self._begun = False
             with suppress(Exception):

@@ -1,6 +1,7 @@
-"""The episode boundary: environments and rewards are anybody's code. They may raise anything,
-sys.exit too, hang, or return what they should not, and cost only the attempt that they were to
-serve.
+"""The episode boundary around environments and rewards, which are user code.
+
+User code may raise anything (sys.exit too), hang, or return wrong values. It then costs only the
+attempt that called it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from ratchet.types import Failed, Outcome
 
 T = TypeVar("T")
 
-# Kinds of failure that are no fault of the policy's, and may be gone when the same is tried again.
+# Kinds of failure that the policy did not cause and that may not occur in a retry.
 INFRASTRUCTURE = frozenset({"environment", "agent", "reward", "timeout", "sandbox"})
 
 
 class UserCodeFailed(Exception):
-    """Carries the traceback of what was raised, or what is wrong with what was returned."""
+    """An error in user code; it holds the traceback, or what is wrong with the returned value."""
 
 
 class NoLimit:
-    """A deadline that is never reached, in a quarter of the time that `asyncio.timeout(None)` takes
-    to enter and to leave."""
+    """A deadline that is never reached.
+
+    Entering and leaving it takes a quarter of the time of `asyncio.timeout(None)`.
+    """
 
     async def __aenter__(self) -> NoLimit:
         return self
@@ -41,13 +44,15 @@ NO_LIMIT = NoLimit()
 
 
 def limited(seconds: float | None) -> Deadline | NoLimit:
-    """Like `asyncio.timeout`, but it stands still while a judged program runs."""
+    """Return a timeout that stands still while a judged program runs, or `NO_LIMIT` for None."""
     return NO_LIMIT if seconds is None else Deadline(seconds)
 
 
 async def guarded(call: Callable[[], Awaitable[T]]) -> T:
-    """Raises UserCodeFailed for whatever `call` raises, but for the cancellation of the task
-    itself."""
+    """Await user code, and raise UserCodeFailed for anything that it raises.
+
+    The cancellation of the current task is raised unchanged.
+    """
     try:
         return await call()
     except (Exception, SystemExit) as error:
@@ -60,5 +65,5 @@ async def guarded(call: Callable[[], Awaitable[T]]) -> T:
 
 
 def may_pass(outcome: Outcome | None) -> bool:
-    """Whether another try is worth it."""
+    """True if the attempt failed in a way that a retry may avoid."""
     return isinstance(outcome, Failed) and outcome.kind in INFRASTRUCTURE

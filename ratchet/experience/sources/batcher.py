@@ -1,4 +1,4 @@
-"""Draws one step's groups from a source, and stops a run that mostly fails."""
+"""Draw the groups of a step from a source, and stop a run in which most attempts fail."""
 
 from __future__ import annotations
 
@@ -12,26 +12,35 @@ from ratchet.types import Failed, Group
 
 log = logging.getLogger(__name__)
 
-WINDOW = 8  # steps: an outage of one is survived, a lasting one is not
+WINDOW = 8  # steps over which failures are counted, so that an outage of one step is survived
 
 
 class Batcher:
-    """max_failed_share: of the attempts of the last WINDOW steps, as far as there were so many;
-    above it the run stops, and shows what went wrong most often."""
+    """The batcher of a stage.
+
+    Args:
+        source: Draws groups.
+        groups_per_step: Number of groups of a step.
+        max_failed_share: Maximum share of failures among the attempts of the last WINDOW steps.
+            Above it the run stops and shows the most frequent failure.
+    """
 
     def __init__(
         self, source: Source, *, groups_per_step: int, max_failed_share: float = 0.5
     ) -> None:
-        self.source, self.groups_per_step, self.max_failed_share = (
-            source,
-            groups_per_step,
-            max_failed_share,
-        )
-        # a step's failures, of how many attempts
+        self.source = source
+        self.groups_per_step = groups_per_step
+        self.max_failed_share = max_failed_share
+        # For each step, its failures and its number of attempts.
         self._recent: deque[tuple[list[Failed], int]] = deque(maxlen=WINDOW)
         self._warned = False
 
     async def next(self, step: int) -> list[Group]:
+        """Return the groups of a step.
+
+        Raises:
+            TrainingError: Too many attempts failed.
+        """
         groups = await self.source.draw(self.groups_per_step, version=step)
         outcomes = [
             rows[-1].outcome for group in groups if not group.uses for rows in group.attempts
@@ -49,7 +58,7 @@ class Batcher:
         return dict(self.source.measure(groups)) if isinstance(self.source, Measures) else {}
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
-        """Tells the source how the step went."""
+        """Pass the results of the step to a source that adapts to them."""
         if isinstance(self.source, Adapts):
             self.source.adapt(groups, step, measured)
 
@@ -66,8 +75,8 @@ class Batcher:
                 f"{since}: {len(recent)} of {total} attempts failed "
                 f"(rollouts.max_failed_share is {self.max_failed_share:.0%}); {_worst(recent)}"
             )
-        # On the screen once; every step's count is in the metrics, every step's worst traceback in
-        # the log.
+        # The warning is shown once. Metrics have the counts of every step, and the log has the most
+        # frequent traceback of every step.
         level = logging.INFO if self._warned else logging.WARNING
         log.log(
             level,
@@ -81,8 +90,10 @@ class Batcher:
 
 
 def _worst(failures: Sequence[Failed]) -> str:
-    """The most frequent failure: of the commonest kind, the traceback whose last line is commonest,
-    and counts of all kinds."""
+    """Describe the most frequent failure, with counts of all kinds.
+
+    It is the most frequent kind, and within it the traceback whose last line is most frequent.
+    """
     kinds = Counter(failure.kind for failure in failures)
     kind, _ = kinds.most_common(1)[0]
     details = [failure.detail.strip() for failure in failures if failure.kind == kind]

@@ -1,9 +1,9 @@
-"""Which task is next, where some teach more than others.
+"""A curriculum: draw tasks that teach more with higher probability.
 
-The task at a position is drawn with weights, by a seed of that position. So it follows from (seed,
-position, what was known when the position was taken) alone, and what is known changes only where a
-group ends: embedded runs draw the same each time, and a checkpoint needs what is known, and which
-tasks those positions have that are not done with.
+The task at a position is drawn with weights, by a seed of that position. It depends only on (seed,
+position, the success rates when the position was taken), and rates change only when a group ends.
+So synchronous runs draw the same tasks each time, and a checkpoint needs the rates and the tasks of
+pending positions.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Environment
 from ratchet.types import Group, Task
 
-UNTRIED = 0.5  # the success rate where a task is worth most to try
+UNTRIED = 0.5  # initial success rate, at which a task is preferred most
 
 
 class Curriculum(TaskStream):
-    """per_step: tasks that a step takes. Raises DataError where the tasks don't say how difficult
-    they are.
+    """A task stream that prefers some tasks.
 
-    N = tasks in the pool, O = those that are open.
+    N = tasks in the pool, O = tasks that are open.
+
+    Args:
+        per_step: Number of tasks of a step.
+
+    Raises:
+        DataError: A task lacks the difficulty that the recipe names.
     """
 
     def __init__(
@@ -45,7 +50,8 @@ class Curriculum(TaskStream):
         pool_seed: int | None = None,
     ) -> None:
         super().__init__(environment, seed=seed, examples=examples, pool_seed=pool_seed)
-        self.config, self.per_step = config, per_step
+        self.config = config
+        self.per_step = per_step
         self._places = {task.messages: place for place, task in enumerate(self._pool)}
         self._rates_N = np.full(len(self._pool), UNTRIED)
         self._tried_N = np.zeros(len(self._pool), dtype=np.bool_)
@@ -57,6 +63,7 @@ class Curriculum(TaskStream):
         self._ranked_N = np.array(ranks)
 
     def observe(self, group: Group) -> None:
+        """Update the success rate of the group's task."""
         rewards = [
             row.reward
             for row in (rows[-1] for rows in group.attempts)
@@ -64,9 +71,10 @@ class Curriculum(TaskStream):
         ]
         if not rewards:
             return
-        place, kept = self._places[group.task.messages], self.config.memory
+        place = self._places[group.task.messages]
+        memory = self.config.memory
         successes = fmean(reward >= self.config.success for reward in rewards)
-        self._rates_N[place] = kept * self._rates_N[place] + (1 - kept) * successes
+        self._rates_N[place] = memory * self._rates_N[place] + (1 - memory) * successes
         self._tried_N[place] = True
 
     def measure(self) -> Mapping[str, float]:
@@ -106,10 +114,11 @@ class Curriculum(TaskStream):
         ]
 
     def _open(self, position: int) -> NDArray[np.int64]:
-        """Places of the tasks that may be drawn."""
+        """Return the places of the tasks that may be drawn."""
         if self.config.difficulty is None:
             return self._ranked_N
-        start, passed = self.config.opens_at, position // self.per_step / self.config.opens_by
+        start = self.config.opens_at
+        passed = position // self.per_step / self.config.opens_by
         return self._ranked_N[: math.ceil(min(1.0, start + (1 - start) * passed) * len(self._pool))]
 
     def _weights(self, open_O: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -119,20 +128,21 @@ class Curriculum(TaskStream):
             "learnable": rates_O * (1 - rates_O),
             "hard": 1 - rates_O,
         }[self.config.prefer]
-        total, share = worth_O.sum(), self.config.explore
+        total = worth_O.sum()
+        share = self.config.explore
         return (
             share / len(open_O) + (1 - share) * worth_O / total if total else np.ones_like(rates_O)
         )
 
 
 def _easiest_first(pool: Sequence[Task], name: str) -> list[int]:
+    """Return the places of the tasks by increasing difficulty."""
     for task in pool:
         value = task.meta.get(name)
         if not isinstance(value, int | float) or not math.isfinite(value):
-            known = ", ".join(task.meta) or "nothing"
+            present = ", ".join(task.meta) or "nothing"
             raise DataError(
-                f"curriculum.difficulty={name}: task {task.id} has no such number in its meta "
-                f"(there is {known}): name another "
-                "one, or remove it"
+                f"curriculum.difficulty={name} is no number in the meta of task {task.id} (it has "
+                f"{present}). Name another one, or remove it"
             )
     return sorted(range(len(pool)), key=lambda place: pool[place].meta[name])

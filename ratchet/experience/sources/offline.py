@@ -1,4 +1,5 @@
-"""Groups of given text: supervised rows, pairs, labelled answers, answers in labelled steps."""
+"""Sources of existing text: supervised rows, pairs, labelled answers, and answers in labelled
+steps."""
 
 from __future__ import annotations
 
@@ -16,13 +17,16 @@ from ratchet.types import Group, Message, Scored, Task, Trajectory, Turn
 
 
 class Writer:
-    """Renders given text as trajectories. Raises DataError for one longer than the context.
+    """A renderer of existing text as trajectories.
 
-    temperature: that it counts as sampled under, as nobody knows.
+    It raises DataError for text longer than the context. `temperature` is recorded as the sampling
+    temperature, since the real one is unknown.
     """
 
     def __init__(self, renderer: Renderer, *, max_context: int, temperature: float = 1.0) -> None:
-        self.renderer, self.max_context, self.temperature = renderer, max_context, temperature
+        self.renderer = renderer
+        self.max_context = max_context
+        self.temperature = temperature
 
     def row(
         self,
@@ -33,10 +37,17 @@ class Writer:
         train: Literal["all", "last"] = "last",
         tools: Tools | None = None,
     ) -> Trajectory:
-        """The task's messages and an answer; every turn of the assistant trains, or the last.
-        tools: that were offered."""
+        """Return the trajectory of a task's messages and an answer.
+
+        Args:
+            task: The task.
+            answer: The messages that follow.
+            reward: The reward of the answer, if it has one.
+            train: Train on every assistant turn, or on the last.
+            tools: The tools that were offered.
+        """
         messages = (*task.messages, *answer)
-        with _of(task):
+        with _naming_task(task):
             tokens, trainable = self.renderer.supervised(messages, tools, train=train)
             media = self.renderer.media(tokens, messages)
         return self._checked(
@@ -44,12 +55,15 @@ class Writer:
         )
 
     def stepped(self, task: Task, steps: Sequence[tuple[str, float]]) -> Trajectory:
-        """An answer whose steps are tokenized each by itself; a step is a turn, and its label that
-        turn's reward."""
-        with _of(task):
+        """Return the trajectory of an answer in labelled steps.
+
+        Each step is tokenized by itself and becomes a turn; its label is that turn's reward.
+        """
+        with _naming_task(task):
             tokens = list(self.renderer.prompt(task.messages))
             media = self.renderer.media(tokens, task.messages)
-        first, turns = len(tokens), list[Turn]()
+        first = len(tokens)
+        turns: list[Turn] = []
         for text, label in steps:
             start = len(tokens)
             tokens += self.renderer.tokenizer.encode(text)
@@ -68,8 +82,8 @@ class Writer:
 
 
 @contextmanager
-def _of(task: Task) -> Iterator[None]:
-    """What is wrong with a task's messages names the task."""
+def _naming_task(task: Task) -> Iterator[None]:
+    """Prefix DataErrors inside the block with the task's location."""
     try:
         yield
     except DataError as error:
@@ -77,7 +91,7 @@ def _of(task: Task) -> Iterator[None]:
 
 
 class Rows(StreamSource):
-    """Supervised rows: each task with the messages that solve it."""
+    """A source of supervised rows: each task with the messages that solve it."""
 
     def __init__(
         self, stream: TaskStream, name: str, writer: Writer, *, train: Literal["all", "last"]
@@ -96,8 +110,11 @@ class Rows(StreamSource):
 
 
 class JudgedSource(StreamSource):
-    """wants: the protocol that the stream's environment must follow. Raises ConfigError where it
-    doesn't."""
+    """A source of answers that the environment supplies.
+
+    `wants` is the protocol that the stream's environment must implement; otherwise ConfigError is
+    raised.
+    """
 
     wants: type
 
@@ -108,14 +125,13 @@ class JudgedSource(StreamSource):
             method = next(name for name in vars(self.wants) if not name.startswith("_"))
             raise ConfigError(
                 f"environment {type(stream.environment).__name__} has no {method}(task), which "
-                "this algorithm learns from: "
-                "give it one, or use an environment that has it (preferences reads them from a "
-                "file)"
+                "this algorithm learns from. Add it, or use an environment that has it (such as "
+                "preferences, which reads a file)"
             )
 
 
 class Pairs(JudgedSource):
-    """A better and a worse answer to each task, the better one first."""
+    """A source of a better and a worse answer to each task, the better one first."""
 
     wants = Compares
 
@@ -133,9 +149,11 @@ class Pairs(JudgedSource):
 
 
 class Labelled(JudgedSource):
-    """One answer a task, with its reward; with `reference_rows` also the answer to another task of
-    the draw, for KTO's reference point. Raises DataError for a draw of a single task then: there is
-    no other."""
+    """A source of one answer with its reward for each task.
+
+    With `reference_rows` each group also has the answer to another task of the draw, for KTO's
+    reference point. A draw of a single task then raises DataError, as it has no other.
+    """
 
     wants = Judges
 
@@ -162,19 +180,19 @@ class Labelled(JudgedSource):
 
 
 def _another(index: int, prompts: Sequence[Sequence[Message]]) -> int:
-    """The next one, around the end, with another prompt."""
+    """Return the index of the next task with another prompt, cyclically."""
     for step in range(1, len(prompts)):
         other = (index + step) % len(prompts)
         if prompts[other] != prompts[index]:
             return other
     raise DataError(
-        "KTO compares each answer with one to another prompt, and a draw holds no other: raise "
-        "batch_size"
+        "KTO compares each answer with one to another prompt, and a draw has only one prompt. "
+        "Raise batch_size"
     )
 
 
 class Stepped(JudgedSource):
-    """One answer a task, in labelled steps."""
+    """A source of one answer in labelled steps for each task."""
 
     wants = Steps
 

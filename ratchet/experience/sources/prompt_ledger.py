@@ -1,8 +1,7 @@
-"""What became of every prompt, in the order in which it happened: a line of JSON each, appended and
-never changed.
+"""A ledger of every prompt's events, in order: one line of JSON each, appended and never changed.
 
-A checkpoint holds an offset into it. A run that goes on from there first cuts off what came later,
-which will happen again; so what the file says is what the weights have seen, however often the run
+A checkpoint holds an offset into it. A run that resumes first cuts off what came later, because it
+will happen again. So the file lists exactly what the weights were trained on, however often the run
 was interrupted.
 """
 
@@ -23,16 +22,27 @@ ENDS = ("trained", "filtered")
 
 
 class Ledger:
-    """path: None keeps none. Lines are written at once, and are safe from a crash of the machine
-    from `offset` on."""
+    """The ledger in a file.
+
+    Lines are written at once; a crash of the machine loses at most those after the last `offset`.
+    `path=None` keeps no ledger.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self._file = None if path is None else AppendFile(path)
 
     def note(self, event: Event, ids: Sequence[str], **facts: Any) -> None:
-        """facts: plain values, the same for all of them. Raises OSError where the disk is full,
-        say."""
+        """Append an event for each id.
+
+        Args:
+            event: The event.
+            ids: The groups.
+            facts: Plain values to store with it, the same for all ids.
+
+        Raises:
+            OSError: The file can't be written.
+        """
         if self._file is None or not ids:
             return
         lines = "".join(json.dumps({"event": event, "id": name, **facts}) + "\n" for name in ids)
@@ -40,17 +50,20 @@ class Ledger:
         failpoints.point("ledger.noted")
 
     def offset(self) -> int:
-        """Bytes of all that was noted, which are on the disk when this returns."""
+        """Flush the file to disk and return its size in bytes."""
         return 0 if self._file is None else self._file.sync()
 
     def cut(self, offset: int) -> None:
-        """Forgets what came after it. Raises CheckpointError where the file is shorter: it is
-        another run's, or was changed."""
+        """Remove everything after `offset`.
+
+        Raises:
+            CheckpointError: The file is shorter, so it belongs to another run or was changed.
+        """
         if self._file is None:
             return
         if self._file.size < offset:
             raise CheckpointError(
-                f"{self.path} has {self._file.size} bytes, and the checkpoint counts on {offset}: "
+                f"{self.path} has {self._file.size} bytes, but the checkpoint expects {offset}: "
                 "it was changed"
             )
         self._file.truncate(offset)
@@ -62,7 +75,7 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
-    """Its lines; a last one that a crash cut off is none."""
+    """Yield the entries of a ledger; a last line that a crash cut off is skipped."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -72,12 +85,15 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
 def faults_of(
     lines: Iterator[dict[str, Any]], *, max_staleness: int, max_age: int = 0
 ) -> list[str]:
-    """What a ledger must not say: a prompt trained on twice, or without having been issued (since
-    it was deferred, where it was); weights too old. Trained on again by `replay` is no fault, once
-    it was trained on, and within `max_age`."""
+    """Return the violations in a ledger.
+
+    These are prompts trained on twice or without having been issued (since they were deferred, if
+    they were), and weights that were too old. A replay is allowed after the group was trained on,
+    within `max_age`.
+    """
     issued: dict[str, int] = {}
     ends: Counter[str] = Counter()
-    found = []
+    faults = []
     for line in lines:
         name = line["id"]
         if line["event"] == "issued":
@@ -86,20 +102,20 @@ def faults_of(
             issued.pop(name, None)
         elif line["event"] == "replayed":
             if not ends[name]:
-                found.append(f"{name} was replayed before it was trained on")
+                faults.append(f"{name} was replayed before it was trained on")
             if line["step"] - line["version"] > max_age:
-                found.append(
+                faults.append(
                     f"{name} was drawn by version {line['version']} and replayed at step "
                     f"{line['step']}"
                 )
         elif line["event"] in ENDS:
             ends[name] += 1
             if name not in issued:
-                found.append(f"{name} was {line['event']} and never issued")
+                faults.append(f"{name} was {line['event']} and never issued")
             elif line["event"] == "trained" and line["step"] - issued[name] > max_staleness:
-                found.append(
+                faults.append(
                     f"{name} was issued at version {issued[name]} and trained on at step "
                     f"{line['step']}"
                 )
-    found += [f"{name} ended {count} times" for name, count in ends.items() if count > 1]
-    return found
+    faults += [f"{name} ended {count} times" for name, count in ends.items() if count > 1]
+    return faults

@@ -1,5 +1,6 @@
-"""A source around a source: beside a step's own groups, some that earlier steps trained on. They
-were drawn by older weights, which the algorithm's correction has to weigh.
+"""A replay buffer: a step also trains on groups of earlier steps.
+
+Older weights drew them, which the algorithm's correction must weigh.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ from ratchet.types import Group
 
 
 class Replay:
-    """seed: of which are chosen. They are drawn without replacement, with chances by what they are
-    worth: those with the greatest keys u^(1 / worth), u uniform (Efraimidis and Spirakis, 2006). u
-    comes from the step and the group's id, so that a resumed run chooses the same."""
+    """A source that adds replayed groups to those of another source.
+
+    Groups are drawn without replacement with probabilities by their worth: those with the greatest
+    keys u^(1 / worth), u uniform (Efraimidis and Spirakis, 2006). u depends on the seed, the step
+    and the group's id, so a resumed run draws the same groups.
+    """
 
     def __init__(self, source: Source, config: ReplayConfig, *, ledger: Ledger, seed: int) -> None:
-        self.source, self.config, self.ledger, self.seed = source, config, ledger, seed
-        self._drawn: dict[str, Group] = {}  # and not acknowledged
-        self._kept: dict[str, Group] = {}  # trained on, the oldest first
+        self.source = source
+        self.config = config
+        self.ledger = ledger
+        self.seed = seed
+        self._drawn: dict[str, Group] = {}  # drawn and not yet acknowledged
+        self._kept: dict[str, Group] = {}  # the buffer, oldest first
 
     async def draw(self, n: int, version: int) -> list[Group]:
-        """n groups of the source, and behind them those that are replayed."""
+        """Return n groups of the source, followed by the replayed ones."""
         new = await self.source.draw(n, version)
         first = version - self.config.max_age
         self._kept = {name: one for name, one in self._kept.items() if _oldest(one) >= first}
@@ -62,25 +69,28 @@ class Replay:
             if group.uses:
                 self.ledger.note("replayed", [group.id], step=step, version=_oldest(group))
             if self._worth(group):
-                # What judged it is not asked again, and could be anything, which a checkpoint can't
-                # hold.
+                # The group is not judged again, and a checkpoint may not be able to hold the
+                # task's answer and meta, which can be of any type.
                 task = replace(group.task, answer=None, meta={})
                 self._kept[group.id] = replace(group, task=task, uses=group.uses + 1)
         self._kept = dict(list(self._kept.items())[-self.config.capacity :])
 
     def nack(self, ids: Sequence[str], reason: str) -> None:
-        """Those that were replayed stay as they are."""
+        """Return new groups to the source; replayed ones stay in the buffer."""
         self.source.nack([name for name in ids if not self._drawn.pop(name).uses], reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         new = [group for group in groups if not group.uses]
         numbers = self.source.measure(new) if isinstance(self.source, Measures) else {}
-        again = [group.uses for group in groups if group.uses]
-        own = {"replay/share": len(again) / len(groups), "replay/kept": float(len(self._kept))}
-        return {**numbers, **own, **({"replay/uses_mean": fmean(again)} if again else {})}
+        uses = [group.uses for group in groups if group.uses]
+        replay_numbers = {
+            "replay/share": len(uses) / len(groups),
+            "replay/kept": float(len(self._kept)),
+        }
+        return {**numbers, **replay_numbers, **({"replay/uses_mean": fmean(uses)} if uses else {})}
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
-        """Those that are replayed are old whatever the source does."""
+        """Pass the results of new groups alone to the source, as replayed ones are always stale."""
         if isinstance(self.source, Adapts):
             self.source.adapt([group for group in groups if not group.uses], step, measured)
 
@@ -110,6 +120,6 @@ class Replay:
 
 
 def _oldest(group: Group) -> int:
-    """The version of the weights that drew its oldest token."""
+    """Return the version of the weights that drew the group's oldest token."""
     drawn = [row.versions[row.versions >= 0] for row in group.trajectories]
     return min((int(versions.min()) for versions in drawn if len(versions)), default=0)

@@ -1,8 +1,9 @@
-"""Where groups come from: every source is a sequence of positions in a stream of tasks. Here
-rollouts of the policy; given text is in `ratchet.experience.sources.offline`.
+"""Sources of groups over a stream of tasks; here, rollouts of the policy.
 
-A position that was drawn stays pending until it is acknowledged; a snapshot lists the pending ones,
-so a resumed run draws them again, with the same ids and the same seeds.
+Sources of supervised text are in `ratchet.experience.sources.offline`.
+
+A drawn position is pending until it is acknowledged. A snapshot lists the pending positions, so a
+resumed run draws them again with the same ids and seeds.
 """
 
 from __future__ import annotations
@@ -20,23 +21,27 @@ from ratchet.types import Group, Sampling, Task
 
 
 class StreamSource(ABC):
-    """Draws positions of a task stream and keeps those not yet acknowledged.
+    """A source that draws positions of a task stream and keeps those not yet acknowledged.
 
-    name: prefix of the group ids ("<name>/<position>"), unique within a run.
+    `name` is the prefix of the group ids ("<name>/<position>"), unique within a run.
     """
 
     def __init__(self, stream: TaskStream, name: str) -> None:
-        self.stream, self.name = stream, name
+        self.stream = stream
+        self.name = name
         self.ledger = Ledger()
         self._pending: dict[str, tuple[int, Task]] = {}
         self._again: list[tuple[int, Task]] = []
 
     async def draw(self, n: int, version: int) -> list[Group]:
+        """Return the next n groups."""
         return await self.make(self.take(n, version), version)
 
     def take(self, n: int, version: int) -> list[tuple[str, Task]]:
-        """The next n (group id, task), pending from now on. version: of the weights that they begin
-        with."""
+        """Return the next n (group id, task), which are pending from now on.
+
+        `version` is that of the weights that they begin with.
+        """
         repeated, self._again = self._again[:n], self._again[n:]
         picked = repeated + self.stream.take(n - len(repeated))
         jobs = [(self._id(position), task) for position, task in picked]
@@ -45,8 +50,10 @@ class StreamSource(ABC):
         return jobs
 
     def claim(self, name: str) -> tuple[str, Task]:
-        """The (group id, task) of one that was pending when the state was stored that has been
-        restored: it is so again."""
+        """Return the (group id, task) of a position that was pending in the restored state.
+
+        It is pending again.
+        """
         position, task = next(entry for entry in self._again if self._id(entry[0]) == name)
         self._again.remove((position, task))
         self._pending[name] = position, task
@@ -57,24 +64,24 @@ class StreamSource(ABC):
 
     @abstractmethod
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        """One group per (group id, task), in order."""
+        """Return one group for each (group id, task), in order."""
 
     def ack(self, ids: Sequence[str], step: int) -> None:
         self.discard(ids, "trained", step=step)
 
     def discard(self, ids: Sequence[str], event: Event, **facts: Any) -> None:
-        """They are done with: the ledger says why."""
+        """Note that these groups are finished, for the reason `event`."""
         for name in ids:
             del self._pending[name]
         self.ledger.note(event, ids, **facts)
 
     def nack(self, ids: Sequence[str], reason: str) -> None:
-        """Draws these again before anything new."""
+        """Draw these groups again before new ones."""
         self._again.extend(self._pending.pop(name) for name in ids)
         self.ledger.note("again", ids, reason=reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Numbers on the groups of a step, beside those that every run measures."""
+        """Return the metrics of this source, beyond those of every run."""
         return self.stream.measure()
 
     async def snapshot(self) -> Mapping[str, Any]:
@@ -83,16 +90,18 @@ class StreamSource(ABC):
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         self.ledger.cut(state["ledger"])
-        self._pending, self._again = {}, self.stream.restore(state)
+        self._pending = {}
+        self._again = self.stream.restore(state)
 
 
 class Rollouts(StreamSource):
-    """Attempts of the policy: `group_size` a task, and a greedy one beside them with
+    """A source of the policy's attempts: `group_size` for each task, and one greedy with
     `greedy_baseline`.
 
-    redundant_attempts: so many more are begun, and the first are kept. redundant_groups: likewise;
-    those that were not ready in time are drawn again before anything new. Which are first depends
-    on timing.
+    Args:
+        redundant_attempts: Begin this many more attempts for each group and keep the first ones.
+        redundant_groups: Begin this many more groups and keep the first ones. The others are drawn
+            again before new ones. Which are first depends on timing.
     """
 
     def __init__(
@@ -109,8 +118,11 @@ class Rollouts(StreamSource):
         redundant_groups: int = 0,
     ) -> None:
         super().__init__(stream, name)
-        self.manager, self.group_size, self.greedy_baseline = manager, group_size, greedy_baseline
-        self.redundant_attempts, self.redundant_groups = redundant_attempts, redundant_groups
+        self.manager = manager
+        self.group_size = group_size
+        self.greedy_baseline = greedy_baseline
+        self.redundant_attempts = redundant_attempts
+        self.redundant_groups = redundant_groups
         self.sampling = replace(sampling, seed=seed)
 
     async def draw(self, n: int, version: int) -> list[Group]:
@@ -124,7 +136,7 @@ class Rollouts(StreamSource):
         return self.observed(await self.play(jobs, len(jobs)))
 
     async def play(self, jobs: Sequence[tuple[str, Task]], wanted: int) -> list[Group]:
-        """The first so many that are ready, which the stream has not seen yet."""
+        """Return the first `wanted` groups that are ready. The stream does not observe them yet."""
         return await self.manager.groups(
             jobs,
             self.sampling,
@@ -135,6 +147,7 @@ class Rollouts(StreamSource):
         )
 
     def observed(self, groups: list[Group]) -> list[Group]:
+        """Let the stream observe the groups, and return them."""
         for group in groups:
             self.stream.observe(group)
         return groups

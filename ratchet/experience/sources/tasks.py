@@ -1,5 +1,7 @@
-"""An endless, restartable stream of training tasks: position i gives the same task in every run
-with the same seed."""
+"""An endless, restartable stream of training tasks.
+
+Position i gives the same task in every run with the same seed.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ from ratchet.experience.seeds import seed_for
 from ratchet.protocols import Environment
 from ratchet.types import Group, Message, Task
 
-MAX_REPEATS = 10_000  # draws without a new prompt after which there are taken to be no more
+MAX_REPEATS = 10_000  # draws without a new prompt after which the pool counts as complete
 
 
 class TaskStream:
-    """Tasks of the "train" split from position 0 on.
+    """The tasks of the "train" split from position 0 on.
 
-    examples: train on the first so many distinct tasks only, reshuffled every epoch; `pool_seed`
-    decides which those are.
+    Args:
+        examples: Train on this many distinct tasks only, reshuffled every epoch.
+        pool_seed: Selects these tasks.
     """
 
     def __init__(
@@ -30,19 +33,22 @@ class TaskStream:
         examples: int | None = None,
         pool_seed: int | None = None,
     ) -> None:
-        self.environment, self.seed = environment, seed
+        self.environment = environment
+        self.seed = seed
         self.position = 0
         self._upcoming: Iterator[Task] | None = None
-        self._epoch, self._shuffled = -1, list[int]()
+        self._epoch = -1
+        self._shuffled: list[int] = []
         self._pool = (
             self._distinct(seed if pool_seed is None else pool_seed, examples) if examples else []
         )
 
     def seek(self, position: int) -> None:
-        self.position, self._upcoming = position, None
+        self.position = position
+        self._upcoming = None
 
     def take(self, n: int) -> list[tuple[int, Task]]:
-        """The next n (position, task)."""
+        """Return the next n (position, task)."""
         taken = []
         for _ in range(n):
             taken.append((self.position, self._at(self.position)))
@@ -50,17 +56,17 @@ class TaskStream:
         return taken
 
     def observe(self, group: Group) -> None:
-        """Attempts at a task that was taken have ended. Here nothing depends on how they went."""
+        """Note that attempts at a task have ended. Only subclasses use their results."""
 
     def measure(self) -> Mapping[str, float]:
         return {}
 
     def snapshot(self, waiting: Sequence[tuple[int, Task]]) -> dict[str, Any]:
-        """waiting: what was taken, and is not done with."""
+        """Return the state; `waiting` are the taken tasks that are not finished."""
         return {"position": self.position, "pending": sorted(position for position, _ in waiting)}
 
     def restore(self, state: Mapping[str, Any]) -> list[tuple[int, Task]]:
-        """What was waiting, by position."""
+        """Restore the state, and return the waiting tasks by position."""
         waiting = []
         for position in state["pending"]:
             self.seek(position)
@@ -83,7 +89,7 @@ class TaskStream:
         return task
 
     def _distinct(self, seed: int, count: int) -> list[Task]:
-        """The first tasks with prompts of their own; fewer where there are not so many."""
+        """Return the first `count` tasks with distinct prompts, or all if there are fewer."""
         pool: dict[tuple[Message, ...], Task] = {}
         repeats = 0  # in a row
         for task in self.environment.tasks("train", seed=seed):

@@ -216,7 +216,7 @@ def test_a_plan_waits_in_the_directory_of_its_run(tmp_path: Path) -> None:
     ):
         ratchet("plan", file, "steps=2", "--run-dir", run)
     (tmp_path / "run" / "plan.json").write_text("[]")
-    with pytest.raises(RunDirectoryError, match=r"plan.json is no plan: .*remove it"):
+    with pytest.raises(RunDirectoryError, match=r"plan.json is not a plan .*Remove it"):
         ratchet("plan", f"{run}/config.yaml", "--run-dir", run)
 
 

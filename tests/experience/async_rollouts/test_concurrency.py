@@ -24,38 +24,38 @@ def test_by_hand():
     more where half is."""
     held = Concurrency(per_step=16, most=48, staleness=2.0)
     assert held.groups == 16
-    held.heed(waited=True, staleness=0.0)
+    held.update(waited=True, staleness=0.0)
     assert held.level == 18.0
-    held.heed(waited=True, staleness=1.0)
+    held.update(waited=True, staleness=1.0)
     assert held.level == 19.0
-    held.heed(waited=False, staleness=1.0)
+    held.update(waited=False, staleness=1.0)
     assert held.level == 19.0, "who does not wait needs no more"
-    held.heed(waited=False, staleness=3.0)
+    held.update(waited=False, staleness=3.0)
     assert held.level == 18.0, "and gets fewer where the target is exceeded"
-    held.heed(waited=True, staleness=100.0)
+    held.update(waited=True, staleness=100.0)
     assert held.level == 16.0, "by 2 at most"
-    held.heed(waited=True, staleness=4.0)
+    held.update(waited=True, staleness=4.0)
     assert held.level == 16.0, "a step's groups are the fewest"
 
 
 def test_the_target_that_is_nearer_decides():
     held = Concurrency(per_step=16, most=48, staleness=2.0, mismatch=0.1)
-    held.heed(waited=True, staleness=1.0, mismatch=0.0)
+    held.update(waited=True, staleness=1.0, mismatch=0.0)
     assert held.level == 17.0
-    held.heed(waited=True, staleness=0.0, mismatch=0.075)
+    held.update(waited=True, staleness=0.0, mismatch=0.075)
     assert held.level == 17.5
-    held.heed(waited=True, staleness=0.0, mismatch=0.15)
+    held.update(waited=True, staleness=0.0, mismatch=0.15)
     assert held.level == 16.5
-    held.heed(waited=False, staleness=0.0, mismatch=math.inf)
+    held.update(waited=False, staleness=0.0, mismatch=math.inf)
     assert held.level == 16.0
 
 
 @pytest.mark.parametrize("mismatch", [None, math.nan])
 def test_a_step_that_was_not_measured_changes_nothing(mismatch):
     held = Concurrency(per_step=16, most=48, mismatch=0.1)
-    held.heed(waited=True, staleness=9.0, mismatch=mismatch)
+    held.update(waited=True, staleness=9.0, mismatch=mismatch)
     assert held.level == 16.0
-    held.heed(waited=True, staleness=9.0, mismatch=0.0)
+    held.update(waited=True, staleness=9.0, mismatch=0.0)
     assert held.level == 18.0, "staleness has no target here"
 
 
@@ -76,7 +76,7 @@ def test_it_holds_a_target_that_answers_late(per_step, ahead, target, power, sha
     for _ in range(400):
         began = levels[-1 - round(levels[-1] / per_step)]
         measured.append((share * (began / per_step - 1)) ** power)
-        held.heed(waited=True, staleness=0.0, mismatch=measured[-1])
+        held.update(waited=True, staleness=0.0, mismatch=measured[-1])
         levels.append(held.groups)
         assert per_step <= held.groups <= held.most
     reachable = min(target, (share * ahead) ** power)

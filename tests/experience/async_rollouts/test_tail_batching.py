@@ -238,4 +238,4 @@ def test_a_generator_that_does_not_answer_an_abort_is_not_waited_for(caplog):
         return clock()
 
     assert simulate(scene()) == pytest.approx(1 + tail_batching.QUIET_S)
-    assert "1 requests that were aborted are not answered" in caplog.text
+    assert "1 aborted requests have not returned" in caplog.text

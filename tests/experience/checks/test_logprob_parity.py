@@ -136,7 +136,7 @@ def test_another_tokenizer_is_found():
 def test_the_engine_shows_its_tokenizer():
     world, own, theirs = World(), character_tokenizer("0123456789="), character_tokenizer("abc")
     engine = Engine(EngineConfig(kv_cache_gib=0.01), init_policy(SHAPE, seed=0), theirs)
-    ends = Ends.of(world.learner, engine, world.link, own)
+    ends = Ends.create(world.learner, engine, world.link, own)
     assert ends.fingerprints == {"policy": own.fingerprint, "generator": theirs.fingerprint}
 
 

@@ -42,7 +42,7 @@ def group(name, *rewards):
 def test_a_second_opinion_by_hand():
     second = FakeReward(lambda row, task: float(row.completion_length > 1))
     found = asyncio.run(
-        Probes(1, 3, second).look([group("a", 1.0, 1.0), group("b", 0.5), group("c", 1.0)])
+        Probes(1, 3, second).check([group("a", 1.0, 1.0), group("b", 0.5), group("c", 1.0)])
     )
     # |1-0|, |1-1|, |0.5-0|
     assert found.metrics == {"second_opinion": {"reward": 1 / 3, "disagreement": 0.5}}
@@ -62,7 +62,7 @@ def test_it_does_not_see_the_first_opinion_and_what_fails_costs_nothing():
         make_trajectory([1], [2], outcome=Truncated(1.0), attempt=1),
         make_trajectory([1], [2], outcome=Failed("environment"), attempt=2),
     ]
-    found = asyncio.run(Probes(1, 8, FakeReward(judge)).look([make_group("a", rows)]))
+    found = asyncio.run(Probes(1, 8, FakeReward(judge)).check([make_group("a", rows)]))
     assert found.metrics == {}
     assert seen[0] is None
     assert Failed("environment") not in seen
@@ -89,7 +89,7 @@ def test_canaries_are_played_greedily_and_judged_by_the_reward():
         canaries=canaries,
         sampling=Sampling(max_new_tokens=4, stop_ids=(EOS,)),
     )
-    found = asyncio.run(probes.look([]))
+    found = asyncio.run(probes.check([]))
     assert found.metrics == {"canary": {"reward": 0.5}}
     assert set(asked) == {0.0}
     assert [exhibit.group.id for exhibit in found.shown["canary/reward"]] == [

@@ -109,11 +109,11 @@ WRONG = {
     ),
     "two answers": (
         {**BODY, "n": 2},
-        "n: Input should be 1; each answer is asked for by a request of its own",
+        "n: Input should be 1; send one request for each answer",
     ),
     "a forced call": (
         {**BODY, "tool_choice": "required"},
-        "tool_choice: Input should be 'auto' or 'none'; no call can be",
+        "tool_choice: Input should be 'auto' or 'none'; sampling can't be forced",
     ),
     "alternatives": (
         {**BODY, "top_logprobs": 3},
@@ -136,11 +136,11 @@ WRONG = {
     "a penalty": ({**BODY, "frequency_penalty": 0.5}, "frequency_penalty: "),
     "another temperature": (
         {**BODY, "temperature": 0.2},
-        "temperature=0.2, but this attempt is sampled with temperature=1, as the run decides",
+        "temperature=0.2, but the run samples this attempt with temperature=1",
     ),
     "another filter": (
         {**BODY, "top_p": 0.9},
-        "top_p=0.9, but this attempt is sampled with top_p=1",
+        "top_p=0.9, but the run samples this attempt with top_p=1",
     ),
 }
 

@@ -77,7 +77,7 @@ def learned():
     """(policy that has learned the demonstration, its learner)"""
     tokenizer = byte_tokenizer()
     shape = preset("tiny", vocab_size=tokenizer.vocab_size, max_positions=1024)
-    policy = Policy.of(init_policy(shape, seed=0), tokenizer, template=TEMPLATE)
+    policy = Policy.create(init_policy(shape, seed=0), tokenizer, template=TEMPLATE)
     optimizer = OptimizerConfig(lr=5e-3, warmup_steps=5)
     run = make_run(
         policy,

@@ -212,7 +212,7 @@ def test_a_stop_string_is_sampled_and_not_shown():
 
     tokenizer = byte_tokenizer()
     shape = preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=16, n_layers=1)
-    policy = Policy.of(init_policy(shape, seed=0), tokenizer, template=TEMPLATE)
+    policy = Policy.create(init_policy(shape, seed=0), tokenizer, template=TEMPLATE)
 
     async def run():
         async with serving(policy.generator, renderer=policy.renderer) as (session, client):

@@ -177,7 +177,7 @@ def test_without_reference_rows_a_labelled_answer_stands_alone_and_one_task_is_e
 
 
 def test_one_task_alone_has_no_other_answer_to_refer_to():
-    with pytest.raises(DataError, match=r"a draw holds no other: raise batch_size"):
+    with pytest.raises(DataError, match=r"a draw has only one prompt. Raise batch_size"):
         draw(labelled(), 1)
 
 

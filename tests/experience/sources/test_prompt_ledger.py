@@ -25,7 +25,7 @@ def test_it_is_cut_where_a_checkpoint_ends_and_goes_on_there(tmp_path):
         ("filtered", "s/1"),
     ]
     assert not faults_of(read_ledger(path), max_staleness=0)
-    with pytest.raises(CheckpointError, match="the checkpoint counts on 1000000: it was changed"):
+    with pytest.raises(CheckpointError, match="the checkpoint expects 1000000: it was changed"):
         Ledger(path).cut(10**6)
 
 
