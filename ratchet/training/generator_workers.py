@@ -90,7 +90,7 @@ def start_generators(
     def start(rank: int) -> Workers:
         group = executor.group(GENERATOR, rank)
         try:
-            group.build_now(section.held, arguments)
+            group.build_now(section.rank_factory, arguments)
         except BaseException:
             group.close()
             raise
@@ -118,7 +118,7 @@ def link_of(section: Section, between: Between, metrics: MetricsManager) -> Link
             await link.close()
 
     router.catch_up = catch_up
-    router.restarted = lambda: metrics.add("generator", {"restarts": 1.0}, merge="sum")
+    router.on_restart = lambda: metrics.add("generator", {"restarts": 1.0}, merge="sum")
     return SteadyLink(make_link(section, between), router)
 
 
@@ -132,7 +132,7 @@ class SteadyLink:
 
     async def push(self, version: int) -> None:
         """Raises LinkError, and WorkerDied where a worker was lost and is not replaced."""
-        async with self.router.pushing:
+        async with self.router.push_lock:
             await self.router.rebuild()
             while True:
                 try:
