@@ -388,7 +388,7 @@ class RayMember(Member):
                 self.give_up(WorkerError(f"{self.name} can't be called: {error}"))
             elif not self.gone.done():
                 self._end(
-                    None if self.closing else self.death_error(f"death_error ({_reason(error)})")
+                    None if self.closing else self.death_error(f"died ({_reason(error)})")
                 )
                 self.kill()
 

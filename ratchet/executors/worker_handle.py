@@ -243,7 +243,7 @@ class SocketMember(Member):
                 self._end(
                     None
                     if self.closing and not signal
-                    else self.death_error(f"death_error ({how})", signal)
+                    else self.death_error(f"died ({how})", signal)
                 )
                 if not self.closing:
                     self.kill()

@@ -17,7 +17,10 @@ def laid(nodes, *needs, strategy="pack"):
     """{role: its bundles by rank, as (node, "indices")}"""
     cluster = VirtualCluster(ResourceManager(nodes, strategy))
     cluster.plan(needs)
-    return {need.role: [(b.node, b.visible_devices) for b in cluster.bundles(need.role)] for need in needs}
+    return {
+        need.role: [(b.node, b.visible_devices) for b in cluster.bundles(need.role)]
+        for need in needs
+    }
 
 
 A4, B4 = node("a", 4), node("b", 4)

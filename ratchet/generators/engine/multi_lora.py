@@ -46,7 +46,7 @@ class Served(LowRank):
     ) -> None:
         nn.Module.__init__(self)
         self.choice = choice
-        self.by_name: dict[Name, LowRank] = dict(named)
+        self.by_name: dict[Name, LowRank] = {**named}
         if default is not None:
             self.by_name[None] = default
 

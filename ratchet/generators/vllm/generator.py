@@ -231,7 +231,7 @@ class VLLMGeneration(Front):
             self.core.abort()
             raise ModelError(self._broken) from error
         self._broken = ""
-        self._adapters.took(path)
+        self._adapters.mark_loaded(path)
 
     async def _call_workers(self, method: str, *arguments: Any) -> None:
         try:
