@@ -155,7 +155,7 @@ def keep_freed_memory() -> None:
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     # Request pages of 2 MiB for the heap. They need fewer entries of the processor's TLB, and an
     # update of a small model takes 6 % less time. No page is touched here, and a kernel without
-    # huge pages ignores the request.
+    # huge pages rejects the request.
     block = libc.malloc(HEAP)
     if block:
         libc.madvise(

@@ -203,7 +203,7 @@ class Nursery:
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         if self._process is not None:
-            self._process.terminate()  # it may be importing
+            self._process.terminate()  # end it even while it imports modules
         self._thread.join()
         self._temporary.close()
 

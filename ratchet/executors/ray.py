@@ -71,7 +71,7 @@ MIB = 2**20
 ROOM_S = 120.0  # for other jobs of the cluster to free resources
 REACH_S = 10.0  # for a cluster to answer
 LOOK_S = 5.0  # for a node to return the log of its dead actor
-MAX_PARENT = 18  # bytes of a path: a socket of Ray has 85 more, of at most 103
+MAX_PARENT = 18  # bytes of a path; the path of a Ray socket adds 85, and at most 103 are allowed
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "per_node": "STRICT_SPREAD"}
 
 
@@ -387,9 +387,7 @@ class RayMember(Member):
             elif not isinstance(error, RayActorError):
                 self.give_up(WorkerError(f"{self.name} can't be called: {error}"))
             elif not self.gone.done():
-                self._end(
-                    None if self.closing else self.death_error(f"died ({_reason(error)})")
-                )
+                self._end(None if self.closing else self.death_error(f"died ({_reason(error)})"))
                 self.kill()
 
         reference.future().add_done_callback(lambda future: self._jobs.put(partial(take, future)))

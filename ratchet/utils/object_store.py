@@ -241,7 +241,7 @@ class Store:
 
     def _name(self, path: str) -> str:
         name = path.removeprefix(self._root).lstrip("/")
-        return name or PurePosixPath(path).name  # the address is that of a file
+        return name or PurePosixPath(path).name  # the address names a file
 
     def _retry(self, what: str, do: Callable[[], Result]) -> Result:
         for attempt in range(ATTEMPTS):

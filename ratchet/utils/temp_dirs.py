@@ -52,7 +52,7 @@ class TemporaryFolder:
 
 
 def _remove(folder: Path, lock: int | None, owner: int) -> None:
-    if os.getpid() != owner:  # a forked child that ends
+    if os.getpid() != owner:  # a forked child must not remove it
         return
     shutil.rmtree(folder, ignore_errors=True)
     if lock is not None:
@@ -68,10 +68,10 @@ def _lock(folder: Path) -> int | None:
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # a disk without locks: then nothing may be swept there
+    except OSError:  # a disk without locks, on which nothing is swept
         os.close(descriptor)
         return None
-    draft.rename(folder / OWNER)  # only now: it is never seen unlocked
+    draft.rename(folder / OWNER)  # renamed after locking, so it is never seen unlocked
     return descriptor
 
 

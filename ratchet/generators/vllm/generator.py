@@ -226,7 +226,7 @@ class VLLMGeneration(Front):
     async def _load_adapter(self, path: Path) -> None:
         try:
             await self.core.load_adapter(str(path))
-        except Exception as error:  # vLLM's own kinds differ by engine
+        except Exception as error:  # vLLM's exception types differ by engine
             self._broken = f"the adapter was not loaded: {error}"
             self.core.abort()
             raise ModelError(self._broken) from error
@@ -236,7 +236,7 @@ class VLLMGeneration(Front):
     async def _call_workers(self, method: str, *arguments: Any) -> None:
         try:
             reasons = [reason for reason in await self.core.call(method, *arguments) if reason]
-        except Exception as error:  # vLLM's own kinds differ by engine
+        except Exception as error:  # vLLM's exception types differ by engine
             raise ModelError(f"the push was refused by a worker: {error}") from error
         if reasons:
             raise ModelError(
@@ -265,7 +265,7 @@ class VLLMGeneration(Front):
         await self._call_workers("check_adapter", str(path), checksum)
         try:
             await self.core.load_adapter(str(path), name)
-        except Exception as error:  # vLLM's own kinds differ by engine
+        except Exception as error:  # vLLM's exception types differ by engine
             raise ModelError(f"vLLM can't load adapter '{name}': {error}") from error
 
     def _check_rank(self, adapter: Adapter) -> None:

@@ -27,7 +27,7 @@ from ratchet.types import Completion, Placed, Sampling
 
 log = logging.getLogger(__name__)
 
-# Maximum duration of an exchange in which no request ends, so of a new request's wait.
+# Maximum duration of an exchange in which no request ends, so also of a new request's wait.
 WAIT_S = 0.05
 TOGETHER = 64  # requests with the same prompt that one worker takes before others get some
 
