@@ -21,7 +21,7 @@ STOPPING = (*DELIBERATE, signal.SIGHUP)
 
 
 class SecondSignal(KeyboardInterrupt):
-    """A second SIGINT or SIGTERM ends the process at once. number: the signal."""
+    """A second SIGINT or SIGTERM, which ends the process at once. number: the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ class EngineConfig(Section):
 
 
 class HFConfig(Section):
-    """Any causal language model of transformers in this process.
+    """The generator of any causal language model of transformers in this process.
 
     It is slower than the engine, and serves models that the engine can't run.
     """
@@ -84,7 +84,7 @@ CPU_BLOCK = 32  # tokens; these kernels need blocks that are a multiple of it
 
 
 class VLLMConfig(Section):
-    """vLLM with its own copy of the weights.
+    """The vLLM generator, which has its own copy of the weights.
 
     Every push of the learner goes to vLLM's workers, which check it before they load it.
     """

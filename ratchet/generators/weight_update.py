@@ -79,7 +79,7 @@ class Staging:
 
     @property
     def views(self) -> Mapping[str, Tensor]:
-        """Views of all weights, by name.
+        """Return views of all weights by name.
 
         Between pushes they are rebuilt for every call, so that no stale tensor is kept alive.
         """

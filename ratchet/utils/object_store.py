@@ -132,7 +132,7 @@ def filesystem(address: str) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of a store."""
+    """A file of a store."""
 
     size: int  # bytes
     version: str  # changes with the file, as far as the store reports it

@@ -30,7 +30,7 @@ def plain(status: int, message: str, code: str) -> tuple[str, bytes]:
 
 
 class Guard:
-    """ASGI middleware that refuses foreign hosts and answers exceptions.
+    """An ASGI middleware that refuses foreign hosts and answers exceptions.
 
     An exception of the application is logged once, under an id that the client gets in a response
     with status 500.
@@ -128,7 +128,7 @@ def _pieces(message: Message) -> Iterable[Message]:
 
 
 class BodyRefused(Exception):
-    """A request's body is not read to its end. status: HTTP status of the response."""
+    """A refusal to read a request's body to its end. status: HTTP status of the response."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)

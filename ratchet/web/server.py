@@ -65,6 +65,7 @@ class Server:
 
     @property
     def address(self) -> tuple[str, int]:
+        """Return the host and port of the socket."""
         return self._listener.getsockname()[:2]
 
     def stop(self) -> None:

@@ -30,7 +30,7 @@ PROMPT_STRIDE = 16
 
 
 class DecodeAttention:
-    """Attention of one new token in each of the first N slots; it writes their keys and values.
+    """The attention of one new token in each of the first N slots; it writes their keys and values.
 
     Args:
         positions_N: positions of the new tokens, int64.
@@ -114,7 +114,7 @@ class _Bucket:
 
 
 class PrefillAttention:
-    """Causal attention within each of several prompts that lie end to end.
+    """The causal attention within each of several prompts that lie end to end.
 
     Tokens behind the last prompt are padding and get 0. Keys and values of token `sources[i]` are
     written to `positions[i]` of slot `slots[i]` (each int64 [n]); a prompt that several requests

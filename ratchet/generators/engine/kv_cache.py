@@ -22,7 +22,7 @@ SMALLEST_PRODUCT = 512
 
 
 class KVCache:
-    """Keys and values of all layers, in slots.
+    """The keys and values of all layers, in slots.
 
     Slots and their capacity grow by doubling, so that all copies together stay below twice the
     stored size. Attention reads multiples of `stride` tokens, a power of two, and no slot is

@@ -139,7 +139,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Draw:
-    """Sampled tokens with their logprobs."""
+    """The sampled tokens of N rows, with their logprobs."""
 
     tokens_N: Tensor  # int64
     logprobs_N: Tensor  # float32, under the temperature alone, without filters; greedy: under 1

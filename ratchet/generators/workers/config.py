@@ -13,7 +13,7 @@ from ratchet.config.resolve import Slot
 
 
 class WorkersConfig(Section):
-    """Generators in worker processes, behind a pool that balances requests over them."""
+    """A pool of generators in worker processes that balances requests over them."""
 
     builds: ClassVar[str] = "ratchet.generators.workers.pool:Router"
 
