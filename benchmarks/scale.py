@@ -108,7 +108,7 @@ class Simulated(Member):
             answer = [{name: torch.zeros(batch.n_tokens) for name in wanted} for batch in batches]
         packed = protocol.pack(answer)
         self.aside_s += time.process_time() - start
-        self._take(number, (protocol.Kind.RESULT, packed))
+        self._complete(number, (protocol.Kind.RESULT, packed))
 
 
 def drawn(count: int, seed: int) -> list[Group]:

@@ -1,1 +1,1 @@
-"""Where components run: in this process, in local processes, under Ray or under torchrun."""
+"""Executors run components in this process, in local processes, under Ray or under torchrun."""

@@ -1,4 +1,4 @@
-"""Configuration of where a run's processes live. Free of torch and of Ray."""
+"""Configuration of the executors. This module imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def _distinct(devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 class ClusterConfig(Section):
-    """What every kind has."""
+    """The fields that every kind of cluster has."""
 
     timeout_s: float = Field(
         1800.0,
         gt=0,
-        description="Seconds that a call of a worker may take, where nothing else is said.",
+        description="Default deadline of a worker's call, in seconds.",
     )
     silence_s: float = Field(
-        25.0, ge=5, description="Seconds without a sign of life, after which a worker is killed."
+        25.0, ge=5, description="Seconds without a heartbeat after which a worker is killed."
     )
     colocated: bool = Field(
         False,
-        description="Learner and generator use the same accelerators by turns, the other's memory "
-        "on the host.",
+        description="Learner and generator use the same accelerators in turns; the memory of the "
+        "one that waits is on the host.",
     )
     ports: Annotated[tuple[Port, Port] | None, AfterValidator(_ascending)] = Field(
-        None, description="First and last port on which workers may listen; null: any that is free."
+        None, description="First and last port on which workers may listen; null: any free port."
     )
 
 
 class LocalClusterConfig(ClusterConfig):
-    """Processes of this machine. What needs none stays in the driver's."""
+    """A cluster of processes on this machine; components that need no process run in the driver."""
 
     builds: ClassVar[str] = "ratchet.executors.local:LocalExecutor"
 
@@ -56,23 +56,25 @@ class LocalClusterConfig(ClusterConfig):
 
 
 class RayClusterConfig(ClusterConfig):
-    """Actors of Ray: on a cluster that runs already, or on one of this machine alone that lives as
-    long as the run."""
+    """A Ray cluster: a running one, or a new one on this machine that ends with the run."""
 
     builds: ClassVar[str] = "ratchet.executors.ray:RayExecutor"
 
     address: str | None = Field(
         None,
-        description="Of a running cluster: host:port, or auto; null: a new one on this machine.",
+        description="Address of a running cluster: host:port, or auto; null: a new cluster on this "
+        "machine.",
     )
     nodes: int = Field(
-        1, ge=1, description="Nodes that the run uses: it refuses to start on fewer."
+        1, ge=1, description="Nodes that the run uses; it refuses to start on fewer."
     )
     gpus_per_node: int | None = Field(
-        None, ge=0, description="Accelerators that the run uses on each; null: all."
+        None, ge=0, description="Accelerators that the run uses on each node; null: all."
     )
     cpus_per_node: float | None = Field(
-        None, gt=0, description="Cores that the run uses on each; null: all, here `threads`."
+        None,
+        gt=0,
+        description="Cores that the run uses on each node; null: all, on this machine `threads`.",
     )
     strategy: Strategy = Field(
         "pack",
@@ -80,11 +82,13 @@ class RayClusterConfig(ClusterConfig):
         "(per_node).",
     )
     object_store_mib: int = Field(
-        2048, ge=80, description="Shared memory of a new cluster, for what its processes exchange."
+        2048,
+        ge=80,
+        description="Shared memory of a new cluster, in MiB, for data that its processes exchange.",
     )
 
 
 class TorchrunClusterConfig(ClusterConfig):
-    """The processes that torchrun started: that of rank 0 drives, and all of them work."""
+    """The processes that torchrun started: rank 0 is the driver, and all ranks are workers."""
 
     builds: ClassVar[str] = "ratchet.executors.torchrun:TorchrunExecutor"

@@ -1,8 +1,7 @@
-"""What accelerators can do by their makers' data sheets, and how a learner is best divided over
-them.
+"""Data sheets of accelerators, for estimates of what a cluster can do.
 
-Nothing here has been measured by Ratchet: it says what is possible at most, times a share that
-trainers usually reach.
+Nothing here has been measured by Ratchet: estimates are the makers' peak figures times the share
+that trainers usually reach.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Accelerator:
-    """memory: bytes. flop_s: of bfloat16 products, dense. bandwidth, link: bytes/s of its memory,
-    and to others in its node."""
+    """The data sheet of an accelerator."""
 
-    memory: float
-    flop_s: float
-    bandwidth: float
-    link: float
+    memory: float  # bytes
+    flop_s: float  # dense bfloat16 operations per second
+    bandwidth: float  # bytes/s of its memory
+    link: float  # bytes/s to other accelerators of its node
 
 
 KNOWN: dict[str, Accelerator] = {
@@ -36,39 +34,44 @@ KNOWN: dict[str, Accelerator] = {
     "L40S": Accelerator(48 * GIB, 362e12, 0.864e12, 64e9),
     "RTX4090": Accelerator(24 * GIB, 165e12, 1.008e12, 64e9),
 }
-# of the peak that trainers, forwards and decoding usually reach
+# Shares of the peak that training, scoring forwards and decoding usually reach.
 UPDATE_SHARE, SCORE_SHARE, DECODE_SHARE = 0.4, 0.5, 0.6
-USABLE = 0.92  # of the memory: the rest is the context's and the allocator's
+USABLE = 0.92  # share of the memory; the CUDA context and the allocator take the rest
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
+    """A cluster of equal nodes, as written on the command line."""
+
     nodes: int
     per_node: int
     kind: str
 
     @classmethod
     def parse(cls, text: str) -> ClusterSpec:
-        """ "2x8xH100", or "8xH100" for one node. Raises ConfigError."""
-        found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text.replace(" ", ""))
-        if found is None:
+        """Parse "2x8xH100", or "8xH100" for one node. Raises ConfigError."""
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text.replace(" ", ""))
+        if match is None:
             raise ConfigError(f"--cluster {text}: give NODESxACCELERATORSxKIND, as 2x8xH100")
-        kind = found[3].upper()
+        kind = match[3].upper()
         if kind not in KNOWN:
             near = get_close_matches(kind, KNOWN, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"--cluster {text}: '{found[3]}' is unknown; {hint}known are {', '.join(KNOWN)}"
+                f"--cluster {text}: '{match[3]}' is unknown; {hint}known are {', '.join(KNOWN)}"
             )
-        nodes, per_node = int(found[1] or 1), int(found[2])
+        nodes = int(match[1] or 1)
+        per_node = int(match[2])
         if not nodes * per_node:
             raise ConfigError(f"--cluster {text}: there is nothing in it")
         return cls(nodes, per_node, kind)
 
     @property
     def accelerator(self) -> Accelerator:
+        """Return the data sheet of its accelerators."""
         return KNOWN[self.kind]
 
     @property
     def count(self) -> int:
+        """Return the number of accelerators in the cluster."""
         return self.nodes * self.per_node

@@ -1,4 +1,4 @@
-"""The inventory of the machine that this process runs on."""
+"""Find the cores and accelerators of this machine."""
 
 from __future__ import annotations
 
@@ -10,29 +10,36 @@ from collections.abc import Mapping, Sequence
 from ratchet.errors import ConfigError
 from ratchet.executors.placement import Accelerator, Node
 
-ASK_S = 30.0
+NVIDIA_SMI_S = 30.0
 
 
 def this_node(threads: int, device: str, devices: Sequence[int] | None = None) -> Node:
-    """threads: its cores, for this run. devices: the accelerators that may be used; None: all.
+    """Return this machine as a node.
 
-    Raises ConfigError where one of them is not there.
+    Args:
+        threads: cores that the run may use.
+        devices: indices of the accelerators that the run may use; None: all.
+
+    Raises ConfigError if one of `devices` does not exist.
     """
-    found = () if device == "cpu" else accelerators_here()
+    accelerators = () if device == "cpu" else accelerators_here()
     if devices is not None:
-        missing = sorted(set(devices) - {accelerator.index for accelerator in found})
+        missing = sorted(set(devices) - {accelerator.index for accelerator in accelerators})
         if missing:
-            there = ", ".join(str(accelerator.index) for accelerator in found) or "none"
+            indices = ", ".join(str(accelerator.index) for accelerator in accelerators) or "none"
             raise ConfigError(
-                f"cluster.devices names {missing}, and this process sees {there} (device={device})"
+                f"cluster.devices names {missing}, and this process sees {indices} "
+                f"(device={device})"
             )
-        found = tuple(accelerator for accelerator in found if accelerator.index in devices)
-    return Node(socket.gethostname(), threads, found)
+        accelerators = tuple(a for a in accelerators if a.index in devices)
+    return Node(socket.gethostname(), threads, accelerators)
 
 
 def accelerators_here() -> tuple[Accelerator, ...]:
-    """Without starting CUDA in this process. Their indices are those of `CUDA_VISIBLE_DEVICES`,
-    where it is set."""
+    """Return this machine's accelerators without starting CUDA in this process.
+
+    With `CUDA_VISIBLE_DEVICES`, their indices count its entries.
+    """
     import torch
 
     count = torch.cuda.device_count()
@@ -42,23 +49,30 @@ def accelerators_here() -> tuple[Accelerator, ...]:
 
 def _topology() -> str:
     try:
-        said = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=ASK_S, check=True
+        result = subprocess.run(
+            ["nvidia-smi", "topo", "-m"],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_S,
+            check=True,
         )
-    except (OSError, subprocess.SubprocessError):  # of another maker, or without its tools
+    except (OSError, subprocess.SubprocessError):  # no NVIDIA accelerators, or no nvidia-smi
         return ""
-    return said.stdout
+    return result.stdout
 
 
 def neighbours(topology: str) -> Mapping[int, Accelerator]:
-    """What `nvidia-smi topo -m` says: by index, the NUMA node, and the first of those linked by
-    NVLink (NV4, say)."""
+    """Parse `nvidia-smi topo -m` into accelerators by index.
+
+    An accelerator's island is the lowest index among those that it reaches by NVLink (an entry such
+    as NV4) and itself.
+    """
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split("\t") for line in topology.splitlines()]
     if not lines:
         return {}
     header = [cell.strip() for cell in lines[0]]
     numa_column = header.index("NUMA Affinity") if "NUMA Affinity" in header else None
-    found: dict[int, Accelerator] = {}
+    accelerators: dict[int, Accelerator] = {}
     for line in lines[1:]:
         cells = [cell.strip() for cell in line]
         match = re.fullmatch(r"GPU(\d+)", cells[0])
@@ -71,9 +85,9 @@ def neighbours(topology: str) -> Mapping[int, Accelerator]:
             if name[:3] == "GPU" and cell[:2] == "NV"
         ]
         numa = cells[numa_column] if numa_column is not None and numa_column < len(cells) else ""
-        found[index] = Accelerator(
+        accelerators[index] = Accelerator(
             index,
             int(numa) if numa.isdecimal() else None,
             min([index, *linked]) if linked else None,
         )
-    return found
+    return accelerators

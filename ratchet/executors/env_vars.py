@@ -1,4 +1,4 @@
-"""The environment variables that programs started by a run get."""
+"""Environment variables of programs that a run starts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from contextlib import contextmanager
 
 
 def inherited(**more: str) -> dict[str, str]:
-    """Those of this process, and some more."""
+    """Return this process's environment variables with `more` added."""
     return {**os.environ, **more}
 
 
 @contextmanager
 def settings(variables: Mapping[str, str]) -> Iterator[None]:
-    """For what is configured by variables while it starts: with these, as far as the user hasn't
-    set them. Afterwards all is as it was, so that what it may have set itself (libraries to be
-    preloaded, say) reaches no other program."""
+    """Set variables inside the block, except those that the user has set.
+
+    It serves libraries that read variables while they start. At the end the environment is
+    restored, so that variables which the library has set (libraries to preload, for example) reach
+    no other program.
+    """
     before = dict(os.environ)
     os.environ.update({name: value for name, value in variables.items() if name not in before})
     try:

@@ -1,11 +1,10 @@
-"""A process that has imported what workers need and forks them, so that each starts in milliseconds
-and shares that memory.
+"""A fork server: a process that has imported the workers' modules and forks them.
 
-It runs no code of the components itself: a process that has used several threads could not be
-forked. The driver asks through a socket; when that closes, or the driver dies, it kills every
-worker with all that it started, and removes the folder of the run. `multiprocessing` has such a
-server too, which would run the driver's main script in each worker, and let go of what workers have
-started.
+A forked worker starts in milliseconds and shares the imported memory. The server runs no code of
+the components itself, because a process that has used several threads can't be forked safely. The
+driver sends orders through a socket. When that closes, or the driver dies, the server kills every
+worker with all its children, and removes the run's folder. The fork server of `multiprocessing`
+would run the driver's main script in each worker, and would not kill the workers' children.
 """
 
 from __future__ import annotations
@@ -29,23 +28,33 @@ MESSAGE_BYTES = 2**16
 
 
 def main(descriptor: int, driver: int, folder: str, preload: str) -> None:
-    """preload: names of modules, by comma; one that is missing is left to those who need it."""
+    """Run the fork server until the driver closes its socket.
+
+    Args:
+        descriptor: the socket to the driver.
+        driver: the driver's process id.
+        folder: a folder that is removed at the end.
+        preload: names of modules to import, separated by commas. A missing one is skipped; a worker
+            that needs it will raise.
+    """
     die_with_parent(driver, signal.SIGTERM)
     control = socket.socket(fileno=descriptor)
-    nursery = _Nursery(control, Path(folder))
-    signal.signal(signal.SIGTERM, lambda number, frame: nursery.end())
+    server = _ForkServer(control, Path(folder))
+    signal.signal(signal.SIGTERM, lambda number, frame: server.end())
     for name in filter(None, preload.split(",")):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()  # or every child's first collection copies the pages of all that was imported
-    nursery.run()
+    # Without this, every child's first garbage collection would copy the imported modules' pages.
+    gc.freeze()
+    server.run()
 
 
-class _Nursery:
+class _ForkServer:
     def __init__(self, control: socket.socket, folder: Path) -> None:
-        self.control, self.folder = control, folder
+        self.control = control
+        self.folder = folder
         self.children: set[int] = set()
-        # Signals wake the selector through a socket of their own.
+        # Signals wake the selector through this pair of sockets.
         self._woken, self._wake = socket.socketpair()
         for end in (self._woken, self._wake):
             end.setblocking(False)
@@ -73,17 +82,17 @@ class _Nursery:
             message, descriptors = b"", []
         if not message:
             self.end()
-        asked = json.loads(message)
-        if "kill" in asked:
-            if asked["kill"] in self.children:
-                _kill(asked["kill"])
+        order = json.loads(message)
+        if "kill" in order:
+            if order["kill"] in self.children:
+                _kill(order["kill"])
             return
         child = os.fork()
         if child == 0:
-            self._become(descriptors[0], asked)
+            self._run_worker(descriptors[0], order)
         os.close(descriptors[0])
         self.children.add(child)
-        self._say({"started": asked["start"], "pid": child})
+        self._report({"started": order["start"], "pid": child})
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -93,31 +102,33 @@ class _Nursery:
             ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 continue
-            _kill(child)  # what it has left: while it is not waited for, its group is no other's
+            # Kill its remaining children first: until it is waited for, no other process can get
+            # the id of its group.
+            _kill(child)
             _, status = os.waitpid(child, 0)
             self.children.discard(child)
-            self._say({"ended": child, "status": os.waitstatus_to_exitcode(status)})
+            self._report({"ended": child, "status": os.waitstatus_to_exitcode(status)})
 
-    def _say(self, what: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the driver is gone: the selector says so
-            self.control.send(json.dumps(what).encode())
+    def _report(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the driver is gone; the selector will notice
+            self.control.send(json.dumps(message).encode())
 
-    def _become(self, descriptor: int, asked: dict[str, Any]) -> NoReturn:
+    def _run_worker(self, descriptor: int, order: dict[str, Any]) -> NoReturn:
         status = 1
         try:
-            nursery = os.getppid()
-            os.setsid()  # a group of its own, and Ctrl-C is for the driver
+            server = os.getppid()
+            os.setsid()  # a new process group, which Ctrl-C does not reach
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
-            die_with_parent(nursery)
+            die_with_parent(server)
             for inherited in (self.control, self._woken, self._wake):
                 inherited.close()
             gc.unfreeze()
-            log = Path(asked["log"])
+            log = Path(order["log"])
             log_to(log)
-            os.environ.update(asked["environment"])
-            serve(socket.socket(fileno=descriptor), log, lost=end_group)
+            os.environ.update(order["environment"])
+            serve(socket.socket(fileno=descriptor), log, on_driver_lost=end_group)
             status = 0
         except BaseException:
             import traceback
@@ -128,11 +139,11 @@ class _Nursery:
 
 
 def _kill(child: int) -> None:
-    """With all that it started, and what they have in shared memory."""
-    left = shared_by(child)
-    # it has no group yet: then it has no children either
+    """Kill a worker with all its children, and remove their shared memory."""
+    paths = shared_by(child)
+    # A child that has no group yet has no children either.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
-    remove(left)
+    remove(paths)

@@ -1,4 +1,4 @@
-"""What this machine offers, probed once at start and frozen into the resolved configuration."""
+"""Probe this machine at start and freeze the results into the resolved configuration."""
 
 from __future__ import annotations
 
@@ -27,28 +27,36 @@ from ratchet.utils.thread_pool import Crew
 
 log = logging.getLogger(__name__)
 
-MOST_WORKERS = 4  # each has gradients of its own, which take as much memory as the weights
-CLEARLY = 1.2  # times faster: a busy machine disturbs either side
+MOST_WORKERS = 4  # each has its own gradients, which take as much memory as the weights
+CLEARLY = 1.2  # times faster, because a busy machine disturbs either measurement
 ROUNDS = 5
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on (a container or `taskset` can allow fewer than the machine
-    has)."""
+    """Return the number of cores that this process may use.
+
+    A container or `taskset` can allow fewer than the machine has.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def workers_for(threads: int) -> int:
-    """In how many parts so many threads best compute a batch of a small model: as many as there are
-    threads, up to a few, each part with its share of the threads; 1 where sharing every operation
-    is clearly faster. Takes some milliseconds."""
+    """Return in how many parts `threads` threads best compute a batch of a small model.
+
+    That is the largest divisor of `threads` up to MOST_WORKERS, each part with its share of the
+    threads; or 1 if sharing every operation among all threads is clearly faster. The measurement
+    takes some milliseconds.
+    """
     workers = max(n for n in range(1, MOST_WORKERS + 1) if threads % n == 0)
     if workers == 1:
         return 1
     import torch
 
-    crew, before = Crew(workers), torch.get_num_threads()
-    x, up, down = torch.ones(512, 128), torch.full((128, 512), 1e-2), torch.full((512, 128), 1e-2)
+    pool = Crew(workers)
+    before = torch.get_num_threads()
+    x = torch.ones(512, 128)
+    up = torch.full((128, 512), 1e-2)
+    down = torch.full((512, 128), 1e-2)
 
     def part() -> None:
         with torch.inference_mode():
@@ -63,14 +71,14 @@ def workers_for(threads: int) -> int:
     try:
         torch.set_num_threads(threads)
         shared = _seconds(lambda: [part() for _ in range(workers)])
-        apart = _seconds(lambda: crew.run([part] * workers))
+        apart = _seconds(lambda: pool.run([part] * workers))
     finally:
         torch.set_num_threads(before)
     return 1 if shared * CLEARLY < apart else workers
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The quickest of a few, after one that warms up."""
+    """Return the shortest time of ROUNDS runs of `work`, after a warm-up."""
     taken: list[float] = []
     for _ in range(1 + ROUNDS):
         start = time.perf_counter()
@@ -79,37 +87,38 @@ def _seconds(work: Callable[[], object]) -> float:
     return min(taken[1:])
 
 
-# Parameters of mallopt(3), and what they are set to.
+# Parameters of mallopt(3), and their values:
 # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX
 MALLOC = {-3: 2**30, -1: 2**31 - 1, -2: 64 * 2**20, -8: 1}
-# bytes of it that are asked to be in huge pages: less than M_MMAP_THRESHOLD, or they would lie
-# elsewhere
+# Bytes of the heap for which huge pages are requested: less than M_MMAP_THRESHOLD, or they would
+# not lie in the heap.
 HEAP = 2**30 - 2**20
 
 
 def prepare_process(threads: int | Literal["auto"]) -> None:
-    """What training asks of its process: so many threads for an operation, memory that it keeps, a
-    collector that rests.
+    """Set the number of threads, memory reuse and garbage collection of a training process.
 
-    Memory counts where an accelerator, or other processes, do the arithmetic too: of a driver's
-    step for 11 million tokens, clearing pages anew took more than half.
+    Memory reuse matters even if an accelerator or other processes do the arithmetic: in a driver's
+    step of 11 million tokens, clearing fresh pages took more than half the time.
     """
     import torch
 
     torch.set_num_threads(usable_cores() if threads == "auto" else threads)
     keep_freed_memory()
-    # A step makes some hundred objects an attempt, hardly any in a cycle. By default Python looks
-    # for cycles every 700, and every so often through all that the imports made: a tenth of the
-    # time of a small model's steps. A thousand attempts have some 100,000 at a time: with less,
-    # every step would look through all of its own.
+    # A step creates some hundred objects an attempt, hardly any in a cycle. By default Python
+    # collects after every 700, and at times walks all objects of the imports: a tenth of the time
+    # of a small model's steps. A thousand attempts have some 100,000 objects at a time; with a
+    # lower threshold every step would walk all of them.
     if not gc.get_freeze_count():
         gc.freeze()
     gc.set_threshold(200_000, 10, 10)
 
 
 def use_kernels(compiled: bool) -> None:
-    """From now on this process computes models with compiled kernels, or without. Raises
-    ConfigError where it can't."""
+    """Set whether this process computes models with compiled kernels.
+
+    Raises ConfigError if they can't be compiled or loaded.
+    """
     from ratchet.kernels import cpu
 
     try:
@@ -121,7 +130,7 @@ def use_kernels(compiled: bool) -> None:
 
 
 def compiles() -> bool:
-    """Whether this machine has compiled kernels; the first time it takes two seconds."""
+    """Return True if this machine has compiled kernels; the first call takes two seconds."""
     try:
         library()
     except OSError as error:
@@ -131,23 +140,24 @@ def compiles() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """glibc gives large tensors back at every free, and the kernel clears each page of the next one
-    anew: from now on what is freed stays with the process, in one heap for all threads. Elsewhere
-    nothing changes."""
+    """Make glibc keep freed memory in the process, in one heap for all threads.
+
+    By default it returns large tensors to the kernel at every free, and the kernel clears each page
+    of the next one. Without glibc nothing changes.
+    """
     libc = ctypes.CDLL(None)
-    # other libraries than glibc have none
+    # Other C libraries have no mallopt.
     if sys.platform != "linux" or not hasattr(libc, "mallopt"):
         return
     for parameter, value in MALLOC.items():
         libc.mallopt(parameter, value)
-    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
-    libc.free.argtypes, libc.madvise.argtypes = (
-        [ctypes.c_void_p],
-        [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int],
-    )
-    # Its pages are to be of 2 MiB: the processor then knows where they are, and an update of a
-    # small model takes 6 % less time. Nothing is touched here, and a kernel without huge pages
-    # refuses.
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    # Request pages of 2 MiB for the heap. They need fewer entries of the processor's TLB, and an
+    # update of a small model takes 6 % less time. No page is touched here, and a kernel without
+    # huge pages rejects the request.
     block = libc.malloc(HEAP)
     if block:
         libc.madvise(
@@ -157,28 +167,31 @@ def keep_freed_memory() -> None:
 
 
 def peak_memory() -> int:
-    """Bytes of main memory that this process had at its largest."""
-    # Linux's getrusage also counts what the parent had when it started this process
+    """Return the peak main memory of this process in bytes."""
+    # Linux's getrusage also counts the parent's memory at the time of the fork.
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
-    if of_this := [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]:
-        return of_this[0] * 1024
+    if peaks := [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]:
+        return peaks[0] * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
 
 
 def freeze(config: RunConfig) -> RunConfig:
-    """What the recipe leaves to the machine ("auto") becomes a fact of the run, so that a resumed
-    run sees the same. Where torchrun started several processes, these are the cluster."""
+    """Return the configuration with every "auto" that depends on the machine resolved.
+
+    A resumed run thus sees the same values. If torchrun started several processes, they become the
+    cluster.
+    """
     import torch
 
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = usable_cores() if config.threads == "auto" else config.threads
-    asked = any(getattr(stage.learner, "workers", 1) == "auto" for stage in config.stages)
-    workers = workers_for(threads) if asked and device == "cpu" else 1
+    is_auto = any(getattr(stage.learner, "workers", 1) == "auto" for stage in config.stages)
+    workers = workers_for(threads) if is_auto and device == "cpu" else 1
 
     def frozen(learner: Section) -> Section:
         return (
@@ -191,7 +204,8 @@ def freeze(config: RunConfig) -> RunConfig:
         stage.model_copy(update={"learner": frozen(stage.learner)}) for stage in config.stages
     )
     kernels = config.kernels
-    if kernels == "auto":  # all processes that learn and generate are to compute alike
+    # One value for the run, because learners and generators must compute alike.
+    if kernels == "auto":
         kernels = "compiled" if device == "cpu" and config.compiles and compiles() else "torch"
     cluster = config.cluster
     if Launched.here() is not None and isinstance(cluster, LocalClusterConfig):

@@ -1,5 +1,7 @@
-"""Groups as processes of this machine, without Ray: a nursery forks them, and each is reached
-through a pair of sockets."""
+"""Worker groups as processes of this machine, without Ray.
+
+A fork server starts them, and the driver reaches each through a pair of sockets.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from ratchet.utils.temp_dirs import TemporaryFolder
 
 HOST = "127.0.0.1"
 PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "ratchet.models.decoder")
-END_S = 5.0  # for a process whose connection has closed to be gone
+END_S = 5.0  # for a process to end after its connection has closed
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from ratchet.executors.fork_server import main; main(int(sys.argv[2]), int(sys.argv[3]), "
@@ -39,8 +41,10 @@ BOOTSTRAP = (
 
 
 class LocalExecutor:
-    """Nothing is started before the first group. preload: modules that the processes find
-    imported."""
+    """The executor on processes of this machine; nothing is started before the first group.
+
+    preload: modules that are imported before the processes are forked.
+    """
 
     def __init__(
         self,
@@ -50,26 +54,31 @@ class LocalExecutor:
         device: str,
         preload: Sequence[str] = PRELOAD,
     ) -> None:
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
         self.cluster = VirtualCluster(ResourceManager([this_node(threads, device, config.devices)]))
         self.preload = tuple(preload)
-        self._nursery: Nursery | None = None
+        self._server: Nursery | None = None
         self._groups: list[WorkerGroup] = []
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
-        """A component of this process."""
+        """Return a component of this process."""
         return factory(**arguments)
 
     def plan(self, needs: Sequence[Need]) -> None:
-        """Says what the groups will need, all of them, before the first is started. Raises
-        ConfigError with what is missing."""
+        """Assign resources to all roles, before the first group is started.
+
+        Raises ConfigError with the missing resources.
+        """
         self.cluster.plan(needs)
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
-        """Starts the processes of a planned role, or of one rank of it. Does not wait for them: the
-        first call does."""
-        if self._nursery is None:
-            self._nursery = Nursery(self.preload)
+        """Start the processes of a planned role, or of one rank of it.
+
+        It does not wait for them; the first call does.
+        """
+        if self._server is None:
+            self._server = Nursery(self.preload)
         bundles = self.cluster.bundles(role)
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
@@ -86,10 +95,10 @@ class LocalExecutor:
                 bundle.threads,
                 device,
             )
-            seen = {"CUDA_VISIBLE_DEVICES": bundle.visible} if self.device != "cpu" else {}
+            seen = {"CUDA_VISIBLE_DEVICES": bundle.visible_devices} if self.device != "cpu" else {}
             places.append(place)
             members.append(
-                self._nursery.start(
+                self._server.start(
                     Name(role, number, len(bundles), socket.gethostname()),
                     {"OMP_NUM_THREADS": str(bundle.threads), **seen},
                     self.config.silence_s,
@@ -100,19 +109,23 @@ class LocalExecutor:
         return group
 
     def close(self) -> None:
-        """Ends all groups, and the processes with them."""
+        """End all groups and their processes."""
         for group in self._groups:
             group.close()
-        if self._nursery is not None:
-            self._nursery.close()
-        self._groups, self._nursery = [], None
+        if self._server is not None:
+            self._server.close()
+        self._groups = []
+        self._server = None
 
 
 class LocalMember(SocketMember):
+    """The handle of a worker that the fork server started."""
+
     def __init__(
         self, name: Name, connection: socket.socket, silence_s: float, child: Child, log: Path
     ) -> None:
-        self.child, self._log = child, log
+        self.child = child
+        self._log = log
         super().__init__(name, connection, silence_s, self._how_it_ended)
 
     def kill(self) -> None:
@@ -122,7 +135,7 @@ class LocalMember(SocketMember):
     def tail(self) -> str:
         return tail_of(self._log)
 
-    def state(self) -> str:
+    def describe_state(self) -> str:
         try:
             stat = Path(f"/proc/{self.child.pid.result(0)}/stat").read_text()
         except (OSError, TimeoutError):
@@ -141,70 +154,74 @@ class LocalMember(SocketMember):
 
 
 class Child:
-    """A process of the nursery. status: as `subprocess` gives it."""
+    """A process of the fork server. status: its exit status, as `subprocess` returns it."""
 
-    def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, send_order: Callable[[dict[str, Any]], None]) -> None:
         self.pid: Future[int] = Future()
         self.status: Future[int] = Future()
-        self._tell = tell
+        self._send_order = send_order
 
     def kill(self) -> None:
-        """As soon as it is there."""
-        self.pid.add_done_callback(lambda pid: self._tell({"kill": pid.result()}))
+        """Kill the process as soon as it has started."""
+        self.pid.add_done_callback(lambda pid: self._send_order({"kill": pid.result()}))
 
 
 class Nursery:
-    """The driver's end. Whatever happens to it, the workers end with it."""
+    """The driver's handle of the fork server. The workers end when the driver ends in any way."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        # the nursery removes it where it outlives this process
+        # The fork server removes the folder if this process is killed.
         self._temporary = TemporaryFolder("nursery")
         self.folder = self._temporary.path
-        self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._started: dict[int, Child] = {}  # by number, until it has a process
         self._living: dict[int, Child] = {}  # by process
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(
-            target=self._keep, args=(preload,), name="nursery", daemon=True
+            target=self._run_server, args=(preload,), name="nursery", daemon=True
         )
         self._thread.start()
 
     def start(self, name: Name, environment: dict[str, str], silence_s: float) -> LocalMember:
+        """Start a worker and return its handle."""
         number = next(self._numbers)
         log = self.folder / f"{name.role}-{name.rank}-{number}.log"
-        child = self._started[number] = Child(self._tell)
-        ours, theirs = socket.socketpair()
-        with theirs:
+        child = self._started[number] = Child(self._send_order)
+        driver_end, worker_end = socket.socketpair()
+        with worker_end:
             message = json.dumps(
                 {"start": number, "log": str(log), "environment": environment}
             ).encode()
             with self._lock:
-                socket.send_fds(self._control, [message], [theirs.fileno()])
-        return LocalMember(name, ours, silence_s, child, log)
+                socket.send_fds(self._control, [message], [worker_end.fileno()])
+        return LocalMember(name, driver_end, silence_s, child, log)
 
     def close(self) -> None:
-        """Blocks until all its processes are gone, and their logs."""
+        """Block until all its processes have ended and their logs are removed."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         if self._process is not None:
-            self._process.terminate()  # it may be importing
+            self._process.terminate()  # end it even while it imports modules
         self._thread.join()
         self._temporary.close()
 
-    def _tell(self, what: dict[str, Any]) -> None:
-        # a nursery that is gone has taken all of them along
+    def _send_order(self, order: dict[str, Any]) -> None:
+        # If the fork server is gone, all its processes are gone too.
         with contextlib.suppress(OSError), self._lock:
-            self._control.send(json.dumps(what).encode())
+            self._control.send(json.dumps(order).encode())
 
-    def _keep(self, preload: Sequence[str]) -> None:
-        """The thread that starts the nursery lives as long as that: on Linux a process may end with
-        its parent's thread."""
-        with self._theirs as theirs:
+    def _run_server(self, preload: Sequence[str]) -> None:
+        """Start the fork server and handle its reports until it ends.
+
+        This thread lives as long as the server, because on Linux the server gets its death signal
+        when the thread that started it ends.
+        """
+        with self._server_end as server_end:
             arguments = [
                 json.dumps(sys.path),
-                str(theirs.fileno()),
+                str(server_end.fileno()),
                 str(os.getpid()),
                 str(self.folder),
                 ",".join(preload),
@@ -212,23 +229,22 @@ class Nursery:
             process = self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # the driver's is not for whatever an import prints
-                pass_fds=(theirs.fileno(),),
-                # The numerical libraries that it loads must start no threads: they would not be
-                # there after a fork.
+                stdout=2,  # keep output of imports out of the driver's standard output
+                pass_fds=(server_end.fileno(),),
+                # Numerical libraries must start no threads here: a fork would not copy them.
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for the driver
+                start_new_session=True,  # Ctrl-C reaches the driver alone
             )
         with contextlib.suppress(OSError):
             while message := self._control.recv(MESSAGE_BYTES):
-                self._hear(json.loads(message))
+                self._handle_report(json.loads(message))
         how, _ = ended_how(process.wait())
         for child in (*self._started.values(), *self._living.values()):
             child.status.set_exception(WorkerError(f"the process that started it ended: {how}"))
 
-    def _hear(self, said: dict[str, int]) -> None:
-        if "started" in said:
-            child = self._living[said["pid"]] = self._started.pop(said["started"])
-            child.pid.set_result(said["pid"])
+    def _handle_report(self, report: dict[str, int]) -> None:
+        if "started" in report:
+            child = self._living[report["pid"]] = self._started.pop(report["started"])
+            child.pid.set_result(report["pid"])
         else:
-            self._living.pop(said["ended"]).status.set_result(said["status"])
+            self._living.pop(report["ended"]).status.set_result(report["status"])

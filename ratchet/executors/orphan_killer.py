@@ -1,9 +1,8 @@
-"""A program apart: as soon as a worker, or the process that started it, is gone, it kills the
-worker's process group and removes what that has in shared memory.
+"""A separate program that kills a worker's process group once the worker or its parent is gone.
 
-Ray ends its workers when their node or driver dies; what a worker has started itself it ends only
-where the worker still gets to do so. Run as a script, so that it starts in milliseconds: it imports
-nothing of ratchet but a module that lies beside it.
+It also removes the group's files in shared memory. Ray ends its workers when their node or driver
+dies, but not the processes that a killed worker has started. The program runs as a script, so that
+it starts in milliseconds: of ratchet it imports only a module in the same folder.
 """
 
 import contextlib
@@ -16,8 +15,10 @@ import sys
 
 
 def guard_me() -> None:
-    """Makes this process, which then leads a group, and whatever it starts in that, end with its
-    parent."""
+    """Make this process and its children end with its parent.
+
+    The process becomes the leader of a process group, if it is not one yet.
+    """
     if os.getpgrp() != os.getpid():
         os.setpgrp()
     subprocess.run(
@@ -26,23 +27,25 @@ def guard_me() -> None:
 
 
 def main(group: int, parent: int) -> None:
+    """Wait until the leader of `group` or `parent` has ended, then kill the group."""
     ends = select.poll()
     for pid in (group, parent):
         try:
             ends.register(os.pidfd_open(pid), select.POLLIN)
-        except ProcessLookupError:  # already
+        except ProcessLookupError:  # it has ended already
             break
     else:
-        if os.fork() > 0:  # nobody's child: its worker would end it first
+        # Continue in a child without a parent: the worker's end must not end it first.
+        if os.fork() > 0:
             return
         os.setsid()
         ends.poll()
     sys.path.append(os.path.dirname(__file__))
-    leftovers = importlib.import_module("shm_cleanup")
-    left = leftovers.shared_by(group)
+    shm_cleanup = importlib.import_module("shm_cleanup")
+    paths = shm_cleanup.shared_by(group)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    leftovers.remove(left)
+    shm_cleanup.remove(paths)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What nodes offer, whether that is enough, and which rank gets what.
+"""Accelerator placement: assign accelerators and cores of nodes to the ranks of each role.
 
-The same rules for every executor: `ResourceManager` compares what a recipe's roles ask for with the
-inventory before anything starts; `VirtualCluster` lays their ranks out as bundles, neighbours
-beside each other.
+The rules are the same for every executor. `ResourceManager` compares the recipe's requests with the
+inventory before anything starts. `VirtualCluster` assigns a bundle to each rank, with neighbouring
+accelerators next to each other.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from ratchet.executors.config import Strategy
 
 @dataclass(frozen=True)
 class Accelerator:
-    """index: on its node. numa: the memory that it is near to. island: accelerators of one have a
-    fast link, as NVLink, from each to each. None: not known."""
+    """An accelerator of a node."""
 
-    index: int
-    numa: int | None = None
-    island: int | None = None
+    index: int  # on its node
+    numa: int | None = None  # NUMA node of the nearest memory; None: unknown
+    island: int | None = None  # group with fast links, such as NVLink, among all; None: unknown
 
     @property
     def neighbourhood(self) -> tuple[int, int, int]:
-        """Sorts neighbours beside each other."""
+        """Return a sort key that puts neighbours next to each other."""
         return (
             -1 if self.island is None else self.island,
             -1 if self.numa is None else self.numa,
@@ -36,6 +35,8 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Node:
+    """A machine of the cluster with its cores and accelerators."""
+
     name: str
     cpus: float
     accelerators: tuple[Accelerator, ...] = ()
@@ -43,19 +44,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Need:
-    """What one role asks for: `ranks` times so many accelerators, all of a rank on one node, and
-    cores.
-
-    cpus: of each rank; 0: an equal share of what others leave. beside: the role whose accelerators
-    and cores it shares, by turns; None: its own. strategy: None: the cluster's.
-    """
+    """The resources that one role requests; all accelerators of a rank are on one node."""
 
     role: str
     ranks: int
-    gpus: int = 0
-    cpus: float = 0.0
+    gpus: int = 0  # accelerators of each rank
+    cpus: float = 0.0  # cores of each rank; 0: an equal share of the cores that are left
+    # The role whose accelerators and cores it shares in turns (colocation); None: it shares none.
     beside: str | None = None
-    strategy: Strategy | None = None
+    strategy: Strategy | None = None  # None: the cluster's
 
     def __str__(self) -> str:
         each = [f"{self.gpus} accelerator{'s' * (self.gpus != 1)}"] if self.gpus else []
@@ -66,48 +63,49 @@ class Need:
 
 @dataclass(frozen=True)
 class Bundle:
-    """What one rank has. local_rank: among its role's on the node."""
+    """The resources of one rank."""
 
     node: str
     accelerators: tuple[Accelerator, ...] = ()
     cpus: float = 0.0
-    local_rank: int = 0
+    local_rank: int = 0  # among the role's ranks on the node
 
     @property
     def threads(self) -> int:
+        """Return the number of threads for its cores."""
         return max(1, int(self.cpus))
 
     @property
-    def visible(self) -> str:
-        """For CUDA_VISIBLE_DEVICES."""
+    def visible_devices(self) -> str:
+        """Return the value of CUDA_VISIBLE_DEVICES."""
         return ",".join(str(accelerator.index) for accelerator in self.accelerators)
 
 
 class ResourceManager:
-    """The inventory."""
+    """The inventory of nodes, and the assignment of its resources."""
 
     def __init__(self, nodes: Sequence[Node], strategy: Strategy = "pack") -> None:
         self.nodes = tuple(nodes)
         self.strategy: Strategy = strategy
 
     def check(self, needs: Sequence[Need]) -> None:
-        """Raises ConfigError with a table of what is missing."""
-        self.laid_out(needs)
+        """Raise ConfigError with a table of missing resources if the requests do not fit."""
+        self.assign(needs)
 
-    def laid_out(self, needs: Sequence[Need]) -> dict[str, tuple[Bundle, ...]]:
-        """The bundles of each role, by rank. Raises ConfigError as `check`."""
+    def assign(self, needs: Sequence[Need]) -> dict[str, tuple[Bundle, ...]]:
+        """Return the bundles of each role, by rank. Raises ConfigError as `check` does."""
         layout = _Layout(self.nodes)
         short: dict[str, int] = {}
-        # those that others are beside come first
+        # Roles that share another's accelerators come last, when the other's are assigned.
         for need in sorted(needs, key=lambda need: need.beside is not None):
             placed = layout.place(need, need.strategy or self.strategy)
             if placed < need.ranks:
                 short[need.role] = placed
         if short:
-            raise ConfigError(self._lacking(needs, short))
-        return layout.shared_out()
+            raise ConfigError(self._describe_shortage(needs, short))
+        return layout.share_cores()
 
-    def _lacking(self, needs: Sequence[Need], short: Mapping[str, int]) -> str:
+    def _describe_shortage(self, needs: Sequence[Need], short: Mapping[str, int]) -> str:
         rows = [("role", "asks for", "ranks that find room")]
         rows += [
             (need.role, str(need), f"{short.get(need.role, need.ranks)} of {need.ranks}")
@@ -124,7 +122,7 @@ class ResourceManager:
 
 
 class VirtualCluster:
-    """Ranks of roles on an inventory. Roles that say so share bundles, others never do."""
+    """The assignment of roles to an inventory. Only roles with `beside` share resources."""
 
     def __init__(self, manager: ResourceManager) -> None:
         self.manager = manager
@@ -132,13 +130,15 @@ class VirtualCluster:
         self._needs: tuple[Need, ...] = ()
 
     def plan(self, needs: Sequence[Need]) -> None:
-        """Raises ConfigError with a table of what is missing."""
-        self._bundles = self.manager.laid_out(needs)
+        """Assign all roles. Raises ConfigError with a table of missing resources."""
+        self._bundles = self.manager.assign(needs)
         self._needs = tuple(needs)
 
-    def settle(self, role: str, bundles: Sequence[Bundle]) -> None:
-        """For a scheduler that decides itself where ranks go: what it gave a role of the plan, in
-        any order. Roles beside it follow."""
+    def set_bundles(self, role: str, bundles: Sequence[Bundle]) -> None:
+        """Replace a planned role's bundles by those that an external scheduler, such as Ray, chose.
+
+        They may be in any order. Roles that share its accelerators get new bundles too.
+        """
         order = {node.name: position for position, node in enumerate(self.manager.nodes)}
         self._bundles[role] = in_order(bundles, order)
         for need in self._needs:
@@ -146,13 +146,16 @@ class VirtualCluster:
                 self._bundles[need.role] = in_order(beside(need, self._bundles[role]), order)
 
     def bundles(self, role: str) -> tuple[Bundle, ...]:
-        """By rank: nodes in the order of the inventory, on each of them neighbours in a row."""
+        """Return a role's bundles by rank: in the inventory's order of nodes, neighbours together.
+
+        The role must be planned.
+        """
         assert role in self._bundles, f"'{role}' is started without a plan: give `plan` its Need"
         return self._bundles[role]
 
 
 class _Layout:
-    """Nodes as they fill up."""
+    """A partial assignment: the nodes' free resources and the bundles so far."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._order = {node.name: position for position, node in enumerate(nodes)}
@@ -161,26 +164,26 @@ class _Layout:
         self._bundles: dict[str, tuple[Bundle, ...]] = {}
 
     def place(self, need: Need, strategy: Strategy) -> int:
-        """As many ranks as find room. Returns how many."""
+        """Assign as many ranks of a role as fit, and return their number."""
         if need.role in self._needs:
             raise ConfigError(f"two roles are called '{need.role}'")
         self._needs[need.role] = need
         if need.beside is None:
-            found = [
+            bundles = [
                 bundle
                 for _ in range(need.ranks)
-                if (bundle := self._one_more(need, strategy)) is not None
+                if (bundle := self._assign_rank(need, strategy)) is not None
             ]
         elif need.beside in self._bundles:
-            found = beside(need, self._bundles[need.beside])
+            bundles = beside(need, self._bundles[need.beside])
         else:
             raise ConfigError(
                 f"role '{need.role}' is to be beside '{need.beside}', which has no place of its own"
             )
-        self._bundles[need.role] = in_order(found, self._order)
-        return len(found)
+        self._bundles[need.role] = in_order(bundles, self._order)
+        return len(bundles)
 
-    def _one_more(self, need: Need, strategy: Strategy) -> Bundle | None:
+    def _assign_rank(self, need: Need, strategy: Strategy) -> Bundle | None:
         rooms = [room for room in self._rooms if room.fits(need)]
         if strategy == "per_node":
             rooms = [room for room in rooms if not room.ranks[need.role]]
@@ -190,69 +193,76 @@ class _Layout:
             return max(rooms, key=lambda room: (-room.ranks[need.role], room.space(need))).take(
                 need
             )
-        # A node that already has some of them; then the fullest that has room for all; then the
-        # emptiest.
+        # Prefer a node that already has ranks of the role, then the fullest with room for all its
+        # ranks, then the emptiest.
         return max(
             rooms,
-            key=lambda room: (room.ranks[need.role] > 0, _rating(room.space(need), need.ranks)),
+            key=lambda room: (room.ranks[need.role] > 0, _rate_room(room.space(need), need.ranks)),
         ).take(need)
 
-    def shared_out(self) -> dict[str, tuple[Bundle, ...]]:
-        """With the cores that nobody asked for in equal parts to those who left the number open."""
+    def share_cores(self) -> dict[str, tuple[Bundle, ...]]:
+        """Return the bundles after dividing each node's free cores.
+
+        Ranks that requested no number of cores get equal parts.
+        """
         share = {room.node.name: room.cpus / max(1, room.open_ranks) for room in self._rooms}
         for need in self._needs.values():
-            own = (
-                self._bundles[need.role]
-                if need.beside is None
-                else beside(need, self._bundles[need.beside])
-            )
-            shared = need.beside is None and not need.cpus
-            filled = [
-                replace(bundle, cpus=share[bundle.node]) if shared else bundle for bundle in own
-            ]
-            self._bundles[need.role] = in_order(filled, self._order)
+            if need.beside is not None:
+                bundles = beside(need, self._bundles[need.beside])
+            elif need.cpus:
+                bundles = self._bundles[need.role]
+            else:
+                bundles = [
+                    replace(bundle, cpus=share[bundle.node]) for bundle in self._bundles[need.role]
+                ]
+            self._bundles[need.role] = in_order(bundles, self._order)
         return self._bundles
 
 
 def beside(need: Need, others: Sequence[Bundle]) -> list[Bundle]:
-    """Bundles of a role that shares the accelerators of another, dealt out anew: two ranks with one
-    each make room for one with two."""
-    found: list[Bundle] = []
+    """Return the bundles of a role on the accelerators of another role's bundles (colocation).
+
+    A node's accelerators are regrouped: two ranks with one each make room for one rank with two.
+    """
+    bundles: list[Bundle] = []
     for node in dict.fromkeys(bundle.node for bundle in others):
-        here = [bundle for bundle in others if bundle.node == node]
-        devices = [device for bundle in here for device in bundle.accelerators]
-        ranks = len(devices) // need.gpus if need.gpus else len(here)
-        cpus = need.cpus or sum(bundle.cpus for bundle in here) / max(1, ranks)
-        found += [
+        on_node = [bundle for bundle in others if bundle.node == node]
+        devices = [device for bundle in on_node for device in bundle.accelerators]
+        ranks = len(devices) // need.gpus if need.gpus else len(on_node)
+        cpus = need.cpus or sum(bundle.cpus for bundle in on_node) / max(1, ranks)
+        bundles += [
             Bundle(node, tuple(devices[i * need.gpus : (i + 1) * need.gpus]), cpus)
             for i in range(ranks)
         ]
-    return found[: need.ranks]
+    return bundles[: need.ranks]
 
 
 def in_order(bundles: Iterable[Bundle], order: Mapping[str, int]) -> tuple[Bundle, ...]:
-    """By node, and on each of them neighbours in a row. order: of the nodes, by name."""
+    """Return bundles sorted by node, neighbours together, with their local ranks.
+
+    order: position of each node, by name.
+    """
 
     def key(bundle: Bundle) -> tuple[int, tuple[int, int, int]]:
         return order[bundle.node], min(
             (a.neighbourhood for a in bundle.accelerators), default=(0, 0, 0)
         )
 
-    seen: Counter[str] = Counter()
-    found: list[Bundle] = []
+    counts: Counter[str] = Counter()  # ranks so far, by node
+    ranked: list[Bundle] = []
     for bundle in sorted(bundles, key=key):
-        found.append(replace(bundle, local_rank=seen[bundle.node]))
-        seen[bundle.node] += 1
-    return tuple(found)
+        ranked.append(replace(bundle, local_rank=counts[bundle.node]))
+        counts[bundle.node] += 1
+    return tuple(ranked)
 
 
-def _rating(space: int, ranks: int) -> tuple[bool, int]:
+def _rate_room(space: int, ranks: int) -> tuple[bool, int]:
     return (space >= ranks, -space if space >= ranks else space)
 
 
 @dataclass
 class _Room:
-    """What is left of a node."""
+    """The free resources of a node."""
 
     node: Node
     free: list[Accelerator] = field(init=False)
@@ -270,33 +280,36 @@ class _Room:
         return len(self.free) >= need.gpus and self.cpus + 1e-9 >= need.cpus
 
     def space(self, need: Need) -> int:
-        """Ranks of this role that it has room for."""
+        """Return the number of further ranks of a role that fit."""
         counts = [len(self.free) // need.gpus] if need.gpus else []
         counts += [int((self.cpus + 1e-9) / need.cpus)] if need.cpus else []
         return min(counts, default=int(self.node.cpus) + 1 - self.open_ranks)
 
     def take(self, need: Need) -> Bundle:
-        taken = self._near(need.gpus)
+        taken = self._pick_accelerators(need.gpus)
         self.free = [accelerator for accelerator in self.free if accelerator not in taken]
         self.cpus -= need.cpus
         self.open_ranks += not need.cpus
         self.ranks[need.role] += 1
         return Bundle(self.node.name, taken, need.cpus)
 
-    def _near(self, count: int) -> tuple[Accelerator, ...]:
-        """Of the smallest neighbourhood that has so many; else of several, in a row."""
+    def _pick_accelerators(self, count: int) -> tuple[Accelerator, ...]:
+        """Return free accelerators of the smallest neighbourhood that has enough.
+
+        If none has enough, they are taken from several in order.
+        """
         for part in (lambda a: (a.island, a.numa), lambda a: a.island):
             parts: dict[object, list[Accelerator]] = {}
             for accelerator in self.free:
                 parts.setdefault(part(accelerator), []).append(accelerator)
-            enough = [own for own in parts.values() if len(own) >= count]
+            enough = [group for group in parts.values() if len(group) >= count]
             if enough:
                 return tuple(min(enough, key=len)[:count])
         return tuple(self.free[:count])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Lines of a table, its columns two spaces apart."""
+    """Return the lines of a table, with its columns two spaces apart."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,9 +1,9 @@
-"""What driver and workers send each other: values, packed so that large arrays are never copied on
-the way, and frames.
+"""The protocol between driver and workers: packed values, and the frames that carry them.
 
-A frame is HEAD (kind, number of the call, count of pieces), the lengths of the pieces, and the
-pieces: the pickle first, then the memory of each array that it refers to (pickle protocol 5,
-out-of-band). Only processes of one run, which trust each other, speak this.
+Values are packed so that large arrays are never copied on the way. A frame is HEAD (kind, number of
+the call, count of pieces), the lengths of the pieces, and the pieces: the pickle first, then the
+memory of each array that it refers to (pickle protocol 5, out-of-band). Only processes of one run,
+which trust each other, use this protocol: a pickle can run any code.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from enum import IntEnum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-PROTOCOL = 1  # raise it with every change of what is sent
+PROTOCOL = 1  # increase it with every change of the messages
 HEAD = struct.Struct("!BQI")
 LENGTH = struct.Struct("!Q")
 SMALL = 2**16  # pieces below this are joined before they are sent
 
 
 class Kind(IntEnum):
-    # from a worker, JSON: what it is. The only frame that is read before the versions are known to
-    # agree
+    """The kind of a frame."""
+
+    # From a worker: its versions, as JSON. It is the only frame that is read before the versions
+    # have been compared.
     HELLO = 0
     CALL = 1
     RESULT = 2
@@ -38,7 +40,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A packed value. The buffers are the memory of its arrays: they must not change until it was
+    """A packed value. Its buffers are the arrays' own memory, so they must not change until it is
     sent."""
 
     head: bytes
@@ -46,14 +48,14 @@ class Parcel:
 
 
 def versions() -> dict[str, Any]:
-    """What driver and worker must have in common."""
+    """Return the versions that must be equal in driver and worker."""
     try:
-        own = version("ratchet")
+        ratchet_version = version("ratchet")
     except PackageNotFoundError:  # run from a checkout
-        own = "unknown"
+        ratchet_version = "unknown"
     return {
         "protocol": PROTOCOL,
-        "ratchet": own,
+        "ratchet": ratchet_version,
         "python": ".".join(map(str, sys.version_info[:2])),
     }
 
@@ -62,8 +64,10 @@ def versions() -> dict[str, Any]:
 
 
 def pack(value: Any) -> Parcel:
-    """Tensors are detached, and arrive on the CPU, each in memory of its own. Raises what pickle
-    does for what can't go."""
+    """Pack a value. Tensors are detached, and arrive on the CPU, each in separate memory.
+
+    Raises pickle's error for a value that can't be pickled.
+    """
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
     _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -71,13 +75,14 @@ def pack(value: Any) -> Parcel:
 
 
 def unpack(parcel: Parcel) -> Any:
-    """Arrays and tensors use the parcel's buffers, and can be written where those can."""
+    """Unpack a value. Its arrays and tensors use the parcel's buffers, and are writable if those
+    are."""
     return pickle.loads(parcel.head, buffers=parcel.buffers)
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")  # who has not imported it has no tensors
+        torch = sys.modules.get("torch")  # a process that has not imported it has no tensors
         if (
             torch is None
             or type(value) is not torch.Tensor
@@ -85,11 +90,10 @@ class _Pickler(pickle.Pickler):
             or value.is_quantized
         ):
             return NotImplemented
-        # Torch's own way would write the whole storage, of which this may be a slice, into one more
-        # copy.
+        # Torch's own reduction would copy the whole storage, of which this may be a slice.
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         name = str(value.dtype).removeprefix("torch.")
-        return _tensor, (
+        return _rebuild_tensor, (
             pickle.PickleBuffer(flat.numpy()),
             name,
             tuple(value.shape),
@@ -97,7 +101,7 @@ class _Pickler(pickle.Pickler):
         )
 
 
-def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool) -> Any:
+def _rebuild_tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool) -> Any:
     import torch
 
     kind = getattr(torch, dtype)
@@ -117,7 +121,7 @@ def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool
 def send(
     connection: socket.socket, kind: Kind, number: int = 0, parcel: Parcel | None = None
 ) -> None:
-    """Raises OSError where the other side is gone."""
+    """Send a frame. Raises OSError if the other side is gone."""
     pieces: Sequence[bytes | memoryview] = () if parcel is None else (parcel.head, *parcel.buffers)
     lengths = [LENGTH.pack(memoryview(piece).nbytes) for piece in pieces]
     joined = bytearray(HEAD.pack(kind, number, len(pieces)) + b"".join(lengths))
@@ -132,13 +136,17 @@ def send(
 
 
 def receive(
-    connection: socket.socket, heard: Callable[[], None] = lambda: None
+    connection: socket.socket, on_data: Callable[[], None] = lambda: None
 ) -> tuple[Kind, int, Parcel]:
-    """heard: called whenever something has arrived. Raises EOFError where the other side is
-    gone."""
-    kind, number, count = HEAD.unpack(_exactly(connection, HEAD.size, heard))
-    lengths = _exactly(connection, count * LENGTH.size, heard)
-    pieces = [_exactly(connection, length, heard) for (length,) in LENGTH.iter_unpack(lengths)]
+    """Receive a frame: its kind, number and value. Raises EOFError if the other side is gone.
+
+    on_data: called whenever data has arrived.
+    """
+    kind, number, count = HEAD.unpack(_receive_exactly(connection, HEAD.size, on_data))
+    lengths = _receive_exactly(connection, count * LENGTH.size, on_data)
+    pieces = [
+        _receive_exactly(connection, length, on_data) for (length,) in LENGTH.iter_unpack(lengths)
+    ]
     return (
         Kind(kind),
         number,
@@ -148,16 +156,18 @@ def receive(
     )
 
 
-def _exactly(connection: socket.socket, count: int, heard: Callable[[], None]) -> bytearray:
+def _receive_exactly(
+    connection: socket.socket, count: int, on_data: Callable[[], None]
+) -> bytearray:
     memory = bytearray(count)
     rest = memoryview(memory)
     while rest:
         try:
-            got = connection.recv_into(rest)
+            size = connection.recv_into(rest)
         except OSError as error:
             raise EOFError(str(error)) from error
-        if not got:
+        if not size:
             raise EOFError("the connection was closed")
-        heard()
-        rest = rest[got:]
+        on_data()
+        rest = rest[size:]
     return memory

@@ -1,5 +1,7 @@
-"""Groups as actors of Ray: on several machines, or on this one. Only this and `ray_actor.py` import
-Ray."""
+"""Worker groups as actors of Ray, on several machines or on this one.
+
+Only this module and `ray_actor.py` import Ray.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from ratchet.executors.worker_main import BEAT_S
 from ratchet.observe.stall_report import waiting
 from ratchet.utils.temp_dirs import TemporaryFolder
 
-# before it is imported: nothing is reported to anybody
+# Set before Ray is imported, so that it sends no usage reports.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 try:
     import ray
@@ -66,47 +68,54 @@ from ratchet.executors.ray_actor import (
 log = logging.getLogger(__name__)
 
 MIB = 2**20
-ROOM_S = 120.0  # for other jobs of the cluster to make room
+ROOM_S = 120.0  # for other jobs of the cluster to free resources
 REACH_S = 10.0  # for a cluster to answer
-LOOK_S = 5.0  # for a node to say what its dead actor wrote
-MAX_PARENT = 18  # bytes of a path: a socket of Ray has 85 more, of at most 103
+LOOK_S = 5.0  # for a node to return the log of its dead actor
+MAX_PARENT = 18  # bytes of a path; the path of a Ray socket adds 85, and at most 103 are allowed
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "per_node": "STRICT_SPREAD"}
 
 
 class RayExecutor:
-    """Ray is started, or connected to, by `plan`. What was there before the executor is left as it
-    was."""
+    """The executor on Ray. `plan` starts Ray or connects to it.
+
+    `close` ends Ray only if this executor started it.
+    """
 
     def __init__(self, config: RayClusterConfig, *, threads: int, device: str) -> None:
-        self.config, self.threads, self.device = config, threads, device
+        self.config = config
+        self.threads = threads
+        self.device = device
         self._manager: ResourceManager | None = None
         self._cluster: VirtualCluster | None = None
-        self._room: list[PlacementGroup] = []
+        self._placement_groups: list[PlacementGroup] = []
         self._groups: list[WorkerGroup] = []
         self._started = False
-        self._temporary: TemporaryFolder | None = None  # of a Ray that was started here
+        self._temporary: TemporaryFolder | None = None  # folder of a Ray that was started here
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
-        """A component of this process."""
+        """Return a component of this process."""
         return factory(**arguments)
 
     def plan(self, needs: Sequence[Need]) -> None:
-        """Says what the groups will need, all of them, before the first is started, and takes that
-        room. Raises ConfigError with what is missing, and where the room is there and others have
-        it."""
+        """Reserve the resources of all roles, before the first group is started.
+
+        Raises ConfigError with the missing resources, and if other jobs use them.
+        """
         self._inventory().check(needs)
         self._connect()
         self.release()
-        # By now Ray has named the nodes itself.
+        # Now the nodes have the names that Ray gave them.
         self._cluster = VirtualCluster(self._inventory())
         self._cluster.plan(needs)
         for need in needs:
             if need.beside is None:
-                self._cluster.settle(need.role, self._taken(need))
+                self._cluster.set_bundles(need.role, self._allocate(need))
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
-        """Starts the actors of a planned role, or of one rank of it. Does not wait for them: the
-        first call does."""
+        """Start the actors of a planned role, or of one rank of it.
+
+        It does not wait for them; the first call does.
+        """
         assert self._cluster is not None, "a group before the plan"
         bundles = self._cluster.bundles(role)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -135,13 +144,13 @@ class RayExecutor:
         return group
 
     def release(self) -> None:
-        """The room of the plan."""
-        for room in self._room:
-            remove_placement_group(room)
-        self._room = []
+        """Free the resources of the plan."""
+        for group in self._placement_groups:
+            remove_placement_group(group)
+        self._placement_groups = []
 
     def close(self) -> None:
-        """Ends all groups; and Ray, where it was started here."""
+        """End all groups, and Ray if it was started here."""
         for group in self._groups:
             group.close()
         self._groups = []
@@ -159,45 +168,50 @@ class RayExecutor:
     def _inventory(self) -> ResourceManager:
         if self.config.address is None and not ray.is_initialized():
             return ResourceManager(
-                [self._limited(this_node(self.threads, self.device))], self.config.strategy
+                [self._limit(this_node(self.threads, self.device))], self.config.strategy
             )
         self._connect()
-        nodes = [self._limited(_node(said)) for said in ray.nodes() if said["Alive"]]
-        wanted = self.config.nodes
-        if len(nodes) < wanted:
+        nodes = [self._limit(_node(entry)) for entry in ray.nodes() if entry["Alive"]]
+        count = self.config.nodes
+        if len(nodes) < count:
             raise ConfigError(
-                f"cluster.nodes={wanted}, and the Ray cluster has {len(nodes)}: start more, or ask "
+                f"cluster.nodes={count}, and the Ray cluster has {len(nodes)}: start more, or ask "
                 "for fewer"
             )
         nodes.sort(key=lambda node: (-len(node.accelerators), -node.cpus))
-        return ResourceManager(nodes[:wanted], self.config.strategy)
+        return ResourceManager(nodes[:count], self.config.strategy)
 
-    def _limited(self, node: Node) -> Node:
-        gpus, cpus = self.config.gpus_per_node, self.config.cpus_per_node
-        for what, asked, there in (
+    def _limit(self, node: Node) -> Node:
+        """Return a node with the resources that the run may use."""
+        gpus = self.config.gpus_per_node
+        cpus = self.config.cpus_per_node
+        for kind, requested, available in (
             ("gpus", gpus, len(node.accelerators)),
             ("cpus", cpus, node.cpus),
         ):
-            if asked is not None and asked > there:
+            if requested is not None and requested > available:
                 raise ConfigError(
-                    f"cluster.{what}_per_node={asked:g}, and node {node.name} has {there:g}: ask "
-                    "for fewer"
+                    f"cluster.{kind}_per_node={requested:g}, and node {node.name} has "
+                    f"{available:g}: ask for fewer"
                 )
         return replace(node, cpus=cpus or node.cpus, accelerators=node.accelerators[:gpus])
 
     def _connect(self) -> None:
-        """A new Ray listens with its token authentication left on; its dashboard does not start."""
+        """Start Ray or connect to it.
+
+        A new Ray keeps its token authentication on, and starts no dashboard.
+        """
         if ray.is_initialized():
             return
         self._started = True
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self.config.address is not None:
-            _reach(self.config.address)
+            _check_reachable(self.config.address)
         try:
             if self.config.address is not None:
                 ray.init(address=self.config.address, **quiet)
                 return
-            node = self._limited(this_node(self.threads, self.device))
+            node = self._limit(this_node(self.threads, self.device))
             self._temporary = _temporary()
             with spares_programs():
                 ray.init(
@@ -219,42 +233,44 @@ class RayExecutor:
             )
             raise ConfigError(f"{where}: {error}") from error
 
-    # --- room on nodes
+    # --- resources of nodes
 
-    def _taken(self, need: Need) -> list[Bundle]:
-        """Bundles of a placement group, with the nodes and accelerators that Ray gave them."""
+    def _allocate(self, need: Need) -> list[Bundle]:
+        """Create a role's placement group and return its bundles.
+
+        They have the nodes and accelerators that Ray assigned.
+        """
         assert self._cluster is not None
         cpus = min(bundle.cpus for bundle in self._cluster.bundles(need.role))
-        asked = {"CPU": max(0.01, cpus)} | ({"GPU": need.gpus} if need.gpus else {})
+        resources = {"CPU": max(0.01, cpus)} | ({"GPU": need.gpus} if need.gpus else {})
         strategy = need.strategy or self.config.strategy
-        room = placement_group([asked] * need.ranks, strategy=STRATEGIES[strategy])
-        self._room.append(room)
+        group = placement_group([resources] * need.ranks, strategy=STRATEGIES[strategy])
+        self._placement_groups.append(group)
         with waiting("driver", f"room for {need.role}", "Ray", ROOM_S):
-            there = room.wait(ROOM_S)
-        if not there:
+            is_ready = group.wait(ROOM_S)
+        if not is_ready:
             free = ", ".join(
                 f"{count:g} {name}"
                 for name, count in sorted(ray.available_resources().items())
-                if name in asked
+                if name in resources
             )
             raise ConfigError(
                 f"role '{need.role}' asks for {need}, which the cluster has, and other jobs use: "
-                f"free are {free or 'none'}. "
-                "Wait for them, or ask for less"
+                f"free are {free or 'none'}. Wait for them, or ask for less"
             )
-        nodes: Mapping[int, str] = placement_group_table(room)["bundles_to_node_id"]
-        devices = self._devices(room, need) if need.gpus else [()] * need.ranks
+        nodes: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        devices = self._devices(group, need) if need.gpus else [()] * need.ranks
         return [
             Bundle(nodes[i], tuple(map(Accelerator, devices[i])), cpus) for i in range(need.ranks)
         ]
 
-    def _devices(self, room: PlacementGroup, need: Need) -> list[Sequence[int]]:
+    def _devices(self, group: PlacementGroup, need: Need) -> list[Sequence[int]]:
         return ray.get(
             [
                 devices_here.options(
                     num_gpus=need.gpus,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        room, placement_group_bundle_index=index
+                        group, placement_group_bundle_index=index
                     ),
                 ).remote()
                 for index in range(need.ranks)
@@ -263,8 +279,8 @@ class RayExecutor:
         )
 
 
-def _reach(address: str) -> None:
-    """Raises ConfigError where nothing listens: Ray itself would try for minutes."""
+def _check_reachable(address: str) -> None:
+    """Raise ConfigError if nothing listens at an address; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():  # "auto"
         return
@@ -273,14 +289,15 @@ def _reach(address: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"cluster.address={address}: nothing answers there ({error}): start Ray there (ray "
-            "start --head), or remove it "
-            "for a Ray of this machine"
+            "start --head), or remove it for a Ray of this machine"
         ) from error
 
 
 def _temporary() -> TemporaryFolder | None:
-    """Make the folder of a new Ray's logs and sockets, which Ray itself never removes; None where
-    paths would be too long."""
+    """Create the folder of a new Ray's logs and sockets, which Ray itself never removes.
+
+    Returns None if the paths of its sockets would be too long.
+    """
     for place in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"):
         if len(os.fsencode(place)) <= MAX_PARENT and os.access(place, os.W_OK):
             return TemporaryFolder("ray", place)
@@ -288,21 +305,24 @@ def _temporary() -> TemporaryFolder | None:
 
 
 def _environment(bundle: Bundle) -> dict[str, str]:
-    seen = {"CUDA_VISIBLE_DEVICES": bundle.visible} if bundle.accelerators else {}
+    seen = {"CUDA_VISIBLE_DEVICES": bundle.visible_devices} if bundle.accelerators else {}
     return {"OMP_NUM_THREADS": str(bundle.threads), **seen}
 
 
-def _node(said: Mapping[str, Any]) -> Node:
-    has = said["Resources"]
-    return Node(
-        said["NodeID"], has.get("CPU", 0.0), tuple(map(Accelerator, range(int(has.get("GPU", 0)))))
-    )
+def _node(entry: Mapping[str, Any]) -> Node:
+    """Return a node from an entry of `ray.nodes()`."""
+    resources = entry["Resources"]
+    accelerators = tuple(map(Accelerator, range(int(resources.get("GPU", 0)))))
+    return Node(entry["NodeID"], resources.get("CPU", 0.0), accelerators)
 
 
 class RayMember(Member):
-    """Its room is the placement group's: the actor itself asks for nothing but the node. What Ray
-    says is dealt with in a thread of its own: in Ray's, which brings it, most calls of Ray would
-    wait for themselves."""
+    """The handle of a worker in a Ray actor.
+
+    The placement group reserves its resources, so the actor itself requests only its node. Results
+    are handled in a separate thread, because most calls of Ray would deadlock in Ray's own callback
+    thread.
+    """
 
     def __init__(
         self, name: Name, bundle: Bundle, silence_s: float, environment: Mapping[str, str]
@@ -310,28 +330,29 @@ class RayMember(Member):
         super().__init__(name, silence_s)
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"{name.role}-{name.rank}", daemon=True).start()
-        self._here = NodeAffinitySchedulingStrategy(bundle.node, soft=False)
+        self._on_node = NodeAffinitySchedulingStrategy(bundle.node, soft=False)
         self._actor = ACTOR.options(
-            scheduling_strategy=self._here, runtime_env={"env_vars": dict(environment)}
+            scheduling_strategy=self._on_node, runtime_env={"env_vars": dict(environment)}
         ).remote()
         self._logs = ""
-        # whether it is being asked for a sign of life, and the time since the last
-        self._asked, self._passed_s = True, 0.0
-        self._on(self._actor.greet.remote(), self._welcome)
+        self._beat_pending = True  # a heartbeat, or the greeting, has been requested
+        self._passed_s = 0.0  # time since the last request
+        self._when_done(self._actor.greet.remote(), self._welcome)
 
     def check(self, passed_s: float) -> None:
         super().check(passed_s)
         self._passed_s += passed_s
-        if not self._asked and self._passed_s >= BEAT_S:
-            self._asked, self._passed_s = True, 0.0
-            self._on(self._actor.beat.remote(), self._alive)
+        if not self._beat_pending and self._passed_s >= BEAT_S:
+            self._beat_pending = True
+            self._passed_s = 0.0
+            self._when_done(self._actor.beat.remote(), self._end_beat)
 
     def share(self, request: Parcel) -> Any:
         return ray.put(boxed(request))
 
     def close(self) -> None:
         self.closing = True
-        self._on(self._actor.close.remote(), lambda _: self._left())
+        self._when_done(self._actor.close.remote(), lambda _: self._finish_close())
 
     def kill(self) -> None:
         self._jobs.put(self._kill)
@@ -342,7 +363,7 @@ class RayMember(Member):
             return ""
         try:
             return ray.get(
-                last_lines.options(scheduling_strategy=self._here).remote(self._logs),
+                last_lines.options(scheduling_strategy=self._on_node).remote(self._logs),
                 timeout=LOOK_S,
             )
         except RayError:  # the node is gone too
@@ -350,23 +371,23 @@ class RayMember(Member):
 
     def _send(self, number: int, request: Any) -> None:
         box = boxed(request) if isinstance(request, Parcel) else request
-        self._on(
+        self._when_done(
             self._actor.answer.remote(box),
-            lambda said: self._take(number, (Kind(said[0]), opened(said[1]))),
+            lambda answer: self._complete(number, (Kind(answer[0]), opened(answer[1]))),
         )
 
-    def _on(self, reference: Any, then: Callable[[Any], object]) -> None:
-        """Then do so with what the actor answers."""
+    def _when_done(self, reference: Any, then: Callable[[Any], object]) -> None:
+        """Call `then` with the actor's result, in the handle's thread."""
 
         def take(future: Future[Any]) -> None:
             error = future.exception()
             if error is None:
-                self._heard()
+                self._note_life()
                 then(future.result())
             elif not isinstance(error, RayActorError):
                 self.give_up(WorkerError(f"{self.name} can't be called: {error}"))
             elif not self.gone.done():
-                self._end(None if self.closing else self.died(f"died ({_reason(error)})"))
+                self._end(None if self.closing else self.death_error(f"died ({_reason(error)})"))
                 self.kill()
 
         reference.future().add_done_callback(lambda future: self._jobs.put(partial(take, future)))
@@ -376,30 +397,31 @@ class RayMember(Member):
             job()
 
     def _kill(self) -> None:
-        """By its node too: a process that is stopped does not hear Ray."""
+        """Kill the actor, and its process from its node: a stopped process ignores Ray."""
         if not ray.is_initialized():
             return
         ray.kill(self._actor)
         if self.pid is not None:
-            ended_process.options(scheduling_strategy=self._here).remote(self.pid)
+            ended_process.options(scheduling_strategy=self._on_node).remote(self.pid)
 
-    def _welcome(self, said: Mapping[str, Any]) -> None:
-        self._logs, self._asked = said["log"], False
+    def _welcome(self, greeting: Mapping[str, Any]) -> None:
+        self._logs = greeting["log"]
+        self._beat_pending = False
         try:
-            self._greet(said)
+            self._check_greeting(greeting)
         except WorkerError as error:
             self.give_up(error)
 
-    def _alive(self, _: Any) -> None:
-        self._asked = False
+    def _end_beat(self, _: Any) -> None:
+        self._beat_pending = False
 
-    def _left(self) -> None:
+    def _finish_close(self) -> None:
         self._end(None)
         self.kill()
 
 
 def _reason(error: BaseException) -> str:
-    """The part of Ray's message that says how it ended, without its advice."""
+    """Return the part of Ray's message that says how an actor ended, without Ray's advice."""
     detail = str(error).partition("Worker exit detail: ")[2] or str(error).splitlines()[0]
     return (
         detail.partition(" Some common causes")[0]

@@ -1,4 +1,4 @@
-"""What runs in Ray's processes."""
+"""The actor and the tasks that run in Ray's processes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ratchet.executors.protocol import Parcel
 from ratchet.executors.worker import Worker
 from ratchet.executors.worker_main import log_to, tail_of
 
-Box = tuple[bytes, list[Any]]  # a Parcel as Ray carries it without a copy: its buffers as arrays
+Box = tuple[bytes, list[Any]]  # a Parcel with its buffers as arrays, which Ray sends without a copy
 
 
 def boxed(parcel: Parcel) -> Box:
+    """Return a parcel in the form that Ray sends."""
     return parcel.head, [
         np.frombuffer(buffer, np.uint8) if buffer.nbytes else np.empty(0, np.uint8)
         for buffer in parcel.buffers
@@ -28,20 +29,21 @@ def boxed(parcel: Parcel) -> Box:
 
 
 def opened(box: Box) -> Parcel:
-    """In memory of its own, as elsewhere: what lies in Ray's shared memory can't be written."""
+    """Return the parcel of a box in new, writable memory; Ray's shared memory is read-only."""
     head, arrays = box
     return Parcel(head, tuple(memoryview(bytearray(array)) for array in arrays))
 
 
 class WorkerActor:
-    """A worker; its calls run in one thread, and another shows that it lives."""
+    """A worker in a Ray actor: calls run in one thread, and another answers heartbeats."""
 
     def __init__(self) -> None:
-        log_to(Path(os.readlink("/proc/self/fd/1")))  # one file for all that it writes
+        log_to(Path(os.readlink("/proc/self/fd/1")))  # one file for all output
         guard_me()
         self._worker = Worker()
 
     def answer(self, box: Box) -> tuple[int, Box]:
+        """Run a packed request and return the kind and value of its result."""
         kind, parcel = self._worker.answer(opened(box))
         return int(kind), boxed(parcel)
 
@@ -61,8 +63,8 @@ OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
     "max_restarts": 0,
     "concurrency_groups": {"life": 1},
-    # Ray's gcs_server keeps a record of each of the latest 100,000 calls, for a dashboard that does
-    # not run.
+    # Ray's gcs_server would keep a record of each of the latest 100,000 calls, for a dashboard that
+    # does not run.
     "enable_task_events": False,
 }
 ACTOR: Any = ray.remote(**OPTIONS)(WorkerActor)
@@ -70,13 +72,13 @@ ACTOR: Any = ray.remote(**OPTIONS)(WorkerActor)
 
 @ray.remote(num_cpus=0)
 def devices_here() -> Sequence[int]:
-    """The accelerators that Ray gave this task."""
+    """Return the indices of the accelerators that Ray assigned to this task."""
     return sorted(int(index) for index in ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def ended_process(pid: int) -> None:
-    """With all that it started."""
+    """Kill a process of this node with all its children."""
     with contextlib.suppress(ProcessLookupError):
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)
@@ -85,4 +87,5 @@ def ended_process(pid: int) -> None:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def last_lines(log: str) -> str:
+    """Return the last lines of a log file of this node."""
     return tail_of(Path(log))

@@ -1,8 +1,7 @@
-"""The one owner of a run's signals: its handlers stand until the run ends, whatever libraries do to
-handlers.
+"""Keep a run's signal handlers installed until the run ends, whatever libraries do to them.
 
 Libraries replace handlers when they start, or later: `ray.init` that of SIGTERM, SwanLab that of
-SIGINT, uvicorn both. A run that has lost its handler ends in the middle of a step, without a save.
+SIGINT, uvicorn both. A run without its handler would end in the middle of a step, without a save.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ STOPPING = (*DELIBERATE, signal.SIGHUP)
 
 
 class SecondSignal(KeyboardInterrupt):
-    """A second SIGINT or SIGTERM, which ends the process at once.
-
-    number: the signal.
-    """
+    """A second SIGINT or SIGTERM, which ends the process at once. number: the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -33,22 +29,24 @@ class SecondSignal(KeyboardInterrupt):
 
 
 class _Keeper:
-    """Installs handlers, and refuses others of this process.
+    """An owner of signal handlers that ignores other handlers of this process.
 
-    install: `signal.signal` as it was before.
+    install: the original `signal.signal`.
     """
 
     def __init__(self, handlers: Mapping[signal.Signals, Handler]) -> None:
-        self.handlers, self.install, self._owner = dict(handlers), signal.signal, os.getpid()
+        self.handlers = dict(handlers)
+        self.install = signal.signal
+        self._owner = os.getpid()
 
     def hold(self) -> None:
-        # A blocked signal would wait for a thread that lets it in, and would not wake the main one.
+        # A blocked signal would stay pending, and would not wake the main thread.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.handlers)
         for number, handler in self.handlers.items():
             self.install(number, handler)
 
     def refuse(self, number: int, handler: Handler) -> Handler:
-        """Stand in for `signal.signal`: a forked child is another process, and does as it likes."""
+        """Replace `signal.signal`: ignore other handlers, except in a forked child."""
         if os.getpid() == self._owner and number in self.handlers:
             return self.handlers[signal.Signals(number)]
         return self.install(number, handler)
@@ -59,30 +57,33 @@ _keeper: _Keeper | None = None
 
 @contextmanager
 def kept(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Install handlers that no library replaces before the block ends; enter it in the main thread.
+    """Install handlers that no library can replace inside the block; enter it in the main thread.
 
-    `signal.signal` ignores other handlers for these signals meanwhile, and `hold` puts right what
-    bypasses it.
+    `signal.signal` ignores other handlers for these signals meanwhile, and `hold` repairs changes
+    that bypass it.
     """
     global _keeper
-    outer, previous = _keeper, {number: signal.getsignal(number) for number in handlers}
+    outer = _keeper
+    previous = {number: signal.getsignal(number) for number in handlers}
     keeper = _Keeper(handlers)
-    signal.signal, _keeper = keeper.refuse, keeper
+    signal.signal = keeper.refuse
+    _keeper = keeper
     try:
         keeper.hold()
         yield
     finally:
-        signal.signal, _keeper = keeper.install, outer
+        signal.signal = keeper.install
+        _keeper = outer
         for number, handler in previous.items():
             # None: a handler that was not installed from Python can't be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def hold() -> None:
-    """Install the kept handlers anew and let their signals in, in 11 microseconds.
+    """Reinstall the kept handlers and unblock their signals; it takes 11 microseconds.
 
-    This undoes what native code did to them by `sigaction` or by a mask. Without kept handlers, or
-    in another thread than the main one, it does nothing.
+    This undoes changes of native code by `sigaction` or by a mask. Without kept handlers, or
+    outside the main thread, it does nothing.
     """
     if _keeper is not None and threading.current_thread() is threading.main_thread():
         _keeper.hold()
@@ -90,29 +91,29 @@ def hold() -> None:
 
 @contextmanager
 def stops_on_signals(
-    ask: Callable[[signal.Signals], object], *, forwarded: bool = False
+    request_stop: Callable[[signal.Signals], object], *, forwarded: bool = False
 ) -> Iterator[None]:
-    """Call `ask` with the first SIGINT, SIGTERM or SIGHUP that arrives in the block; raise
-    SecondSignal for a second.
+    """Call `request_stop` with the first SIGINT, SIGTERM or SIGHUP in the block.
 
-    SIGHUP never counts as the second: a closed terminal sends several, and service managers send
-    one after SIGTERM. Nor does the first SIGINT or SIGTERM after it. Where SIGHUP was ignored
-    before (`nohup`), it stays ignored.
+    A second SIGINT or SIGTERM raises SecondSignal. SIGHUP never counts as the second: a closed
+    terminal sends several, and service managers send one after SIGTERM. Nor does the first SIGINT
+    or SIGTERM after a SIGHUP. If SIGHUP was ignored before (`nohup`), it stays ignored.
 
-    forwarded: no signal counts as the second, because the parent sends on what this process may
-    have got itself, as torchrun does under Slurm. It also kills what does not end.
+    forwarded: no signal counts as the second, because the parent process forwards signals that this
+    process may also get directly, as torchrun does under Slurm. The parent kills what does not end.
     """
-    asked, deliberate = False, False
+    requested = False
+    deliberate = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked, deliberate
+        nonlocal requested, deliberate
         if number in DELIBERATE and not forwarded:
             if deliberate:
                 raise SecondSignal(number)
             deliberate = True
-        if not asked:
-            asked = True
-            ask(signal.Signals(number))
+        if not requested:
+            requested = True
+            request_stop(signal.Signals(number))
 
     handlers: dict[signal.Signals, Handler] = dict.fromkeys(STOPPING, handle)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -123,11 +124,10 @@ def stops_on_signals(
 
 @contextmanager
 def spares_programs() -> Iterator[None]:
-    """Let programs that a library starts in the block outlive Ctrl-C and a closed terminal, whose
-    signals go to all of them.
+    """Let programs that a library starts in the block survive Ctrl-C and a closed terminal.
 
-    They inherit a mask that blocks SIGINT and SIGHUP; this process gets what was blocked meanwhile
-    at the end.
+    They inherit a mask that blocks SIGINT and SIGHUP. This process gets signals that arrive
+    meanwhile at the end of the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
     try:

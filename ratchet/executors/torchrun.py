@@ -1,9 +1,9 @@
-"""Groups on the processes that torchrun started: that of rank 0 drives, and works too; the others
-serve it through sockets.
+"""Worker groups on the processes that torchrun started.
 
-Ranks meet at the store of torchrun's own, where rank 0 leaves its address and a secret. Who knows
-the secret may connect, so a run is as private as its store is: a matter of the network, as with
-everything that torchrun starts.
+Rank 0 is the driver and also a worker; the other ranks serve it through sockets. Ranks meet at
+torchrun's own store, where rank 0 writes its address and a secret. A process with the secret may
+connect, so a run is as private as the store: it depends on the network, as everything that torchrun
+starts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ratchet.observe.stall_report import waiting
 
 NONCE_BYTES, PROOF_BYTES = 32, 64
 LINE_BYTES = 2**16
-ANSWER_S = 10.0  # for who has connected to say who it is
+ANSWER_S = 10.0  # for a connected process to identify itself
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What torchrun says to each process, by environment variables."""
+    """The ranks that torchrun gives a process by environment variables."""
 
     rank: int
     world_size: int
@@ -50,55 +50,63 @@ class Launched:
 
     @classmethod
     def here(cls) -> Launched | None:
-        """None where this process is none of several that torchrun started."""
-        said = [
+        """Return this process's ranks; None unless torchrun started more than one process."""
+        values = [
             os.environ.get(name, "")
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         ]
-        return cls(*map(int, said[:3])) if all(said) and int(said[1]) > 1 else None
+        return cls(*map(int, values[:3])) if all(values) and int(values[1]) > 1 else None
 
 
 class TorchrunExecutor:
-    """Made in the process of rank 0; `close` then is a must, as the others wait for it. `plan`
-    waits for them to come."""
+    """The executor in the process of rank 0.
+
+    `plan` waits for the other processes to connect. Always call `close`, for which they wait.
+    """
 
     def __init__(self, config: TorchrunClusterConfig, *, threads: int, device: str) -> None:
-        """Raises ConfigError where torchrun did not start this process."""
+        """Create the executor. Raises ConfigError unless torchrun started several processes."""
         launched = Launched.here()
         if launched is None:
             raise ConfigError(
                 "cluster.kind is torchrun, and this process is none of several that torchrun "
-                "started: start it as "
-                "torchrun --nproc-per-node N -m ratchet train RECIPE, or set cluster.kind=local"
+                "started: start it as torchrun --nproc-per-node N -m ratchet train RECIPE, or set "
+                "cluster.kind=local"
             )
-        self.config, self.threads, self.device = config, threads, device
+        self.config = config
+        self.threads = threads
+        self.device = device
         self._hub = _Hub(launched, config)
         self._cluster: VirtualCluster | None = None
         self._groups: list[WorkerGroup] = []
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
-        """A component of this process."""
+        """Return a component of this process."""
         return factory(**arguments)
 
     def plan(self, needs: Sequence[Need]) -> None:
-        """Says what the groups will need, all of them. Raises ConfigError where there are not
-        enough processes, and WorkerError where one of them does not come."""
+        """Assign processes to all roles, before the first group is started.
+
+        Raises ConfigError if there are too few processes, and WorkerError if one of them does not
+        connect.
+        """
         wide = next((need for need in needs if need.gpus > 1), None)
         if wide is not None:
             raise ConfigError(
                 f"role '{wide.role}' asks for {wide}: under torchrun a rank has one; use "
                 "cluster.kind=ray or local"
             )
-        here: Counter[str] = Counter(process.host for process in self._hub.processes)
+        counts: Counter[str] = Counter(process.host for process in self._hub.processes)
         nodes = [
-            Node(host, count, tuple(map(Accelerator, range(count)))) for host, count in here.items()
+            Node(host, count, tuple(map(Accelerator, range(count))))
+            for host, count in counts.items()
         ]
         self._cluster = VirtualCluster(ResourceManager(nodes))
-        # an accelerator stands for a process
+        # In this inventory an accelerator stands for a process.
         self._cluster.plan([replace(need, gpus=1, cpus=0.0) for need in needs])
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
-        """On processes that are there already: of a role, or of one rank of it."""
+        """Return the group of a planned role, or of one rank of it, on the running processes."""
         assert self._cluster is not None, "a group before the plan"
         bundles = self._cluster.bundles(role)
         on_host: Counter[str] = Counter(process.host for process in self._hub.processes)
@@ -108,10 +116,6 @@ class TorchrunExecutor:
             bundle = bundles[number]
             process = self._hub.at(bundle.node, bundle.accelerators[0].index)
             device = "cpu" if self.device == "cpu" else f"cuda:{process.local_rank}"
-            threads, where = (
-                max(1, self.threads // on_host[process.host]),
-                f"{process.host}:{ports}",
-            )
             places.append(
                 Place(
                     role,
@@ -119,8 +123,8 @@ class TorchrunExecutor:
                     len(bundles),
                     bundle.local_rank,
                     process.host,
-                    where,
-                    threads,
+                    f"{process.host}:{ports}",
+                    max(1, self.threads // on_host[process.host]),
                     device,
                 )
             )
@@ -132,7 +136,7 @@ class TorchrunExecutor:
         return group
 
     def close(self) -> None:
-        """Ends all groups, and the other processes."""
+        """End all groups, and the other processes."""
         for group in self._groups:
             group.close()
         self._hub.close()
@@ -140,39 +144,39 @@ class TorchrunExecutor:
 
 
 def serve_rank(launched: Launched) -> int:
-    """What the process of another rank than 0 does: it works for rank 0 until that ends it. Returns
-    the exit status.
+    """Serve rank 0 from another rank until rank 0 ends it. Returns the exit status.
 
-    SIGTERM, SIGINT and SIGHUP, which torchrun sends to all ranks, are for rank 0, which needs the
-    others to end its step.
+    torchrun sends SIGTERM, SIGINT and SIGHUP to all ranks. Only rank 0 handles them, because it
+    needs the other ranks to finish its step.
     """
-    # Not SIG_IGN, which programs that it starts would inherit.
+    # The handler is not SIG_IGN, because programs that this process starts would inherit that.
     with kept(dict.fromkeys(STOPPING, lambda number, frame: None)):
         return _serve_rank(launched)
 
 
 def _serve_rank(launched: Launched) -> int:
-    said = json.loads(_store(launched).get("driver"))
-    address, secret = (said["host"], said["port"]), said["secret"]
-    own = _own_host()
+    driver = json.loads(_store(launched).get("driver"))
+    address = driver["host"], driver["port"]
+    secret = driver["secret"]
+    host = _own_host()
 
     def connect(purpose: str) -> socket.socket:
         connection = socket.create_connection(address, timeout=START_S)
         proof = hmac.new(
             secret.encode(), connection.recv(NONCE_BYTES, socket.MSG_WAITALL), "sha256"
         ).hexdigest()
-        who = {
+        identity = {
             "rank": launched.rank,
             "local_rank": launched.local_rank,
-            "host": own,
+            "host": host,
             "purpose": purpose,
         }
-        connection.sendall(proof.encode() + json.dumps(who).encode() + b"\n")
-        _keep(connection)
+        connection.sendall(proof.encode() + json.dumps(identity).encode() + b"\n")
+        _keep_open(connection)
         return connection
 
     def work(number: str) -> None:
-        serve(connect(number), lost=_end)
+        serve(connect(number), on_driver_lost=_end)
 
     with connect("control") as control, control.makefile("r") as orders:
         for order in orders:
@@ -185,14 +189,14 @@ def _serve_rank(launched: Launched) -> int:
 
 
 def _end() -> NoReturn:
-    """The driver is gone."""
+    """End this process, and its group if it leads one, because the driver is gone."""
     if os.getpgid(0) == os.getpid():
         end_group()
     os._exit(1)
 
 
-def _keep(connection: socket.socket) -> None:
-    """Without a deadline, but not beyond the other machine's end."""
+def _keep_open(connection: socket.socket) -> None:
+    """Remove a connection's deadline, and let it end if the other machine is gone."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -206,7 +210,7 @@ def _keep(connection: socket.socket) -> None:
 
 
 def _own_host() -> str:
-    """The address that this machine has on the way to rank 0."""
+    """Return this machine's address on the route to rank 0."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         return probe.getsockname()[0]
@@ -215,9 +219,9 @@ def _own_host() -> str:
 def _store(launched: Launched) -> Any:
     import torch.distributed as dist
 
-    # torchrun's agent serves it; where somebody else set the variables, rank 0 does. Taken out of
-    # the environment: with it init_process_group would look for a server at every address, and
-    # groups have addresses of their own.
+    # torchrun's agent serves the store; if another program set the variables, rank 0 does. The
+    # variable is removed from the environment: with it `init_process_group` would expect a server
+    # at every address, and groups have other addresses.
     serves = os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", "") != "True" and launched.rank == 0
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(
@@ -228,16 +232,16 @@ def _store(launched: Launched) -> Any:
 
 @dataclass(frozen=True)
 class _Process:
-    """local_rank: torchrun's. control: None for the driver's own."""
+    """A process that torchrun started."""
 
     rank: int
-    local_rank: int
+    local_rank: int  # as torchrun gave it
     host: str
-    control: socket.socket | None = None
+    control: socket.socket | None = None  # the connection for orders; None: the driver's process
 
 
 class _Hub:
-    """The driver's end of all connections."""
+    """The driver's connections to all other processes."""
 
     def __init__(self, launched: Launched, config: TorchrunClusterConfig) -> None:
         self._silence_s = config.silence_s
@@ -246,44 +250,54 @@ class _Hub:
         self._listener.listen()
         self._secret = secrets.token_hex(32)
         self._store = _store(launched)
-        where = {"host": host, "port": self._listener.getsockname()[1], "secret": self._secret}
-        self._store.set("driver", json.dumps(where))
+        driver = {"host": host, "port": self._listener.getsockname()[1], "secret": self._secret}
+        self._store.set("driver", json.dumps(driver))
         self._numbers = 0
-        self._come: Future[list[_Process]] = Future()
-        own = _Process(0, launched.local_rank, host)
+        self._connected: Future[list[_Process]] = Future()
+        this_process = _Process(0, launched.local_rank, host)
         threading.Thread(
-            target=self._gather, args=(own, launched.world_size), name="torchrun", daemon=True
+            target=self._gather,
+            args=(this_process, launched.world_size),
+            name="torchrun",
+            daemon=True,
         ).start()
 
     @property
     def processes(self) -> list[_Process]:
-        """By rank. Waits for them. Raises WorkerError where one does not come."""
-        with waiting("driver", "connect", "the other ranks of torchrun", START_S):
-            return self._come.result()
+        """Wait for all processes and return them by rank.
 
-    def _gather(self, own: _Process, world_size: int) -> None:
-        """In a thread of its own: the others come before the driver has anything for them to do."""
+        Raises WorkerError if one does not connect.
+        """
+        with waiting("driver", "connect", "the other ranks of torchrun", START_S):
+            return self._connected.result()
+
+    def _gather(self, this_process: _Process, world_size: int) -> None:
+        """Accept the other processes, in a thread, since they connect before the driver needs
+        them."""
         try:
             others = [self._accept("control") for _ in range(world_size - 1)]
-            self._come.set_result(sorted([own, *others], key=lambda process: process.rank))
+            processes = sorted([this_process, *others], key=lambda process: process.rank)
+            self._connected.set_result(processes)
         except WorkerError as error:
-            self._come.set_exception(error)
+            self._connected.set_exception(error)
 
     def at(self, host: str, position: int) -> _Process:
+        """Return the process at a position among those of a host."""
         return [process for process in self.processes if process.host == host][position]
 
     def member(self, process: _Process, name: Name) -> SocketMember:
+        """Start a worker in a process and return its handle."""
         if process.control is None:
-            ours, theirs = socket.socketpair()
+            driver_end, worker_end = socket.socketpair()
             threading.Thread(
                 target=serve,
-                args=(theirs,),
-                kwargs={"lost": lambda: None},
+                args=(worker_end,),
+                kwargs={"on_driver_lost": lambda: None},
                 name=str(name),
                 daemon=True,
             ).start()
             return SocketMember(
-                name, ours, self._silence_s, lambda: ("its thread in the driver ended", "")
+                name, driver_end, self._silence_s, lambda: ("its thread in the driver ended", "")
             )
         self._numbers += 1
         process.control.sendall(f"{self._numbers}\n".encode())
@@ -292,7 +306,8 @@ class _Hub:
         return _Remote(name, connection, self._silence_s, lambda: ("its connection was closed", ""))
 
     def close(self) -> None:
-        with contextlib.suppress(WorkerError):  # who did not come needs no end
+        """Order all other processes to end."""
+        with contextlib.suppress(WorkerError):  # a process that did not connect needs no order
             for process in self.processes:
                 if process.control is not None:
                     with contextlib.suppress(OSError):
@@ -301,32 +316,37 @@ class _Hub:
         self._listener.close()
 
     def _accept(self, purpose: str) -> _Process:
-        """The next who knows the secret. Raises WorkerError where nobody comes in time."""
+        """Accept the next process that proves knowledge of the secret and has this purpose.
+
+        Raises WorkerError if none connects in time.
+        """
         end = time.monotonic() + START_S
-        while (left := end - time.monotonic()) > 0:
-            self._listener.settimeout(left)
+        while (remaining_s := end - time.monotonic()) > 0:
+            self._listener.settimeout(remaining_s)
             with contextlib.suppress(OSError, ValueError):
                 connection, _ = self._listener.accept()
-                connection.settimeout(min(left, ANSWER_S))
+                connection.settimeout(min(remaining_s, ANSWER_S))
                 nonce = secrets.token_bytes(NONCE_BYTES)
                 connection.sendall(nonce)
                 proof = connection.recv(PROOF_BYTES, socket.MSG_WAITALL)
-                wanted = hmac.new(self._secret.encode(), nonce, "sha256").hexdigest().encode()
-                if not hmac.compare_digest(proof, wanted):
+                expected = hmac.new(self._secret.encode(), nonce, "sha256").hexdigest().encode()
+                if not hmac.compare_digest(proof, expected):
                     connection.close()
                     continue
-                who = json.loads(_line(connection))
-                if who["purpose"] == purpose:
-                    _keep(connection)
-                    return _Process(who["rank"], who["local_rank"], who["host"], connection)
+                identity = json.loads(_read_line(connection))
+                if identity["purpose"] == purpose:
+                    _keep_open(connection)
+                    return _Process(
+                        identity["rank"], identity["local_rank"], identity["host"], connection
+                    )
         raise WorkerError(
             f"a process of torchrun did not connect to rank 0 within {START_S:g} s; look at what "
             "it printed"
         )
 
 
-def _line(connection: socket.socket) -> bytes:
-    """Byte by byte: what comes after it is not for us."""
+def _read_line(connection: socket.socket) -> bytes:
+    """Read a line byte by byte, because the bytes after it belong to another reader."""
     read = bytearray()
     while not read.endswith(b"\n") and len(read) < LINE_BYTES:
         piece = connection.recv(1)
@@ -337,9 +357,11 @@ def _line(connection: socket.socket) -> bytes:
 
 
 class _Remote(SocketMember):
+    """The handle of a worker in another process of torchrun."""
+
     def kill(self) -> None:
-        """One that is stopped does not see its connection end."""
+        """Kill the process directly too: a stopped one does not see its connection end."""
         super().kill()
-        if self.pid is not None and self.said_host == socket.gethostname():
+        if self.pid is not None and self.reported_host == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""The rank of a group, in the process that it lives in: makes a component there, and runs its
-methods, one at a time, in order.
+"""A rank of a worker group in its process: it creates a component and runs its methods, one at a
+time, in order.
 
-How calls come here is the executor's: by a socket (`ratchet.executors.worker_main`) or by Ray.
+The executor delivers the calls: by a socket (`ratchet.executors.worker_main`) or by Ray.
 """
 
 from __future__ import annotations
@@ -24,31 +24,22 @@ from ratchet.utils.object_store import keep_as
 
 @dataclass(frozen=True)
 class Place:
-    """Where a component lives, and with whom. Every component of a `WorkerGroup` is made with its
-    own as the first argument.
-
-    local_rank: among the ranks of its group on this host. host: of this rank, as others reach it.
-    rendezvous: "host:port" for `torch.distributed.init_process_group("tcp://...")` of the group's
-    ranks, free on the host of rank 0. threads: for one operation. device: "cpu", or "cuda:N" among
-    those that the process sees.
-    """
+    """The rank and resources of a component; every component gets it as its first argument."""
 
     role: str
     rank: int
     world_size: int
-    local_rank: int
-    host: str
+    local_rank: int  # among the ranks of its group on this host
+    host: str  # this rank's host, as other ranks reach it
+    # "host:port" for `torch.distributed.init_process_group("tcp://...")` of the group's ranks; it
+    # is free on the host of rank 0.
     rendezvous: str
-    threads: int
-    device: str
-
-    @property
-    def who(self) -> str:
-        return f"{self.role} rank {self.rank} of {self.world_size}"
+    threads: int  # for one operation
+    device: str  # "cpu", or "cuda:N" among the accelerators that the process sees
 
 
 class Worker:
-    """Holds one component. Everything here happens in one thread."""
+    """A holder of one component, which runs in one thread."""
 
     def __init__(self) -> None:
         keep_as(os.environ)
@@ -57,48 +48,57 @@ class Worker:
         self._reserved: socket.socket | None = None
 
     def answer(self, request: Parcel) -> tuple[Kind, Parcel]:
-        """Runs a request, packed (operation, arguments): RESULT with what it returned, or RAISED
-        with (the packed error or None where it can't be sent, "Type: message", its traceback)."""
+        """Run a packed request (operation, arguments) and return its packed result.
+
+        The kind is RESULT with the returned value, or RAISED with (packed error, "Type: message",
+        traceback). The packed error is None if it can't be sent.
+        """
         try:
             operation, arguments = unpack(request)
             return Kind.RESULT, pack(getattr(self, operation)(*arguments))
-        except (Exception, SystemExit) as error:  # anybody's code; the driver raises it
-            return Kind.RAISED, _packed_error(error)
+        except (Exception, SystemExit) as error:  # the component's error; the driver raises it
+            return Kind.RAISED, _pack_error(error)
 
     def greet(self) -> dict[str, Any]:
+        """Return the versions, process id and host of this worker."""
         return versions() | {"pid": os.getpid(), "host": socket.gethostname()}
 
     def reserve(self, host: str, ports: tuple[int, int] | None) -> str:
-        """A "host:port" that no other program here gets: bound, and not listened on, until the
-        component does so.
+        """Reserve a port on this host and return "host:port".
 
-        Raises PortBusy where none of `ports` (first, last) is free.
+        The port is bound, so that no other program gets it, but not listened on: the component can
+        bind it too. Raises PortBusy if none of `ports` (first, last) is free.
         """
         self._reserved = bound("", ports)
         return f"{host}:{self._reserved.getsockname()[1]}"
 
     def build(self, place: Place, factory: str, arguments: Mapping[str, Any]) -> None:
-        """Makes the component: `factory` ("module:callable") of the place and the arguments. One
-        made before is closed."""
+        """Create the component, after closing the previous one.
+
+        factory: "module:callable", which is called with the place and the arguments.
+        """
         self.close()
-        os.environ["OMP_NUM_THREADS"] = str(place.threads)  # of programs that it starts
+        os.environ["OMP_NUM_THREADS"] = str(place.threads)  # for programs that it starts
         if "torch" in sys.modules:
             import torch
 
             torch.set_num_threads(place.threads)
-        self._component = self._awaited(imported(factory)(place, **arguments))
+        self._component = self._await_result(imported(factory)(place, **arguments))
 
     def call(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """Run a method of the component."""
         if self._component is None:
             raise RuntimeError(f"'{method}' was called before build")
-        return self._awaited(getattr(self._component, method)(*arguments, **named))
+        return self._await_result(getattr(self._component, method)(*arguments, **named))
 
     def close(self) -> None:
-        component, self._component = self._component, None
+        """Close the component, if it has a `close`."""
+        component = self._component
+        self._component = None
         if component is not None and hasattr(component, "close"):
-            self._awaited(component.close())
+            self._await_result(component.close())
 
-    def _awaited(self, result: Any) -> Any:
+    def _await_result(self, result: Any) -> Any:
         if not inspect.isawaitable(result):
             return result
 
@@ -109,29 +109,32 @@ class Worker:
 
 
 def bound(host: str, ports: tuple[int, int] | None) -> socket.socket:
-    """A socket at the first free one of `ports` (first, last; None: any). Raises PortBusy."""
+    """Return a socket bound to the first free port of `ports`. Raises PortBusy if none is free.
+
+    ports: (first, last); None: any port.
+    """
     first, last = ports or (0, 0)
     for port in range(first, last + 1):
-        found = socket.socket()
-        # so that it can be bound again to be listened on
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener = socket.socket()
+        # The option lets the port be bound again, to be listened on.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind((host, port))
+            listener.bind((host, port))
         except OSError:
-            found.close()
+            listener.close()
             continue
-        return found
+        return listener
     raise PortBusy(
         f"none of the ports {first} to {last} is free on {socket.gethostname()}: end what listens "
         "there, or set cluster.ports"
     )
 
 
-def _packed_error(error: BaseException) -> Parcel:
+def _pack_error(error: BaseException) -> Parcel:
     text = "".join(traceback.format_exception(error))
-    said = traceback.format_exception_only(error)[0].strip()
+    summary = traceback.format_exception_only(error)[0].strip()
     try:
         packed: Parcel | None = pack(error)
-    except Exception:  # whatever its own __reduce__ does
+    except Exception:  # a custom __reduce__ may raise any type
         packed = None
-    return pack((packed, said, text))
+    return pack((packed, summary, text))

@@ -1,5 +1,4 @@
-"""One rank of a group as the driver sees it: calls that wait for its answers, its silences, and its
-end."""
+"""The driver's handle of one worker: its pending calls, its heartbeats and its end."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from ratchet.errors import VersionMismatch, WorkerDied, WorkerError
 from ratchet.executors.protocol import Kind, Parcel, receive, send, versions
 from ratchet.observe.stall_report import note, report
 
-START_S = 180.0  # until the first sign of life: imports, on a machine that does much else
+START_S = 180.0  # until the first message; imports take long on a busy machine
 Answer = tuple[Kind, Parcel]
 
 
 @dataclass(frozen=True)
 class Name:
-    """Of a rank, in messages."""
+    """The name of a rank in messages."""
 
     role: str
     rank: int
@@ -37,8 +36,11 @@ class Name:
 
 
 class Member(abc.ABC):
-    """gone: done when the process has ended or was given up; with None where it was asked to, else
-    with the error."""
+    """The handle of one worker process.
+
+    The future `gone` is done when the process has ended or was given up. Its result is None if the
+    driver closed the worker, else the error.
+    """
 
     def __init__(self, name: Name, silence_s: float) -> None:
         self.name = name
@@ -46,21 +48,25 @@ class Member(abc.ABC):
         self.closing = False
         self._silence_s = silence_s
         self._silent_s: float = 0.0
-        self.pid: int | None = None  # as it says, on the machine that it calls so
-        self.said_host = ""
+        # Process id and host as the worker reported them.
+        self.pid: int | None = None
+        self.reported_host = ""
         self._greeted = False
-        self._over: WorkerError | None = None  # what those who still call are told
+        self._final_error: WorkerError | None = None  # raised by every later call
         self._calls: dict[int, tuple[str, Future[Answer]]] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
     def submit(self, request: Any, name: str) -> Future[Answer]:
-        """Its answers come in the order of the requests. The future fails with the WorkerError that
-        ends the process."""
+        """Send a request and return the future of its answer.
+
+        Answers come in the order of the requests. The future fails with the WorkerError that ends
+        the process.
+        """
         answer: Future[Answer] = Future()
         with self._lock:
-            if self._over is not None:
-                answer.set_exception(self._over)
+            if self._final_error is not None:
+                answer.set_exception(self._final_error)
                 return answer
             number = next(self._numbers)
             self._calls[number] = name, answer
@@ -69,24 +75,28 @@ class Member(abc.ABC):
         return answer
 
     def share(self, request: Parcel) -> Any:
-        """The form in which the same request is given to several members of this kind."""
+        """Return the form of a request that is sent to several workers of this kind."""
         return request
 
     def check(self, passed_s: float) -> None:
-        """To be called every so often. Ends a process from which nothing was heard for too long.
-        What passes while the driver itself is stopped counts as little as one such call."""
+        """End a process that has been silent for too long. Call this regularly.
+
+        passed_s: time since the last check as the caller counts it. Time during which the driver
+        itself was stopped thus counts as one interval only.
+        """
         if self.gone.done():
             return
         self._silent_s += passed_s
         if self._silent_s > (self._silence_s if self._greeted else START_S):
             why = "" if self._greeted else ": it never started"
-            silent = self.died(
-                f"was silent for {self._silent_s:.0f} s{why}{self.state()}, and was killed"
+            silent = self.death_error(
+                f"was silent for {self._silent_s:.0f} s{why}{self.describe_state()}, and was killed"
             )
             silent.add_note(report())
             self.give_up(silent)
 
-    def died(self, how: str, signal: str = "") -> WorkerDied:
+    def death_error(self, how: str, signal: str = "") -> WorkerDied:
+        """Return the error of a dead worker. how: what happened, after the worker's name."""
         doing = next((f" in '{name}'" for name, _ in self._calls.values()), "")
         n = self.name
         return WorkerDied(
@@ -99,73 +109,82 @@ class Member(abc.ABC):
         )
 
     def give_up(self, error: WorkerError) -> None:
-        """Kills it. Whoever waits for it gets the error. Does not block."""
+        """Kill the process and fail all its calls with the error. Does not block."""
         self._end(error)
         self.kill()
 
     def tail(self) -> str:
-        """The last lines that it wrote, where they can be read."""
+        """Return the last lines of its log; "" if they can't be read."""
         return ""
 
-    def state(self) -> str:
-        """What the system says of a process that is silent: " (...)" or nothing."""
+    def describe_state(self) -> str:
+        """Return the system's view of a silent process as " (...)"; "" if there is none."""
         return ""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Asks it to close its component and to end. Does not block."""
+        """Send the order to close its component and to end. Does not block."""
 
     @abc.abstractmethod
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """Kill the process. Does not block."""
 
     @abc.abstractmethod
     def _send(self, number: int, request: Any) -> None:
-        """Must not block."""
+        """Send a request. An implementation must not block."""
 
-    # --- for those that hear of it
+    # --- events that subclasses report
 
-    def _heard(self) -> None:
+    def _note_life(self) -> None:
         self._silent_s = 0.0
 
-    def _greet(self, said: Mapping[str, Any]) -> None:
-        """Raises VersionMismatch."""
-        here = versions()
-        other = {key: said.get(key) for key in here}
-        if other != here:
+    def _check_greeting(self, greeting: Mapping[str, Any]) -> None:
+        """Check the worker's greeting. Raises VersionMismatch."""
+        expected = versions()
+        actual = {key: greeting.get(key) for key in expected}
+        if actual != expected:
             differs = ", ".join(
-                f"{key} {here[key]} here and {other[key]} there"
-                for key in here
-                if here[key] != other[key]
+                f"{key} {expected[key]} here and {actual[key]} there"
+                for key in expected
+                if expected[key] != actual[key]
             )
             raise VersionMismatch(
                 f"{self.name} runs another version than the driver: {differs}; install the same on "
                 "all hosts"
             )
-        self._greeted, self.pid, self.said_host = True, said["pid"], said["host"]
+        self._greeted = True
+        self.pid = greeting["pid"]
+        self.reported_host = greeting["host"]
 
-    def _take(self, number: int, answer: Answer) -> None:
+    def _complete(self, number: int, answer: Answer) -> None:
         with self._lock:
             name, future = self._calls.pop(number, ("", None))
         note(str(self.name), f"answered '{name}'")
-        if future is not None:  # nobody waits for what came after it was given up
+        if future is not None:  # None: the call has failed already, as the worker was given up
             future.set_result(answer)
 
     def _end(self, error: WorkerError | None) -> None:
-        """Those who wait for it hear of it before those who would end its group, and so learn the
-        cause."""
+        """Fail all calls, then report the end.
+
+        The calls fail before `gone` is done, which ends the group, so they get the first cause.
+        """
         with self._lock:
-            if self._over is not None:
+            if self._final_error is not None:
                 return
-            self._over = error or WorkerError(f"{self.name} was closed")
-            calls, self._calls = self._calls, {}
+            self._final_error = error or WorkerError(f"{self.name} was closed")
+            calls = self._calls
+            self._calls = {}
         for _, future in calls.values():
-            future.set_exception(self._over)
+            future.set_exception(self._final_error)
         self.gone.set_result(error)
 
 
 class SocketMember(Member):
-    """Behind a socket (`ratchet.executors.worker_main` at its other end). how: waits a little for
-    the process to be gone, and says how it ended, in words, and the signal's name."""
+    """The handle of a worker behind a socket; `ratchet.executors.worker_main` is its other end.
+
+    how: waits briefly for the process to end, and returns how it ended, in words, and the name of
+    the signal that ended it or "".
+    """
 
     def __init__(
         self,
@@ -175,7 +194,8 @@ class SocketMember(Member):
         how: Callable[[], tuple[str, str]],
     ) -> None:
         super().__init__(name, silence_s)
-        self._connection, self._how = connection, how
+        self._connection = connection
+        self._describe_end = how
         self._requests: queue.SimpleQueue[tuple[Kind, int, Parcel | None] | None] = (
             queue.SimpleQueue()
         )
@@ -187,10 +207,10 @@ class SocketMember(Member):
         self._requests.put((Kind.CLOSE, 0, None))
 
     def kill(self) -> None:
-        """The process ends with its connection."""
-        self._hang_up()
+        """Close the connection, which ends the process."""
+        self._shut_connection()
 
-    def _hang_up(self) -> None:
+    def _shut_connection(self) -> None:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -201,33 +221,35 @@ class SocketMember(Member):
         while (request := self._requests.get()) is not None:
             try:
                 send(self._connection, *request)
-            except OSError:  # the reader hears of it too, and says how it ended
+            except OSError:  # the reading thread notices it too, and reports how it ended
                 return
 
     def _read(self) -> None:
         try:
             while True:
-                kind, number, parcel = receive(self._connection, self._heard)
+                kind, number, parcel = receive(self._connection, self._note_life)
                 if kind is Kind.HELLO:
-                    self._greet(json.loads(parcel.head))
+                    self._check_greeting(json.loads(parcel.head))
                 elif not self._greeted:
                     raise VersionMismatch(
                         f"{self.name} speaks another protocol than the driver: install the same "
                         "version there"
                     )
                 elif kind is not Kind.BEAT:
-                    self._take(number, (kind, parcel))
+                    self._complete(number, (kind, parcel))
         except EOFError:
             if not self.gone.done():
-                how, signal = self._how()
+                how, signal = self._describe_end()
                 self._end(
-                    None if self.closing and not signal else self.died(f"died ({how})", signal)
+                    None
+                    if self.closing and not signal
+                    else self.death_error(f"died ({how})", signal)
                 )
                 if not self.closing:
                     self.kill()
         except WorkerError as error:
             self.give_up(error)
         finally:
-            self._hang_up()
+            self._shut_connection()
             self._requests.put(None)
             self._connection.close()

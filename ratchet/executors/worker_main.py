@@ -1,5 +1,7 @@
-"""A worker behind a socket: reads calls, runs them, answers, and shows that it lives. It ends with
-the driver."""
+"""Run a worker behind a socket: it reads calls, runs them, replies and sends heartbeats.
+
+The worker ends with the driver.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,33 @@ from ratchet.executors.protocol import Kind, Parcel, receive, send
 from ratchet.executors.shm_cleanup import remove, shared_by
 from ratchet.executors.worker import Worker
 
-BEAT_S = 1.0  # between signs of life
-# a log file that grew beyond the first is cut to its last part
+BEAT_S = 1.0  # between heartbeats
+# A log file larger than LOG_BYTES is truncated to its last KEPT_BYTES.
 LOG_BYTES, KEPT_BYTES = 4 * 2**20, 2**16
 PR_SET_PDEATHSIG = 1
 
 
 def serve(
-    connection: socket.socket, log: Path | None = None, *, lost: Callable[[], object]
+    connection: socket.socket, log: Path | None = None, *, on_driver_lost: Callable[[], object]
 ) -> None:
-    """Returns when the driver says so. lost: called in another thread when the driver is gone,
-    whatever happens here."""
-    worker, calls = Worker(), queue.SimpleQueue[tuple[int, Parcel] | None]()
-    closed, sending = threading.Event(), threading.Lock()
+    """Run a worker until the driver closes it.
+
+    Args:
+        connection: the socket to the driver.
+        log: the worker's log file, which is kept small; None: it has none.
+        on_driver_lost: called in another thread if the connection ends without a close, even
+            while a call runs.
+    """
+    worker = Worker()
+    calls: queue.SimpleQueue[tuple[int, Parcel] | None] = queue.SimpleQueue()
+    closed = threading.Event()
+    sending = threading.Lock()
 
     def write(kind: Kind, number: int = 0, parcel: Parcel | None = None) -> None:
         try:
             with sending:
                 send(connection, kind, number, parcel)
-        except OSError:  # the reader sees it too, and ends us
+        except OSError:  # the reading thread sees it too, and ends the worker
             pass
 
     def read() -> None:
@@ -50,14 +60,14 @@ def serve(
                 calls.put((number, parcel))
         except EOFError:
             if not closed.is_set():
-                lost()
+                on_driver_lost()
         calls.put(None)
 
     def beat() -> None:
         while not closed.wait(BEAT_S):
             write(Kind.BEAT)
             if log is not None:
-                _bound(log)
+                _truncate_log(log)
 
     write(Kind.HELLO, parcel=Parcel(json.dumps(worker.greet()).encode()))
     for job in (read, beat):
@@ -77,8 +87,11 @@ def _numbered(answer: tuple[Kind, Parcel], number: int) -> tuple[Kind, int, Parc
     return kind, number, parcel
 
 
-def _bound(log: Path) -> None:
-    """What is written meanwhile may be lost; a disk that is full of it would be worse."""
+def _truncate_log(log: Path) -> None:
+    """Truncate a large log to its last part.
+
+    Lines written meanwhile may be lost; a full disk would be worse.
+    """
     try:
         if log.stat().st_size <= LOG_BYTES:
             return
@@ -88,13 +101,15 @@ def _bound(log: Path) -> None:
             file.seek(0)
             file.truncate()
             file.write(kept)
-    except OSError:  # removed, or the disk is full: no reason to stop
+    except OSError:  # it was removed, or the disk is full; the worker can continue
         pass
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """The kernel signals this process when the thread that started it ends. On other systems than
-    Linux the end of the connection has to do."""
+    """Let the kernel signal this process when the thread that started it ends.
+
+    On systems other than Linux the process notices only the end of its connection.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
     if os.getppid() != parent:
@@ -102,15 +117,14 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 def end_group() -> NoReturn:
-    """Of this process, with all that it started and left in its group, and what they have in shared
-    memory."""
+    """Kill this process and its process group, after removing their shared memory."""
     remove(shared_by(os.getpgrp()))
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("it is dead")
 
 
 def log_to(path: Path) -> None:
-    """Standard output, standard error and logging of this process go to the end of a file."""
+    """Append standard output, standard error and logging of this process to a file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
@@ -123,7 +137,7 @@ def log_to(path: Path) -> None:
 
 
 def tail_of(path: Path, lines: int = 20) -> str:
-    """The last lines; "" where there are none."""
+    """Return the last lines of a file; "" if it can't be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - KEPT_BYTES))

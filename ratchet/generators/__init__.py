@@ -1,1 +1,1 @@
-"""Generators: the embedded engine, vLLM and transformers behind one protocol."""
+"""Generators run the embedded engine, vLLM or transformers behind one protocol."""

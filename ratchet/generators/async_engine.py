@@ -1,7 +1,7 @@
-"""The asynchronous front of the generators of this process: callers wait, a single task makes the
-steps.
+"""The asynchronous interface of the generators of this process: callers wait while a single task
+runs the core's steps.
 
-A step runs in the event loop's own thread, so that between two steps nothing runs: pausing and
+A step runs in the event loop's thread, so no step runs while other code does: pausing and
 committing need no locks.
 """
 
@@ -27,20 +27,23 @@ from ratchet.types import Completion, Placed, Sampling
 
 
 class Front:
-    """Implements `Generator` on a `Core`.
+    """A `Generator` that runs requests on an `EngineCore`.
 
-    A commit while requests run: the tokens that they have stay, with their version; the next ones
-    are drawn from the new weights, over keys and values that are computed anew, unless `keep_kv`.
-    Kept ones save a forward over all running requests, and make what follows a mixture of two
-    policies that no learner can score exactly.
+    When weights are committed while requests run, their tokens so far stay, with their version. The
+    next tokens are drawn from the new weights, over keys and values that are recomputed unless
+    `keep_kv`. Kept ones save a forward over all running requests, but the completion is then a
+    mixture of two policies that no learner can score exactly.
 
-    weights, parameters, quantised: see `Staging`. tokenizer: needed for requests with stop strings
-    only. policy: the model that the core reads, where it can have an adapter. adapters: says which
-    others requests may name. reads_media: whether the model does.
+    Args:
+        weights, parameters, quantised: see `WeightStaging`.
+        tokenizer: needed for requests with stop strings only.
+        policy: the model that the core reads, if it can have an adapter.
+        adapters: gives the names of further adapters that requests may select.
+        reads_media: True if the model reads media.
     """
 
-    shares_weights = True  # the learner's optimizer changes the very tensors that the core reads
-    # that weights are brought to here, whatever is sent; None: as they come
+    shares_weights = True  # the learner's optimizer changes the same tensors that the core reads
+    # Format to which received weights are converted; None: they are kept as sent.
     precision: str | None = None
 
     def __init__(
@@ -60,7 +63,7 @@ class Front:
         quantised: Callable[[], Iterable[Quantised]] = tuple,
     ) -> None:
         self.core, self.keep_kv, self.policy = core, keep_kv, policy
-        self.entrance = Entrance(
+        self.validator = Entrance(
             vocab_size, max_context, tokenizer, records_routes, adapters, reads_media
         )
         self._staging = Staging(weights, parameters, quantised)
@@ -69,22 +72,22 @@ class Front:
 
     @property
     def tokenizer(self) -> TextDecoder | None:
-        return self.entrance.tokenizer
+        return self.validator.tokenizer
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and completion together."""
-        return self.entrance.max_context
+        """Return the maximum number of tokens of prompt and completion together."""
+        return self.validator.max_context
 
     @property
     def records_routes(self) -> bool:
-        """Whether it can say which experts computed a token."""
-        return self.entrance.records_routes
+        """True if it can record which experts computed a token."""
+        return self.validator.records_routes
 
     @property
     def reads_media(self) -> bool:
-        """Whether prompts may have some."""
-        return self.entrance.reads_media
+        """True if prompts may contain media."""
+        return self.validator.reads_media
 
     @property
     def version(self) -> int:
@@ -98,13 +101,16 @@ class Front:
         sampling: Sampling,
         media: Sequence[Placed] = (),
     ) -> Completion:
-        """Raises DataError for a prompt that is empty, too long, has an unknown token or media that
-        don't lie in it, ConfigError for an impossible sampling or media that the model can't read,
-        RequestFailed where this request alone can't be computed, and whatever broke the step of
-        all."""
+        """Return the completion of a prompt.
+
+        Raises DataError for a prompt that is empty, too long, has an unknown token or media outside
+        it; ConfigError for an impossible sampling or media that the model can't read; RequestFailed
+        if this request alone can't be computed; and the error of a step that failed for all.
+        """
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        deliver, fail = _once(future, future.set_result), _once(future, future.set_exception)
-        request = self.entrance.admit(tokens, sampling, deliver, fail, media)
+        deliver = _if_pending(future, future.set_result)
+        fail = _if_pending(future, future.set_exception)
+        request = self.validator.admit(tokens, sampling, deliver, fail, media)
         if request.limit == len(request.prompt):
             return request.without_tokens(request.reason_at_limit)
         self.core.add(request)
@@ -118,12 +124,12 @@ class Front:
     def generate_all(
         self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
     ) -> list[Completion]:
-        """One completion per prompt, without an event loop. Raises as `generate` does."""
+        """Return one completion per prompt, without an event loop. Raises as `generate` does."""
         assert not self._paused, "a paused generator can't be waited for"
         results: dict[int, Completion] = {}
         errors: list[BaseException] = []
         requests = [
-            self.entrance.admit(prompt, sampling, _keep(results, i), errors.append)
+            self.validator.admit(prompt, sampling, _store_result(results, i), errors.append)
             for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
         try:
@@ -141,25 +147,28 @@ class Front:
                 self.core.cancel(request)
         return [results[i] for i in range(len(requests))]
 
-    # --- the task that makes the steps
+    # --- the task that runs the steps
 
     def _start_pump(self) -> None:
         loop = asyncio.get_running_loop()
         alive = self._pump is not None and not self._pump.done() and self._pump.get_loop() is loop
         if not alive and not self._paused:
             self._pump = loop.create_task(self._run())
-            self._pump.add_done_callback(_retrieve)
+            self._pump.add_done_callback(_mark_retrieved)
 
     async def _run(self) -> None:
-        # callers of the same moment enter together: equal prompts are then computed once
+        # Let callers of the same moment enter together, so that equal prompts are computed once.
         await asyncio.sleep(0)
         while self.core.busy and not self._paused:
             self._step()
             await asyncio.sleep(0)
 
     def _step(self) -> None:
-        """After an error that the core can't ascribe to single requests no state is trusted: every
-        request, running or waiting, gets it."""
+        """Run one step of the core.
+
+        After an error that does not belong to single requests the core's state can't be trusted, so
+        every request, running or waiting, fails with it.
+        """
         try:
             self.core.step()
         except BaseException as error:
@@ -170,10 +179,11 @@ class Front:
     # --- control
 
     def abort(self) -> None:
+        """End all requests; they return their partial completions."""
         self.core.abort()
 
     async def pause(self) -> None:
-        """Running requests keep their tokens, keys and values, and go on at `resume`."""
+        """Stop stepping until `resume`; running requests keep their tokens, keys and values."""
         self._paused = True
 
     async def resume(self) -> None:
@@ -182,15 +192,21 @@ class Front:
             self._start_pump()
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
-        """manifest: see `Staging.prepare`; "adapter": to which weights belong, where some do."""
+        """Begin a push of weights.
+
+        manifest: see `WeightStaging.prepare`. Its "adapter" is the adapter whose weights are sent,
+        if any.
+        """
         adapter = manifest.get("adapter")
         if adapter is not None and adapter != self._staging.adapter:
             self._attach(adapter)
         self._staging.prepare(manifest)
 
     def _attach(self, adapter: Adapter) -> None:
-        """The model gets one, which changes nothing before its weights have come. Raises ModelError
-        where it has another."""
+        """Attach an adapter to the model; it has no effect before its weights have come.
+
+        Raises ModelError if the model can't have one or has another.
+        """
         policy = self.policy
         if policy is None:
             raise ModelError(
@@ -204,7 +220,7 @@ class Front:
                 "the generator has another adapter: begin a new run, from the model with that one "
                 "merged"
             )
-        self._staging.carry(adapter, policy.adapter_weights)
+        self._staging.set_adapter(adapter, policy.adapter_weights)
 
     async def receive(self, shards: Iterator[Shard]) -> None:
         self._staging.receive(shards)
@@ -221,15 +237,15 @@ class Front:
         return self._staging.adopted
 
     def weights(self) -> Iterator[Shard]:
-        """What it holds at the moment."""
-        for name, view in self._staging.shown():
+        """Yield the current weights."""
+        for name, view in self._staging.all_weights():
             yield Shard(name, tuple(view.shape), (0,) * view.dim(), view)
 
 
-def _once(
+def _if_pending(
     future: asyncio.Future[Completion], settle: Callable[[Any], None]
 ) -> Callable[[Any], None]:
-    """A caller that was cancelled has a future that is done already."""
+    """Return `settle` without effect on a future that is done, as a cancelled caller's is."""
 
     def call(result: Any) -> None:
         if not future.done():
@@ -238,11 +254,11 @@ def _once(
     return call
 
 
-def _keep(results: dict[int, Completion], i: int) -> Callable[[Completion], None]:
+def _store_result(results: dict[int, Completion], i: int) -> Callable[[Completion], None]:
     return lambda completion: results.__setitem__(i, completion)
 
 
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Its error has reached every caller: asyncio need not warn that nobody looked at it."""
+def _mark_retrieved(task: asyncio.Task[None]) -> None:
+    """Retrieve the task's exception, which every caller has got, so that asyncio does not warn."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""Configuration of the generators. Free of torch."""
+"""Configuration of the generators. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ratchet.config.base import Section
 
 
 class EngineConfig(Section):
-    """Our own engine: it runs in this process, on the very weights that the learner trains."""
+    """The embedded engine, which runs in this process on the learner's own weights."""
 
     builds: ClassVar[str] = "ratchet.generators.engine.engine:Engine"
-    placeable: ClassVar[bool] = False  # it has no weights of its own to take away
+    placeable: ClassVar[bool] = False  # it holds no copy of the weights to offload
 
     kind: Literal["engine"] = "engine"
     max_running: int = Field(
@@ -36,8 +36,8 @@ class EngineConfig(Section):
     row_multiple: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         description="Token rows of a forward, and of each expert, are padded to a multiple of "
-        "this, so that a request's result "
-        "doesn't depend on its neighbours; auto: measured when the engine starts.",
+        "this, so that a request's result doesn't depend on its neighbours; auto: measured when "
+        "the engine starts.",
     )
     keep_kv: bool = Field(
         False,
@@ -46,17 +46,19 @@ class EngineConfig(Section):
     )
     quantise: Literal["float8", "nf4"] | None = Field(
         None,
-        description="What its layers' matrices are quantised to when they come; for one with "
-        "weights of its own (`workers`).",
+        description="Format to which the layers' matrices are quantised when they are received; "
+        "for an engine that holds a copy of the weights (`workers`).",
     )
 
 
 class HFConfig(Section):
-    """Any causal language model of transformers, in this process: slower than the engine, for
-    models that it can't run."""
+    """The generator of any causal language model of transformers in this process.
+
+    It is slower than the engine, and serves models that the engine can't run.
+    """
 
     builds: ClassVar[str] = "ratchet.generators.hf:HFGenerator"
-    placeable: ClassVar[bool] = False  # it has no weights of its own to take away
+    placeable: ClassVar[bool] = False  # it holds no copy of the weights to offload
 
     kind: Literal["hf"] = "hf"
     max_running: int = Field(
@@ -76,31 +78,32 @@ class HFConfig(Section):
     )
 
 
-# of vLLM's attention kernels for the CPU
+# Head sizes that vLLM's attention kernels for the CPU support.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-CPU_BLOCK = 32  # tokens; their blocks are multiples of it
+CPU_BLOCK = 32  # tokens; these kernels need blocks that are a multiple of it
 
 
 class VLLMConfig(Section):
-    """vLLM, on weights of its own: every push of the learner's goes to its workers, and is checked
-    there before it counts."""
+    """The vLLM generator, which has its own copy of the weights.
+
+    Every push of the learner goes to vLLM's workers, which check it before they load it.
+    """
 
     builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGeneration"
-    filters: ClassVar[bool] = False  # vLLM doesn't say which mass they kept
-    least_temperature: ClassVar[float] = 0.01  # vLLM takes a lower one for this
-    copies_weights: ClassVar[bool] = True  # the model that it is given only starts it
+    filters: ClassVar[bool] = False  # vLLM doesn't report the probability mass its filters keep
+    least_temperature: ClassVar[float] = 0.01  # vLLM raises a lower positive one to this
+    copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights
 
     kind: Literal["vllm"] = "vllm"
     engine: Literal["async", "sync"] = Field(
         "async",
-        description="async: vLLM's engine in processes of its own, which generate while this one "
-        "does other work; sync: in "
-        "this process, step by step.",
+        description="async: vLLM's engine in separate processes, which generate while this one "
+        "does other work; sync: in this process, step by step.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Of vLLM's weights and cache; auto: float32 on a CPU, else bfloat16. The "
-        "learner's stay as they are.",
+        description="Type of vLLM's weights and cache; auto: float32 on a CPU, else bfloat16. The "
+        "learner's weights stay as they are.",
     )
     max_running: int = Field(
         256, ge=1, description="Requests that are generated at the same time; the others wait."
@@ -126,8 +129,8 @@ class VLLMConfig(Section):
     )
     enforce_eager: bool = Field(
         False,
-        description="Neither compiles nor captures graphs: starts sooner, generates slower on an "
-        "accelerator.",
+        description="True neither compiles nor captures graphs: vLLM starts sooner, and generates "
+        "slower on an accelerator.",
     )
     keep_kv: bool = Field(
         False,
@@ -138,7 +141,7 @@ class VLLMConfig(Section):
         0,
         ge=0,
         le=512,
-        description="Largest rank of an adapter that it can be sent (`lora`); 0: none.",
+        description="Largest rank of an adapter that it can receive (`lora`); 0: none.",
     )
     lora_others: int = Field(
         0,
@@ -148,44 +151,43 @@ class VLLMConfig(Section):
     )
     quantise: Literal["float8"] | None = Field(
         None,
-        description="What vLLM brings the matrices of layers to when they come, on an accelerator "
-        "that multiplies it.",
+        description="Format to which vLLM quantises the layers' matrices when they are received, "
+        "on an accelerator that multiplies it.",
     )
     handover_dir: str | None = Field(
         None,
-        description="Where weights lie on their way to vLLM's workers: a directory that all of "
-        "them see; null: shared memory, "
-        "or the temporary directory where there is too little.",
+        description="Directory for weights on their way to vLLM's workers, which all of them can "
+        "read; null: shared memory, or the temporary directory if that is too small.",
     )
 
     @model_validator(mode="after")
-    def _alone(self) -> VLLMConfig:
-        wanted = [
+    def _check_combinations(self) -> VLLMConfig:
+        parallel = [
             name
             for name in ("tensor_parallel", "pipeline_parallel", "data_parallel")
             if getattr(self, name) > 1
         ]
-        if self.engine == "sync" and wanted:
-            raise ValueError(f"{wanted[0]} needs processes of its own: set engine to async")
+        if self.engine == "sync" and parallel:
+            raise ValueError(f"{parallel[0]} needs processes of its own: set engine to async")
         if self.lora_others and not self.lora_rank:
             raise ValueError(
                 "lora_others: vLLM has to know the largest rank of an adapter: set lora_rank too"
             )
         if self.lora_rank and self.data_parallel > 1:
             raise ValueError(
-                "lora_rank: vLLM brings an adapter to one copy of the model alone: set "
+                "lora_rank: vLLM loads an adapter into one copy of the model alone: set "
                 "data_parallel to 1"
             )
         return self
 
     @property
     def accelerators(self) -> int:
-        """That it computes on, where there are any."""
+        """Return the number of accelerators that it computes on, if the machine has any."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables that vLLM reads when it starts; what the user has set goes first."""
+        """Return the variables that vLLM reads at start; the user's own values take precedence."""
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.engine == "sync" else "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner computes on the same cores
@@ -196,17 +198,17 @@ class VLLMConfig(Section):
     def misfit(
         self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool
     ) -> str | None:
-        """Why vLLM, set up like this, can't run a model of that shape; None when nothing speaks
-        against it."""
-        ways = self.tensor_parallel
+        """Return why vLLM with this configuration can't run a model of that shape; None if it
+        can."""
+        ranks = self.tensor_parallel
         if on_cpu and self.quantise is not None:
             return (
                 f"quantise={self.quantise}: vLLM multiplies in 8 bits on accelerators alone: "
                 "remove it"
             )
-        if n_heads % ways or (n_kv_heads % ways and ways % n_kv_heads):
+        if n_heads % ranks or (n_kv_heads % ranks and ranks % n_kv_heads):
             return (
-                f"tensor_parallel={ways} doesn't divide the model's {n_heads} attention and "
+                f"tensor_parallel={ranks} doesn't divide the model's {n_heads} attention and "
                 f"{n_kv_heads} KV heads: lower it"
             )
         if n_layers < self.pipeline_parallel:

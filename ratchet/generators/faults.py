@@ -1,5 +1,6 @@
-"""Why logits aren't finite: because of the request, which then fails alone, or of the model's
-weights, with which no request can be served.
+"""Find out why logits aren't finite, and which requests fail.
+
+If a request is the cause, it fails alone. If the model's weights are, no request can be served.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 def broken_weight(weights: Weights) -> str | None:
-    """Return the name of the first weight that holds a NaN or an infinity; None where all are
-    finite. It reads every weight once, as a decoding step does."""
+    """Return the name of the first weight that holds a NaN or an infinity; None if all are finite.
+
+    It reads every weight once, like a decoding step.
+    """
     for name, weight in weights:
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             return name
@@ -28,15 +31,15 @@ def broken_weight(weights: Weights) -> str | None:
 def blame(
     broken: Mapping[Request, int], *, all_rows: bool, weights: Weights, version: int
 ) -> dict[Request, Exception]:
-    """Return what each request fails with.
+    """Return the error with which each request fails.
 
     Args:
-        broken: requests whose logits weren't finite, with the index of their first such token.
-        all_rows: True if no running request has finite logits any more.
-        weights: the model's, by name.
-        version: of these weights.
+        broken: requests whose logits aren't finite, with the index of their first such token.
+        all_rows: True if no running request has finite logits.
+        weights: (name, tensor) of the model's weights.
+        version: version of these weights.
 
-    Raises ModelError where no request has finite logits and a weight isn't finite.
+    Raises ModelError if no request has finite logits and a weight isn't finite.
     """
     name = broken_weight(weights)
     if name is not None and all_rows:
@@ -55,18 +58,16 @@ def blame(
 
 
 def first_broken(logprobs: NDArray[np.float32]) -> int | None:
-    """Return the index of the first logprob that isn't finite; None where all are."""
+    """Return the index of the first logprob that isn't finite; None if all are."""
     finite = np.isfinite(logprobs)
     return None if finite.all() else int(finite.argmin())
 
 
 def uncomputable(request: Request, error: Exception) -> RequestFailed:
-    """Return the error of a request whose own computation raised `error`, while others
-    succeeded."""
+    """Return the error of a request whose computation raised `error` while others succeeded."""
     failed = RequestFailed(
         f"a request with a prompt of {len(request.prompt)} tokens can't be computed "
-        f"({type(error).__name__}: {error}), and "
-        "others can. Leave this prompt out."
+        f"({type(error).__name__}: {error}), and others can. Leave this prompt out."
     )
     failed.__cause__ = error
     return failed

@@ -1,10 +1,11 @@
-"""Any causal language model of transformers as a generator: one padded batch after the other, with
-transformers' own cache. A model that reads images, audio or videos is given those of the prompts
-where it is given the prompts.
+"""Generate with any causal language model of transformers: one padded batch after another, with
+transformers' own KV cache.
 
-Slower than the engine (padding, no continuous batching, no shared prompts), for the models that the
-engine can't run. Seeds mean the same in both: with equal weights they give equal tokens, but for
-logits that differ in their last bits.
+A model that reads images, audio or videos gets the media of the prompts in the prefill.
+
+It is slower than the engine (padding, no continuous batching, no shared prompts), and serves models
+that the engine can't run. Seeds mean the same in both: with equal weights they give equal tokens,
+except where logits differ in their last bits.
 
 N = rows of the batch, L = tokens of the longest row, V = vocabulary.
 """
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
 
 
 class HFGenerator(Front):
-    """model: an instance of `AutoModelForCausalLM`, or a policy around one; its parameters are read
-    at every step. Prompts may have media where it is a policy that reads them
-    (`ratchet.models.transformers.multimodal_policy`).
+    """A generator on a transformers model, whose parameters it reads at every step.
+
+    model: an instance of `AutoModelForCausalLM`, or a policy around one. Prompts may have media if
+    it is a policy that reads them (`ratchet.models.transformers.multimodal_policy`).
 
     Raises ModelError for the built-in decoder.
     """
@@ -88,7 +90,8 @@ class HFGenerator(Front):
 
 
 def _unwrapped(policy: PolicyModel) -> Any:
-    wrapping: TransformersPolicy = policy  # pyright: ignore[reportAssignmentType] (its module imports transformers)
+    # The class is not imported at run time, because its module imports transformers.
+    wrapping: TransformersPolicy = policy  # pyright: ignore[reportAssignmentType]
     return wrapping.model
 
 
@@ -97,7 +100,7 @@ def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class _Row:
-    """A running request: its sequence so far, and what was recorded of its new tokens."""
+    """A running request: its sequence so far, and the values recorded for its new tokens."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -106,7 +109,10 @@ class _Row:
         self.log_kept: list[float] = []
 
     def add(self, token: int, logprob: float, log_kept: float) -> StopReason | RequestFailed | None:
-        """Why the completion has ended, if it has; text that can't be decoded fails it."""
+        """Append a token and return why the completion has ended, if it has.
+
+        Text that can't be decoded fails the request: the error is returned.
+        """
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.log_kept.append(log_kept)
@@ -130,28 +136,27 @@ class _Row:
 
 
 class PaddedBatches:
-    """Implements `Core`: requests that wait together form a batch, padded on the left; rows that
-    end leave it.
+    """An `EngineCore` that runs waiting requests as a batch, padded on the left.
 
-    vision: the policy around a model that reads media; None: it reads text alone.
+    Rows leave the batch when they end; the next batch starts when it is empty.
+
+    vision: the policy around a model that reads media; None: the model reads text alone.
     """
 
     def __init__(
         self, model: Any, *, max_running: int, vocab_size: int, vision: VisionPolicy | None = None
     ) -> None:
-        self.model, self.max_running, self.vocab_size, self.vision = (
-            model,
-            max_running,
-            vocab_size,
-            vision,
-        )
+        self.model = model
+        self.max_running = max_running
+        self.vocab_size = vocab_size
+        self.vision = vision
         self.waiting: deque[Request] = deque()
         self.rows: list[_Row] = []
         self.version = 0
-        # transformers' keys and values of all rows; None: to be computed anew
+        # transformers' keys and values of all rows; None: they must be computed.
         self._cache: Any = None
         self._mask_NL = torch.zeros(0, 0, dtype=torch.int64)
-        # the position of what is fed next, in all axes of an M-RoPE the same
+        # Position of the next input token, the same in all axes of an M-RoPE.
         self._next_N = torch.zeros(0, dtype=torch.int64)
 
     @property
@@ -173,9 +178,11 @@ class PaddedBatches:
             row.deliver(StopReason.ABORTED)
 
     def reset(self) -> list[Request]:
-        left = [*(row.request for row in self.rows), *self.waiting]
-        self.rows, self.waiting, self._cache = [], deque(), None
-        return left
+        requests = [*(row.request for row in self.rows), *self.waiting]
+        self.rows = []
+        self.waiting = deque()
+        self._cache = None
+        return requests
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
         self.version = version
@@ -186,19 +193,22 @@ class PaddedBatches:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Raises ModelError when the weights are broken, and no request can be served. A request
-        that can't be computed fails alone."""
+        """Compute one token for every row, after starting a batch if none runs.
+
+        A request that can't be computed fails alone. Raises ModelError if the weights are broken,
+        so that no request can be served.
+        """
         if not self.rows:
             count = min(len(self.waiting), self.max_running)
             self.rows = [_Row(self.waiting.popleft()) for _ in range(count)]
             for row in self.rows:
                 row.request.marks.append((0, self.version))
         training = self.model.training
-        # in training mode transformers drops out, and caches nothing when it checkpoints
-        # activations
+        # In training mode transformers applies dropout, and fills no cache with activation
+        # checkpointing.
         self.model.eval()
         try:
-            computed = self._computed()
+            computed = self._compute()
         finally:
             self.model.train(training)
         if computed is None:
@@ -208,7 +218,7 @@ class PaddedBatches:
         index_N = torch.tensor([len(row.logprobs) for row in self.rows], device=device)
         drawn = draw(logits_NV, uniforms(settings.streams_N, index_N), settings)
         finite_N = drawn.logprobs_N.isfinite()
-        errors = {} if finite_N.all() else self._blamed(finite_N)
+        errors = {} if finite_N.all() else self._explain_errors(finite_N)
         log_kept_N = torch.zeros_like(drawn.logprobs_N)
         if settings.filters is not None and drawn.log_kept_F is not None:
             log_kept_N[settings.filters.rows_F] = drawn.log_kept_F.to(log_kept_N.dtype)
@@ -231,8 +241,11 @@ class PaddedBatches:
             else:
                 row.deliver(reason)
 
-    def _blamed(self, finite_N: Tensor) -> dict[Request, Exception]:
-        """Errors of the rows whose logits aren't finite. Raises ModelError as `blame` does."""
+    def _explain_errors(self, finite_N: Tensor) -> dict[Request, Exception]:
+        """Return the errors of rows whose logits aren't finite.
+
+        Raises ModelError as `explain_nonfinite` does.
+        """
         broken = {
             self.rows[i].request: len(self.rows[i].logprobs)
             for i in (~finite_N).nonzero()[:, 0].tolist()
@@ -242,25 +255,28 @@ class PaddedBatches:
             broken, all_rows=len(broken) == len(self.rows), weights=weights, version=self.version
         )
 
-    def _computed(self) -> tuple[Settings, Tensor] | None:
-        """Return how each row is drawn and its logits; None where no row is left.
+    def _compute(self) -> tuple[Settings, Tensor] | None:
+        """Return how each row is drawn and its logits, or None if no row is left.
 
-        Where a batch that begins can't be computed, its rows are tried one by one, and those that
-        raise alone fail: with a RequestFailed where the model has computed others.
+        If a new batch can't be computed, its rows are tried one by one, and those that raise fail:
+        with RequestFailed if the model has computed others.
         """
         try:
             return self._drawable()
-        except Exception:  # of any kind: what breaks one request must not cost the others
-            rows, broken = self.rows, dict[_Row, Exception]()
+        except Exception:  # of any type: one request's error must not fail the others
+            rows = self.rows
+            broken: dict[_Row, Exception] = {}
             if any(row.logprobs for row in rows):
                 raise
             for row in rows:
-                self.rows, self._cache = [row], None
+                self.rows = [row]
+                self._cache = None
                 try:
                     self._drawable()
                 except Exception as error:
                     broken[row] = error
-            self.rows, self._cache = [row for row in rows if row not in broken], None
+            self.rows = [row for row in rows if row not in broken]
+            self._cache = None
             if not broken:
                 raise
         for row, error in broken.items():
@@ -273,10 +289,11 @@ class PaddedBatches:
         return settings, self._forward()
 
     def _keep(self, kept: list[int]) -> None:
-        """Drops all other rows; where that fails, `reset` still finds them."""
+        """Drop all rows but `kept`; if that fails, `reset` still returns them."""
         if len(kept) == len(self.rows):
             return
-        self._mask_NL, self._next_N = self._mask_NL[kept], self._next_N[kept]
+        self._mask_NL = self._mask_NL[kept]
+        self._next_N = self._next_N[kept]
         if not kept:
             self._cache = None
         elif self._cache is not None:
@@ -284,8 +301,10 @@ class PaddedBatches:
         self.rows = [self.rows[i] for i in kept]
 
     def _forward(self) -> Tensor:
-        """Logits of each row's next token [N, V], float32 or better; feeds what the cache doesn't
-        have yet."""
+        """Return the logits of each row's next token [N, V], float32 or wider.
+
+        The model's input is the tokens that the cache does not have yet.
+        """
         if self._cache is not None:
             feed = torch.tensor([row.tokens[-1:] for row in self.rows], device=self.model.device)
             self._mask_NL = torch.cat(
@@ -305,7 +324,8 @@ class PaddedBatches:
         return last_NV.to(torch.promote_types(last_NV.dtype, torch.float32), copy=True)
 
     def _prefill(self) -> Any:
-        device, lengths = self.model.device, [len(row.tokens) for row in self.rows]
+        device = self.model.device
+        lengths = [len(row.tokens) for row in self.rows]
         longest = max(lengths)
         feed = torch.tensor(
             [[0] * (longest - len(row.tokens)) + row.tokens for row in self.rows], device=device

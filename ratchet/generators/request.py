@@ -1,4 +1,4 @@
-"""A request on its way through a generator of this process."""
+"""A generation request, its validation, and the protocol of the cores that run it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,24 @@ PromptKey = tuple[bytes, tuple[tuple[int, str], ...]]
 
 
 def prompt_key(tokens: NDArray[np.int64], media: Sequence[Placed]) -> PromptKey:
-    """Equal for equal prompts: the tokens that stand for an image are the same whatever it
-    shows."""
+    """Return a key that is equal for equal prompts.
+
+    Media are part of it, because the tokens that stand for an image are the same for every image.
+    """
     return tokens.tobytes(), tuple((start, medium.key) for start, medium in media)
 
 
 @dataclass(eq=False)
 class Request:
-    """prompt: int64, at least one token. limit: tokens at which the whole sequence ends, more than
-    the prompt has. media: those of the prompt, in order.
+    """A request that a core runs.
 
-    `deliver` and `fail`: exactly one of them is called, once, unless the request is cancelled.
+    Exactly one of `deliver` and `fail` is called, once, unless the request is cancelled.
+
+    Args:
+        prompt: int64, at least one token.
+        limit: number of tokens at which the whole sequence ends, more than the prompt has.
+        watch: the detector of stop strings, if the sampling has any.
+        media: media of the prompt, in order.
     """
 
     prompt: NDArray[np.int64]
@@ -37,9 +44,9 @@ class Request:
     fail: Callable[[BaseException], None]
     watch: StopStrings | None = None
     media: tuple[Placed, ...] = ()
-    # equal for equal prompts that the same adapter serves
+    # Equal for equal prompts that the same adapter serves.
     key: tuple[str | None, PromptKey] = field(init=False)
-    # (new tokens so far, version of the next ones)
+    # (number of new tokens so far, version of the weights that draw the next ones)
     marks: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -47,6 +54,7 @@ class Request:
 
     @property
     def reason_at_limit(self) -> StopReason:
+        """Return why a sequence ends at `limit`: its own length limit, or the context."""
         reached = self.limit == len(self.prompt) + self.sampling.max_new_tokens
         return StopReason.LENGTH if reached else StopReason.CONTEXT
 
@@ -58,11 +66,12 @@ class Request:
         stop: StopReason,
         routes: NDArray[np.int16] | None = None,
     ) -> Completion:
-        """log_kept_mass: None where no filter is on."""
+        """Return the completion. log_kept_mass: None if no filter is on."""
         kept = np.zeros(len(tokens), dtype=np.float32) if log_kept_mass is None else log_kept_mass
         return Completion(tokens, logprobs, kept, self._versions(len(tokens)), stop, routes)
 
     def without_tokens(self, stop: StopReason) -> Completion:
+        """Return an empty completion."""
         return self.complete(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), None, stop)
 
     def _versions(self, count: int) -> NDArray[np.int32]:
@@ -74,9 +83,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Entrance:
-    """What every prompt is held to. tokenizer: needed for requests with stop strings only.
-    records_routes: see `Sampling.routes`. adapters: the names that `Sampling.adapter` may have.
-    reads_media: whether the model does."""
+    """The checks that every prompt and sampling must pass.
+
+    Args:
+        tokenizer: needed for requests with stop strings only.
+        records_routes: True if `Sampling.routes` is supported.
+        adapters: gives the names that `Sampling.adapter` may have.
+        reads_media: True if the model reads media.
+    """
 
     vocab_size: int
     max_context: int
@@ -93,9 +107,11 @@ class Entrance:
         fail: Callable[[BaseException], None],
         media: Sequence[Placed] = (),
     ) -> Request:
-        """Raises DataError for a prompt that is empty, too long, has an unknown token or media that
-        don't lie in it, ConfigError for an impossible sampling, or media that the model can't
-        read."""
+        """Return the checked request.
+
+        Raises DataError for a prompt that is empty, too long, has an unknown token or media outside
+        it; ConfigError for an impossible sampling, or media that the model can't read.
+        """
         prompt = _token_array(tokens)
         if len(prompt) > self.max_context:
             raise DataError(
@@ -114,10 +130,10 @@ class Entrance:
                 "sampling asks for routes, and this generator records none: only the engine does, "
                 "of experts"
             )
-        if sampling.adapter is not None and sampling.adapter not in (known := self.adapters()):
+        if sampling.adapter is not None and sampling.adapter not in (names := self.adapters()):
             served = (
-                f"it serves {', '.join(known)}"
-                if known
+                f"it serves {', '.join(names)}"
+                if names
                 else "it serves the policy's own alone: set generator.kind=engine"
             )
             raise ConfigError(f"the generator has no adapter '{sampling.adapter}': {served}")
@@ -134,8 +150,7 @@ class Entrance:
         if sampling.drawn >= len(prompt):
             raise DataError(
                 f"sampling.drawn={sampling.drawn} of a prompt of {len(prompt)} tokens leaves none "
-                "before it. "
-                "Set sampling.drawn=0."
+                "before it. Set sampling.drawn=0."
             )
         if watch is not None:
             for token in prompt[len(prompt) - sampling.drawn :].tolist():
@@ -147,24 +162,23 @@ class Entrance:
         if media and not self.reads_media:
             raise ConfigError(
                 f"the prompt has {len(media)} media (the first is of kind {media[0].medium.kind}), "
-                "and this generator reads "
-                "text alone: set generator.kind to hf or vllm, with a model that reads them"
+                "and this generator reads text alone: set generator.kind to hf or vllm, with a "
+                "model that reads them"
             )
         end = 0
         for start, medium in media:
             if start < end or start + medium.span > len(prompt):
                 raise DataError(
                     f"a medium ({medium.kind}) is at tokens {start} to {start + medium.span} of a "
-                    f"prompt of {len(prompt)}, "
-                    "outside or over the one before: give media in order, with the tokens that "
-                    "they were rendered with"
+                    f"prompt of {len(prompt)}, outside or over the one before: give media in "
+                    "order, with the tokens that they were rendered with"
                 )
             end = start + medium.span
 
 
 def _token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a copy of a prompt. Raise DataError where it is no sequence of whole numbers, or is
-    empty."""
+    """Return a copy of a prompt. Raises DataError if it is empty or no sequence of whole
+    numbers."""
     try:
         array = np.asarray(tokens)
         if array.dtype.kind not in "iu" and len(array):
@@ -187,8 +201,10 @@ def _token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]
 
 
 class Core(Protocol):
-    """What the asynchronous front drives: it owns the requests from `add` until it delivers,
-    cancels or gives them back."""
+    """The engine that `AsyncEngine` drives.
+
+    It owns a request from `add` until it delivers, fails, cancels or returns it.
+    """
 
     @property
     def version(self) -> int: ...
@@ -196,21 +212,24 @@ class Core(Protocol):
     def busy(self) -> bool: ...
     def add(self, request: Request) -> None: ...
     def cancel(self, request: Request) -> None:
-        """Forgets it, wherever it is; one that has already been delivered is none of its
-        business."""
+        """Remove a waiting or running request; do nothing if it has already been delivered."""
         ...
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        """End all requests; they return their partial completions."""
+        ...
+
     def step(self) -> None:
-        """At least one new token for every running request."""
+        """Compute at least one new token for every running request."""
         ...
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
-        """The weights have changed: stamps the tokens drawn from now on. keep_kv: old keys and
-        values stay in use."""
+        """Set the version of the tokens drawn from now on, after the weights have changed.
+
+        keep_kv: old keys and values stay in use.
+        """
         ...
 
     def reset(self) -> list[Request]:
-        """Gives back every request undelivered, and drops all state: after an error, nothing is
-        trusted."""
+        """Drop all state, which can't be trusted after an error; return the open requests."""
         ...

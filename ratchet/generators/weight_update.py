@@ -1,8 +1,8 @@
-"""Weights on their way into a generator of this process: nothing changes before the commit.
+"""Stage received weights for a generator of this process; nothing changes before the commit.
 
-Where what is received lasts, and lies as a parameter does, the commit makes the parameter refer to
-it: nothing is copied, and the generators of a host share one copy of the weights. Memory that is
-used so is never written from here.
+If received memory lasts beyond the commit and has a parameter's layout, the commit makes the
+parameter refer to it (adoption). Nothing is copied then, and the generators of a host share one
+copy of the weights. Adopted memory is never written from here.
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the weight `name`, from `offsets` on."""
+    """A received part of the weight `name`, starting at `offsets`."""
 
     name: str
     offsets: tuple[int, ...]
     tensor: Tensor
 
     def place(self, view: Tensor) -> Tensor:
-        """Where it belongs in its weight."""
+        """Return the part of the whole weight `view` that this piece fills."""
         for axis, (offset, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             view = view.narrow(axis, offset, size)
         return view
 
 
 class Staging:
-    """weights: gives (canonical name, tensor that shares the parameter's memory) of every weight.
-    parameters: all of them; they may be moved to other memory. quantised: the matrices that rest
-    so. They are opened for a push that has others for them, and take the memory of plain ones until
-    they are shut again.
+    """The receiving end of a weight push: it collects pieces and applies them at the commit.
 
-    A learner that shares its tensors with the generator has nothing to send: such shards are
-    recognised and skipped.
+    A learner that shares its tensors with the generator has nothing to send: shards that already
+    lie in the parameters' memory are recognised and skipped.
+
+    Args:
+        weights: gives (canonical name, tensor that shares the parameter's memory) of every weight.
+        parameters: gives all parameters; a commit may move them to other memory.
+        quantised: gives the quantised matrices. During a push with new values they are opened:
+            they take the memory of unquantised ones until they are shut again.
     """
 
     def __init__(
@@ -58,56 +61,67 @@ class Staging:
         self._weights, self._parameters, self._quantised = weights, parameters, quantised
         self.adapter: Adapter | None = None
         self._low_rank: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
-        # during a push: of all that it may have others for
+        # Views of the weights that the push in progress may change; None between pushes.
         self._open: Mapping[str, Tensor] | None = None
-        self._base_rests = False  # in this push
+        self._adapter_only = False  # the push in progress has the adapter's weights alone
         self.pieces: list[Piece] = []
-        self.stable = False  # what is received stays as it is until the commit
-        self.lasting = False  # and after it, until the next one
+        self.stable = False  # received memory keeps its content until the commit
+        self.lasting = False  # and after it, until the next commit
         self.head_is_embedding = False
         self._borrowed: list[nn.Parameter] = []
-        self._crew = Crew(torch.get_num_threads())
+        self._threads = Crew(torch.get_num_threads())
 
-    def carry(self, adapter: Adapter, low_rank: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """The model has got an adapter. low_rank: gives its weights."""
+    def set_adapter(
+        self, adapter: Adapter, low_rank: Callable[[], Iterable[tuple[str, Tensor]]]
+    ) -> None:
+        """Note that the model has an adapter. low_rank: gives its weights."""
         self.adapter, self._low_rank = adapter, low_rank
 
     @property
     def views(self) -> Mapping[str, Tensor]:
-        """Of every weight; between pushes made anew, as nothing that a learner replaces is to be
-        held here."""
-        return self._open if self._open is not None else dict(self.shown())
+        """Return views of all weights by name.
 
-    def _viewed(self) -> Mapping[str, Tensor]:
-        return dict(self._low_rank() if self._base_rests else self.shown())
+        Between pushes they are rebuilt for every call, so that no stale tensor is kept alive.
+        """
+        return self._open if self._open is not None else dict(self.all_weights())
 
-    def shown(self) -> Iterator[tuple[str, Tensor]]:
+    def _current_views(self) -> Mapping[str, Tensor]:
+        return dict(self._low_rank() if self._adapter_only else self.all_weights())
+
+    def all_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, view) of every weight, the adapter's included."""
         yield from self._weights()
         yield from self._low_rank()
 
     @property
     def adopted(self) -> bool:
-        """Whether some parameter lies in memory that came with the last weights."""
+        """True if a parameter adopted the pushed memory instead of copying it."""
         return bool(self._borrowed)
 
     def prepare(self, manifest: Mapping[str, Any]) -> None:
-        """manifest: "weights", {name: {"shape", "dtype"}} of all that will be sent (absent:
-        whatever comes is all); "stable": whether what is received may be copied as late as the
-        commit; "lasting": whether it may be used instead of a copy.
+        """Begin a push.
 
-        A learner that ties the head to the embedding does not send it. Raises ModelError for a
-        model of other weights.
+        manifest:
+            "weights": {name: {"shape", "dtype"}} of all weights that will be sent; absent: the
+            shards that come are all.
+            "stable": true if received memory may be copied as late as the commit.
+            "lasting": true if received memory may be adopted instead of copied.
+
+        A learner that ties the head to the embedding does not send the head. Raises ModelError if
+        the model has other weights.
         """
         self.clear()
         weights = manifest.get("weights")
-        moving = dict(self._low_rank())  # an adapter's base comes once
-        self._base_rests = (
+        # The base under an adapter is frozen, so it is sent once; later pushes have the adapter.
+        moving = dict(self._low_rank())
+        self._adapter_only = (
             weights is not None and self.adapter is not None and weights.keys() <= moving.keys()
         )
-        for matrix in () if self._base_rests else self._quantised():
+        for matrix in () if self._adapter_only else self._quantised():
             matrix.open()
-        self._open = self._viewed()
-        self.stable, self.lasting = bool(manifest.get("stable")), bool(manifest.get("lasting"))
+        self._open = self._current_views()
+        self.stable = bool(manifest.get("stable"))
+        self.lasting = bool(manifest.get("lasting"))
         if weights is None:
             self.head_is_embedding = False
             return
@@ -134,7 +148,7 @@ class Staging:
         return view
 
     def receive(self, shards: Iterator[Shard]) -> None:
-        """Raises ModelError for a weight that the model doesn't have, or of another shape."""
+        """Stage shards. Raises ModelError for an unknown weight, or one of another shape."""
         for shard in shards:
             self._stage(shard.name, shard)
             if self.head_is_embedding and shard.name == EMBEDDING:
@@ -144,89 +158,102 @@ class Staging:
         view = self._view(name, tuple(shard.shape))
         piece = Piece(name, tuple(shard.offsets), shard.tensor.detach())
         if piece.place(view).data_ptr() != piece.tensor.data_ptr():
-            own = (
+            tensor = (
                 piece.tensor if self.stable else piece.tensor.to(view.device, view.dtype, copy=True)
             )
-            self.pieces.append(Piece(name, piece.offsets, own))
+            self.pieces.append(Piece(name, piece.offsets, tensor))
 
     def apply(self) -> None:
-        pairs = self._borrow()
-        self._crew.each(_copy, pairs, [what.nbytes for _, what in pairs])
-        if self.stable and any(place.is_cuda for place, _ in pairs):
-            torch.cuda.synchronize()  # whoever sent them may use that memory again
+        """Make the staged pieces the model's weights."""
+        pairs = self._adopt()
+        self._threads.each(_copy, pairs, [source.nbytes for _, source in pairs])
+        # The sender may reuse its memory after this call, so the copies must have ended.
+        if self.stable and any(target.is_cuda for target, _ in pairs):
+            torch.cuda.synchronize()
         for matrix in self._quantised():
             matrix.shut()
         self.clear()
 
-    def _borrow(self) -> list[tuple[Tensor, Tensor]]:
-        """Lets parameters refer to what was received, where they can. Gives (place, piece) of all
-        else, to be copied: that must not change memory which others use too."""
+    def _adopt(self) -> list[tuple[Tensor, Tensor]]:
+        """Make parameters refer to received memory where they can.
+
+        Returns (target, source) of all other pieces, to be copied. A parameter that adopted memory
+        at the last push, and can't now, first moves to private memory: the copy must not write to
+        memory that other generators read.
+        """
         parameters = list(self._parameters())
         if not parameters or not (self._borrowed or self.lasting):
-            return self._placed(self.pieces)
+            return self._copy_pairs(self.pieces)
         opened = [matrix.opened for matrix in self._quantised() if matrix.opened is not None]
         starts = sorted(tensor.data_ptr() for tensor in (*parameters, *opened))
-        own: dict[int, list[Piece]] = {}  # by the address of the parameter, or of what is opened
+        # A weight's view may lie inside a fused parameter: find the parameter by its address.
+        by_address: dict[int, list[Piece]] = {}  # of the parameter or the opened matrix
         for piece in self.pieces:
-            own.setdefault(
-                starts[bisect_right(starts, self.views[piece.name].data_ptr()) - 1], []
-            ).append(piece)
-        left = [piece for tensor in opened for piece in own.get(tensor.data_ptr(), [])]
-        before, self._borrowed = {id(parameter) for parameter in self._borrowed}, []
+            address = starts[bisect_right(starts, self.views[piece.name].data_ptr()) - 1]
+            by_address.setdefault(address, []).append(piece)
+        to_copy = [piece for tensor in opened for piece in by_address.get(tensor.data_ptr(), [])]
+        before = {id(parameter) for parameter in self._borrowed}
+        self._borrowed = []
         for parameter in parameters:
-            pieces = own.get(parameter.data_ptr(), [])
-            found = _laid_alike(parameter.data, self._placed(pieces)) if self.lasting else None
-            if found is not None:
-                parameter.data = found
+            pieces = by_address.get(parameter.data_ptr(), [])
+            adopted = None
+            if self.lasting:
+                adopted = _find_adoptable(parameter.data, self._copy_pairs(pieces))
+            if adopted is not None:
+                parameter.data = adopted
                 self._borrowed.append(parameter)
                 continue
             if id(parameter) in before:
                 parameter.data = parameter.data.clone()
-            left += pieces
-        self._open = self._viewed()
-        return self._placed(left)
+            to_copy += pieces
+        self._open = self._current_views()
+        return self._copy_pairs(to_copy)
 
-    def _placed(self, pieces: Iterable[Piece]) -> list[tuple[Tensor, Tensor]]:
+    def _copy_pairs(self, pieces: Iterable[Piece]) -> list[tuple[Tensor, Tensor]]:
         return [(piece.place(self.views[piece.name]), piece.tensor) for piece in pieces]
 
     def clear(self) -> None:
+        """End the push and drop its pieces."""
         self.pieces.clear()
         self._open = None
         for matrix in self._quantised():
             matrix.opened = None
 
 
-def _laid_alike(parameter: Tensor, pieces: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """The parameter's new values where they lie, if the pieces (place, what) lie there as their
-    places do in it; else None."""
+def _find_adoptable(parameter: Tensor, pieces: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """Return the received memory as a tensor of the parameter's shape; None if it can't be adopted.
+
+    pieces: pairs (target, source). Adoption needs sources that lie in one storage exactly as the
+    targets lie in the parameter, and that fill it.
+    """
     pieces = sorted(pieces, key=lambda pair: pair[0].data_ptr())
     at = parameter.data_ptr()
     if not pieces or parameter.is_cuda or not parameter.is_contiguous():
         return None
     first = pieces[0][1]
     memory = first.untyped_storage().data_ptr()
-    for place, what in pieces:
-        alike = (
-            what.dtype == parameter.dtype
-            and place.is_contiguous()
-            and what.is_contiguous()
-            and not what.is_cuda
+    for target, source in pieces:
+        has_same_form = (
+            source.dtype == parameter.dtype
+            and target.is_contiguous()
+            and source.is_contiguous()
+            and not source.is_cuda
         )
-        there = what.data_ptr() - first.data_ptr() == at - parameter.data_ptr()
+        has_same_offset = source.data_ptr() - first.data_ptr() == at - parameter.data_ptr()
         if not (
-            alike
-            and there
-            and place.data_ptr() == at
-            and what.untyped_storage().data_ptr() == memory
+            has_same_form
+            and has_same_offset
+            and target.data_ptr() == at
+            and source.untyped_storage().data_ptr() == memory
         ):
             return None
-        at += place.nbytes
+        at += target.nbytes
     if at != parameter.data_ptr() + parameter.nbytes:
         return None
     return first.as_strided(parameter.shape, parameter.stride(), first.storage_offset())
 
 
 def _copy(pair: tuple[Tensor, Tensor]) -> None:
-    place, what = pair
+    target, source = pair
     with torch.no_grad():
-        place.copy_(what)
+        target.copy_(source)

@@ -69,7 +69,9 @@ class TinyRole:
     async def score(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        found = self._columns(batch, batch.predicted_T, wanted, Wanted.from_names(wanted, top_k=top_k))
+        found = self._columns(
+            batch, batch.predicted_T, wanted, Wanted.from_names(wanted, top_k=top_k)
+        )
         if "spans" in wanted:
             pairs_T = batch.starts_S[batch.sequence_T] + batch.positions_T // 2
             found["spans"] = torch.where(batch.predicted_T, pairs_T, -1)
@@ -79,7 +81,10 @@ class TinyRole:
         """What `Outputs` holds for an update, without the old logprobs."""
         named = {"logprobs"} | set(needs) if "old_logprobs" in needs else set(needs)
         found = self._columns(
-            batch, batch.predicted_T, named, Wanted.from_names(needs, given_ids=batch.has("teacher_ids"))
+            batch,
+            batch.predicted_T,
+            named,
+            Wanted.from_names(needs, given_ids=batch.has("teacher_ids")),
         )
         return {name: column for name, column in found.items() if name in named}
 

@@ -147,7 +147,7 @@ def link_of(section: Section, between: Between, metrics: MetricsManager) -> Link
             await link.close()
 
     router.catch_up = catch_up
-    router.restarted = lambda: metrics.add("generator", {"restarts": 1.0}, merge="sum")
+    router.on_restart = lambda: metrics.add("generator", {"restarts": 1.0}, merge="sum")
     return SteadyLink(make_link(section, between), router)
 
 
@@ -168,7 +168,7 @@ class SteadyLink:
             LinkError: The push failed and no worker was replaced.
             WorkerDied: A worker was lost and is not replaced.
         """
-        async with self.router.pushing:
+        async with self.router.push_lock:
             await self.router.rebuild()
             while True:
                 try:

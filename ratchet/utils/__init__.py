@@ -1,1 +1,1 @@
-"""Helpers without knowledge of training: files, threads, processes, credentials."""
+"""Helpers that know nothing of training: files, threads, processes, credentials."""

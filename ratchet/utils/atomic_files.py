@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all. Free of torch."""
+"""Write files that appear whole or not at all. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from ratchet.utils import failpoints
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to; it takes the place of `path` when the block ends
-    without an error."""
+    """Yield a temporary path beside `path` to write to.
+
+    The file replaces `path` when the block ends without an error.
+    """
     temporary = path.with_name(f".{path.name}.partial")
     try:
         yield temporary
@@ -29,5 +31,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace `path` by `content` as indented JSON with sorted keys."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

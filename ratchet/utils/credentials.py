@@ -1,7 +1,7 @@
-"""Secrets that a recipe names by an environment variable, and never holds itself.
+"""Secrets that a recipe names by an environment variable and never holds itself.
 
-The library reads no environment: the command line does, and offers it here; a program of your own
-calls `offer(os.environ)` once.
+The library does not read the environment. The command line does, and passes it to `offer`; your own
+program calls `offer(os.environ)` once.
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ _offered: Mapping[str, str] = {}
 
 
 def offer(environment: Mapping[str, str]) -> None:
-    """Makes its variables available to whatever a recipe lets name one, instead of any offered
-    before."""
+    """Set the variables that `get_credential` reads; they replace those of an earlier call."""
     global _offered
     _offered = environment
 
 
 def offered() -> Mapping[str, str]:
-    """For a process that this one starts, and that resolves the same recipe."""
+    """Return a copy of the variables, for a child process that resolves the same recipe."""
     return dict(_offered)
 
 
 def credential(variable: str) -> str:
-    """Raises ConfigError where the variable is not there, or empty."""
+    """Return the value of a variable. Raises ConfigError if it is missing or empty."""
     value = _offered.get(variable, "")
     if not value:
         raise ConfigError(
-            f"the environment variable {variable} is not set: export it before the run (from a "
-            "program of your own, also "
-            "call ratchet.utils.credentials.offer(os.environ))"
+            f"the environment variable {variable} is not set: export it before the run (your own "
+            "program must also call ratchet.utils.credentials.offer(os.environ))"
         )
     return value

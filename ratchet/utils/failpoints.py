@@ -1,10 +1,11 @@
-"""Named failpoints, so that tests can break a run at every place that matters, and not only at
-those that last long.
+"""Named failpoints let tests break a run at every place that matters, however briefly it lasts.
 
 `point("checkpoint.after_write")` does nothing until `arm` names it. A spec such as
-`checkpoint.after_write:3:kill` breaks the third passage; `record` lists the points that some code
-passes, so that a test can enumerate all of its crash points. The bottom layer: imports nothing of
-Ratchet, and never reads the environment (the command line does, and calls `arm`).
+`checkpoint.after_write:3:kill` breaks the third passage. `record` lists the points that a block of
+code passes, so that a test can enumerate its crash points.
+
+This module is the bottom layer: it imports nothing of Ratchet and never reads the environment (the
+command line does, and calls `arm`).
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from contextlib import contextmanager
 
 
 class InjectedFault(RuntimeError):
-    """What the action `raise` raises: an error that no code expects."""
+    """The error raised by the action `raise`; no code expects it."""
 
 
 def _kill(name: str) -> None:
-    # as abrupt as the machine's own: nothing is flushed, no handler runs
+    # SIGKILL is as abrupt as a crash of the machine: nothing is flushed, no handler runs.
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _interrupt(name: str) -> None:
-    os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C
+    os.kill(os.getpid(), signal.SIGINT)  # like Ctrl-C
 
 
 def _terminate(name: str) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler that wants the machine back
+    os.kill(os.getpid(), signal.SIGTERM)  # like a scheduler that preempts the job
 
 
 def _hang_up(name: str) -> None:
-    os.kill(os.getpid(), signal.SIGHUP)  # as a closed terminal
+    os.kill(os.getpid(), signal.SIGHUP)  # like a closed terminal
 
 
 def _raise(name: str) -> None:
@@ -59,19 +60,22 @@ _listener: Callable[[str], None] | None = None
 
 
 def point(name: str) -> None:
-    """Marks a place where a test may break the process."""
+    """Mark a place where a test may break the process."""
     if _listener is not None:
         _listener(name)
 
 
 def arm(spec: str) -> None:
-    """Arms the failpoints of `spec`, instead of any armed before: `name[:n]:action`, several
-    separated by commas.
+    """Arm the failpoints of `spec` and disarm all others.
 
-    n: at which passage, from 1 (the default). action: kill (SIGKILL), interrupt (SIGINT), terminate
-    (SIGTERM), hang_up (SIGHUP), raise (InjectedFault) or enospc (OSError). Points are not
-    registered anywhere, so a name that no code passes has no effect. Raises ValueError for a
-    malformed spec.
+    Points are not registered anywhere, so a name that no code passes has no effect.
+
+    Args:
+        spec: `name[:n]:action`, several separated by commas. n: the passage that breaks, from 1
+            (the default). action: kill (SIGKILL), interrupt (SIGINT), terminate (SIGTERM),
+            hang_up (SIGHUP), raise (InjectedFault) or enospc (OSError).
+
+    Raises ValueError for a malformed spec.
     """
     global _listener
     plan: dict[tuple[str, int], Callable[[str], None]] = {}
@@ -89,16 +93,21 @@ def arm(spec: str) -> None:
 
 
 def disarm() -> None:
+    """Disarm all failpoints."""
     global _listener
     _listener = None
 
 
 @contextmanager
 def record() -> Iterator[list[str]]:
-    """The points passed inside the block, in order; nothing is armed meanwhile."""
+    """Yield a list that collects the points passed inside the block, in order.
+
+    No failpoint is armed inside the block.
+    """
     global _listener
     passed: list[str] = []
-    before, _listener = _listener, passed.append
+    before = _listener
+    _listener = passed.append
     try:
         yield passed
     finally:

@@ -1,9 +1,9 @@
-"""Files behind an address: s3://bucket/run, gs://, hf://, file://, memory:// and all else that
-fsspec knows.
+"""Read and write files behind an address: s3://, gs://, hf://, file://, memory:// and every other
+scheme that fsspec supports.
 
-A store's client may raise anything; here it becomes an OSError that names the file. What failed is
-asked for again a few times; what is not there, or not allowed, is not. What is fetched goes into
-the cache of this machine.
+A store's client may raise any exception; this module turns it into an OSError that names the file.
+A failed operation is retried a few times, unless the file is missing or access is denied. Fetched
+files go into the cache of this machine.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ratchet.utils.safe_read import read_json
 
 log = logging.getLogger(__name__)
 
-# What fsspec needs beside itself, by the beginning of an address, of the extra `stores`. They have
-# buckets and no directories.
+# Packages of the extra `stores` that fsspec needs, by scheme. These stores have buckets and no
+# directories.
 PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -39,36 +39,38 @@ PACKAGES = {
 }
 ATTEMPTS = 3
 PAUSE_S = 1.0  # before the second attempt; doubled before each further one
-FETCHED = ".fetched.json"  # what a copy of a directory was made of
+FETCHED = ".fetched.json"  # size and version of each file in a fetched directory
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 _cache: Path | None = None
 
 
 def is_address(place: str | Path) -> bool:
+    """Return True if `place` is an address with a scheme, not a local path."""
     return isinstance(place, str) and "://" in place
 
 
 def keep_as(environment: Mapping[str, str]) -> None:
-    """Puts the cache where the user's variables say: RATCHET_CACHE, else in XDG_CACHE_HOME."""
+    """Set the cache directory from RATCHET_CACHE, else from XDG_CACHE_HOME."""
     global _cache
     home = environment.get("XDG_CACHE_HOME")
-    own = environment.get("RATCHET_CACHE") or (f"{home}/ratchet" if home else "")
-    _cache = Path(own).expanduser() if own else None
+    directory = environment.get("RATCHET_CACHE") or (f"{home}/ratchet" if home else "")
+    _cache = Path(directory).expanduser() if directory else None
 
 
 def cached(kind: str, address: str) -> Path:
-    """Where this machine keeps what belongs to an address: a directory of its own, with the
-    address's last name."""
+    """Return the cache path of an address: a unique directory, then the address's last name."""
     address = address.rstrip("/")
     digest = hashlib.sha256(address.encode()).hexdigest()[:16]
     return kept(kind) / digest / (PurePosixPath(address).name or "root")
 
 
 def kept(kind: str) -> Path:
-    """Where this machine keeps what it can get, or make, again. Raises OSError for a user without a
-    home."""
+    """Return the cache directory for one kind of file that can be fetched or built again.
+
+    Raises OSError for a user without a home directory.
+    """
     try:
         return (_cache or Path.home() / ".cache" / "ratchet") / kind
     except RuntimeError as error:
@@ -78,8 +80,7 @@ def kept(kind: str) -> Path:
 
 
 def unfit(address: str) -> str | None:
-    """Why a model or a run can't be at an address, as far as that alone tells; None where it
-    may."""
+    """Return why an address can't hold a model or a run, judged by its text alone; else None."""
     scheme, _, rest = address.partition("://")
     if "::" in address:
         return "it chains several stores: name the one that holds the files"
@@ -91,7 +92,7 @@ def unfit(address: str) -> str | None:
         return f"it names no place: write {scheme}://bucket/name"
     if any(sign in rest for sign in "*?[]#\\") or ".." in rest.split("/"):
         return "it is a pattern or leads upwards: write a plain address"
-    # the second has those that somebody has brought
+    # The registry also has schemes that other packages have registered.
     from fsspec import available_protocols, registry
 
     if scheme not in {*available_protocols(), *registry}:
@@ -103,8 +104,12 @@ def unfit(address: str) -> str | None:
 
 
 def filesystem(address: str) -> tuple[Any, str]:
-    """fsspec's, and the path there. Raises DataError, MissingDependency."""
-    import fsspec  # not at the top: who has local files alone pays nothing for it
+    """Return fsspec's file system for an address, and the path in it.
+
+    Raises DataError or MissingDependency.
+    """
+    # The import is here so that runs with local files alone do not pay for it.
+    import fsspec
     from fsspec.core import url_to_fs
 
     scheme = address.partition("://")[0].rpartition("::")[2]
@@ -116,9 +121,9 @@ def filesystem(address: str) -> tuple[Any, str]:
             package, extra="stores", needed_for=f"reading {scheme}://"
         ) from error
     except ValueError as error:
-        known = ", ".join(sorted(fsspec.available_protocols()))
-        raise DataError(f"{address}: nothing reads {scheme}://; there are {known}") from error
-    # a store's client raises errors of its own: without credentials, say
+        schemes = ", ".join(sorted(fsspec.available_protocols()))
+        raise DataError(f"{address}: nothing reads {scheme}://; there are {schemes}") from error
+    # A store's client raises its own exception types, for example without credentials.
     except Exception as error:
         raise DataError(
             f"{address}: its store can't be used: {type(error).__name__}: {error}"
@@ -127,15 +132,18 @@ def filesystem(address: str) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """size: bytes. version: changes with the file, as far as the store tells."""
+    """A file of a store."""
 
-    size: int
-    version: str
+    size: int  # bytes
+    version: str  # changes with the file, as far as the store reports it
 
 
 class Store:
-    """The files below an address, by their names from there on. Its methods raise OSError;
-    FileNotFoundError for what is not there. A name that would lead outside is never used."""
+    """The files below an address, by their names relative to it.
+
+    Its methods raise OSError, and FileNotFoundError for a missing file. A name that would lead
+    outside the address is refused.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -144,49 +152,50 @@ class Store:
         self._buckets = self.address.partition("://")[0] in {*PACKAGES, "hf"}
 
     def entries(self, below: str = "") -> dict[str, Entry]:
-        """Of all files below, by name; {} where there is none."""
+        """Return all files below a directory by name; {} if there are none."""
 
         def find() -> dict[str, Entry]:
             self._system.invalidate_cache()
             try:
-                found = self._system.find(self._at(below) if below else self._root, detail=True)
+                files = self._system.find(self._at(below) if below else self._root, detail=True)
             except FileNotFoundError:
                 return {}
             return {
                 self._name(path): _entry(info)
-                for path, info in found.items()
+                for path, info in files.items()
                 if info["type"] == "file"
             }
 
-        return self._tried(f"listing {below}", find)
+        return self._retry(f"listing {below}", find)
 
-    def read(self, name: str, most: int = 2**26) -> bytes:
-        """A small file, of at most so many bytes."""
+    def read(self, name: str, max_bytes: int = 2**26) -> bytes:
+        """Return the content of a small file. Raises OSError above `max_bytes`."""
 
         def read() -> bytes:
             with self._system.open(self._at(name), "rb") as file:
-                content = file.read(most + 1)
-            if len(content) > most:
-                raise OSError(f"it has more than {most} bytes")
+                content = file.read(max_bytes + 1)
+            if len(content) > max_bytes:
+                raise OSError(f"it has more than {max_bytes} bytes")
             return content
 
-        return self._tried(f"reading {name}", read)
+        return self._retry(f"reading {name}", read)
 
     def write(self, name: str, content: bytes) -> None:
-        self._placed(name, len(content), lambda path: self._system.pipe_file(path, content))
+        """Write a whole file."""
+        self._place(name, len(content), lambda path: self._system.pipe_file(path, content))
 
     def put(self, source: Path, name: str) -> None:
-        """The file is there as a whole when this returns."""
-        self._placed(
+        """Upload a file; it is complete when this returns."""
+        self._place(
             name, source.stat().st_size, lambda path: self._system.put_file(str(source), path)
         )
 
     def get(self, name: str, target: Path) -> None:
-        """Takes its name when it is here as a whole."""
+        """Download a file; `target` appears only when it is complete."""
         draft = target.with_name(f".{target.name}.partial")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._tried(
+            self._retry(
                 f"fetching {name}", lambda: self._system.get_file(self._at(name), str(draft))
             )
             draft.replace(target)
@@ -194,17 +203,22 @@ class Store:
             draft.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
+        """Remove a file, if it exists."""
+
         def remove() -> None:
             try:
                 self._system.rm_file(self._at(name))
             except FileNotFoundError:
                 return
 
-        self._tried(f"removing {name}", remove)
+        self._retry(f"removing {name}", remove)
 
-    def _placed(self, name: str, size: int, send: Callable[[str], object]) -> None:
-        """Where a file system writes in place, under another name first: a half-written file must
-        not replace a whole one."""
+    def _place(self, name: str, size: int, send: Callable[[str], object]) -> None:
+        """Send a file of `size` bytes to the store and check its size there.
+
+        A file system that writes in place gets the file under a temporary name first: a
+        half-written file must not replace a whole one.
+        """
         path = self._at(name)
         draft = f"{path}.partial" if getattr(self._system, "local_file", False) else path
 
@@ -218,7 +232,7 @@ class Store:
             if draft != path:
                 self._system.mv(draft, path)
 
-        self._tried(f"writing {name}", place)
+        self._retry(f"writing {name}", place)
 
     def _at(self, name: str) -> str:
         if not stays_inside(name):
@@ -227,15 +241,15 @@ class Store:
 
     def _name(self, path: str) -> str:
         name = path.removeprefix(self._root).lstrip("/")
-        return name or PurePosixPath(path).name  # the address is that of a file
+        return name or PurePosixPath(path).name  # the address names a file
 
-    def _tried(self, what: str, do: Callable[[], Found]) -> Found:
+    def _retry(self, what: str, do: Callable[[], Result]) -> Result:
         for attempt in range(ATTEMPTS):
             try:
                 return do()
             except (FileNotFoundError, PermissionError) as error:
                 raise type(error)(f"{self.address}: {what}: {error}") from error
-            # a store's client raises errors of its own, and none may cost a run
+            # A store's client raises its own exception types, and none may end a run.
             except Exception as error:
                 reason = f"{self.address}: {what}: {type(error).__name__}: {error}"
                 if attempt == ATTEMPTS - 1:
@@ -252,7 +266,7 @@ def _entry(info: Mapping[str, Any]) -> Entry:
 
 
 def stays_inside(name: str) -> bool:
-    """Whether a relative POSIX name can't leave the directory that it is in."""
+    """Return True if a relative POSIX name can't lead out of its directory."""
     path = PurePosixPath(name)
     return (
         bool(path.parts)
@@ -265,7 +279,7 @@ def stays_inside(name: str) -> bool:
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Waits until no other process fetches into a directory of the cache, which is made."""
+    """Create a cache directory and hold its lock, so that one process fetches into it at a time."""
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory.parent / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -276,15 +290,19 @@ def alone(directory: Path) -> Iterator[None]:
 
 
 def fetch_directory(address: str, patterns: Sequence[str] = ("*",), *, deep: bool = True) -> Path:
-    """A copy of a directory on this machine, to be read: what has not changed since it was fetched
-    is not fetched again.
+    """Return a local, read-only copy of a directory. Unchanged files are not fetched again.
 
-    patterns: of the names of files that are wanted. deep: also those in directories below. Raises
-    OSError; DataError and MissingDependency for an address that can't be read here.
+    Args:
+        patterns: file names to fetch.
+        deep: True also fetches the files of subdirectories.
+
+    Raises OSError; DataError and MissingDependency for an address that can't be read here.
     """
-    store, target = Store(address), cached("directories", address)
+    store = Store(address)
+    target = cached("directories", address)
     with alone(target):
-        fetched, listed = _fetched_before(target), store.entries()
+        fetched = _read_fetched(target)
+        listed = store.entries()
         for name, entry in sorted(listed.items()):
             if not any(fnmatch(name, pattern) for pattern in patterns) or not (
                 deep or "/" not in name
@@ -311,17 +329,19 @@ def fetch_directory(address: str, patterns: Sequence[str] = ("*",), *, deep: boo
     return target
 
 
-def _fetched_before(target: Path) -> dict[str, Any]:
+def _read_fetched(target: Path) -> dict[str, Any]:
     try:
-        found = read_json(target / FETCHED)
-        return {name: facts for name, facts in found.items() if stays_inside(name)}
+        fetched = read_json(target / FETCHED)
+        return {name: facts for name, facts in fetched.items() if stays_inside(name)}
     except (OSError, ValueError, AttributeError):
         return {}
 
 
 def put_directory(source: Path, address: str, *, last: str) -> None:
-    """All files of a directory; `last`, without which nobody takes the rest for what it is to be,
-    comes last. Raises OSError, DataError, MissingDependency."""
+    """Upload all files of a directory. Raises OSError, DataError or MissingDependency.
+
+    last: the file that is sent last, because readers take a directory without it for incomplete.
+    """
     store = Store(address)
     names = sorted(
         path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()
@@ -331,5 +351,5 @@ def put_directory(source: Path, address: str, *, last: str) -> None:
 
 
 def forget(directory: Path) -> None:
-    """Removes what the cache holds of an address."""
+    """Remove the cached copy of an address; `directory` is the path that `get_cached_path` gave."""
     shutil.rmtree(directory.parent, ignore_errors=True)

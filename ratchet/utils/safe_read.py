@@ -1,8 +1,8 @@
-"""Files and JSON that come from elsewhere, read within bounds: a recipe, a row or a model directory
-may be anything.
+"""Read untrusted files and JSON within bounds: a recipe, a row or a model directory may hold
+anything.
 
-Everything here raises OSError or ValueError, which each reader turns into an error of its own that
-names the file. Free of everything but the standard library.
+Every function raises OSError or ValueError; its caller turns these into an error that names the
+file. This module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_TEXT_BYTES = 4 << 20  # a chat template; the longest published one has 20 Ki
 # one takes 3 to 8 characters, and 20 to 30 times as many bytes of memory.
 MAX_CONTAINERS = 1 << 20
 CHARS_A_CONTAINER = 16
-# of objects and arrays: code that walks a value recursively breaks on a few hundred
+# Levels of objects and arrays. Code that walks a value recursively breaks on a few hundred.
 MAX_DEPTH = 100
 # One that never ends counts too: to try each quotation mark of it as a beginning is quadratic.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
@@ -36,14 +36,14 @@ KINDS = (
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a plain file for reading, links followed. A pipe or a device, which may never end, is
-    refused without reading it.
+    """Open a plain file for reading; links are followed.
 
-    Raises OSError, whose `strerror` says what the path is where it is no plain file.
+    A pipe or a device, which may never end, is refused without reading it. Raises OSError; its
+    `strerror` says what the path is if it is no plain file.
     """
     try:
         _require_plain(path, os.stat(path).st_mode)
-    except ValueError as error:  # a null character, say
+    except ValueError as error:  # for example a null character
         raise OSError(errno.EINVAL, f"it is no name of a file ({error})", str(path)) from None
     # Without O_NONBLOCK the opening of a pipe that takes the file's place in between would wait for
     # a writer.
@@ -57,7 +57,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def require_file(path: str | Path) -> None:
-    """Raise OSError, as `open_file` does, for what a library could not open as a plain file."""
+    """Raise OSError, as `open_file` does, for a path that is no readable plain file."""
     open_file(path).close()
 
 
@@ -69,7 +69,7 @@ def _require_plain(path: str | Path, mode: int) -> None:
 
 
 def read_bytes(path: str | Path, limit: int = MAX_JSON_BYTES) -> bytes:
-    """Read a whole plain file. Raises OSError for one of more than `limit` bytes too."""
+    """Read a whole plain file. Raises OSError also for more than `limit` bytes."""
     with open_file(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -78,14 +78,18 @@ def read_bytes(path: str | Path, limit: int = MAX_JSON_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, limit: int = MAX_TEXT_BYTES) -> str:
-    """Read a whole plain file of UTF-8. Raises OSError, and ValueError naming the first byte that
-    is none."""
+    """Read a whole plain file of UTF-8 with "\\n" line ends.
+
+    Raises OSError, and ValueError that names the first byte that is not UTF-8.
+    """
     return decode(read_bytes(path, limit)).replace("\r\n", "\n")
 
 
 def decode(content: bytes) -> str:
-    """Decode UTF-8, with or without a byte order mark. Raises ValueError naming line and offset of
-    the first wrong byte."""
+    """Decode UTF-8, with or without a byte order mark.
+
+    Raises ValueError that names line and offset of the first wrong byte.
+    """
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -155,8 +159,10 @@ def _refuse_depth() -> NoReturn:
 
 
 def is_deeper(value: object, depth: int) -> bool:
-    """Return True if dicts and lists lie within each other more than `depth` deep. Walks level by
-    level, without recursion."""
+    """Return True if dicts and lists are nested more than `depth` deep.
+
+    It walks level by level, without recursion.
+    """
     level: list[Any] = [value]
     for _ in range(depth + 1):
         level = [item for item in level if isinstance(item, dict | list)]

@@ -1,9 +1,8 @@
-"""Temporary folders that outlive no killed process for long: the next one removes what a dead owner
-has left.
+"""Temporary folders whose leftovers of killed processes are removed by the next process.
 
-A folder holds a file that its owner has locked. The kernel lets go of the lock when the owner ends,
-however it ends, and no process number can be mistaken for another's. A folder without that file is
-not one of these, and is never touched.
+A folder holds a file that its owner has locked. The kernel releases the lock when the owner ends,
+however it ends; unlike a process number, a lock can't be mistaken for another owner's. A folder
+without that file is never touched.
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ _swept: set[Path] = set()  # parents, once for each process
 
 
 class TemporaryFolder:
-    """A folder `PARENT/ratchet-WHAT-RANDOM` of this process, removed by `close` or at the end of a
-    `with` block.
+    """A folder `PARENT/ratchet-WHAT-RANDOM`, removed by `close` or at the end of a `with` block.
 
-    Where the process is killed, a later one that makes a folder in the same parent, or trains,
-    removes it.
-
-    path: of the folder.
+    If the process is killed, a later process that creates a folder in the same parent, or trains,
+    removes it. The attribute `path` is the folder's path.
     """
 
     def __init__(self, what: str, parent: str | Path | None = None) -> None:
-        """Make the folder in `parent` (default: the folder for temporary files). Raises OSError
-        where that can't be written."""
+        """Create the folder in `parent` (default: the folder for temporary files).
+
+        Raises OSError if `parent` can't be written.
+        """
         place = Path(parent or tempfile.gettempdir())
         _sweep_once(place)
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{what}-", dir=place))
@@ -54,7 +52,7 @@ class TemporaryFolder:
 
 
 def _remove(folder: Path, lock: int | None, owner: int) -> None:
-    if os.getpid() != owner:  # a forked child that ends
+    if os.getpid() != owner:  # a forked child must not remove it
         return
     shutil.rmtree(folder, ignore_errors=True)
     if lock is not None:
@@ -62,22 +60,26 @@ def _remove(folder: Path, lock: int | None, owner: int) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """Return the descriptor that holds the lock, which programs that are started do not inherit;
-    None where locks fail."""
+    """Return the descriptor that holds the lock; None where locks fail.
+
+    Child programs do not inherit the descriptor.
+    """
     draft = folder / f"{OWNER}-"
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # a disk without locks: then nothing may be swept there
+    except OSError:  # a disk without locks, on which nothing is swept
         os.close(descriptor)
         return None
-    draft.rename(folder / OWNER)  # only now: it is never seen unlocked
+    draft.rename(folder / OWNER)  # renamed after locking, so it is never seen unlocked
     return descriptor
 
 
 def sweep() -> list[Path]:
-    """Remove this user's folders of dead processes, among temporary files and in shared memory.
-    Returns which those were."""
+    """Remove this user's folders of dead processes and return their paths.
+
+    It looks among temporary files and in shared memory.
+    """
     return [
         path for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY) for path in _sweep(parent)
     ]
@@ -90,11 +92,11 @@ def _sweep_once(parent: Path) -> None:
 
 
 def _sweep(parent: Path) -> list[Path]:
-    return [path for path in sorted(parent.glob(f"{PREFIX}*")) if _removed_if_left(path)]
+    return [path for path in sorted(parent.glob(f"{PREFIX}*")) if _remove_if_orphaned(path)]
 
 
-def _removed_if_left(folder: Path) -> bool:
-    """Remove a folder whose owner is dead. Returns True if it was one."""
+def _remove_if_orphaned(folder: Path) -> bool:
+    """Remove a folder if its owner is dead. Returns True if it was removed."""
     with suppress(OSError):
         if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
             return False

@@ -1,5 +1,5 @@
-"""Text of others as a terminal may show it: data, a model's answer, a file's name or a key of a
-recipe may hold anything."""
+"""Make untrusted text safe to print: data, completions, file names and recipe keys may hold
+anything."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 
 def visible(text: str) -> str:
-    """Return `text` with each character that could command a terminal, or turn what follows around,
-    as its code.
+    """Return `text` with every character that could control a terminal replaced by its code.
 
     Line ends and tabs stay. Replaced are the other control characters (C0, DEL, C1), line and
     paragraph separators, marks of direction (Unicode TR9), invisible joiners at which texts look
@@ -27,8 +26,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def first_line(text: str, limit: int = 400) -> str:
-    """Return the first line with something in it, cut to `limit`: what a library's error says of a
-    file."""
+    """Return the first line of a library's error that is not blank, cut to `limit` characters."""
     return shortened(
         next((line.strip() for line in text.splitlines() if line.strip()), "no reason is given"),
         limit,
@@ -36,10 +34,9 @@ def first_line(text: str, limit: int = 400) -> str:
 
 
 def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Console:
-    """Make a console of rich that escapes whatever is printed on it, in tables too; styles and
-    rich's own controls pass.
+    """Create a rich console that escapes all printed text, in tables too.
 
-    file: Where it prints; None: standard output.
+    Styles and rich's own controls pass. file: the output; None: standard output.
     """
     from rich.console import Console, ConsoleRenderable, RenderHook
     from rich.segment import Segment
@@ -64,7 +61,7 @@ def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Con
 
 
 class _Codes(dict[int, str | int]):
-    """A table for `str.translate`, which fills itself."""
+    """A table for `str.translate` that computes its entries on demand."""
 
     def __missing__(self, point: int) -> str | int:
         code = _code(point) if _is_hidden(point) else point
@@ -77,7 +74,7 @@ def _is_hidden(point: int) -> bool:
         (point < 32 and point not in (9, 10))
         or 0x7F <= point <= 0x9F
         or point in (0x061C, 0x2028, 0x2029, 0xFEFF)
-        # not the joiners between, which Persian and emoji need
+        # 0x200C and 0x200D stay: Persian and emoji need these joiners.
         or point in (0x200B, 0x200E, 0x200F)
         or 0x202A <= point <= 0x202E
         or 0x2060 <= point <= 0x206F

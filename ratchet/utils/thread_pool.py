@@ -1,8 +1,8 @@
-"""Threads that work on parts of a batch at the same time, each on operations of its own.
+"""A pool of threads that compute the parts of a batch at the same time.
 
-Small operations gain little from many threads that share each of them: they wait for one another
-after every one. Where a batch has parts, whoever computes a part never waits. PyTorch lets go of
-the interpreter inside of its operations.
+Small operations gain little from many threads that share each operation, because the threads wait
+for one another after every one. Threads that compute separate parts never wait. PyTorch releases
+the interpreter lock inside its operations.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ T = TypeVar("T")
 
 
 class Crew:
-    """size: jobs that run at once, one of them in the thread that asks."""
+    """A pool that runs `size` jobs at once, one of them in the calling thread."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._others = ThreadPoolExecutor(size - 1, thread_name_prefix="crew") if size > 1 else None
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Their results, in order. Raises what the first of those raised that failed, after all
-        have ended.
+        """Run the jobs and return their results in order.
 
-        Meanwhile each has its share of the threads that PyTorch gives an operation. Modes of
-        PyTorch that belong to a thread (no_grad, inference_mode, autocast) are for a job to enter.
+        PyTorch's threads for one operation are divided evenly among the running jobs. PyTorch modes
+        that belong to a thread (no_grad, inference_mode, autocast) must be entered by each job.
+
+        Raises the first failed job's exception, after all jobs have ended.
         """
         if self._others is None or len(jobs) < 2:
             return [job() for job in jobs]
@@ -37,41 +38,46 @@ class Crew:
 
         threads = torch.get_num_threads()
         share = max(1, threads // self.size)
-        futures = [self._others.submit(_limited, share, job) for job in jobs[1:]]
+        futures = [self._others.submit(_run_limited, share, job) for job in jobs[1:]]
         try:
-            first = _limited(share, jobs[0])
+            first = _run_limited(share, jobs[0])
         finally:
             wait(futures)
             torch.set_num_threads(threads)
         return [first, *(future.result() for future in futures)]
 
     def each(self, work: Callable[[P], T], pieces: Sequence[P], sizes: Sequence[int]) -> list[T]:
-        """What comes of each piece, in order; nobody gets much more than another. Raises as `run`
-        does."""
-        hands = [taken for taken in dealt(sizes, self.size) if taken]
-        done = self.run([partial(_done, work, [pieces[i] for i in taken]) for taken in hands])
-        found = dict(zip(chain(*hands), chain(*done), strict=True))
-        return [found[i] for i in range(len(pieces))]
+        """Return the result of `work` for each piece, in order. Raises as `run` does.
+
+        sizes: the pieces' sizes, by which threads get about equal loads.
+        """
+        shares = [share for share in dealt(sizes, self.size) if share]
+        jobs = [partial(_map, work, [pieces[i] for i in share]) for share in shares]
+        results = dict(zip(chain(*shares), chain(*self.run(jobs)), strict=True))
+        return [results[i] for i in range(len(pieces))]
 
 
-def _done(work: Callable[[P], T], pieces: Sequence[P]) -> list[T]:
+def _map(work: Callable[[P], T], pieces: Sequence[P]) -> list[T]:
     return [work(piece) for piece in pieces]
 
 
-def _limited(threads: int, job: Callable[[], T]) -> T:
+def _run_limited(threads: int, job: Callable[[], T]) -> T:
     import torch
 
-    torch.set_num_threads(threads)  # of this thread
+    torch.set_num_threads(threads)  # applies to the calling thread
     return job()
 
 
-def dealt(sizes: Sequence[int], hands: int) -> list[list[int]]:
-    """Which of the pieces each of so many hands takes, in ascending order: the largest first, to
-    whoever has least."""
-    loads = [0] * hands
-    taken: list[list[int]] = [[] for _ in range(hands)]
+def dealt(sizes: Sequence[int], workers: int) -> list[list[int]]:
+    """Assign pieces to workers so that their loads are about equal.
+
+    Greedy: the largest piece goes first, to the worker with the smallest load. Returns each
+    worker's indices of pieces in ascending order.
+    """
+    loads = [0] * workers
+    shares: list[list[int]] = [[] for _ in range(workers)]
     for piece in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         least = loads.index(min(loads))
         loads[least] += sizes[piece]
-        taken[least].append(piece)
-    return [sorted(pieces) for pieces in taken]
+        shares[least].append(piece)
+    return [sorted(pieces) for pieces in shares]

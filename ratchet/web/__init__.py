@@ -1,7 +1,6 @@
-"""The one way in which Ratchet listens to HTTP: `ratchet serve`, the server of black-box agents,
-`ratchet ui` and the Prometheus sink all run on `server.Server`.
+"""The HTTP server behind `ratchet serve`, black-box agents, `ratchet ui` and the Prometheus sink.
 
-`connection` bounds what a connection may hold and for how long, `server` accepts connections and
-runs an ASGI application, and `guard` stands before that application: it checks names, counts
-`bodies`, and turns what breaks into an answer.
+`server` accepts connections and runs an ASGI application. `connection` bounds the time and memory
+of a connection. `guard` is ASGI middleware that checks host names, counts `bodies`, and turns
+exceptions into error responses.
 """

@@ -1,8 +1,8 @@
-"""Limits of one connection and of all together. A connection that keeps the server waiting has a
-deadline, and is the first to go when there are too many.
+"""Limits of one connection and of all connections together.
 
-The HTTP itself is uvicorn's (its protocol on h11), which has no deadline for a request's head or
-for a client that does not read, and does not bound how many connections are open.
+A connection that keeps the server waiting has a deadline, and is the first to be closed when there
+are too many. HTTP is handled by uvicorn (its protocol on h11), which has no deadline for a
+request's head or for a client that does not read, and does not bound the number of connections.
 """
 
 from __future__ import annotations
@@ -24,76 +24,76 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server allows. Times are in seconds, sizes in bytes."""
+    """The limits of a server. Times are in seconds, sizes in bytes."""
 
-    # Open at the same time; fewer where the process may not have as many descriptors.
+    # Connections open at the same time; fewer if the process may not open as many descriptors.
     connections: int = 512
-    # From the connection, or from the last answer, to the end of the next request's head.
+    # Time from the connection, or from the last response, to the end of the next request's head.
     head_s: float = 10.0
-    # From the head of a request to the end of its body.
+    # Time from the head of a request to the end of its body.
     body_s: float = 60.0
-    # In which a client must read some of what waits to be sent to it.
+    # Time within which a client must read part of the data waiting to be sent to it.
     write_s: float = 30.0
-    # Of a request's head.
+    # Size of a request's head.
     head_bytes: int = 2**14
-    # Of a request's body.
+    # Size of a request's body.
     body_bytes: int = 2**23
-    # Of the bodies of all requests that are not answered yet: half a MiB for each connection.
+    # Size of the bodies of all unanswered requests: half a MiB for each connection.
     bodies_bytes: int = 2**28
-    # Of those with the same key (Authorization).
+    # Size of the bodies of unanswered requests with the same key (Authorization).
     key_bytes: int = 2**28
-    # For answers that are on their way when the server stops.
+    # Time for responses that are being sent when the server stops.
     grace_s: float = 5.0
 
 
 class Connections:
-    """The connections of one server, and which of them keep it waiting.
+    """The open connections of one server, and those that keep it waiting.
 
-    A connection waits for its client while its next request is not there whole. With `most`
-    connections, a new one takes the place of the one that has waited longest; where all others have
-    their requests answered, the new one waits in the kernel's queue instead.
+    A connection waits for its client while its next request is incomplete. At `limit` connections,
+    a new one replaces the one that has waited longest. If no connection waits, because every
+    request is being answered, the new one stays in the kernel's queue instead.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.open: set[GuardedProtocol] = set()
-        # The keys alone count; a dictionary keeps the order in which they began to wait.
+        # Used as an ordered set: a dictionary keeps the order in which connections began to wait.
         self.waiting: dict[GuardedProtocol, None] = {}
         self.has_room = asyncio.Event()
         self.has_room.set()
 
     def wait(self, connection: GuardedProtocol) -> None:
-        """Note that the server waits for this connection's client from now on."""
+        """Note that the server now waits for this connection's client."""
         self.open.add(connection)
         self.waiting.pop(connection, None)
         self.waiting[connection] = None
         self._update()
 
     def answer(self, connection: GuardedProtocol) -> None:
-        """Note that this connection's request is there whole."""
+        """Note that this connection's request is complete and being answered."""
         self.waiting.pop(connection, None)
         self._update()
 
     def leave(self, connection: GuardedProtocol) -> None:
-        """Forget a connection that is closed."""
+        """Forget a closed connection."""
         self.open.discard(connection)
         self.waiting.pop(connection, None)
         self._update()
 
     def make_room(self) -> None:
-        """Drop the connections that have waited longest until one more fits."""
-        while len(self.open) >= self.most and self.waiting:
+        """Drop the longest-waiting connections until one more fits."""
+        while len(self.open) >= self.limit and self.waiting:
             self.drop_oldest()
 
     def drop_oldest(self) -> None:
-        """Drop the connection that has waited longest, if any waits."""
+        """Drop the longest-waiting connection, if any waits."""
         if self.waiting:
             connection = next(iter(self.waiting))
             self.leave(connection)
             connection.drop("there are too many connections")
 
     def _update(self) -> None:
-        if self.waiting or len(self.open) < self.most:
+        if self.waiting or len(self.open) < self.limit:
             self.has_room.set()
         else:
             self.has_room.clear()
@@ -117,7 +117,7 @@ class Framed(h11.Connection):
 
 
 class GuardedProtocol(H11Protocol):
-    """One connection: uvicorn's, within `limits`."""
+    """A connection of uvicorn with the deadlines of `limits`."""
 
     def __init__(
         self, config: uvicorn.Config, state: ServerState, connections: Connections, limits: Limits
@@ -125,7 +125,8 @@ class GuardedProtocol(H11Protocol):
         super().__init__(config, state, {}, asyncio.get_running_loop())
         self.logger: Any = Quiet(self.logger, {})
         self.conn = Framed(h11.SERVER, limits.head_bytes)
-        self._connections, self._limits = connections, limits
+        self._connections = connections
+        self._limits = limits
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
         self._unsent = 0
@@ -150,22 +151,22 @@ class GuardedProtocol(H11Protocol):
             self._cancel_deadline()
             self._connections.answer(self)
         elif self.cycle is not cycle:
-            # The application refuses a body that is late, with an answer. This deadline is for one
-            # that does not read it.
+            # The application refuses a late body with a response. This deadline is for an
+            # application that does not read the body.
             self._wait(2 * self._limits.body_s)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # Of several requests in one packet the next may have begun by now.
+        # If one packet held several requests, the next may have begun by now.
         if self.cycle.response_complete:
             self._wait(self._limits.head_s)
 
     def send_400_response(self, msg: str) -> None:
-        # The request that this ends is over for the application too.
+        # End the request for the application too.
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        # Where an answer has begun, h11 allows no second one.
+        # If a response has begun, h11 allows no second one.
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:
@@ -189,7 +190,7 @@ class GuardedProtocol(H11Protocol):
             super().shutdown()
 
     def drop(self, why: str) -> None:
-        """Close the connection at once; what was not sent is lost."""
+        """Close the connection at once; unsent data is lost."""
         log.debug("a connection from %s is closed: %s", self.client, why)
         self.transport.abort()
 
@@ -205,7 +206,7 @@ class GuardedProtocol(H11Protocol):
     def _expire(self) -> None:
         unsent = self.transport.get_write_buffer_size()
         if 0 < unsent < self._unsent:
-            # The end of the last answer is still being read.
+            # The client is still reading the end of the last response.
             self._arm(self._limits.head_s)
         else:
             self.drop("its request did not come")
@@ -217,8 +218,7 @@ class GuardedProtocol(H11Protocol):
 
 
 class Quiet(logging.LoggerAdapter[logging.Logger]):
-    """uvicorn's log, in which what a client does is worth a line of debugging at most. Only
-    exceptions are errors."""
+    """A logger for uvicorn that lowers records about clients to DEBUG; exceptions stay errors."""
 
     @property
     def level(self) -> int:

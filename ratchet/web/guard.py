@@ -1,5 +1,4 @@
-"""What stands before an application: names that a request may give, bodies within limits, and
-answers for what breaks."""
+"""ASGI middleware that checks host names, counts bodies and answers exceptions."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ log = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PAGES = ("http://", "https://")  # schemes of an Origin
 HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::[0-9]*)?", re.ASCII)
-# bytes of an answer that are handed on at once, so that each has a deadline of its own
+# Bytes of a response that are sent at once. Smaller pieces give each its own write deadline.
 PIECE = 2**18
 
 # (status, what is wrong, code) -> (content type, body)
@@ -26,20 +25,23 @@ Form = Callable[[int, str, str], tuple[str, bytes]]
 
 
 def plain(status: int, message: str, code: str) -> tuple[str, bytes]:
-    """Return an error as plain text."""
+    """Return an error response's content type and body as plain text."""
     return "text/plain; charset=utf-8", message.encode()
 
 
 class Guard:
-    """ASGI middleware.
+    """An ASGI middleware that refuses foreign hosts and answers exceptions.
 
-    app: the application. names: hosts that a request may name in its Host and Origin; None: any. A
-    server without a key has to check, or a page of another site could ask it through the user's
-    browser (DNS rebinding, or a simple POST). form: turns an error into an answer. limits: of
-    bodies.
-
-    An exception of the application is logged once, under an id that the client gets in an answer
+    An exception of the application is logged once, under an id that the client gets in a response
     with status 500.
+
+    Args:
+        app: the application.
+        names: hosts that a request may name in its Host and Origin; None: any. A server without a
+            key has to check them. Otherwise a page of another site could send requests through the
+            user's browser (DNS rebinding, or a simple POST).
+        form: turns an error into a content type and a body.
+        limits: of bodies.
     """
 
     def __init__(
@@ -83,13 +85,13 @@ class Guard:
             await refuse(503, "the server is stopping", "stopping")
         except BodyRefused as error:
             await refuse(error.status, str(error), error.code)
-        # The boundary of a request: an answer that breaks is no reason to end the server.
+        # This is the boundary of a request: a failed one must not end the server.
         except Exception:
-            name = secrets.token_hex(4)
-            log.exception("request %s, %s %s, broke", name, scope["method"], scope["path"])
+            error_id = secrets.token_hex(4)
+            log.exception("request %s, %s %s, broke", error_id, scope["method"], scope["path"])
             await refuse(
                 500,
-                f"this is a fault of the server; its log has the reason under {name}",
+                f"this is a fault of the server; its log has the reason under {error_id}",
                 "internal_error",
             )
         finally:
@@ -104,8 +106,7 @@ def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def stranger(headers: Iterable[tuple[bytes, bytes]], names: Collection[str]) -> str:
-    """Return why the Host or the Origin of a request is refused; "" where they are among
-    `names`."""
+    """Return why a request's Host or Origin is refused; "" if they are among `names`."""
     values = [(name, value.decode("latin-1")) for name, value in headers]
     hosts = [value for name, value in values if name == b"host"]
     for host in hosts or [""]:
@@ -117,16 +118,15 @@ def stranger(headers: Iterable[tuple[bytes, bytes]], names: Collection[str]) -> 
     for origin in (value for name, value in values if name == b"origin"):
         if not origin.startswith(PAGES) or _host(origin.partition("//")[2]) not in names:
             return (
-                f"the request comes from a page of '{origin:.80}', and without a key only "
-                "local "
+                f"the request comes from a page of '{origin:.80}', and without a key only local "
                 "pages are answered"
             )
     return ""
 
 
 def _host(address: str) -> str:
-    """Return the host of "host:port" in lower case, without brackets; "" where the text is anything
-    else."""
+    """Return the host of "host:port" in lower case, without brackets; "" if the text is no such
+    address."""
     match = HOST.fullmatch(address)
     return (match[1] or match[2]).lower() if match else ""
 

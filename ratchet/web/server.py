@@ -1,5 +1,4 @@
-"""A server of an ASGI application on a socket that is bound already, in the event loop of its
-caller or in a thread."""
+"""Serve an ASGI application on a bound socket, in the caller's event loop or in a thread."""
 
 from __future__ import annotations
 
@@ -21,16 +20,18 @@ from ratchet.web.connection import Connections, GuardedProtocol, Limits
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-RETRY_S = 0.1  # after the system refused a descriptor
+RETRY_S = 0.1  # pause after the system refused a descriptor
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-LEAST = 8  # connections, however few descriptors there are
+LEAST = 8  # minimum number of connections, however few descriptors there are
 
 
 class Server:
-    """Serves until `stop`. It accepts one connection after another, and only while it has room:
-    asyncio's own accepting goes on at full speed where the process has no descriptor left.
+    """An HTTP server that runs until `stop`.
 
-    access_log: one line for each request, as uvicorn writes it.
+    It accepts one connection after another, and only while it has room: asyncio's own accepting
+    would spin at full speed when the process has no descriptor left.
+
+    access_log: log one line for each request, as uvicorn writes it.
     """
 
     def __init__(
@@ -41,8 +42,12 @@ class Server:
         limits: Limits = Limits(),
         access_log: bool = False,
     ) -> None:
-        self.limits, self.accepted, self.refused = limits, 0, 0
-        self._listener, self._state, self._stopping = listener, ServerState(), asyncio.Event()
+        self.limits = limits
+        self.accepted = 0
+        self.refused = 0
+        self._listener = listener
+        self._state = ServerState()
+        self._stopping = asyncio.Event()
         self._connections = Connections(min(limits.connections, descriptors() // 2))
         logs: dict[str, Any] = (
             {"log_level": "info"} if access_log else {"log_config": None, "access_log": False}
@@ -60,26 +65,24 @@ class Server:
 
     @property
     def address(self) -> tuple[str, int]:
+        """Return the host and port of the socket."""
         return self._listener.getsockname()[:2]
 
     def stop(self) -> None:
-        """End `run`, after answers that are on their way. Call it in the event loop that runs the
-        server."""
+        """End `run` after the responses in progress. Call it in the server's event loop."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Accept and answer until `stop`, then close the socket and all connections."""
+        """Accept connections until `stop`, then close the socket and all connections."""
         self._config.load()
         self._listener.setblocking(False)
         self._listener.listen(BACKLOG)
-        accepting, stopping = (
-            asyncio.ensure_future(self._accept()),
-            asyncio.ensure_future(self._stopping.wait()),
-        )
+        accepting = asyncio.ensure_future(self._accept())
+        stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait({accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # A fault of accepting itself goes on to the caller; a server that is deaf would be
+            # An exception of `_accept` is raised below: a server that accepts nothing would be
             # worse.
             results = await _cancel(accepting, stopping)
             self._listener.close()
@@ -120,7 +123,7 @@ class Server:
 
 
 class ServerThread:
-    """A server in an event loop and a thread of its own, for callers that have no loop."""
+    """A server in its own thread and event loop, for callers that have no loop."""
 
     def __init__(self, app: Any, listener: socket.socket, *, limits: Limits = Limits()) -> None:
         self._server = Server(app, listener, limits=limits)
@@ -141,15 +144,15 @@ class ServerThread:
 
 
 def descriptors() -> int:
-    """Return how many descriptors this process may still open, at least twice `LEAST`."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most == resource.RLIM_INFINITY:
+    """Return how many file descriptors this process may still open, at least twice `LEAST`."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
         return 2**20
     try:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:
         used = 64
-    return max(most - used, 2 * LEAST)
+    return max(limit - used, 2 * LEAST)
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> list[Any]:

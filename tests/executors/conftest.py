@@ -11,7 +11,7 @@ COLLECTIVE = "executors.components:Collective"
 @pytest.fixture(scope="module")
 def start():
     """start(ranks): a group of tiny components in processes of this machine. All of a module share
-    one nursery."""
+    one fork server."""
     made = []
 
     def start(

@@ -127,10 +127,10 @@ executor.plan([Need("learner", 2)])
 group = executor.group("learner")
 group.build_now("executors.components:Tiny")
 call = group.submit("start_program")
-pids = [*group.call_now("pid"), *call.result(), executor._nursery._process.pid]
+pids = [*group.call_now("pid"), *call.result(), executor._server._process.pid]
 group.submit("hang")
 sys.stdout.write(" ".join(map(str, pids)) + "\\n")
-sys.stdout.write(f"{executor._nursery.folder}\\n")
+sys.stdout.write(f"{executor._server.folder}\\n")
 sys.stdout.flush()
 time.sleep(60)
 """

@@ -17,7 +17,10 @@ def laid(nodes, *needs, strategy="pack"):
     """{role: its bundles by rank, as (node, "indices")}"""
     cluster = VirtualCluster(ResourceManager(nodes, strategy))
     cluster.plan(needs)
-    return {need.role: [(b.node, b.visible) for b in cluster.bundles(need.role)] for need in needs}
+    return {
+        need.role: [(b.node, b.visible_devices) for b in cluster.bundles(need.role)]
+        for need in needs
+    }
 
 
 A4, B4 = node("a", 4), node("b", 4)
@@ -149,11 +152,11 @@ def test_a_scheduler_that_decides_itself():
         cluster.bundles("learner")[0].__class__(n, (Accelerator(i),), 1.0)
         for n, i in [("b", 3), ("b", 0), ("a", 1), ("a", 2)]
     ]
-    cluster.settle("learner", given)
-    assert [(b.node, b.visible, b.local_rank) for b in cluster.bundles("learner")] == [
+    cluster.set_bundles("learner", given)
+    assert [(b.node, b.visible_devices, b.local_rank) for b in cluster.bundles("learner")] == [
         ("a", "1", 0), ("a", "2", 1), ("b", "0", 0), ("b", "3", 1),
     ]  # fmt: skip
-    assert [(b.node, b.visible) for b in cluster.bundles("generator")] == [
+    assert [(b.node, b.visible_devices) for b in cluster.bundles("generator")] == [
         ("a", "1,2"),
         ("b", "0,3"),
     ]

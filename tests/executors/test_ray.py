@@ -156,7 +156,7 @@ def test_generators_on_ray(executor, tmp_path, monkeypatch):
     def dies_once(router, *start):
         began(router, *start)
         doomed.append(router)
-        os.kill(router.stations[1].group.members[0].pid, signal.SIGKILL)
+        os.kill(router.queues[1].group.members[0].pid, signal.SIGKILL)
 
     began = Router.start
     monkeypatch.setattr(Router, "start", dies_once)

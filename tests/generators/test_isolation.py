@@ -282,7 +282,7 @@ def test_poison_changes_no_token_of_transformers_generator(twins, monkeypatch):
 
 def test_a_failed_request_costs_no_worker():
     router, workers = router_here(1)
-    object.__setattr__(workers[0].component.generator.entrance, "tokenizer", Numbers())
+    object.__setattr__(workers[0].component.generator.validator, "tokenizer", Numbers())
     undecodable = [1, CURSED], replace(PLAIN, stop=("z",), drawn=1)
 
     async def ask():

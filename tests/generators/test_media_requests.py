@@ -84,7 +84,7 @@ def test_requests_travel_with_each_image_once_and_without_any_as_before():
         3: [Placed(1, image("cat"))],
         4: [],
     }
-    asked = Asked.of(
+    asked = Asked.from_requests(
         {n: (tokens, prompt_key(tokens, media), SAMPLING, media) for n, media in own.items()}
     )
     assert [medium.key for medium in asked.media] == ["cat", "dog"]
@@ -98,7 +98,7 @@ def test_requests_travel_with_each_image_once_and_without_any_as_before():
         ]
         for (_, got), (_, sent) in zip(media, own[number], strict=True):
             np.testing.assert_array_equal(got.inputs["pixel_values"], sent.inputs["pixel_values"])
-    text = Asked.of({1: (tokens, prompt_key(tokens, []), SAMPLING, ())})
+    text = Asked.from_requests({1: (tokens, prompt_key(tokens, []), SAMPLING, ())})
     assert (text.media, text.placed) == ([], ())
 
 

@@ -17,7 +17,7 @@ from generators.workers_play import (
 )
 from pydantic import ValidationError
 
-from ratchet.config.resolve import resolve
+from ratchet.config.resolve import imported, resolve
 from ratchet.errors import DataError, LinkError, RatchetError, WorkerDied, WorkerRaised
 from ratchet.experience.rollout.remote_manager import Elsewhere
 from ratchet.generators.config import EngineConfig
@@ -118,8 +118,8 @@ def test_a_cancelled_request_leaves_its_worker():
     asyncio.run(play())
     assert not worker.component._running
     assert not worker.component.generator.core.busy
-    assert router.stations[0].load == 0
-    assert not router.stations[0].prompts
+    assert router.queues[0].load == 0
+    assert not router.queues[0].prompts
 
 
 def test_pause_holds_all_of_them():
@@ -187,9 +187,9 @@ def test_workers_that_play_are_given_up_together(error):
         with pytest.raises(type(error)):
             await elsewhere.groups([("a", TASK), ("b", TASK)], Sampling(), attempts=1)
         assert elsewhere.playing == 0
-        for station in router.stations:
+        for queue in router.queues:
             with pytest.raises(RatchetError):
-                await router.ask(station, "host")
+                await router.call_worker(queue, "host")
         await elsewhere.close()
 
     async def no_answer():
@@ -202,7 +202,7 @@ def test_workers_that_play_are_given_up_together(error):
 def test_so_many_restarts_and_no_more(caplog):
     router, workers = router_here(1, exchanges=(0,) * 9, recovery="restart", max_restarts=2)
     told = []
-    router.restarted = lambda: told.append(router.restarts)
+    router.on_restart = lambda: told.append(router.restarts)
     with pytest.raises(WorkerDied):
         drawn(router, requests(3))
     assert (len(workers), told) == (3, [1, 2])
@@ -349,7 +349,7 @@ def test_weights_that_nobody_can_push_again_end_it():
         started[0].left = 0
         await router.generate([1], LONG)
 
-    with pytest.raises(LinkError, match="nobody can push version 2"):
+    with pytest.raises(LinkError, match="version 2 can"):
         asyncio.run(play())
 
 
@@ -367,9 +367,14 @@ def test_the_section():
     assert config().filters
     assert config().misfit is None
     assert isinstance(made.of, type(resolve("generator", {"kind": "vllm"})))
-    assert Router(made, None, None).most_restarts == 0
-    assert Router(config(recovery="restart", max_restarts=5)).most_restarts == 5
+    assert Router(made, None, None).max_restarts == 0
+    assert Router(config(recovery="restart", max_restarts=5)).max_restarts == 5
     assert EngineConfig() == resolve("generator", {"kind": "workers", "of": {"kind": "engine"}}).of
+
+
+@pytest.mark.parametrize("plays", ["requests", "groups"])
+def test_the_rank_factory_exists(plays):
+    assert callable(imported(config(plays=plays).rank_factory))
 
 
 @pytest.mark.parametrize(
@@ -393,6 +398,6 @@ def test_routes_travel_with_their_completions():
         Completion(np.arange(2), none, none, np.ones(2, np.int32), StopReason.LENGTH, own)
         for own in (routes, None)
     ]
-    found = dict(Answered.of(dict(enumerate(made)), {}).each())
+    found = dict(Answered.from_completions(dict(enumerate(made)), {}).each())
     assert np.array_equal(found[0].routes, routes)
     assert found[1].routes is None

@@ -60,7 +60,7 @@ def start(executor):
 
 
 def pid(router, rank):
-    return router.stations[rank].group.members[0].pid
+    return router.queues[rank].group.members[0].pid
 
 
 def linked(router, learner, recipe, directory):

@@ -140,7 +140,7 @@ def of_tags() -> dict[str, float]:
 def of_restarts() -> dict[str, float | None]:
     metrics, router = MetricsManager(), Router(WorkersConfig(of=EngineConfig()))
     link_of(resolve("link", {"kind": "shared_memory"}), Between(FakeLearner(2), router), metrics)
-    router.restarted()
+    router.on_restart()
     return metrics.flush(0)
 
 

@@ -51,7 +51,7 @@ def test_arming_again_replaces() -> None:
 
 
 def test_kill_is_sigkill() -> None:
-    code = "from ratchet.utils import failpoints; failpoints.arm('x:kill'); failpoints.point('x'); print('survived')"
+    code = "from ratchet.utils import failpoints as f; f.arm('x:kill'); f.point('x'); print('survived')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=False, stdin=subprocess.DEVNULL
     )

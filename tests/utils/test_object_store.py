@@ -56,7 +56,7 @@ def test_files_come_back_as_they_were(address, tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["b"]
     assert store.read("a.json") == b"{}"
     with pytest.raises(OSError, match="more than 1 bytes"):
-        store.read("a.json", most=1)
+        store.read("a.json", max_bytes=1)
     for _ in range(2):  # what is gone is gone
         store.remove("a.json")
     assert list(store.entries()) == ["deep/er/b"]

@@ -22,7 +22,7 @@ CLOSE_S = 60.0
 class Players(Protocol):
     """A group of workers, each with a generator that has the current weights."""
 
-    async def ask_each(
+    async def call_each(
         self,
         method: str,
         arguments_by_worker: Sequence[Sequence[Any]],
@@ -74,10 +74,10 @@ class Elsewhere:
         try:
             with waiting("groups", GENERATE, "workers", None):
                 if not self._begun:
-                    await self.players.ask_each("begin", [self.stage] * size)
+                    await self.players.call_each("begin", [self.stage] * size)
                     self._begun = True
                 arguments = [(share, sampling, attempts, greedy) for share in shares]
-                answers: list[Shipped] = await self.players.ask_each(
+                answers: list[Shipped] = await self.players.call_each(
                     "play", arguments, timeout_s=LONGEST_S
                 )
         except BaseException as error:
@@ -100,4 +100,4 @@ class Elsewhere:
         if self._begun:
             self._begun = False
             with suppress(Exception):
-                await self.players.ask_each("leave", [()] * self.players.size, timeout_s=CLOSE_S)
+                await self.players.call_each("leave", [()] * self.players.size, timeout_s=CLOSE_S)

@@ -1,10 +1,10 @@
-"""Attention over the KV cache, as `attend` of `Decoder.forward`: of whole prompts, and of one new
-token a request.
+"""Attention over the KV cache: prefill of whole prompts, and decoding of one token per request.
 
-Both give a request the same bits whatever else is in the call, measured on CPUs with AVX2 and
-AVX-512: a prompt is padded to a length that depends on itself alone, and a decode step sums values
-in tiles that don't move with the longest neighbour. Where the compiled kernels are in use that is
-one of them, and looks at no neighbour at all (a whole step: `compiled`).
+The classes are `attend` arguments of `Decoder.forward`. Both are batch-invariant, measured on CPUs
+with AVX2 and AVX-512: a request gets the same bits whatever else is in the call. A prompt is padded
+to a length that depends on it alone, and a decoding step sums values in tiles that do not depend on
+the longest request. With compiled kernels each request is computed by itself (a whole step:
+`compiled_decode`).
 
 T = tokens, N = requests, H = query heads, K = key/value heads, M = N * K, G = H / K, D = head_dim,
 L = attended length (a multiple of `KVCache.stride`), B = prompts of one call.
@@ -23,26 +23,32 @@ from torch import Tensor
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import cpu
 
-# tokens; MKL splits longer sums into pieces that depend on the whole length (seen from 200 tokens
-# on)
+# Tokens. MKL splits longer sums into pieces that depend on the whole length (seen from 200 tokens
+# on).
 TILE = 128
 PROMPT_STRIDE = 16
 
 
 class DecodeAttention:
-    """One query a slot, for the first N slots, which writes its key and value first.
+    """The attention of one new token in each of the first N slots; it writes their keys and values.
 
-    positions_N: of the new tokens, int64. longest: tokens of the longest request, the new one
-    included.
+    Args:
+        positions_N: positions of the new tokens, int64.
+        longest: tokens of the longest request, the new one included.
     """
 
     def __init__(self, cache: KVCache, positions_N: Tensor, longest: int) -> None:
-        self.cache, self.rows, self.positions_N = cache, len(positions_N), positions_N
+        self.cache = cache
+        self.rows = len(positions_N)
+        self.positions_N = positions_N
         self.slots_N = torch.arange(self.rows, device=positions_N.device)
         inside = self.rows <= cache.rows and longest <= cache.capacity
-        laid = positions_N.dtype is torch.int64 and cpu.laid(positions_N, self.rows)
+        is_plain = positions_N.dtype is torch.int64 and cpu.laid(positions_N, self.rows)
         self.compiled = (
-            inside and laid and cache.config.head_dim <= cpu.WIDEST_HEAD and cpu.fits(cache.keys[0])
+            inside
+            and is_plain
+            and cache.config.head_dim <= cpu.WIDEST_HEAD
+            and cpu.fits(cache.keys[0])
         )
         if self.compiled:
             return
@@ -72,9 +78,8 @@ class DecodeAttention:
 
 
 def _tiled(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:
-    """Plain products, quicker on a CPU than the fused kernel for small heads, and stable (see
-    TILE)."""
-    # baddbmm would not be stable
+    """Compute attention by plain matrix products, which are batch-invariant on a CPU (see TILE)."""
+    # baddbmm would not be batch-invariant here.
     scores_MGL = torch.bmm(q_MGD * q_MGD.shape[2] ** -0.5, k_MLD.transpose(1, 2))
     weights_MGL = scores_MGL.add_(bias_M1L).softmax(-1)
     if weights_MGL.shape[2] <= TILE:
@@ -86,8 +91,10 @@ def _tiled(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Ten
 
 
 def _fused(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:
-    """One kernel, float32 inside: for accelerators and for narrow types, whose scores must not be
-    rounded."""
+    """Compute attention by PyTorch's fused kernel, which keeps scores in float32.
+
+    It serves accelerators and narrow dtypes, whose scores must not be rounded.
+    """
     mask = bias_M1L.expand(-1, q_MGD.shape[1], -1)
     return F.scaled_dot_product_attention(
         q_MGD[None], k_MLD[None], v_MLD[None], attn_mask=mask[None]
@@ -96,22 +103,22 @@ def _fused(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Ten
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Prompts that are padded to one width. gather: int64 [B * width], the token that fills each
-    cell (padding repeats the prompt's last one, behind all that sees it); cells, tokens: where each
-    real token's result lies, and belongs."""
+    """The prompts that are padded to one width, as indices of a [B, width] table of cells."""
 
     prompts: int
+    # int64 [B * width]: the token in each cell. Padding repeats the prompt's last token; causal
+    # attention keeps real tokens from seeing it.
     gather: Tensor
-    cells: Tensor
-    tokens: Tensor
+    cells: Tensor  # cell of each real token
+    tokens: Tensor  # index of that token among the T tokens
 
 
 class PrefillAttention:
-    """Causal attention within each of the prompts laid end to end; tokens behind the last prompt
-    are padding, and get 0.
+    """The causal attention within each of several prompts that lie end to end.
 
-    sources, slots, positions: int64 [n], which tokens' keys and values go where in the cache; a
-    prompt that several requests share goes to several slots.
+    Tokens behind the last prompt are padding and get 0. Keys and values of token `sources[i]` are
+    written to `positions[i]` of slot `slots[i]` (each int64 [n]); a prompt that several requests
+    share goes to several slots.
     """
 
     def __init__(
@@ -126,7 +133,8 @@ class PrefillAttention:
         self.buckets = _buckets(lengths, sources.device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        k_nKD, v_nKD = k_TKD.index_select(0, self.sources), v_TKD.index_select(0, self.sources)
+        k_nKD = k_TKD.index_select(0, self.sources)
+        v_nKD = v_TKD.index_select(0, self.sources)
         self.cache.write(layer, self.slots, self.positions, k_nKD, v_nKD)
         out_THD = torch.zeros_like(q_THD)
         for bucket in self.buckets:

@@ -1,8 +1,7 @@
-"""A decoding step as one call, where the compiled kernels are in use and the decoder is of the
-plain kind.
+"""A whole decoding step as one call of a compiled kernel, for plain decoders on a CPU.
 
-PyTorch's way there is some twenty calls a layer, at each of which threads meet. Here a thread takes
-rows through all layers.
+PyTorch needs some twenty calls a layer, and its threads synchronise at each of them. Here a thread
+takes its rows through all layers.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from ratchet.kernels import cpu
 from ratchet.models.decoder import Block, Decoder, GatedMLP
 from ratchet.models.parallel.sharding import Undivided
 
-# entries of all matrices: of more, a few rows are better shared by all threads, as PyTorch's
-# products are
+# Maximum number of entries of all matrices. For larger models PyTorch is better for a few rows: all
+# threads share each of its products.
 MOST = 2**24
-Layers = list[list[Tensor | None]]  # as `Layer` of decoding.c has them
+Layers = list[list[Tensor | None]]  # in the order of `Layer` in decoding.c
 
 
 class CompiledDecoder:
-    """It reads the decoder's own weights at every step."""
+    """A compiled decoding step, which reads the decoder's own weights at every call."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -40,13 +39,16 @@ class CompiledDecoder:
         )
 
     def layers(self) -> Layers | None:
-        """The weights as they are now; None where it can't make a step with them. By the modules'
-        own tables: a step of a small model would feel what `nn.Module` takes to find attributes."""
+        """Return the current weights by layer; None if the kernel can't compute with them.
+
+        The modules' own tables are read directly, because attribute lookups of `nn.Module` would
+        take a noticeable part of a small model's step.
+        """
         decoder = self.decoder
         if not self._possible or not cpu.used() or not isinstance(decoder.seams, Undivided):
             return None
-        # an adapter, quantised
-        if any(own is not None for linear in self._maps for own in linear._modules.values()):
+        # A linear map's submodule is an adapter or a quantised matrix, which the kernel can't read.
+        if any(child is not None for linear in self._maps for child in linear._modules.values()):
             return None
         layers: Layers = []
         for modules in self._modules:
@@ -55,7 +57,7 @@ class CompiledDecoder:
                 layers[-1] += (None,) if module is None else module._parameters.values()
         assert decoder.norm is not None
         assert decoder.embed_tokens is not None
-        # the cache has the dtype of the last
+        # The KV cache has the dtype of the head's weight.
         ends = decoder.norm.weight, decoder.embed_tokens.weight, decoder.head_weight
         weights = [*ends, *(weight for layer in layers for weight in layer if weight is not None)]
         return (
@@ -68,9 +70,12 @@ class CompiledDecoder:
     def __call__(
         self, layers: Layers, tokens_N: Tensor, positions_N: Tensor, slots_N: Tensor, cache: KVCache
     ) -> Tensor:
-        """As `Decoder.forward` with a `DecodeAttention` of the cache, for any of its slots: [N,
-        d]."""
-        decoder, c = self.decoder, self.decoder.config
+        """Return hidden states [N, d] of one new token in each of N slots of the cache.
+
+        Like `Decoder.forward` with a `DecodeAttention`. layers: from `layers()`.
+        """
+        decoder = self.decoder
+        c = decoder.config
         assert decoder.norm is not None
         assert int(positions_N.max()) < cache.capacity
         assert int(slots_N.max()) < cache.rows

@@ -1,7 +1,7 @@
-"""The embedded engine: continuous batching in this process, on the learner's own weights.
+"""The embedded engine generates with continuous batching in this process, on the learner's weights.
 
 It holds no copy of any weight: after an in-place optimizer step the next token comes from the new
-weights, and `commit` only names their version. Equal (prompt, sampling, weights) give equal
+weights, and `commit` only sets their version. Equal (prompt, sampling, weights) give equal
 completions, whatever else is running.
 """
 
@@ -24,10 +24,9 @@ from ratchet.models.weights.hf_weights import canonical_weights
 
 
 class Engine(Front):
-    """model: the built-in decoder, or a policy around it. Raises ModelError for any other model.
+    """The embedded engine, a `Generator`; `generate_all` works without an event loop.
 
-    The asynchronous methods are those of `Generator`; `generate_all` is the same without an event
-    loop.
+    model: the built-in decoder, or a policy around it. Raises ModelError for any other model.
     """
 
     core: Scheduler
@@ -50,7 +49,8 @@ class Engine(Front):
                 linear.quantise(config.quantise)
         self.precision = config.quantise
         device = decoder.head_weight.device
-        auto_rows, auto_cache = config.row_multiple == "auto", config.kv_cache_gib == "auto"
+        auto_rows = config.row_multiple == "auto"
+        auto_cache = config.kv_cache_gib == "auto"
         limits = Limits(
             max_running=config.max_running,
             kv_bytes=default_budget(device)
@@ -70,14 +70,17 @@ class Engine(Front):
             keep_kv=config.keep_kv,
             records_routes=bool(decoder.config.sparse_layers),
             policy=policy,
-            adapters=lambda: self.core.bank.names,
+            adapters=lambda: self.core.adapters.names,
             quantised=lambda: (
                 linear.quantised for _, linear in decoder.inner_maps if linear.quantised is not None
             ),
         )
 
     def add_adapter(self, name: str, directory: Path) -> None:
-        """From now on requests whose `Sampling.adapter` has this name are served by the adapter in
-        a directory of peft's form, over the weights of the policy as they are, without the policy's
-        own. Raises ModelError where it can't be read, or doesn't fit."""
-        self.core.bank.add(name, load_adapter(directory))
+        """Load an adapter from a directory in peft's format, for requests that name it.
+
+        Requests whose `Sampling.adapter` is `name` use it in place of the policy's own adapter,
+        over the policy's current base weights. Raises ModelError if it can't be read or doesn't
+        fit the model.
+        """
+        self.core.adapters.add(name, load_adapter(directory))

@@ -1,4 +1,4 @@
-"""Keys and values of running requests: one slot a request, its tokens in order.
+"""The KV cache: keys and values of running requests, one slot per request, its tokens in order.
 
 R = slots, K = key/value heads, C = capacity of a slot in tokens, D = head_dim, N = tokens that are
 written at once.
@@ -14,25 +14,29 @@ from torch import Tensor
 from ratchet.models.config import DecoderConfig
 
 Window = tuple[Tensor, Tensor]
-# scores and their softmax don't depend on padding, as long as the length is a multiple of this
+# Scores and their softmax do not depend on padding if the length is a multiple of this.
 STRIDE = 16
-# multiplications; below 400, PyTorch's `bmm` leaves BLAS for a plain loop, which rounds differently
+# Multiplications. Below 400, PyTorch's `bmm` uses a plain loop in place of BLAS, which rounds
+# differently.
 SMALLEST_PRODUCT = 512
 
 
 class KVCache:
-    """Slots and their capacity grow by doubling, so that what is copied stays below twice what is
-    stored.
+    """The keys and values of all layers, in slots.
 
-    stride: attention reads multiples of so many tokens, a power of two, and no slot is smaller.
-    Memory always holds finite numbers: attention reads beyond a request's end with weight 0, and 0
-    * NaN is NaN.
+    Slots and their capacity grow by doubling, so that all copies together stay below twice the
+    stored size. Attention reads multiples of `stride` tokens, a power of two, and no slot is
+    smaller. The memory always holds finite numbers, because attention reads beyond a request's end
+    with weight 0, and 0 * NaN is NaN.
     """
 
     def __init__(
         self, config: DecoderConfig, *, max_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.config, self.max_rows, self.dtype, self.device = config, max_rows, dtype, device
+        self.config = config
+        self.max_rows = max_rows
+        self.dtype = dtype
+        self.device = device
         self.stride = max(STRIDE, _power_of_two(-(-SMALLEST_PRODUCT // config.head_dim)))
         self.bytes_per_token = (
             2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
@@ -40,23 +44,24 @@ class KVCache:
         self.clear()
 
     def clear(self) -> None:
+        """Drop all slots and their memory."""
         self.rows = self.capacity = 0
         self.keys: list[Tensor] = []  # [R, K, C, D] by layer
         self.values: list[Tensor] = []
         self._windows: dict[tuple[int, int], list[Window]] = {}
 
     def plan(self, rows: int, length: int) -> tuple[int, int]:
-        """(slots, capacity) after `reserve(rows, length)`."""
+        """Return (slots, capacity) after `reserve(rows, length)`."""
         rows = max(self.rows, min(_power_of_two(rows), self.max_rows), rows)
         return rows, max(self.capacity, self.stride, _power_of_two(length))
 
     def bytes_for(self, rows: int, length: int) -> int:
-        """What the cache takes after `reserve(rows, length)`."""
+        """Return the cache's size in bytes after `reserve(rows, length)`."""
         rows, capacity = self.plan(rows, length)
         return rows * capacity * self.bytes_per_token
 
     def reserve(self, rows: int, length: int) -> None:
-        """Makes room for `rows` slots of `length` tokens; what is stored stays."""
+        """Make room for `rows` slots of `length` tokens; stored values stay."""
         rows, capacity = self.plan(rows, length)
         if (rows, capacity) == (self.rows, self.capacity):
             return
@@ -73,44 +78,49 @@ class KVCache:
         self._windows.clear()
 
     def window(self, rows: int, length: int) -> list[Window]:
-        """(keys, values), both [rows * K, length, D], of the first tokens of the first slots, by
-        layer: views, which are kept, as a decoding step of a small model feels what it takes to
-        make them."""
+        """Return views of the first tokens of the first slots, by layer.
+
+        Each is (keys, values), both [rows * K, length, D]. The last window is cached, because
+        building the views takes a noticeable part of a small model's decoding step.
+        """
         if (rows, length) not in self._windows:
             both = zip(self.keys, self.values, strict=True)
-            made = [
+            views = [
                 (k[:rows, :, :length].flatten(0, 1), v[:rows, :, :length].flatten(0, 1))
                 for k, v in both
             ]
-            self._windows = {(rows, length): made}
+            self._windows = {(rows, length): views}
         return self._windows[rows, length]
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copies the first `length` tokens of some slots over others (int64 [n] both, disjoint)."""
+        """Copy the first `length` tokens of the source slots over the targets.
+
+        Both are int64 [n], and disjoint.
+        """
         for store in (*self.keys, *self.values):
             used = store[:, :, :length]
             used.index_copy_(0, targets, used.index_select(0, sources))
 
     def erase(self, rows: list[int]) -> None:
-        """Makes some slots hold finite numbers again."""
+        """Fill slots with zeros, so that they hold finite numbers again."""
         for store in (*self.keys, *self.values) if rows else ():
             store.index_fill_(0, torch.tensor(rows, device=self.device), 0.0)
 
     def write(
         self, layer: int, rows_N: Tensor, positions_N: Tensor, k_NKD: Tensor, v_NKD: Tensor
     ) -> None:
-        """Stores token `position` of each slot (int64 [N] both, no two alike)."""
+        """Store keys and values at (slot, position) pairs (both int64 [N], all pairs distinct)."""
         self.keys[layer].transpose(1, 2).index_put_((rows_N, positions_N), k_NKD)
         self.values[layer].transpose(1, 2).index_put_((rows_N, positions_N), v_NKD)
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest one that isn't below n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes that the cache may take when the user names no bound."""
+    """Return the cache's bound in bytes if the user sets none."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

@@ -1,4 +1,4 @@
-"""Arithmetic of sequences that lie end to end in one forward, and of its padded number of rows."""
+"""Helpers for sequences that lie end to end in one forward, padded to a multiple of rows."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from numpy.typing import NDArray
 
 
 def ceil_to(n: int, multiple: int) -> int:
-    """Return the smallest multiple that isn't below n."""
+    """Return n rounded up to a multiple."""
     return -(-n // multiple) * multiple
 
 
 def counting(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return 0 .. n-1 for each n, laid end to end."""
+    """Return 0 .. n-1 for each length n, concatenated."""
     ends = np.cumsum(lengths)
     return np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
 
 
 def spans(lengths: NDArray[np.int64], budget: int) -> Iterator[slice]:
-    """Yield consecutive ranges whose lengths sum to at most `budget`, or that have one entry."""
+    """Yield consecutive ranges of entries whose lengths sum to at most `budget`.
+
+    An entry longer than `budget` is a range by itself.
+    """
     start, used = 0, 0
     for row, length in enumerate(lengths.tolist()):
         if row > start and used + length > budget:

@@ -1,8 +1,8 @@
-"""Several adapters over one base, chosen by request: rows of a forward that have the same one share
-its products.
+"""Multi-LoRA serving: several adapters over one base model, selected by request.
 
-A request's bits depend on its own adapter alone: the rows of each are padded to the multiple that
-keeps products stable.
+Rows of a forward with the same adapter share its matrix products. A request's bits depend on its
+own adapter alone: the rows of each adapter are padded to the multiple at which products are
+batch-invariant.
 
 T = rows of a forward, n = those of one adapter.
 """
@@ -22,26 +22,33 @@ from ratchet.models.lora.decoder import adapter_weights, fit
 from ratchet.models.lora.files import Stored
 from ratchet.models.lora.layers import LowRank
 
-BASE = "base"  # as the name of an adapter: none
+BASE = "base"  # adapter name that selects the base model without an adapter
 
-Name = str | None  # None: the adapter that the decoder itself has, where it has one
-Rows = tuple[Tensor, int] | None  # int64, padded; how many are no padding. None: all rows
+Name = str | None  # None: the decoder's own adapter, if it has one
+Rows = tuple[Tensor, int] | None  # (int64 indices with padding, number before it). None: all rows
 
 
 class Choice:
-    """Which rows of the forward in progress have which adapter."""
+    """The rows of each adapter in the forward in progress."""
 
     def __init__(self) -> None:
         self.rows: dict[Name, Rows] = {}
 
 
 class Served(LowRank):
-    """Stands where an adapter does. own: the decoder's."""
+    """A linear map's adapter that applies several adapters, each to its own rows.
 
-    def __init__(self, choice: Choice, own: LowRank | None, named: Mapping[str, LowRank]) -> None:
+    default: the decoder's own adapter, if it has one. named: the added ones.
+    """
+
+    def __init__(
+        self, choice: Choice, default: LowRank | None, named: Mapping[str, LowRank]
+    ) -> None:
         nn.Module.__init__(self)
         self.choice = choice
-        self.by_name: dict[Name, LowRank] = {**named, **({} if own is None else {None: own})}
+        self.by_name: dict[Name, LowRank] = {**named}
+        if default is not None:
+            self.by_name[None] = default
 
     def forward(self, x_Ti: Tensor, out_To: Tensor) -> Tensor:
         for name, rows in self.choice.rows.items():
@@ -58,21 +65,24 @@ class Served(LowRank):
 
 
 class Bank:
-    """row_multiple: see `engine.rows`."""
+    """The adapters that one decoder serves. row_multiple: see `engine.batch_invariance`."""
 
     def __init__(self, decoder: Decoder, row_multiple: int) -> None:
-        self.source, self.row_multiple = decoder, row_multiple
+        self.source = decoder
+        self.row_multiple = row_multiple
         self._choice = Choice()
         self._added: dict[str, dict[str, LowRank]] = {}  # by name, by path of the map
         self._view: Decoder | None = None
-        self._seen: tuple[int, ...] = ()  # the adapters that the source had when the view was made
+        # Identities of the source's adapters when the view was built.
+        self._view_adapters: tuple[int, ...] = ()
 
     @property
     def names(self) -> list[str]:
+        """Return the adapter names that requests may use."""
         return [BASE, *self._added]
 
     def add(self, name: str, stored: Stored) -> None:
-        """Raises ModelError for a name that is taken, and for an adapter of another base."""
+        """Add an adapter. Raises ModelError for a name in use, or an adapter that doesn't fit."""
         if name in self.names:
             raise ModelError(f"an adapter '{name}' is served already: give this one another name")
         fresh = self._copy()
@@ -91,51 +101,56 @@ class Bank:
             places[key].copy_(weight)
         self._added[name] = {
             path: linear.adapter
-            for path, linear in _maps(fresh).items()
+            for path, linear in _linear_maps(fresh).items()
             if linear.adapter is not None
         }
         self._view = None
 
     def decoder(self, names: Sequence[Name]) -> Decoder:
-        """What computes a forward whose first rows have these adapters; the others are padding."""
-        seen = tuple(id(linear.adapter) for linear in _maps(self.source).values())
-        if self._view is None or seen != self._seen:
-            self._view, self._seen = self._made(), seen
-        self._choice.rows = self._chosen(names)
+        """Return the decoder for a forward whose first rows have these adapters.
+
+        Further rows are padding. The decoder is valid for the next forward only.
+        """
+        adapters = tuple(id(linear.adapter) for linear in _linear_maps(self.source).values())
+        if self._view is None or adapters != self._view_adapters:
+            self._view = self._build_view()
+            self._view_adapters = adapters
+        self._choice.rows = self._group_rows(names)
         return self._view
 
-    def _chosen(self, names: Sequence[Name]) -> dict[Name, Rows]:
+    def _group_rows(self, names: Sequence[Name]) -> dict[Name, Rows]:
         distinct = list(dict.fromkeys(names))
         if len(distinct) == 1:
             return {distinct[0]: None}
         device = self.source.head_weight.device
-        found: dict[Name, Rows] = {}
+        rows_by_name: dict[Name, Rows] = {}
         for name in distinct:
-            rows_n = torch.tensor(
-                [row for row, own in enumerate(names) if own == name], device=device
-            )
-            found[name] = (F.pad(rows_n, (0, -len(rows_n) % self.row_multiple)), len(rows_n))
-        return found
+            rows = [row for row, row_name in enumerate(names) if row_name == name]
+            rows_n = torch.tensor(rows, device=device)
+            padded_n = F.pad(rows_n, (0, -len(rows_n) % self.row_multiple))
+            rows_by_name[name] = padded_n, len(rows_n)
+        return rows_by_name
 
-    def _made(self) -> Decoder:
-        made, own = self._copy(), _maps(self.source)
-        for path, linear in _maps(made).items():
+    def _build_view(self) -> Decoder:
+        view = self._copy()
+        source_maps = _linear_maps(self.source)
+        for path, linear in _linear_maps(view).items():
             named = {
                 name: adapters[path] for name, adapters in self._added.items() if path in adapters
             }
-            linear.adapter = Served(self._choice, own[path].adapter, named)
-        return made
+            linear.adapter = Served(self._choice, source_maps[path].adapter, named)
+        return view
 
     def _copy(self) -> Decoder:
-        """Modules of their own around the same tensors, without an adapter."""
+        """Return a copy of the decoder's modules around the same tensors, without an adapter."""
         shared = {
             id(tensor): tensor for tensor in (*self.source.parameters(), *self.source.buffers())
         }
-        made = copy.deepcopy(self.source, shared)
-        for linear in _maps(made).values():
+        decoder = copy.deepcopy(self.source, shared)
+        for linear in _linear_maps(decoder).values():
             linear.adapter = None
-        return made
+        return decoder
 
 
-def _maps(decoder: Decoder) -> dict[str, Linear]:
+def _linear_maps(decoder: Decoder) -> dict[str, Linear]:
     return {path: module for path, module in decoder.named_modules() if isinstance(module, Linear)}

@@ -1,9 +1,9 @@
-"""What the engine knows of its running requests, in arrays: settings and lengths on the host,
-tokens on the device.
+"""Arrays with the state of the engine's running requests: settings and lengths on the host, tokens
+on the device.
 
-Running requests fill the slots 0 .. n-1, in any order. The host knows every length without asking
-the device, as each running request gets one token a step; so a step waits for the device only where
-a stop id or a stop string may end one.
+Running requests fill the slots 0 .. n-1, in any order. Each gets one token a step, so the host
+knows every length without a transfer. A step waits for the device only if a stop id or a stop
+string may end a request.
 
 R = slots, C = capacity in tokens, N = slots of a range, S = stop ids.
 """
@@ -23,13 +23,13 @@ from ratchet.generators.request import Request
 from ratchet.models.layers.expert_routing import UNKNOWN
 
 NO_STOP = -1
-# logits that are sampled from at a time: 128 MiB in float32, of which a few copies exist
+# Logits that are sampled from at a time: 128 MiB in float32, of which a few copies exist.
 CHUNK_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows whose logits exist at the same time."""
+    """A range of rows whose logits are in memory at the same time."""
 
     rows: slice
     settings: Settings
@@ -37,24 +37,27 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Active:
-    """A range of slots as a step sees them; valid until requests come or go.
+    """A range of slots uploaded for decoding; valid until requests enter or leave.
 
-    `feed` and `positions`: the last token of each and where it stands; they end with padding rows
-    up to a multiple that keeps products stable.
+    `feed` and `positions` end with padding rows, up to the multiple at which matrix products are
+    batch-invariant.
     """
 
     first: int
     count: int
-    feed: Tensor
-    positions: Tensor
-    prompts_N: Tensor
+    feed: Tensor  # the last token of each slot, the model's next input
+    positions: Tensor  # position of that token
+    prompts_N: Tensor  # tokens of each prompt
     base_N: Tensor  # index of the slot's first token in the flat [R * C] histories
     stops_NS: Tensor | None
     chunks: tuple[Chunk, ...]
 
 
 class Slots:
-    """routes: numbers of experts that a token has in all, by layer and by choice."""
+    """The state of all running requests, a row per slot.
+
+    routes: shape of a token's expert choices, (sparse layers, experts per token).
+    """
 
     def __init__(
         self,
@@ -64,15 +67,14 @@ class Slots:
         device: torch.device,
         routes: tuple[int, int] = (0, 0),
     ) -> None:
-        self.vocab_size, self.row_multiple, self.device, self.routes = (
-            vocab_size,
-            row_multiple,
-            device,
-            routes,
-        )
+        self.vocab_size = vocab_size
+        self.row_multiple = row_multiple
+        self.device = device
+        self.routes = routes
         self.clear()
 
     def clear(self) -> None:
+        """Drop all slots and their memory."""
         self.rows = self.capacity = 0
         self.settings = np.zeros(0, dtype=SETTING)
         self.prompts = np.zeros(0, dtype=np.int64)  # tokens of the prompt
@@ -85,11 +87,11 @@ class Slots:
         self.routes_RCLK = torch.zeros(0, 0, *self.routes, dtype=torch.int16, device=self.device)
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Grows to exactly this size; what is stored stays."""
+        """Grow to exactly this size; stored values stay."""
         if (rows, capacity) == (self.rows, self.capacity):
             return
         for name in ("settings", "prompts", "lengths", "limits", "stops"):
-            setattr(self, name, _grown(getattr(self, name), rows))
+            setattr(self, name, _grow(getattr(self, name), rows))
         for name in ("tokens_RC", "logprobs_RC", "log_kept_RC", "routes_RCLK"):
             old = getattr(self, name)
             new = torch.zeros(rows, capacity, *old.shape[2:], dtype=old.dtype, device=self.device)
@@ -98,28 +100,31 @@ class Slots:
         self.rows, self.capacity = rows, capacity
 
     def enter(self, requests: Sequence[Request], first: int) -> None:
-        """Host side of new requests, in the slots from `first` on. Their prompts' tokens are stored
-        apart."""
+        """Write the host's state of new requests to the slots from `first` on.
+
+        The prompts' tokens are written by `store`.
+        """
         rows = slice(first, first + len(requests))
         self.settings[rows] = np.array(
             [setting(r.sampling, self.vocab_size) for r in requests], dtype=SETTING
         )
         self.prompts[rows] = self.lengths[rows] = [len(r.prompt) for r in requests]
         self.limits[rows] = [r.limit for r in requests]
-        most = max(len(r.sampling.stop_ids) for r in requests)
-        if most > self.stops.shape[1]:
+        width = max(len(r.sampling.stop_ids) for r in requests)
+        if width > self.stops.shape[1]:
             self.stops = np.pad(
-                self.stops, ((0, 0), (0, most - self.stops.shape[1])), constant_values=NO_STOP
+                self.stops, ((0, 0), (0, width - self.stops.shape[1])), constant_values=NO_STOP
             )
         self.stops[rows] = NO_STOP
         for row, request in enumerate(requests, first):
             self.stops[row, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
 
     def store(self, rows_n: Tensor, positions_n: Tensor, tokens_n: Tensor) -> None:
+        """Write tokens at (row, position) pairs."""
         self.tokens_RC.view(-1).index_copy_(0, rows_n * self.capacity + positions_n, tokens_n)
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copies some slots, of at most `length` tokens, over others."""
+        """Copy the source slots over the target slots. length: their maximum number of tokens."""
         for table in (self.settings, self.prompts, self.lengths, self.limits, self.stops):
             table[targets] = table[sources]
         source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
@@ -130,8 +135,10 @@ class Slots:
     def read(
         self, rows: list[int]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32] | None]]:
-        """(tokens, logprobs, log of the kept mass or None where no filter was on) of each slot's
-        completion."""
+        """Return (tokens, logprobs, log of the kept mass) of each slot's completion.
+
+        The last is None for a slot without filters.
+        """
         picked = torch.tensor(rows, device=self.device)
         longest = int(self.lengths[rows].max())
         histories = [
@@ -145,14 +152,14 @@ class Slots:
         results = []
         for i, row in enumerate(rows):
             new = slice(self.prompts[row], self.lengths[row])
-            own_kept = kept[0][i, new].copy() if self.settings["filtered"][row] else None
-            results.append((tokens[i, new].copy(), logprobs[i, new].copy(), own_kept))
+            log_kept = kept[0][i, new].copy() if self.settings["filtered"][row] else None
+            results.append((tokens[i, new].copy(), logprobs[i, new].copy(), log_kept))
         return results
 
     def broken(self, rows: list[int]) -> list[int]:
-        """Those of some slots whose newest logprob isn't finite."""
+        """Return the slots among `rows` whose newest logprob isn't finite."""
         newest = self.lengths[rows] - 1
-        # by numpy, in a tenth of the time that PyTorch takes to index
+        # NumPy indexes in a tenth of PyTorch's time.
         if self.device.type == "cpu":
             logprobs = self.logprobs_RC.numpy()[rows, newest]
         else:
@@ -169,19 +176,22 @@ class Slots:
         )
 
     def read_routes(self, row: int) -> NDArray[np.int16]:
-        """Of prompt and completion, whose last token has not been computed."""
+        """Return the routes of prompt and completion; the last token's are unknown.
+
+        The last token was sampled but has not been an input of the model.
+        """
         routes = self.routes_RCLK[row, : self.lengths[row]].cpu().numpy().copy()
         routes[-1] = UNKNOWN
         return routes
 
     def active(self, first: int, end: int) -> Active:
-        """Uploads what a step needs to know of slots first .. end-1."""
+        """Upload the state of slots first .. end-1 for a step."""
         padding = -(end - first) % self.row_multiple
         rows = torch.arange(first, end, device=self.device)
         positions_N = self._upload(self.lengths[first:end]) - 1
         feed_N = self.tokens_RC[rows, positions_N]
         stops_NS = self.stops[first:end]
-        some = bool((stops_NS != NO_STOP).any())
+        has_stops = bool((stops_NS != NO_STOP).any())
         return Active(
             first=first,
             count=end - first,
@@ -189,7 +199,7 @@ class Slots:
             positions=torch.cat([positions_N, positions_N.new_zeros(padding)]),
             prompts_N=self._upload(self.prompts[first:end]),
             base_N=rows * self.capacity,
-            stops_NS=self._upload(stops_NS) if some else None,
+            stops_NS=self._upload(stops_NS) if has_stops else None,
             chunks=tuple(self._chunks(first, end)),
         )
 
@@ -199,14 +209,15 @@ class Slots:
             slice(start, min(start + step, end - first)) for start in range(0, end - first, step)
         ]
         return [
-            Chunk(rows, Settings.of(self.settings[first:end][rows], self.device)) for rows in bounds
+            Chunk(rows, Settings.from_table(self.settings[first:end][rows], self.device))
+            for rows in bounds
         ]
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device, copy=True)
 
     def record(self, active: Active, draws: Sequence[Draw]) -> Tensor:
-        """Appends a token to each slot of the range: int64 [N]."""
+        """Append the drawn tokens to the slots of the range; return them, int64 [N]."""
         count = active.count
         index_N = active.base_N + active.positions[:count] + 1
         tokens_N = torch.cat([d.tokens_N for d in draws])
@@ -225,7 +236,7 @@ class Slots:
         return tokens_N
 
 
-def _grown(table: NDArray, rows: int) -> NDArray:
+def _grow(table: NDArray, rows: int) -> NDArray:
     grown = np.zeros((rows, *table.shape[1:]), dtype=table.dtype)
     grown[: len(table)] = table
     return grown

@@ -1,6 +1,6 @@
-"""Drawing tokens from logits: pure functions, shared by the generators of this process.
+"""Sample tokens from logits: pure functions, shared by the generators of this process.
 
-N = rows, V = vocabulary, F = those of the rows that cut their distribution.
+N = rows, V = vocabulary, F = rows with a filter (top-k, top-p or min-p).
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from torch import Tensor
 from ratchet.types import Sampling
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-BITS = 24  # of a uniform: as many as float32 holds
+BITS = 24  # random bits of a uniform number: the precision of float32
 
 
-# --- randomness: a counter-based generator, so that a draw depends on (seed, index of the token)
-# and on nothing else
+# --- randomness: a counter-based generator, so that a draw depends only on (seed, token index)
 
 
 def stream_of(seed: int, drawn: int = 0) -> int:
-    """The seed, scrambled into a signed 64-bit number: neighbouring seeds give unrelated streams.
-    drawn: of which so many numbers have been used."""
+    """Return the state of a seed's random stream, a signed 64-bit number.
+
+    Seeds are scrambled, so neighbouring seeds give unrelated streams. drawn: how many numbers of
+    the stream have been used.
+    """
     x = (seed + GOLDEN) & (2**64 - 1)
     x = ((x ^ (x >> 30)) * MIX_1) & (2**64 - 1)
     x = ((x ^ (x >> 27)) * MIX_2) & (2**64 - 1)
@@ -33,10 +35,10 @@ def stream_of(seed: int, drawn: int = 0) -> int:
 
 
 def uniforms(streams_N: Tensor, index_N: Tensor) -> Tensor:
-    """Float32 in [0, 1), a multiple of 2^-24, for token `index` of each stream (int64 [N] both).
+    """Return uniform numbers for token `index` of each stream (both int64 [N]).
 
-    SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) at
-    position `index`.
+    They are float32 in [0, 1) and multiples of 2^-24: SplitMix64 (Steele, Lea, Flood: Fast
+    splittable pseudorandom number generators, 2014) at position `index`.
     """
     x = streams_N + (index_N + 1) * _signed(GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(MIX_1)
@@ -49,7 +51,7 @@ def _signed(x: int) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's own repeats the sign."""
+    """Return the logical right shift; torch's own repeats the sign bit."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -71,12 +73,12 @@ SETTING = np.dtype(
 def setting(
     sampling: Sampling, vocab_size: int
 ) -> tuple[int, int, float, float, float, bool, bool]:
-    """A row of SETTING, in which a filter that is off has a value that cuts nothing."""
+    """Return a row of SETTING. A filter that is off has a value that removes no token."""
     return (
         stream_of(sampling.seed, sampling.drawn),
         sampling.top_k or vocab_size,
         1.0 if sampling.greedy else sampling.temperature,
-        # a float32 sum may reach 1 before the last token
+        # With top_p = 1, a float32 sum could reach 1 before the last token.
         np.inf if sampling.top_p >= 1 else sampling.top_p,
         sampling.min_p,
         sampling.greedy,
@@ -86,7 +88,9 @@ def setting(
 
 @dataclass(frozen=True)
 class Filters:
-    rows_F: Tensor
+    """The filters of F rows of a batch."""
+
+    rows_F: Tensor  # index of each row in the batch
     top_k_F: Tensor
     top_p_F: Tensor
     min_p_F: Tensor
@@ -94,7 +98,7 @@ class Filters:
 
 @dataclass(frozen=True)
 class Settings:
-    """How each of N rows is drawn. `greedy_N` and `filters` are None where they concern no row."""
+    """The sampling settings of N rows. `greedy_N` and `filters` are None if no row needs them."""
 
     streams_N: Tensor
     temperature_N: Tensor
@@ -102,8 +106,8 @@ class Settings:
     filters: Filters | None
 
     @classmethod
-    def of(cls, table_N: NDArray[np.void], device: torch.device) -> Settings:
-        """table_N: rows of dtype SETTING."""
+    def from_table(cls, table_N: NDArray[np.void], device: torch.device) -> Settings:
+        """Upload the settings of N rows. table_N: rows of dtype SETTING."""
 
         def column(name: str, rows: NDArray[np.int64] | slice = slice(None)) -> Tensor:
             return torch.from_numpy(table_N[name][rows].copy()).to(device)
@@ -124,7 +128,10 @@ class Settings:
     def from_samplings(
         cls, samplings: Sequence[Sampling], vocab_size: int, device: torch.device
     ) -> Settings:
-        return cls.of(np.array([setting(s, vocab_size) for s in samplings], dtype=SETTING), device)
+        """Return the settings of some samplings on a device."""
+        return cls.from_table(
+            np.array([setting(s, vocab_size) for s in samplings], dtype=SETTING), device
+        )
 
 
 # --- drawing
@@ -132,25 +139,25 @@ class Settings:
 
 @dataclass(frozen=True)
 class Draw:
-    """Tokens int64 [N], their logprobs under the temperature alone (at temperature 0: under 1),
-    float32 [N], and for the rows F of `Settings.filters` the log of the mass that was kept."""
+    """The sampled tokens of N rows, with their logprobs."""
 
-    tokens_N: Tensor
-    logprobs_N: Tensor
-    log_kept_F: Tensor | None
+    tokens_N: Tensor  # int64
+    logprobs_N: Tensor  # float32, under the temperature alone, without filters; greedy: under 1
+    log_kept_F: Tensor | None  # log of the mass that the filters of the rows F kept
 
 
 def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: Settings) -> Draw:
-    """One token a row by inversion of its cumulative distribution. logits: float32 (or better);
-    overwritten.
+    """Sample one token per row by inverting its cumulative distribution.
 
-    A row that isn't finite gives some valid token with logprob NaN.
+    logits: float32 or wider; overwritten. A row that isn't finite gives an arbitrary valid token
+    with logprob NaN.
     """
     scaled_NV = logits_NV.div_(settings.temperature_N[:, None])
     p_NV = scaled_NV.softmax(-1)
     cdf_NV = p_NV.cumsum(-1)
     tokens_N = invert(cdf_NV, uniforms_N, cdf_NV[:, -1])
-    if cdf_NV.device.type != "cpu":  # a parallel scan may rise, by rounding, where p is 0
+    # An accelerator's parallel scan may, by rounding, rise at a token whose probability is 0.
+    if cdf_NV.device.type != "cpu":
         drawn_N = p_NV.gather(1, tokens_N[:, None])[:, 0]
         tokens_N = torch.where(drawn_N > 0, tokens_N, p_NV.argmax(-1))
     log_kept_F = None
@@ -165,10 +172,10 @@ def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: Settings) -> Draw:
 
 
 def invert(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
-    """First token whose cumulative mass exceeds `u * total`, int64 [N].
+    """Return the first token whose cumulative mass exceeds `u * total`, int64 [N].
 
-    The threshold stays below the total, so the answer is a token at which the sum rises: one with a
-    probability above 0, and none behind the entry that holds `total`.
+    The threshold stays below the total, so the sum rises at that token: its probability is above 0,
+    and it is not behind the entry that holds `total`.
     """
     below_N = torch.nextafter(total_N, torch.zeros_like(total_N))
     threshold_N = torch.minimum(uniforms_N * total_N, below_N)
@@ -178,12 +185,14 @@ def invert(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
 
 
 def draw_filtered(p_FV: Tensor, uniforms_F: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
-    """(tokens [F], log of the kept mass [F]). Each filter keeps a head of the sorted distribution
-    (equal probabilities: the lower id first), judged on the distribution that the temperature gave;
-    what all of them keep is drawn from."""
+    """Sample from filtered rows and return (tokens [F], log of the kept mass [F]).
+
+    Each filter keeps the most probable tokens of the distribution at the given temperature (equal
+    probabilities: the lower id first). The sample is drawn from the tokens that all filters keep.
+    """
     sorted_FV, order_FV = p_FV.sort(dim=-1, descending=True, stable=True)
     cdf_FV = sorted_FV.cumsum(-1)
-    # while less than top_p is kept, one more
+    # Top-p keeps tokens until their mass reaches top_p, so the token that crosses it is kept too.
     by_mass_F = (cdf_FV[:, :-1] < filters.top_p_F[:, None]).sum(-1) + 1
     by_ratio_F = (sorted_FV >= filters.min_p_F[:, None] * sorted_FV[:, :1]).sum(-1)
     kept_F = torch.minimum(torch.minimum(filters.top_k_F, by_mass_F), by_ratio_F).clamp_(

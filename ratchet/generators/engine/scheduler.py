@@ -1,5 +1,5 @@
-"""Continuous batching: requests enter free slots at once, every running one gets a token a step,
-and whoever has ended leaves.
+"""Continuous batching: requests enter free slots at once, every running request gets one token per
+step, and ended requests leave their slots.
 
 T = prompt tokens of a forward, N = requests, d = hidden size, V = vocabulary.
 """
@@ -38,24 +38,25 @@ Ended = Mapping[int, StopReason | RequestFailed]  # by slot
 
 @dataclass(frozen=True)
 class Limits:
-    """max_running: requests with a slot. kv_bytes: of the cache. prefill_tokens: of one forward,
-    unless a prompt is longer. row_multiple: see `engine.rows`."""
+    """The bounds of a scheduler."""
 
-    max_running: int
-    kv_bytes: int
-    prefill_tokens: int
-    row_multiple: int
+    max_running: int  # requests with a slot
+    kv_bytes: int  # size of the KV cache
+    prefill_tokens: int  # tokens of one forward, unless a single prompt is longer
+    row_multiple: int  # see `engine.batch_invariance`
 
 
 class Scheduler:
-    """Implements `Core` for the built-in decoder, whose own parameters it reads at every step.
+    """An `EngineCore` for the built-in decoder, whose own parameters it reads at every step.
 
-    prefilled_tokens, decoded_tokens: tokens that went through the model so far, padding left out.
+    `prefilled_tokens` and `decoded_tokens` count the model's input tokens so far, without padding.
     """
 
     def __init__(self, decoder: Decoder, limits: Limits) -> None:
         weight = decoder.head_weight
-        self.decoder, self.limits, self.device = decoder, limits, weight.device
+        self.decoder = decoder
+        self.limits = limits
+        self.device = weight.device
         self.vocab_size = decoder.config.vocab_size
         max_rows = ceil_to(limits.max_running, limits.row_multiple)
         self.cache = KVCache(
@@ -68,38 +69,37 @@ class Scheduler:
             device=weight.device,
             routes=routes,
         )
-        self.bank = Bank(decoder, limits.row_multiple)
+        self.adapters = Bank(decoder, limits.row_multiple)
         self.compiled = CompiledDecoder(decoder)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # by slot
         self.version = 0
-        # Tokens of a request that has the cache to itself.
+        # Maximum tokens of a request that has the cache to itself.
         self.longest = self.cache.stride if self._fits(1, self.cache.stride) else 0
         while 0 < self.longest < self.decoder.config.max_positions and self._fits(
             1, 2 * self.longest
         ):
             self.longest *= 2
         self.prefilled_tokens = self.decoded_tokens = 0
-        self._active: Active | None = None  # of all running requests; None when they have changed
-        self._watching = 0  # running requests with stop strings
-        self._recording = 0  # running requests whose routes are asked for
-        self._choosing = 0  # running requests that name an adapter
+        self._active: Active | None = None  # all running requests; None when they have changed
+        self._with_stop_strings = 0  # running requests with stop strings
+        self._with_routes = 0  # running requests whose routes are recorded
+        self._with_adapter = 0  # running requests that name an adapter
         self._stale = False  # keys and values belong to older weights
 
-    # --- requests come and go
+    # --- requests enter and leave
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Raises ConfigError when the cache could never hold it."""
+        """Queue a request. Raises ConfigError if the cache could never hold it."""
         if request.limit > self.longest:
             raise ConfigError(
                 f"a request of up to {request.limit} tokens doesn't fit a KV cache of "
-                f"{self.limits.kv_bytes / GIB:.3g} GiB, "
-                f"which holds {self.longest}: raise generator.kv_cache_gib or lower "
-                "sampling.max_new_tokens"
+                f"{self.limits.kv_bytes / GIB:.3g} GiB, which holds {self.longest}: raise "
+                "generator.kv_cache_gib or lower sampling.max_new_tokens"
             )
         self.waiting.append(request)
 
@@ -120,18 +120,15 @@ class Scheduler:
             request.deliver(request.without_tokens(StopReason.ABORTED))
 
     def reset(self) -> list[Request]:
-        left = [*self.running, *self.waiting]
-        self.running, self.waiting = [], deque()
+        requests = [*self.running, *self.waiting]
+        self.running = []
+        self.waiting = deque()
         self.cache.clear()
         self.slots.clear()
-        self._active, self._watching, self._recording, self._choosing, self._stale = (
-            None,
-            0,
-            0,
-            0,
-            False,
-        )
-        return left
+        self._active = None
+        self._with_stop_strings = self._with_routes = self._with_adapter = 0
+        self._stale = False
+        return requests
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
         self.version = version
@@ -143,8 +140,10 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Raises ModelError where the weights are broken. A request that can't be computed fails
-        alone."""
+        """Admit waiting requests and compute one token for every running request.
+
+        A request that can't be computed fails alone. Raises ModelError if the weights are broken.
+        """
         if self._stale:
             self._refresh()
         while batch := self._admissible():
@@ -153,12 +152,17 @@ class Scheduler:
             self._decode()
 
     def _admissible(self) -> list[Request]:
-        """The waiting requests that may enter now, in order: as slots, memory and the size of a
-        forward allow."""
+        """Return the waiting requests that may enter now, in order.
+
+        Free slots, memory and the size of a forward bound them.
+        """
         if self.waiting and not self.running and not self._fits(1, self.waiting[0].limit):
-            self.cache.clear()  # it has the shape of earlier requests
+            # The cache still has the shape of earlier requests.
+            self.cache.clear()
             self.slots.clear()
-        tokens, batch, prompts = 0, list[Request](), set[tuple[str | None, PromptKey]]()
+        tokens = 0
+        batch: list[Request] = []
+        prompts: set[tuple[str | None, PromptKey]] = set()
         for request in islice(self.waiting, self.limits.max_running - len(self.running)):
             if request.key not in prompts:
                 tokens += len(request.prompt)
@@ -181,56 +185,64 @@ class Scheduler:
         )
 
     def _reserve(self, rows: int, length: int) -> bool:
-        """Whether anything had to grow."""
+        """Make room in the cache and the slots. Returns True if they had to grow."""
         before = self.cache.rows, self.cache.capacity
         self.cache.reserve(rows, length)
         self.slots.reserve(self.cache.rows, self.cache.capacity)
         return before != (self.cache.rows, self.cache.capacity)
 
     def _enter(self, batch: list[Request]) -> None:
-        """Starts these, the first that wait. Where computing them together raises, each is computed
-        alone: those that raise then fail alone, with a RequestFailed where the model has computed
-        others."""
+        """Start the first waiting requests.
+
+        If computing them together raises, each is computed alone, and those that raise then fail:
+        with RequestFailed if the model has computed others.
+        """
         longest = max(len(request.prompt) for request in batch)
         self._reserve(
             ceil_to(len(self.running) + len(batch), self.limits.row_multiple), longest + 1
         )
         try:
-            hidden_Nd = self._computed(batch)
-        except Exception:  # of any kind: what breaks one request must not cost the others
+            hidden_Nd = self._compute_prompts(batch)
+        except Exception:  # of any type: one request's error must not fail the others
             self._enter_each(batch)
         else:
-            self._begin(batch, hidden_Nd)
+            self._start(batch, hidden_Nd)
 
     def _enter_each(self, batch: list[Request]) -> None:
         broken: dict[Request, Exception] = {}
         for request in batch:
             try:
-                hidden_Nd = self._computed([request])
+                hidden_Nd = self._compute_prompts([request])
             except Exception as error:
                 broken[request] = error
                 self.waiting.remove(request)
             else:
-                self._begin([request], hidden_Nd)
-        computes = len(broken) < len(batch) or bool(self.running)
+                self._start([request], hidden_Nd)
+        others_work = len(broken) < len(batch) or bool(self.running)
         for request, error in broken.items():
-            request.fail(uncomputable(request, error) if computes else error)
+            request.fail(uncomputable(request, error) if others_work else error)
 
-    def _computed(self, batch: list[Request]) -> Tensor:
-        """The hidden state of each request's last prompt token, [N, d] and padding rows: gives them
-        the next free slots and computes each distinct prompt once. They wait until they run, so
-        that after an error `reset` finds them."""
-        recording, choosing = self._recording, self._choosing
-        self._recording += sum(request.sampling.routes for request in batch)
-        self._choosing += sum(request.sampling.adapter is not None for request in batch)
+    def _compute_prompts(self, batch: list[Request]) -> Tensor:
+        """Return the hidden state of each request's last prompt token, [N, d] and padding rows.
+
+        The requests get the next free slots, and each distinct prompt is computed once. They stay
+        in `waiting` until `_start`, so that `reset` finds them after an error.
+        """
+        with_routes = self._with_routes
+        with_adapter = self._with_adapter
+        self._with_routes += sum(request.sampling.routes for request in batch)
+        self._with_adapter += sum(request.sampling.adapter is not None for request in batch)
         try:
-            return self._prefilled(batch)
+            return self._prefill_batch(batch)
         except BaseException:
-            self._recording, self._choosing = recording, choosing
+            self._with_routes = with_routes
+            self._with_adapter = with_adapter
             raise
 
-    def _prefilled(self, batch: list[Request]) -> Tensor:
-        first, count = len(self.running), len(batch)
+    def _prefill_batch(self, batch: list[Request]) -> Tensor:
+        first = len(self.running)
+        count = len(batch)
+        # P = distinct prompts; which_N: the prompt of each request.
         numbers: dict[tuple[str | None, PromptKey], int] = {}
         which_N = np.array([numbers.setdefault(request.key, len(numbers)) for request in batch])
         prompts = [np.frombuffer(tokens, dtype=np.int64) for _, (tokens, _) in numbers]
@@ -238,9 +250,10 @@ class Scheduler:
         starts_P = np.cumsum(lengths_P) - lengths_P
         self.slots.enter(batch, first)
 
-        own_N = lengths_P[which_N]
-        rows, positions = np.repeat(np.arange(first, first + count), own_N), counting(own_N)
-        sources = np.repeat(starts_P[which_N], own_N) + positions
+        lengths_N = lengths_P[which_N]
+        rows = np.repeat(np.arange(first, first + count), lengths_N)
+        positions = counting(lengths_N)
+        sources = np.repeat(starts_P[which_N], lengths_N) + positions
         tokens_T = self._upload(np.concatenate(prompts))
         self.slots.store(
             self._upload(rows), self._upload(positions), tokens_T[self._upload(sources)]
@@ -255,29 +268,34 @@ class Scheduler:
         padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
         return hidden_Td.index_select(0, self._upload(padded))
 
-    def _begin(self, batch: list[Request], hidden_Nd: Tensor) -> None:
-        """Draws their first tokens, of hidden states that `_computed` gave."""
-        first, count = len(self.running), len(batch)
+    def _start(self, batch: list[Request], hidden_Nd: Tensor) -> None:
+        """Draw the first tokens of new requests from the result of `_compute_prompts`."""
+        first = len(self.running)
+        count = len(batch)
         self.running += batch
         for request in batch:
             self.waiting.remove(request)
         self._active = None
-        self._watching += sum(request.watch is not None for request in batch)
+        self._with_stop_strings += sum(request.watch is not None for request in batch)
         for request in batch:
             request.marks.append((0, self.version))
         self._retire(self._emit(self.slots.active(first, first + count), hidden_Nd))
 
     def _refresh(self) -> None:
-        """Computes the keys and values of all running requests anew: of all their tokens but the
-        last, which is fed next. Their routes stay: what was drawn came from those."""
+        """Recompute the keys and values of all running requests with the new weights.
+
+        Each request's last token is excluded, because it is fed next. Recorded routes stay: the
+        tokens so far were drawn with them.
+        """
         self._stale = False
         lengths = self.slots.lengths[: len(self.running)] - 1
         for rows in spans(lengths, self.limits.prefill_tokens):
-            own = lengths[rows]
-            slots, positions = np.repeat(np.arange(rows.start, rows.stop), own), counting(own)
+            slots = np.repeat(np.arange(rows.start, rows.stop), lengths[rows])
+            positions = counting(lengths[rows])
             tokens_T = self.slots.tokens_RC[self._upload(slots), self._upload(positions)]
             adapters = [request.sampling.adapter for request in self.running[rows]]
-            self._prefill(tokens_T, own, adapters, np.arange(len(tokens_T)), slots, positions)
+            sources = np.arange(len(tokens_T))
+            self._prefill(tokens_T, lengths[rows], adapters, sources, slots, positions)
 
     def _prefill(
         self,
@@ -289,31 +307,37 @@ class Scheduler:
         positions: NDArray[np.int64],
         record: Record | None = None,
     ) -> Tensor:
-        """Hidden states of sequences laid end to end, [T, d] and padding rows. adapters: by
-        sequence. Keys and values of token `sources[i]` go to `positions[i]` of slot `slots[i]`."""
+        """Return hidden states of sequences that lie end to end, [T, d] and padding rows.
+
+        adapters: the adapter of each sequence. Keys and values of token `sources[i]` go to
+        `positions[i]` of slot `slots[i]`.
+        """
         padding = (0, -len(tokens_T) % self.limits.row_multiple)
         places = (self._upload(x) for x in (sources, slots, positions))
         attend = PrefillAttention(self.cache, lengths, *places)
         self.prefilled_tokens += len(tokens_T)
-        tokens_T, positions_T = (
-            F.pad(tokens_T, padding),
-            F.pad(self._upload(counting(lengths)), padding),
-        )
+        tokens_T = F.pad(tokens_T, padding)
+        positions_T = F.pad(self._upload(counting(lengths)), padding)
         decoder = self._decoder(
-            np.repeat(np.array(adapters, dtype=object), lengths).tolist() if self._choosing else ()
+            np.repeat(np.array(adapters, dtype=object), lengths).tolist()
+            if self._with_adapter
+            else ()
         )
         return decoder(
             tokens_T, positions_T, attend, row_multiple=self.limits.row_multiple, route=record
         )
 
     def _decoder(self, adapters: Sequence[str | None]) -> Decoder:
-        """What computes rows with these adapters, and padding."""
-        return self.bank.decoder(adapters) if self._choosing else self.decoder
+        """Return the decoder for rows with these adapters, followed by padding."""
+        return self.adapters.decoder(adapters) if self._with_adapter else self.decoder
 
     def _record(self, tokens: int) -> Record | None:
-        """For a forward of so many tokens and padding; None where nobody asks."""
+        """Return a record of routes for a forward of `tokens` rows and padding.
+
+        None if no running request wants routes.
+        """
         rows = ceil_to(tokens, self.limits.row_multiple)
-        return Record(self.decoder.config, rows, self.device) if self._recording else None
+        return Record(self.decoder.config, rows, self.device) if self._with_routes else None
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -321,20 +345,23 @@ class Scheduler:
     def _decode(self) -> None:
         if self._active is None:
             self._active = self.slots.active(0, len(self.running))
-        active, longest = self._active, int(self.slots.lengths[: len(self.running)].max())
+        active = self._active
+        longest = int(self.slots.lengths[: len(self.running)].max())
         if self._reserve(len(active.feed), longest + 1):
             self._active = active = self.slots.active(0, len(self.running))
         self.decoded_tokens += active.count
-        self._retire(self._emit(active, self._fed(active, longest)))
+        self._retire(self._emit(active, self._compute_next(active, longest)))
 
-    def _fed(self, active: Active, longest: int) -> Tensor:
-        """Hidden states of the tokens that are fed, [N, d] and padding rows. Where there is a
-        compiled step every request without an adapter goes through it, also beside others: a
-        request's bits must not depend on its neighbours."""
+    def _compute_next(self, active: Active, longest: int) -> Tensor:
+        """Return hidden states of the requests' last tokens, [N, d] and padding rows.
+
+        If the compiled step is available, every request without an adapter goes through it, even if
+        others have one: a request's bits must not depend on its neighbours.
+        """
         if (layers := self.compiled.layers()) is None:
-            return self._decoded(active, longest)
+            return self._decode_with_torch(active, longest)
         plain = torch.arange(active.count)
-        if not self._choosing:
+        if not self._with_adapter:
             hidden = self.compiled(
                 layers,
                 active.feed[: active.count],
@@ -342,12 +369,9 @@ class Scheduler:
                 plain,
                 self.cache,
             )
-            return (
-                F.pad(hidden, (0, 0, 0, padding))
-                if (padding := len(active.feed) - active.count)
-                else hidden
-            )
-        hidden = self._decoded(active, longest)
+            padding = len(active.feed) - active.count
+            return F.pad(hidden, (0, 0, 0, padding)) if padding else hidden
+        hidden = self._decode_with_torch(active, longest)
         plain = plain[[request.sampling.adapter is None for request in self.running]]
         if len(plain):
             hidden[plain] = self.compiled(
@@ -355,12 +379,12 @@ class Scheduler:
             )
         return hidden
 
-    def _decoded(self, active: Active, longest: int) -> Tensor:
-        """The same by PyTorch's operations."""
+    def _decode_with_torch(self, active: Active, longest: int) -> Tensor:
+        """Return the same hidden states as `_compute_next`, computed by PyTorch's operations."""
         attend = DecodeAttention(self.cache, active.positions, longest)
         record = self._record(len(active.feed))
         decoder = self._decoder(
-            [request.sampling.adapter for request in self.running] if self._choosing else ()
+            [request.sampling.adapter for request in self.running] if self._with_adapter else ()
         )
         hidden = decoder(
             active.feed,
@@ -375,11 +399,15 @@ class Scheduler:
         return hidden
 
     def _emit(self, active: Active, hidden_Nd: Tensor) -> Ended:
-        """Draws the next token of each slot in the range, from hidden states that may end with
-        padding rows. Returns the slots that have ended."""
+        """Draw the next token of each slot in the range and return the slots that have ended.
+
+        hidden_Nd: may end with padding rows.
+        """
+        # The learner computes logits in this dtype too.
         weight_Vd = self.decoder.head_weight
-        dtype = torch.promote_types(weight_Vd.dtype, torch.float32)  # as the learner computes them
-        weight_Vd, count = weight_Vd.to(dtype), active.count
+        dtype = torch.promote_types(weight_Vd.dtype, torch.float32)
+        weight_Vd = weight_Vd.to(dtype)
+        count = active.count
         u_N = uniforms(
             torch.cat([chunk.settings.streams_N for chunk in active.chunks]),
             active.positions[:count] + 1 - active.prompts_N,
@@ -391,18 +419,24 @@ class Scheduler:
             ].to(dtype)
             logits_NV = F.linear(padded, weight_Vd)[: chunk.rows.stop - chunk.rows.start]
             draws.append(draw(logits_NV, u_N[chunk.rows], chunk.settings))
-        return self._ended(active, self.slots.record(active, draws))
+        return self._find_ended(active, self.slots.record(active, draws))
 
-    def _ended(self, active: Active, tokens_N: Tensor) -> Ended:
-        """The weakest reason first: a stop id outdoes a stop string, which outdoes a limit. Text
-        that can't be decoded fails its request."""
-        first, end = active.first, active.first + active.count
+    def _find_ended(self, active: Active, tokens_N: Tensor) -> Ended:
+        """Return the slots that have ended, with the reason.
+
+        Later reasons overwrite earlier ones: a stop id overrides a stop string, which overrides a
+        limit. Text that can't be decoded fails its request.
+        """
+        first = active.first
+        end = first + active.count
         full = np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
         ended: dict[int, StopReason | RequestFailed] = {
             row: self.running[row].reason_at_limit for row in full.tolist()
         }
         watched = (
-            [row for row in range(first, end) if self.running[row].watch] if self._watching else []
+            [row for row in range(first, end) if self.running[row].watch]
+            if self._with_stop_strings
+            else []
         )
         if watched:
             picked = tokens_N[torch.tensor(watched, device=self.device) - first]
@@ -421,8 +455,10 @@ class Scheduler:
     # --- the end of a request
 
     def _retire(self, ended: Ended) -> None:
-        """Delivers the results of these slots, or their errors, and frees them. Raises ModelError
-        as `blame` does."""
+        """Deliver the results of these slots, or their errors, and free the slots.
+
+        Raises ModelError as `explain_nonfinite` does.
+        """
         if not ended:
             return
         rows = list(ended)
@@ -436,7 +472,7 @@ class Scheduler:
         broken = {
             request: index for request, index in zip(requests, at, strict=True) if index is not None
         }
-        errors = self._blamed(broken) if broken else {}
+        errors = self._explain_errors(broken) if broken else {}
         self._leave(rows)
         for request, (tokens, logprobs, kept), stop, taken in zip(
             requests, results, ended.values(), routes, strict=True
@@ -447,22 +483,26 @@ class Scheduler:
             else:
                 request.deliver(request.complete(tokens, logprobs, kept, error, taken))
 
-    def _blamed(self, broken: Mapping[Request, int]) -> Mapping[Request, Exception]:
+    def _explain_errors(self, broken: Mapping[Request, int]) -> Mapping[Request, Exception]:
         running = list(range(len(self.running)))
-        all_rows, weights = self.slots.broken(running) == running, self.decoder.named_parameters()
+        all_rows = self.slots.broken(running) == running
+        weights = self.decoder.named_parameters()
         return blame(broken, all_rows=all_rows, weights=weights, version=self.version)
 
     @torch.inference_mode()
     def _leave(self, rows: list[int]) -> None:
-        """Frees slots; the last running requests move into the gaps. Where the keys and values in a
-        slot aren't finite they are erased: the next request there would read them with weight 0,
-        and get NaN."""
-        remaining, gone = len(self.running) - len(rows), set(rows)
+        """Free slots; the last running requests move into the gaps.
+
+        Keys and values that aren't finite are erased: the next request in the slot would read them
+        with weight 0, and get NaN.
+        """
+        remaining = len(self.running) - len(rows)
+        gone = set(rows)
         holes = [row for row in rows if row < remaining]
         movers = [row for row in range(remaining, len(self.running)) if row not in gone]
-        self._watching -= sum(self.running[row].watch is not None for row in rows)
-        self._recording -= sum(self.running[row].sampling.routes for row in rows)
-        self._choosing -= sum(self.running[row].sampling.adapter is not None for row in rows)
+        self._with_stop_strings -= sum(self.running[row].watch is not None for row in rows)
+        self._with_routes -= sum(self.running[row].sampling.routes for row in rows)
+        self._with_adapter -= sum(self.running[row].sampling.adapter is not None for row in rows)
         self._active = None
         broken = self.slots.broken([*rows, *movers])
         self.cache.erase([row for row in rows if row in broken])

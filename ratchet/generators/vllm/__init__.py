@@ -1,1 +1,1 @@
-"""vLLM as a generator, with weights pushed to its workers."""
+"""The vLLM generator, whose workers receive the learner's weights by pushes."""

@@ -1,7 +1,7 @@
-"""vLLM's two engines as cores of the asynchronous front: one steps in this process, one runs in
-processes of its own.
+"""vLLM's two engines as cores of `AsyncEngine`: one steps in this process, one runs in processes of
+its own.
 
-Both get token ids and give token ids: text, and with it stop strings, stays on this side.
+Both take and return token ids. Text, and with it stop strings, is handled on this side.
 """
 
 from __future__ import annotations
@@ -29,45 +29,58 @@ from ratchet.generators.vllm.media import check_expanded, collapsed, media_of
 from ratchet.types import Completion, StopReason
 
 ABORT_AGAIN_S = 0.01
-LAST_WORDS_S = 10.0  # of a process that was told to end
+LAST_WORDS_S = 10.0  # for a process to end before it is killed
 UNNAMED = "default"  # vLLM's label of weights that were not pushed
 
 
 class VLLMCore(Core, Protocol):
-    """What a push and a placement need besides generating."""
+    """The engine core that `VLLMGenerator` drives: generation, weight pushes and placement."""
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all workers."""
+        """Call a method of every worker and return all results."""
         ...
 
     async def halt(self, *, forget: bool) -> None:
-        """No step from now on; running requests keep their tokens. forget: all keys and values are
-        to be computed anew."""
+        """Stop stepping; running requests keep their tokens.
+
+        forget: drop all keys and values, so that they are recomputed.
+        """
         ...
 
-    async def proceed(self) -> None: ...
+    async def proceed(self) -> None:
+        """Continue stepping after `halt`."""
+        ...
+
     async def label(self, version: int) -> None:
-        """Names the weights. Only while it is halted."""
+        """Set the version of the weights. Call it only while the core is halted."""
         ...
 
     @property
     def loras(self) -> Mapping[str | None, Any]:
-        """vLLM's words for the adapters that requests can name; None: the policy's own, once it
-        came."""
+        """Return vLLM's `LoRARequest` of each adapter name; None: the policy's, once it came."""
         ...
 
-    async def adapt(self, path: str, name: str | None = None) -> None:
-        """Loads the adapter in a directory: another one by a name of its own; None: the policy's,
-        in place of the one before, and only while it is halted."""
+    async def load_adapter(self, path: str, name: str | None = None) -> None:
+        """Load an adapter from a directory.
+
+        name: the name of a further adapter; None: the policy's, which replaces the one before.
+        Replace the policy's only while the core is halted.
+        """
         ...
 
-    async def sleep(self) -> None: ...
-    async def wake(self) -> None: ...
+    async def sleep(self) -> None:
+        """Free the accelerator's memory."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the accelerator's memory again after `sleep`."""
+        ...
+
     def close(self) -> None: ...
 
 
 class Answer:
-    """What has come of one request."""
+    """The partial completion of one request, extended by vLLM's outputs."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -76,8 +89,10 @@ class Answer:
         self.stop: StopReason | None = None
 
     def add(self, piece: Any) -> None:
-        """piece: a `CompletionOutput` with what is new. What follows a complete stop string is
-        dropped."""
+        """Append new tokens; those after a complete stop string are dropped.
+
+        piece: a `CompletionOutput` with the new tokens alone.
+        """
         logprobs = piece.logprobs or ()
         for token, entry in (
             zip(piece.token_ids, logprobs, strict=True) if self.stop is None else ()
@@ -102,24 +117,26 @@ class Answer:
         raise TrainingError(f"vLLM ended a request with '{finish_reason}': its log says why")
 
     def completion(self) -> Completion:
-        """Raises RequestFailed when logits weren't finite."""
+        """Return the ended completion. Raises RequestFailed if its logits weren't finite."""
         assert self.stop is not None, "it has ended"
         logprobs = np.array(self.logprobs, dtype=np.float32)
-        done = self.request.complete(
+        completion = self.request.complete(
             np.array(self.tokens, dtype=np.int64), logprobs, None, self.stop
         )
         if (index := first_broken(logprobs)) is not None:
             raise RequestFailed(
                 f"vLLM's logits of a request aren't finite (token {index}, weights version "
-                f"{done.versions[index]}). "
-                "Leave this prompt out; if every request fails so, go back to the last checkpoint."
+                f"{completion.versions[index]}). Leave this prompt out; if every request fails so, "
+                "go back to the last checkpoint."
             )
-        return done
+        return completion
 
 
 def parameters_of(request: Request, *, streams: bool) -> Any:
-    """vLLM's `SamplingParams`. streams: pieces are delivered as they come, instead of all tokens at
-    the end."""
+    """Return vLLM's `SamplingParams` of a request.
+
+    streams: True delivers tokens as they come, False all at the end.
+    """
     params = import_module("vllm.sampling_params")
     sampling = request.sampling
     return params.SamplingParams(
@@ -128,7 +145,7 @@ def parameters_of(request: Request, *, streams: bool) -> Any:
         max_tokens=request.limit - len(request.prompt),
         stop_token_ids=list(sampling.stop_ids),
         ignore_eos=True,  # the caller names every id that ends a completion
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # the sampled token's alone
         detokenize=False,
         output_kind=params.RequestOutputKind.DELTA
         if streams
@@ -137,16 +154,17 @@ def parameters_of(request: Request, *, streams: bool) -> Any:
 
 
 class Loras(dict[str | None, Any]):
-    """vLLM's `LoRARequest` of each adapter, by the name in a request's sampling; None: the
-    policy's."""
+    """A table of vLLM's `LoRARequest`s by the name in a request's sampling; None: the policy's."""
 
     def __init__(self) -> None:
         super().__init__()
         self._numbers = itertools.count(2)  # 1 is the policy's
 
     def request(self, path: str, name: str | None) -> Callable[..., Any]:
-        """Makes that of an adapter in a directory; `load_inplace=True`: loaded, though one of its
-        number is there."""
+        """Return a factory of the `LoRARequest` of an adapter in a directory.
+
+        With `load_inplace=True`, the request replaces a loaded adapter of the same number.
+        """
         number = 1 if name is None else next(self._numbers)
         return partial(
             import_module("vllm.lora.request").LoRARequest, f"adapter {number}", number, path
@@ -154,8 +172,11 @@ class Loras(dict[str | None, Any]):
 
 
 def prompt_of(request: Request, version: int) -> dict[str, Any]:
-    """Blocks of the prefix cache are shared among requests of equal salt: none finds the keys of
-    other weights."""
+    """Return vLLM's prompt of a request.
+
+    Its salt holds the version: vLLM shares prefix-cache blocks among requests of equal salt, so no
+    request reads keys computed with other weights.
+    """
     salt = f"weights {version}"
     return {"prompt_token_ids": collapsed(request), "cache_salt": salt, **media_of(request, salt)}
 
@@ -164,8 +185,11 @@ def prompt_of(request: Request, version: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_it_was() -> Iterator[None]:
-    """vLLM's worker seeds this process's generators, and takes `torch.set_num_threads` away."""
+def _restore_torch_state() -> Iterator[None]:
+    """Restore the global torch state that vLLM changes in this process.
+
+    Its worker seeds the random generators and replaces `torch.set_num_threads`.
+    """
     set_threads = torch.set_num_threads
     try:
         with torch.random.fork_rng(devices=[]):
@@ -175,11 +199,15 @@ def _as_it_was() -> Iterator[None]:
 
 
 class Stepped:
-    """`LLMEngine` without processes. Its coroutines never wait, so nothing happens between the
-    parts of a push. has_read: called once it reads the model's files no more."""
+    """A core on vLLM's `LLMEngine` in this process.
+
+    Its coroutines never wait, so nothing else runs between the parts of a push.
+
+    has_read: called when vLLM has read the model's files.
+    """
 
     def __init__(self, arguments: dict[str, Any], has_read: Callable[[], None]) -> None:
-        with _as_it_was():
+        with _restore_torch_state():
             config = (
                 import_module("vllm.engine.arg_utils")
                 .EngineArgs(**arguments)
@@ -189,7 +217,8 @@ class Stepped:
             engine = import_module("vllm.v1.engine.llm_engine").LLMEngine
             self.llm: Any = engine(config, executor, log_stats=False, multiprocess_mode=False)
         has_read()
-        self.version, self.loras = 0, Loras()
+        self.version = 0
+        self.loras = Loras()
         self._answers: dict[str, Answer] = {}
         self._ids = map(str, itertools.count())
 
@@ -200,10 +229,8 @@ class Stepped:
     def add(self, request: Request) -> None:
         request.marks.append((0, self.version))
         name = next(self._ids)
-        parameters, lora = (
-            parameters_of(request, streams=True),
-            self.loras.get(request.sampling.adapter),
-        )
+        parameters = parameters_of(request, streams=True)
+        lora = self.loras.get(request.sampling.adapter)
         self.llm.add_request(name, prompt_of(request, self.version), parameters, lora_request=lora)
         self._answers[name] = Answer(request)
 
@@ -217,7 +244,7 @@ class Stepped:
                 check_expanded(answer.request, output.prompt_token_ids)
                 answer.add(piece)
                 completion = None if answer.stop is None else answer.completion()
-            except Exception as error:  # whatever it is, it concerns this request alone
+            except Exception as error:  # of any type: it concerns this request alone
                 self._finish(output.request_id, piece)
                 answer.request.fail(error)
             else:
@@ -242,12 +269,13 @@ class Stepped:
                 answer.request.fail(error)
 
     def reset(self) -> list[Request]:
-        left, names = [answer.request for answer in self._answers.values()], list(self._answers)
+        requests = [answer.request for answer in self._answers.values()]
+        names = list(self._answers)
         self._answers = {}
-        # an engine that is broken can't be told; its error is on its way to the callers
+        # A broken engine may raise here too; its first error already goes to the callers.
         with suppress(Exception):
             self.llm.abort_request(names)
-        return left
+        return requests
 
     def _drop(self, names: Iterable[str]) -> list[Answer]:
         dropped = list(names)
@@ -272,7 +300,7 @@ class Stepped:
     async def label(self, version: int) -> None:
         self.llm.set_weight_version(str(version))
 
-    async def adapt(self, path: str, name: str | None = None) -> None:
+    async def load_adapter(self, path: str, name: str | None = None) -> None:
         make = self.loras.request(path, name)
         self.llm.add_lora(make(load_inplace=True))
         self.loras[name] = make()
@@ -285,7 +313,7 @@ class Stepped:
 
     def close(self) -> None:
         self.abort()
-        with _as_it_was():
+        with _restore_torch_state():
             self.llm.engine_core.shutdown()
 
 
@@ -293,25 +321,29 @@ class Stepped:
 
 
 class Apart:
-    """`AsyncLLM`: the engine and its workers step by themselves, so this core is never busy. It
-    stamps tokens with the version that vLLM's engine had when it made them. has_read: called once
-    it reads the model's files no more, which is when it has answered something: one that has said
-    it is ready still reads them."""
+    """A core on vLLM's `AsyncLLM`, whose engine and workers run in processes of their own.
+
+    They step by themselves, so this core is never busy. Tokens get the version that vLLM's engine
+    had when it drew them.
+
+    has_read: called when vLLM has read the model's files. That is after its first reply: an engine
+    that reports itself ready still reads them.
+    """
 
     busy = False
 
     def __init__(self, arguments: dict[str, Any], has_read: Callable[[], None]) -> None:
         before = set(multiprocessing.active_children())
         try:
-            arguments_of = import_module("vllm.engine.arg_utils").AsyncEngineArgs
-            self.llm: Any = import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(
-                arguments_of(**arguments)
-            )
+            engine_args = import_module("vllm.engine.arg_utils").AsyncEngineArgs(**arguments)
+            engine = import_module("vllm.v1.engine.async_llm").AsyncLLM
+            self.llm: Any = engine.from_engine_args(engine_args)
         except BaseException:
             _end(set(multiprocessing.active_children()) - before)
             raise
         self._children = set(multiprocessing.active_children()) - before
-        self.version, self.loras = 0, Loras()
+        self.version = 0
+        self.loras = Loras()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._requests: dict[str, Request] = {}
         self._aborting: asyncio.Task[None] | None = None
@@ -326,7 +358,7 @@ class Apart:
         self._running[name].add_done_callback(lambda task: self._forget(name, task))
 
     def _forget(self, name: str, task: asyncio.Task[None]) -> None:
-        """A caller whose request was cancelled by another, as by `close`, is told."""
+        """Drop a finished request. If its task was cancelled, as by `close`, deliver an abort."""
         del self._running[name]
         request = self._requests.pop(name)
         if task.cancelled():
@@ -335,15 +367,16 @@ class Apart:
     async def _run(self, name: str, request: Request) -> None:
         try:
             request.deliver(await self._answer(name, request))
-        # whatever it is, it belongs to the caller who waits for the completion
-        except Exception as error:
+        except Exception as error:  # of any type: the request's caller gets it
             request.fail(error)
 
     async def _answer(self, name: str, request: Request) -> Completion:
         await self._guard()
-        answer, asked = Answer(request), False
+        answer = Answer(request)
+        has_aborted = False
         parameters = parameters_of(request, streams=request.watch is not None)
-        prompt, lora = prompt_of(request, self.version), self.loras.get(request.sampling.adapter)
+        prompt = prompt_of(request, self.version)
+        lora = self.loras.get(request.sampling.adapter)
         async for output in self.llm.generate(
             prompt, parameters, request_id=name, lora_request=lora
         ):
@@ -352,15 +385,16 @@ class Apart:
             answer.add(piece)
             if piece.finish_reason is not None:
                 request.marks += [
-                    (span.start, _version_of(span.version)) for span in piece.weight_versions or ()
+                    (span.start, _parse_version(span.version))
+                    for span in piece.weight_versions or ()
                 ]
-            elif answer.stop is not None and not asked:
+            elif answer.stop is not None and not has_aborted:
                 await self.llm.abort(name)
-                asked = True
+                has_aborted = True
         return answer.completion()
 
     async def _guard(self) -> None:
-        """Before whatever its processes are asked first: they are told to end with this one."""
+        """Make vLLM's processes end when this process ends; call it before the first other call."""
         if not self._guarded:
             self._guarded = True
             await self.llm.collective_rpc("end_with", args=(socket.gethostname(), os.getpid()))
@@ -377,11 +411,13 @@ class Apart:
             )
 
     async def _abort(self, doomed: dict[str, asyncio.Task[None]]) -> None:
-        """vLLM ignores the abort of a request that is still on its way in: asked until none is
-        left."""
-        while left := [name for name, task in doomed.items() if not task.done()]:
-            await self.llm.abort(left)
-            await asyncio.wait([doomed[name] for name in left], timeout=ABORT_AGAIN_S)
+        """Abort requests, repeatedly until all have ended.
+
+        vLLM ignores the abort of a request that has not reached its engine yet.
+        """
+        while running := [name for name, task in doomed.items() if not task.done()]:
+            await self.llm.abort(running)
+            await asyncio.wait([doomed[name] for name in running], timeout=ABORT_AGAIN_S)
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
         self.version = version
@@ -396,7 +432,7 @@ class Apart:
         return await self.llm.collective_rpc(method, args=arguments)
 
     async def halt(self, *, forget: bool) -> None:
-        # what encoders gave of images with the rest
+        # This also clears the cache of image encodings.
         await self.llm.pause_generation(mode="keep", clear_cache=forget)
 
     async def proceed(self) -> None:
@@ -405,7 +441,7 @@ class Apart:
     async def label(self, version: int) -> None:
         await self.llm.update_weight_version(str(version))
 
-    async def adapt(self, path: str, name: str | None = None) -> None:
+    async def load_adapter(self, path: str, name: str | None = None) -> None:
         make = self.loras.request(path, name)
         await self.llm.add_lora(make(load_inplace=True))
         self.loras[name] = make()
@@ -420,7 +456,8 @@ class Apart:
         for task in self._running.values():
             task.cancel()
         self.llm.shutdown()
-        del self.llm  # its finalizer needs modules that the interpreter's end takes away
+        # Its finalizer needs modules that are gone at the interpreter's exit.
+        del self.llm
         _end(self._children)
 
 
@@ -432,7 +469,7 @@ def _end(children: Iterable[BaseProcess]) -> None:
             child.join()
 
 
-def _version_of(label: str) -> int:
+def _parse_version(label: str) -> int:
     return 0 if label == UNNAMED else int(label)
 
 

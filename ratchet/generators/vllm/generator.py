@@ -1,9 +1,9 @@
-"""vLLM as a generator: it has the weights a second time, and gets every version of them by a push
-that is checked first.
+"""The vLLM generator: it holds its own copy of the weights, and receives every version by a checked
+push.
 
-A push is a transaction. What is received lies in a file; at the commit every worker compares the
-checksums while the old weights serve; only then the engine halts between two steps, loads, and goes
-on. Running requests keep their tokens.
+A push is a transaction. Received weights go to a file. At the commit every worker compares the
+checksums while the old weights serve. Then the engine halts between two steps, loads the new
+weights, and continues. Running requests keep their tokens.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ BACKEND = "ratchet.generators.vllm.worker_extension.VLLMBackend"
 
 
 class VLLMGeneration(Front):
-    """Implements `Generator` and `Placeable` with vLLM. model: whose weights it starts with, and
-    whose names pushes have.
+    """A `Generator` and `Placeable` on vLLM.
 
-    Equal requests give equal tokens but for logits that differ in their last bits, as those of a
-    batch of another size do. The seeds are vLLM's: they give other tokens than those of the
+    Equal requests give equal tokens, except where logits differ in their last bits, as in batches
+    of different sizes. Seeds are used by vLLM's own sampler, so they give other tokens than the
     embedded engine.
 
-    Raises MissingDependency without vLLM, ModelError for a model that it can't run, and what vLLM
-    raises when it can't start; no process is left behind then.
+    model: provides the first weights, and the names of weights in pushes.
+
+    Raises MissingDependency without vLLM, ModelError for a model that it can't run, and vLLM's
+    error if it can't start; no process is left behind then.
     """
 
     core: VLLMCore
@@ -61,7 +62,7 @@ class VLLMGeneration(Front):
     def __init__(
         self, config: VLLMConfig, model: PolicyModel, tokenizer: TextDecoder | None = None
     ) -> None:
-        # the distribution has another name where it is built for CPUs
+        # Look for the module: the distribution has another name if it is built for CPUs.
         if find_spec("vllm") is None:
             raise MissingDependency("vllm", extra="vllm", needed_for="generator.kind=vllm")
         on_cpu = import_module("vllm.platforms").current_platform.is_cpu()
@@ -74,11 +75,9 @@ class VLLMGeneration(Front):
         )
         self._directory = self._folder.path
         self.config = config
-        self._outbox, self._adapters = (
-            Outbox(self._directory, shapes, dtype),
-            AdapterBox(self._directory),
-        )
-        self._broken = ""  # why the weights can't be trusted
+        self._outbox = Outbox(self._directory, shapes, dtype)
+        self._adapters = AdapterBox(self._directory)
+        self._broken = ""  # why the weights can't be used; "" if they can
         try:
             start = self._directory / "start"
             model.save(start)
@@ -89,7 +88,7 @@ class VLLMGeneration(Front):
                 self._prepare_media(tokenizer, start)
                 arguments |= arguments_of_media()
             core = CORES[config.engine](
-                arguments, partial(_take_away, start, weights_alone=model.reads_media)
+                arguments, partial(_remove_start_files, start, weights_alone=model.reads_media)
             )
         except BaseException:
             self._folder.close()
@@ -123,19 +122,21 @@ class VLLMGeneration(Front):
     async def generate(
         self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
     ) -> Completion:
-        """Raises as `Front.generate` does, and ModelError after a push that failed in the middle of
-        loading."""
+        """Return the completion of a prompt.
+
+        Raises as `AsyncEngine.generate` does, and ModelError after a push that failed while it was
+        loaded.
+        """
         if sampling.truncates:
             raise ConfigError(
                 "vLLM doesn't say how much of the distribution its filters kept, which training on "
-                "their tokens needs: "
-                "set sampling.top_p=1, top_k=0 and min_p=0, or generator.kind=engine"
+                "their tokens needs: set sampling.top_p=1, top_k=0 and min_p=0, or "
+                "generator.kind=engine"
             )
         if 0 < sampling.temperature < (least := self.config.least_temperature):
             raise ConfigError(
                 f"sampling.temperature={sampling.temperature:g}, and vLLM would take {least:g} "
-                "instead: "
-                "set it to 0 (greedy) or that much"
+                "instead: set it to 0 (greedy) or that much"
             )
         if self._broken:
             raise ModelError(
@@ -155,7 +156,7 @@ class VLLMGeneration(Front):
     # --- new weights
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
-        """Raises ModelError for an adapter that vLLM was not started for."""
+        """Begin a push. Raises ModelError for an adapter of a rank above `lora_rank`."""
         self._outbox.clear()
         adapter: Adapter | None = manifest.get("adapter")
         if adapter is not None:
@@ -169,36 +170,43 @@ class VLLMGeneration(Front):
         self._adapters.expect(adapter, shapes)
 
     async def receive(self, shards: Iterator[Shard]) -> None:
-        """Raises ModelError for a weight that the model doesn't have, of another shape, or sent
-        twice."""
-        self._outbox.add(shard for shard in shards if not self._of_adapter(shard))
+        """Collect shards.
 
-    def _of_adapter(self, shard: Shard) -> bool:
-        """Whether it is, and has been put aside."""
+        Raises ModelError for a weight that the model doesn't have, of another shape, or sent twice.
+        """
+        self._outbox.add(shard for shard in shards if not self._take_adapter_shard(shard))
+
+    def _take_adapter_shard(self, shard: Shard) -> bool:
+        """Return True if a shard belongs to the adapter; it is then stored with the adapter's."""
         if not shard.name.startswith(PEFT):
             return False
         self._adapters.add(shard)
         return True
 
     async def commit(self, version: int) -> None:
-        """Raises ModelError where weights are missing, or didn't arrive as they were sent: the old
-        ones then go on serving. If vLLM fails while it loads them, running requests end as aborted
-        and no other begins before a push that succeeds."""
-        manifest, adapter = self._outbox.manifest(), self._adapters.write()
+        """Check the pushed weights in every worker and load them.
+
+        Raises ModelError if weights are missing or damaged: the old ones then continue to serve. If
+        vLLM fails while it loads them, running requests end as aborted, and no other begins before
+        a push succeeds.
+        """
+        manifest = self._outbox.manifest()
+        adapter = self._adapters.write()
         if manifest is not None:
-            await self._ask("check_push", manifest)
+            await self._call_workers("check_push", manifest)
         if adapter is not None:
-            await self._ask("check_adapter", str(adapter[0]), adapter[1])
-            if None not in self.core.loras:  # requests that began without one would end without
+            await self._call_workers("check_adapter", str(adapter[0]), adapter[1])
+            # Requests that began before the first adapter would end without it.
+            if None not in self.core.loras:
                 self.core.abort()
         await self.core.halt(
             forget=(manifest is not None or adapter is not None) and not self.keep_kv
         )
         try:
             if manifest is not None:
-                await self._load(version)
+                await self._load_weights(version)
             if adapter is not None:
-                await self._adapt(adapter[0])
+                await self._load_adapter(adapter[0])
             await self.core.label(version)
             self.core.commit(version, keep_kv=self.keep_kv)
         finally:
@@ -206,29 +214,29 @@ class VLLMGeneration(Front):
                 await self.core.proceed()
         self._outbox.clear()
 
-    async def _load(self, version: int) -> None:
+    async def _load_weights(self, version: int) -> None:
         try:
-            await self._ask("apply_push", version)
+            await self._call_workers("apply_push", version)
         except BaseException as error:
             self._broken = str(error)
             self.core.abort()
             raise
         self._broken = ""
 
-    async def _adapt(self, path: Path) -> None:
+    async def _load_adapter(self, path: Path) -> None:
         try:
-            await self.core.adapt(str(path))
-        except Exception as error:  # vLLM's own kinds differ by engine
+            await self.core.load_adapter(str(path))
+        except Exception as error:  # vLLM's exception types differ by engine
             self._broken = f"the adapter was not loaded: {error}"
             self.core.abort()
             raise ModelError(self._broken) from error
         self._broken = ""
-        self._adapters.took(path)
+        self._adapters.mark_loaded(path)
 
-    async def _ask(self, method: str, *arguments: Any) -> None:
+    async def _call_workers(self, method: str, *arguments: Any) -> None:
         try:
             reasons = [reason for reason in await self.core.call(method, *arguments) if reason]
-        except Exception as error:  # vLLM's own kinds differ by engine
+        except Exception as error:  # vLLM's exception types differ by engine
             raise ModelError(f"the push was refused by a worker: {error}") from error
         if reasons:
             raise ModelError(
@@ -236,55 +244,55 @@ class VLLMGeneration(Front):
             )
 
     async def add_adapter(self, name: str, directory: Path) -> None:
-        """From now on requests whose `Sampling.adapter` has this name are served by the adapter in
-        a directory of peft's form, over the weights of the policy as they are, without the policy's
-        own. Raises ModelError where it can't be read, doesn't fit, or has no place in a vLLM that
-        was started for fewer."""
-        most = self.config.lora_others
+        """Load an adapter from a directory in peft's format, for requests that name it.
+
+        Requests whose `Sampling.adapter` is `name` use it in place of the policy's own adapter,
+        over the policy's current base weights. Raises ModelError if it can't be read, doesn't fit
+        the model, or exceeds `lora_others`.
+        """
+        max_adapters = self.config.lora_others
         if name in (BASE, *self._named):
             raise ModelError(f"an adapter '{name}' is served already: give this one another name")
-        if len(self._named) == most:
+        if len(self._named) == max_adapters:
             raise ModelError(
-                f"vLLM was started for {most} adapters beside the policy's, and '{name}' is one "
-                "more: set "
-                f"generator.lora_others={most + 1}"
+                f"vLLM was started for {max_adapters} adapters beside the policy's, and '{name}' "
+                f"is one more: set generator.lora_others={max_adapters + 1}"
             )
         stored = load_adapter(directory)
         self._check_rank(stored.adapter)
         stored.check(self._shapes)
         path, checksum = self._adapters.keep(stored)
-        await self._ask("check_adapter", str(path), checksum)
+        await self._call_workers("check_adapter", str(path), checksum)
         try:
-            await self.core.adapt(str(path), name)
-        except Exception as error:  # vLLM's own kinds differ by engine
+            await self.core.load_adapter(str(path), name)
+        except Exception as error:  # vLLM's exception types differ by engine
             raise ModelError(f"vLLM can't load adapter '{name}': {error}") from error
 
     def _check_rank(self, adapter: Adapter) -> None:
         if adapter.lora.rank > self.config.lora_rank:
             raise ModelError(
                 f"an adapter has rank {adapter.lora.rank}, and vLLM was started for "
-                f"{self.config.lora_rank}: set "
-                f"generator.lora_rank={adapter.lora.rank}"
+                f"{self.config.lora_rank}: set generator.lora_rank={adapter.lora.rank}"
             )
 
     async def rollback(self) -> None:
         self._outbox.clear()
         self._adapters.expect(None, {})
 
-    # --- who holds the accelerator
+    # --- placement on the accelerator
 
     async def onload(self) -> None:
         await self.core.wake()
         await super().resume()
 
     async def offload(self) -> None:
-        """Frees the accelerator's memory of weights and cache; running requests keep their tokens.
-        On a CPU it only halts."""
+        """Free the accelerator's memory of weights and KV cache; running requests keep their
+        tokens. On a CPU it only halts."""
         await super().pause()
         await self.core.sleep()
 
     async def close(self) -> None:
-        """Ends vLLM's processes, and takes its files away. Running requests end as aborted."""
+        """End vLLM's processes and remove its files. Running requests end as aborted."""
         self._paused = True
         self.core.close()
         self._folder.close()
@@ -293,7 +301,7 @@ class VLLMGeneration(Front):
 def engine_arguments(
     config: VLLMConfig, model: Path, dtype: torch.dtype, max_context: int, *, on_cpu: bool
 ) -> dict[str, Any]:
-    """Keywords of vLLM's `EngineArgs`."""
+    """Return the keywords of vLLM's `EngineArgs`."""
     return {
         "model": str(model),
         "dtype": str(dtype).removeprefix("torch."),
@@ -314,36 +322,43 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "seed": 0,
-        # of weights that come plain, each time they come
+        # vLLM quantises the unquantised weights of every push.
         **({} if config.quantise is None else {"quantization": "fp8"}),
-        **_of_adapters(config, on_cpu=on_cpu),
+        **_adapter_arguments(config, on_cpu=on_cpu),
     }
 
 
-def _of_adapters(config: VLLMConfig, *, on_cpu: bool) -> dict[str, Any]:
-    """On a CPU vLLM 0.32 adds to requests without an adapter, beside others with one, what lies in
-    its last place: there is one more than adapters, so that this is nothing."""
+def _adapter_arguments(config: VLLMConfig, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the keywords for adapters; {} if none can be sent.
+
+    On a CPU vLLM 0.32 applies its last adapter slot to requests without an adapter that run beside
+    others with one. So one slot more than adapters is requested, and stays empty.
+    """
     if not config.lora_rank:
         return {}
-    most = next(rank for rank in RANKS if rank >= config.lora_rank)
+    max_rank = next(rank for rank in RANKS if rank >= config.lora_rank)
     return {
         "enable_lora": True,
         "max_loras": 1 + config.lora_others + on_cpu,
-        "max_lora_rank": most,
+        "max_lora_rank": max_rank,
     }
 
 
 def dtype_of(config: VLLMConfig, *, on_cpu: bool) -> torch.dtype:
+    """Return the dtype of vLLM's weights and KV cache."""
     if config.dtype == "auto":
         return torch.float32 if on_cpu else torch.bfloat16
     return getattr(torch, config.dtype)
 
 
 def misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool) -> str | None:
-    """model: the content of its `config.json`."""
+    """Return why vLLM can't run a model; None if it can, or if only vLLM itself can tell.
+
+    model: the content of its `config.json`.
+    """
     text = model.get("text_config", model)
     heads = text.get("num_attention_heads")
-    if heads is None:  # a family of other names: vLLM judges
+    if heads is None:  # the model family uses other keys
         return None
     return config.misfit(
         n_heads=heads,
@@ -354,8 +369,11 @@ def misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool) -> str
     )
 
 
-def _take_away(start: Path, *, weights_alone: bool) -> None:
-    """What vLLM has read. weights_alone: the files of what prepares media are read later."""
+def _remove_start_files(start: Path, *, weights_alone: bool) -> None:
+    """Remove the model files that vLLM has read.
+
+    weights_alone: keep the other files, because the processor of media reads them later.
+    """
     if weights_alone:
         for path in start.glob("*.safetensors"):
             path.unlink()
@@ -364,9 +382,9 @@ def _take_away(start: Path, *, weights_alone: bool) -> None:
 
 
 def _folder(config: VLLMConfig, size: int) -> TemporaryFolder:
-    """Make a folder for files of that many bytes at a time."""
+    """Create the folder for pushes of `size` bytes, in shared memory if two of them fit there."""
     parent = config.handover_dir
     if parent is None and SHARED_MEMORY.is_dir() and disk_usage(SHARED_MEMORY).free > 2 * size:
         parent = str(SHARED_MEMORY)
-    # By its process group, so that whoever kills that can take it away.
+    # The name holds the process group, so that code that kills the group can remove the folder.
     return TemporaryFolder(f"vllm-{os.getpgid(0)}", parent)

@@ -1,5 +1,5 @@
-"""An adapter on its way to vLLM's workers: a directory in peft's form, which each of them checks
-and vLLM itself loads."""
+"""Hand an adapter to vLLM's workers as a directory in peft's format, which they check and vLLM
+loads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import WEIGHTS, Stored, save_adapter
 from ratchet.protocols import Shard
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks with which vLLM can be started
 
 
 class AdapterBox:
-    """The sender's side. Files of a push stay until the next one has been loaded: vLLM may want
-    them again."""
+    """The sender of adapters, which collects their weights and writes them to files.
+
+    The files of a push stay until the next push has been loaded: vLLM may read them again.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -29,16 +31,18 @@ class AdapterBox:
         self.loaded: Path | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._missing: dict[str, int] = {}  # numbers of each weight that have not come
+        self._missing: dict[str, int] = {}  # elements of each weight that have not come
         self._saved = 0
 
     def expect(self, adapter: Adapter | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """shapes: of its weights, by peft's names."""
-        self.adapter, self._shapes, self._tensors = adapter, dict(shapes), {}
+        """Begin a push. shapes: shapes of the adapter's weights, by peft's names."""
+        self.adapter = adapter
+        self._shapes = dict(shapes)
+        self._tensors = {}
         self._missing = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
 
     def add(self, shard: Shard) -> None:
-        """Raises ModelError for a weight that was not announced, or of another shape."""
+        """Store a shard. Raises ModelError for an unexpected weight, or one of another shape."""
         if self._shapes.get(shard.name) != tuple(shard.shape):
             raise ModelError(
                 f"weight '{shard.name}' {shard.shape} of an adapter was sent, and not announced as "
@@ -51,8 +55,10 @@ class AdapterBox:
         self._missing[shard.name] -= shard.tensor.numel()
 
     def write(self) -> tuple[Path, str] | None:
-        """(directory, checksum of the weights' file); None where no adapter was sent. Raises
-        ModelError for a part of one."""
+        """Write the pushed adapter and return (directory, checksum of the weights' file).
+
+        Returns None if no adapter was sent. Raises ModelError for an incomplete one.
+        """
         if self.adapter is None:
             return None
         if missing := [name for name, count in self._missing.items() if count]:
@@ -65,7 +71,10 @@ class AdapterBox:
         )
 
     def keep(self, stored: Stored) -> tuple[Path, str]:
-        """As `write`, of one that was read elsewhere. Its files stay."""
+        """Write an adapter that was read from a directory; return as `write` does.
+
+        These files are not removed by a later push.
+        """
         return self._save(stored.adapter, stored.names, stored.weights)
 
     def _save(
@@ -76,21 +85,21 @@ class AdapterBox:
         save_adapter(path, adapter, names, weights)
         return path, xxh3_128_hexdigest((path / WEIGHTS).read_bytes())
 
-    def took(self, path: Path) -> None:
-        """The workers have loaded it."""
+    def mark_loaded(self, path: Path) -> None:
+        """Note that the workers have loaded `path`, and remove the files loaded before."""
         if self.loaded is not None:
             rmtree(self.loaded, ignore_errors=True)
         self.loaded = path
 
 
 def damage(path: str, checksum: str) -> str:
-    """The receiver's side: what is wrong with the file; "" for nothing."""
+    """Return what is wrong with a received adapter's file; "" if its checksum is right."""
     try:
-        found = xxh3_128_hexdigest((Path(path) / WEIGHTS).read_bytes())
+        actual = xxh3_128_hexdigest((Path(path) / WEIGHTS).read_bytes())
     except OSError as error:
         return f"{path} can't be read: {error}"
     return (
         ""
-        if found == checksum
+        if actual == checksum
         else f"the adapter in {path} doesn't have the checksum that it was sent with"
     )

@@ -1,6 +1,7 @@
-"""Images in requests to vLLM. It takes prompts with one placeholder for each image, and prepares
-images by its own processor: so what it made of a prompt is compared with the tokens that the
-learner will have.
+"""Pass the images of a request to vLLM.
+
+vLLM takes prompts with one placeholder per image, and prepares images with its own processor.
+Therefore its expanded prompt is compared with the tokens that the learner will have.
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ from ratchet.data.formats.media import image_of
 from ratchet.errors import ConfigError, ModelError
 from ratchet.generators.request import Request
 
-# They were held to the recipe's own limits when they were read.
+# The widest limits, because images were checked against the recipe's limits when they were read.
 LIMITS = MediaLimits(max_side=2**20, max_pixels=PILLOW_PIXELS, max_mib=2**12)
 
 
 def check_installed() -> None:
-    """Raises ModelError where vLLM can't load a model that reads images."""
+    """Raise ModelError if vLLM can't load a model that reads images."""
     if find_spec("torchvision") is None:
         raise ModelError(
             "vLLM prepares images by processors of transformers that need the package "
-            "'torchvision': install the build that "
-            "belongs to this torch, or set generator.kind=hf"
+            "'torchvision': install the build that belongs to this torch, or set "
+            "generator.kind=hf"
         )
 
 
 def arguments_of_media() -> dict[str, Any]:
-    """Keywords of vLLM's `EngineArgs`, for a model that reads images: its processor needs the
-    tokenizer, and hashes them."""
+    """Return keywords of vLLM's `EngineArgs` for a model that reads images.
+
+    Its processor needs the tokenizer, and hashes the images.
+    """
     return {
         "skip_tokenizer_init": False,
         "mm_hasher_algorithm": "sha256",
@@ -39,9 +42,11 @@ def arguments_of_media() -> dict[str, Any]:
 
 
 def media_of(request: Request, salt: str) -> dict[str, Any]:
-    """The part of vLLM's prompt that says what its placeholders stand for; {} without any. Raises
-    ConfigError for other media than images. salt: what vLLM remembers of an image belongs to the
-    weights that encoded it."""
+    """Return the images of vLLM's prompt, by their placeholders' order; {} without media.
+
+    salt: part of each image's cache key, because a cached encoding belongs to the weights that
+    computed it. Raises ConfigError for media other than images.
+    """
     if not request.media:
         return {}
     media = [medium for _, medium in request.media]
@@ -62,26 +67,33 @@ def media_of(request: Request, salt: str) -> dict[str, Any]:
 
 
 def collapsed(request: Request) -> list[int]:
-    """The prompt with one token in place of all that stand for an image. Raises ModelError where
-    these differ."""
-    tokens, short, end = request.prompt.tolist(), list[int](), 0
+    """Return the prompt with a single placeholder token per image.
+
+    Raises ModelError if the tokens of an image differ from one another.
+    """
+    tokens = request.prompt.tolist()
+    short: list[int] = []
+    end = 0
     for start, medium in request.media:
-        own = tokens[start : start + medium.span]
-        if len(set(own)) != 1:
+        placeholders = tokens[start : start + medium.span]
+        if len(set(placeholders)) != 1:
             raise ModelError(
                 "an image's tokens differ from one another, and vLLM is given one of them: set "
                 "generator.kind=hf"
             )
-        short += [*tokens[end:start], own[0]]
+        short += [*tokens[end:start], placeholders[0]]
         end = start + medium.span
     return short + tokens[end:]
 
 
 def check_expanded(request: Request, expanded: Sequence[int] | None) -> None:
-    """expanded: the prompt as vLLM computed it. Raises ModelError where it is not the learner's."""
+    """Raise ModelError if vLLM's expanded prompt is not the learner's prompt.
+
+    expanded: the prompt tokens that vLLM computed.
+    """
     if request.media and list(expanded or ()) != request.prompt.tolist():
         raise ModelError(
             f"vLLM makes {len(expanded or ())} tokens of a prompt with images that has "
-            f"{len(request.prompt)} here, or others: "
-            "what it samples is not for the prompt that would be trained on; set generator.kind=hf"
+            f"{len(request.prompt)} here, or others: what it samples is not for the prompt that "
+            "would be trained on; set generator.kind=hf"
         )

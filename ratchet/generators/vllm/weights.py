@@ -1,9 +1,8 @@
-"""Weights on their way to vLLM's workers: one file a push, which every worker maps, checks and
-loads.
+"""Hand weights to vLLM's workers: one file per push, which every worker maps, checks and loads.
 
-The file is the tensors' bytes, one after the other; what lies where is said in the manifest, which
-goes by another way (the call of the worker). So neither side can mistake a file that is cut off,
-stale or damaged for the weights that were sent.
+The file holds the tensors' bytes, one after the other. The manifest with their offsets and
+checksums goes another way (as the argument of a worker's method), so a truncated, stale or damaged
+file can't be mistaken for the weights that were sent.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass
 class _Assembled:
-    """A weight of which pieces have come."""
+    """A weight of which some pieces have come."""
 
     tensor: Tensor
     missing: int  # elements
@@ -35,10 +34,12 @@ class _Assembled:
 
 @dataclass
 class Outbox:
-    """The sender's side. shapes: of every weight, by its canonical name.
+    """The sender's side: it collects weights and writes them to a file.
 
-    A push has all weights or none: vLLM fuses some of them, and would take memory as it finds it
-    for the part that is missing.
+    A push has all weights or none: vLLM fuses some of them, and would use uninitialised memory for
+    a missing part.
+
+    shapes: shape of every weight, by its canonical name.
     """
 
     directory: Path
@@ -46,23 +47,25 @@ class Outbox:
     dtype: torch.dtype
     path: Path | None = None
     _entries: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _partly: dict[str, _Assembled] = field(default_factory=dict)
+    _partial: dict[str, _Assembled] = field(default_factory=dict)
     _pushes: int = 0
 
     def add(self, shards: Iterator[Shard]) -> None:
-        """Raises ModelError for a weight that the model doesn't have, of another shape, or sent
-        twice."""
+        """Add shards to the push.
+
+        Raises ModelError for a weight that the model doesn't have, of another shape, or sent twice.
+        """
         for shard in shards:
-            known = self.shapes.get(shard.name)
-            if known is None:
+            shape = self.shapes.get(shard.name)
+            if shape is None:
                 raise ModelError(
                     f"weight '{shard.name}' was sent to a generator whose model has none of that "
                     "name"
                 )
-            if tuple(known) != tuple(shard.shape):
+            if tuple(shape) != tuple(shard.shape):
                 raise ModelError(
                     f"weight '{shard.name}' was sent with shape {shard.shape}, the model has "
-                    f"{known}"
+                    f"{shape}"
                 )
             if shard.name in self._entries:
                 raise ModelError(f"weight '{shard.name}' was sent twice")
@@ -71,19 +74,22 @@ class Outbox:
                 self._write(shard.name, whole)
 
     def _whole(self, shard: Shard) -> Tensor | None:
-        """The weight, once its last piece is there; the pieces don't overlap."""
+        """Return the whole weight when its last piece has come, else None.
+
+        The pieces must not overlap.
+        """
         if tuple(shard.tensor.shape) == tuple(shard.shape):
             return shard.tensor
-        partly = self._partly.get(shard.name)
-        if partly is None:
+        partial = self._partial.get(shard.name)
+        if partial is None:
             empty = torch.empty(shard.shape, dtype=shard.tensor.dtype)
-            partly = self._partly[shard.name] = _Assembled(empty, empty.numel())
-        place = partly.tensor
+            partial = self._partial[shard.name] = _Assembled(empty, empty.numel())
+        place = partial.tensor
         for axis, (offset, size) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
             place = place.narrow(axis, offset, size)
         place.copy_(shard.tensor)
-        partly.missing -= shard.tensor.numel()
-        return None if partly.missing > 0 else self._partly.pop(shard.name).tensor
+        partial.missing -= shard.tensor.numel()
+        return None if partial.missing > 0 else self._partial.pop(shard.name).tensor
 
     def _write(self, name: str, tensor: Tensor) -> None:
         if self.path is None:
@@ -91,7 +97,8 @@ class Outbox:
             self.path = self.directory / f"push-{self._pushes}"
         dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
         flat = tensor.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8)
-        data = memoryview(flat.numpy())  # pyright: ignore[reportArgumentType] (numpy's stubs hide that it is a buffer)
+        # NumPy's type stubs hide that an array is a buffer.
+        data = memoryview(flat.numpy())  # pyright: ignore[reportArgumentType]
         with self.path.open("ab") as file:
             offset = file.tell()
             file.write(data)
@@ -103,55 +110,63 @@ class Outbox:
         }
 
     def manifest(self) -> dict[str, Any] | None:
-        """What the workers are told; None where nothing was sent. Raises ModelError where some
-        weights are missing."""
-        if not self._entries and not self._partly:
+        """Return the manifest for the workers; None if nothing was sent.
+
+        Raises ModelError if weights are missing.
+        """
+        if not self._entries and not self._partial:
             return None
         if missing := sorted(set(self.shapes) - set(self._entries)):
-            some = ", ".join(missing[:5]) + (
-                f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            )
+            names = ", ".join(missing[:5])
+            if len(missing) > 5:
+                names += f" and {len(missing) - 5} more"
             raise ModelError(
-                f"a push has all weights or none, and these are missing or incomplete: {some}"
+                f"a push has all weights or none, and these are missing or incomplete: {names}"
             )
         assert self.path is not None, "there are entries, so there is a file"
         entries = dict(self._entries)
         embeddings = [name for name in entries if name.endswith(EMBEDDING)]
+        # A tied head is sent as a copy of the embedding; else vLLM would keep the old head.
         if HEAD not in entries and len(embeddings) == 1:
-            entries[HEAD] = entries[embeddings[0]]  # a tied one; vLLM would keep the old head
+            entries[HEAD] = entries[embeddings[0]]
         return {"path": str(self.path), "entries": entries}
 
     def clear(self) -> None:
+        """Drop the push and its file."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
         self.path = None
-        self._entries, self._partly = {}, {}
+        self._entries = {}
+        self._partial = {}
 
 
 @dataclass(frozen=True)
 class Inbox:
-    """The receiver's side of one push."""
+    """The receiver's side of one push: its file mapped into memory."""
 
     memory: mmap.mmap
     entries: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def open(cls, manifest: Mapping[str, Any]) -> Inbox:
+        """Map the file that a manifest names."""
         with Path(manifest["path"]).open("rb") as file:
-            # A private mapping: torch wants memory that could be written to.
+            # The mapping is private and writable, because torch requires writable memory.
             return cls(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), manifest["entries"])
 
     def damaged(self) -> list[str]:
-        """Names of the weights whose bytes are not those that were sent."""
-        found = []
+        """Return the names of weights whose bytes do not have the checksum of the manifest."""
+        names = []
         with memoryview(self.memory) as view:
             for name, entry in self.entries.items():
-                start, size = entry["offset"], self._bytes(entry)
+                start = entry["offset"]
+                size = self._bytes(entry)
                 if xxh3_128_hexdigest(view[start : start + size]) != entry["checksum"]:
-                    found.append(name)
-        return found
+                    names.append(name)
+        return names
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of every weight, without copying."""
         for name, entry in self.entries.items():
             dtype = getattr(torch, entry["dtype"])
             count = math.prod(entry["shape"])

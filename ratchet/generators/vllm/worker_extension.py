@@ -1,5 +1,4 @@
-"""What vLLM's workers learn from us: to check a push of weights, and to load it by vLLM's own
-reloading.
+"""The extension of vLLM's workers that checks a weight push and loads it by vLLM's own reloading.
 
 vLLM mixes the class into its worker (`worker_extension_cls`) and calls the methods in every process
 that holds weights.
@@ -25,17 +24,17 @@ LOOK_EVERY_S = 2.0
 
 if TYPE_CHECKING:
 
-    class Worker:
+    class _VLLMWorker:
         model_runner: Any
         vllm_config: Any
 
         def reload_weights(self, **how: Any) -> None: ...
 else:
-    Worker = object
+    _VLLMWorker = object
 
 
 def _end_after(driver: int, engine: int) -> None:
-    while _runs(driver):
+    while _is_running(driver):
         time.sleep(LOOK_EVERY_S)
     if os.getppid() == engine:
         os.kill(engine, signal.SIGKILL)
@@ -43,9 +42,11 @@ def _end_after(driver: int, engine: int) -> None:
 
 
 def _unlink_shared_memory() -> None:
-    """Remove the names under which vLLM's workers on a CPU share memory: vLLM never does, and all
-    workers have opened it."""
-    # imported by every worker that shares memory
+    """Remove the names under which vLLM's workers on a CPU share memory.
+
+    vLLM never removes them, and by now all workers have opened the memory.
+    """
+    # Every worker that shares memory has imported this module.
     parallel_state = sys.modules.get("vllm.distributed.parallel_state")
     for reference in parallel_state._groups.values() if parallel_state else ():
         communicator = getattr(reference(), "device_communicator", None)
@@ -55,7 +56,7 @@ def _unlink_shared_memory() -> None:
             path.unlink(missing_ok=True)  # another worker may have removed it
 
 
-def _runs(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -63,57 +64,67 @@ def _runs(process: int) -> bool:
     return True
 
 
-class VLLMBackend(Worker):
-    """Answers are plain values: an exception in one of several workers would leave the others'
-    answers unread. Of several copies of the model (data parallel) vLLM passes on the first one's
-    answers alone, so there a failure is an exception."""
+class VLLMBackend(_VLLMWorker):
+    """The methods that Ratchet adds to vLLM's worker.
+
+    They return failures as plain values, because an exception in one of several workers would
+    leave the others' results unread. With data parallelism vLLM passes on the first copy's results
+    alone, so there a failure is raised.
+    """
 
     checked_push: Inbox | None = None
     pushed_version: int = 0
 
     def check_push(self, manifest: Mapping[str, Any]) -> str:
-        """Maps the file and compares every checksum, while the old weights serve. Says what is
-        wrong; "" for nothing."""
+        """Map the file of a push and compare every checksum, while the old weights serve.
+
+        Returns what is wrong; "" if nothing is.
+        """
         self.checked_push = None
         try:
             inbox = Inbox.open(manifest)
         except (OSError, ValueError) as error:
             return self._failed(f"{manifest['path']} can't be read: {error}")
         if damaged := inbox.damaged():
-            some = ", ".join(damaged[:5])
+            names = ", ".join(damaged[:5])
             return self._failed(
-                f"{len(damaged)} weights don't have the checksum that they were sent with: {some}"
+                f"{len(damaged)} weights don't have the checksum that they were sent with: {names}"
             )
         self.checked_push = inbox
         return ""
 
     def check_adapter(self, path: str, checksum: str) -> str:
-        """Says what is wrong with the file of an adapter; "" for nothing."""
+        """Return what is wrong with the file of an adapter; "" if nothing is."""
         reason = damage(path, checksum)
         return self._failed(reason) if reason else ""
 
     def apply_push(self, version: int) -> str:
-        """Loads what `check_push` found in order. Call it between two steps. Says what went wrong;
-        "" for nothing."""
-        inbox, self.checked_push = self.checked_push, None
+        """Load the push that `check_push` accepted. Call it between two steps.
+
+        Returns what went wrong; "" if nothing did.
+        """
+        inbox = self.checked_push
+        self.checked_push = None
         if inbox is None:
-            return self._failed("no push was found in order here")
+            return self._failed("this worker has accepted no push")
         try:
             self.reload_weights(weights_iterator=inbox.weights())
             self._repack_experts()
-        # whatever a model's loader raises; the caller stops the generator
-        except Exception as error:
+        except Exception as error:  # of any type: the caller stops the generator
             return self._failed(f"{type(error).__name__}: {error}")
         self.pushed_version = version
         return ""
 
     def get_pushed_version(self) -> int:
+        """Return the version of the last push that was loaded."""
         return self.pushed_version
 
     def end_with(self, host: str, driver: int) -> None:
-        """From now on this worker and vLLM's engine end with the process that started them. vLLM's
-        engine notices when it is told, not when the one that would tell it was killed, and would
-        keep the accelerator."""
+        """Make this worker and vLLM's engine end when the driver's process ends.
+
+        Without this, an engine whose driver was killed would keep running and hold the accelerator:
+        it ends only when the driver tells it to.
+        """
         _unlink_shared_memory()
         if socket.gethostname() == host and os.getpid() != driver:
             threading.Thread(target=_end_after, args=(driver, os.getppid()), daemon=True).start()
@@ -124,8 +135,10 @@ class VLLMBackend(Worker):
         return reason
 
     def _repack_experts(self) -> None:
-        """On a CPU vLLM 0.32 computes experts on a repacked copy of their weights, which its
-        reloading leaves as it was."""
+        """Repack the experts' weights on a CPU after a reload.
+
+        vLLM 0.32 computes experts on a repacked copy, which its reloading does not update.
+        """
         model = self.model_runner.get_model()
         if next(model.parameters()).device.type != "cpu":
             return

@@ -1,1 +1,1 @@
-"""Generators in worker processes, and the pool that balances requests over them."""
+"""Generators run in worker processes behind a pool that balances requests over them."""

@@ -1,5 +1,5 @@
-"""What router and workers send each other: many small requests and answers as a few long columns,
-which cost little to pack."""
+"""The messages between the pool and its workers: many small requests or completions, packed as a
+few long columns, which are cheap to send."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ FIELDS = tuple(field.name for field in fields(Sampling))
 
 @dataclass(frozen=True)
 class Asked:
-    """Requests. numbers: their names. prompts: the distinct ones end to end, from `starts` on;
-    prompt_of: which is whose. media: the distinct ones; placed: of each prompt, where which of them
-    is; () where none has any."""
+    """A batch of requests, in which equal prompts and equal media are stored once."""
 
-    numbers: Sequence[int] = ()
-    prompts: NDArray[np.int64] | None = None
-    starts: Sequence[int] = (0,)
-    prompt_of: Sequence[int] = ()
-    samplings: Sequence[tuple[Any, ...]] = ()
-    media: Sequence[Medium] = ()
+    numbers: Sequence[int] = ()  # number of each request
+    prompts: NDArray[np.int64] | None = None  # the distinct prompts, end to end
+    starts: Sequence[int] = (0,)  # start of each distinct prompt, and the end of the last
+    prompt_of: Sequence[int] = ()  # index of each request's prompt
+    samplings: Sequence[tuple[Any, ...]] = ()  # values of `FIELDS` of each request
+    media: Sequence[Medium] = ()  # the distinct media
+    # (start, index of the medium) of each prompt's media; () if no prompt has any
     placed: Sequence[Sequence[tuple[int, int]]] = ()
 
     @classmethod
-    def of(
+    def from_requests(
         cls, requests: Mapping[int, tuple[NDArray[np.int64], PromptKey, Sampling, Sequence[Placed]]]
     ) -> Asked:
-        """By number: (prompt, what is equal for equal prompts, how, its media)."""
+        """Pack requests. requests: (prompt, prompt key, sampling, media) by number."""
         distinct = {key: (tokens, media) for tokens, key, _, media in requests.values()}
         places = {key: place for place, key in enumerate(distinct)}
         prompts = [tokens for tokens, _ in distinct.values()]
-        known = {medium.key: medium for _, media in distinct.values() for _, medium in media}
-        numbers = {key: number for number, key in enumerate(known)}
+        all_media = {medium.key: medium for _, media in distinct.values() for _, medium in media}
+        numbers = {key: number for number, key in enumerate(all_media)}
         return cls(
             list(requests),
             np.concatenate(prompts) if prompts else None,
@@ -50,17 +49,17 @@ class Asked:
                 tuple(getattr(sampling, name) for name in FIELDS)
                 for _, _, sampling, _ in requests.values()
             ],
-            list(known.values()),
+            list(all_media.values()),
             [
                 [(start, numbers[medium.key]) for start, medium in media]
                 for _, media in distinct.values()
             ]
-            if known
+            if all_media
             else (),
         )
 
     def each(self) -> list[tuple[int, NDArray[np.int64], Sampling, tuple[Placed, ...]]]:
-        """(number, prompt, how, its media)"""
+        """Return (number, prompt, sampling, media) of each request."""
         if self.prompts is None:
             return []
         prompts = [self.prompts[start:end] for start, end in pairwise(self.starts)]
@@ -77,33 +76,37 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """Completions, their columns end to end, and errors by number."""
+    """A batch of completions, with their columns end to end, and of errors."""
 
-    numbers: Sequence[int]
-    starts: Sequence[int]
+    numbers: Sequence[int]  # number of each completion's request
+    starts: Sequence[int]  # start of each completion in the columns, and the end of the last
     columns: tuple[NDArray[Any], ...]  # tokens, logprobs, log_kept_mass, versions
     stops: Sequence[str]
     routes: Sequence[NDArray[np.int16] | None]
     extras: Sequence[Mapping[str, Any]]
-    errors: Mapping[int, Exception]
+    errors: Mapping[int, Exception]  # by number of the request
 
     @classmethod
-    def of(cls, completions: Mapping[int, Completion], errors: Mapping[int, Exception]) -> Answered:
-        found = list(completions.values())
+    def from_completions(
+        cls, completions: Mapping[int, Completion], errors: Mapping[int, Exception]
+    ) -> Answered:
+        """Pack completions and errors, both by number of the request."""
+        rows = list(completions.values())
         columns = ("tokens", "logprobs", "log_kept_mass", "versions")
         return cls(
             list(completions),
-            np.cumsum([0, *(len(one.tokens) for one in found)]).tolist(),
-            tuple(np.concatenate([getattr(one, name) for one in found]) for name in columns)
-            if found
+            np.cumsum([0, *(len(one.tokens) for one in rows)]).tolist(),
+            tuple(np.concatenate([getattr(one, name) for one in rows]) for name in columns)
+            if rows
             else (),
-            [str(one.stop) for one in found],
-            [one.routes for one in found],
-            [one.extras for one in found],
+            [str(one.stop) for one in rows],
+            [one.routes for one in rows],
+            [one.extras for one in rows],
             errors,
         )
 
     def each(self) -> list[tuple[int, Completion]]:
+        """Return (number, completion) of each completion."""
         if not self.columns:
             return []
         tokens, logprobs, kept, versions = self.columns

@@ -1,4 +1,5 @@
-"""Configuration of generators in processes of their own. Free of torch and of their code."""
+"""Configuration of generators in worker processes. This module imports neither torch nor their
+code."""
 
 from __future__ import annotations
 
@@ -12,28 +13,26 @@ from ratchet.config.resolve import Slot
 
 
 class WorkersConfig(Section):
-    """Other generators, each in a process of its own, behind a router that shares requests out."""
+    """A pool of generators in worker processes that balances requests over them."""
 
     builds: ClassVar[str] = "ratchet.generators.workers.pool:Router"
 
     of: Annotated[SerializeAsAny[Section], Slot("generating")] = Field(
-        description="The generator that each of them holds."
+        description="The generator that each worker holds."
     )
     workers: int = Field(2, ge=1, le=1024, description="Processes, each with the whole model.")
     plays: Literal["requests", "groups"] = Field(
         "requests",
-        description="What workers are asked for. requests: completions; groups: whole groups of "
-        "attempts, whose environments "
-        "and rewards run there too, which pays where attempts are short and many.",
+        description="What workers run. requests: completions; groups: whole groups of attempts, "
+        "whose environments and rewards run there too, which pays if attempts are short and many.",
     )
     recovery: Literal["none", "restart"] = Field(
         "none",
-        description="When one dies, or is silent for too long. none: the run ends; restart: "
-        "another one takes its place, and "
-        "what it had not answered is drawn again.",
+        description="What happens when a worker dies, or is silent for too long. none: the run "
+        "ends; restart: a new one replaces it, and its unanswered requests are drawn again.",
     )
     max_restarts: int = Field(
-        3, ge=1, description="Of all of them together in a run; the next death ends it."
+        3, ge=1, description="Restarts of all workers together in a run; the next death ends it."
     )
 
     @model_validator(mode="after")
@@ -50,21 +49,25 @@ class WorkersConfig(Section):
 
     @property
     def placeable(self) -> bool:
+        """True if the workers' generator can be offloaded from the accelerator."""
         return getattr(self.of, "placeable", True)
 
     @property
     def filters(self) -> bool:
+        """True if the workers' generator reports the probability mass that filters keep."""
         return getattr(self.of, "filters", True)
 
     @property
     def least_temperature(self) -> float:
+        """Return the lowest positive temperature that the workers' generator accepts."""
         return getattr(self.of, "least_temperature", 0.0)
 
     @property
     def misfit(self) -> Callable[..., str | None] | None:
+        """Return the function that tells why the workers' generator can't run a model, if any."""
         return getattr(self.of, "misfit", None)
 
     @property
     def accelerators(self) -> int:
-        """Of each worker, where there are any."""
+        """Return the number of accelerators of each worker, if the machine has any."""
         return getattr(self.of, "accelerators", 1)

@@ -1,9 +1,9 @@
-"""Several generators in processes of their own as one: requests go to whoever has least to do, and
-equal prompts together.
+"""A generator pool: several generators in worker processes behind one `Generator`.
 
-Seeds belong to requests, so a completion does not depend on who draws it. A worker that is lost
-ends the run, or another one takes its place: what the first had not answered is drawn again, with
-the same seeds, and the second serves once it has the weights of the others.
+A request goes to the worker with the least load, and equal prompts go together. Seeds belong to
+requests, so a completion does not depend on the worker that draws it. A lost worker ends the run or
+is replaced. Its unanswered requests are drawn again with the same seeds, and the replacement serves
+once it has the weights of the others.
 """
 
 from __future__ import annotations
@@ -27,178 +27,198 @@ from ratchet.types import Completion, Placed, Sampling
 
 log = logging.getLogger(__name__)
 
-# of an exchange in which nothing ends: as long may a new request wait until it is begun
+# Maximum duration of an exchange in which no request ends, so also of a new request's wait.
 WAIT_S = 0.05
-TOGETHER = 64  # attempts at one prompt that go to one worker; of more, others take their share
+TOGETHER = 64  # requests with the same prompt that one worker takes before others get some
 
 
 class Router:
-    """Implements `Generator`, `Placeable` and `ShowsWeights` on workers whose components are
-    `GeneratorRank`s.
+    """A `Generator`, `Placeable` and `ShowsWeights` on workers with a `GeneratorRank` each.
 
-    pushing: held by whoever moves weights. catch_up: pushes the current version to those receivers
-    alone; None: nobody can. restarted: called after each restart.
+    Attributes that the weight sync uses:
+        push_lock: held during a push of weights.
+        catch_up: pushes the current version to the given receivers alone; None: not possible.
+        on_restart: called after each restart.
     """
 
     def __init__(
         self, config: WorkersConfig, model: object = None, tokenizer: TextDecoder | None = None
     ) -> None:
-        """model, tokenizer: the policy's. Workers are given their own when they start."""
+        """Create the pool without workers; `start` starts them.
+
+        model, tokenizer: the policy's. Workers get their own when they start.
+        """
         self.tokenizer = tokenizer
         self.precision: str | None = getattr(config.of, "quantise", None)
-        self.most_restarts = config.max_restarts if config.recovery == "restart" else 0
-        self.restarts = self.version = 0
-        self.stations = [Station(rank) for rank in range(config.workers)]
-        self.pushing = asyncio.Lock()
+        self.max_restarts = config.max_restarts if config.recovery == "restart" else 0
+        self.restarts = 0
+        self.version = 0
+        self.queues = [Station(rank) for rank in range(config.workers)]
+        self.push_lock = asyncio.Lock()
         self.catch_up: Callable[[Receivers], Awaitable[None]] | None = None
-        self.restarted: Callable[[], object] = lambda: None
-        self.broken: Exception | None = None  # what ended all of it
+        self.on_restart: Callable[[], object] = lambda: None
+        self.broken: Exception | None = None  # the error that ended the pool
         self.records_routes = False
-        self.hosts: set[str] = set()  # a replacement is where the one before was
+        # Machines of the workers; a replacement starts on the same machine.
+        self.hosts: set[str] = set()
         self._start: Callable[[int], Workers] | None = None
         self._numbers = itertools.count()
-        self._unplaced: dict[int, Wanted] = {}  # while no worker can serve
-        self._mending: asyncio.Task[None] | None = None
+        self._unplaced: dict[int, Wanted] = {}  # by number; while no worker can serve
+        self._recovery: asyncio.Task[None] | None = None
         self._pushed = self._paused = self._closed = False
 
     # --- workers
 
     def start(self, start: Callable[[int], Workers]) -> None:
-        """start: gives a worker by its rank, with its component; may be asked again for one that
-        was lost."""
+        """Start all workers.
+
+        start: starts a worker with its component by its rank; it is called again to replace a lost
+        one.
+        """
         self._start = start
-        with ThreadPoolExecutor(len(self.stations)) as threads:
-            for station, group in zip(
-                self.stations, threads.map(start, range(len(self.stations))), strict=True
+        with ThreadPoolExecutor(len(self.queues)) as threads:
+            for queue, group in zip(
+                self.queues, threads.map(start, range(len(self.queues))), strict=True
             ):
-                station.group, station.current = group, True
+                queue.group = group
+                queue.current = True
         self.records_routes = all(group.call_now("records_routes")[0] for group in self._groups)
         self.hosts = {str(group.call_now("host")[0]) for group in self._groups}
 
     @property
     def receivers(self) -> Receivers:
-        """The ends of a link to all workers."""
-        return Receivers(self, self.stations)
+        """Return the receivers of weights at all workers."""
+        return Receivers(self, self.queues)
 
     @property
     def _groups(self) -> list[Workers]:
-        return [station.group for station in self.stations if station.group is not None]
+        return [queue.group for queue in self.queues if queue.group is not None]
 
     async def rebuild(self) -> bool:
-        """Starts another process for each worker that was lost, with the weights of the beginning:
-        it serves after a push. Returns whether any was lost; raises what ended all of it."""
-        lost = [station for station in self.stations if station.group is None]
-        await asyncio.gather(*(self._replace(station) for station in lost))
+        """Start a new process for each lost worker. Returns True if there was one.
+
+        The process has the run's first weights, and serves after a push. Raises the error that
+        ended the pool.
+        """
+        lost_queues = [queue for queue in self.queues if queue.group is None]
+        await asyncio.gather(*(self._replace(queue) for queue in lost_queues))
         if self.broken is not None:
             raise self.broken
-        return bool(lost)
+        return bool(lost_queues)
 
-    async def _replace(self, station: Station) -> None:
+    async def _replace(self, queue: Station) -> None:
         assert self._start is not None, "what never started can't be lost"
-        remains, station.remains = station.remains, None
-        if remains is not None:
-            await asyncio.to_thread(remains.close)
+        lost_group = queue.lost_group
+        queue.lost_group = None
+        if lost_group is not None:
+            await asyncio.to_thread(lost_group.close)
         while self.broken is None:
             try:
-                group = await asyncio.to_thread(self._start, station.rank)
+                group = await asyncio.to_thread(self._start, queue.rank)
                 if self._paused:
                     await group.call("pause")
             except WorkerError as error:
-                self._count(error)
+                self._count_loss(error)
                 continue
-            station.group = group
+            queue.group = group
             return
 
-    def _count(self, error: Exception, redrawn: int = 0) -> None:
-        """Another loss: it is made up for, or the end."""
-        if self.restarts >= self.most_restarts:
+    def _count_loss(self, error: Exception, redrawn: int = 0) -> None:
+        """Count the loss of a worker, and end the pool if it exceeds the allowed restarts.
+
+        redrawn: number of requests that are drawn again.
+        """
+        if self.restarts >= self.max_restarts:
             self._end(error)
             return
         self.restarts += 1
         log.warning(
             "generator restart %d of at most %d, %d requests are drawn again: %s",
             self.restarts,
-            self.most_restarts,
+            self.max_restarts,
             redrawn,
             error,
         )
-        self.restarted()
+        self.on_restart()
 
     def _end(self, error: Exception) -> None:
         if self.broken is None:
             self.broken = error
-        for wanted in self._outstanding():
-            wanted.deliver(self.broken)
+        for request in self._outstanding():
+            request.deliver(self.broken)
         self._unplaced.clear()
 
     def _outstanding(self) -> list[Wanted]:
-        own = [
-            wanted
-            for station in self.stations
-            for wanted in (*station.sent.values(), *station.waiting.values())
+        queued = [
+            request
+            for queue in self.queues
+            for request in (*queue.sent.values(), *queue.waiting.values())
         ]
-        return [*own, *self._unplaced.values()]
+        return [*queued, *self._unplaced.values()]
 
-    def lost(self, station: Station, group: Workers, error: Exception) -> None:
-        """Whoever learns of it first says so."""
-        if station.group is not group or self._closed:
+    def mark_lost(self, queue: Station, group: Workers, error: Exception) -> None:
+        """Mark a worker as lost; later reports of the same loss are ignored."""
+        if queue.group is not group or self._closed:
             return
-        left = station.lose()
-        for wanted in left:
-            if wanted.aborted:
-                wanted.end()
-        left = [wanted for wanted in left if not wanted.future.done()]
-        self._unplaced.update((wanted.number, wanted) for wanted in left)
-        self._count(error, len(left))
-        self._place_all()
+        unanswered = queue.lose()
+        for request in unanswered:
+            if request.aborted:
+                request.deliver_aborted()
+        redrawn = [request for request in unanswered if not request.future.done()]
+        self._unplaced.update((request.number, request) for request in redrawn)
+        self._count_loss(error, len(redrawn))
+        self._assign_all()
 
-    def _mend_soon(self) -> None:
-        if self._mending is None or self._mending.done():
-            self._mending = asyncio.get_running_loop().create_task(self._mend())
+    def _start_recovery(self) -> None:
+        if self._recovery is None or self._recovery.done():
+            self._recovery = asyncio.get_running_loop().create_task(self._recover())
 
-    async def _mend(self) -> None:
-        """While somebody waits for completions, the learner stands still with the current version;
-        later ones come by its own pushes."""
+    async def _recover(self) -> None:
+        """Replace lost workers and push the current weights to them while requests wait.
+
+        The learner waits for these requests, so the version does not change meanwhile. Once no
+        request waits, replacements get their weights by the learner's next push.
+        """
         try:
-            async with self.pushing:
+            async with self.push_lock:
                 while await self.rebuild() or self._stale:
                     if not self._stale or not self._outstanding():
                         return
-                    await self._bring_up(self._stale)
+                    await self._update_weights(self._stale)
         except Exception as error:
             self._end(error)
 
     @property
     def _stale(self) -> list[Station]:
-        return [
-            station
-            for station in self.stations
-            if station.group is not None and not station.current
-        ]
+        return [queue for queue in self.queues if queue.group is not None and not queue.current]
 
-    async def _bring_up(self, stale: Sequence[Station]) -> None:
-        if not self._pushed:  # all have what they started with
-            self.serve(stale)
+    async def _update_weights(self, stale: Sequence[Station]) -> None:
+        if not self._pushed:  # all workers still have the weights that they started with
+            self.mark_current(stale)
             return
         if self.catch_up is None:
             raise LinkError(
-                f"nobody can push version {self.version} to a worker that has taken the place of "
-                "another"
+                f"version {self.version} can't be pushed to a worker that has replaced another: "
+                "there is no weight sync"
             )
         try:
             await self.catch_up(Receivers(self, stale))
         except LinkError:
-            # then it was not a worker's fault
-            if all(station.group is not None for station in stale):
+            # If no worker was lost during the push, the weight sync itself failed.
+            if all(queue.group is not None for queue in stale):
                 raise
 
-    def serve(self, stations: Sequence[Station], version: int | None = None) -> None:
-        """These have the weights. version: which were pushed."""
+    def mark_current(self, queues: Sequence[Station], version: int | None = None) -> None:
+        """Mark workers as having the current weights, so that they serve.
+
+        version: version that was pushed to them; None: no push was needed.
+        """
         if version is not None:
-            self.version, self._pushed = version, True
-        for station in stations:
-            station.current = True
-        self._place_all()
+            self.version = version
+            self._pushed = True
+        for queue in queues:
+            queue.current = True
+        self._assign_all()
 
     # --- requests
 
@@ -208,114 +228,123 @@ class Router:
         sampling: Sampling,
         media: Sequence[Placed] = (),
     ) -> Completion:
-        """Raises as the workers' generators do, and WorkerDied and others where a worker is lost
-        and not replaced."""
+        """Return the completion of a prompt.
+
+        Raises as the workers' generators do, and a WorkerError if a worker is lost and not
+        replaced.
+        """
         assert self._start is not None, (
-            "generator.kind=workers starts with the run's other processes: see Router.start"
+            "generator.kind=workers starts with the run's other processes: call `start` first"
         )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        wanted = Wanted(
+        request = Wanted(
             next(self._numbers), np.array(tokens, dtype=np.int64), sampling, future, tuple(media)
         )
-        self._place(wanted)
+        self._assign(request)
         try:
             return await future
         except asyncio.CancelledError:
-            if self._unplaced.pop(wanted.number, None) is None:
-                any(station.cancel(wanted) for station in self.stations)
+            if self._unplaced.pop(request.number, None) is None:
+                any(queue.cancel(request) for queue in self.queues)
             raise
 
-    def _place(self, wanted: Wanted) -> None:
+    def _assign(self, request: Wanted) -> None:
         if self.broken is not None:
-            wanted.deliver(self.broken)
+            request.deliver(self.broken)
             return
-        serving = [station for station in self.stations if station.current]
-        if len(serving) < len(self.stations):
-            self._mend_soon()
+        serving = [queue for queue in self.queues if queue.current]
+        if len(serving) < len(self.queues):
+            self._start_recovery()
         if not serving:
-            self._unplaced[wanted.number] = wanted
+            self._unplaced[request.number] = request
             return
-        alike = (station for station in serving if 0 < station.prompts[wanted.key] < TOGETHER)
-        station = next(alike, None) or min(serving, key=lambda station: station.load)
-        station.add(wanted)
-        self._feed(station)
+        same_prompt = (queue for queue in serving if 0 < queue.prompts[request.key] < TOGETHER)
+        queue = next(same_prompt, None) or min(serving, key=lambda queue: queue.load)
+        queue.add(request)
+        self._ensure_pump(queue)
 
-    def _place_all(self) -> None:
+    def _assign_all(self) -> None:
         unplaced, self._unplaced = self._unplaced, {}
-        for wanted in unplaced.values():
-            self._place(wanted)
+        for request in unplaced.values():
+            self._assign(request)
 
-    def _feed(self, station: Station) -> None:
+    def _ensure_pump(self, queue: Station) -> None:
         loop = asyncio.get_running_loop()
-        if station.pump is None or station.pump.done() or station.pump.get_loop() is not loop:
-            station.pump = loop.create_task(self._pump(station))
+        if queue.pump is None or queue.pump.done() or queue.pump.get_loop() is not loop:
+            queue.pump = loop.create_task(self._pump(queue))
 
-    async def _pump(self, station: Station) -> None:
-        """Exchanges with a worker, one after the other, as long as there is something to
-        exchange."""
-        group = station.group
-        assert group is not None, "only who serves is asked"
-        # callers of the same moment enter together: equal prompts are then computed once
+    async def _pump(self, queue: Station) -> None:
+        """Exchange requests and completions with a worker while its queue is busy."""
+        group = queue.group
+        assert group is not None, "requests go to serving workers only"
+        # Let callers of the same moment enter together, so that equal prompts are computed once.
         await asyncio.sleep(0)
-        while station.busy and station.group is group:
-            asked, cancelled, abort = station.outgoing()
+        while queue.busy and queue.group is group:
+            requests, cancelled, abort = queue.take_batch()
             try:
-                (answered,) = await group.call("exchange", asked, cancelled, WAIT_S, abort)
-            except Exception as error:  # whatever it is, what was asked has no answer
-                self.lost(station, group, error)
+                (answered,) = await group.call("exchange", requests, cancelled, WAIT_S, abort)
+            except Exception as error:  # of any type: the sent requests have no answer
+                self.mark_lost(queue, group, error)
                 return
             for number, answer in (*answered.each(), *answered.errors.items()):
-                if isinstance(answer, Exception) and not _of_request(answer):
-                    self.lost(station, group, answer)
+                if isinstance(answer, Exception) and not _is_request_error(answer):
+                    self.mark_lost(queue, group, answer)
                     return
-                if (wanted := station.answered(number)) is not None:
-                    wanted.deliver(answer)
-            # whoever goes on with what came is in time for the next exchange
+                if (request := queue.pop_sent(number)) is not None:
+                    request.deliver(answer)
+            # Let callers that continue with these completions join the next exchange.
             await asyncio.sleep(0)
 
     # --- control
 
     def abort(self) -> None:
-        for station in self.stations:
-            station.abort()
-        for wanted in self._unplaced.values():
-            wanted.end()
+        """End all requests; they return their partial completions."""
+        for queue in self.queues:
+            queue.abort()
+        for request in self._unplaced.values():
+            request.deliver_aborted()
         self._unplaced.clear()
 
     async def pause(self) -> None:
         self._paused = True
-        await self._tell("pause")
+        await self._call_running("pause")
 
     async def resume(self) -> None:
         self._paused = False
-        await self._tell("resume")
+        await self._call_running("resume")
 
     async def onload(self) -> None:
-        await self._tell("onload")
+        await self._call_running("onload")
 
     async def offload(self) -> None:
-        await self._tell("offload")
+        await self._call_running("offload")
 
-    async def _tell(self, method: str) -> None:
-        """All workers. One that is lost meanwhile is replaced, or ends the run, when it is
-        needed."""
-        said = await asyncio.gather(
-            *(self.ask(station, method) for station in self.stations if station.group is not None),
+    async def _call_running(self, method: str) -> None:
+        """Call a method of all running workers.
+
+        A worker that is lost meanwhile is no error here: it is replaced, or ends the run, when it
+        is needed.
+        """
+        results = await asyncio.gather(
+            *(self.call_worker(queue, method) for queue in self.queues if queue.group is not None),
             return_exceptions=True,
         )
-        for error in said:
-            if isinstance(error, BaseException) and (
-                self.broken is not None or not isinstance(error, WorkerError)
+        for result in results:
+            if isinstance(result, BaseException) and (
+                self.broken is not None or not isinstance(result, WorkerError)
             ):
-                raise error
+                raise result
 
-    async def ask(
-        self, station: Station, method: str, *arguments: Any, timeout_s: float | None = None
+    async def call_worker(
+        self, queue: Station, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> Any:
-        """Raises WorkerError where the worker is lost, and what its component raises. timeout_s:
-        None: the workers' own."""
-        if (group := station.group) is None:
-            raise self.broken or WorkerError(f"generator rank {station.rank} was lost")
+        """Call a method of one worker's component.
+
+        timeout_s: deadline of the call; None: the workers' default. Raises WorkerError if the
+        worker is lost, and what its component raises.
+        """
+        if (group := queue.group) is None:
+            raise self.broken or WorkerError(f"generator rank {queue.rank} was lost")
         try:
             (answer,) = await (group if timeout_s is None else group.within(timeout_s)).call(
                 method, *arguments
@@ -323,90 +352,100 @@ class Router:
         except WorkerRaised:
             raise
         except WorkerError as error:
-            self.lost(station, group, error)
+            self.mark_lost(queue, group, error)
             raise
         return answer
 
-    async def ask_each(
+    async def call_each(
         self,
         method: str,
         arguments_by_worker: Sequence[Sequence[Any]],
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Each with arguments of its own. Raises what the first raised, while others may go on: see
-        `give_up`."""
-        pairs = zip(self.stations, arguments_by_worker, strict=True)
+        """Call a method of every worker, with separate arguments for each.
+
+        Raises the first error, while other workers may still run: see `give_up`.
+        """
+        pairs = zip(self.queues, arguments_by_worker, strict=True)
         return await asyncio.gather(
-            *(self.ask(own, method, *given, timeout_s=timeout_s) for own, given in pairs)
+            *(
+                self.call_worker(queue, method, *arguments, timeout_s=timeout_s)
+                for queue, arguments in pairs
+            )
         )
 
     def give_up(self, error: Exception) -> None:
-        """All workers are lost: whoever asks them is told so at once, and waits for nothing they
-        are at."""
-        for station in self.stations:
-            if station.group is not None:
-                self.lost(station, station.group, error)
+        """Mark all workers as lost, so that every caller fails at once instead of waiting."""
+        for queue in self.queues:
+            if queue.group is not None:
+                self.mark_lost(queue, queue.group, error)
 
     @property
     def size(self) -> int:
-        return len(self.stations)
+        """Return the number of workers."""
+        return len(self.queues)
 
     # --- weights that come through this process
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
-        await self._ask_all("prepare", manifest)
+        await self._call_all("prepare", manifest)
 
     async def receive(self, shards: Iterator[Shard]) -> None:
-        await self._ask_all("receive", list(shards))
+        await self._call_all("receive", list(shards))
 
     async def commit(self, version: int) -> None:
-        await self._ask_all("commit", version)
-        self.serve(self.stations, version)
+        await self._call_all("commit", version)
+        self.mark_current(self.queues, version)
 
     async def rollback(self) -> None:
-        await self._ask_all("rollback")
+        await self._call_all("rollback")
 
-    async def _ask_all(self, method: str, *arguments: Any) -> None:
-        await asyncio.gather(*(self.ask(station, method, *arguments) for station in self.stations))
+    async def _call_all(self, method: str, *arguments: Any) -> None:
+        await asyncio.gather(
+            *(self.call_worker(queue, method, *arguments) for queue in self.queues)
+        )
 
     def weights(self) -> Iterator[Shard]:
-        """Those of the first worker; nothing where its generator doesn't show them."""
+        """Yield the first worker's weights; nothing if its generator does not show them."""
         for group in self._groups[:1]:
             yield from group.call_now("weights")[0]
 
     async def close(self) -> None:
-        """Ends the workers. Whoever still waits for a completion is cancelled."""
+        """End the workers. Callers that still wait for a completion are cancelled."""
         self._closed = True
-        for task in (self._mending, *(station.pump for station in self.stations)):
+        for task in (self._recovery, *(queue.pump for queue in self.queues)):
             if task is not None:
                 task.cancel()
-        for wanted in self._outstanding():
-            wanted.future.cancel()
+        for request in self._outstanding():
+            request.future.cancel()
         await asyncio.gather(*(asyncio.to_thread(group.close) for group in self._groups))
 
 
 class Receivers:
-    """Implements `Ranks`: the receiving ends that a link has at some of the workers."""
+    """The weight receivers at some of the workers, called together as `Ranks`."""
 
-    def __init__(self, router: Router, stations: Sequence[Station]) -> None:
-        self.router, self.stations = router, list(stations)
+    def __init__(self, pool: Router, queues: Sequence[Station]) -> None:
+        self.pool = pool
+        self.queues = list(queues)
 
     @property
     def size(self) -> int:
-        return len(self.stations)
+        """Return the number of receivers."""
+        return len(self.queues)
 
     async def call(self, method: str, /, *arguments: Any) -> list[Any]:
-        asked = (
-            self.router.ask(own, "link", place, method, *arguments)
-            for place, own in enumerate(self.stations)
+        """Call a method of every receiver and return the results."""
+        calls = (
+            self.pool.call_worker(queue, "link", place, method, *arguments)
+            for place, queue in enumerate(self.queues)
         )
-        answers = await asyncio.gather(*asked)
+        results = await asyncio.gather(*calls)
         if method == "commit":
-            self.router.serve(self.stations, arguments[0])
-        return answers
+            self.pool.mark_current(self.queues, arguments[0])
+        return results
 
 
-def _of_request(error: Exception) -> bool:
-    """Whether it belongs to the request alone: its generator goes on."""
+def _is_request_error(error: Exception) -> bool:
+    """Return True if an error concerns the request alone, so that its generator still works."""
     return isinstance(error, RatchetError) and not isinstance(error, WorkerError)

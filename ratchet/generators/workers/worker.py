@@ -1,7 +1,8 @@
-"""What lives in the process of a generator's worker: the generator, and its ends of links.
+"""The component of a generator's worker process: the generator, and its receivers of weights.
 
-Calls come one at a time, and what was begun goes on only while one of them waits. So the driver
-asks in exchanges: each brings new requests, generates for a while, and takes along what has ended.
+Calls are run one at a time, and generation advances only while a call waits. So the driver calls
+`exchange` repeatedly: each call brings new requests, generates for a while, and returns what has
+ended.
 """
 
 from __future__ import annotations
@@ -22,52 +23,68 @@ from ratchet.generators.workers.batch_protocol import Answered, Asked
 from ratchet.protocols import Closeable, Generator, Placeable, Shard, ShowsWeights
 from ratchet.types import Completion, Placed, Sampling
 
-TOGETHER_S = 0.005  # after the first completion: what ends by then travels with it
+TOGETHER_S = 0.005  # wait after the first completion, so that others can return with it
 
 
 class GeneratorRank:
-    """generator: made in this process. intake: makes the receiving end of a link, of the generator
-    and its place among the link's receivers."""
+    """The component of one generator worker.
 
-    def __init__(self, generator: Generator, intake: Callable[[Generator, int], Any]) -> None:
+    Args:
+        generator: a generator of this process.
+        make_receiver: creates a receiver of weights from the generator and the worker's index
+            among the receivers of the weight sync.
+    """
+
+    def __init__(
+        self, generator: Generator, make_receiver: Callable[[Generator, int], Any]
+    ) -> None:
         self.generator = generator
-        self._intake = intake
-        self._intakes: dict[int, Any] = {}
+        self._make_receiver = make_receiver
+        self._receivers: dict[int, Any] = {}
         self._running: dict[int, asyncio.Task[Completion]] = {}
         self._done: dict[int, asyncio.Task[Completion]] = {}
-        self._some: asyncio.Future[None] | None = None  # set when something is done
+        self._first_done: asyncio.Future[None] | None = None  # set when a request has ended
 
     def host(self) -> str:
+        """Return the name of this machine."""
         return socket.gethostname()
 
     def records_routes(self) -> bool:
+        """Return True if the generator can record which experts computed a token."""
         return getattr(self.generator, "records_routes", False)
 
     # --- requests
 
     async def exchange(
-        self, asked: Asked, cancelled: Sequence[int], wait_s: float, abort: bool = False
+        self, requests: Asked, cancelled: Sequence[int], wait_s: float, abort: bool = False
     ) -> Answered:
-        """Begins new requests, and generates until some have ended, at most for so many seconds.
-        Gives what has ended. abort: those of before end with what they have."""
+        """Start new requests, generate until some have ended, and return those.
+
+        Args:
+            requests: the new requests.
+            cancelled: numbers of earlier requests to cancel.
+            wait_s: maximum time to generate if none ends, in seconds.
+            abort: end all running requests first; they return their partial completions.
+        """
         if abort:
             self.generator.abort()
         for number in cancelled:
             if (task := self._running.pop(number, None)) is not None:
                 task.cancel()
-        for request in asked.each():
+        for request in requests.each():
             self._begin(*request)
         if self._running and not self._done:
-            self._some = asyncio.get_running_loop().create_future()
-            await asyncio.wait([self._some], timeout=wait_s)
+            self._first_done = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._first_done], timeout=wait_s)
         if self._running and self._done:
             await asyncio.sleep(TOGETHER_S)
         else:
-            await asyncio.sleep(0)  # those that are cancelled hear of it
-        done, self._done = self._done, {}
-        results = {number: _result(task) for number, task in done.items()}
+            await asyncio.sleep(0)  # let cancelled tasks end
+        ended = self._done
+        self._done = {}
+        results = {number: _result(task) for number, task in ended.items()}
         errors = {number: one for number, one in results.items() if isinstance(one, Exception)}
-        return Answered.of(
+        return Answered.from_completions(
             {number: one for number, one in results.items() if isinstance(one, Completion)}, errors
         )
 
@@ -79,11 +96,11 @@ class GeneratorRank:
         )
 
         def ended(task: asyncio.Task[Completion]) -> None:
-            # nobody waits for one that was cancelled
+            # A cancelled request is no longer in `_running`, and its result is not returned.
             if self._running.pop(number, None) is not None:
                 self._done[number] = task
-                if self._some is not None and not self._some.done():
-                    self._some.set_result(None)
+                if self._first_done is not None and not self._first_done.done():
+                    self._first_done.set_result(None)
 
         task.add_done_callback(ended)
 
@@ -96,11 +113,11 @@ class GeneratorRank:
     # --- weights
 
     async def link(self, place: int, method: str, *arguments: Any) -> Any:
-        """Calls the receiving end of a link. place: among the link's receivers."""
-        if place not in self._intakes:
-            self._intakes[place] = self._intake(self.generator, place)
-        found = getattr(self._intakes[place], method)(*arguments)
-        return await found if inspect.isawaitable(found) else found
+        """Call a method of a weight receiver. place: index among the receivers of the sync."""
+        if place not in self._receivers:
+            self._receivers[place] = self._make_receiver(self.generator, place)
+        result = getattr(self._receivers[place], method)(*arguments)
+        return await result if inspect.isawaitable(result) else result
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
         await self.generator.prepare(manifest)
@@ -115,7 +132,7 @@ class GeneratorRank:
         await self.generator.rollback()
 
     def weights(self) -> list[Shard]:
-        """On the CPU; nothing where the generator doesn't show them."""
+        """Return copies of the weights on the CPU; [] if the generator does not show them."""
         if not isinstance(self.generator, ShowsWeights):
             return []
         return [
@@ -143,19 +160,21 @@ class GeneratorRank:
 
 
 def _result(task: asyncio.Task[Completion]) -> Completion | Exception:
-    """The error in a form that can be sent: one of ours as itself, where it can be made again from
-    its parts."""
+    """Return a task's completion, or its error in a form that can be sent.
+
+    An error of Ratchet is sent as itself if it can be copied; any other becomes a WorkerRaised.
+    """
     if task.cancelled():
         return WorkerRaised("the generator cancelled the request")
     error = task.exception()
     if error is None:
         return task.result()
-    said = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error))
     if not isinstance(error, RatchetError):
-        return WorkerRaised(said)
+        return WorkerRaised(text)
     try:
-        made = copy.copy(error)
-    except Exception:  # whatever its own __reduce__ does
-        return WorkerRaised(said)
-    made.add_note(f"raised in the generator's worker:\n{said}")
-    return made
+        copied = copy.copy(error)
+    except Exception:  # a custom __reduce__ may raise any type
+        return WorkerRaised(text)
+    copied.add_note(f"raised in the generator's worker:\n{text}")
+    return copied

@@ -1,4 +1,4 @@
-"""A worker as the router sees it: what it has been asked, and what it still has to be told."""
+"""The queue of one worker: its waiting, running and cancelled requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ratchet.types import Completion, Placed, Sampling, StopReason
 
 @dataclass(eq=False)
 class Wanted:
-    """A completion that somebody waits for."""
+    """A request whose caller waits for the completion."""
 
     number: int
     tokens: NDArray[np.int64]
@@ -32,11 +32,11 @@ class Wanted:
 
     @property
     def cost(self) -> int:
-        """Tokens, at most."""
+        """Return the maximum number of tokens of prompt and completion."""
         return len(self.tokens) + self.sampling.max_new_tokens
 
     def deliver(self, answer: Completion | BaseException) -> None:
-        """Once: who was cancelled has gone."""
+        """Give the caller a completion or an error; do nothing if it was cancelled."""
         if self.future.done():
             return
         if isinstance(answer, BaseException):
@@ -44,91 +44,103 @@ class Wanted:
         else:
             self.future.set_result(answer)
 
-    def end(self) -> None:
-        """Aborted, without a token."""
-        none = np.zeros(0, dtype=np.float32)
-        nothing = np.zeros(0, dtype=np.int64)
-        self.deliver(
-            Completion(nothing, none, none.copy(), np.zeros(0, dtype=np.int32), StopReason.ABORTED)
-        )
+    def deliver_aborted(self) -> None:
+        """Deliver an aborted completion without tokens."""
+        tokens = np.zeros(0, dtype=np.int64)
+        logprobs = np.zeros(0, dtype=np.float32)
+        versions = np.zeros(0, dtype=np.int32)
+        self.deliver(Completion(tokens, logprobs, logprobs.copy(), versions, StopReason.ABORTED))
 
 
 @dataclass(eq=False)
 class Station:
-    """rank: among the workers. group: its process; None: it was lost. current: whether it has the
-    router's version of the weights, so that it may serve."""
+    """The requests of one worker, and its process."""
 
-    rank: int
-    group: Workers | None = None
-    current: bool = False
-    remains: Workers | None = None  # the process that was lost
+    rank: int  # among the workers
+    group: Workers | None = None  # its process; None: it was lost
+    current: bool = False  # it has the pool's version of the weights, so it may serve
+    lost_group: Workers | None = None  # the lost process, until it is closed
     waiting: dict[int, Wanted] = field(default_factory=dict)  # by number; not yet sent
-    sent: dict[int, Wanted] = field(default_factory=dict)
-    cancelled: list[int] = field(default_factory=list)
-    aborting: bool = False
-    load: int = 0  # tokens of what is waiting or sent, at most
-    prompts: Counter[PromptKey] = field(default_factory=Counter)
-    pump: asyncio.Task[None] | None = None
+    sent: dict[int, Wanted] = field(default_factory=dict)  # by number; not yet answered
+    cancelled: list[int] = field(default_factory=list)  # numbers not yet sent as cancelled
+    aborting: bool = False  # the next exchange aborts the sent requests
+    load: int = 0  # maximum number of tokens of all waiting and sent requests
+    prompts: Counter[PromptKey] = field(default_factory=Counter)  # of waiting and sent requests
+    pump: asyncio.Task[None] | None = None  # the task that exchanges with the worker
 
     @property
     def busy(self) -> bool:
+        """True if there is something to exchange with the worker."""
         return bool(self.waiting or self.sent or self.cancelled)
 
-    def add(self, wanted: Wanted) -> None:
-        self.waiting[wanted.number] = wanted
-        self.load += wanted.cost
-        self.prompts[wanted.key] += 1
+    def add(self, request: Wanted) -> None:
+        """Queue a request."""
+        self.waiting[request.number] = request
+        self.load += request.cost
+        self.prompts[request.key] += 1
 
-    def outgoing(self) -> tuple[Asked, list[int], bool]:
-        """What is sent next: requests, the numbers of cancelled ones, and whether to abort those of
-        before."""
-        asked = Asked.of(
+    def take_batch(self) -> tuple[Asked, list[int], bool]:
+        """Return what to send next, and mark it as sent.
+
+        That is the waiting requests, the numbers of cancelled ones, and True if the requests sent
+        before must be aborted.
+        """
+        requests = Asked.from_requests(
             {
-                n: (each.tokens, each.key, each.sampling, each.media)
-                for n, each in self.waiting.items()
+                number: (request.tokens, request.key, request.sampling, request.media)
+                for number, request in self.waiting.items()
             }
         )
-        told = (asked, self.cancelled, self.aborting)
+        batch = (requests, self.cancelled, self.aborting)
         self.sent.update(self.waiting)
-        self.waiting, self.cancelled, self.aborting = {}, [], False
-        return told
+        self.waiting = {}
+        self.cancelled = []
+        self.aborting = False
+        return batch
 
-    def answered(self, number: int) -> Wanted | None:
-        """None for one that was cancelled meanwhile."""
-        wanted = self.sent.pop(number, None)
-        if wanted is not None:
-            self._forget(wanted)
-        return wanted
+    def pop_sent(self, number: int) -> Wanted | None:
+        """Remove and return an answered request; None if it was cancelled meanwhile."""
+        request = self.sent.pop(number, None)
+        if request is not None:
+            self._forget(request)
+        return request
 
-    def cancel(self, wanted: Wanted) -> bool:
-        """Whether it was here."""
-        if self.sent.pop(wanted.number, None) is not None:
-            self.cancelled.append(wanted.number)
-        elif self.waiting.pop(wanted.number, None) is None:
+    def cancel(self, request: Wanted) -> bool:
+        """Remove a cancelled request. Returns True if it was in this queue."""
+        if self.sent.pop(request.number, None) is not None:
+            self.cancelled.append(request.number)
+        elif self.waiting.pop(request.number, None) is None:
             return False
-        self._forget(wanted)
+        self._forget(request)
         return True
 
     def abort(self) -> None:
-        for wanted in self.waiting.values():
-            self._forget(wanted)
-            wanted.end()
+        """End waiting requests, and mark sent ones to be aborted."""
+        for request in self.waiting.values():
+            self._forget(request)
+            request.deliver_aborted()
         self.waiting = {}
-        for wanted in self.sent.values():
-            wanted.aborted = True
+        for request in self.sent.values():
+            request.aborted = True
         self.aborting = bool(self.sent)
 
     def lose(self) -> list[Wanted]:
-        """The process is no more to be trusted. Gives what it had not answered."""
-        left = [*self.sent.values(), *self.waiting.values()]
-        self.remains, self.group, self.current = self.group, None, False
-        self.waiting, self.sent, self.cancelled, self.aborting = {}, {}, [], False
-        self.load, self.pump = 0, None
+        """Mark the process as lost, and remove and return its unanswered requests."""
+        unanswered = [*self.sent.values(), *self.waiting.values()]
+        self.lost_group = self.group
+        self.group = None
+        self.current = False
+        self.waiting = {}
+        self.sent = {}
+        self.cancelled = []
+        self.aborting = False
+        self.load = 0
+        self.pump = None
         self.prompts.clear()
-        return left
+        return unanswered
 
-    def _forget(self, wanted: Wanted) -> None:
-        self.load -= wanted.cost
-        self.prompts[wanted.key] -= 1
-        if not self.prompts[wanted.key]:
-            del self.prompts[wanted.key]
+    def _forget(self, request: Wanted) -> None:
+        self.load -= request.cost
+        self.prompts[request.key] -= 1
+        if not self.prompts[request.key]:
+            del self.prompts[request.key]

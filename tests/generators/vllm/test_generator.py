@@ -164,7 +164,7 @@ def test_without_vllm_the_extra_is_named(monkeypatch, decoder):
 # --- a push
 
 
-def test_a_push_arrives_as_it_was_sent_with_a_tied_head_twice(outbox):
+def test_a_push_arrives_restore_torch_state_sent_with_a_tied_head_twice(outbox):
     outbox.add(shards())
     inbox = Inbox.open(outbox.manifest())
     assert inbox.damaged() == []
