@@ -85,7 +85,7 @@ def _data(algorithm: Algorithm) -> str:
 
 
 def _passes(algorithm: Algorithm) -> list[str]:
-    return [f"{item.produces}: {item.wanted} of the {item.role}" for item in algorithm.passes]
+    return [f"{item.produces}: {item.output} of the {item.role}" for item in algorithm.passes]
 
 
 def _advantage(algorithm: Algorithm) -> list[str]:

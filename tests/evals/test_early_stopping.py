@@ -61,7 +61,7 @@ def test_what_is_best_and_since_when():
     assert Patience(1, "-eval/loss").after({"eval/loss": 2.0}, -3.0, 0) == (-2.0, 0)
     assert signed("-eval/loss", {"eval/loss": None}) is None
     with pytest.raises(
-        ConfigError, match="eval/acuracy is not reported.* to one of eval/accuracy, eval/failed"
+        ConfigError, match=r"eval/acuracy is not reported.* to one of eval/accuracy, eval/failed"
     ):
         Patience(1, "eval/acuracy").after(
             {"eval/failed": 0, "eval/accuracy": 1, "policy/loss": 2}, None, 0

@@ -48,7 +48,7 @@ def test_where_no_run_is(directory, tmp_path):
     with pytest.raises(RunDirectoryError, match="no run is under way"):
         status_of(directory.path)
     directory.status.write_text('{"pid": 1, "host": "elsewhere", "socket": ""}')
-    with pytest.raises(RunDirectoryError, match="is under way on elsewhere. Run"):
+    with pytest.raises(RunDirectoryError, match=r"is under way on elsewhere. Run"):
         status_of(directory.path)
     directory.status.write_text(
         json.dumps({"pid": 1, "host": os.uname().nodename, "socket": "/nowhere"})

@@ -54,7 +54,7 @@ def roles_of(net, algo):
 
 
 def test_a_learner_of_several_processes_without_any_is_refused():
-    with pytest.raises(ConfigError, match="there are none. Give Policy"):
+    with pytest.raises(ConfigError, match=r"there are none. Give Policy"):
         make_roles(
             model(),
             TOKENIZER,
