@@ -1,18 +1,18 @@
 """Every error that Ratchet raises on purpose.
 
     RatchetError
-    ├── ConfigError          a recipe or an override is wrong; `ratchet train` exits 2 before anything starts
-    │   └── SamplingError    a completion can't be drawn with this number; names the field of `Sampling`
-    ├── DataError            a row, a file or a prompt is wrong; names the file and the line where it can
+    ├── ConfigError          a recipe or an override is wrong; `ratchet train` exits 2
+    │   └── SamplingError    a completion can't be drawn with this field of `Sampling`
+    ├── DataError            a row, a file or a prompt is wrong; names file and line
     │   └── RequestFailed    one completion can't be computed; other requests go on
     ├── ModelError           a model directory can't be read, or doesn't fit the tokenizer
     ├── MissingColumn        a loss asked for a column that no pass fills
-    ├── MissingDependency    an optional package is needed and absent; names the extra that brings it
+    ├── MissingDependency    an optional package is absent; names the extra that brings it
     ├── CheckpointError      a checkpoint is absent, incomplete or damaged
-    ├── RunDirectoryError    the run directory can't be used (taken by another run, read-only, other config)
+    ├── RunDirectoryError    the run directory can't be used (taken, read-only, other config)
     ├── LinkError            new weights did not reach a generator, which goes on with the old ones
     │   └── DeltaRefused     changes to other weights than those that the receiver has
-    ├── TrainingError        training can't go on (non-finite steps in a row, too many failed attempts)
+    ├── TrainingError        training can't go on (non-finite steps, many failed attempts)
     │   └── ParityError      sampler and learner disagree about the probability of what was sampled
     └── WorkerError          a process of a distributed run; names its role, rank and host
         ├── WorkerDied       it ended, or was silent for too long and was killed

@@ -45,7 +45,7 @@ NATIVE = {
 
 Write = Callable[[Path], None]  # writes files below the given root
 
-_writes: list[Write] | None = None  # the deferred writes; None outside of `defer_writes`
+_writes: list[Write] | None = None  # the deferred writes; None outside of `putting_off`
 
 
 @contextmanager

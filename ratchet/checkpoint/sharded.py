@@ -176,7 +176,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Lazy:
-    """A tensor that is read when it is used. It implements `SavableTensor`."""
+    """A tensor that is read when it is used. It implements `Savable`."""
 
     blocks: Blocks
     name: str

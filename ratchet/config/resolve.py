@@ -306,16 +306,18 @@ class Slot:
         if isinstance(value, Section):
             return with_kind(self.name, value)
         if not isinstance(value, Mapping):
-            example = "{kind: %s}" % (
-                value if isinstance(value, str) else next(iter(KINDS[self.name]))
-            )
+            kind = value if isinstance(value, str) else next(iter(KINDS[self.name]))
+            # pydantic writes messages as UTF-8, which has no form for half a surrogate pair
+            name = kind.encode(errors="backslashreplace").decode()
+            example = f"{{kind: {name}}}"
             raise PydanticCustomError(
                 "no_section", "must be a section with its kind, as {example}", {"example": example}
             )
         try:
             return resolve(self.name, value)
         except ConfigError as error:
-            reason = PydanticCustomError("kind", "{reason}", {"reason": str(error)})
+            words = str(error).encode(errors="backslashreplace").decode()
+            reason = PydanticCustomError("kind", "{reason}", {"reason": words})
             raise ValidationError.from_exception_data(
                 self.name, [InitErrorDetails(type=reason, loc=("kind",), input=value.get("kind"))]
             ) from error

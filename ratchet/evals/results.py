@@ -59,7 +59,7 @@ class Prompt:
     """The attempts at one held-out task.
 
     Attributes:
-        digest: A hash of the task (see `hash_task`).
+        digest: A hash of the task (see `digest`).
         votes: True if the attempts' final answers can be compared.
     """
 

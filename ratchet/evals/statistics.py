@@ -229,7 +229,7 @@ def _difference_interval(difference_P: Floats, seed: int) -> tuple[float, float]
     """Return the confidence interval of the mean difference.
 
     Differences of rewards in [0, 1] lie in [-1, 1]. They are mapped to [0, 1], for which
-    `bootstrap_interval` has exact bounds.
+    `interval` has exact bounds.
     """
     low, high = interval((difference_P + 1) / 2, seed=seed)
     return 2 * low - 1, 2 * high - 1

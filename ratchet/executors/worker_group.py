@@ -79,7 +79,7 @@ class WorkerGroup:
     async def build(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Create the component of each rank.
 
-        factory: "module:callable", which is called with the rank's `WorkerPlace` and the arguments.
+        factory: "module:callable", which is called with the rank's `Place` and the arguments.
         Raises PortBusy, and what the factory raises.
         """
         await asyncio.wrap_future(self._reserve())

@@ -27,7 +27,7 @@ from ratchet.types import Completion, Placed, Sampling
 
 
 class Front:
-    """A `Generator` that runs requests on an `EngineCore`.
+    """A `Generator` that runs requests on an `Core`.
 
     When weights are committed while requests run, their tokens so far stay, with their version. The
     next tokens are drawn from the new weights, over keys and values that are recomputed unless
@@ -35,7 +35,7 @@ class Front:
     mixture of two policies that no learner can score exactly.
 
     Args:
-        weights, parameters, quantised: see `WeightStaging`.
+        weights, parameters, quantised: see `Staging`.
         tokenizer: needed for requests with stop strings only.
         policy: the model that the core reads, if it can have an adapter.
         adapters: gives the names of further adapters that requests may select.
@@ -194,7 +194,7 @@ class Front:
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
         """Begin a push of weights.
 
-        manifest: see `WeightStaging.prepare`. Its "adapter" is the adapter whose weights are sent,
+        manifest: see `Staging.prepare`. Its "adapter" is the adapter whose weights are sent,
         if any.
         """
         adapter = manifest.get("adapter")

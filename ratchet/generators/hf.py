@@ -136,7 +136,7 @@ class _Row:
 
 
 class PaddedBatches:
-    """An `EngineCore` that runs waiting requests as a batch, padded on the left.
+    """An `Core` that runs waiting requests as a batch, padded on the left.
 
     Rows leave the batch when they end; the next batch starts when it is empty.
 
@@ -244,7 +244,7 @@ class PaddedBatches:
     def _explain_errors(self, finite_N: Tensor) -> dict[Request, Exception]:
         """Return the errors of rows whose logits aren't finite.
 
-        Raises ModelError as `explain_nonfinite` does.
+        Raises ModelError as `blame` does.
         """
         broken = {
             self.rows[i].request: len(self.rows[i].logprobs)

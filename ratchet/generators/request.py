@@ -201,7 +201,7 @@ def _token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]
 
 
 class Core(Protocol):
-    """The engine that `AsyncEngine` drives.
+    """The engine that `Front` drives.
 
     It owns a request from `add` until it delivers, fails, cancels or returns it.
     """

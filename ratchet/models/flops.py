@@ -74,7 +74,7 @@ class Cost:
         return Work(self.multiplied, self.shape.n_layers * self.shape.n_heads * self.shape.head_dim)
 
     def forward_flop(self, tokens: float, context: float) -> float:
-        """Return the FLOPs of a forward pass, see `TokenCost.forward_flop`."""
+        """Return the FLOPs of a forward pass, see `Work.forward_flop`."""
         return self.work.forward_flop(tokens, context)
 
     def kv_bytes(self, size: int) -> int:

@@ -131,7 +131,7 @@ def some_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Rows(Function):
-    """`select_rows` with a backward that copies."""
+    """`some_rows` with a backward that copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:

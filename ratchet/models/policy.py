@@ -305,7 +305,7 @@ class DecoderPolicy(PolicyModel):
         lengths: Sequence[int],
         routing: Routing | None = None,
     ) -> Feed:
-        """Return the inputs that the decoder computes for these sequences, see `PackedInputs`."""
+        """Return the inputs that the decoder computes for these sequences, see `Feed`."""
         if routing is not None:
             routing.check(self.shape)
         return feed_of(tokens_T, positions_T, lengths, routing, shares=self.shares_prefixes)

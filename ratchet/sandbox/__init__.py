@@ -2,7 +2,7 @@
 
     async with LocalSandbox() as sandbox:
         result = await sandbox.run("print(int(input()) * 2)", stdin=b"21", limits=Limits(wall_s=2))
-    passed(result, expected=b"42")          # judged out here: what is expected never enters the sandbox
+    passed(result, expected=b"42")          # the expected output never enters
 
 `base` holds the protocols and their values, `local` the pool of this machine, `docker` containers,
 `remote` a service, `inside` what runs in the sandboxed processes (standard library only, never

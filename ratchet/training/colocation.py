@@ -115,7 +115,7 @@ class TurnLearner(Around):
 class TurnGenerator:
     """A generator that takes the accelerator for each request. Implements `Generator`.
 
-    `ColocatedWeightSync` takes it for weight syncs.
+    `TurnLink` takes it for weight syncs.
     """
 
     def __init__(self, inner: Generator, turns: Turns) -> None:

@@ -190,7 +190,7 @@ def _remote_roles(
     if spec is None:
         raise ConfigError(
             f"algorithm {algorithm.name} was made in Python, and learner.kind={_get_kind(section)} "
-            "builds its losses again in other processes. Set StageSpec.algorithm to its section"
+            "builds its losses again in other processes. Set Plan.algorithm to its section"
         )
     _check_remote(_get_kind(section), model, algorithm, optimizer)
     shapes = {name: _shape(role.path, model) for name, role in algorithm.roles.items()}

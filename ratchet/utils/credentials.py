@@ -14,7 +14,7 @@ _offered: Mapping[str, str] = {}
 
 
 def offer(environment: Mapping[str, str]) -> None:
-    """Set the variables that `get_credential` reads; they replace those of an earlier call."""
+    """Set the variables that `credential` reads; they replace those of an earlier call."""
     global _offered
     _offered = environment
 

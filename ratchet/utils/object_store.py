@@ -351,5 +351,5 @@ def put_directory(source: Path, address: str, *, last: str) -> None:
 
 
 def forget(directory: Path) -> None:
-    """Remove the cached copy of an address; `directory` is the path that `get_cached_path` gave."""
+    """Remove the cached copy of an address; `directory` is the path that `cached` gave."""
     shutil.rmtree(directory.parent, ignore_errors=True)

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 class Between:
     """The ends of a weight sync.
 
-    learner: in this process, or ranks that each have the method of a `WeightSender`.
+    learner: in this process, or ranks that each have the method of a `Outlet`.
     generator: the one that the driver calls.
-    receivers: ranks with a `WeightReceiver` each; None: the driver passes the weights to
+    receivers: ranks with a `Intake` each; None: the driver passes the weights to
       `generator`.
     run, directory: of the run.
     one_host: True if all ends are on the driver's host.

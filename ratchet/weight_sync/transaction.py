@@ -18,7 +18,7 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Ranks
 from ratchet.weight_sync.weight_blocks import Block, Part, check_cover
 
-# "module:function" of the transport, and its options: see `WeightReceiver.receive`.
+# "module:function" of the transport, and its options: see `Intake.receive`.
 Waiting = tuple[str, Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ SEND, DESCRIBE, SUMS = (
 class PushLink:
     """The base class of weight syncs that push weights, by any transport.
 
-    Implements `Link` and `Audits` between the ranks of a learner (`WeightSender`s) and receivers
-    (`WeightReceiver`s).
+    Implements `Link` and `Audits` between the ranks of a learner (`Outlet`s) and receivers
+    (`Intake`s).
 
     dtype: the sender converts floating-point weights to it; None: they keep the learner's.
     changes_only: send changes since the last version, if all receivers have that.
@@ -43,7 +43,7 @@ class PushLink:
 
     # "module:function", see `ratchet.weight_sync.sender.send`.
     writer: str
-    # "module:function", see `WeightReceiver.receive`.
+    # "module:function", see `Intake.receive`.
     receiver: str
     # True if received memory stays unchanged after the commit, until the next one.
     lasting = False

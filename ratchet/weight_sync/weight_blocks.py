@@ -21,7 +21,7 @@ from ratchet.protocols import Shard
 ALIGNMENT = 64
 
 
-# A tuple, like `SentPart`: hundreds travel with a push, and tuples are serialised fastest.
+# A tuple, like `Part`: hundreds travel with a push, and tuples are serialised fastest.
 class Block(NamedTuple):
     """A rank's block of one weight.
 

@@ -47,7 +47,7 @@ class Limits:
 
 
 class Scheduler:
-    """An `EngineCore` for the built-in decoder, whose own parameters it reads at every step.
+    """An `Core` for the built-in decoder, whose own parameters it reads at every step.
 
     `prefilled_tokens` and `decoded_tokens` count the model's input tokens so far, without padding.
     """
@@ -457,7 +457,7 @@ class Scheduler:
     def _retire(self, ended: Ended) -> None:
         """Deliver the results of these slots, or their errors, and free the slots.
 
-        Raises ModelError as `explain_nonfinite` does.
+        Raises ModelError as `blame` does.
         """
         if not ended:
             return

@@ -1,4 +1,4 @@
-"""vLLM's two engines as cores of `AsyncEngine`: one steps in this process, one runs in processes of
+"""vLLM's two engines as cores of `Front`: one steps in this process, one runs in processes of
 its own.
 
 Both take and return token ids. Text, and with it stop strings, is handled on this side.
@@ -34,7 +34,7 @@ UNNAMED = "default"  # vLLM's label of weights that were not pushed
 
 
 class VLLMCore(Core, Protocol):
-    """The engine core that `VLLMGenerator` drives: generation, weight pushes and placement."""
+    """The engine core that `VLLMGeneration` drives: generation, weight pushes and placement."""
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker and return all results."""

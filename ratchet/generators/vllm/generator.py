@@ -124,7 +124,7 @@ class VLLMGeneration(Front):
     ) -> Completion:
         """Return the completion of a prompt.
 
-        Raises as `AsyncEngine.generate` does, and ModelError after a push that failed while it was
+        Raises as `Front.generate` does, and ModelError after a push that failed while it was
         loaded.
         """
         if sampling.truncates:

@@ -22,7 +22,7 @@ from ratchet.models.scalar_head import ScalarHead
 
 
 class DTensorModels:
-    """Loads and copies models that FSDP2 divides (`ModelProvider`)."""
+    """Loads and copies models that FSDP2 divides (`Provider`)."""
 
     def __init__(self, config: DTensorConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config

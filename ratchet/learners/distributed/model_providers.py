@@ -13,7 +13,7 @@ from ratchet.models.policy import PolicyModel
 class Provider(Protocol):
     """Loads and copies models on one rank: policy, reference, critic and reward model.
 
-    The section of a learner names it (`DistributedConfig.provider`). It is created from that
+    The section of a learner names it (`SpreadConfig.provider`). It is created from that
     section, the rank's device and the dtype of weights, once torch's process group exists.
     """
 

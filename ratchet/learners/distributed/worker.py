@@ -47,7 +47,7 @@ class LearnerRank:
     ) -> None:
         """Join the other ranks and load the model's part.
 
-        learner: the values of a `DistributedConfig`.
+        learner: the values of a `SpreadConfig`.
         double: compute in float64.
         """
         config: Any = resolve("learner", learner)

@@ -20,7 +20,7 @@ from ratchet.models.policy import PolicyModel
 
 
 class MegatronModels:
-    """Loads and copies models that Megatron Core divides (`ModelProvider`)."""
+    """Loads and copies models that Megatron Core divides (`Provider`)."""
 
     def __init__(self, config: MegatronConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config

@@ -3,9 +3,9 @@
     # parameter -> the pieces of weights in it
     layout = megatron_layout(dimensions, shard)
     # read all weights from files, block by block
-    fill_parameters(dict(model.named_parameters()), layout, read)
+    fill(dict(model.named_parameters()), layout, read)
     # send or save all weights, one parameter at a time
-    list_blocks(dict(model.named_parameters()), layout)
+    blocks(dict(model.named_parameters()), layout)
 
 A rank needs no other rank for this, and never holds a whole model.
 """

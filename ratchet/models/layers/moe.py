@@ -42,7 +42,7 @@ class Router(nn.Module):
         first.
 
         Args:
-            route: maps the logits and the chosen experts to the experts to use, see `RoutingHook`.
+            route: maps the logits and the chosen experts to the experts to use, see `Route`.
                 The weights, and so the router's gradient, always come from these logits.
         """
         logits_TE = F.linear(x_Td, self.weight)

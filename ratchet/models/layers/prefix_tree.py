@@ -55,7 +55,7 @@ class PrefixTree:
         """Build the tree of packed sequences.
 
         Args:
-            tokens_T: tokens, or keys of `compute_path_keys`.
+            tokens_T: tokens, or keys of `path_keys`.
             lengths: tokens of each sequence, each at least 1; they sum to T.
         """
         ends_S = np.cumsum(np.asarray(lengths, dtype=np.int64))

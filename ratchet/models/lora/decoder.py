@@ -71,7 +71,7 @@ def size_of(weights: Mapping[str, Tensor], names: Iterable[str], rank: int) -> i
 
 
 def attach(decoder: Decoder, adapter: Adapter) -> None:
-    """Add adapters as `add_adapters` does, freeze all other weights, and quantize them if
+    """Add adapters as `fit` does, freeze all other weights, and quantize them if
     configured.
     """
     targets_of(decoder.config, adapter.lora)
@@ -85,7 +85,7 @@ def attach(decoder: Decoder, adapter: Adapter) -> None:
 def fit(decoder: Decoder, adapter: Adapter) -> None:
     """Add adapters with their initial values, which change no output yet.
 
-    Raises ConfigError as `resolve_decoder_targets` does.
+    Raises ConfigError as `targets_of` does.
     """
     lora = adapter.lora
     target_names = targets_of(decoder.config, lora)
@@ -172,7 +172,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 class Merged:
     """A weight with its adapter added when the weight is read, in float32 or better.
 
-    It implements `SavableTensor`.
+    It implements `Savable`.
     """
 
     base: Savable

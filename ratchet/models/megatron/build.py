@@ -78,7 +78,7 @@ class Stage(GPTModel):
             pre_process=share.index == 0,
             post_process=share.index == share.count - 1,
             share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="none",  # `PackedCoreAttention` rotates queries and keys
+            position_embedding_type="none",  # `Attention` rotates queries and keys
             vp_stage=chunk if sizes.chunks > 1 else None,
         )
         self.shape = shape  # of the whole model
@@ -154,7 +154,7 @@ def build_stages(
     fp8: Fp8 | None = None,
 ) -> list[Stage]:
     """Return this rank's stages, one per chunk of an interleaved pipeline. Call
-    `init_process_groups` before.
+    `begin` before.
 
     They are on the current CUDA device if there is one. Raises ModelError if the shape can't be
     divided so.

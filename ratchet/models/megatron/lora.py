@@ -16,7 +16,7 @@ from ratchet.models.weights.weight_layout import Piece
 def attach(stages: Sequence[Stage], sizes: Sizes, adapter: Adapter) -> None:
     """Add adapters to the stages and freeze all other weights.
 
-    Raises ConfigError as `resolve_decoder_targets` does.
+    Raises ConfigError as `targets_of` does.
     """
     for stage in stages:
         target_names = targets_of(stage.shape, adapter.lora)

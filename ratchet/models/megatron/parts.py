@@ -102,7 +102,7 @@ class RMSNorm(nn.Module):
 
 
 class Router(TopKRouter):
-    """A router that computes as `ratchet.models.layers.moe.ExpertRouter` does."""
+    """A router that computes as `ratchet.models.layers.moe.Router` does."""
 
     place: int = 0  # index among the layers with experts
     route: Route | None = None  # decides the experts during one forward pass of the layer

@@ -49,7 +49,7 @@ class MegatronPolicy(SpreadPolicy):
         recompute: str = "none",
         fp8: Fp8 | None = None,
     ) -> None:
-        """Build the stages, after `init_process_groups`. Weights are uninitialised memory.
+        """Build the stages, after `begin`. Weights are uninitialised memory.
 
         Raises ModelError if the shape can't be divided so.
         """

@@ -31,7 +31,7 @@ class Spread:
     tensor: Group | None = None  # None: the rank is alone; likewise below
     context: Group | None = None
     experts: Group | None = None
-    sequence: bool = False  # sequence parallelism, see `TensorParallelComm`
+    sequence: bool = False  # sequence parallelism, see `TensorSeams`
 
 
 class Stage(nn.Module):

@@ -1,6 +1,6 @@
 """The box that the answer gives covers the task's.
 
-    IoU = |A ∩ B| / |A ∪ B|        GIoU = IoU - |C \\ (A ∪ B)| / |C|,  C the smallest box around both
+    IoU = |A ∩ B| / |A ∪ B|        GIoU = IoU - |C \\ (A ∪ B)| / |C|,  C: smallest box around both
 
 Rezatofighi et al. (2019), arXiv:1902.09630, algorithm 1.
 """

@@ -84,7 +84,7 @@ class Explained:
 
 
 def _script(module: str, entry: str, *, compiled: bool) -> str:
-    """Return a script that imports `plain_values` and `module` from its own text, and calls `entry`.
+    """Return a script that imports `plain_values` and `module` from its text, and calls `entry`.
 
     Both are compiled here once where the sandbox runs this very Python: 4 ms, as much as the rest
     of an execution. Nothing is ever read back.

@@ -1,7 +1,7 @@
 """What runs in the sandbox beside the tests of a function. Standard library only, and
 `plain_values`.
 
-Never in one process with the judged code (`program_runner`). The tests get plain values rebuilt from
+Never in one process with the judged code (`program_runner`). The tests get plain values built from
 text, never the program's objects, so nothing in them can be patched, and an `__eq__` that is always
 true stays where it was written.
 
