@@ -5,6 +5,7 @@ plain Python, from the oracles of the parts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -119,6 +120,8 @@ def test_a_name_is_its_papers_objective(name: str, rows: list[Row]):
     rows = sampled(kept(rows, rows))
     assume(rows)
     if name == "remax":  # a group without a greedy answer has no baseline, and leaves the batch
+        greedy = Counter(row.group for row in rows if row.use == "baseline")
+        assume(max(greedy.values(), default=0) <= 1)  # as rollouts draw it
         stays = advantages.remax(rows)[1]
         left = [
             row if s else replace(row, trained=[False] * len(row.trained))

@@ -103,7 +103,7 @@ def test_samples_become_a_batch():
         (lambda: letters().shard_by_batch_size(1, batch_size=3), "can't be cut"),
         (
             lambda: letters().shard_by_batch_size(2, batch_size=2, allow_uneven_shards=True),
-            "remove one",
+            "Remove one",
         ),
         (
             lambda: BatchedDataDict.from_batches([letters(), {"name": ["E"]}]),

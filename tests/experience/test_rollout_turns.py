@@ -160,7 +160,10 @@ class Wrong(Counting):
         ({"rewards": {"low": torch.zeros(3)}}, r"rewards low of shape \(3,\)"),
         ({"observations": []}, r"observations of shape \(0,\)"),
         ({"observations": ["again"]}, "must have a role and content"),
-        ({"observations": [{"role": "assistant", "content": "me"}]}, "speaks for the assistant"),
+        (
+            {"observations": [{"role": "assistant", "content": "me"}]},
+            "an observation the role assistant",
+        ),
         ({"next_stop_strings": ["abc"]}, "must be a list of strings"),
         ({"terminateds": torch.zeros(4, dtype=torch.bool)}, r"terminateds of shape \(4,\)"),
     ],

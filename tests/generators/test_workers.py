@@ -25,7 +25,7 @@ from ratchet.generators.workers.batch_protocol import Answered
 from ratchet.generators.workers.pool import TOGETHER, Router
 from ratchet.protocols import Generator, Placeable, ShowsWeights
 from ratchet.testing.conformance import check_generator
-from ratchet.training.generator_workers import SteadyLink
+from ratchet.training.generator_workers import SteadyLink, worker_factory
 from ratchet.types import Completion, Message, Sampling, StopReason, Task
 from ratchet.weight_sync.endpoints import OneRank, Outlet
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
@@ -374,7 +374,7 @@ def test_the_section():
 
 @pytest.mark.parametrize("plays", ["requests", "groups"])
 def test_the_rank_factory_exists(plays):
-    assert callable(imported(config(plays=plays).rank_factory))
+    assert callable(imported(worker_factory(config(plays=plays))))
 
 
 @pytest.mark.parametrize(

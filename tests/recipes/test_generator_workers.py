@@ -182,7 +182,7 @@ def test_media_need_a_processor_here():
     settings = config(generator={**WORKERS, "plays": "groups"})
     policy = build_policy(settings)
     policy.renderer.processor = object()
-    with pytest.raises(ConfigError, match=r"set generator\.plays=requests"):
+    with pytest.raises(ConfigError, match=r"Set generator\.plays=requests"):
         check_stages(settings, policy)
 
 
@@ -208,7 +208,7 @@ def test_a_model_of_transformers(executor, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"generator": WORKERS}, r"needs learner\.kind=dtensor"),
+        ({"generator": WORKERS}, r"Set learner\.kind=dtensor"),
         (
             {**RANKS, "generator": {"kind": "workers", "of": {"kind": "vllm"}}},
             "vLLM starts its own processes",

@@ -30,7 +30,7 @@ from ratchet.types import Failed, Message, Part, Sampling, Scored, Task, ToolCal
 from ratchet.utils import credentials
 
 TROUBLE = "environments.troublesome:Troublesome"
-TESTS = str(Path(__file__).resolve().parents[1])
+TESTS = str(Path(__file__).resolve().parents[2])
 
 
 def made(of=TROUBLE, processes=1, threads=2, **keys):
