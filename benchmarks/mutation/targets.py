@@ -8,21 +8,21 @@ EVERYWHERE = ("mutants_found",)
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "advantages/common.py": ("advantages", "group_advantages", "temporal", "compose"),
-    "advantages/group.py": ("group_advantages", "advantages"),
-    "advantages/temporal.py": ("temporal",),
+    "advantages/group_baselines.py": ("group_advantages", "advantages"),
+    "advantages/per_turn.py": ("temporal",),
     "advantages/teacher.py": ("temporal", "compose"),
     "advantages/compose.py": ("compose",),
-    "losses/base.py": ("losses", "value_loss"),
+    "losses/common.py": ("losses", "value_loss"),
     "losses/policy.py": ("policy_losses", "losses"),
     "losses/preference.py": ("preference", "kto"),
     "losses/reward_model.py": ("reward_model",),
     "losses/distillation.py": ("distillation",),
-    "losses/routers.py": ("routers",),
+    "losses/expert_balance.py": ("routers",),
     "kl.py": ("kl_penalty", "kl_in_reward"),
-    "correction.py": ("correction",),
+    "rollout_correction.py": ("rollout_correction",),
     "shaping.py": ("shaping",),
     "filters.py": ("filters",),
-    "weightings.py": ("weightings",),
+    "loss_aggregation.py": ("loss_aggregation",),
     "base.py": ("losses", "invariances", "preference"),
 }
 

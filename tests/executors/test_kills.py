@@ -237,7 +237,6 @@ def test_the_end_of_a_driver_on_ray_leaves_nothing(killed, tmp_path):
         assert len(pids) == 4
         assert list(folder.glob("session_*"))
         if killed:
-            driver.stdin.write("\n")
             driver.kill()
         else:
             driver.stdin.close()
