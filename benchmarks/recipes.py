@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import yaml
 
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 MEASURED = re.compile(r"^#\s+seed (\d+): ([\d.]+) -> ([\d.]+) %", re.MULTILINE)

@@ -71,6 +71,7 @@ TRAINED: dict[str, Any] = {
 OURS = ("driver", "worker", "ui", "serve")
 # The most that one kind of our processes may grow in the second half, and the share of what it held
 # in the middle.
+LOADING_S = 20.0  # age from which on a process counts
 BOUNDS = {"uss_mib": (16.0, 0.05), "descriptors": (4.0, 0.05), "threads": (4.0, 0.05)}
 CACHES = ("torchinductor_",)  # of the user's, kept on purpose
 FINISH_S = 120.0
@@ -93,6 +94,11 @@ class Stat:
             if fields[0] not in "ZX":
                 return cls(pid, int(fields[1]), int(fields[19]))
         return None
+
+
+def age_s(birth: int) -> float:
+    """Return the seconds since a process was born. birth: as in `Stat`."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - birth / os.sysconf("SC_CLK_TCK")
 
 
 def descendants(roots: list[int]) -> list[Stat]:
@@ -184,11 +190,14 @@ class Watch:
         self.times.append(time.monotonic())
         sums = defaultdict[tuple[str, str], float](float)
         for kind, pid in self.look():
+            self.shared |= shared_by(pid)
+            # A worker that is loading its model holds less, and how many do depends on the load.
+            if age_s(self.born[pid]) < LOADING_S:
+                continue
             with suppress(OSError):
                 for measure, value in held_by(pid).items():
                     sums[kind, measure] += value
                 sums[kind, "processes"] += 1
-            self.shared |= shared_by(pid)
         sums["all", "shared memory"] = sum(os.path.exists(path) for path in self.shared)
         sums["all", "temporary files"] = sum(1 for _ in self.temporary.rglob("*"))
         for (kind, measure), value in sums.items():

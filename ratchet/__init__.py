@@ -9,14 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ratchet.algorithms.config.policy_gradient import GRPOConfig as GRPOConfig
+    from ratchet.algorithms.config.named_policy_gradients import GRPOConfig as GRPOConfig
     from ratchet.algorithms.config.sft import SFTConfig as SFTConfig
     from ratchet.config.loader import load_config as load_config
     from ratchet.config.resolve import construct as construct
     from ratchet.config.schema import EvaluationConfig as EvaluationConfig
     from ratchet.config.schema import OptimizerConfig as OptimizerConfig
     from ratchet.data.chat.builtin_tokenizers import character_tokenizer as character_tokenizer
-    from ratchet.data.chat.tokenizer import load_tokenizer as load_tokenizer
+    from ratchet.data.chat.tokenizer_loading import load_tokenizer as load_tokenizer
     from ratchet.environments.config import ArithmeticConfig as ArithmeticConfig
     from ratchet.environments.config import CountdownConfig as CountdownConfig
     from ratchet.environments.config import GSM8KConfig as GSM8KConfig

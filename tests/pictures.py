@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ratchet.data.chat.renderer import Renderer
-from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.formats.media import embed
 from ratchet.data.processor import Processor, load_processor
 from ratchet.testing.tiny_vlm import Family, TinyVLM, write_tiny_vlm

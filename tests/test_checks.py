@@ -30,16 +30,16 @@ def function(lines: int) -> str:
 @pytest.mark.parametrize(
     ("source", "status", "word"),
     [
-        ("x = 1\n" * 450, 0, "0 warnings"),
-        ("x = 1\n" * 451, 0, "warning: "),
-        ("x = 1\n" * 600, 0, "warning: "),
-        ("x = 1\n" * 601, 1, "error: "),
-        (function(70), 0, "0 warnings"),
-        (function(71), 0, "warning: "),
-        (function(95), 0, "warning: "),
-        (function(96), 1, "error: "),
-        ("async " + function(96), 1, "error: "),
-        ("@a\n" + function(95), 1, "error: "),
+        ("x = 1\n" * 400, 0, "0 warnings"),
+        ("x = 1\n" * 401, 0, "warning: "),
+        ("x = 1\n" * 500, 0, "warning: "),
+        ("x = 1\n" * 501, 1, "error: "),
+        (function(60), 0, "0 warnings"),
+        (function(61), 0, "warning: "),
+        (function(80), 0, "warning: "),
+        (function(81), 1, "error: "),
+        ("async " + function(81), 1, "error: "),
+        ("@a\n" + function(80), 1, "error: "),
     ],
 )
 def test_sizes(tmp_path: Path, source: str, status: int, word: str) -> None:
@@ -60,11 +60,7 @@ def test_elif_and_inner_functions_do_not_nest(tmp_path: Path) -> None:
     chain = "def f(x):\n    if x == 0:\n        pass\n" + "".join(
         f"    elif x == {i}:\n        pass\n" for i in range(1, 9)
     )
-    inner = (
-        "def f(x):\n    if x:\n        if x:\n            if x:\n                def g():\n   "
-        " "
-        "                if x:\n"
-    )
+    inner = "def f(x):\n    if x:\n        if x:\n            if x:\n                def g():\n                    if x:\n"
     inner += "                        if x:\n                            pass\n"
     assert "0 warnings" in sizes(tmp_path, chain)[1]
     assert "0 warnings" in sizes(tmp_path, inner)[1]
@@ -99,8 +95,7 @@ def test_budget_gives_no_stdin() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt its orphans")
 def test_what_outlives_the_command_is_killed_and_named() -> None:
-    # In a session of its own, and deaf to SIGTERM and SIGINT: what a process group's end would
-    # miss.
+    # In a session of its own, and deaf to SIGTERM and SIGINT: what a process group's end would miss.
     daemon = "trap '' TERM INT; sleep 999"
     done = budget(1, "sh", "-c", f'setsid sh -c "{daemon}" >/dev/null 2>&1 & echo $!')
     assert done.returncode == 0

@@ -15,7 +15,7 @@ from ratchet.config.loader import load_config
 from ratchet.config.schema import LoggingConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.renderer import Renderer
-from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.jsonl import read_jsonl
 from ratchet.environments.config import GSM8KConfig
 from ratchet.environments.datasets.gsm8k import GSM8K

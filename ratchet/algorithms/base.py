@@ -134,7 +134,7 @@ def no_adaptation(state: AlgoState, metrics: Mapping[str, float]) -> None:
 class Algorithm:
     """An algorithm, as the training loop reads it.
 
-    source: the kind of groups it learns from, one of `ratchet.training.build.SOURCES`.
+    source: the kind of groups it learns from, one of `ratchet.training.sources.SOURCES`.
     advantage: fills every column that is computed between the scoring passes and the update.
     fills: the columns among those that replace a scoring pass.
     adapt: may change `state.numbers` after a step, where "coef/<term>" replaces a term's `coef`.

@@ -6,16 +6,17 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from ratchet.cli.data import data
 from ratchet.cli.errors import end, prepare_streams, say
+from ratchet.cli.evaluation import evaluate
+from ratchet.cli.recorded import explain, replay, report, status, ui
 from ratchet.cli.runs import Json, runs
 from ratchet.errors import ConfigError
 from ratchet.utils import credentials, failpoints, object_store
-from ratchet.utils.safe_read import parse_json
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -70,7 +71,7 @@ def train(
     """Train by a recipe, or continue an interrupted run."""
     if profile is not None:  # before torch comes: its tracer would write progress notes of its own
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    from ratchet.training.session import resume_run, start_run
+    from ratchet.training.start import resume_run, start_run
 
     if (recipe is None) == (resume is None):
         raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
@@ -166,108 +167,7 @@ def plan(
     show_plan(config, cluster=cluster, probe_s=probe, directory=directory, as_json=json)
 
 
-@app.command(name="eval")
-def evaluate(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="A run, a checkpoint (RUN/checkpoints/step-...) or model directory, the address "
-            "of an API (http://host/v1), "
-            "or results of an evaluation."
-        ),
-    ],
-    keys: Annotated[list[str] | None, typer.Argument(help="Keys of --on: path=test.jsonl")] = None,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            help="An environment to evaluate on, such as gsm8k or my_pkg.maze:Maze; default: the "
-            "recipe's."
-        ),
-    ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="Whose environment to evaluate on; default: the run's own.")
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TARGET",
-            help="Another, evaluated alike: which of the two is better, prompt by prompt.",
-        ),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of a checkpoint of the run; default: its trained model."),
-    ] = None,
-    tasks: Annotated[
-        int | None, typer.Option(min=1, help="Held-out tasks; default: the recipe's.")
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=0, help="Sampled attempts a task, beside the greedy one.")
-    ] = 4,
-    greedy: Annotated[bool, typer.Option(help="One attempt a task at temperature 0.")] = True,
-    passing: Annotated[
-        float, typer.Option(help="Reward from which on a sampled attempt counts as passed.")
-    ] = 1.0,
-    temperature: Annotated[
-        float | None, typer.Option(help="Of the sampled attempts; default: the recipe's.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of one answer; default: the recipe's, or 2048.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampled attempts.")] = 0,
-    generator: Annotated[
-        str | None, typer.Option(help="engine, vllm or hf; default: the run's own.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Where results go; default: evals/, numbered, of the run or here."),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Of an API: the model's name there.")] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(help="Of an API: environment variable that holds the key.")
-    ] = None,
-    concurrency: Annotated[
-        int, typer.Option(min=1, help="Of an API: requests under way at once.")
-    ] = 16,
-    timeout_s: Annotated[
-        float, typer.Option(min=0.01, help="Of an API: seconds for one answer.")
-    ] = 600.0,
-    body: Annotated[
-        str, typer.Option(help="Of an API: further keys of a request, in JSON; null removes one.")
-    ] = "{}",
-) -> None:
-    """Evaluate a model on held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and whether
-    it beats another."""
-    from ratchet.commands.eval import Asked, Evaluation, evaluate_target
-
-    evaluation = Evaluation(
-        recipe=recipe,
-        on=on,
-        words=keys or [],
-        tasks=tasks,
-        samples=samples,
-        greedy=greedy,
-        passing=passing,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        generator=generator,
-        step=step,
-        asked=Asked(model, api_key_env, concurrency, timeout_s, _object(body)),
-    )
-    evaluate_target(target, evaluation, against=against, out=out)
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        found = parse_json(text)
-    except ValueError as error:
-        raise ConfigError(f"--body is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f'--body must be an object, such as {{"reasoning_effort": "low"}}, not {text:.80}'
-        )
-    return found
+app.command(name="eval")(evaluate)
 
 
 @app.command()
@@ -407,48 +307,8 @@ def convert(
     convert_places(source, target, to=to, config=config, verify=verify, say=say, adapter=merge_lora)
 
 
-Steps = Annotated[
-    list[int],
-    typer.Option("--step", min=1, help="As in metrics.jsonl; may be given several times."),
-]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or an address.")]
-
-
-@app.command()
-def replay(
-    run: Run,
-    step: Steps,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Beside it: what another algorithm or optimizer makes of the step.",
-        ),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Compute recorded steps again. Exit status 0 if they are bit-equal, 1 with the differences if
-    not."""
-    from ratchet.commands.replay.command import replay_steps
-    from ratchet.runs.resolve import replayable
-
-    raise typer.Exit(replay_steps(replayable(run, step), step, changes=changes or [], as_json=json))
-
-
-@app.command()
-def explain(
-    run: Run,
-    step: Annotated[int, typer.Option(min=1, help="As in metrics.jsonl.")],
-    role: Annotated[str, typer.Option(help="Whose weights: policy, or critic.")] = "policy",
-    top: Annotated[int, typer.Option(min=1, help="Groups and tokens that are shown.")] = 10,
-    json: Json = False,
-) -> None:
-    """Show which groups, tags and tokens of a recorded step moved the weights."""
-    from ratchet.commands.replay.explain import explain_step
-    from ratchet.runs.resolve import replayable
-
-    explain_step(replayable(run, [step]), step, role=role, top=top, as_json=json)
+app.command()(replay)
+app.command()(explain)
 
 
 @app.command()
@@ -485,54 +345,9 @@ def import_config(
     import_file(file, peer, out)
 
 
-@app.command()
-def report(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN...", help="Run directories or addresses; several are compared."
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="The file; default: report.html in the first run.")
-    ] = None,
-    rollouts: Annotated[
-        int,
-        typer.Option(min=0, help="Of each run, so many have their texts and tokens in the file."),
-    ] = 256,
-) -> None:
-    """Write the curves, rollouts, token and time breakdown and differences of runs as one HTML
-    file."""
-    from ratchet.commands.report import write_report
-
-    say(write_report(runs, out, rollouts=rollouts))
-
-
-@app.command()
-def ui(
-    directory: Annotated[
-        str, typer.Argument(help="A run, the directory that runs are in, or the address of a run.")
-    ] = "runs",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of this machine; 0: any that is free.")
-    ] = 8421,
-) -> None:
-    """Show runs in the browser while they train. Only this machine can connect; Ctrl-C ends it."""
-    from ratchet.commands.report.server import serve_forever
-    from ratchet.runs.resolve import record_of
-
-    serve_forever(record_of(directory), port, say=say)
-
-
-@app.command()
-def status(
-    run: Annotated[str, typer.Argument(help="The directory of a run that is under way.")],
-) -> None:
-    """Show which component of a running training waits for which, and since when."""
-    from ratchet.runs.live_status import status_of
-    from ratchet.runs.resolve import here
-
-    say(status_of(here(run)))
+app.command()(report)
+app.command()(ui)
+app.command()(status)
 
 
 @app.command()

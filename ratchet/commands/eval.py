@@ -41,7 +41,7 @@ from ratchet.rewards.config import EndpointConfig
 from ratchet.rewards.llm.http_client import Endpoint
 from ratchet.runs.resolve import model_of
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.build import (
+from ratchet.training.evaluators import (
     evaluation_sampling,
     held_out,
     make_evaluator,

@@ -24,7 +24,7 @@ from ratchet.config.resolve import construct
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
-from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.presets.lookup import PUBLISHED
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.sources.offline import Labelled, Pairs, Rows, Stepped, Writer

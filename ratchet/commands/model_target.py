@@ -13,7 +13,7 @@ from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
-from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import load_processor
 from ratchet.errors import ConfigError, RunDirectoryError
 from ratchet.executors.freeze import compiles, freeze, use_kernels

@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from ratchet.config.base import Section
 from ratchet.config.registry import DEFAULT_KIND, KINDS
 from ratchet.errors import ConfigError
-from ratchet.utils.terminal_text import shortened
+from ratchet.utils.terminal_text import encodable, shortened
 
 # Keys that a section has by its place, whatever its kind.
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -308,16 +308,14 @@ class Slot:
         if not isinstance(value, Mapping):
             kind = value if isinstance(value, str) else next(iter(KINDS[self.name]))
             # pydantic writes messages as UTF-8, which has no form for half a surrogate pair
-            name = kind.encode(errors="backslashreplace").decode()
-            example = f"{{kind: {name}}}"
+            example = f"{{kind: {encodable(kind)}}}"
             raise PydanticCustomError(
                 "no_section", "must be a section with its kind, as {example}", {"example": example}
             )
         try:
             return resolve(self.name, value)
         except ConfigError as error:
-            words = str(error).encode(errors="backslashreplace").decode()
-            reason = PydanticCustomError("kind", "{reason}", {"reason": words})
+            reason = PydanticCustomError("kind", "{reason}", {"reason": encodable(str(error))})
             raise ValidationError.from_exception_data(
                 self.name, [InitErrorDetails(type=reason, loc=("kind",), input=value.get("kind"))]
             ) from error

@@ -33,6 +33,7 @@ from ratchet.observe.config import (
 )
 from ratchet.observe.sinks import Metrics, Sink, histograms_of
 from ratchet.observe.write_files import replace_text
+from ratchet.utils.terminal_text import encodable
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +77,6 @@ def finite(metrics: Metrics) -> dict[str, float]:
     """Return the finite metrics, under names that every tracker can encode: data may bring half
     characters."""
     return {encodable(name): value for name, value in metrics.items() if value is not None}
-
-
-def encodable(name: str) -> str:
-    return name.encode(errors="backslashreplace").decode()
 
 
 def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:

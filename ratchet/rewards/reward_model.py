@@ -101,7 +101,7 @@ class RewardModel:
 
 def _load(config: RewardModelConfig) -> tuple[PolicyModel, ScalarHead, Renderer]:
     from ratchet.data.chat.renderer import Renderer
-    from ratchet.data.chat.tokenizer import load_tokenizer
+    from ratchet.data.chat.tokenizer_loading import load_tokenizer
     from ratchet.models.load import find_model, load_policy
     from ratchet.models.scalar_head import load_head
 

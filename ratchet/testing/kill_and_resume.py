@@ -25,7 +25,7 @@ from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.testing.forks import Forks
-from ratchet.training.session import resume_run, start_run
+from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints
 
 KILLED = -9

@@ -14,12 +14,7 @@ from typing import Any
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.experience import RolloutsConfig
 from ratchet.config.resolve import resolve
-from ratchet.data.chat.renderer import Renderer
-from ratchet.errors import ConfigError, DataError, MissingDependency
 from ratchet.evals.early_stopping import Patience
-from ratchet.evals.evaluator import Evaluator
-from ratchet.evals.pair_evaluator import PairEvaluator
-from ratchet.evals.score_evaluator import ScoreEvaluator
 from ratchet.experience.async_rollouts.concurrency import Concurrency
 from ratchet.experience.async_rollouts.prefetch import Prefetch, teaches
 from ratchet.experience.async_rollouts.resumable_generator import Interruptible
@@ -27,30 +22,27 @@ from ratchet.experience.async_rollouts.staleness_scheduler import GenerateSchedu
 from ratchet.experience.async_rollouts.tail_batching import Cuttable, TailBatching
 from ratchet.experience.checks.logprob_parity import Ends, ParityGate
 from ratchet.experience.checks.reward_hacking import Probes
-from ratchet.experience.openai_proxy.agents import Agent
-from ratchet.experience.rollout.episode import Player
-from ratchet.experience.rollout.manager import Plays, PlaysGroups, RolloutManager
+from ratchet.experience.rollout.manager import PlaysGroups
 from ratchet.experience.rollout.remote_manager import Elsewhere
 from ratchet.experience.seeds import seed_for
 from ratchet.experience.sources.batcher import Batcher
-from ratchet.experience.sources.curriculum import Curriculum
-from ratchet.experience.sources.offline import Labelled, Pairs, Rows, Stepped, Writer
 from ratchet.experience.sources.prompt_ledger import Ledger
 from ratchet.experience.sources.replay_buffer import Replay
-from ratchet.experience.sources.rollouts import Rollouts, StreamSource
-from ratchet.experience.sources.tasks import TaskStream
+from ratchet.experience.sources.rollouts import Rollouts
 from ratchet.generators.workers.pool import Router
-from ratchet.learners.compute.token_outputs import SCALARS
 from ratchet.models.lora.decoder import Adapter, size_of
 from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
-from ratchet.protocols import Generator, Learner, Link, Measures, OffersTools, Reward, Source
+from ratchet.protocols import Learner, Link, Measures, Source
 from ratchet.training.colocation import take_turns
+from ratchet.training.evaluators import make_stage_evaluator
 from ratchet.training.generator_workers import link_of
+from ratchet.training.managers import make_manager
 from ratchet.training.roles import check_routers, longest_row, make_roles
 from ratchet.training.run import Run
+from ratchet.training.sources import SOURCES
 from ratchet.training.stage import Arena, Plan, Policy
-from ratchet.types import Group, Sampling, Task
+from ratchet.types import Group
 from ratchet.weight_sync.factory import Between
 
 
@@ -104,7 +96,7 @@ def make_run(
         scheduled = _schedule(source, wrapped, arena, plan, is_informative, last_step=last_step)
     ends = Ends.create(roles["policy"], policy.generator, link, policy.tokenizer)
     environment = arena.environment
-    evaluator = _make_evaluator(policy, arena, algorithm, plan, roles["policy"])
+    evaluator = make_stage_evaluator(policy, arena, algorithm, plan, roles["policy"])
     probes = _make_probes(policy, arena, plan)
     return Run(
         name=plan.name,
@@ -256,89 +248,6 @@ def _count_trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, f
     }
 
 
-def make_manager(
-    policy: Policy,
-    arena: Arena,
-    reward: Reward | None,
-    rollouts: RolloutsConfig,
-    *,
-    max_context: int | None = None,
-    needs_reward: bool = True,
-) -> RolloutManager:
-    """Return the manager of the stage's attempts.
-
-    Args:
-        policy: Generates.
-        arena: The environment.
-        reward: Judges attempts; None leaves that to the environment.
-        rollouts: Limits and retries.
-        max_context: Maximum tokens of an attempt; None takes what the policy can read.
-        needs_reward: The algorithm reads rewards.
-
-    Raises:
-        ConfigError: The environment offers tools, and the policy's tool-call format is unknown.
-    """
-    player = player_of(
-        policy.generator,
-        policy.renderer,
-        arena.agent,
-        rollouts,
-        max_context or policy.model.max_positions,
-    )
-    return manager_of(player, policy.renderer, arena, reward, rollouts, needs_reward=needs_reward)
-
-
-def manager_of(
-    player: Plays,
-    renderer: Renderer,
-    arena: Arena,
-    reward: Reward | None,
-    rollouts: RolloutsConfig,
-    *,
-    needs_reward: bool,
-) -> RolloutManager:
-    """Like `make_manager`, for an existing player."""
-    if isinstance(arena.environment, OffersTools):
-        _ = renderer.tool_format
-    return RolloutManager(
-        player,
-        arena.copies(),
-        reward,
-        needs_reward=needs_reward,
-        judge_timeout_s=rollouts.attempt_timeout_s,
-        retries=rollouts.retries,
-    )
-
-
-def player_of(
-    generator: Generator,
-    renderer: Renderer,
-    agent: Agent | None,
-    rollouts: RolloutsConfig,
-    max_context: int,
-) -> Plays:
-    """Return the player of attempts: the policy itself, or an agent that calls it.
-
-    Raises:
-        MissingDependency: An agent needs a web server that is not installed.
-    """
-    limits: dict[str, Any] = {
-        "max_context": max_context,
-        "max_turns": rollouts.max_turns,
-        "timeout_s": rollouts.attempt_timeout_s,
-    }
-    if agent is None:
-        return Player(generator, renderer, **limits)
-    try:
-        # It is imported here because it needs a web server.
-        from ratchet.experience.openai_proxy.player import AgentPlayer
-    except ModuleNotFoundError as missing:
-        raise MissingDependency(
-            str(missing.name), extra="proxy", needed_for="a stage with an agent"
-        ) from missing
-    return AgentPlayer(agent, generator, renderer, **limits)
-
-
 def _make_probes(policy: Policy, arena: Arena, plan: Plan) -> Probes | None:
     if arena.second is None and arena.canaries is None:
         return None
@@ -352,169 +261,3 @@ def _make_probes(policy: Policy, arena: Arena, plan: Plan) -> Probes | None:
             itertools.islice(arena.canaries.tasks("test", seed=plan.seed), probes.sample)
         )
     return probes
-
-
-def held_out(arena: Arena, plan: Plan) -> list[Task]:
-    """Return the tasks that the stage is evaluated on."""
-    count = plan.evaluation.tasks
-    return (
-        list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), count))
-        if count
-        else []
-    )
-
-
-def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None:
-    """Return the evaluator of the policy's answers, or None without held-out tasks."""
-    settings = plan.evaluation
-    tasks = held_out(arena, plan)
-    if not tasks:
-        return None
-    manager = make_manager(policy, arena, arena.yardstick or arena.reward, plan.rollouts)
-    return Evaluator(
-        manager,
-        tasks,
-        evaluation_sampling(plan),
-        samples=settings.samples,
-        greedy=settings.greedy,
-        passing=settings.passing,
-    )
-
-
-def evaluation_sampling(plan: Plan) -> Sampling:
-    """Return the sampling parameters of the sampled evaluation attempts."""
-    settings = plan.evaluation
-    return replace(
-        plan.sampling,
-        temperature=plan.sampling.temperature
-        if settings.temperature is None
-        else settings.temperature,
-        max_new_tokens=settings.max_new_tokens or plan.sampling.max_new_tokens,
-        seed=seed_for(plan.seed, "evaluation"),
-    )
-
-
-def make_pair_evaluator(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
-) -> PairEvaluator | None:
-    """Return the evaluator for answers without rewards, which compares the two answers of each
-    pair.
-
-    Raises:
-        ConfigError: The environment has no pairs.
-    """
-    tasks = held_out(arena, plan)
-    if not tasks:
-        return None
-    pairs = _pairs(policy, arena, algorithm, plan)
-    try:
-        pairs.pair(tasks[0])
-    except DataError as error:
-        raise ConfigError(
-            f"evaluation compares pairs of held-out answers, and there are none ({error}). Set "
-            "evaluation.tasks=0"
-        ) from error
-    return PairEvaluator(learner, pairs, tasks)
-
-
-def make_score_evaluator(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
-) -> ScoreEvaluator | None:
-    """Return the evaluator of a model that is trained to score: its loss on held-out rows."""
-    tasks = held_out(arena, plan)
-    if not tasks:
-        return None
-    source = SOURCES[algorithm.source](
-        policy, arena, algorithm, plan, make_manager(policy, arena, None, plan.rollouts)
-    )
-    return ScoreEvaluator(learner, source, tasks, algorithm)
-
-
-def _make_evaluator(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
-) -> Evaluator | PairEvaluator | ScoreEvaluator | None:
-    arena = arena.evaluation or arena
-    if SCALARS & algorithm.required_outputs("policy"):
-        return make_score_evaluator(policy, arena, algorithm, plan, learner)
-    if not arena.judges:
-        return make_pair_evaluator(policy, arena, algorithm, plan, learner)
-    return make_evaluator(policy, arena, plan)
-
-
-def _make_stream(arena: Arena, plan: Plan) -> TaskStream:
-    """Return the tasks of a stage, in the stage's own order.
-
-    Which examples `examples` selects depends on the run's seed alone, so it is the same in every
-    stage.
-    """
-    order = seed_for(plan.seed, plan.name, "tasks")
-    limits: dict[str, Any] = {"seed": order, "examples": plan.examples, "pool_seed": plan.seed}
-    if plan.curriculum is None:
-        return TaskStream(arena.environment, **limits)
-    return Curriculum(arena.environment, plan.curriculum, per_step=plan.batch_size, **limits)
-
-
-def _make_writer(policy: Policy, algorithm: Algorithm) -> Writer:
-    return Writer(
-        policy.renderer, max_context=policy.model.max_positions, temperature=algorithm.temperature
-    )
-
-
-def _rows(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
-) -> StreamSource:
-    return Rows(
-        _make_stream(arena, plan), plan.name, _make_writer(policy, algorithm), train=algorithm.turns
-    )
-
-
-def _pairs(
-    policy: Policy,
-    arena: Arena,
-    algorithm: Algorithm,
-    plan: Plan,
-    manager: PlaysGroups | None = None,
-) -> Pairs:
-    return Pairs(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
-
-
-def _labelled(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
-) -> StreamSource:
-    return Labelled(
-        _make_stream(arena, plan),
-        plan.name,
-        _make_writer(policy, algorithm),
-        reference_rows=algorithm.reference_rows,
-    )
-
-
-def _steps(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
-) -> StreamSource:
-    return Stepped(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
-
-
-def _rollouts(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
-) -> StreamSource:
-    return Rollouts(
-        _make_stream(arena, plan),
-        plan.name,
-        manager,
-        sampling=replace(plan.sampling, routes=algorithm.replays),
-        seed=seed_for(plan.seed, plan.name, "rollouts"),
-        group_size=algorithm.group_size,
-        greedy_baseline=algorithm.greedy_baseline,
-        redundant_attempts=plan.rollouts.redundant_attempts,
-        redundant_groups=plan.rollouts.redundant_groups,
-    )
-
-
-SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan, PlaysGroups], StreamSource]] = {
-    "rows": _rows,
-    "pairs": _pairs,
-    "labelled": _labelled,
-    "steps": _steps,
-    "rollouts": _rollouts,
-}

@@ -13,7 +13,8 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import construct, imported
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
 from ratchet.data.chat.chat_templates import print_date
-from ratchet.data.chat.tokenizer import Tokenizer, load_tokenizer
+from ratchet.data.chat.tokenizer import Tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.config import AutoTokenizerConfig
 from ratchet.data.processor import Processor, load_processor
 from ratchet.errors import ConfigError

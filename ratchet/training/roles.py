@@ -10,7 +10,8 @@ from ratchet.algorithms.base import Algorithm, Role
 from ratchet.config.base import Section
 from ratchet.config.resolve import construct, with_kind
 from ratchet.config.schema import OptimizerConfig
-from ratchet.data.chat.tokenizer import Tokenizer, load_tokenizer
+from ratchet.data.chat.tokenizer import Tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import Processor, load_processor
 from ratchet.errors import ConfigError, ModelError
 from ratchet.learners.compute.token_outputs import SCALARS

@@ -13,9 +13,9 @@ from ratchet.experience.rollout.columns import Shipped
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.protocols import Generator
-from ratchet.training.build import manager_of, player_of
 from ratchet.training.from_config import build_reward
 from ratchet.training.generator_workers import Seat, make_generator
+from ratchet.training.managers import manager_of, player_of
 from ratchet.training.stage import Arena, Played
 from ratchet.types import Sampling, Task
 from ratchet.weight_sync.endpoints import Intake
@@ -34,8 +34,8 @@ class GroupRank(GeneratorRank):
 
         Args:
             stage: The stage's environment, rewards and rollout limits.
-            max_context: See `ratchet.training.build.make_manager`.
-            needs_reward: See `ratchet.training.build.make_manager`.
+            max_context: See `ratchet.training.managers.make_manager`.
+            needs_reward: See `ratchet.training.managers.make_manager`.
         """
         await self.leave()
         print_date(stage.date)

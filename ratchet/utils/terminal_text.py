@@ -20,6 +20,11 @@ def visible(text: str) -> str:
     return text if text.isascii() and text.isprintable() else text.translate(_CODES)
 
 
+def encodable(text: str) -> str:
+    """Return `text` with halves of surrogate pairs, which UTF-8 can't hold, as their codes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def shortened(text: str, limit: int) -> str:
     """Return `text` cut to `limit` characters, with a mark where something is left out."""
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."

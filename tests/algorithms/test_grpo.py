@@ -23,12 +23,8 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.algorithms.config.advantages import GroupRelative
-from ratchet.algorithms.config.policy_gradient import (
-    DAPOConfig,
-    DrGRPOConfig,
-    GRPOConfig,
-    PolicyGradientConfig,
-)
+from ratchet.algorithms.config.named_policy_gradients import DAPOConfig, DrGRPOConfig, GRPOConfig
+from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import PPO
 from ratchet.algorithms.policy_gradient import build
 from ratchet.batch import Batch

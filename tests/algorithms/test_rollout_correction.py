@@ -21,7 +21,7 @@ from oracles.ragged import Row, Span, flat
 from torch import Tensor
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config.policy_gradient import GRPOConfig
+from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.config.policy_losses import CorrectionConfig
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce

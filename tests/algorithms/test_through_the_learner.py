@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.algorithms.config.advantages import GroupRelative
-from ratchet.algorithms.config.policy_gradient import GRPOConfig
+from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.config.policy_losses import PPO
 from ratchet.algorithms.config.sft import SFTConfig
 from ratchet.algorithms.policy_gradient import build

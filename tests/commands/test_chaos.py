@@ -12,7 +12,7 @@ import yaml
 
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.testing.kill_and_resume import Chaos, Trial, chaos, differences, spread
-from ratchet.training.session import resume_run
+from ratchet.training.start import resume_run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.py"
 

@@ -10,7 +10,7 @@ from models.lora.test_decoder import LENGTHS, SHAPE, TOKENS, adapted, logits
 
 from ratchet.commands.convert.formats import FORMS
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
-from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy

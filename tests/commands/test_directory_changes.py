@@ -15,7 +15,7 @@ import yaml
 from ratchet.errors import RunDirectoryError
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.session import resume_run, start_run
+from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints
 
 RECIPE = {

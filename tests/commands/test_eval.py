@@ -20,7 +20,7 @@ from ratchet.config.yaml_tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError
 from ratchet.evals.results import Results
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 RECIPE: dict[str, Any] = {
     "threads": 1,

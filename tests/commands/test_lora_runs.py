@@ -15,7 +15,7 @@ from ratchet.checkpoint.serialization import load_state
 from ratchet.models.load import load_policy
 from ratchet.models.lora.decoder import merged, of_adapter
 from ratchet.models.lora.files import load_adapter
-from ratchet.training.session import resume_run, start_run
+from ratchet.training.start import resume_run, start_run
 
 pytestmark = pytest.mark.needs("peft")
 QUIET = ["logging.progress=off", "logging.tensorboard=false"]

@@ -21,7 +21,8 @@ from ratchet.errors import CheckpointError, ConfigError, ModelError, RunDirector
 from ratchet.models.load import load_policy
 from ratchet.runs.remote_run import MirroredRun
 from ratchet.runs.remote_sync import work_copy
-from ratchet.training.session import NOT_MIRRORED, resume_run, start_run
+from ratchet.training.session import NOT_MIRRORED
+from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints as faults
 from ratchet.utils import object_store
 from ratchet.utils.object_store import put_directory

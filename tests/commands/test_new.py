@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ratchet.cli.main import app, main
 from ratchet.commands.new import KINDS, scaffold
 from ratchet.errors import ConfigError
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 SHORT = [
     f"stages.{stage}.{key}"

@@ -10,7 +10,7 @@ from ratchet.commands.replay.engine import Recorded, Replay
 from ratchet.errors import DataError
 from ratchet.observe.records.reader import Record
 from ratchet.testing.tiny_vlm import write_tiny_vlm
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 RECIPE = {
     "name": "pictures",

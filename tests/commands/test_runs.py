@@ -12,7 +12,7 @@ from ratchet.cli.main import app
 from ratchet.commands.runs import describe_run, prune_runs, runs_in
 from ratchet.errors import RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 RECIPE = """
 threads: 1

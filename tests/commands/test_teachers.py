@@ -12,7 +12,7 @@ from ratchet.errors import ConfigError
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 ALPHABET = "0123456789=+"
 

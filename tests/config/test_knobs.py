@@ -33,7 +33,7 @@ from ratchet.models.decoder import Decoder
 from ratchet.sandbox import Isolation
 from ratchet.training.from_config import build_arena, build_policy, build_run
 from ratchet.training.loop import train
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 from ratchet.types import Owner, Sampling
 from ratchet.utils.thread_pool import Crew
 

@@ -11,7 +11,7 @@ from pictures import FAMILIES, asked, model_directory, picture, processor, rende
 
 from ratchet.config.media_limits import MediaConfig
 from ratchet.data.chat.renderer import Renderer
-from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import load_processor
 from ratchet.errors import DataError, ModelError
 from ratchet.types import Message, Part

@@ -18,7 +18,7 @@ from ratchet.environments.mixture import place
 from ratchet.errors import ConfigError, DataError
 from ratchet.rewards.weighted_sum import composed
 from ratchet.testing import check_environment
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 from ratchet.types import Message
 
 PARTS = [

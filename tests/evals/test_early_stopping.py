@@ -15,7 +15,7 @@ from ratchet.errors import ConfigError
 from ratchet.evals.early_stopping import Patience, signed
 from ratchet.evals.results import Results
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.training.session import resume_run, start_run
+from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints
 
 RECIPE: dict[str, Any] = {

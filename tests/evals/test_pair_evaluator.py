@@ -21,7 +21,7 @@ from ratchet.evals.pair_evaluator import PairEvaluator
 from ratchet.evals.score_evaluator import ScoreEvaluator, correlation
 from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.run import Run
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 ENVIRONMENT = {"kind": "sorting", "digits": 3}
 

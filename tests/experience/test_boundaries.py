@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config.policy_gradient import GRPOConfig
+from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError

@@ -10,7 +10,7 @@ import pytest
 from experience.test_boundaries import EOS, SAMPLING, Digits
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config.policy_gradient import GRPOConfig
+from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.data.packing import pack
 from ratchet.errors import TrainingError

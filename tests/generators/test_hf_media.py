@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from ratchet.data.chat.renderer import Renderer
-from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.formats.media import embed
 from ratchet.data.packing import pack
 from ratchet.data.processor import load_processor

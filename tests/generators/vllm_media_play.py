@@ -13,7 +13,7 @@ from direct_link import DirectLink
 from PIL import Image
 
 from ratchet.data.chat.renderer import Renderer
-from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.formats.media import embed
 from ratchet.data.processor import load_processor
 from ratchet.executors import env_vars

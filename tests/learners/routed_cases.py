@@ -6,7 +6,8 @@ import torch
 from learners.spread_cases import SHAPE, SPARSE, groups, made, micros_of
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config.policy_gradient import GRPOConfig, RouterConfig
+from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
+from ratchet.algorithms.config.policy_gradient import RouterConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.batch import ROUTES
 from ratchet.data.packing import pack

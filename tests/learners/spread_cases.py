@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config.policy_gradient import PPOConfig
+from ratchet.algorithms.config.named_policy_gradients import PPOConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack

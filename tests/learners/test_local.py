@@ -7,7 +7,7 @@ from torch import nn
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Term
 from ratchet.algorithms.config.advantages import GroupRelative
-from ratchet.algorithms.config.policy_gradient import GRPOConfig
+from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.config.policy_losses import KLConfig
 from ratchet.algorithms.config.sft import SFTConfig
 from ratchet.algorithms.loss_aggregation import token_mean

@@ -7,7 +7,7 @@ import pytest
 import torch
 from learners.test_local import ALGORITHMS, VOCAB, groups, prepared
 
-from ratchet.algorithms.config.policy_gradient import PPOConfig
+from ratchet.algorithms.config.named_policy_gradients import PPOConfig
 from ratchet.algorithms.config.policy_losses import KLConfig
 from ratchet.algorithms.config.preference import DPOConfig
 from ratchet.algorithms.policy_gradient import build

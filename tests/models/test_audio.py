@@ -15,7 +15,7 @@ from learners.picture_cases import local
 from ratchet.batch import Batch
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.renderer import Renderer
-from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.packing import pack
 from ratchet.data.processor import load_processor
 from ratchet.generators.config import HFConfig

@@ -29,7 +29,7 @@ from ratchet.observe.metrics import StepMetrics
 from ratchet.observe.reducers import Histogram
 from ratchet.observe.sinks import Metrics, read_jsonl
 from ratchet.observe.trackers import PrometheusSink, Tracked, finite, flat, run_id, track
-from ratchet.training.session import resume_run, start_run
+from ratchet.training.start import resume_run, start_run
 
 NAME = "rollout/length_histogram"
 LENGTHS = Histogram(

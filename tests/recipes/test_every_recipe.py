@@ -18,7 +18,7 @@ from ratchet.config.schema import StageConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 from ratchet.types import Owner
 
 ROOT = Path(__file__).resolve().parents[2]

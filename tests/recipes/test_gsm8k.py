@@ -9,7 +9,7 @@ from ratchet.config.loader import load_config
 from ratchet.data.chat.builtin_tokenizers import byte_bpe_tokenizer
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 
 @pytest.fixture

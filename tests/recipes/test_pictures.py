@@ -13,12 +13,12 @@ from pictures import model_directory
 from safetensors.torch import load_file, save_file
 
 from ratchet.config.media_limits import PROCESSOR_FILES
-from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import ConfigError, DataError
 from ratchet.models.load import init_policy
 from ratchet.models.presets import preset
 from ratchet.models.transformers.multimodal_policy import VisionPolicy
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 from ratchet.types import Owner
 
 STEPS, BATCH = 2, 3

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ratchet.config.loader import load_config
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 HH, GSM8K = "hh_rlhf/harmless-base.test.1200.jsonl", "gsm8k/train.jsonl"
 RECIPES = {"sft_gsm8k": GSM8K, "dpo_hh": HH, "reward_model_hh": HH}

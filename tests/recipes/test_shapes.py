@@ -8,7 +8,7 @@ import pytest
 from ratchet.commands.eval import Evaluation, evaluate_target
 from ratchet.evals.results import Results
 from ratchet.testing.tiny_vlm import SHAPES, write_tiny_vlm
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("PIL")]
 KEYS = ("questions=[colour,shape]", "things=[1,2]")  # as in the recipe

@@ -19,7 +19,7 @@ from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.protocols import Step
 from ratchet.testing import answered, check_reward
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 from ratchet.types import Cancelled, Failed, Message, Sampling, Scored, Task, Truncated
 
 TASK = Task("t/0", (Message("user", "31="),), answer="13")

@@ -15,7 +15,7 @@ from ratchet.observe.sinks import read_jsonl
 from ratchet.observe.tracing.spans import Activity
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.training.metering import Meter
-from ratchet.training.session import resume_run, start_run
+from ratchet.training.start import resume_run, start_run
 
 WORK = Cost(preset("tiny", vocab_size=10)).work
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from ratchet.errors import RunDirectoryError
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.testing.forks import Forks
-from ratchet.training.session import resume_run
+from ratchet.training.start import resume_run
 
 RECIPE = {
     "name": "probe",

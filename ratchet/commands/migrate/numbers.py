@@ -13,8 +13,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ratchet.commands.migrate.opaque_value import Unseen
-
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 # Hydra's grammar of a value on the command line (hydra.cc/docs/advanced/override_grammar): digits
@@ -31,6 +29,26 @@ WORDS = {"true": True, "false": False, "null": None}
 YES = {"true", "yes", "t", "y", "1"}  # as transformers' HfArgumentParser reads text for a flag
 NO = {"false", "no", "f", "n", "0"}
 LONGEST = 400  # characters of a number as text
+
+
+class Looked(Exception):
+    """A conversion did something with a hidden value."""
+
+
+def _raise(*_arguments: Any, **_named: Any) -> Any:
+    raise Looked
+
+
+USES = (
+    "bool str repr format hash eq ne lt le gt ge len iter contains getitem call int float index "
+    "complex round trunc floor ceil"
+    " add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod pow rpow neg "
+    "pos abs getattr"
+)
+# Only `is` and being handed on go unseen: a value handed on is found in what comes out.
+Unseen: type = type(
+    "Unseen", (), {f"__{use}__": _raise for use in USES.split()} | {"__class__": property(_raise)}
+)
 
 
 class Misread(ValueError):

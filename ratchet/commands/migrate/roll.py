@@ -9,6 +9,7 @@ from typing import Any
 from ratchet.commands.migrate import roll_values as to
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate.table import (
+    Convert,
     Method,
     Peer,
     Row,
@@ -29,12 +30,27 @@ COUNTED = (
     "optimizer steps a batch has"
 )
 ROWS_COUNTED = "rows over all data ranks here, of one of them there"
+CUT = "there the learner's probabilities are not cut alike"
+LENGTHS = ("sequence_length", "prompt_length", "response_length")
 EVERY = "greedy accuracy on evaluation.tasks held-out tasks"
 
 
 def _train(role: str) -> tuple[Row, ...]:
     """Return the rows of the role that trains."""
-    args, model = f"{role}.training_args", f"{role}.model_args"
+    return (*_optimizer(role), *_model_and_engine(role))
+
+
+def _batch_rows(role: str, ours: str, note: str, how: Convert) -> tuple[Row, ...]:
+    """Return the rows of the two keys whose product is the batch of a rank."""
+    defaults = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    return tuple(
+        Row(f"{role}.training_args.{key}", ours, note, how, default=default)
+        for key, default in defaults.items()
+    )
+
+
+def _optimizer(role: str) -> tuple[Row, ...]:
+    args = f"{role}.training_args"
     return (
         Row(f"{args}.learning_rate", "optimizer.lr", how=number, default=5e-5),
         Row(
@@ -67,6 +83,12 @@ def _train(role: str) -> tuple[Row, ...]:
         Row(f"{args}.warmup_steps", "optimizer.warmup_steps", how=whole),
         Row(f"{args}.warmup_ratio", note="optimizer.warmup_steps counts steps: set it"),
         Row(f"{args}.num_train_epochs", note=shared.EPOCHS),
+    )
+
+
+def _model_and_engine(role: str) -> tuple[Row, ...]:
+    args, model = f"{role}.training_args", f"{role}.model_args"
+    return (
         Row(f"{model}.model_name_or_path", "model.path"),
         Row(
             f"{model}.disable_gradient_checkpointing",
@@ -196,20 +218,7 @@ RLVR = (
     Row("adv_estimator", "algorithm.kind", how=to.estimator, default="gae"),
     Row("rollout_batch_size", "batch_size", how=whole, default=128),
     Row("num_return_sequences_in_group", "algorithm.group_size", how=whole, default=1),
-    Row(
-        "actor_train.training_args.per_device_train_batch_size",
-        "algorithm.minibatches",
-        COUNTED,
-        to.minibatches,
-        default=8,
-    ),
-    Row(
-        "actor_train.training_args.gradient_accumulation_steps",
-        "algorithm.minibatches",
-        COUNTED,
-        to.minibatches,
-        default=1,
-    ),
+    *_batch_rows("actor_train", "algorithm.minibatches", COUNTED, to.minibatches),
     Row("ppo_epochs", "algorithm.epochs", how=whole),
     Row("response_length", within="actor_infer.generating_args.max_new_tokens"),
     Row(
@@ -220,23 +229,18 @@ RLVR = (
     ),
     Row("sequence_length", within="actor_infer.generating_args.max_new_tokens"),
     Row("prompt_length", within="actor_infer.generating_args.max_new_tokens", default=1024),
-    Row(
-        "actor_infer.generating_args.temperature",
-        "sampling.temperature",
-        how=real,
-        default=0.95,
-    ),
+    Row("actor_infer.generating_args.temperature", "sampling.temperature", how=real, default=0.95),
     Row(
         "actor_infer.generating_args.top_p",
         "sampling.top_p",
-        "there the learner's probabilities are not cut alike",
+        CUT,
         number,
         default=0.7,
     ),
     Row(
         "actor_infer.generating_args.top_k",
         "sampling.top_k",
-        "there the learner's probabilities are not cut alike",
+        CUT,
         at_least_0,
         default=50,
     ),
@@ -424,27 +428,9 @@ RLVR = (
 
 def _given(role: str) -> tuple[Row, ...]:
     return (
-        Row(
-            f"{role}.training_args.per_device_train_batch_size",
-            "batch_size",
-            ROWS_COUNTED,
-            to.rows(role),
-            default=8,
-        ),
-        Row(
-            f"{role}.training_args.gradient_accumulation_steps",
-            "batch_size",
-            ROWS_COUNTED,
-            to.rows(role),
-            default=1,
-        ),
+        *_batch_rows(role, "batch_size", ROWS_COUNTED, to.rows(role)),
         Row(f"{role}.data_args.file_name", "environment.train", how=shared.rows),
-        *nothing(
-            "a row is never cut: the model's context is the bound",
-            "sequence_length",
-            "prompt_length",
-            "response_length",
-        ),
+        *nothing("a row is never cut: the model's context is the bound", *LENGTHS),
         *_train(role),
         *COMMON,
     )

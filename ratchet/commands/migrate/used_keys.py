@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ratchet.commands.migrate.opaque_value import Looked, Unseen
+from ratchet.commands.migrate.numbers import Looked, Unseen
 from ratchet.commands.migrate.table import Config, Convert, Sets
 
 

@@ -18,6 +18,7 @@ from ratchet.errors import RunDirectoryError
 from ratchet.experience.sources.prompt_ledger import Event
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.safe_read import open_file, read_json
+from ratchet.utils.terminal_text import encodable
 
 MOST_ALARMS = 100  # of a run, that the page shows
 DEPTH = 2  # directories below the one that is looked at
@@ -152,7 +153,7 @@ def find_runs(root: Path) -> list[RunReader]:
         below = [child for path in paths for child in _directories(path, seen)]
         runs += [path for path in below if _is_run(path)]
         paths = [path for path in below if path not in runs]
-    return [RunReader(path, _encodable(path.relative_to(root).as_posix())) for path in runs]
+    return [RunReader(path, encodable(path.relative_to(root).as_posix())) for path in runs]
 
 
 def _is_run(path: Path) -> bool:
@@ -179,11 +180,6 @@ def _directories(path: Path, seen: set[Path]) -> list[Path]:
             seen.add(target)
             directories.append(child)
     return directories
-
-
-def _encodable(name: str) -> str:
-    """Return a name that a page can ask for: file names need not be UTF-8."""
-    return name.encode(errors="backslashreplace").decode()
 
 
 def named(paths: Sequence[Path]) -> list[RunReader]:

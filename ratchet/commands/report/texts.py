@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import construct, resolve
-from ratchet.data.chat.tokenizer import Tokenizer, load_tokenizer
+from ratchet.data.chat.tokenizer import Tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import RatchetError
 from ratchet.runs.run_dir import RunDirectory
 

@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as Backend
 
 from ratchet.data.chat.chat_templates import BUILTIN
-from ratchet.data.chat.tokenizer import Tokenizer, load_tokenizer
+from ratchet.data.chat.tokenizer import Tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.config import (
     PRINTABLE,
     AutoTokenizerConfig,

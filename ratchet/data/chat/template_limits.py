@@ -56,25 +56,12 @@ SHALLOW = frozenset(
         *("reverse", "default", "d", "attr", "batch", "slice", "safe"),
     )
 )
+# Tests of Jinja that compare values, and so may go through all of them.
 COMPARING = frozenset(
-    [
-        "in",
-        "eq",
-        "equalto",
-        "==",
-        "ne",
-        "!=",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "<",
-        "<=",
-        ">",
-        ">=",
-        "lessthan",
-        "greaterthan",
-    ]
+    (
+        *("in", "eq", "equalto", "==", "ne", "!=", "lt", "le"),
+        *("gt", "ge", "<", "<=", ">", ">=", "lessthan", "greaterthan"),
+    )
 )
 # Filters and methods of texts whose result is as many times longer as an argument says, or as an
 # argument is long.
@@ -433,24 +420,7 @@ def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _metered_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A test that is counted where it goes through its values."""
-    if name not in (
-        "in",
-        "eq",
-        "equalto",
-        "==",
-        "ne",
-        "!=",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "<",
-        "<=",
-        ">",
-        ">=",
-        "lessthan",
-        "greaterthan",
-    ):
+    if name not in COMPARING:
         return function
 
     @pass_context

@@ -148,7 +148,7 @@ def embedder(name: str) -> Embed:
 def _of_model(directory: str) -> Embed:
     import torch
 
-    from ratchet.data.chat.tokenizer import load_tokenizer
+    from ratchet.data.chat.tokenizer_loading import load_tokenizer
     from ratchet.models.load import find_model, load_policy
 
     found = find_model(directory)

@@ -15,7 +15,8 @@ from ratchet.generators.async_engine import Front
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.batch_invariance import stable_rows
 from ratchet.generators.engine.kv_cache import default_budget
-from ratchet.generators.engine.scheduler import GIB, Limits, Scheduler
+from ratchet.generators.engine.limits import Limits
+from ratchet.generators.engine.scheduler import GIB, Scheduler
 from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.files import load_adapter

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice
 
 import numpy as np
@@ -23,6 +22,7 @@ from ratchet.generators.engine.attention import DecodeAttention, PrefillAttentio
 from ratchet.generators.engine.compiled_decode import CompiledDecoder
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.generators.engine.layout import ceil_to, counting, spans
+from ratchet.generators.engine.limits import Limits
 from ratchet.generators.engine.multi_lora import Bank
 from ratchet.generators.engine.running_requests import Active, Slots
 from ratchet.generators.engine.sampling import draw, uniforms
@@ -34,16 +34,6 @@ from ratchet.types import StopReason
 
 GIB = 2**30
 Ended = Mapping[int, StopReason | RequestFailed]  # by slot
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The bounds of a scheduler."""
-
-    max_running: int  # requests with a slot
-    kv_bytes: int  # size of the KV cache
-    prefill_tokens: int  # tokens of one forward, unless a single prompt is longer
-    row_multiple: int  # see `engine.batch_invariance`
 
 
 class Scheduler:
@@ -360,16 +350,13 @@ class Scheduler:
         """
         if (layers := self.compiled.layers()) is None:
             return self._decode_with_torch(active, longest)
-        plain = torch.arange(active.count)
+        count = active.count
+        plain = torch.arange(count)
         if not self._with_adapter:
             hidden = self.compiled(
-                layers,
-                active.feed[: active.count],
-                active.positions[: active.count],
-                plain,
-                self.cache,
+                layers, active.feed[:count], active.positions[:count], plain, self.cache
             )
-            padding = len(active.feed) - active.count
+            padding = len(active.feed) - count
             return F.pad(hidden, (0, 0, 0, padding)) if padding else hidden
         hidden = self._decode_with_torch(active, longest)
         plain = plain[[request.sampling.adapter is None for request in self.running]]
@@ -414,11 +401,10 @@ class Scheduler:
         )
         draws = []
         for chunk in active.chunks:
-            padded = hidden_Nd[
-                chunk.rows.start : ceil_to(chunk.rows.stop, self.limits.row_multiple)
-            ].to(dtype)
-            logits_NV = F.linear(padded, weight_Vd)[: chunk.rows.stop - chunk.rows.start]
-            draws.append(draw(logits_NV, u_N[chunk.rows], chunk.settings))
+            rows = chunk.rows
+            padded = hidden_Nd[rows.start : ceil_to(rows.stop, self.limits.row_multiple)].to(dtype)
+            logits_NV = F.linear(padded, weight_Vd)[: rows.stop - rows.start]
+            draws.append(draw(logits_NV, u_N[rows], chunk.settings))
         return self._find_ended(active, self.slots.record(active, draws))
 
     def _find_ended(self, active: Active, tokens_N: Tensor) -> Ended:
@@ -433,12 +419,8 @@ class Scheduler:
         ended: dict[int, StopReason | RequestFailed] = {
             row: self.running[row].reason_at_limit for row in full.tolist()
         }
-        watched = (
-            [row for row in range(first, end) if self.running[row].watch]
-            if self._with_stop_strings
-            else []
-        )
-        if watched:
+        rows = range(first, end) if self._with_stop_strings else ()
+        if watched := [row for row in rows if self.running[row].watch]:
             picked = tokens_N[torch.tensor(watched, device=self.device) - first]
             for row, token in zip(watched, picked.tolist(), strict=True):
                 watch = self.running[row].watch

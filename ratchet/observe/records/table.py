@@ -41,6 +41,7 @@ from ratchet.types import (
     Truncated,
     Unjudged,
 )
+from ratchet.utils.terminal_text import encodable
 
 OUTCOMES: Mapping[type, str] = {
     Scored: "scored",
@@ -435,6 +436,4 @@ def _array(values: Any, kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:  # half a character, which a model may well write
-        return pa.array(
-            [v and v.encode("utf-8", "backslashreplace").decode() for v in values], kind
-        )
+        return pa.array([text and encodable(text) for text in values], kind)

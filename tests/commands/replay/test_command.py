@@ -18,7 +18,7 @@ from ratchet.config.yaml_tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError
 from ratchet.observe.records.reader import INDEX, Record
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 RECIPE = {
     "name": "replayed",

@@ -15,7 +15,7 @@ from ratchet.commands.replay.gradient_attribution import strongest
 from ratchet.config.resolve import construct, resolve
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
-from ratchet.training.session import start_run
+from ratchet.training.start import start_run
 
 RECIPE = {
     "name": "explained",

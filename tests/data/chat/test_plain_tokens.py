@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from ratchet.data.chat.tokenizer import Tokenizer, load_tokenizer
+from ratchet.data.chat.tokenizer import Tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import DataError, ModelError
 
 PIECES = ["<unk>", "</s>", "▁", "h", "i", "hi", "<", "/", "s", ">"]

@@ -21,7 +21,8 @@ from ratchet.data.chat.builtin_tokenizers import (
     character_tokenizer,
 )
 from ratchet.data.chat.chat_templates import BUILTIN
-from ratchet.data.chat.tokenizer import GUARD, LONG, Tokenizer, load_tokenizer
+from ratchet.data.chat.tokenizer import GUARD, LONG, Tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.config import (
     PRINTABLE,
     AutoTokenizerConfig,

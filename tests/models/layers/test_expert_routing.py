@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config.policy_gradient import GRPOConfig, RouterConfig
+from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
+from ratchet.algorithms.config.policy_gradient import RouterConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.batch import ROUTES
 from ratchet.config.schema import OptimizerConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
-from ratchet.data.chat.tokenizer import load_tokenizer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import ModelError
 from ratchet.models import memory
 from ratchet.models.config import DecoderConfig

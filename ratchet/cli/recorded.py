@@ -1,0 +1,102 @@
+"""Commands that look at what runs wrote: replay, explain, report, ui and status.
+
+They import little, like `ratchet.cli.main`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ratchet.cli.errors import say
+from ratchet.cli.runs import Json
+
+Steps = Annotated[
+    list[int],
+    typer.Option("--step", min=1, help="As in metrics.jsonl; may be given several times."),
+]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or an address.")]
+
+
+def replay(
+    run: Run,
+    step: Steps,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Beside it: what another algorithm or optimizer makes of the step.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compute recorded steps again. Exit status 0 if they are bit-equal, 1 with the differences if
+    not."""
+    from ratchet.commands.replay.command import replay_steps
+    from ratchet.runs.resolve import replayable
+
+    raise typer.Exit(replay_steps(replayable(run, step), step, changes=changes or [], as_json=json))
+
+
+def explain(
+    run: Run,
+    step: Annotated[int, typer.Option(min=1, help="As in metrics.jsonl.")],
+    role: Annotated[str, typer.Option(help="Whose weights: policy, or critic.")] = "policy",
+    top: Annotated[int, typer.Option(min=1, help="Groups and tokens that are shown.")] = 10,
+    json: Json = False,
+) -> None:
+    """Show which groups, tags and tokens of a recorded step moved the weights."""
+    from ratchet.commands.replay.explain import explain_step
+    from ratchet.runs.resolve import replayable
+
+    explain_step(replayable(run, [step]), step, role=role, top=top, as_json=json)
+
+
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Run directories or addresses; several are compared."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The file; default: report.html in the first run.")
+    ] = None,
+    rollouts: Annotated[
+        int,
+        typer.Option(min=0, help="Of each run, so many have their texts and tokens in the file."),
+    ] = 256,
+) -> None:
+    """Write the curves, rollouts, token and time breakdown and differences of runs as one HTML
+    file."""
+    from ratchet.commands.report import write_report
+
+    say(write_report(runs, out, rollouts=rollouts))
+
+
+def ui(
+    directory: Annotated[
+        str, typer.Argument(help="A run, the directory that runs are in, or the address of a run.")
+    ] = "runs",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of this machine; 0: any that is free.")
+    ] = 8421,
+) -> None:
+    """Show runs in the browser while they train. Only this machine can connect; Ctrl-C ends it."""
+    from ratchet.commands.report.server import serve_forever
+    from ratchet.runs.resolve import record_of
+
+    serve_forever(record_of(directory), port, say=say)
+
+
+def status(
+    run: Annotated[str, typer.Argument(help="The directory of a run that is under way.")],
+) -> None:
+    """Show which component of a running training waits for which, and since when."""
+    from ratchet.runs.live_status import status_of
+    from ratchet.runs.resolve import here
+
+    say(status_of(here(run)))

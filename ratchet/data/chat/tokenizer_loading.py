@@ -1,0 +1,195 @@
+"""Load a tokenizer from a model directory, an address or the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ratchet.data.chat.plain_tokens import largest_growth
+from ratchet.data.chat.tokenizer import (
+    DOWNLOADS,
+    HUB_ID,
+    MAX_GROWTH,
+    SLOW_FILES,
+    SPECIAL_NAMES,
+    Tokenizer,
+)
+from ratchet.errors import ModelError
+from ratchet.utils import safe_read
+from ratchet.utils.object_store import fetch_directory, is_address, unfit
+from ratchet.utils.terminal_text import first_line, shortened
+
+
+def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokenizer:
+    """The tokenizer of a model directory, here or at an address (s3://bucket/model), or of a model
+    on the Hugging Face hub ("owner/name", optionally a `revision`).
+
+    A tokenizer.json is read directly. A directory that only has an older format is converted by
+    transformers. Raises ModelError when there is none, or when its files contradict each other.
+    """
+    directory = _fetch(str(source)) if is_address(source) else Path(source)
+    if not directory.is_dir():
+        directory = _download(str(source), revision)
+    config = {
+        **_read_json(directory / "special_tokens_map.json"),
+        **_read_json(directory / "tokenizer_config.json"),
+    }
+    template = _chat_template(directory, config.pop("chat_template", None))
+    _check_special_tokens(directory, config)
+    return Tokenizer(
+        _backend(directory), config=config, eos_ids=_eos_ids(directory), chat_template=template
+    )
+
+
+def _check_special_tokens(directory: Path, config: Mapping[str, Any]) -> None:
+    for name in SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if not (isinstance(text, str) and text) and value is not None:
+            raise ModelError(
+                f"{directory}: {name} of tokenizer_config.json is {shortened(repr(value), 80)}, "
+                "must be a text: copy the file "
+                "from the original model again"
+            )
+
+
+def _fetch(address: str) -> Path:
+    if why := unfit(address):
+        raise ModelError(f"{address} can't hold a tokenizer: {why}")
+    try:
+        return fetch_directory(address, DOWNLOADS, deep=False)
+    except OSError as error:
+        raise ModelError(f"the tokenizer can't be fetched: {error}") from error
+
+
+def _backend(directory: Path) -> tokenizers.Tokenizer:
+    path = directory / "tokenizer.json"
+    if path.exists():
+        state = _read_json(path)
+        if "model" not in state:
+            raise ModelError(
+                f"{path} is no tokenizer: it has no 'model'. Copy the file from the original model "
+                "again"
+            )
+        for name in ("normalizer", "decoder"):
+            if (growth := largest_growth(state.get(name))) > MAX_GROWTH:
+                raise ModelError(
+                    f"{path}: its {name} makes up to {growth:,} characters of one, and "
+                    f"{MAX_GROWTH} are allowed: "
+                    "copy the file from the original model again"
+                )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        # the library raises nothing more special for a file that it can't use
+        except Exception as error:
+            raise ModelError(
+                f"{path} can't be used: {first_line(str(error))}: copy it from the original model "
+                "again"
+            ) from error
+        if not backend.get_vocab_size():
+            raise ModelError(
+                f"{path} is no tokenizer: it has no tokens. Copy the file from the original model "
+                "again"
+            )
+        return backend
+    if not any((directory / name).is_file() for name in SLOW_FILES):
+        raise ModelError(
+            f"{directory} holds no tokenizer (tokenizer.json): copy it from the original model"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        for name in (*SLOW_FILES, "merges.txt"):
+            if (directory / name).exists():
+                safe_read.require_file(directory / name)
+        converted = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # as many tokenizers as there are, each with errors of its own kinds
+        reason = first_line(str(error) or type(error).__name__)
+        raise ModelError(
+            f"transformers can't read the tokenizer in {directory}: {reason}"
+        ) from error
+    backend = getattr(converted, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelError(
+            f"{directory}: its tokenizer is written in Python and has no fast form: save one as "
+            "tokenizer.json"
+        )
+    return backend
+
+
+def _eos_ids(directory: Path) -> list[int]:
+    """From generation_config.json, which lists all that end a turn, else from config.json."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(directory / name).get("eos_token_id")
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(one) is int for one in ids):
+                raise ModelError(
+                    f"{directory / name}: eos_token_id={shortened(repr(value), 80)} must be a "
+                    "number, or a list of them"
+                )
+            return ids
+    return []
+
+
+def _chat_template(directory: Path, configured: Any) -> str | None:
+    """Raises ModelError for a template that is no text, or can't be read."""
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        try:
+            return safe_read.read_text(path)
+        except OSError as error:
+            raise ModelError(f"{path} can't be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ModelError(f"{path} {error}: save it as UTF-8") from error
+    if configured is None or isinstance(configured, str):
+        return configured
+    try:
+        chosen = {item["name"]: item["template"] for item in configured}.get("default")
+    except (TypeError, KeyError):
+        chosen = 0
+    if chosen is not None and not isinstance(chosen, str):
+        raise ModelError(
+            f"{directory}: chat_template of tokenizer_config.json must be a text, or a list of "
+            "named ones"
+        )
+    return chosen
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """{} where the file is absent. Raises ModelError where it is no plain file, or no JSON
+    object."""
+    if not path.exists():
+        return {}
+    try:
+        content = safe_read.read_json(path)
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(
+            f"{path} is not valid JSON ({error}): copy the file from the original model again"
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"{path} holds no JSON object: copy the file from the original model again"
+        )
+    return content
+
+
+def _download(name: str, revision: str | None) -> Path:
+    if not HUB_ID.fullmatch(name):
+        raise ModelError(f"there is no model directory '{name}': check the path")
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=DOWNLOADS)
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"'{name}' is no directory here, and the Hugging Face hub does not give it: {error}\n"
+            "Check the spelling and the network, or download the model and give its directory"
+        ) from error

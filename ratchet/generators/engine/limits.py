@@ -1,0 +1,15 @@
+"""Bounds of the embedded engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The bounds of a scheduler."""
+
+    max_running: int  # requests with a slot
+    kv_bytes: int  # size of the KV cache
+    prefill_tokens: int  # tokens of one forward, unless a single prompt is longer
+    row_multiple: int  # see `engine.batch_invariance`

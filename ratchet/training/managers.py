@@ -1,0 +1,97 @@
+"""Rollout managers of a stage, and the players in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ratchet.config.experience import RolloutsConfig
+from ratchet.data.chat.renderer import Renderer
+from ratchet.errors import MissingDependency
+from ratchet.experience.openai_proxy.agents import Agent
+from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.manager import Plays, RolloutManager
+from ratchet.protocols import Generator, OffersTools, Reward
+from ratchet.training.stage import Arena, Policy
+
+
+def make_manager(
+    policy: Policy,
+    arena: Arena,
+    reward: Reward | None,
+    rollouts: RolloutsConfig,
+    *,
+    max_context: int | None = None,
+    needs_reward: bool = True,
+) -> RolloutManager:
+    """Return the manager of the stage's attempts.
+
+    Args:
+        policy: Generates.
+        arena: The environment.
+        reward: Judges attempts; None leaves that to the environment.
+        rollouts: Limits and retries.
+        max_context: Maximum tokens of an attempt; None takes what the policy can read.
+        needs_reward: The algorithm reads rewards.
+
+    Raises:
+        ConfigError: The environment offers tools, and the policy's tool-call format is unknown.
+    """
+    player = player_of(
+        policy.generator,
+        policy.renderer,
+        arena.agent,
+        rollouts,
+        max_context or policy.model.max_positions,
+    )
+    return manager_of(player, policy.renderer, arena, reward, rollouts, needs_reward=needs_reward)
+
+
+def manager_of(
+    player: Plays,
+    renderer: Renderer,
+    arena: Arena,
+    reward: Reward | None,
+    rollouts: RolloutsConfig,
+    *,
+    needs_reward: bool,
+) -> RolloutManager:
+    """Like `make_manager`, for an existing player."""
+    if isinstance(arena.environment, OffersTools):
+        _ = renderer.tool_format
+    return RolloutManager(
+        player,
+        arena.copies(),
+        reward,
+        needs_reward=needs_reward,
+        judge_timeout_s=rollouts.attempt_timeout_s,
+        retries=rollouts.retries,
+    )
+
+
+def player_of(
+    generator: Generator,
+    renderer: Renderer,
+    agent: Agent | None,
+    rollouts: RolloutsConfig,
+    max_context: int,
+) -> Plays:
+    """Return the player of attempts: the policy itself, or an agent that calls it.
+
+    Raises:
+        MissingDependency: An agent needs a web server that is not installed.
+    """
+    limits: dict[str, Any] = {
+        "max_context": max_context,
+        "max_turns": rollouts.max_turns,
+        "timeout_s": rollouts.attempt_timeout_s,
+    }
+    if agent is None:
+        return Player(generator, renderer, **limits)
+    try:
+        # It is imported here because it needs a web server.
+        from ratchet.experience.openai_proxy.player import AgentPlayer
+    except ModuleNotFoundError as missing:
+        raise MissingDependency(
+            str(missing.name), extra="proxy", needed_for="a stage with an agent"
+        ) from missing
+    return AgentPlayer(agent, generator, renderer, **limits)

@@ -1,0 +1,96 @@
+"""Where a stage's groups come from: rows, pairs, labelled answers, labelled steps or rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ratchet.algorithms.base import Algorithm
+from ratchet.experience.rollout.manager import PlaysGroups
+from ratchet.experience.seeds import seed_for
+from ratchet.experience.sources.curriculum import Curriculum
+from ratchet.experience.sources.offline import Labelled, Pairs, Rows, Stepped, Writer
+from ratchet.experience.sources.rollouts import Rollouts, StreamSource
+from ratchet.experience.sources.tasks import TaskStream
+from ratchet.training.stage import Arena, Plan, Policy
+
+
+def _make_stream(arena: Arena, plan: Plan) -> TaskStream:
+    """Return the tasks of a stage, in the stage's own order.
+
+    Which examples `examples` selects depends on the run's seed alone, so it is the same in every
+    stage.
+    """
+    order = seed_for(plan.seed, plan.name, "tasks")
+    limits: dict[str, Any] = {"seed": order, "examples": plan.examples, "pool_seed": plan.seed}
+    if plan.curriculum is None:
+        return TaskStream(arena.environment, **limits)
+    return Curriculum(arena.environment, plan.curriculum, per_step=plan.batch_size, **limits)
+
+
+def _make_writer(policy: Policy, algorithm: Algorithm) -> Writer:
+    return Writer(
+        policy.renderer, max_context=policy.model.max_positions, temperature=algorithm.temperature
+    )
+
+
+def _rows(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+) -> StreamSource:
+    return Rows(
+        _make_stream(arena, plan), plan.name, _make_writer(policy, algorithm), train=algorithm.turns
+    )
+
+
+def make_pairs(
+    policy: Policy,
+    arena: Arena,
+    algorithm: Algorithm,
+    plan: Plan,
+    manager: PlaysGroups | None = None,
+) -> Pairs:
+    """Return the source of preference pairs. manager: not used, as pairs are given."""
+    return Pairs(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
+
+
+def _labelled(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+) -> StreamSource:
+    return Labelled(
+        _make_stream(arena, plan),
+        plan.name,
+        _make_writer(policy, algorithm),
+        reference_rows=algorithm.reference_rows,
+    )
+
+
+def _steps(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+) -> StreamSource:
+    return Stepped(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
+
+
+def _rollouts(
+    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+) -> StreamSource:
+    return Rollouts(
+        _make_stream(arena, plan),
+        plan.name,
+        manager,
+        sampling=replace(plan.sampling, routes=algorithm.replays),
+        seed=seed_for(plan.seed, plan.name, "rollouts"),
+        group_size=algorithm.group_size,
+        greedy_baseline=algorithm.greedy_baseline,
+        redundant_attempts=plan.rollouts.redundant_attempts,
+        redundant_groups=plan.rollouts.redundant_groups,
+    )
+
+
+SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan, PlaysGroups], StreamSource]] = {
+    "rows": _rows,
+    "pairs": make_pairs,
+    "labelled": _labelled,
+    "steps": _steps,
+    "rollouts": _rollouts,
+}

@@ -1,0 +1,141 @@
+"""Start a run from a recipe, or resume one from its directory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ratchet.config.loader import load_config, plain
+from ratchet.errors import RunDirectoryError
+from ratchet.executors.freeze import freeze, left_to_machine
+from ratchet.executors.signals import SecondSignal
+from ratchet.executors.torchrun import Launched, serve_rank
+from ratchet.runs.resolve import open_run
+from ratchet.training.session import DISK_ERRORS, Session
+
+
+def start_run(
+    recipe: Path,
+    overrides: Sequence[str],
+    run_dir: str | Path | None,
+    *,
+    command: str,
+    profile: int | None = None,
+    try_s: float | None = None,
+) -> int:
+    """Train by a recipe in a new run directory.
+
+    Args:
+        recipe: The recipe's file.
+        overrides: Keys to set, as key=value.
+        run_dir: A local directory, or an address to which the run is mirrored.
+        command: The command line, which is stored with the run.
+        profile: The number of steps to profile; None profiles none.
+        try_s: Seconds of training after which each stage ends.
+
+    Returns:
+        The exit status: 0, 128 + the signal that stopped the run, NOT_MIRRORED, or a status of
+            `ratchet.training.run`.
+    """
+    written = load_config(recipe, overrides)
+    config = freeze(written)
+    launched = Launched.here()
+    if launched is not None and launched.rank:
+        return serve_rank(launched)
+    directory, store, mirror = open_run(
+        run_dir or config.run_dir or _numbered(Path("runs") / config.name)
+    )
+    path = directory.path
+    place = path if mirror is None else mirror.address
+    if mirror is not None:
+        mirror.expect_nothing()
+    if directory.used:
+        raise RunDirectoryError(
+            f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
+        )
+    allowed = (".", directory.plan.name)
+    if path.is_dir() and any(not entry.name.startswith(allowed) for entry in path.iterdir()):
+        raise RunDirectoryError(
+            f"{path} holds other files. Choose a --run-dir that is empty or does not exist"
+        )
+    directory.expect(plain(written))
+    with directory.locked():
+        if mirror is not None:
+            # Nothing local is written yet, so that another command can follow if the store refuses.
+            mirror.begin()
+        directory.settle(plain(config))
+        if mirror is not None:
+            mirror.begin()
+        return _run(Session(config, directory, store, command, profile, try_s=try_s, mirror=mirror))
+
+
+def resume_run(
+    place: str | Path, *, command: str, profile: int | None = None, changed_data: bool = False
+) -> int:
+    """Continue the run in a directory or at an address from its newest complete checkpoint.
+
+    A finished run only writes its results again.
+
+    Args:
+        place: The directory or address.
+        command: The command line.
+        profile: The number of steps to profile; None profiles none.
+        changed_data: Resume even if data files have changed.
+    """
+    launched = Launched.here()
+    if launched is not None and launched.rank:
+        return serve_rank(launched)
+    directory, store, mirror = open_run(place)
+    if mirror is None and not directory.used:
+        raise RunDirectoryError(
+            f"{place} holds no run (no config.yaml). Give the directory that `ratchet train` "
+            "printed"
+        )
+    with directory.locked():
+        if mirror is not None:
+            mirror.take_up()
+            mirror.begin()
+        config = load_config(directory.config)
+        if (key := left_to_machine(config)) is not None:
+            raise RunDirectoryError(
+                f"{directory.config}: {key}=auto, but a run writes down what the machine gave it. "
+                f"Set {key} as it was, or "
+                "start a new run by this recipe"
+            )
+        return _run(
+            Session(
+                config, directory, store, command, profile, changed_data=changed_data, mirror=mirror
+            )
+        )
+
+
+def _run(session: Session) -> int:
+    try:
+        return asyncio.run(session.run())
+    except SecondSignal as second:  # the run stops at once, without saving
+        return 128 + second.number
+    except OSError as error:
+        place = session.directory.path
+        name = error.filename
+        # Errors of writes to an open file have no file name.
+        is_here = isinstance(name, str | bytes) and Path(os.fsdecode(name)).is_relative_to(place)
+        if not is_here and (name is not None or error.errno not in DISK_ERRORS):
+            raise
+        raise RunDirectoryError(
+            f"{place} can't be used: {error}. Fix this, then continue with --resume"
+        ) from error
+
+
+def _numbered(path: Path) -> Path:
+    """Return `path`, or the first of `path-2`, `path-3`, ... that does not exist.
+
+    A new run never writes into an old one.
+    """
+    candidate = path
+    number = 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
