@@ -69,9 +69,9 @@ TRAINED: dict[str, Any] = {
     "steps": 100_000_000,
 }
 OURS = ("driver", "worker", "ui", "serve")
+LOADING_S = 20.0  # age from which on a process counts
 # The most that one kind of our processes may grow in the second half, and the share of what it held
 # in the middle.
-LOADING_S = 20.0  # age from which on a process counts
 BOUNDS = {"uss_mib": (16.0, 0.05), "descriptors": (4.0, 0.05), "threads": (4.0, 0.05)}
 CACHES = ("torchinductor_",)  # of the user's, kept on purpose
 FINISH_S = 120.0
