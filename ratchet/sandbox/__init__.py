@@ -1,12 +1,12 @@
-"""Runs programs that nobody has read: model-written code, untrusted tools.
+"""Run untrusted programs: model-written code, and commands of tools.
 
     async with LocalSandbox() as sandbox:
         result = await sandbox.run("print(int(input()) * 2)", stdin=b"21", limits=Limits(wall_s=2))
-    passed(result, expected=b"42")          # the expected output never enters
+    output_matches(result, expected=b"42")  # outside the sandbox
 
 `base` holds the protocols and their values, `local` the pool of this machine, `docker` containers,
 `remote` a service, `inside` what runs in the sandboxed processes (standard library only, never
-imported by the trainer), `judge` the comparison. Threat model: docs/sandbox.md.
+imported by the trainer), `compare_output` the comparison. Threat model: docs/sandbox.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every sandbox has in common: the protocol, the limits, and what comes back."""
+"""The protocol of sandboxes, their limits and their results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Protocol
 
 from ratchet.errors import RatchetError
 
-# Variables of every program, so that its verdict hangs on no drawn hash seed and on no number of
-# processors.
+# Environment variables of every program: its verdict must not depend on a random hash seed or the
+# number of processors.
 FIXED_ENVIRONMENT: Mapping[str, str] = {
     "PYTHONHASHSEED": "0",
     **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")},
@@ -22,37 +22,48 @@ FIXED_ENVIRONMENT: Mapping[str, str] = {
 
 
 class SandboxError(RatchetError):
-    """The sandbox can't do its work: too weak for what was declared, refused by the machine, or
-    broken. Never a verdict on the program: an attempt that ends with this is failed, not wrong."""
+    """The sandbox failed: it is too weak for the declared level, the machine refused it, or it
+    broke.
+
+    It is never a verdict on the program: an attempt that ends with this error is failed, not wrong.
+    """
 
 
 class TooLarge(SandboxError):
-    """The files of a session are more than are taken out of it, or put into it."""
+    """The files put into a session, or taken out of it, exceed its limits."""
 
 
 class Isolation(IntEnum):
-    """How much stands between a program and the machine, weakest first. Limits, seccomp and a
-    dropped uid belong to all."""
+    """A level of isolation between a program and the machine, weakest first.
+
+    All levels have resource limits, seccomp and a dropped uid.
+    """
 
     # System calls are filtered: no network, processes or writing. Files of this user can be read,
     # and, unless it is root, the environment variables of its processes.
     SECCOMP = 1
-    LANDLOCK = 2  # and only the Python library can be read; nothing can be written
-    # and own processes, network, IPC and root directory, with a private scratch directory
+    LANDLOCK = 2  # also only the Python library can be read; nothing can be written
+    # Also separate process, network, IPC and mount namespaces, with a private scratch directory.
     NAMESPACES = 3
-    KERNEL = 4  # and a kernel of its own: a virtual machine, or gVisor
+    KERNEL = 4  # also a separate kernel: a virtual machine, or gVisor
 
 
 @dataclass(frozen=True)
 class Strength:
-    """What was granted: `refused` says why not more, `by` names the mechanisms."""
+    """The isolation that a machine or service grants.
+
+    Attributes:
+        isolation: The level.
+        refused: Reasons why no stronger level was granted.
+        by: Names of the mechanisms that isolate.
+    """
 
     isolation: Isolation
     refused: tuple[str, ...]
     by: tuple[str, ...]
 
     def require(self, at_least: Isolation, where: str) -> None:
-        """Raises SandboxError where this is weaker."""
+        """Raise SandboxError if this isolation is weaker than `at_least`."""
         if self.isolation < at_least:
             why = f" ({'; '.join(self.refused)})" if self.refused else ""
             raise SandboxError(
@@ -65,7 +76,7 @@ class Strength:
 
 
 class Reason(StrEnum):
-    """Why a program ended."""
+    """The reason why a program ended."""
 
     EXIT = "exit"  # by itself, with whatever exit code
     SIGNAL = "signal"  # killed by a signal that no limit sent, such as a segmentation fault
@@ -78,10 +89,17 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """wall_s: from start to end. cpu_s: of one process, rounded up to whole seconds. memory_mib:
-    address space of a process, and resident memory of all together. disk_mib: the scratch
-    directory, and any file. output_kib: of stdout, and of stderr. processes: 1 allows threads only;
-    more allows fork and exec. threads: of a program that may not fork."""
+    """The resource limits of a program.
+
+    Attributes:
+        wall_s: Wall time from start to end.
+        cpu_s: Processor time of one process, rounded up to whole seconds.
+        memory_mib: Address space of a process, and resident memory of all processes together.
+        disk_mib: Size of the scratch directory, and of any file.
+        output_kib: Size of stdout, and of stderr.
+        processes: Number of processes; 1 allows threads only, more allows fork and exec.
+        threads: Number of threads of a program that may not fork.
+    """
 
     wall_s: float = 5.0
     cpu_s: float = 4.0
@@ -104,9 +122,15 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Result:
-    """What a program did, as seen from outside. exit and signal exclude each other; both are None
-    when a limit stopped it. stdout and stderr are cut at the output limit. seconds: wall time of
-    the program alone, without queueing."""
+    """The result of a program, as observed from outside.
+
+    Attributes:
+        exit: Exit code; None if a signal or a limit ended the program.
+        signal: Number of the signal that ended the program; None if it exited or met a limit.
+        stdout, stderr: Outputs, cut at the output limit.
+        seconds: Wall time of the program alone, without queueing.
+        reason: Why the program ended.
+    """
 
     exit: int | None
     signal: int | None
@@ -121,67 +145,80 @@ class Result:
 
 
 class Session(Protocol):
-    """A shell and a working directory, kept over several commands: the directory it is in, exported
-    variables and files stay. For one caller at a time."""
+    """A shell and a working directory that persist over several commands.
+
+    The current directory, exported variables and files stay. A session serves one caller at a time.
+    """
 
     async def run(self, command: str, timeout_s: float) -> Result:
-        """Gives the command to the shell, with empty input. One that takes too long is ended with
-        all that was started.
+        """Run the command in the shell, with empty input.
 
-        Raises SandboxError when the sandbox failed, whatever the command did; the session may then
-        be lost.
+        A command that exceeds `timeout_s` is ended with all processes that it started. Raises
+        SandboxError when the sandbox failed, whatever the command did; the session may then be
+        lost.
         """
         ...
 
     async def put(self, files: Mapping[str, bytes]) -> None:
-        """Writes files, by path from the working directory. Raises SandboxError for a path that
-        leaves it, TooLarge for files that have no room there."""
+        """Write files, by path from the working directory.
+
+        Raises SandboxError for a path that leaves the directory, TooLarge for files that exceed its
+        space.
+        """
         ...
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
-        """The regular files at or below `path`, by path from the working directory; none where
-        there is nothing. Raises TooLarge."""
+        """Return the regular files at or below `path`, by path from the working directory.
+
+        The result is empty if nothing is there. Raises TooLarge.
+        """
         ...
 
     async def close(self) -> None:
-        """May be called twice."""
+        """End the session. Further calls do nothing."""
         ...
 
 
 class Sandbox(Protocol):
-    """Runs programs. Concurrent calls are welcome: an implementation queues what it has no room
-    for."""
+    """Runs programs. Calls may be concurrent: an implementation queues those that exceed its
+    slots."""
 
     @property
     def strength(self) -> Strength: ...
     @property
     def same_python(self) -> bool:
-        """Whether programs run under this very interpreter, so that compiled code can be given to
-        them."""
+        """True if programs run under this very interpreter, so that they can load its compiled
+        code."""
         ...
 
     async def run(
         self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
     ) -> Result:
-        """Runs Python source (a string) or a command (its words) to its end.
+        """Run Python source (a string) or a command (its words) to its end.
 
         Raises SandboxError when the sandbox failed, whatever the program did.
         """
         ...
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
-        """A session in a fresh copy of `image`; "": the sandbox's own. Its commands have the limits
-        in common, but for wall_s. Raises SandboxError where there is no such image."""
+        """Return a session in a fresh copy of `image`; "" is the sandbox's default image.
+
+        All commands of the session share its limits, except wall_s. Raises SandboxError if there is
+        no such image.
+        """
         ...
 
     def close(self) -> None:
-        """Ends all that is running and leaves nothing behind. May be called twice."""
+        """End all running programs and remove everything that they left. Further calls do
+        nothing."""
         ...
 
 
 def inside(path: str) -> str:
-    """The path from the working directory, tidied. Raises SandboxError for one that leads out of
-    it."""
+    """Return `path`, normalised, from the working directory.
+
+    Raises SandboxError for a path that leads out of the directory.
+    """
     tidy = posixpath.normpath(path)
     if path.startswith("/") or tidy == ".." or tidy.startswith("../") or "\0" in path:
         raise SandboxError(f"{path!r} is no path inside the working directory")
@@ -189,7 +226,7 @@ def inside(path: str) -> str:
 
 
 def end_threads(threads: ThreadPoolExecutor) -> None:
-    """Lets what runs come to its end, and nothing else begin."""
-    # whoever forgets a sandbox may have it collected in one of its own threads
+    """Wait for running work to end, and cancel queued work."""
+    # A sandbox that was never closed may be garbage-collected in one of its own threads.
     with contextlib.suppress(RuntimeError):
         threads.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Comparing what a program printed with what it should have printed, outside of the sandbox."""
+"""Compare a program's output with the expected output, outside of the sandbox."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from ratchet.sandbox.base import Result
 
 
 def passed(result: Result, expected: bytes | str) -> bool:
-    """True if the program ended by itself with exit code 0 and printed `expected`, but for spaces
-    at the end of lines and empty lines at the end. Bytes are compared, so look-alike characters and
-    invalid UTF-8 never match."""
-    wanted = expected.encode("utf-8", "surrogatepass") if isinstance(expected, str) else expected
-    return result.ok and _lines(result.stdout) == _lines(wanted)
+    """Return True if the program exited with code 0 and printed `expected`.
+
+    Spaces at the end of lines and empty lines at the end are ignored. Bytes are compared, so
+    look-alike characters and invalid UTF-8 never match.
+    """
+    if isinstance(expected, str):
+        expected = expected.encode("utf-8", "surrogatepass")
+    return result.ok and _lines(result.stdout) == _lines(expected)
 
 
 def _lines(text: bytes) -> list[bytes]:

@@ -1,5 +1,8 @@
-"""Which sandbox runs a program: sections chosen by `kind:`. How many at once, and how isolated at
-least, says its user."""
+"""Configuration of the sandboxes, chosen by `kind:`.
+
+The number of concurrent programs and the weakest isolation allowed are keys of the section that
+uses the sandbox.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class LocalSandboxConfig(Section):
-    """This machine, by the strongest isolation that it grants."""
+    """A sandbox on this machine, by the strongest isolation that it grants."""
 
     builds: ClassVar[str] = "ratchet.sandbox.local:configured"
 
@@ -30,7 +33,7 @@ def local_sandbox() -> Section:
 
 
 class DockerSandboxConfig(Section):
-    """A container of its own for each program or session, by the Docker Engine API."""
+    """A separate container for each program or session, by the Docker Engine API."""
 
     builds: ClassVar[str] = "ratchet.sandbox.docker:DockerSandbox"
 
@@ -80,8 +83,8 @@ class DockerSandboxConfig(Section):
         host = rest.split("/")[0].rpartition(":")[0] or rest
         if scheme == "http" and host not in LOOPBACK:
             raise ValueError(
-                f"{address!r}: whoever reaches an engine without TLS is root there; use https:// "
-                "or a tunnel"
+                f"address={address} is not encrypted, and access to an engine is root access. "
+                "Set address=https://host:port, or use a tunnel."
             )
         return address
 

@@ -1,8 +1,8 @@
-"""Programs and sessions in containers, one container each, by the Docker Engine API.
+"""Run programs and sessions in Docker containers, one container each, by the Docker Engine API.
 
 A container lives as long as the connection that feeds its first process: the engine ends and
 removes it when this process dies, however it dies. Labels name the owner, so that the next sandbox
-on this machine removes what a dead one created in vain.
+on this machine removes the containers of a dead owner.
 """
 
 from __future__ import annotations
@@ -40,29 +40,32 @@ from ratchet.sandbox.docker_api import Engine, Missing, Stream, Unwell
 from ratchet.sandbox.reaper import OWNER, reap, this_process
 
 T = TypeVar("T")
-# beginnings of the names of runtimes that bring a kernel: gVisor, Kata Containers
+# prefixes of the names of runtimes that bring a kernel: gVisor, Kata Containers
 OWN_KERNEL = ("runsc", "kata")
 TRIES = 2
-GRACE_S = 5.0  # for the end of what was killed, and for the engine to notice
+GRACE_S = 5.0  # for killed processes to end, and for the engine to notice
 SPARE_PROCESSES = 8  # the first process, shells, and the one that ends the others
 BROKEN_PIPE = 128 + 13
-PAGE = 4096  # what a file in memory takes at least
+PAGE = 4096  # smallest size of a file in memory
 SCRATCH = "/tmp"
 STATE = f"{SCRATCH}/{shell.STATE_FILE}"
-# The first process: restarts what holds it open when a program kills that, ends when the connection
+# The first process: restarts its `cat` when a program kills that, ends when the connection
 # does, and reaps.
 KEEPER = "exec 3<&0; while :; do cat <&3 >/dev/null & wait $!; [ $? -le 128 ] && exit; done"
-# $0: what both outputs end with
+# $0: the text that both outputs end with
 RUN = '"$@" <"$0.in"; _code=$?; printf %s "$0"; printf %s "$0" >&2; exit $_code'
-KILL = "kill -KILL -1"  # all but the first process, and itself
+KILL = "kill -KILL -1"  # all processes but the first and itself
 
 
 class DockerSandbox:
-    """Refuses to be weaker than `at_least`: an engine without its system call filter isolates less
-    than any level.
+    """A sandbox that runs each program in a fresh container.
 
-    slots: programs that run at once. Threads and event loops may share one. Raises SandboxError at
-    once where no engine answers, or one that is too weak.
+    It refuses to be weaker than `at_least`: an engine without its system call filter isolates less
+    than any level. Threads and event loops may share one sandbox. Raises SandboxError at
+    construction if no engine answers, or if it is too weak.
+
+    Args:
+        slots: Number of programs that run at once.
     """
 
     same_python = False
@@ -95,9 +98,11 @@ class DockerSandbox:
     async def run(
         self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
     ) -> Result:
-        """See `Sandbox.run`. A fresh container for each program. An exit code above 128 is reported
-        as that signal, as a shell does; one process more than `Limits.processes` is not prevented,
-        all together are."""
+        """Run a program in a fresh container; see `Sandbox.run`.
+
+        An exit code above 128 is reported as that signal, as a shell does. The limit on processes
+        holds for processes and threads together.
+        """
         ticket = _Ticket(self)
         with waiting("programs", "run", f"docker sandbox {self.config.address}", limits.wall_s):
             return await self._call(
@@ -105,7 +110,7 @@ class DockerSandbox:
             )
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
-        """See `Sandbox.open`."""
+        """Start a container for a session; see `Sandbox.open`."""
         container = await self._call(
             lambda: self._retried(lambda: self.start(image or self.config.image, limits))
         )
@@ -172,7 +177,7 @@ class DockerSandbox:
     # --- blocking, for sessions too
 
     def start(self, image: str, limits: Limits) -> str:
-        """The id of a new container that waits for programs."""
+        """Return the id of a new container that waits for programs."""
         engine = self._engine
         body = _container(image, self.config, limits, self._owner)
         try:
@@ -198,7 +203,8 @@ class DockerSandbox:
     def stop(self, container: str) -> None:
         if stream := self._live.pop(container, None):
             stream.close()
-        with contextlib.suppress(Unwell):  # it ends with its connection, whoever hears of it
+        # The container ends with its connection, even if this request fails.
+        with contextlib.suppress(Unwell):
             self._engine.remove(container)
 
     def execute(
@@ -210,8 +216,11 @@ class DockerSandbox:
         timeout_s: float,
         end: str,
     ) -> Result:
-        """One command in a running container. `end`: what both of its outputs end with when they
-        are complete."""
+        """Run one command in a running container.
+
+        Args:
+            end: Text that both outputs end with when they are complete.
+        """
         engine = self._engine
         body = {
             "AttachStdout": True,
@@ -223,30 +232,34 @@ class DockerSandbox:
         name = engine.json("POST", f"/containers/{container}/exec", body)["Id"]
         began = time.monotonic()
         stream = engine.attach(f"/exec/{name}/start", {"Detach": False, "Tty": False})
-        heard = Heard(limits.output_kib << 10, end)
+        outputs = Heard(limits.output_kib << 10, end)
         try:
-            reason = heard.listen(stream, began + timeout_s)
+            reason = outputs.listen(stream, began + timeout_s)
             seconds = time.monotonic() - began
             if reason is not None:
                 self._end_all(container, name)
-                return Result(None, None, *heard.outputs(), seconds, reason)
+                return Result(None, None, *outputs.texts_without_end(), seconds, reason)
         finally:
             stream.close()
         code = self._exit_code(name)
-        # by another signal, a program may end its shell
-        if not heard.complete and (code <= 128 or code == BROKEN_PIPE):
+        # A program may kill its shell by another signal than SIGPIPE.
+        if not outputs.complete and (code <= 128 or code == BROKEN_PIPE):
             raise Unwell(
                 "the engine's stream was cut: the program ended by itself, and its outputs have no "
                 "end"
             )
         if code <= 128:
-            return Result(code, None, *heard.outputs(), seconds, Reason.EXIT)
+            return Result(code, None, *outputs.texts_without_end(), seconds, Reason.EXIT)
         out_of_memory = code == 137 and engine.json("GET", f"/containers/{container}/json")[
             "State"
         ].get("OOMKilled")
         reason = Reason.MEMORY if out_of_memory else Reason.CPU if code == 152 else Reason.SIGNAL
         return Result(
-            None, code - 128 if reason is Reason.SIGNAL else None, *heard.outputs(), seconds, reason
+            None,
+            code - 128 if reason is Reason.SIGNAL else None,
+            *outputs.texts_without_end(),
+            seconds,
+            reason,
         )
 
     def _exit_code(self, name: str) -> int:
@@ -258,7 +271,7 @@ class DockerSandbox:
         return int(state["ExitCode"])
 
     def _end_all(self, container: str, name: str) -> None:
-        """Ends every process but the first. Where that doesn't help, the container ends."""
+        """End every process but the first. If that fails, end the container."""
         body = {"Cmd": ["sh", "-c", KILL], "User": self.config.user}
         try:
             killer = self._engine.json("POST", f"/containers/{container}/exec", body)["Id"]
@@ -267,9 +280,9 @@ class DockerSandbox:
         except SandboxError:
             self.stop(container)
 
-    def get(self, container: str, path: str, most: int) -> dict[str, bytes]:
+    def get(self, container: str, path: str, max_bytes: int) -> dict[str, bytes]:
         try:
-            return self._engine.get(container, path, most)
+            return self._engine.get(container, path, max_bytes)
         except Missing:
             if container not in self._live:
                 raise
@@ -280,13 +293,19 @@ class DockerSandbox:
 
 
 class DockerSession:
-    """A container that stays. After a command that took too long, files and the shell's state are
-    as they were left, and processes in the background are gone."""
+    """A container that is kept over several commands.
+
+    After a command that exceeded its time, files and the shell's state are as the command left
+    them, and background processes are gone.
+    """
 
     def __init__(self, sandbox: DockerSandbox, container: str, limits: Limits) -> None:
-        self._sandbox, self.container, self._limits = sandbox, container, limits
-        # bytes that were put there, in whole pages
-        self._folder, self._held = sandbox.config.workdir, 0
+        self._sandbox = sandbox
+        self.container = container
+        self._limits = limits
+        self._folder = sandbox.config.workdir
+        # size of the files put so far, in whole pages
+        self._stored_bytes = 0
         self._end = weakref.finalize(self, sandbox.stop, container)
 
     async def run(self, command: str, timeout_s: float) -> Result:
@@ -299,20 +318,22 @@ class DockerSession:
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         named = {inside(name): bytes(data) for name, data in files.items()}
-        self._held += sum(-(-len(data) // PAGE) * PAGE for data in named.values())
-        if self._sandbox.config.read_only and self._held > self._limits.disk_mib << 20:
+        self._stored_bytes += sum(-(-len(data) // PAGE) * PAGE for data in named.values())
+        if self._sandbox.config.read_only and self._stored_bytes > self._limits.disk_mib << 20:
             raise TooLarge(f"the session's files take more than its {self._limits.disk_mib} MiB")
         await self._call(lambda: self._sandbox.put(self.container, self._folder, named))
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
-        wanted = inside(path)
-        # "/." gives what a directory holds; a file has no such thing, so it is asked for by its
+        relative = inside(path)
+        # "/." gives the contents of a directory; a file has no such path, so it is requested by its
         # name.
-        whole = f"{self._folder}/." if wanted == "." else f"{self._folder}/{wanted}"
-        most = max(64 << 20, self._limits.disk_mib << 20)
-        found = await self._call(lambda: self._sandbox.get(self.container, whole, most))
-        parent = os.path.dirname(wanted)
-        named = {os.path.normpath(os.path.join(parent, name)): data for name, data in found.items()}
+        whole = f"{self._folder}/." if relative == "." else f"{self._folder}/{relative}"
+        max_bytes = max(64 << 20, self._limits.disk_mib << 20)
+        by_name = await self._call(lambda: self._sandbox.get(self.container, whole, max_bytes))
+        parent = os.path.dirname(relative)
+        named = {
+            os.path.normpath(os.path.join(parent, name)): data for name, data in by_name.items()
+        }
         return {name: data for name, data in named.items() if name != shell.STATE_FILE}
 
     async def close(self) -> None:
@@ -326,44 +347,52 @@ class DockerSession:
 
 
 class Heard:
-    """Both outputs of one command, each up to the limit."""
+    """The two outputs of one command, each up to the limit."""
 
-    def __init__(self, most: int, end: str) -> None:
+    def __init__(self, max_bytes: int, end: str) -> None:
         self.texts = {1: bytearray(), 2: bytearray()}
-        self._most, self._end = most, end.encode()
+        self._max_bytes = max_bytes
+        self._end = end.encode()
 
     def listen(self, stream: Stream, deadline: float) -> Reason | None:
-        """Until both are complete, or the stream ends; Reason.WALL or OUTPUT where a limit was
-        met."""
+        """Read until both outputs are complete or the stream ends.
+
+        Returns Reason.WALL or Reason.OUTPUT if a limit was exceeded, else None.
+        """
         try:
             for kind, data in stream.frames(deadline):
                 text = self.texts[2 if kind == 2 else 1]
                 text += data
-                if len(text) > self._most + len(self._end):
+                if len(text) > self._max_bytes + len(self._end):
                     return Reason.OUTPUT
                 if self.complete:
                     break
         except TimeoutError:
             return Reason.WALL
-        return Reason.OUTPUT if any(len(text) > self._most for text in self.outputs()) else None
+        return (
+            Reason.OUTPUT
+            if any(len(text) > self._max_bytes for text in self.texts_without_end())
+            else None
+        )
 
     @property
     def complete(self) -> bool:
         return all(text.endswith(self._end) for text in self.texts.values())
 
-    def outputs(self) -> tuple[bytes, bytes]:
+    def texts_without_end(self) -> tuple[bytes, bytes]:
         first, second = (
-            bytes(text).removesuffix(self._end)[: self._most] for text in self.texts.values()
+            bytes(text).removesuffix(self._end)[: self._max_bytes] for text in self.texts.values()
         )
         return first, second
 
 
 class _Ticket:
-    """Which container a run has, so that its caller can stop it."""
+    """The container of one run, for its cancellation."""
 
     def __init__(self, sandbox: DockerSandbox) -> None:
         self.container: str | None = None
-        self._sandbox, self._cancelled = sandbox, False
+        self._sandbox = sandbox
+        self._cancelled = False
 
     def check(self) -> None:
         if self._cancelled:
@@ -371,7 +400,7 @@ class _Ticket:
 
     def cancel(self) -> None:
         self._cancelled = True
-        # from a thread: whoever cancels has no time to wait for the engine
+        # From a thread: the cancelling caller must not wait for the engine.
         if container := self.container:
             threading.Thread(target=self._sandbox.stop, args=(container,), daemon=True).start()
 
@@ -379,9 +408,10 @@ class _Ticket:
 def _container(
     image: str, config: DockerSandboxConfig, limits: Limits, owner: str
 ) -> dict[str, Any]:
-    memory, cpu_s = limits.memory_mib << 20, math.ceil(limits.cpu_s)
-    # A volume, not a tmpfs of the container: the engine puts files into those alone where the root
-    # can't be written.
+    memory = limits.memory_mib << 20
+    cpu_s = math.ceil(limits.cpu_s)
+    # A volume, not a tmpfs of the container: the engine can put files only into volumes if the root
+    # is read-only.
     scratch = {
         "type": "tmpfs",
         "device": "tmpfs",
@@ -431,11 +461,11 @@ def _strength(info: Mapping[str, Any], config: DockerSandboxConfig) -> Strength:
         raise SandboxError(
             f"the engine at {config.address} runs containers of {info['OSType']}: linux is needed"
         )
-    known = info.get("Runtimes") or {}
-    if config.runtime and config.runtime not in known and "." not in config.runtime:
+    runtimes = info.get("Runtimes") or {}
+    if config.runtime and config.runtime not in runtimes and "." not in config.runtime:
         raise SandboxError(
             f"the engine at {config.address} has no runtime '{config.runtime}', only "
-            f"{', '.join(known)}"
+            f"{', '.join(runtimes)}"
         )
     runtime = config.runtime or str(info.get("DefaultRuntime", ""))
     filtered = any(

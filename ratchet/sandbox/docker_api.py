@@ -1,7 +1,8 @@
-"""The Docker Engine API, as far as sandboxes need it. Blocking; `docker.py` gives it threads.
+"""The calls of the Docker Engine API that sandboxes need. They block; `docker.py` runs them in
+threads.
 
-Source: https://docs.docker.com/reference/api/engine/ (1.41 and later). What comes out of a
-container is read as hostile.
+Source: https://docs.docker.com/reference/api/engine/ (1.41 and later). Everything read from a
+container is treated as hostile.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from ratchet.sandbox.base import SandboxError, TooLarge
 if TYPE_CHECKING:
     import httpx
 
-OLDEST, NEWEST = (1, 41), (1, 47)  # API versions that this is written for
+# API versions that this module is written for
+OLDEST = (1, 41)
+NEWEST = (1, 47)
 CHUNK = 1 << 16
-HEADER = struct.Struct(">B3xI")  # stream (1: stdout, 2: stderr), length of what follows
+HEADER = struct.Struct(">B3xI")  # stream (1: stdout, 2: stderr), length of the data that follows
 MAX_ANSWER = 4 << 20
-ANYBODY = 0o777  # files that a session is given; all processes of a container are of one user
+SESSION_FILE_MODE = 0o777  # all processes of a container run as one user
 
 
 class Unwell(SandboxError):
-    """The engine failed, or could not be reached; another try may help."""
+    """The engine failed, or could not be reached; a retry may help."""
 
 
 class Missing(SandboxError):
-    """What was asked for is not there."""
+    """The requested container, image or path does not exist."""
 
 
 class Stream:
@@ -44,13 +47,17 @@ class Stream:
     deadline."""
 
     def __init__(self, response: httpx.Response) -> None:
-        self._response, self._network = response, response.extensions["network_stream"]
-        self._held = b""
+        self._response = response
+        self._network = response.extensions["network_stream"]
+        self._buffer = b""
 
     def frames(self, deadline: float) -> Iterator[tuple[int, bytes]]:
-        """(1 or 2, data) until the engine closes the connection. Raises TimeoutError at the
-        deadline (of time.monotonic), Unwell where the connection breaks, or ends within a frame."""
-        while head := self._exactly(HEADER.size, deadline):
+        """Yield (1 or 2, data) until the engine closes the connection.
+
+        Raises TimeoutError at the deadline (of time.monotonic), EngineUnavailable if the connection
+        breaks or ends within a frame.
+        """
+        while head := self._read_exactly(HEADER.size, deadline):
             kind, size = HEADER.unpack(head)
             if kind not in (0, 1, 2):
                 raise Unwell(
@@ -58,16 +65,16 @@ class Stream:
                     f"{head[:4]!r}"
                 )
             while size:
-                data = self._some(min(size, CHUNK), deadline)
+                data = self._read_up_to(min(size, CHUNK), deadline)
                 if not data:
                     raise Unwell("the engine's stream was cut within a frame")
                 size -= len(data)
                 yield kind, data
 
-    def _exactly(self, size: int, deadline: float) -> bytes:
+    def _read_exactly(self, size: int, deadline: float) -> bytes:
         head = b""
         while len(head) < size:
-            data = self._some(size - len(head), deadline)
+            data = self._read_up_to(size - len(head), deadline)
             if not data and head:
                 raise Unwell("the engine's stream was cut within a frame's header")
             if not data:
@@ -75,20 +82,20 @@ class Stream:
             head += data
         return head
 
-    def _some(self, most: int, deadline: float) -> bytes:
+    def _read_up_to(self, max_bytes: int, deadline: float) -> bytes:
         import httpcore
 
-        if not self._held:
-            left = deadline - time.monotonic()
-            if left <= 0:
+        if not self._buffer:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 raise TimeoutError
             try:
-                self._held = self._network.read(CHUNK, timeout=left)
+                self._buffer = self._network.read(CHUNK, timeout=remaining_s)
             except httpcore.ReadTimeout:
                 raise TimeoutError from None
             except (httpcore.NetworkError, OSError) as error:
                 raise Unwell(f"the engine's stream broke: {error!r}") from error
-        data, self._held = self._held[:most], self._held[most:]
+        data, self._buffer = self._buffer[:max_bytes], self._buffer[max_bytes:]
         return data
 
     def close(self) -> None:
@@ -96,8 +103,10 @@ class Stream:
 
 
 class Engine:
+    """A client of one Docker engine."""
+
     def __init__(self, address: str, certificates: Path | None, timeout_s: float) -> None:
-        """Raises SandboxError where no engine answers, or one that is too old."""
+        """Connect to the engine. Raises SandboxError if no engine answers, or if it is too old."""
         try:
             import httpx
         except ImportError:
@@ -128,7 +137,7 @@ class Engine:
 
     def json(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
         with self._answer(method, path, query, json=body) as response:
-            data = _bounded(response, MAX_ANSWER)
+            data = _read_bounded(response, MAX_ANSWER)
         try:
             return json.loads(data) if data.strip() else {}
         except ValueError:
@@ -137,7 +146,10 @@ class Engine:
             ) from None
 
     def attach(self, path: str, body: Any = None, **query: Any) -> Stream:
-        """Raises like `json`. The stream must be closed."""
+        """Return the stream of an attached container or exec, which the caller must close.
+
+        Raises like `json`.
+        """
         import httpx
 
         headers = {"Connection": "Upgrade", "Upgrade": "tcp"}
@@ -158,12 +170,12 @@ class Engine:
         return Stream(response)
 
     def put(self, container: str, folder: str, files: Mapping[str, bytes]) -> None:
-        """`files` by path from `folder`."""
+        """Write `files`, by path from `folder`, into the container."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for name, data in _with_folders(files):
                 entry = tarfile.TarInfo(name)
-                entry.mode, entry.mtime = ANYBODY, int(time.time())
+                entry.mode, entry.mtime = SESSION_FILE_MODE, int(time.time())
                 if data is None:
                     entry.type = tarfile.DIRTYPE
                 else:
@@ -177,14 +189,17 @@ class Engine:
         with self._answer(
             "PUT", path, query, content=packed.getvalue(), headers=headers
         ) as response:
-            _bounded(response, MAX_ANSWER)
+            _read_bounded(response, MAX_ANSWER)
 
-    def get(self, container: str, path: str, most: int) -> dict[str, bytes]:
-        """The regular files at or below `path`, by path from its parent; links and devices are left
-        out. Raises Missing, TooLarge where they hold more than `most` bytes."""
+    def get(self, container: str, path: str, max_bytes: int) -> dict[str, bytes]:
+        """Return the regular files at or below `path`, by path from its parent.
+
+        Links and devices are left out. Raises DockerNotFound, or TooLarge if the archive exceeds
+        `max_bytes` bytes.
+        """
         with self._answer("GET", f"/containers/{container}/archive", {"path": path}) as response:
-            data = _bounded(response, most)
-        found = {}
+            data = _read_bounded(response, max_bytes)
+        files = {}
         try:
             with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
                 for entry in archive:
@@ -194,25 +209,25 @@ class Engine:
                         and not name.startswith(("/", ".."))
                         and (file := archive.extractfile(entry))
                     ):
-                        found[name] = file.read()
+                        files[name] = file.read()
         except tarfile.TarError as error:
             raise Unwell(f"the engine's archive of {path} can't be read: {error}") from error
-        return found
+        return files
 
     def pull(self, image: str) -> None:
-        """Raises SandboxError with what the registry said."""
+        """Fetch an image from its registry. Raises SandboxError with the registry's message."""
         name, _, tag = (
             image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
         )
         with self._answer("POST", "/images/create", {"fromImage": name, "tag": tag}) as response:
-            for line in _bounded(response, MAX_ANSWER).splitlines():
+            for line in _read_bounded(response, MAX_ANSWER).splitlines():
                 if b'"error"' in line:
                     raise SandboxError(
                         f"image '{image}' could not be fetched: {json.loads(line).get('error')}"
                     )
 
     def remove(self, container: str) -> None:
-        """Ends it too. One that is gone, or on its way, is fine."""
+        """End and remove the container. One that is gone, or being removed, is no error."""
         try:
             self.json("DELETE", f"/containers/{container}", force="true", v="true")
         except Missing:
@@ -226,13 +241,13 @@ class Engine:
 
     @contextmanager
     def _answer(
-        self, method: str, path: str, query: Mapping[str, Any], **more: Any
+        self, method: str, path: str, query: Mapping[str, Any], **body: Any
     ) -> Iterator[httpx.Response]:
         import httpx
 
         try:
             with self._client.stream(
-                method, self._version + path, params=query, **more
+                method, self._version + path, params=query, **body
             ) as response:
                 self._check(response, method, path)
                 yield response
@@ -242,7 +257,7 @@ class Engine:
     def _check(self, response: httpx.Response, method: str, path: str) -> None:
         if response.is_success or response.status_code == 101:
             return
-        text = _bounded(response, MAX_ANSWER)
+        text = _read_bounded(response, MAX_ANSWER)
         try:
             why = json.loads(text)["message"]
         except (ValueError, KeyError, TypeError):
@@ -266,12 +281,12 @@ class Engine:
         )
 
 
-def _bounded(response: httpx.Response, most: int) -> bytes:
+def _read_bounded(response: httpx.Response, max_bytes: int) -> bytes:
     data = bytearray()
     for chunk in response.iter_bytes():
         data += chunk
-        if len(data) > most:
-            raise TooLarge(f"the engine's answer is larger than {most} bytes")
+        if len(data) > max_bytes:
+            raise TooLarge(f"the engine's answer is larger than {max_bytes} bytes")
     return bytes(data)
 
 
@@ -284,7 +299,8 @@ def _closing(response: httpx.Response) -> Iterator[None]:
 
 
 def _with_folders(files: Mapping[str, bytes]) -> Sequence[tuple[str, bytes | None]]:
-    """Every directory before what lies in it: left to the engine, it would belong to root alone."""
+    """Return every directory before its contents: those that the engine creates belong to root
+    alone."""
     folders = {str(folder) for name in files for folder in Path(name).parents} - {"."}
     return [*((folder, None) for folder in sorted(folders)), *files.items()]
 

@@ -1,8 +1,7 @@
-"""One place in the pool: a fork server in a process of its own, and the talk with it. Blocking;
-`local.py` gives it a thread.
+"""The client of one fork server, a separate process. It blocks; `local.py` runs it in a thread.
 
 Programs and inputs travel as sealed memory files, output comes through pipes, and only a request of
-numbers and the way that the process ended cross the control socket. All of it is read here as
+numbers and the way that the process ended cross the control socket. All of it is treated here as
 hostile: bounded, and never evaluated.
 """
 
@@ -34,14 +33,14 @@ from ratchet.sandbox.base import (
 )
 
 START_TIMEOUT_S = 30.0
-GRACE_S = 5.0  # beyond the wall limit, before the fork server itself is taken for broken
+GRACE_S = 5.0  # beyond the wall limit, before the fork server itself counts as broken
 CHUNK = 1 << 16
-# The kernel's limit counts whole ticks, and the report is exact: on a busy virtual machine it says
-# less, by a third at times.
+# The kernel's limit counts whole ticks, and the report is exact: on a busy virtual machine the
+# report can be lower by a third.
 KILLED_FOR_CPU = 0.5
-# Without address randomisation, `hash(None)` and what else hangs on addresses is the same in every
-# slot; the switch takes effect at the next exec. Where a container refuses it (EPERM), addresses
-# stay random.
+# Without address randomisation, `hash(None)` and all else that depends on addresses is the same
+# in every slot; the switch takes effect at the next exec. Where a container refuses it (EPERM),
+# addresses stay random.
 BOOT = """
 import ctypes, json, os, sys
 NO_RANDOMIZE = 0x40000
@@ -67,28 +66,29 @@ ENVIRONMENT = {
 
 
 class Broken(SandboxError):
-    """The fork server died or hung; a new one may do."""
+    """The fork server died or hung; a new one may work."""
 
 
 class Slot:
-    """Starts its fork server on first use, and another after that one broke."""
+    """A slot of the pool: it starts its fork server on first use, and a new one after that one
+    broke."""
 
     def __init__(self, *, at_most: Isolation, readable: Sequence[str]) -> None:
         self._options = {"at_most": int(at_most), "readable": list(readable)}
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._errors = -1
-        # against `stop` from another thread while the channel is replaced
+        # Protects the channel while it is replaced from a `stop` in another thread.
         self._lock = threading.Lock()
 
     def start(self) -> Strength:
-        """Raises SandboxError where the machine grants nothing."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Start the fork server. Raises SandboxError if the machine grants no isolation."""
+        client_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = os.memfd_create("errors")
         options = json.dumps({**self._options, "boss": os.getpid()})
         command = [
             os.path.realpath(sys.executable),
-            "-P",  # -I would also ignore PYTHONHASHSEED; all other variables are ours
+            "-P",  # -I would also ignore PYTHONHASHSEED; all other variables are set here
             "-s",
             "-S",
             "-B",
@@ -97,13 +97,13 @@ class Slot:
             "-c",
             BOOT,
             HERE,
-            str(theirs.fileno()),
+            str(server_end.fileno()),
             options,
         ]
         try:
             self._process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
@@ -112,15 +112,15 @@ class Slot:
                 start_new_session=True,
             )
         except OSError as error:
-            ours.close()
+            client_end.close()
             self.close()
             raise SandboxError(f"could not start the sandbox's interpreter: {error}") from error
         finally:
-            theirs.close()
-        self._channel = ours
-        ours.settimeout(START_TIMEOUT_S)
+            server_end.close()
+        self._channel = client_end
+        client_end.settimeout(START_TIMEOUT_S)
         try:
-            answer = json.loads(ours.recv(CHUNK) or b"{}")
+            answer = json.loads(client_end.recv(CHUNK) or b"{}")
         except TimeoutError:
             answer = {"error": f"no answer within {START_TIMEOUT_S:g} s"}
         if "level" not in answer:
@@ -134,12 +134,14 @@ class Slot:
         program: str | Sequence[str],
         stdin: bytes,
         limits: Limits,
-        unwanted: Callable[[], bool],
+        is_cancelled: Callable[[], bool],
     ) -> Result:
-        """`unwanted` is asked once the request is out, for a `stop` that came before there was
-        anything to stop.
+        """Run a program to its end.
 
-        Raises Broken when another try may help, SandboxError when not.
+        Raises ForkServerError when a retry may help, SandboxError otherwise.
+
+        Args:
+            is_cancelled: Called once the request is sent, for a `stop` that came before it.
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -163,7 +165,7 @@ class Slot:
             finally:
                 close(files)
                 files = []
-            if unwanted():
+            if is_cancelled():
                 self.stop()
             watched = Watch(outputs, limits)
             report = self._follow(watched, limits)
@@ -176,7 +178,7 @@ class Slot:
         if report["setup"]:
             raise SandboxError(f"the sandbox could not confine a program: {report['setup']}")
         result = judge_end(report, watched, limits)
-        # which it can't send itself
+        # The program can't send SIGKILL to itself.
         if result.signal == SIGKILL and not command and limits.processes == 1:
             raise Broken(
                 "the program was killed from outside: by the kernel for want of memory, or by "
@@ -194,8 +196,10 @@ class Slot:
         socket.send_fds(self._channel, [json.dumps(request).encode()], files)
 
     def _follow(self, watched: Watch, limits: Limits) -> dict[str, Any]:
-        """Reads both outputs until the fork server reports the end; what the pipes then hold is all
-        there will be."""
+        """Read both outputs until the fork server reports the end, and return its report.
+
+        The pipes then hold all remaining output.
+        """
         channel = self._channel
         assert channel is not None
         poll = select.poll()
@@ -204,10 +208,10 @@ class Slot:
         deadline = time.monotonic() + limits.wall_s + GRACE_S
         stopping = False
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 raise Broken(f"no report {GRACE_S:g} s after the wall limit")
-            ready = [file for file, _ in poll.poll(left * 1000)]
+            ready = [file for file, _ in poll.poll(remaining_s * 1000)]
             for file in ready:
                 if file != channel.fileno() and not watched.read(file):
                     poll.unregister(file)
@@ -222,7 +226,7 @@ class Slot:
                 return json.loads(message)
 
     def stop(self, reason: str = "cancel") -> None:
-        """Ends the program that is running, if one is. From any thread."""
+        """End the running program, if there is one. Any thread may call this."""
         with self._lock, contextlib.suppress(OSError):
             if self._channel is not None:
                 self._channel.send(json.dumps({"stop": reason}).encode())
@@ -238,7 +242,7 @@ class Slot:
         )
 
     def close(self) -> None:
-        """The fork server ends when its channel closes, and its programs with it."""
+        """Close the channel, which ends the fork server and its programs."""
         with self._lock:
             if self._channel is not None:
                 self._channel.close()
@@ -257,7 +261,7 @@ class Slot:
 
 
 class Watch:
-    """stdout and stderr of one run, each up to the limit."""
+    """The outputs of one run, stdout and stderr, each up to the limit."""
 
     def __init__(self, files: list[int], limits: Limits) -> None:
         self.texts = [bytearray(), bytearray()]
@@ -266,7 +270,7 @@ class Watch:
         self._limit = limits.output_kib << 10
 
     def read(self, file: int) -> bool:
-        """False when there is nothing more to come, or to keep."""
+        """Read what is available of one output. Returns False at its end or beyond the limit."""
         text = self.open[file]
         try:
             data = os.read(file, CHUNK)
@@ -282,8 +286,10 @@ class Watch:
         return bool(data)
 
     def drain(self) -> None:
-        """Never waits for the end of file: where programs can't be counted, one might hold the pipe
-        for ever."""
+        """Read all available output without waiting for the end of file.
+
+        A background process that can't be counted might hold the pipe open for ever.
+        """
         for file in list(self.open):
             while (
                 (before := len(self.open[file])) is not None
@@ -322,13 +328,13 @@ def judge_end(report: dict[str, Any], watched: Watch, limits: Limits) -> Result:
 
 
 def sealed(data: bytes) -> int:
-    """A file in memory that nobody can change any more."""
+    """Return the descriptor of an immutable memory file that holds `data`."""
     file = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
     os.lseek(file, 0, os.SEEK_SET)
-    # Linux alone has them
+    # Only Linux has seals.
     seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
     return file

@@ -32,13 +32,16 @@ TRIES = 2  # the second with a new fork server
 
 
 class LocalSandbox:
-    """Takes the strongest isolation that the machine offers and refuses to be weaker than
-    `at_least`.
+    """A sandbox on this machine, by the strongest isolation that it offers.
 
-    slots: programs that run at once. readable: directories beside the standard library that
-    programs can read and import from. at_most: for trying out what a weaker machine would do.
-    Threads and event loops may share one. Raises SandboxError at once where the machine is too
-    weak.
+    It refuses to be weaker than `at_least`. Threads and event loops may share one sandbox. Raises
+    SandboxError at construction if the machine is too weak.
+
+    Args:
+        slots: Number of programs that run at once.
+        at_least: Weakest level allowed.
+        at_most: Strongest level tried, to simulate a weaker machine.
+        readable: Directories beside the standard library that programs can read and import from.
     """
 
     same_python = True
@@ -82,7 +85,8 @@ class LocalSandbox:
     async def run(
         self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
     ) -> Result:
-        """See `Sandbox.run`. When the caller is cancelled, the program is stopped."""
+        """Run a program; see `Sandbox.run`. When the caller is cancelled, the program is
+        stopped."""
         if os.getpid() != self._owner:
             raise SandboxError(
                 "this sandbox was made before a fork: make another in the new process"
@@ -99,8 +103,10 @@ class LocalSandbox:
             raise
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
-        """See `Sandbox.open`. Needs namespaces; the files of the session are kept here, and travel
-        with each command."""
+        """Return a session; see `Sandbox.open`.
+
+        It needs namespaces. The session's files are kept here, and travel with each command.
+        """
         if image:
             raise SandboxError(
                 f"the local sandbox has no images, such as {image!r}: use the docker sandbox, or "
@@ -129,14 +135,14 @@ def configured(config: LocalSandboxConfig, *, slots: int, at_least: Isolation) -
 
 
 class _Ticket:
-    """Which slot a run has, so that its caller can stop it, or the end of the pool."""
+    """The slot of one run, for its cancellation and for the closing of the pool."""
 
     def __init__(self, closing: threading.Event) -> None:
         self.slot: Slot | None = None
         self._closing = closing
         self._cancelled = False
 
-    def unwanted(self) -> bool:
+    def is_cancelled(self) -> bool:
         return self._cancelled or self._closing.is_set()
 
     def cancel(self) -> None:
@@ -145,8 +151,8 @@ class _Ticket:
             slot.stop()
 
 
-# The threads hold no reference to the sandbox: one that is forgotten must be closed by whoever
-# forgot it, not by them.
+# The threads hold no reference to the sandbox, so that one that is never closed can be
+# garbage-collected, and not in one of them.
 def _run(
     free: queue.SimpleQueue[Slot],
     ticket: _Ticket,
@@ -158,10 +164,10 @@ def _run(
     try:
         ticket.slot = slot
         for remaining in reversed(range(TRIES)):
-            if ticket.unwanted():
+            if ticket.is_cancelled():
                 raise SandboxError("the program was stopped before its start")
             try:
-                return slot.run(program, stdin, limits, ticket.unwanted)
+                return slot.run(program, stdin, limits, ticket.is_cancelled)
             except Broken:
                 if not remaining:
                     raise

@@ -1,4 +1,4 @@
-"""Who a container belongs to, and the end of those whose owner has died."""
+"""Label containers with their owner process, and remove those of dead owners."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ OWNER = "ratchet.owner"
 
 
 def reap(engine: Engine) -> list[str]:
-    """Removes the containers that a run of this machine created and that has died since; their
-    ids."""
+    """Remove the containers of dead owners on this machine, and return their ids."""
     listed = engine.json(
         "GET", "/containers/json", all="true", filters=json.dumps({"label": [OWNER]})
     )
@@ -30,7 +29,8 @@ def reap(engine: Engine) -> list[str]:
 
 
 def this_process() -> str:
-    """This process: the boot of its machine, its id, and when it started, as ids are used again."""
+    """Return an id of this process: the boot of its machine, its pid, and its start time, as pids
+    repeat."""
     return f"{_boot()}/{os.getpid()}/{_started(os.getpid())}"
 
 
@@ -38,13 +38,13 @@ def _may_live(owner: str) -> bool:
     boot, _, rest = owner.partition("/")
     pid, _, started = rest.partition("/")
     if not boot or boot != _boot() or not pid.isdecimal():
-        return True  # of another machine: who knows
+        return True  # on another machine, which can't be inspected from here
     return _started(int(pid)) == started
 
 
 def _boot() -> str:
-    """Empty where the machine doesn't tell; the namespace of process ids is part of it, as two have
-    the same ids."""
+    """Return an id of the machine's boot and its pid namespace (two namespaces share pids); "" if
+    unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
             "/proc/self/ns/pid"

@@ -1,7 +1,7 @@
-"""Programs on a service that speaks SandboxFusion's API.
+"""Run programs on a service that speaks SandboxFusion's API.
 
 Source: github.com/bytedance/SandboxFusion, sandbox/server/sandbox_api.py: POST /run_code takes
-RunCodeRequest and answers RunCodeResponse, whose `status` is Success, Failed, or SandboxError where
+RunCodeRequest and answers RunCodeResponse, whose `status` is Success, Failed, or SandboxError when
 the service itself failed.
 """
 
@@ -34,26 +34,29 @@ from ratchet.sandbox.base import (
 from ratchet.sandbox.config import RemoteSandboxConfig
 from ratchet.sandbox.workspace import Workspace
 
-# what the service keeps of an output, in bytes; it doesn't say that it cut one
+# bytes that the service keeps of an output; it does not report that it cut one
 SERVICE_OUTPUT = 1 << 20
 MAX_ANSWER = 8 << 20
-NOT_TEXT = "[DecodeError]"  # what the service gives in place of an output that isn't UTF-8
+NOT_TEXT = "[DecodeError]"  # the service's replacement of an output that isn't UTF-8
 LEAVE = "open('/tmp/{name}', 'w').close()"
 LOOK = "import os\nprint(os.path.exists('/tmp/{name}'))"
 
 
 class Away(SandboxError):
-    """The service failed, or could not be reached; another try may help."""
+    """The service failed, or could not be reached; a retry may help."""
 
 
 class RemoteSandbox:
-    """The service doesn't tell how it isolates programs: its operator does (`offers`), and two
-    programs try whether one can leave a file for the other. Memory is limited by the service,
-    `Limits.output_kib` here and, at 1 MiB, there; `cpu_s`, `disk_mib`, `processes` and `threads`
-    are the service's own.
+    """A sandbox on a service that speaks SandboxFusion's API.
 
-    slots: requests at once. Raises SandboxError at once where the service does not answer, or is
+    The service does not report how it isolates programs: its operator declares it (`offers`), and
+    two programs test if one can leave a file for the other. Memory is limited by the service,
+    `Limits.output_kib` here and, at 1 MiB, there; `cpu_s`, `disk_mib`, `processes` and `threads`
+    are the service's own. Raises SandboxError at construction if the service does not answer, or is
     too weak.
+
+    Args:
+        slots: Number of concurrent requests.
     """
 
     same_python = False
@@ -95,8 +98,11 @@ class RemoteSandbox:
     async def run(
         self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
     ) -> Result:
-        """See `Sandbox.run`. Text only, both ways. When the caller is cancelled, the service goes
-        on until its limit."""
+        """Run a program; see `Sandbox.run`.
+
+        Input and output are text only. When the caller is cancelled, the service goes on until its
+        limit.
+        """
         if not self._end.alive:
             raise SandboxError("this sandbox is closed")
         work = functools.partial(self._run, program, stdin, limits)
@@ -104,7 +110,7 @@ class RemoteSandbox:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
-        """See `Sandbox.open`. The files of the session are kept here, and travel with each
+        """Return a session; see `Sandbox.open`. Its files are kept here, and travel with each
         command."""
         if image:
             raise SandboxError(
@@ -125,12 +131,12 @@ class RemoteSandbox:
     def _try_out(self) -> None:
         name = f"ratchet-{secrets.token_hex(8)}"
         self._run(LEAVE.format(name=name), b"", DEFAULT_LIMITS)
-        found = self._run(LOOK.format(name=name), b"", DEFAULT_LIMITS)
-        if not found.ok:
+        probe = self._run(LOOK.format(name=name), b"", DEFAULT_LIMITS)
+        if not probe.ok:
             raise SandboxError(
-                f"the service at {self.config.address} can't run Python: {found.stderr[-200:]!r}"
+                f"the service at {self.config.address} can't run Python: {probe.stderr[-200:]!r}"
             )
-        if self.isolation > Isolation.SECCOMP and b"True" in found.stdout:
+        if self.isolation > Isolation.SECCOMP and b"True" in probe.stdout:
             raise SandboxError(
                 f"the service at {self.config.address} lets a program leave files for the next "
                 "one, weaker than the declared "
@@ -162,7 +168,10 @@ class RemoteSandbox:
         raise AssertionError("unreachable")
 
     def _ask(self, content: bytes, wall_s: float) -> dict[str, Any]:
-        """The service's answer. Raises Away, or SandboxError where the request is at fault."""
+        """Return the service's answer.
+
+        Raises ServiceUnavailable, or SandboxError if the request is at fault.
+        """
         import httpx
 
         url = f"{self.config.address.rstrip('/')}/run_code"
@@ -191,10 +200,11 @@ class RemoteSandbox:
             )
         try:
             answer = json.loads(data)
-            known = answer["status"] in ("Success", "Failed", "SandboxError")
+            is_valid = answer["status"] in ("Success", "Failed", "SandboxError")
         except (ValueError, KeyError, TypeError):
-            known, answer = False, {}
-        if not known:
+            is_valid = False
+            answer = {}
+        if not is_valid:
             raise Away(f"{url} answered {bytes(data[:200])!r}, which is no RunCodeResponse")
         if answer["status"] == "SandboxError":
             raise Away(f"the service at {url} failed: {str(answer.get('message'))[:300]}")
@@ -202,7 +212,8 @@ class RemoteSandbox:
 
 
 def _result(answer: dict[str, Any], limits: Limits) -> Result:
-    """Raises Away for an answer that contradicts itself."""
+    """Return the result in the service's answer. Raises ServiceUnavailable if it contradicts
+    itself."""
     ran = answer.get("run_result") or {}
     status, code, seconds = (
         ran.get("status"),
@@ -212,16 +223,17 @@ def _result(answer: dict[str, Any], limits: Limits) -> Result:
     outputs = [
         str(ran.get(name) or "").encode("utf-8", "surrogatepass") for name in ("stdout", "stderr")
     ]
-    most = min(limits.output_kib << 10, SERVICE_OUTPUT - 1)
-    over = any(len(text) > most for text in outputs)
-    first, second = (text[:most] for text in outputs)
+    max_bytes = min(limits.output_kib << 10, SERVICE_OUTPUT - 1)
+    over = any(len(text) > max_bytes for text in outputs)
+    first, second = (text[:max_bytes] for text in outputs)
     if status == "TimeLimitExceeded":
         return Result(None, None, first, second, seconds, Reason.WALL)
     if status != "Finished" or not isinstance(code, int):
         raise Away(f"the service ran a program to status {status!r} and code {code!r}")
     if over:
         return Result(None, None, first, second, seconds, Reason.OUTPUT)
-    if first.startswith(NOT_TEXT.encode()):  # what it printed is lost, so it can be right no more
+    # The output is lost, so the program can no longer be judged as right.
+    if first.startswith(NOT_TEXT.encode()):
         return Result(code or 1, None, first, second, seconds, Reason.EXIT)
     number = -code if code < 0 else code - 128 if code > 128 else None
     return Result(

@@ -1,8 +1,8 @@
-"""What a session gives to a shell: a command that begins where the one before ended.
+"""Build the shell command lines of a session, each of which continues where the previous one ended.
 
 Every command has a shell of its own. At its end it writes its directory and exported variables into
-a file, which the next one reads. So a command's exit code is the kernel's, and no output of its own
-can be taken for the next prompt.
+a file, which the next one reads. So a command's exit code is the kernel's, and no output of a
+command can be mistaken for the next prompt.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from ratchet.sandbox.base import FIXED_ENVIRONMENT
 
 STATE_FILE = ".ratchet-shell"
-# $1: the state file, $2: the command, $3: what both outputs end with, so that a reader knows that
-# it has all of them
+# $1: the state file, $2: the command, $3: the text that both outputs end with, so that a reader
+# knows that they are complete
 EXPORT = " ".join(f"{name}={value}" for name, value in FIXED_ENVIRONMENT.items())
 SCRIPT = (
     f"export {EXPORT}"

@@ -1,5 +1,5 @@
-"""Sessions over a sandbox that forgets: the files of the working directory are kept here, and
-travel with each command."""
+"""Sessions over a sandbox that keeps no files: they are stored here and travel with each
+command."""
 
 from __future__ import annotations
 
@@ -14,25 +14,32 @@ from typing import Any
 from ratchet.sandbox import shell
 from ratchet.sandbox.base import Limits, Reason, Result, Sandbox, SandboxError, TooLarge, inside
 
-MARGIN_S = 10.0  # for the carrier's own work, beyond the command's time
-# beyond those of the limits: the carrier, its threads, and what pipelines are made of
+MARGIN_S = 10.0  # for the carrier program's own work, beyond the command's time
+# beyond those of the limits: the carrier, its threads, and the commands of a pipeline
 SHELL_PROCESSES = 32
-CARRIED_KIB = 512  # of files, as a remote service keeps 1 MiB of an answer; 4/3 of them in base64
+# Size of the files that travel: a remote service keeps 1 MiB of an answer, and base64 adds a third.
+CARRIED_KIB = 512
 
 
 class Workspace:
-    """Kept between commands: regular files with their modes, directories, the one it is in and
-    exported variables. Not kept: links, and processes in the background."""
+    """A session whose files are kept on this side between commands.
+
+    Kept: regular files with their modes, directories, the current directory and exported variables.
+    Not kept: links, and background processes.
+    """
 
     def __init__(self, sandbox: Sandbox, limits: Limits) -> None:
-        self._sandbox, self._limits = sandbox, limits
+        self._sandbox = sandbox
+        self._limits = limits
         # by path: mode, data; None for a directory
         self._files: dict[str, tuple[int, bytes | None]] = {}
         self._closed = False
 
     async def run(self, command: str, timeout_s: float) -> Result:
-        """See `Session.run`. A command that leaves more files than can travel ends with
-        Reason.OUTPUT, and is undone."""
+        """Run a command; see `Session.run`.
+
+        A command that leaves more files than can travel ends with Reason.OUTPUT, and is undone.
+        """
         self._check()
         most_kib = min(self._limits.output_kib, CARRIED_KIB // 8)
         request = {
@@ -58,7 +65,7 @@ class Workspace:
         carried = await self._sandbox.run(
             f"{source}\n\nmain()\n", json.dumps(request).encode("ascii"), limits
         )
-        # ended with the command by a limit that both have in common, or by the command itself
+        # A limit that the carrier shares with the command ended it, or the command itself did.
         if not carried.ok:
             return replace(
                 carried,
@@ -68,16 +75,19 @@ class Workspace:
         return self._read(carried)
 
     def _read(self, carried: Result) -> Result:
-        """What the carrier said is as hostile as the command: it is bounded by the limits, and only
-        ever taken for data."""
+        """Return the result that the carrier program reported, and store its files.
+
+        The report is as hostile as the command: it is bounded by the limits, and only ever parsed
+        as data.
+        """
         try:
-            said: dict[str, Any] = json.loads(carried.stdout)
+            report: dict[str, Any] = json.loads(carried.stdout)
             stdout, stderr = (
-                base64.b64decode(said[name], validate=True) for name in ("stdout", "stderr")
+                base64.b64decode(report[name], validate=True) for name in ("stdout", "stderr")
             )
-            code, reason = int(said["code"]), Reason(said["reason"])
-            if said["files"] is not None:
-                kept = said["files"].items()
+            code, reason = int(report["code"]), Reason(report["reason"])
+            if report["files"] is not None:
+                kept = report["files"].items()
                 self._files = {
                     inside(name): (int(mode) & 0o777, _decoded(data)) for name, (mode, data) in kept
                 }
@@ -99,35 +109,36 @@ class Workspace:
             signal,
             stdout,
             stderr,
-            float(said["seconds"]),
+            float(report["seconds"]),
             reason,
         )
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         self._check()
-        more = self._files | {inside(name): (0o755, bytes(data)) for name, data in files.items()}
-        if sum(len(data or b"") for _, data in more.values()) > CARRIED_KIB << 10:
+        updated = self._files | {inside(name): (0o755, bytes(data)) for name, data in files.items()}
+        if sum(len(data or b"") for _, data in updated.values()) > CARRIED_KIB << 10:
             raise TooLarge(
                 f"the session's files take more than {CARRIED_KIB} KiB: use the docker sandbox"
             )
-        self._files = more
+        self._files = updated
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
         self._check()
-        wanted = inside(path)
-        found = {
+        relative = inside(path)
+        regular_files = {
             name: data
             for name, (_, data) in self._files.items()
             if data is not None and name != shell.STATE_FILE
         }
         return {
             name: data
-            for name, data in found.items()
-            if wanted in (".", name) or name.startswith(wanted + "/")
+            for name, data in regular_files.items()
+            if relative in (".", name) or name.startswith(relative + "/")
         }
 
     async def close(self) -> None:
-        self._files, self._closed = {}, True
+        self._files = {}
+        self._closed = True
 
     def _check(self) -> None:
         if self._closed:

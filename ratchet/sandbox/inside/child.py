@@ -1,5 +1,5 @@
-"""One execution: a process forked from the zygote gives up all that it could misuse, then becomes
-the program."""
+"""One execution: a process forked from the zygote drops its privileges, then becomes the
+program."""
 
 from __future__ import annotations
 
@@ -31,13 +31,20 @@ STREAMS = (
 )
 STACK_BYTES = 64 << 20
 MAX_DESCRIPTORS = 64
-# of nobody; the second for containers that map only 16 bits of ids
+# uids without an account; the second is for containers that map only 16 bits of ids
 SCRATCH_UID, NARROW_UID = 0x20000000, 65000
 
 
 @dataclass(frozen=True)
 class Place:
-    """What the launcher found out about the machine. `drop` is the uid to change to, 0 to stay."""
+    """The capabilities of the machine, as the launcher found them.
+
+    Attributes:
+        level: Isolation level.
+        library: Paths of the Python library.
+        readable: Further paths that programs can read.
+        drop: Uid to change to; 0 to keep the current one.
+    """
 
     level: int
     library: tuple[str, ...]
@@ -47,6 +54,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Request:
+    """The limits of one execution."""
+
     wall_s: float
     cpu_s: int
     memory_mib: int
@@ -61,8 +70,13 @@ class Request:
 
 
 def become(request: Request, place: Place, zygote: int, files: list[int]) -> NoReturn:
-    """files: program, stdin, stdout, stderr, status. Status gets "ready", or why the program could
-    not be started."""
+    """Turn this process into the program.
+
+    The status file gets "ready", or the reason why the program could not be started.
+
+    Args:
+        files: Descriptors of program, stdin, stdout, stderr and status.
+    """
     program, stdin, stdout, stderr, status = files
     try:
         os.setsid()
@@ -112,7 +126,7 @@ def confine(request: Request, place: Place, zygote: int) -> None:
         os.setresgid(place.drop, place.drop, place.drop)
         os.setresuid(place.drop, place.drop, place.drop)
     syscalls.drop_capabilities()
-    # After the ids, whose change clears it. Whoever died in between sent no signal.
+    # After the ids, whose change clears the death signal. A zygote that died before sent none.
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, 9)
     if os.getppid() != zygote:
         os._exit(125)
@@ -140,7 +154,7 @@ def limit_resources(request: Request, place: Place) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    # else the count is the user's whole, the trainer's threads and all
+    # Otherwise the kernel counts all processes of the user, including the trainer's threads.
     if place.drop or place.level >= 3:
         # the zygote and its launcher, counted with it in a user namespace
         beside = 0 if place.drop else 2
@@ -165,9 +179,12 @@ def run_command(words: list[str]) -> NoReturn:
 
 
 def run_source(source: bytes, leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
-    """As `python main.py` would: streams, __main__, tracebacks, threads and exit handlers, exit
-    codes. `leave` is bound here because the program may replace os._exit, and then return into the
-    code of the fork server (confined, but for what?)."""
+    """Run the source as `python main.py` would, and exit with its code.
+
+    Streams, __main__, tracebacks, threads, exit handlers and exit codes are as there. `leave` is
+    bound as a default because the program may replace os._exit, and would then return into the code
+    of the fork server.
+    """
     main = types.ModuleType("__main__")
     prepare_interpreter(main, source)
     code = 1
@@ -196,7 +213,7 @@ def prepare_interpreter(main: types.ModuleType, source: bytes) -> None:
     lines = source.decode("utf-8", "replace").splitlines(keepends=True)
     # so that tracebacks show the line
     linecache.cache[FILE_NAME] = (len(source), None, lines, FILE_NAME)
-    random.seed(0)  # a fork draws another seed, and a verdict must not hang on it
+    random.seed(0)  # a fork draws another seed, and a verdict must not depend on it
     gc.unfreeze()
 
 
@@ -210,8 +227,10 @@ def exit_code(stop: SystemExit) -> int:
 
 
 def report(error: BaseException) -> None:
-    """Without our own frame. The usual hook reads the source from disk, where it never was;
-    `traceback` asks linecache."""
+    """Print the traceback of `error` without this module's frame.
+
+    The usual hook reads the source from disk, where it never was; `traceback` uses linecache.
+    """
     error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None
     try:
         if sys.excepthook is sys.__excepthook__:
@@ -223,8 +242,7 @@ def report(error: BaseException) -> None:
 
 
 def finish(code: int) -> int:
-    """What the interpreter does at its end, less tearing itself down, which takes longer than most
-    programs."""
+    """Shut down as the interpreter does, without tearing it down, and return the exit code."""
     shutdown: Any = getattr(threading, "_shutdown", None)
     try:
         if shutdown is not None:
@@ -236,5 +254,5 @@ def finish(code: int) -> int:
             if stream is not None and not stream.closed:
                 stream.flush()
     except BaseException:
-        return code or 120  # as CPython says that it could not flush
+        return code or 120  # CPython's exit code if a stream could not be flushed
     return code

@@ -1,5 +1,7 @@
-"""Landlock: the process may use the named paths and no others, for good. Needs no privilege; Linux
-5.13 and newer."""
+"""Restrict the process to the named paths by Landlock, irrevocably.
+
+Needs no privilege; Linux 5.13 and newer.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
 BASE_RIGHTS = (1 << 13) - 1
-# ABI that brought it: refer, truncate, ioctl on devices
+# (ABI version, right): refer, truncate, ioctl on devices
 NEWER_RIGHTS = ((2, 1 << 13), (3, TRUNCATE), (5, 1 << 15))
 
 
 def abi() -> int:
-    """0 where there is no Landlock."""
+    """Return the kernel's Landlock ABI version; 0 if there is no Landlock."""
     try:
         return syscall("landlock", CREATE_RULESET, None, 0, 1)
     except OSError:
@@ -30,8 +32,10 @@ def handled_rights(version: int) -> int:
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str], *, executable: bool) -> None:
-    """The caller has set no_new_privs. Network and signals are shut as far as this kernel knows
-    how."""
+    """Restrict this process to the named paths. The caller has set no_new_privs.
+
+    Network and signals are restricted as far as this kernel supports.
+    """
     version = abi()
     handled = handled_rights(version)
     attributes = struct.pack("QQQ", handled, 3 if version >= 4 else 0, 3 if version >= 6 else 0)

@@ -1,9 +1,9 @@
-"""The entry of the inner side: finds the strongest isolation that this machine grants, enters it,
-starts the zygote.
+"""The entry point inside: find the strongest isolation that this machine grants, enter it, start
+the zygote.
 
-A level is first tried whole in a process that is thrown away: on some machines a namespace is
-granted and what makes it useful refused, and a sandbox must never be half of what it says. Once
-probed, a failure ends the launch.
+A level is first tried completely in a process that is discarded: some machines grant a namespace
+but refuse what makes it useful, and a sandbox must never be weaker than it reports. After the
+probe, a failure ends the launch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from typing import Any
 from . import child, landlock, rootfs, seccomp, syscalls, zygote
 
 PRELOADED = """
-    abc array ast atexit base64 bisect calendar cmath collections collections.abc contextlib copy csv dataclasses datetime
-    decimal enum fractions functools hashlib heapq inspect io itertools json linecache math numbers operator pprint queue
-    random re secrets site statistics string struct textwrap threading time traceback types typing unicodedata uuid
+    abc array ast atexit base64 bisect calendar cmath collections collections.abc contextlib copy
+    csv dataclasses datetime
+    decimal enum fractions functools hashlib heapq inspect io itertools json linecache math numbers
+    operator pprint queue
+    random re secrets site statistics string struct textwrap threading time traceback types typing
+    unicodedata uuid
 """
 MULTIARCH = (
     "/lib/x86_64-linux-gnu",
@@ -38,7 +41,12 @@ MULTIARCH = (
 
 
 def main(control: int, options: dict[str, Any]) -> None:
-    """options: boss (pid of the trainer), at_most (level), readable (paths beside the library)."""
+    """Enter the isolation and serve requests.
+
+    Args:
+        control: Descriptor of the control socket.
+        options: boss (pid of the trainer), at_most (level), readable (paths beside the library).
+    """
     channel = socket.socket(fileno=control)
     try:
         boss = watch_boss(options["boss"])
@@ -74,7 +82,10 @@ def main(control: int, options: dict[str, Any]) -> None:
 
 
 def watch_boss(pid: int) -> int:
-    """A death signal would not do: it comes when the *thread* that started us ends."""
+    """Return a pidfd of the trainer, and exit if the trainer is already dead.
+
+    A death signal would not do: it comes when the *thread* that started this process ends.
+    """
     handle = os.pidfd_open(pid)
     if os.getppid() != pid:
         os._exit(0)
@@ -82,15 +93,18 @@ def watch_boss(pid: int) -> int:
 
 
 def oom_first() -> None:
-    """When the machine runs out of memory, a program goes and not the trainer."""
+    """Make the kernel kill a program instead of the trainer when the machine runs out of memory."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
 def wait_for(inner: int, boss: int) -> None:
-    """The launcher stays because a process can't move itself into its new process namespace. As
-    process 1 in there, the zygote takes everything with it when it ends; should it not end by
-    itself when the trainer has, we see to it."""
+    """Wait until the zygote or the trainer ends, then exit.
+
+    The launcher stays because a process can't move itself into its new process namespace. The
+    zygote is process 1 in there, so its end takes all programs with it. If the trainer ends first,
+    the zygote is killed.
+    """
     poll = select.poll()
     for file in (boss, os.pidfd_open(inner)):
         poll.register(file, select.POLLIN)
@@ -101,7 +115,7 @@ def wait_for(inner: int, boss: int) -> None:
 
 
 def view(readable: Sequence[str]) -> list[str]:
-    """What is bound into the root: without what lies in something bound already."""
+    """Return the paths to bind into the root, without those inside another bound path."""
     paths: list[str] = []
     for path in [*rootfs.SYSTEM, sys.base_prefix, *readable]:
         if not any(path == outer or path.startswith(outer + "/") for outer in paths):
@@ -110,19 +124,21 @@ def view(readable: Sequence[str]) -> list[str]:
 
 
 def library() -> tuple[str, ...]:
-    """What a program must be able to read: the standard library and what its extension modules are
-    linked to."""
-    found = {path for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))}
+    """Return the paths that a program must be able to read.
+
+    These are the standard library and the libraries that its extension modules are linked to.
+    """
+    paths = {path for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))}
     folder = sysconfig.get_config_var("LIBDIR")
     return (
-        *sorted(found),
+        *sorted(paths),
         *((folder,) if folder and folder.startswith(sys.base_prefix) else ()),
         *MULTIARCH,
     )
 
 
 def strongest(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
-    """The level, and what was refused on the way down to it."""
+    """Return the strongest level granted, and why each stronger one was refused."""
     if not seccomp.available():
         return 0, [f"no system call filter for {syscalls.MACHINE}; Ratchet has one for x86_64"]
     refused: list[str] = []
@@ -141,19 +157,19 @@ def strongest(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
 
 
 def trial(attempt: Callable[[], None]) -> str:
-    """Runs `attempt` in a process of its own. Returns why it failed, or nothing."""
-    said, say = os.pipe2(os.O_CLOEXEC)
+    """Run `attempt` in a separate process. Returns why it failed, or ""."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
         try:
             attempt()
-            os.write(say, b"ok")
+            os.write(write_end, b"ok")
         except BaseException as error:
-            os.write(say, f"{error}"[:400].encode())
+            os.write(write_end, f"{error}"[:400].encode())
         os._exit(0)
-    os.close(say)
-    answer = os.read(said, 500).decode()
-    os.close(said)
+    os.close(write_end)
+    answer = os.read(read_end, 500).decode()
+    os.close(read_end)
     os.waitpid(pid, 0)
     return "" if answer == "ok" else answer or "killed"
 
@@ -174,8 +190,11 @@ def try_namespaces(sources: list[str]) -> None:
 
 
 def unused_uid(level: int, readable: Sequence[str]) -> int:
-    """For root's programs, since file permissions and process counts don't bind uid 0. 0 where
-    there is none to be had."""
+    """Return an unused uid for root's programs, since file permissions and process counts don't
+    bind uid 0.
+
+    Returns 0 if this process is not root, or no such uid can be used.
+    """
     if os.getuid() != 0 or not (
         syscalls.capable(syscalls.CAP_SETUID) and syscalls.capable(syscalls.CAP_SETGID)
     ):
@@ -183,7 +202,7 @@ def unused_uid(level: int, readable: Sequence[str]) -> int:
     if level < 3 and not all(
         open_to_others(path) for path in (sysconfig.get_path("stdlib"), *readable)
     ):
-        return 0  # it could not import from a Python that only root reads
+        return 0  # another user could not import from a Python that only root reads
     for uid in (child.SCRATCH_UID + os.getpid(), child.NARROW_UID + os.getpid() % 500):
         if not trial(lambda uid=uid: os.setresuid(uid, uid, uid)):
             return uid

@@ -1,5 +1,5 @@
-"""Namespaces of our own and, in them, a root directory that holds a Python, the system's libraries
-and nothing else."""
+"""Enter new namespaces, and build a root directory that holds only Python and the system's
+libraries."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ SPACES = syscalls.NEWNS | syscalls.NEWPID | syscalls.NEWNET | syscalls.NEWIPC | 
 
 
 def enter() -> None:
-    """Raises OSError where any step is refused: half a sandbox is none. The next process forked is
-    the first one inside."""
+    """Enter new namespaces. The next process forked is the first one inside.
+
+    Raises OSError if any step is refused: a partial sandbox is not accepted.
+    """
     if syscalls.capable(syscalls.CAP_SYS_ADMIN):
         syscalls.unshare(SPACES)
     else:
@@ -39,8 +41,10 @@ def enter() -> None:
 
 
 def build(sources: list[str]) -> int | None:
-    """By the first process inside. Returns a /proc of our processes, or None where a container
-    hides parts of /proc."""
+    """Build the root directory, in the first process inside.
+
+    Returns a /proc of the new process namespace, or None if a container hides parts of /proc.
+    """
     try:
         # now: an unprivileged user may mount one only while another is in sight
         proc = syscalls.detached_proc()
@@ -71,7 +75,9 @@ def build(sources: list[str]) -> int | None:
 def fresh_box(disk_mib: int, owner: int) -> None:
     """Mount an empty scratch directory, and enter it.
 
-    owner: uid of the program, since git works in directories of its own alone; 0 where it is ours.
+    Args:
+        owner: Uid of the program, since git only works in directories of its own user; 0 for this
+            process's uid.
     """
     owned = f",uid={owner},gid={owner}" if owner else ""
     options = f"size={disk_mib}m,nr_inodes=1024,mode=1777{owned}"

@@ -1,9 +1,8 @@
-"""The filter on system calls: what is not allowed here fails with EPERM. Classic BPF, written by
-hand: no libseccomp.
+"""The seccomp filter: system calls that are not allowed here fail with EPERM.
 
-Allowed by name, because what a new kernel brings must not be open by default. Numbers are x86-64's;
-on another machine `available` is False and the sandbox refuses to start, rather than to filter by
-wrong numbers.
+Classic BPF, written by hand without libseccomp. Calls are allowed by name, because new calls of a
+new kernel must not be open by default. Numbers are x86-64's; on another machine `available` is
+False and the sandbox refuses to start.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ ALWAYS = table("""
     sendto=44 recvfrom=45 shutdown=48 getsockname=51 getpeername=52 getsockopt=55
 """)
 OPENING = table("open=2 openat=257")
-# On a file system of which nothing but the scratch directory is writable.
+# For a file system where only the scratch directory is writable.
 CHANGING = OPENING | table("""
     truncate=76 ftruncate=77 rename=82 mkdir=83 rmdir=84 creat=85 link=86 unlink=87 symlink=88 chmod=90 fchmod=91
     mkdirat=258 unlinkat=263 renameat=264 linkat=265 symlinkat=266 fchmodat=268 utimensat=280 fallocate=285
     renameat2=316
 """)
-# Only inside a process namespace of its own. make sets its ids to what they are whenever it starts
-# a command; without capabilities nothing else can be set.
+# Only inside a separate process namespace. make sets its ids to their current values when it starts
+# a command; without capabilities no other values can be set.
 FORKING = table("""
     fork=57 vfork=58 execve=59 wait4=61 kill=62 setpgid=109 setsid=112 setresuid=117 setresgid=119 setpriority=141
     tgkill=234 waitid=247 execveat=322
 """)
-# What `ls -l` and `cp` ask of every file; no file has any here, and only this answer says so
-# without a complaint.
+# `ls -l` and `cp` read these of every file; no file has any here, and only ENOTSUP reports that
+# without an error message.
 ATTRIBUTES = table(
     "getxattr=191 lgetxattr=192 fgetxattr=193 listxattr=194 llistxattr=195 flistxattr=196"
 )
@@ -98,13 +97,17 @@ def fails(number: int = errno.EPERM) -> Instruction:
 
 
 def argument(index: int) -> Instruction:
-    """The low half: all that the checks below look at are 32-bit values for the kernel too."""
+    """Return the load of the low half of an argument: all checked arguments are 32-bit for the
+    kernel too."""
     return (LOAD, 0, 0, 16 + 8 * index)
 
 
 def when(call: int, body: list[Instruction]) -> list[Instruction]:
-    """`body` must return. Its first instruction may load over the number: nothing after it
-    looks."""
+    """Return the filter that runs `body` if the system call is `call`.
+
+    `body` must return. Its first instruction may load over the number, as nothing after it reads
+    it.
+    """
     return [(JUMP_EQUAL, 0, len(body), call), *body]
 
 
@@ -155,14 +158,16 @@ def own_signals(index: int) -> list[Instruction]:
 
 
 def program(pid: int, level: int, forking: bool) -> bytes:
-    """The filter of a program whose process id, as it sees it, is `pid`."""
+    """Return the filter of a program whose process id, as the program sees it, is `pid`."""
     return template(level, forking).replace(struct.pack("I", OWN_PID), struct.pack("I", pid))
 
 
 @functools.cache
 def template(level: int, forking: bool) -> bytes:
-    """With a stand-in for the process id, since putting it together takes as long as the rest of a
-    child's start."""
+    """Return the filter with a placeholder for the process id.
+
+    It is cached, since building it takes as long as the rest of a child's start.
+    """
     code: list[Instruction] = [(LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, ARCH_X86_64), returns(KILL)]
     code += [(LOAD, 0, 0, 0), (JUMP_GE, 0, 1, X32_BIT), returns(KILL)]
     threads_only = [
@@ -176,7 +181,7 @@ def template(level: int, forking: bool) -> bytes:
     code += when(CLONE, without(0, NAMESPACE_FLAGS, errno.EPERM) if forking else threads_only)
     for call in ATTRIBUTES.values():
         code += when(call, [fails(errno.ENOTSUP)])
-    # its flags lie in memory, out of a filter's sight; glibc then uses clone
+    # Its flags lie in memory, which a filter can't read; glibc falls back to clone.
     code += when(CLONE3, [fails(errno.ENOSYS)])
     code += locks(forking) + when(IOCTL, one_of(1, IOCTL_COMMANDS, errno.ENOTTY))
     code += when(PRCTL, one_of(0, PRCTL_COMMANDS))
@@ -220,7 +225,7 @@ def template(level: int, forking: bool) -> bytes:
 
 
 def install(filters: bytes) -> None:
-    """For all threads, for good. The caller has set no_new_privs."""
+    """Install the filter for all threads, irrevocably. The caller has set no_new_privs."""
     buffer = ctypes.create_string_buffer(filters, len(filters))
     header = struct.pack("HxxxxxxQ", len(filters) // 8, ctypes.addressof(buffer))
     syscall("seccomp", SECCOMP, 1, 1, header)

@@ -1,7 +1,9 @@
-"""One command of a session whose files travel: unpacks them, runs it, and reports how it ended with
-the files as they are then. Runs inside the sandbox, as the program, with a call of `main` at its
-end; standard library only. stdin: a JSON request, stdout: a JSON report. A directory is a file
-without data."""
+"""Run one command of a session whose files travel with it, inside the sandbox.
+
+It unpacks the files, runs the command, and reports how it ended with the files as they are then.
+This source is the sandboxed program, with a call of `main` appended; standard library only. stdin
+is a JSON request, stdout a JSON report. A directory is a file without data.
+"""
 
 import base64
 import contextlib
@@ -15,7 +17,7 @@ import threading
 import time
 
 CHUNK = 1 << 16
-GRACE_S = 0.5  # for outputs that a process in the background holds open
+GRACE_S = 0.5  # for outputs that a background process holds open
 
 
 def unpack(files):
@@ -28,42 +30,45 @@ def unpack(files):
         os.chmod(name, mode)
 
 
-def pack(most):
-    """None where there is more than `most` bytes."""
-    found, total = {}, 0
+def pack(max_bytes):
+    """Return the files below the current directory; None if they exceed `max_bytes` bytes."""
+    files = {}
+    total = 0
     for folder, _, names in os.walk("."):
         total += len(folder)
-        found[os.path.relpath(folder)] = [0o755, None]
+        files[os.path.relpath(folder)] = [0o755, None]
         for name in names:
             path = os.path.join(folder, name)
             about = os.lstat(path)
             if not stat.S_ISREG(about.st_mode):
                 continue
             total += about.st_size + len(path)
-            if total > most:
+            if total > max_bytes:
                 return None
             try:
                 with open(path, "rb") as file:
-                    data = file.read(most + 1)
+                    data = file.read(max_bytes + 1)
             except PermissionError:
                 continue
-            found[os.path.relpath(path)] = [
+            files[os.path.relpath(path)] = [
                 stat.S_IMODE(about.st_mode),
                 base64.b64encode(data).decode(),
             ]
-    return found
+    return files
 
 
-def listen(pipe, text, most, over):
+def listen(pipe, text, max_bytes, over):
     while data := os.read(pipe, CHUNK):
         text += data
-        if len(text) > most:
+        if len(text) > max_bytes:
             over.set()
             return
 
 
 def run(request):
-    texts, over, began = [bytearray(), bytearray()], threading.Event(), time.monotonic()
+    texts = [bytearray(), bytearray()]
+    over = threading.Event()
+    began = time.monotonic()
     words = [
         os.path.abspath(word) if word == request["state"] else word for word in request["words"]
     ]
@@ -93,7 +98,7 @@ def run(request):
             reason = "wall"
             break
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # and what it left in the background
+        os.killpg(process.pid, signal.SIGKILL)  # with its background processes
     code = process.wait()
     for reader in readers:
         reader.join(GRACE_S)

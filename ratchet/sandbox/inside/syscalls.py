@@ -1,5 +1,7 @@
-"""The system calls that Python's `os` does not offer, by ctypes. Every failure is an OSError that
-names the call."""
+"""The system calls that Python's `os` does not offer, by ctypes.
+
+Every failure is an OSError that names the call.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def check(result: int, call: str) -> int:
 
 
 def syscall(call: str, number: int, *arguments: int | bytes | None) -> int:
-    """Integers go as 64 bits, bytes as a pointer to them."""
+    """Call the kernel. Integers are passed as 64 bits, bytes as a pointer to them."""
     wide = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return check(LIBC.syscall(ctypes.c_long(number), *wide), call)
 
@@ -59,8 +61,10 @@ def unmount(target: str, flags: int = 0) -> None:
 
 
 def make_read_only(path: str, *, recursive: bool) -> None:
-    """Only ever adds restrictions, so it works where some are locked; with the submounts, which a
-    remount leaves writable."""
+    """Make a mount read-only; `recursive` includes its submounts, which a remount leaves writable.
+
+    It only adds restrictions, so it works even if some are locked.
+    """
     attributes = struct.pack(
         "QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, 0, 0, 0
     )
@@ -77,7 +81,7 @@ def make_read_only(path: str, *, recursive: bool) -> None:
 
 
 def pivot_root() -> None:
-    """Makes the current directory, a mount point, the root and forgets the old one, which holds
+    """Make the current directory, a mount point, the root and detach the old one, which holds
     everything."""
     syscall("pivot_root", PIVOT_ROOT, b".", b".")
     unmount(".", MNT_DETACH)
@@ -85,8 +89,10 @@ def pivot_root() -> None:
 
 
 def detached_proc() -> int:
-    """A /proc of our own process namespace as a descriptor: it has no path, so no program can walk
-    to it."""
+    """Return a descriptor of the process namespace's /proc.
+
+    It has no path, so no program can walk to it.
+    """
     context = syscall("fsopen proc", FSOPEN, b"proc", 1)
     try:
         syscall("fsconfig proc", FSCONFIG, context, 6, None, None, 0)

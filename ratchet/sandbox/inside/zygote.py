@@ -1,5 +1,5 @@
-"""The fork server: one request at a time, one process for each, and nothing of it left when the
-answer goes out."""
+"""The fork server: it handles one request at a time, forks one process for each, and ends all of
+them before it answers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
 def serve(control: int, boss: int, place: Place, proc: int | None) -> NoReturn:
-    """Ends when the trainer does: its end of `control` closes, or `boss`, a pidfd of it, says so (a
-    copy of that end may live on in something that it forked). `proc` is a /proc of our own, where
-    processes are ours to count."""
+    """Serve requests until the trainer ends.
+
+    The end is seen when the trainer's end of `control` closes, or by `boss`, a pidfd of the trainer
+    (a process that the trainer forked may hold a copy of its end of the socket).
+
+    Args:
+        proc: Descriptor of a private /proc, to count processes; None if there is none.
+    """
     channel = socket.socket(fileno=control)
     gc.collect()
-    gc.freeze()  # or every child's first collection copies the pages of all that is imported
+    # Otherwise every child's first collection copies the pages of all imported modules.
+    gc.freeze()
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(boss, select.POLLIN)
@@ -38,7 +44,7 @@ def serve(control: int, boss: int, place: Place, proc: int | None) -> NoReturn:
         if not message:
             os._exit(0)
         request = json.loads(message)
-        if "stop" not in request:  # a late one, for a run that has ended, asks for nothing
+        if "stop" not in request:  # a late stop, for a run that has ended, is ignored
             if last_pid is not None:
                 os.pwrite(last_pid, b"1", 0)
             channel.send(
@@ -79,20 +85,23 @@ def execute(
     if inside:
         end_all()
         rootfs.discard_box()
-    said = os.read(ready, 600)
+    status_text = os.read(ready, 600)
     close([handle, ready])
     setup = (
         ""
-        if said == b"ready" or stopped
-        else said.decode("utf-8", "replace") or "died before it was confined"
+        if status_text == b"ready" or stopped
+        else status_text.decode("utf-8", "replace") or "died before it was confined"
     )
     cpu = usage.ru_utime + usage.ru_stime
     return {"status": code, "stopped": stopped, "seconds": seconds, "cpu": cpu, "setup": setup}
 
 
 def open_last_pid(proc: int | None) -> int | None:
-    """Open the file that says which process id comes next, so that every program has id 2 whatever
-    ran before it. None where there is no /proc of our own, or its kernel lacks the file."""
+    """Open the file that sets the next process id, so that every program has id 2 whatever ran
+    before.
+
+    Returns None if there is no private /proc, or its kernel lacks the file.
+    """
     if proc is None:
         return None
     try:
@@ -104,15 +113,15 @@ def open_last_pid(proc: int | None) -> int | None:
 def watch(
     channel: socket.socket, boss: int, handle: int, request: Request, proc: int | None, start: float
 ) -> str:
-    """Waits for the child. Returns why it must be stopped, or nothing if it has ended."""
+    """Wait for the child. Returns why it must be stopped, or "" if it has ended."""
     poll = select.poll()
     for file in (handle, channel.fileno(), boss):
         poll.register(file, select.POLLIN)
     while True:
-        left = start + request.wall_s - time.monotonic()
-        if left <= 0:
+        remaining_s = start + request.wall_s - time.monotonic()
+        if remaining_s <= 0:
             return "wall"
-        wait = left if proc is None else min(left, MEMORY_WATCH_S)
+        wait = remaining_s if proc is None else min(remaining_s, MEMORY_WATCH_S)
         happened = {file for file, _ in poll.poll(wait * 1000 + 1)}
         if handle in happened:
             return ""
@@ -128,14 +137,16 @@ def watch(
 
 
 def leave() -> NoReturn:
-    """The trainer is gone. Children die with us: by the process namespace, or by their death
-    signal."""
+    """Exit because the trainer ended. The process namespace or their death signal ends the
+    children."""
     os._exit(0)
 
 
 def end_all() -> None:
-    """Kills whatever the program started. We are process 1 of a namespace, so -1 means its
-    processes and no others."""
+    """Kill all processes that the program started.
+
+    This process is process 1 of a namespace, so -1 means that namespace's processes and no others.
+    """
     assert os.getpid() == 1
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
@@ -161,6 +172,6 @@ def close(files: list[int]) -> None:
 
 
 def be_quiet() -> None:
-    """A terminal's Ctrl-C is the trainer's business."""
+    """Ignore a terminal's Ctrl-C and hang-up, which the trainer handles."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
