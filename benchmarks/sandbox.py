@@ -26,7 +26,7 @@ from typing import Any
 
 from ratchet.rewards.code.reward import Code
 from ratchet.rewards.config import CodeConfig
-from ratchet.sandbox import Isolation, Limits, LocalSandbox, passed
+from ratchet.sandbox import Isolation, Limits, LocalSandbox, output_matches
 from ratchet.testing import answered
 from ratchet.types import Scored, Task
 
@@ -72,7 +72,7 @@ async def measure(chosen: argparse.Namespace) -> dict[str, Any]:
 
     async def ours() -> None:
         result = await sandbox.run(SOURCE, STDIN, Limits(wall_s=60))
-        assert passed(result, ANSWER), result
+        assert output_matches(result, ANSWER), result
         seconds.append(result.seconds)
 
     async def theirs() -> None:

@@ -19,5 +19,5 @@ from ratchet.sandbox.base import Sandbox as Sandbox
 from ratchet.sandbox.base import SandboxError as SandboxError
 from ratchet.sandbox.base import Session as Session
 from ratchet.sandbox.base import Strength as Strength
-from ratchet.sandbox.compare_output import passed as passed
+from ratchet.sandbox.compare_output import output_matches as output_matches
 from ratchet.sandbox.local import LocalSandbox as LocalSandbox

@@ -214,7 +214,7 @@ class Sandbox(Protocol):
         ...
 
 
-def inside(path: str) -> str:
+def check_relative_path(path: str) -> str:
     """Return `path`, normalised, from the working directory.
 
     Raises SandboxError for a path that leads out of the directory.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ratchet.sandbox.base import Result
 
 
-def passed(result: Result, expected: bytes | str) -> bool:
+def output_matches(result: Result, expected: bytes | str) -> bool:
     """Return True if the program exited with code 0 and printed `expected`.
 
     Spaces at the end of lines and empty lines at the end are ignored. Bytes are compared, so

@@ -20,7 +20,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 class LocalSandboxConfig(Section):
     """A sandbox on this machine, by the strongest isolation that it grants."""
 
-    builds: ClassVar[str] = "ratchet.sandbox.local:configured"
+    builds: ClassVar[str] = "ratchet.sandbox.local:build_local_sandbox"
 
     readable: tuple[str, ...] = Field(
         default=(), description="Directories that programs can read and import from."

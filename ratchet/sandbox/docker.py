@@ -32,12 +32,12 @@ from ratchet.sandbox.base import (
     Session,
     Strength,
     TooLarge,
+    check_relative_path,
     end_threads,
-    inside,
 )
 from ratchet.sandbox.config import DockerSandboxConfig
-from ratchet.sandbox.docker_api import Engine, Missing, Stream, Unwell
-from ratchet.sandbox.reaper import OWNER, reap, this_process
+from ratchet.sandbox.docker_api import DockerEngine, DockerNotFound, DockerStream, EngineUnavailable
+from ratchet.sandbox.reaper import OWNER, identify_process, reap
 
 T = TypeVar("T")
 # prefixes of the names of runtimes that bring a kernel: gVisor, Kata Containers
@@ -78,15 +78,15 @@ class DockerSandbox:
         at_least: Isolation = Isolation.NAMESPACES,
     ) -> None:
         self.config = config
-        self._engine = Engine(config.address, config.certificates, config.timeout_s)
+        self._engine = DockerEngine(config.address, config.certificates, config.timeout_s)
         self.strength = _strength(self._engine.json("GET", "/info"), config)
         try:
             self.strength.require(at_least, f"the engine at {config.address}")
         except SandboxError:
             self._engine.close()
             raise
-        self._owner = this_process()
-        self._live: dict[str, Stream] = {}
+        self._owner = identify_process()
+        self._live: dict[str, DockerStream] = {}
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="docker")
         self._end = weakref.finalize(self, _end, self._engine, self._live, self._threads)
         reap(self._engine)
@@ -138,7 +138,7 @@ class DockerSandbox:
         for remaining in reversed(range(TRIES)):
             try:
                 return work()
-            except Unwell:
+            except EngineUnavailable:
                 if not remaining or not self._end.alive:
                     raise
         raise AssertionError("unreachable")
@@ -168,8 +168,8 @@ class DockerSandbox:
             return self.execute(
                 container, ["sh", "-c", RUN, end, *words], SCRATCH, limits, limits.wall_s, end
             )
-        except Missing as error:
-            raise Unwell(f"the container went away: {error}") from error
+        except DockerNotFound as error:
+            raise EngineUnavailable(f"the container went away: {error}") from error
         finally:
             ticket.container = None
             self.stop(container)
@@ -182,7 +182,7 @@ class DockerSandbox:
         body = _container(image, self.config, limits, self._owner)
         try:
             container = engine.json("POST", "/containers/create", body)["Id"]
-        except Missing:
+        except DockerNotFound:
             if not self.config.pull:
                 raise SandboxError(
                     f"the engine at {engine.address} has no image '{image}': docker pull {image}, "
@@ -204,7 +204,7 @@ class DockerSandbox:
         if stream := self._live.pop(container, None):
             stream.close()
         # The container ends with its connection, even if this request fails.
-        with contextlib.suppress(Unwell):
+        with contextlib.suppress(EngineUnavailable):
             self._engine.remove(container)
 
     def execute(
@@ -232,7 +232,7 @@ class DockerSandbox:
         name = engine.json("POST", f"/containers/{container}/exec", body)["Id"]
         began = time.monotonic()
         stream = engine.attach(f"/exec/{name}/start", {"Detach": False, "Tty": False})
-        outputs = Heard(limits.output_kib << 10, end)
+        outputs = CommandOutputs(limits.output_kib << 10, end)
         try:
             reason = outputs.listen(stream, began + timeout_s)
             seconds = time.monotonic() - began
@@ -244,7 +244,7 @@ class DockerSandbox:
         code = self._exit_code(name)
         # A program may kill its shell by another signal than SIGPIPE.
         if not outputs.complete and (code <= 128 or code == BROKEN_PIPE):
-            raise Unwell(
+            raise EngineUnavailable(
                 "the engine's stream was cut: the program ended by itself, and its outputs have no "
                 "end"
             )
@@ -266,7 +266,9 @@ class DockerSandbox:
         deadline = time.monotonic() + GRACE_S
         while (state := self._engine.json("GET", f"/exec/{name}/json"))["Running"]:
             if time.monotonic() > deadline:
-                raise Unwell("the engine's stream was cut: it ended while the program is running")
+                raise EngineUnavailable(
+                    "the engine's stream was cut: it ended while the program is running"
+                )
             time.sleep(0.02)
         return int(state["ExitCode"])
 
@@ -283,7 +285,7 @@ class DockerSandbox:
     def get(self, container: str, path: str, max_bytes: int) -> dict[str, bytes]:
         try:
             return self._engine.get(container, path, max_bytes)
-        except Missing:
+        except DockerNotFound:
             if container not in self._live:
                 raise
             return {}
@@ -310,21 +312,21 @@ class DockerSession:
 
     async def run(self, command: str, timeout_s: float) -> Result:
         end = secrets.token_hex(16)
-        words = shell.words(self._sandbox.config.shell, command, STATE, end)
+        words = shell.build_shell_command(self._sandbox.config.shell, command, STATE, end)
         folder, limits = self._folder, self._limits
         return await self._call(
             lambda: self._sandbox.execute(self.container, words, folder, limits, timeout_s, end)
         )
 
     async def put(self, files: Mapping[str, bytes]) -> None:
-        named = {inside(name): bytes(data) for name, data in files.items()}
+        named = {check_relative_path(name): bytes(data) for name, data in files.items()}
         self._stored_bytes += sum(-(-len(data) // PAGE) * PAGE for data in named.values())
         if self._sandbox.config.read_only and self._stored_bytes > self._limits.disk_mib << 20:
             raise TooLarge(f"the session's files take more than its {self._limits.disk_mib} MiB")
         await self._call(lambda: self._sandbox.put(self.container, self._folder, named))
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
-        relative = inside(path)
+        relative = check_relative_path(path)
         # "/." gives the contents of a directory; a file has no such path, so it is requested by its
         # name.
         whole = f"{self._folder}/." if relative == "." else f"{self._folder}/{relative}"
@@ -346,7 +348,7 @@ class DockerSession:
         return await self._sandbox._call(work, lambda: self._sandbox.stop(self.container))
 
 
-class Heard:
+class CommandOutputs:
     """The two outputs of one command, each up to the limit."""
 
     def __init__(self, max_bytes: int, end: str) -> None:
@@ -354,7 +356,7 @@ class Heard:
         self._max_bytes = max_bytes
         self._end = end.encode()
 
-    def listen(self, stream: Stream, deadline: float) -> Reason | None:
+    def listen(self, stream: DockerStream, deadline: float) -> Reason | None:
         """Read until both outputs are complete or the stream ends.
 
         Returns Reason.WALL or Reason.OUTPUT if a limit was exceeded, else None.
@@ -490,7 +492,7 @@ def _strength(info: Mapping[str, Any], config: DockerSandboxConfig) -> Strength:
     return Strength(Isolation.KERNEL if own_kernel else Isolation.NAMESPACES, refused, tuple(by))
 
 
-def _end(engine: Engine, live: dict[str, Stream], threads: ThreadPoolExecutor) -> None:
+def _end(engine: DockerEngine, live: dict[str, DockerStream], threads: ThreadPoolExecutor) -> None:
     for container, stream in list(live.items()):
         stream.close()
         with contextlib.suppress(SandboxError):

@@ -34,15 +34,15 @@ MAX_ANSWER = 4 << 20
 SESSION_FILE_MODE = 0o777  # all processes of a container run as one user
 
 
-class Unwell(SandboxError):
+class EngineUnavailable(SandboxError):
     """The engine failed, or could not be reached; a retry may help."""
 
 
-class Missing(SandboxError):
+class DockerNotFound(SandboxError):
     """The requested container, image or path does not exist."""
 
 
-class Stream:
+class DockerStream:
     """The connection of an attached exec or container: frames of both outputs, each read with a
     deadline."""
 
@@ -60,14 +60,14 @@ class Stream:
         while head := self._read_exactly(HEADER.size, deadline):
             kind, size = HEADER.unpack(head)
             if kind not in (0, 1, 2):
-                raise Unwell(
+                raise EngineUnavailable(
                     "the engine's stream is no multiplexed one: it begins a frame with "
                     f"{head[:4]!r}"
                 )
             while size:
                 data = self._read_up_to(min(size, CHUNK), deadline)
                 if not data:
-                    raise Unwell("the engine's stream was cut within a frame")
+                    raise EngineUnavailable("the engine's stream was cut within a frame")
                 size -= len(data)
                 yield kind, data
 
@@ -76,7 +76,7 @@ class Stream:
         while len(head) < size:
             data = self._read_up_to(size - len(head), deadline)
             if not data and head:
-                raise Unwell("the engine's stream was cut within a frame's header")
+                raise EngineUnavailable("the engine's stream was cut within a frame's header")
             if not data:
                 return b""
             head += data
@@ -94,7 +94,7 @@ class Stream:
             except httpcore.ReadTimeout:
                 raise TimeoutError from None
             except (httpcore.NetworkError, OSError) as error:
-                raise Unwell(f"the engine's stream broke: {error!r}") from error
+                raise EngineUnavailable(f"the engine's stream broke: {error!r}") from error
         data, self._buffer = self._buffer[:max_bytes], self._buffer[max_bytes:]
         return data
 
@@ -102,7 +102,7 @@ class Stream:
         self._response.close()
 
 
-class Engine:
+class DockerEngine:
     """A client of one Docker engine."""
 
     def __init__(self, address: str, certificates: Path | None, timeout_s: float) -> None:
@@ -141,11 +141,11 @@ class Engine:
         try:
             return json.loads(data) if data.strip() else {}
         except ValueError:
-            raise Unwell(
+            raise EngineUnavailable(
                 f"the engine answered {method} {path} with {data[:80]!r}, which is no JSON"
             ) from None
 
-    def attach(self, path: str, body: Any = None, **query: Any) -> Stream:
+    def attach(self, path: str, body: Any = None, **query: Any) -> DockerStream:
         """Return the stream of an attached container or exec, which the caller must close.
 
         Raises like `json`.
@@ -163,11 +163,11 @@ class Engine:
         if response.status_code != 101:
             with _closing(response):
                 self._check(response, "POST", path)
-            raise Unwell(
+            raise EngineUnavailable(
                 f"the engine answered POST {path} with {response.status_code}, it must upgrade the "
                 "connection"
             )
-        return Stream(response)
+        return DockerStream(response)
 
     def put(self, container: str, folder: str, files: Mapping[str, bytes]) -> None:
         """Write `files`, by path from `folder`, into the container."""
@@ -211,7 +211,9 @@ class Engine:
                     ):
                         files[name] = file.read()
         except tarfile.TarError as error:
-            raise Unwell(f"the engine's archive of {path} can't be read: {error}") from error
+            raise EngineUnavailable(
+                f"the engine's archive of {path} can't be read: {error}"
+            ) from error
         return files
 
     def pull(self, image: str) -> None:
@@ -230,9 +232,9 @@ class Engine:
         """End and remove the container. One that is gone, or being removed, is no error."""
         try:
             self.json("DELETE", f"/containers/{container}", force="true", v="true")
-        except Missing:
+        except DockerNotFound:
             pass
-        except Unwell as error:
+        except EngineUnavailable as error:
             if "already in progress" not in str(error):
                 raise
 
@@ -267,15 +269,15 @@ class Engine:
             f"{response.status_code}: {why}"
         )
         if response.status_code == 404:
-            raise Missing(message)
+            raise DockerNotFound(message)
         raise (
-            Unwell(message)
+            EngineUnavailable(message)
             if response.status_code == 409 or response.is_server_error
             else SandboxError(message)
         )
 
-    def _unreachable(self, error: Exception) -> Unwell:
-        return Unwell(
+    def _unreachable(self, error: Exception) -> EngineUnavailable:
+        return EngineUnavailable(
             f"no Docker engine answers at {self.address} ({error!r}): is it running, and is this "
             "its address?"
         )

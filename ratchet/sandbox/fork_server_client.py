@@ -65,11 +65,11 @@ ENVIRONMENT = {
 }
 
 
-class Broken(SandboxError):
+class ForkServerError(SandboxError):
     """The fork server died or hung; a new one may work."""
 
 
-class Slot:
+class ForkServerSlot:
     """A slot of the pool: it starts its fork server on first use, and a new one after that one
     broke."""
 
@@ -152,7 +152,7 @@ class Slot:
             if command
             else program.encode("utf-8", "surrogatepass")
         )
-        files = [sealed(text), sealed(stdin)]
+        files = [seal_in_memory(text), seal_in_memory(stdin)]
         outputs: list[int] = []
         try:
             for _ in range(2):
@@ -167,12 +167,14 @@ class Slot:
                 files = []
             if is_cancelled():
                 self.stop()
-            watched = Watch(outputs, limits)
+            watched = RunOutputs(outputs, limits)
             report = self._follow(watched, limits)
-        except (OSError, Broken) as error:
+        except (OSError, ForkServerError) as error:
             why = self._last_words()
             self.close()
-            raise Broken(f"the sandbox's fork server broke: {error} {why}".rstrip()) from error
+            raise ForkServerError(
+                f"the sandbox's fork server broke: {error} {why}".rstrip()
+            ) from error
         finally:
             close(files + outputs)
         if report["setup"]:
@@ -180,7 +182,7 @@ class Slot:
         result = judge_end(report, watched, limits)
         # The program can't send SIGKILL to itself.
         if result.signal == SIGKILL and not command and limits.processes == 1:
-            raise Broken(
+            raise ForkServerError(
                 "the program was killed from outside: by the kernel for want of memory, or by "
                 "another user"
             )
@@ -195,7 +197,7 @@ class Slot:
         request |= {"cpu_s": max(1, -int(-limits.cpu_s // 1)), "command": command}
         socket.send_fds(self._channel, [json.dumps(request).encode()], files)
 
-    def _follow(self, watched: Watch, limits: Limits) -> dict[str, Any]:
+    def _follow(self, watched: RunOutputs, limits: Limits) -> dict[str, Any]:
         """Read both outputs until the fork server reports the end, and return its report.
 
         The pipes then hold all remaining output.
@@ -210,7 +212,7 @@ class Slot:
         while True:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                raise Broken(f"no report {GRACE_S:g} s after the wall limit")
+                raise ForkServerError(f"no report {GRACE_S:g} s after the wall limit")
             ready = [file for file, _ in poll.poll(remaining_s * 1000)]
             for file in ready:
                 if file != channel.fileno() and not watched.read(file):
@@ -221,7 +223,7 @@ class Slot:
             if channel.fileno() in ready:
                 message = channel.recv(CHUNK)
                 if not message:
-                    raise Broken("it is gone")
+                    raise ForkServerError("it is gone")
                 watched.drain()
                 return json.loads(message)
 
@@ -260,7 +262,7 @@ class Slot:
             self._errors = -1
 
 
-class Watch:
+class RunOutputs:
     """The outputs of one run, stdout and stderr, each up to the limit."""
 
     def __init__(self, files: list[int], limits: Limits) -> None:
@@ -299,7 +301,7 @@ class Watch:
                 pass
 
 
-def judge_end(report: dict[str, Any], watched: Watch, limits: Limits) -> Result:
+def judge_end(report: dict[str, Any], watched: RunOutputs, limits: Limits) -> Result:
     code, stopped = report["status"], report["stopped"]
     exit_code = os.WEXITSTATUS(code) if os.WIFEXITED(code) else None
     number = os.WTERMSIG(code) if os.WIFSIGNALED(code) else None
@@ -327,7 +329,7 @@ def judge_end(report: dict[str, Any], watched: Watch, limits: Limits) -> Result:
     )
 
 
-def sealed(data: bytes) -> int:
+def seal_in_memory(data: bytes) -> int:
     """Return the descriptor of an immutable memory file that holds `data`."""
     file = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(data)

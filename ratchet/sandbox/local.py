@@ -25,7 +25,7 @@ from ratchet.sandbox.base import (
     end_threads,
 )
 from ratchet.sandbox.config import LocalSandboxConfig
-from ratchet.sandbox.fork_server_client import Broken, Slot
+from ratchet.sandbox.fork_server_client import ForkServerError, ForkServerSlot
 from ratchet.sandbox.workspace import Workspace
 
 TRIES = 2  # the second with a new fork server
@@ -62,10 +62,10 @@ class LocalSandbox:
             )
         self._owner = os.getpid()
         self._slots = [
-            Slot(at_most=at_most, readable=[os.path.realpath(path) for path in readable])
+            ForkServerSlot(at_most=at_most, readable=[os.path.realpath(path) for path in readable])
             for _ in range(slots)
         ]
-        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[ForkServerSlot] = queue.SimpleQueue()
         for slot in self._slots:
             self._free.put(slot)
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="sandbox")
@@ -130,7 +130,9 @@ class LocalSandbox:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
 
-def configured(config: LocalSandboxConfig, *, slots: int, at_least: Isolation) -> LocalSandbox:
+def build_local_sandbox(
+    config: LocalSandboxConfig, *, slots: int, at_least: Isolation
+) -> LocalSandbox:
     return LocalSandbox(slots=slots, at_least=at_least, readable=config.readable)
 
 
@@ -138,7 +140,7 @@ class _Ticket:
     """The slot of one run, for its cancellation and for the closing of the pool."""
 
     def __init__(self, closing: threading.Event) -> None:
-        self.slot: Slot | None = None
+        self.slot: ForkServerSlot | None = None
         self._closing = closing
         self._cancelled = False
 
@@ -154,7 +156,7 @@ class _Ticket:
 # The threads hold no reference to the sandbox, so that one that is never closed can be
 # garbage-collected, and not in one of them.
 def _run(
-    free: queue.SimpleQueue[Slot],
+    free: queue.SimpleQueue[ForkServerSlot],
     ticket: _Ticket,
     program: str | Sequence[str],
     stdin: bytes,
@@ -168,7 +170,7 @@ def _run(
                 raise SandboxError("the program was stopped before its start")
             try:
                 return slot.run(program, stdin, limits, ticket.is_cancelled)
-            except Broken:
+            except ForkServerError:
                 if not remaining:
                     raise
         raise AssertionError("unreachable")
@@ -177,7 +179,9 @@ def _run(
         free.put(slot)
 
 
-def _end(closing: threading.Event, slots: list[Slot], threads: ThreadPoolExecutor) -> None:
+def _end(
+    closing: threading.Event, slots: list[ForkServerSlot], threads: ThreadPoolExecutor
+) -> None:
     closing.set()
     for slot in slots:
         slot.stop()

@@ -7,12 +7,12 @@ import json
 import os
 from pathlib import Path
 
-from ratchet.sandbox.docker_api import Engine, Unwell
+from ratchet.sandbox.docker_api import DockerEngine, EngineUnavailable
 
 OWNER = "ratchet.owner"
 
 
-def reap(engine: Engine) -> list[str]:
+def reap(engine: DockerEngine) -> list[str]:
     """Remove the containers of dead owners on this machine, and return their ids."""
     listed = engine.json(
         "GET", "/containers/json", all="true", filters=json.dumps({"label": [OWNER]})
@@ -23,12 +23,12 @@ def reap(engine: Engine) -> list[str]:
         if not _may_live(str((item.get("Labels") or {}).get(OWNER, "")))
     ]
     for container in dead:
-        with contextlib.suppress(Unwell):
+        with contextlib.suppress(EngineUnavailable):
             engine.remove(container)
     return dead
 
 
-def this_process() -> str:
+def identify_process() -> str:
     """Return an id of this process: the boot of its machine, its pid, and its start time, as pids
     repeat."""
     return f"{_boot()}/{os.getpid()}/{_started(os.getpid())}"

@@ -42,7 +42,7 @@ LEAVE = "open('/tmp/{name}', 'w').close()"
 LOOK = "import os\nprint(os.path.exists('/tmp/{name}'))"
 
 
-class Away(SandboxError):
+class ServiceUnavailable(SandboxError):
     """The service failed, or could not be reached; a retry may help."""
 
 
@@ -161,7 +161,7 @@ class RemoteSandbox:
         for attempt in range(self.config.retries + 1):
             try:
                 return _result(self._ask(content, limits.wall_s), limits)
-            except Away:
+            except ServiceUnavailable:
                 last = attempt == self.config.retries
                 if last or self._closing.wait(self.config.retry_wait_s * 2**attempt):
                     raise
@@ -190,9 +190,11 @@ class RemoteSandbox:
                     if len(data) > MAX_ANSWER:
                         raise SandboxError(f"{url} answered with more than {MAX_ANSWER} bytes")
         except httpx.TransportError as error:
-            raise Away(f"no sandbox service answers at {url} ({error!r})") from error
+            raise ServiceUnavailable(f"no sandbox service answers at {url} ({error!r})") from error
         if response.status_code == 429 or response.is_server_error:
-            raise Away(f"{url} answered {response.status_code}: {bytes(data[:200])!r}")
+            raise ServiceUnavailable(
+                f"{url} answered {response.status_code}: {bytes(data[:200])!r}"
+            )
         if not response.is_success:
             raise SandboxError(
                 f"{url} answered {response.status_code}: {bytes(data[:200])!r}: does it speak "
@@ -205,9 +207,13 @@ class RemoteSandbox:
             is_valid = False
             answer = {}
         if not is_valid:
-            raise Away(f"{url} answered {bytes(data[:200])!r}, which is no RunCodeResponse")
+            raise ServiceUnavailable(
+                f"{url} answered {bytes(data[:200])!r}, which is no RunCodeResponse"
+            )
         if answer["status"] == "SandboxError":
-            raise Away(f"the service at {url} failed: {str(answer.get('message'))[:300]}")
+            raise ServiceUnavailable(
+                f"the service at {url} failed: {str(answer.get('message'))[:300]}"
+            )
         return answer
 
 
@@ -229,7 +235,9 @@ def _result(answer: dict[str, Any], limits: Limits) -> Result:
     if status == "TimeLimitExceeded":
         return Result(None, None, first, second, seconds, Reason.WALL)
     if status != "Finished" or not isinstance(code, int):
-        raise Away(f"the service ran a program to status {status!r} and code {code!r}")
+        raise ServiceUnavailable(
+            f"the service ran a program to status {status!r} and code {code!r}"
+        )
     if over:
         return Result(None, None, first, second, seconds, Reason.OUTPUT)
     # The output is lost, so the program can no longer be judged as right.

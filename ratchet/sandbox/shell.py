@@ -27,5 +27,5 @@ eval "$2"
 )
 
 
-def words(shell: str, command: str, state: str, end: str = "") -> list[str]:
+def build_shell_command(shell: str, command: str, state: str, end: str = "") -> list[str]:
     return [shell, "-c", SCRIPT, shell, state, command, end]

@@ -12,7 +12,15 @@ from importlib.resources import files as resources
 from typing import Any
 
 from ratchet.sandbox import shell
-from ratchet.sandbox.base import Limits, Reason, Result, Sandbox, SandboxError, TooLarge, inside
+from ratchet.sandbox.base import (
+    Limits,
+    Reason,
+    Result,
+    Sandbox,
+    SandboxError,
+    TooLarge,
+    check_relative_path,
+)
 
 MARGIN_S = 10.0  # for the carrier program's own work, beyond the command's time
 # beyond those of the limits: the carrier, its threads, and the commands of a pipeline
@@ -44,7 +52,7 @@ class Workspace:
         most_kib = min(self._limits.output_kib, CARRIED_KIB // 8)
         request = {
             "files": {name: [mode, _encoded(data)] for name, (mode, data) in self._files.items()},
-            "words": shell.words("sh", command, shell.STATE_FILE),
+            "words": shell.build_shell_command("sh", command, shell.STATE_FILE),
             "state": shell.STATE_FILE,
             "timeout_s": timeout_s,
             "most_output": most_kib << 10,
@@ -89,7 +97,8 @@ class Workspace:
             if report["files"] is not None:
                 kept = report["files"].items()
                 self._files = {
-                    inside(name): (int(mode) & 0o777, _decoded(data)) for name, (mode, data) in kept
+                    check_relative_path(name): (int(mode) & 0o777, _decoded(data))
+                    for name, (mode, data) in kept
                 }
         except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
             if carried.ok and carried.stdout:
@@ -115,7 +124,9 @@ class Workspace:
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         self._check()
-        updated = self._files | {inside(name): (0o755, bytes(data)) for name, data in files.items()}
+        updated = self._files | {
+            check_relative_path(name): (0o755, bytes(data)) for name, data in files.items()
+        }
         if sum(len(data or b"") for _, data in updated.values()) > CARRIED_KIB << 10:
             raise TooLarge(
                 f"the session's files take more than {CARRIED_KIB} KiB: use the docker sandbox"
@@ -124,7 +135,7 @@ class Workspace:
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
         self._check()
-        relative = inside(path)
+        relative = check_relative_path(path)
         regular_files = {
             name: data
             for name, (_, data) in self._files.items()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sandbox.attacks import ANSWER, ATTACKS, STDIN, Attack
 
-from ratchet.sandbox import Isolation, Limits, LocalSandbox, Result, passed
+from ratchet.sandbox import Isolation, Limits, LocalSandbox, Result, output_matches
 
 SECRET = "only the trainer reads this"
 
@@ -120,7 +120,7 @@ async def run_some(
     ):
         if isinstance(result, BaseException):
             problems.append(f"{attempt.name}: {result}")
-        elif passed(result, ANSWER):
+        elif output_matches(result, ANSWER):
             problems.append(f"{attempt.name} got through: {result}")
     return problems
 

@@ -14,7 +14,7 @@ import pytest
 from sandbox import corpus
 from sandbox.attacks import ANSWER, ATTACKS
 
-from ratchet.sandbox import Isolation, LocalSandbox, passed
+from ratchet.sandbox import Isolation, LocalSandbox, output_matches
 
 HERE = Path(__file__).resolve().parent
 LEVELS = (Isolation.NAMESPACES, Isolation.LANDLOCK)
@@ -80,7 +80,10 @@ def test_the_corpus_notices_a_sandbox_that_is_too_weak(tmp_path: Path) -> None:
 
     async def run() -> list[bool]:
         chosen = [attack for attack in ATTACKS if attack.name in through]
-        return [passed(await corpus.attack(sandbox, attack, places), ANSWER) for attack in chosen]
+        return [
+            output_matches(await corpus.attack(sandbox, attack, places), ANSWER)
+            for attack in chosen
+        ]
 
     with corpus.targets(tmp_path) as places:
         sandbox = LocalSandbox(slots=1, at_least=Isolation.SECCOMP, at_most=Isolation.SECCOMP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ratchet.sandbox import Reason, Result, passed
+from ratchet.sandbox import Reason, Result, output_matches
 
 
 def ended(
@@ -15,7 +15,7 @@ def ended(
 
 @pytest.mark.parametrize("stdout", [b"1 2\n3\n", b"1 2\n3", b"1 2 \n3\t\n\n", b"1 2\r\n3\r\n"])
 def test_blanks_at_the_end_of_lines_and_of_the_text_do_not_matter(stdout: bytes) -> None:
-    assert passed(ended(stdout), "1 2\n3\n")
+    assert output_matches(ended(stdout), "1 2\n3\n")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_blanks_at_the_end_of_lines_and_of_the_text_do_not_matter(stdout: bytes)
     ],
 )
 def test_everything_else_does(stdout: bytes) -> None:
-    assert not passed(ended(stdout), b"1 2\n3\n")
+    assert not output_matches(ended(stdout), b"1 2\n3\n")
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_everything_else_does(stdout: bytes) -> None:
     ],
 )
 def test_the_right_output_of_a_program_that_ended_badly_is_not_passed(end: Result) -> None:
-    assert not passed(end, b"1")
+    assert not output_matches(end, b"1")
 
 
 def test_look_alikes_are_different_bytes() -> None:
-    assert not passed(ended("４２".encode()), "42")
-    assert not passed(ended("é".encode()), "e\u0301")
+    assert not output_matches(ended("４２".encode()), "42")
+    assert not output_matches(ended("é".encode()), "e\u0301")
 
 
 def test_an_expected_lone_surrogate_is_compared() -> None:
-    assert passed(ended(b"\xed\xa0\x80\n"), "\ud800")
-    assert not passed(ended(b"?\n"), "\ud800")
+    assert output_matches(ended(b"\xed\xa0\x80\n"), "\ud800")
+    assert not output_matches(ended(b"?\n"), "\ud800")

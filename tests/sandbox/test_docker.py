@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from sandbox.fake_docker import OURS, PYTHON, Container, FakeDocker
 
 from ratchet.config.resolve import construct, resolve
-from ratchet.sandbox import Isolation, Limits, Reason, SandboxError, passed
+from ratchet.sandbox import Isolation, Limits, Reason, SandboxError, output_matches
 from ratchet.sandbox.base import TooLarge
 from ratchet.sandbox.config import DockerSandboxConfig
 from ratchet.sandbox.docker import DockerSandbox
@@ -63,7 +63,7 @@ def run(sandbox, program, stdin=b"", limits=PATIENT):
 
 
 def test_programs_and_commands_run_each_in_a_container_of_its_own(engine, sandbox):
-    assert passed(run(sandbox, "print(int(input()) * 2)", b"21\n"), "42")
+    assert output_matches(run(sandbox, "print(int(input()) * 2)", b"21\n"), "42")
     said = run(sandbox, "import sys\nsys.stdout.write('out')\nsys.stderr.write('err')\nsys.exit(3)")
     assert (said.exit, said.stdout, said.stderr, said.reason) == (3, b"out", b"err", Reason.EXIT)
     assert run(sandbox, ["sh", "-c", "tr a-z A-Z"], b"abc").stdout == b"ABC"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result, passed
+from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result, output_matches
 from ratchet.sandbox.fork_server_client import ENVIRONMENT
 
 PATIENT = Limits(wall_s=60, cpu_s=30)
@@ -119,7 +119,7 @@ HONEST = {
 def test_honest_programs_pass(sandbox: LocalSandbox, name: str) -> None:
     source, stdin, expected = HONEST[name]
     result = run(sandbox, source, stdin)
-    assert passed(result, expected), result
+    assert output_matches(result, expected), result
 
 
 @pytest.mark.parametrize(

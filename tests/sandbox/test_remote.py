@@ -10,7 +10,7 @@ import pytest
 from sandbox.fake_remote import FakeRemote
 
 from ratchet.config.resolve import construct, resolve
-from ratchet.sandbox import Isolation, Limits, Reason, SandboxError, passed
+from ratchet.sandbox import Isolation, Limits, Reason, SandboxError, output_matches
 from ratchet.sandbox.config import RemoteSandboxConfig
 from ratchet.sandbox.remote import RemoteSandbox
 from ratchet.testing import answered
@@ -50,7 +50,7 @@ def run(sandbox, program, stdin=b"", limits=PATIENT):
 
 
 def test_programs_and_commands_run(service, sandbox):
-    assert passed(run(sandbox, "print(int(input()) * 2)", b"21\n"), "42")
+    assert output_matches(run(sandbox, "print(int(input()) * 2)", b"21\n"), "42")
     said = run(sandbox, "import sys; print('out'); sys.exit('why')")
     assert (said.exit, said.stdout, said.stderr, said.reason) == (
         1,

@@ -33,9 +33,9 @@ from ratchet.sandbox.base import (
     Sandbox,
     Session,
     TooLarge,
-    inside,
+    check_relative_path,
 )
-from ratchet.sandbox.compare_output import passed
+from ratchet.sandbox.compare_output import output_matches
 from ratchet.types import Message, Split, Task, ToolCall
 
 TOOL = "bash"
@@ -119,7 +119,7 @@ class Terminal(Rows):
                 )
         for name in ("files", "check_files"):
             for file, text in meta[name].items():
-                inside(file)
+                check_relative_path(file)
                 if not isinstance(text, str):
                     raise DataError(
                         f"{where}: '{name}' must give each file's text, and that of {file!r} is "
@@ -208,7 +208,9 @@ class Terminal(Rows):
             result = await session.run(PREPARE + meta["check"], self.config.check_timeout_s)
         finally:
             await session.close()
-        return float(result.ok if meta["expected"] is None else passed(result, meta["expected"]))
+        return float(
+            result.ok if meta["expected"] is None else output_matches(result, meta["expected"])
+        )
 
     async def close(self) -> None:
         if (attempt := self._attempt) is not None:

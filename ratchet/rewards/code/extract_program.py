@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from ratchet.sandbox.base import Result
-from ratchet.sandbox.compare_output import passed
+from ratchet.sandbox.compare_output import output_matches
 
 Blocks = Literal["last", "first", "all"]
 PYTHON = ("python", "python3", "py", "py3")
@@ -54,7 +54,7 @@ def right_output(
     equal. lines: but for spaces at their ends, and empty ones at the end. The program must have
     ended by itself with exit code 0."""
     if compare == "lines":
-        return passed(result, expected)
+        return output_matches(result, expected)
     said, wanted = result.stdout.split(), expected.encode("utf-8", "surrogatepass").split()
     if not result.ok or len(said) != len(wanted):
         return False

@@ -111,7 +111,9 @@ def when(call: int, body: list[Instruction]) -> list[Instruction]:
     return [(JUMP_EQUAL, 0, len(body), call), *body]
 
 
-def one_of(index: int, values: tuple[int, ...], error: int = errno.EPERM) -> list[Instruction]:
+def allow_values(
+    index: int, values: tuple[int, ...], error: int = errno.EPERM
+) -> list[Instruction]:
     body = [argument(index)]
     for value in values:
         body += [(JUMP_EQUAL, 0, 1, value), returns(OK)]
@@ -131,7 +133,7 @@ def locks(forking: bool) -> list[Instruction]:
     shared index; programs beside it hold none.
     """
     if forking:
-        return when(FCNTL, one_of(1, FCNTL_COMMANDS + ASK_LOCKS + SET_LOCKS)) + when(
+        return when(FCNTL, allow_values(1, FCNTL_COMMANDS + ASK_LOCKS + SET_LOCKS)) + when(
             FLOCK, [returns(OK)]
         )
     granted = returns(FAIL | 0)  # "fails" with error 0: the call returns 0 and does nothing
@@ -144,7 +146,7 @@ def locks(forking: bool) -> list[Instruction]:
     return when(FCNTL, [argument(1), *setting, *allowing, fails()]) + when(FLOCK, [granted])
 
 
-def own_signals(index: int) -> list[Instruction]:
+def allow_signals_to_self(index: int) -> list[Instruction]:
     """Return the filter of signals that a program of one process may send: to itself.
 
     SIGKILL becomes the filter's own end (SIGSYS), so that a program that died of SIGKILL was killed
@@ -183,8 +185,8 @@ def template(level: int, forking: bool) -> bytes:
         code += when(call, [fails(errno.ENOTSUP)])
     # Its flags lie in memory, which a filter can't read; glibc falls back to clone.
     code += when(CLONE3, [fails(errno.ENOSYS)])
-    code += locks(forking) + when(IOCTL, one_of(1, IOCTL_COMMANDS, errno.ENOTTY))
-    code += when(PRCTL, one_of(0, PRCTL_COMMANDS))
+    code += locks(forking) + when(IOCTL, allow_values(1, IOCTL_COMMANDS, errno.ENOTTY))
+    code += when(PRCTL, allow_values(0, PRCTL_COMMANDS))
     # AF_UNIX, SOCK_STREAM alone (asyncio wakes itself by such a pair): connected for good, so it
     # leads nowhere.
     pair = [
@@ -209,7 +211,7 @@ def template(level: int, forking: bool) -> bytes:
     if forking:
         allowed |= FORKING
     else:
-        code += when(KILL_CALL, own_signals(1)) + when(TGKILL, own_signals(2))
+        code += when(KILL_CALL, allow_signals_to_self(1)) + when(TGKILL, allow_signals_to_self(2))
     if level >= 3:
         allowed |= CHANGING
     elif level == 2:  # Landlock watches over what is opened, but not over modes and times
