@@ -81,7 +81,7 @@ async def measure(
     its requests: means of the counted steps."""
     from ratchet.config.schema import RunConfig
     from ratchet.executors.freeze import freeze
-    from ratchet.experience.sources.prompt_ledger import Ledger
+    from ratchet.experience.sources.prompt_ledger import PromptLedger
     from ratchet.testing.simulated import SlowLearner
     from ratchet.training.from_config import (
         build_executor,
@@ -98,7 +98,7 @@ async def measure(
     try:
         policy = start_processes(config, executor, build_policy(config))
         with tempfile.TemporaryDirectory() as directory:
-            ledger = Ledger(Path(directory) / "ledger.jsonl")
+            ledger = PromptLedger(Path(directory) / "ledger.jsonl")
             run = build_run(config, 0, policy, directory=Path(directory), ledger=ledger)
             run.roles = {name: SlowLearner(role, update_s) for name, role in run.roles.items()}
             run.observers = (
@@ -119,32 +119,32 @@ async def measure(
 
 def seconds_asked(ledger: Path, seed: int, steps: range) -> float:
     """Of all requests that these steps trained on."""
-    from ratchet.experience.seeds import seed_for
+    from ratchet.experience.seeds import derive_seed
     from ratchet.experience.sources.prompt_ledger import read_ledger
     from ratchet.testing.simulated import seconds_of
 
-    base = seed_for(seed, "simulated", "rollouts")
+    base = derive_seed(seed, "simulated", "rollouts")
     trained = [
         line["id"]
         for line in read_ledger(ledger)
         if line["event"] == "trained" and line["step"] in steps
     ]
     assert len(trained) == BATCH * len(steps)
-    seeds = (seed_for(base, name, attempt) for name in trained for attempt in range(ATTEMPTS))
+    seeds = (derive_seed(base, name, attempt) for name in trained for attempt in range(ATTEMPTS))
     return sum(seconds_of(own, MEAN_S, SIGMA) for own in seeds)
 
 
 def possible(rollouts: dict[str, Any], busy_s: float) -> float:
     """The share of the bound that is left where generators lose no time, and the driver is busy for
     so many seconds a step."""
-    from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler
-    from ratchet.experience.seeds import seed_for
+    from ratchet.experience.async_rollouts.staleness_scheduler import StalenessScheduler
+    from ratchet.experience.seeds import derive_seed
     from ratchet.testing.simulated import seconds_of, undisturbed
 
     def seconds(group: int, attempt: int) -> float:
-        return seconds_of(seed_for("possible", group, attempt), MEAN_S, SIGMA)
+        return seconds_of(derive_seed("possible", group, attempt), MEAN_S, SIGMA)
 
-    scheduler = GenerateScheduler(
+    scheduler = StalenessScheduler(
         per_step=BATCH, last_step=LONG, **{"max_staleness": 0, **rollouts}
     )
     ends = undisturbed(

@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ratchet.experience.sources.prompt_ledger import Ledger
+from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts
 from ratchet.observe.records.schema import MESSAGE, SCHEMA
 from ratchet.observe.records.writer import MOST_STEPS
@@ -62,7 +62,7 @@ def make_run(path: Path) -> None:
         }
         sink.write(step, {"rollout/reward": float(step / STEPS + noise[1]), **names, **times})
     sink.close()
-    ledger = Ledger(directory.ledger)
+    ledger = PromptLedger(directory.ledger)
     for step in range(STEPS):
         names = [f"rl/{step * GROUPS + group}" for group in range(GROUPS)]
         ledger.note("issued", names, version=step)

@@ -111,9 +111,9 @@ class Receiver(Watched):
     def __init__(self, rank: int, threads: int) -> None:
         import torch
 
-        from ratchet.generators.weight_update import Staging
+        from ratchet.generators.weight_update import WeightStaging
         from ratchet.protocols import Shard
-        from ratchet.weight_sync.endpoints import Intake
+        from ratchet.weight_sync.endpoints import WeightReceiver
 
         torch.set_num_threads(threads)
         own = {
@@ -123,7 +123,9 @@ class Receiver(Watched):
 
         class Weights:
             staging, version = (
-                Staging(lambda: ((name, one.data) for name, one in own.items()), own.values()),
+                WeightStaging(
+                    lambda: ((name, one.data) for name, one in own.items()), own.values()
+                ),
                 0,
             )
 
@@ -148,7 +150,7 @@ class Receiver(Watched):
                 for name, view in self.staging.views.items():
                     yield Shard(name, tuple(view.shape), (0,) * view.dim(), view)
 
-        self.intake = Intake(Weights())  # pyright: ignore[reportArgumentType]
+        self.intake = WeightReceiver(Weights())  # pyright: ignore[reportArgumentType]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.intake, name)

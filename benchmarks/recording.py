@@ -33,7 +33,7 @@ from ratchet.config.loader import load_config
 from ratchet.config.schema import RecordConfig, RunConfig
 from ratchet.data.packing import pack
 from ratchet.executors.freeze import freeze, prepare_process
-from ratchet.experience.rollout.metrics import spread_attempts
+from ratchet.experience.rollout.metrics import iterate_attempt_samples
 from ratchet.observe.records.reader import Record
 from ratchet.observe.records.writer import Recorder
 from ratchet.observe.tracing.perfetto import tracing
@@ -41,7 +41,7 @@ from ratchet.runs.run_dir import RunDirectory
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.loop import train
-from ratchet.training.metering import Meter, metering
+from ratchet.training.metering import StageMeter, metering
 from ratchet.types import Group
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
@@ -105,7 +105,7 @@ def measuring(
 
     def spread(groups: Sequence[Group]) -> list[Any]:
         """Drained into the metrics, as the run does."""
-        for labels, samples in spread_attempts(groups):
+        for labels, samples in iterate_attempt_samples(groups):
             run.metrics.add("rollout", samples, of=labels)
         return []
 
@@ -115,9 +115,9 @@ def measuring(
         metering(run, policy, config, 1, RunDirectory(folder), trace),
     ):
         meter = run.meter
-        assert isinstance(meter, Meter)
+        assert isinstance(meter, StageMeter)
         assert trace is not None
-        ratchet.training.run.spread_attempts = counted("attempts", spread)
+        ratchet.training.run.iterate_attempt_samples = counted("attempts", spread)
         meter.begin, meter.measure = counted("meter", meter.begin), counted("meter", meter.measure)
         meter.spent.read = counted("meter", meter.spent.read)
         trace.span, trace.attempt = counted("trace", trace.span), counted("trace", trace.attempt)
@@ -125,7 +125,7 @@ def measuring(
         started = time.process_time()
         asyncio.run(train(run))
         whole = time.process_time() - started
-    ratchet.training.run.spread_attempts = spread_attempts
+    ratchet.training.run.iterate_attempt_samples = iterate_attempt_samples
     return {part: seconds / whole for part, seconds in taken.items()}
 
 

@@ -31,15 +31,21 @@ import numpy as np
 import torch
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.scoring import fill
+from ratchet.algorithms.scoring import fill_columns
 from ratchet.config.resolve import construct, resolve
 from ratchet.data.packing import pack
 from ratchet.executors import protocol
 from ratchet.executors.freeze import prepare_process
-from ratchet.executors.placement import Accelerator, Need, Node, ResourceManager, VirtualCluster
-from ratchet.executors.worker import Place
+from ratchet.executors.placement import (
+    Accelerator,
+    ClusterNode,
+    ResourceManager,
+    ResourceRequest,
+    VirtualCluster,
+)
+from ratchet.executors.worker import WorkerPlace
 from ratchet.executors.worker_group import WorkerGroup
-from ratchet.executors.worker_handle import Member, Name
+from ratchet.executors.worker_handle import WorkerHandle, WorkerName
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.remote import RemoteLearner
 from ratchet.types import Group, Message, Owner, Scored, Task, Trajectory, Turn
@@ -75,11 +81,11 @@ class Measured:
     ranks_s: float
 
 
-class Simulated(Member):
+class Simulated(WorkerHandle):
     """A rank that computes nothing: it counts the bytes that come, and answers at once."""
 
     def __init__(self, rank: int, ranks: int, tensor: int) -> None:
-        super().__init__(Name("learner", rank, ranks, "here"), silence_s=1e9)
+        super().__init__(WorkerName("learner", rank, ranks, "here"), silence_s=1e9)
         self._greeted = True
         self.tensor = tensor
         self.bytes = self.micros = 0
@@ -108,7 +114,7 @@ class Simulated(Member):
             answer = [{name: torch.zeros(batch.n_tokens) for name in wanted} for batch in batches]
         packed = protocol.pack(answer)
         self.aside_s += time.process_time() - start
-        self._complete(number, (protocol.Kind.RESULT, packed))
+        self._complete(number, (protocol.FrameKind.RESULT, packed))
 
 
 def drawn(count: int, seed: int) -> list[Group]:
@@ -159,7 +165,7 @@ def step(groups: Sequence[Group], ranks: int, tensor: int) -> Measured:
     )
     members = [Simulated(rank, ranks, tensor) for rank in range(ranks)]
     places = [
-        Place("learner", rank, ranks, rank % PER_NODE, "here", "", 1, "cuda:0")
+        WorkerPlace("learner", rank, ranks, rank % PER_NODE, "here", "", 1, "cuda:0")
         for rank in range(ranks)
     ]
     workers, state, parts = WorkerGroup(places, members), AlgoState(), {}
@@ -190,7 +196,7 @@ def step(groups: Sequence[Group], ranks: int, tensor: int) -> Measured:
 
     timed("lay out ranks", lambda: laid_out(ranks))
     batch = timed("pack", lambda: pack(groups))
-    batch = timed("score", lambda: asyncio.run(fill(batch, algorithm, roles)))
+    batch = timed("score", lambda: asyncio.run(fill_columns(batch, algorithm, roles)))
     batch = timed("advantages", lambda: algorithm.advantage(batch, state))
     batch = timed("weigh", lambda: algorithm.weigh(batch, state))
     timed("update", lambda: asyncio.run(roles["policy"].update(batch, algorithm.losses["policy"])))
@@ -214,10 +220,10 @@ def step(groups: Sequence[Group], ranks: int, tensor: int) -> Measured:
 
 def laid_out(ranks: int) -> None:
     nodes = [
-        Node(f"node{i}", 96, tuple(map(Accelerator, range(PER_NODE))))
+        ClusterNode(f"node{i}", 96, tuple(map(Accelerator, range(PER_NODE))))
         for i in range(-(-ranks // PER_NODE))
     ]
-    VirtualCluster(ResourceManager(nodes)).plan([Need("learner", ranks, gpus=1)])
+    VirtualCluster(ResourceManager(nodes)).plan([ResourceRequest("learner", ranks, gpus=1)])
 
 
 def table(found: Sequence[Measured]) -> str:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from ratchet.learners.optim.config import MuonConfig as MuonConfig
     from ratchet.models.load import init_policy as init_policy
     from ratchet.models.load import load_policy as load_policy
-    from ratchet.models.presets import preset as preset
+    from ratchet.models.presets import get_preset as get_preset
     from ratchet.rewards.base import as_reward as as_reward
     from ratchet.training.build import make_run as make_run
     from ratchet.training.loop import train as train
-    from ratchet.training.stage import Arena as Arena
-    from ratchet.training.stage import Plan as Plan
+    from ratchet.training.stage import EnvSetup as EnvSetup
     from ratchet.training.stage import Policy as Policy
+    from ratchet.training.stage import StageSpec as StageSpec
     from ratchet.types import Group as Group
     from ratchet.types import Message as Message
     from ratchet.types import Sampling as Sampling
@@ -71,7 +71,7 @@ _HOMES = {
     "ratchet.models.load": ("init_policy", "load_policy"),
     "ratchet.models.presets": ("preset",),
     "ratchet.rewards.base": ("as_reward",),
-    "ratchet.training.stage": ("Arena", "Plan", "Policy"),
+    "ratchet.training.stage": ("EnvSetup", "Policy", "StageSpec"),
     "ratchet.types": ("Group", "Message", "Sampling", "Task", "Trajectory"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -39,9 +39,9 @@ class Weight(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Columns that `pack` fills are fields; columns that passes and estimators fill later live in
-    `token_columns` ([T] or [T, k]) and `sequence_columns` ([S]). Statistics (rewards, advantages,
-    weights) are float64 on the CPU; the learner casts them to its own dtype, so that the same batch
-    serves float32 training and float64 oracles.
+    `compute_token_columns` ([T] or [T, k]) and `sequence_columns` ([S]). Statistics (rewards,
+    advantages, weights) are float64 on the CPU; the learner casts them to its own dtype, so that
+    the same batch serves float32 training and float64 oracles.
     """
 
     tokens_T: Tensor  # int64

@@ -51,8 +51,8 @@ class Outputs:
     one. `topk_logprobs` [T, K + 1]: log p of the K tokens in the batch's column `teacher_ids`, and
     of any other (no last column where K is the whole vocabulary); 0 where a token does not train.
     `routers` [S, 5]: what a mixture's routers did with each sequence, see
-    `ratchet.models.layers.expert_routing.Watch`. `sequence_sum` sums a token column within each
-    sequence, over context-parallel ranks too.
+    `ratchet.models.layers.expert_routing.RouterMonitor`. `sequence_sum` sums a token column within
+    each sequence, over context-parallel ranks too.
     """
 
     sequence_sum: Callable[[Tensor], Tensor]
@@ -84,7 +84,7 @@ class Shard:
 
 
 class LossTerm(Protocol):
-    """What a learner needs to know of a term (`ratchet.algorithms.base.Term` is the
+    """What a learner needs to know of a term (`ratchet.algorithms.base.AlgorithmTerm` is the
     implementation)."""
 
     @property

@@ -111,7 +111,7 @@ def kernels(require: Require) -> Callable[[bool], None]:
 
         if compiled:
             require("cc", "the kernels are compiled by the machine's C compiler")
-        cpu.use(compiled)
+        cpu.set_enabled(compiled)
 
     return choose
 
@@ -122,7 +122,7 @@ def torch_kernels() -> Iterator[None]:
     depend on it."""
     yield
     if (cpu := sys.modules.get("ratchet.kernels.cpu")) is not None:
-        cpu.use(False)
+        cpu.set_enabled(False)
 
 
 @pytest.hookimpl(wrapper=True)

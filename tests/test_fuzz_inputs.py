@@ -26,10 +26,10 @@ from ratchet.data.chat.messages import read_messages, read_tools
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tool_calls import FORMATS
 from ratchet.errors import RatchetError
-from ratchet.experience.openai_proxy.schema import ApiError, Request
+from ratchet.experience.openai_proxy.schema import ApiError, ChatRequest
 from ratchet.models.config import DecoderConfig, unsupported_reason
-from ratchet.models.flops import Cost
-from ratchet.models.presets import PRESETS, preset
+from ratchet.models.flops import DecoderCost
+from ratchet.models.presets import PRESETS, get_preset
 from ratchet.types import Message
 from ratchet.utils.safe_read import is_deeper
 
@@ -267,11 +267,11 @@ def test_overrides(recipes, data):
 
 # --- models
 
-HF = preset("tiny", vocab_size=300).to_hf() | {
+HF = get_preset("tiny", vocab_size=300).to_hf() | {
     "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
     "layer_types": ["full_attention"],
 }
-MOE = preset("tiny-moe", vocab_size=300).to_hf() | {"moe_intermediate_size": 8}
+MOE = get_preset("tiny-moe", vocab_size=300).to_hf() | {"moe_intermediate_size": 8}
 
 
 @pytest.mark.fault("M13")
@@ -291,19 +291,19 @@ def test_configurations_of_models(data):
     with only_refused():
         if unsupported_reason(hf) is None:
             shape = DecoderConfig.from_hf(hf, {"eos_token_id": data.draw(nested)})
-            assert Cost(shape).parameters > 0
+            assert DecoderCost(shape).parameters > 0
 
 
 @examples(200)
 @given(st.data())
 def test_shapes_of_presets(data):
-    fields = [*preset("tiny-moe", 300).__dataclass_fields__, "x"]
+    fields = [*get_preset("tiny-moe", 300).__dataclass_fields__, "x"]
     overrides = data.draw(st.dictionaries(st.sampled_from(fields), nested, max_size=3))
     with only_refused():
-        shape = preset(
+        shape = get_preset(
             data.draw(st.sampled_from(list(PRESETS))), **{"vocab_size": 300, **overrides}
         )
-        assert Cost(shape).parameters > 0
+        assert DecoderCost(shape).parameters > 0
         shape.to_hf()
 
 
@@ -346,7 +346,7 @@ def test_requests(renderer, data):
             ["[" * 500, '{"a":' * 300, "9" * 5000, "1e999", "NaN", "\\ud800", "\0", "null", '"'],
         )
     with only_refused(ApiError):
-        request = Request.read(body.encode("utf-8", "surrogatepass"))
+        request = ChatRequest.read(body.encode("utf-8", "surrogatepass"))
         renderer.prompt(request.conversation, request.offered)
 
 

@@ -21,7 +21,7 @@ from ratchet.environments.config import GSM8KConfig
 from ratchet.environments.datasets.gsm8k import GSM8K
 from ratchet.errors import CheckpointError, ConfigError, DataError, ModelError
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.rewards.answers.numeric import read_number
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.types import Message
@@ -96,7 +96,7 @@ def model(tmp_path):
     tokenizer = character_tokenizer("0123456789")
     folder = tmp_path / "model"
     init_policy(
-        preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0
+        get_preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0
     ).save(folder)
     tokenizer.save(folder)
     return folder

@@ -9,7 +9,7 @@ import pytest
 from ratchet.cli.main import main
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.models.load import init_policy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def model(tmp_path_factory):
     tokenizer = character_tokenizer("0123456789")
     folder = tmp_path_factory.mktemp("model") / "base"
     init_policy(
-        preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0
+        get_preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0
     ).save(folder)
     tokenizer.save(folder)
     return folder

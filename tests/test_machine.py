@@ -12,7 +12,12 @@ from ratchet.config.loader import load_config
 from ratchet.data.chat import chat_templates
 from ratchet.errors import ConfigError
 from ratchet.executors import freeze as machine
-from ratchet.executors.freeze import freeze, prepare_process, usable_cores, workers_for
+from ratchet.executors.freeze import (
+    count_usable_cores,
+    freeze,
+    measure_worker_count,
+    prepare_process,
+)
 from ratchet.training.from_config import build_policy
 from ratchet.types import Message
 
@@ -46,7 +51,7 @@ def test_threads_are_shared_out_evenly_among_workers(threads, most, monkeypatch)
     seconds = iter([2.0, 1.0])  # sharing every operation takes twice as long
     monkeypatch.setattr(machine, "_seconds", lambda work: next(seconds))
     before = torch.get_num_threads()
-    assert workers_for(threads) == most
+    assert measure_worker_count(threads) == most
     assert torch.get_num_threads() == before
 
 
@@ -54,11 +59,11 @@ def test_where_sharing_every_operation_is_clearly_faster_there_is_one_worker(mon
     for apart, expected in ((1.1, 2), (1.3, 1)):
         seconds = iter([1.0, apart])
         monkeypatch.setattr(machine, "_seconds", lambda work, seconds=seconds: next(seconds))
-        assert workers_for(2) == expected
+        assert measure_worker_count(2) == expected
 
 
 def test_the_probe_really_runs():
-    assert workers_for(2) in (1, 2)
+    assert measure_worker_count(2) in (1, 2)
 
 
 def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, monkeypatch):
@@ -66,7 +71,7 @@ def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, m
     frozen = freeze(config(tmp_path, threads=2))
     assert workers_of(frozen) == [2, 2]
     assert workers_of(freeze(config(tmp_path, threads=2, learner={"workers": 1}))) == [1, 1]
-    assert freeze(config(tmp_path)).threads == usable_cores()
+    assert freeze(config(tmp_path)).threads == count_usable_cores()
     monkeypatch.setattr(
         machine, "workers_for", lambda threads: pytest.fail("nothing was left to measure")
     )
@@ -102,7 +107,7 @@ def test_the_process_gets_the_runs_threads_and_a_collector_that_rests():
         # by default some hundreds or thousands, by the version of Python
         assert gc.get_threshold()[0] > 10_000
         prepare_process("auto")
-        assert torch.get_num_threads() == usable_cores()
+        assert torch.get_num_threads() == count_usable_cores()
         # once is enough: garbage of an earlier run must not stay for ever
         assert gc.get_freeze_count() <= frozen
     finally:

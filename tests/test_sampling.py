@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from ratchet.config.experience import SamplingConfig
 from ratchet.config.schema import EvaluationConfig
 from ratchet.errors import SamplingError
-from ratchet.experience.openai_proxy.schema import ApiError, resampled
-from ratchet.generators.engine.sampling import Settings, draw
+from ratchet.experience.openai_proxy.schema import ApiError, apply_sampling
+from ratchet.generators.engine.sampling import SamplingSettings, draw_tokens
 from ratchet.sampling import (
     FIELDS,
     LARGEST_COUNT,
@@ -152,7 +152,7 @@ def test_a_recipe_refuses_the_same(name, value):
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_a_request_refuses_the_same_and_names_it(name, value):
     with pytest.raises(ApiError) as caught:
-        resampled(Sampling(), **{name: value})
+        apply_sampling(Sampling(), **{name: value})
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
@@ -165,8 +165,8 @@ def test_every_accepted_temperature_gives_finite_logprobs():
             Sampling(temperature, top_p, top_k, min_p)
             for top_p, top_k, min_p in [(1, 0, 0), (5e-324, 3, 0.999)]
         ]
-        settings = Settings.from_samplings(samplings, 64, torch.device("cpu"))
-        drawn = draw(logits.repeat(2, 1), torch.tensor([0.3, 0.999]), settings)
+        settings = SamplingSettings.from_samplings(samplings, 64, torch.device("cpu"))
+        drawn = draw_tokens(logits.repeat(2, 1), torch.tensor([0.3, 0.999]), settings)
         assert drawn.logprobs_N.isfinite().all()
         assert drawn.log_kept_F is None or drawn.log_kept_F.isfinite().all()
 

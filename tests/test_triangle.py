@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ratchet.data.packing import pack
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
@@ -71,7 +71,7 @@ def theirs(model, tokens, start, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_three_ways_to_one_logprob(made, temperature):
     policy, model = made
-    engine = Engine(EngineConfig(), policy)
+    engine = EmbeddedEngine(EngineConfig(), policy)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(1, 9, 24)]
     samplings = [
@@ -107,7 +107,7 @@ def test_three_ways_to_one_logprob(made, temperature):
 
 def test_greedy_tokens_are_those_of_transformers_generate(made):
     policy, model = made
-    engine = Engine(EngineConfig(), policy)
+    engine = EmbeddedEngine(EngineConfig(), policy)
     prompts = [[1, 2, 3], [7], [9, 8, 7, 6, 5, 4, 20]]
     greedy = engine.generate_all(
         prompts, [Sampling(temperature=0.0, max_new_tokens=20, stop_ids=(EOS,))] * 3
@@ -128,7 +128,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(made):
 def test_the_next_token_comes_from_the_learners_new_weights(made):
     """The engine holds no copy: what an optimizer step changed is what it samples from."""
     policy, _ = made
-    engine = Engine(EngineConfig(), policy)
+    engine = EmbeddedEngine(EngineConfig(), policy)
     sampling = Sampling(temperature=0.0, max_new_tokens=6)
     before = engine.generate_all([[1, 2, 3]], [sampling])[0]
     saved = {name: p.detach().clone() for name, p in policy.named_parameters()}
@@ -146,4 +146,4 @@ def test_the_next_token_comes_from_the_learners_new_weights(made):
 
 
 def test_the_engine_conforms(made):
-    asyncio.run(check_generator(Engine(EngineConfig(), made[0]), [[1, 2, 3], [4]]))
+    asyncio.run(check_generator(EmbeddedEngine(EngineConfig(), made[0]), [[1, 2, 3], [4]]))

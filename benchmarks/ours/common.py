@@ -24,7 +24,7 @@ import protocol
 
 import ratchet as rt
 from ratchet.config.base import Section
-from ratchet.executors.freeze import compiles, prepare_process, use_kernels
+from ratchet.executors.freeze import has_compiled_kernels, prepare_process, use_kernels
 from ratchet.learners.config import LocalConfig
 
 
@@ -40,7 +40,7 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options.workers = options.workers or options.threads if options.device == "cpu" else 1
     protocol.quiet_offline(options.threads)
     prepare_process(options.threads)
-    use_kernels(options.device == "cpu" and compiles())
+    use_kernels(options.device == "cpu" and has_compiled_kernels())
     return options
 
 
@@ -62,7 +62,7 @@ class Steps:
 async def train(
     options: argparse.Namespace,
     policy: rt.Policy,
-    arena: rt.Arena,
+    arena: rt.EnvSetup,
     algorithm: Section,
     *,
     groups: int,
@@ -71,7 +71,7 @@ async def train(
 ) -> Steps:
     """The path that `ratchet train` takes, with `groups` a step. prepare: is given the run before
     its first step."""
-    plan = rt.Plan(
+    plan = rt.StageSpec(
         "bench",
         options.warmup + options.steps,
         groups,

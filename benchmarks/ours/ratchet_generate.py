@@ -13,7 +13,7 @@ from arithmetic import forest
 
 import ratchet as rt
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
         options, [i for i in range(tokenizer.vocab_size) if i not in special]
     )
     slots = options.slots or len(rows)
-    engine = Engine(EngineConfig(max_running=slots), model)
+    engine = EmbeddedEngine(EngineConfig(max_running=slots), model)
     prompts = [row.prompt for row in rows]
     samplings = [rt.Sampling(max_new_tokens=row.new_tokens, seed=i) for i, row in enumerate(rows)]
 

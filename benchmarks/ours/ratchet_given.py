@@ -53,7 +53,7 @@ async def main() -> None:
     algorithm, passes = (rt.SFTConfig(), 3) if sft else (DPOConfig(), 4)
     policy = common.make_policy(options)
     steps = await common.train(
-        options, policy, rt.Arena(Given(texts)), algorithm, groups=options.rows
+        options, policy, rt.EnvSetup(Given(texts)), algorithm, groups=options.rows
     )
     tokens = sum(len(row[0]) + len(answer) + 3 for row in texts for answer in row[1:]) // (
         options.warmup + options.steps

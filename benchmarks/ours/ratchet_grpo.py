@@ -107,7 +107,7 @@ async def main() -> None:
         steps = await common.train(
             options,
             policy,
-            rt.Arena(TokenPrompts(range(policy.model.vocab_size)), judge),
+            rt.EnvSetup(TokenPrompts(range(policy.model.vocab_size)), judge),
             rt.GRPOConfig(group_size=options.group_size, weighting="token_mean"),  # as the peers
             groups=options.prompts,
             prepare=watch,

@@ -35,13 +35,13 @@ import ratchet as rt
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import read_file, write_text
-from ratchet.executors.freeze import compiles
+from ratchet.executors.freeze import has_compiled_kernels
 from ratchet.learners.config import LocalConfig
 from ratchet.training.from_config import (
-    build_arena,
+    build_env_setup,
     build_executor,
     build_policy,
-    plan_of,
+    build_stage_spec,
     start_processes,
 )
 
@@ -55,7 +55,7 @@ def recipe() -> RunConfig:
         "device": "cpu",
         "seed": options.seed,
     }
-    values["kernels"] = "compiled" if compiles() else "torch"
+    values["kernels"] = "compiled" if has_compiled_kernels() else "torch"
     if options.threads > 1 and not any(
         override.startswith("generator") for override in options.overrides
     ):
@@ -75,7 +75,7 @@ async def main() -> None:
     config = recipe()
     stage = config.stages[1]
     plan = replace(
-        plan_of(config, 1),
+        build_stage_spec(config, 1),
         learner=LocalConfig(workers=options.workers),
         evaluation=stage.evaluation.model_copy(update={"every": options.every}),
         first_step=0,
@@ -85,7 +85,7 @@ async def main() -> None:
         ends.callback(executor.close)
         policy = start_processes(config, executor, build_policy(config))
         ends.push_async_callback(policy.close)
-        run = rt.make_run(policy, build_arena(stage), rt.construct(stage.algorithm), plan)
+        run = rt.make_run(policy, build_env_setup(stage), rt.construct(stage.algorithm), plan)
         goal, steps = protocol.Goal(options.target), list[Mapping[str, float | None]]()
 
         def watch(step: int, numbers: Mapping[str, float | None]) -> None:

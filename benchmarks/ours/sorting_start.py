@@ -15,7 +15,7 @@ import torch
 
 import ratchet as rt
 from ratchet.config.loader import load_config
-from ratchet.training.from_config import build_arena, build_policy, build_run
+from ratchet.training.from_config import build_env_setup, build_policy, build_run
 
 torch.set_num_threads(1)  # the recipe's, and so its course
 
@@ -35,7 +35,7 @@ def main() -> None:
     policy.model.save(options.directory)
     policy.tokenizer.save(options.directory)
     stage = config.stages[1]
-    environment = build_arena(stage).environment
+    environment = build_env_setup(stage).environment
     sections = {
         name: section.model_dump(mode="json")
         for name, section in stage

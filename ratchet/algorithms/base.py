@@ -24,7 +24,7 @@ Weighting = Callable[[Batch], Tensor]
 
 
 @dataclass(frozen=True)
-class Term:
+class AlgorithmTerm:
     """One summand of a role's loss: `coef * sum(weight * x)`.
 
     fn: `fn(out, batch) -> (x, metrics)` gives x and detached metrics at the term's `level` ([T],
@@ -155,7 +155,7 @@ class Algorithm:
     """
 
     name: str
-    losses: Mapping[str, tuple[Term, ...]]
+    losses: Mapping[str, tuple[AlgorithmTerm, ...]]
     source: str
     passes: tuple[Pass, ...] = ()
     advantage: Callable[[Batch, AlgoState], Batch] = no_advantage

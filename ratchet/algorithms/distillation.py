@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from ratchet.algorithms.base import Algorithm, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm
 from ratchet.algorithms.config.distillation import DistillationConfig
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.distillation import divergence
-from ratchet.algorithms.teacher_passes import asked_of
+from ratchet.algorithms.teacher_passes import build_teacher_passes
 
-DISTILLED = {
+DISTILLATION_EXEMPTIONS = {
     "on_policy": "no policy gradient: the divergence itself is differentiated",
     "equal_rewards": "no advantages: the teacher's distribution is the signal",
     "lone_attempt": "no advantages: each row is a datum of its own",
@@ -25,12 +25,14 @@ def build(config: DistillationConfig) -> Algorithm:
     # Over the whole vocabulary the ids are 0, 1, 2, ...: no column needs to hold them.
     if config.top_k is not None:
         columns["topk_ids"] = "teacher_ids"
-    roles, passes = asked_of(config.teacher, columns, top_k=config.top_k or 0)
+    roles, passes = build_teacher_passes(config.teacher, columns, top_k=config.top_k or 0)
     return Algorithm(
         name=config.display_name,
         source=config.source,
         losses={
-            "policy": (Term("divergence", loss, token_mean, needs=frozenset({"topk_logprobs"})),)
+            "policy": (
+                AlgorithmTerm("divergence", loss, token_mean, needs=frozenset({"topk_logprobs"})),
+            )
         },
         passes=passes,
         roles=roles,
@@ -39,5 +41,5 @@ def build(config: DistillationConfig) -> Algorithm:
         group_size=int(getattr(config, "group_size", 1)),
         temperature=config.tau,
         reads_reward=config.reads_reward,
-        exempt=DISTILLED,
+        exempt=DISTILLATION_EXEMPTIONS,
     )

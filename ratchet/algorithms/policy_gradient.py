@@ -15,15 +15,15 @@ from ratchet.algorithms.advantages.compose import (
 )
 from ratchet.algorithms.base import (
     Algorithm,
+    AlgorithmTerm,
     AlgoState,
     Pass,
     Role,
-    Term,
     TermFunction,
     Weighting,
     no_adaptation,
 )
-from ratchet.algorithms.config.advantages import Mixture
+from ratchet.algorithms.config.advantages import AdvantageMixture
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import CorrectionConfig, KLConfig
 from ratchet.algorithms.filters import drop_silent_groups, drop_truncated, note_signal
@@ -31,9 +31,9 @@ from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_loss, kl_in_reward, kl_p
 from ratchet.algorithms.loss_aggregation import WEIGHTINGS, fixed_length, positive_mean, valued_mean
 from ratchet.algorithms.losses.common import entropy_bonus, nll, value_loss
 from ratchet.algorithms.losses.expert_balance import router_terms
-from ratchet.algorithms.rollout_correction import corrected, unmasked
-from ratchet.algorithms.shaping import keep_judged
-from ratchet.algorithms.teacher_passes import asked_of
+from ratchet.algorithms.rollout_correction import apply_correction, apply_correction_mask
+from ratchet.algorithms.shaping import copy_judged_rewards
+from ratchet.algorithms.teacher_passes import build_teacher_passes
 from ratchet.batch import Batch
 from ratchet.config.base import Section
 from ratchet.config.resolve import construct
@@ -53,7 +53,7 @@ def build(config: PolicyGradientConfig) -> Algorithm:
         columns = {"logprobs": "teacher_logprobs"}
         if aligned:
             columns["spans"] = "teacher_spans"
-        teachers, teacher_passes = asked_of(config.teacher, columns, aligned=aligned)
+        teachers, teacher_passes = build_teacher_passes(config.teacher, columns, aligned=aligned)
         roles |= teachers
         passes += teacher_passes
     if config.critic is not None:
@@ -64,7 +64,9 @@ def build(config: PolicyGradientConfig) -> Algorithm:
             Pass("critic", "scores", "bootstrap_values", level="sequence"),
         ]
         value = partial(value_loss, clip=config.critic.value_clip)
-        losses["critic"] = (Term("value", value, valued_mean, needs=frozenset({"values"})),)
+        losses["critic"] = (
+            AlgorithmTerm("value", value, valued_mean, needs=frozenset({"values"})),
+        )
     sampler = config.old_logprobs == "sampler"
     return Algorithm(
         name=config.display_name,
@@ -88,7 +90,7 @@ def build(config: PolicyGradientConfig) -> Algorithm:
     )
 
 
-def build_mixture(section: Mixture) -> Transform:
+def build_mixture(section: AdvantageMixture) -> Transform:
     """Return the estimator that mixes a section's parts by their weights."""
     return partial(
         mixture,
@@ -120,7 +122,7 @@ def _policy_passes(config: PolicyGradientConfig) -> tuple[Pass, ...]:
     return (Pass("policy", "logprobs", "old_logprobs"),)
 
 
-def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
+def _policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ...]:
     """Return the loss terms of the policy."""
     weighting: Weighting = (
         WEIGHTINGS[config.weighting]
@@ -131,8 +133,8 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
     level: Literal["token", "sequence"] = getattr(config.loss, "level", "token")
     loss: TermFunction = construct(config.loss)
     if config.correction is not None:
-        loss = partial(corrected, fn=loss, level=level)
-    terms = [Term("policy_gradient", loss, weighting, level=level, needs=ratios)]
+        loss = partial(apply_correction, fn=loss, level=level)
+    terms = [AlgorithmTerm("policy_gradient", loss, weighting, level=level, needs=ratios)]
     kl = config.kl
     if kl.coef > 0 and kl.place == "loss":
         penalty: TermFunction = partial(
@@ -142,17 +144,21 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[Term, ...]:
             importance_weight=kl.importance_weight,
         )
         if config.correction is not None:
-            penalty = partial(corrected, fn=penalty)
-        terms.append(Term("kl", penalty, weighting, needs=ratios, coef=kl.coef))
+            penalty = partial(apply_correction, fn=penalty)
+        terms.append(AlgorithmTerm("kl", penalty, weighting, needs=ratios, coef=kl.coef))
     # A masked token trains in no term. With mask_denominator=kept it has left the final mask.
     bonus, likelihood = (_without_masked(fn, config.correction) for fn in (entropy_bonus, nll))
     # Always measured: the policy's entropy shows whether it still explores.
     terms.append(
-        Term("entropy", bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef)
+        AlgorithmTerm(
+            "entropy", bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef
+        )
     )
     if config.positive_nll_coef > 0:
         positive = partial(positive_mean, above=config.positive_nll_above)
-        terms.append(Term("positive_nll", likelihood, positive, coef=config.positive_nll_coef))
+        terms.append(
+            AlgorithmTerm("positive_nll", likelihood, positive, coef=config.positive_nll_coef)
+        )
     if config.router is not None and config.router.watches:
         terms += router_terms(balance_coef=config.router.balance_coef, z_coef=config.router.z_coef)
     return tuple(terms)
@@ -165,7 +171,7 @@ def _without_masked(fn: TermFunction, correction: CorrectionConfig | None) -> Te
         and correction.mask != "none"
         and correction.mask_denominator == "all"
     )
-    return partial(unmasked, fn=fn) if masks else fn
+    return partial(apply_correction_mask, fn=fn) if masks else fn
 
 
 def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
@@ -176,7 +182,7 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     """
     steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
     if config.positive_nll_coef > 0:
-        steps.append(keep_judged)
+        steps.append(copy_judged_rewards)
     estimator: Transform = construct(config.advantage)
     if config.equal_rewards == "drop" and _adds_signal(config.shaping):
         silent = [construct(part) for part in config.shaping if not _adds_signal((part,))]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 
-from ratchet.algorithms.base import Algorithm, Pass, Role, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, Pass, Role
 from ratchet.algorithms.config.preference import KTOConfig, PreferenceConfig
 from ratchet.algorithms.config_binding import bind
 from ratchet.algorithms.loss_aggregation import chosen_mean, prompt_mean, sequence_mean
 from ratchet.algorithms.losses.common import nll
 from ratchet.algorithms.losses.preference import kto, kto_reference_point
 
-PAIR = {
+PAIR_EXEMPTIONS = {
     "isolated": "a pair is one datum: the loss compares its two rows",
     "on_policy": "no policy gradient: answers are given, not sampled",
     "equal_rewards": "no advantages: the order of a pair is the signal",
 }
-LABELLED = {
+LABELLED_EXEMPTIONS = {
     "on_policy": "no policy gradient: answers are given, not sampled",
     "equal_rewards": "no advantages: each row's label is its signal",
     "lone_attempt": "no advantages: each labelled row is a datum of its own",
@@ -26,9 +26,9 @@ LABELLED = {
 def build_pairs(config: PreferenceConfig) -> Algorithm:
     """Return the preference algorithm of a section, for pairs."""
     coef = float(getattr(config, "odds_coef", 1.0))
-    terms = [Term("preference", bind(config), prompt_mean, level="group", coef=coef)]
+    terms = [AlgorithmTerm("preference", bind(config), prompt_mean, level="group", coef=coef)]
     if config.sft_coef > 0:
-        terms.append(Term("nll", nll, chosen_mean, coef=config.sft_coef))
+        terms.append(AlgorithmTerm("nll", nll, chosen_mean, coef=config.sft_coef))
     return Algorithm(
         name=config.display_name,
         source=config.source,
@@ -37,7 +37,7 @@ def build_pairs(config: PreferenceConfig) -> Algorithm:
         roles={"reference": Role()} if config.needs_reference else {},
         minibatches=config.minibatches,
         epochs=config.epochs,
-        exempt=PAIR,
+        exempt=PAIR_EXEMPTIONS,
     )
 
 
@@ -49,7 +49,7 @@ def build_kto(config: KTOConfig) -> Algorithm:
     return Algorithm(
         name=config.display_name,
         source=config.source,
-        losses={"policy": (Term("kto", loss, sequence_mean, level="sequence"),)},
+        losses={"policy": (AlgorithmTerm("kto", loss, sequence_mean, level="sequence"),)},
         passes=(
             Pass("policy", "logprobs", "old_logprobs"),
             Pass("reference", "logprobs", "ref_logprobs"),
@@ -59,5 +59,5 @@ def build_kto(config: KTOConfig) -> Algorithm:
         minibatches=config.minibatches,
         epochs=config.epochs,
         reference_rows=config.reference_rows,
-        exempt=LABELLED,
+        exempt=LABELLED_EXEMPTIONS,
     )

@@ -25,12 +25,12 @@ PROPERTIES: Mapping[str, str] = {
 NOT_APPLICABLE = ("no advantages", "no policy gradient")
 
 
-def applies(reason: str) -> bool:
+def is_applicable(reason: str) -> bool:
     """True if an exemption with this reason is from a property the algorithm could have had."""
     return not reason.startswith(NOT_APPLICABLE)
 
 
-def page(exemptions: Mapping[str, Mapping[str, str]]) -> str:
+def render_properties(exemptions: Mapping[str, Mapping[str, str]]) -> str:
     """Return a Markdown page of the properties and of the algorithms that claim them.
 
     exemptions: `Algorithm.exempt` by name of the algorithm.
@@ -69,4 +69,4 @@ def _cell(reasons: dict[str, int], reason: str | None) -> str:
     if reason is None:
         return "holds"
     number = reasons.setdefault(reason, len(reasons) + 1)
-    return f"{'exempt' if applies(reason) else 'n/a'} ({number})"
+    return f"{'exempt' if is_applicable(reason) else 'n/a'} ({number})"

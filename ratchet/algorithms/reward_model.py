@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ratchet.algorithms.base import Algorithm, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm
 from ratchet.algorithms.config.base import AlgorithmConfig
 from ratchet.algorithms.loss_aggregation import prompt_mean, sequence_mean, step_mean
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward, score_regression
-from ratchet.algorithms.preference import PAIR
+from ratchet.algorithms.preference import PAIR_EXEMPTIONS
 
-SCORED = {
+SCORED_EXEMPTIONS = {
     "on_policy": "no policy gradient: answers are given, not sampled",
     "equal_rewards": "no advantages: each row's score is its target",
     "lone_attempt": "no advantages: each row is a datum of its own",
@@ -19,27 +19,29 @@ SCORED = {
 
 def build_bradley_terry(config: AlgorithmConfig) -> Algorithm:
     """Return the algorithm that trains a reward model on pairs."""
-    term = Term(
+    term = AlgorithmTerm(
         "bradley_terry", bradley_terry, prompt_mean, level="group", needs=frozenset({"scores"})
     )
-    return _algorithm(config, term, exempt=PAIR)
+    return _algorithm(config, term, exempt=PAIR_EXEMPTIONS)
 
 
 def build_regression(config: AlgorithmConfig) -> Algorithm:
     """Return the algorithm that trains a reward model on scores."""
-    term = Term(
+    term = AlgorithmTerm(
         "regression", score_regression, sequence_mean, level="sequence", needs=frozenset({"scores"})
     )
-    return _algorithm(config, term, exempt=SCORED)
+    return _algorithm(config, term, exempt=SCORED_EXEMPTIONS)
 
 
 def build_process(config: AlgorithmConfig) -> Algorithm:
     """Return the algorithm that trains a process reward model."""
-    term = Term("process", process_reward, step_mean, needs=frozenset({"token_scores"}))
-    return _algorithm(config, term, exempt=SCORED)
+    term = AlgorithmTerm("process", process_reward, step_mean, needs=frozenset({"token_scores"}))
+    return _algorithm(config, term, exempt=SCORED_EXEMPTIONS)
 
 
-def _algorithm(config: AlgorithmConfig, term: Term, *, exempt: Mapping[str, str]) -> Algorithm:
+def _algorithm(
+    config: AlgorithmConfig, term: AlgorithmTerm, *, exempt: Mapping[str, str]
+) -> Algorithm:
     return Algorithm(
         name=config.display_name,
         source=config.source,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.config.policy_losses import At, Denominator
+from ratchet.algorithms.config.policy_losses import CorrectionLevel, Denominator
 from ratchet.algorithms.losses.common import Metrics
 from ratchet.algorithms.ratios import bounded_ratio, k3
 from ratchet.batch import Batch
@@ -27,10 +27,10 @@ def correct(
     batch: Batch,
     state: AlgoState,
     *,
-    weight: At = "token",
+    weight: CorrectionLevel = "token",
     weight_low: float = 0.0,
     weight_high: float | None = 2.0,
-    mask: At = "none",
+    mask: CorrectionLevel = "none",
     mask_low: float = 0.5,
     mask_high: float = 2.0,
     mask_denominator: Denominator = "all",
@@ -73,7 +73,7 @@ def correct(
     return replace(batch, trainable_T=kept_T).fill_tokens(correction=weight_T)
 
 
-def _at_level(batch: Batch, gap_T: Tensor, at: At) -> Tensor:
+def _at_level(batch: Batch, gap_T: Tensor, at: CorrectionLevel) -> Tensor:
     """Return D of each token at a level. [T]"""
     if at == "none":
         return torch.zeros_like(gap_T)
@@ -109,7 +109,7 @@ def _note_correction(
     return batch.note(**{f"correction/{name}": float(value) for name, value in numbers.items()})
 
 
-def corrected(
+def apply_correction(
     out: Outputs,
     batch: Batch,
     *,
@@ -121,7 +121,7 @@ def corrected(
     return x * batch.need("correction" if level == "token" else "correction_S"), metrics
 
 
-def unmasked(
+def apply_correction_mask(
     out: Outputs, batch: Batch, *, fn: Callable[[Outputs, Batch], tuple[Tensor, Metrics]]
 ) -> tuple[Tensor, Metrics]:
     """Return x of a token-level loss, with 0 for masked tokens that stay in the denominator.

@@ -17,7 +17,7 @@ from ratchet.errors import DataError
 from ratchet.protocols import Learner
 
 
-async def fill(batch: Batch, algo: Algorithm, roles: Mapping[str, Learner]) -> Batch:
+async def fill_columns(batch: Batch, algo: Algorithm, roles: Mapping[str, Learner]) -> Batch:
     """Run the scoring passes in order and fill their columns.
 
     Consecutive passes of the same role, rows and width are computed in one call. Raises DataError

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ratchet.algorithms.base import Algorithm, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm
 from ratchet.algorithms.config.sft import SFTConfig
 from ratchet.algorithms.loss_aggregation import WEIGHTINGS
 from ratchet.algorithms.losses.common import nll
 
-GIVEN = {
+SFT_EXEMPTIONS = {
     "on_policy": "no policy gradient: answers are given, not sampled",
     "equal_rewards": "no advantages: the answers are not judged",
     "lone_attempt": "no advantages: each row is a datum of its own",
@@ -20,8 +20,8 @@ def build_sft(config: SFTConfig) -> Algorithm:
         name=config.display_name,
         source=config.source,
         turns=config.train,
-        losses={"policy": (Term("nll", nll, WEIGHTINGS[config.weighting]),)},
+        losses={"policy": (AlgorithmTerm("nll", nll, WEIGHTINGS[config.weighting]),)},
         minibatches=config.minibatches,
         epochs=config.epochs,
-        exempt=GIVEN,
+        exempt=SFT_EXEMPTIONS,
     )

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.advantages.common import (
-    attempt_index,
-    attempts_of,
+    collect_attempts,
+    index_as_one,
+    index_attempts,
     mean_by,
     std_by,
     sum_by,
-    whole,
 )
 from ratchet.algorithms.advantages.group_baselines import require_parts
 from ratchet.algorithms.base import AlgoState
@@ -29,13 +29,13 @@ from ratchet.batch import Batch
 ENVIRONMENT = "environment"
 
 
-def answer_lengths(batch: Batch) -> Tensor:
+def count_answer_tokens(batch: Batch) -> Tensor:
     """Return |y| of each row's attempt, float64 [S]."""
-    attempt_S, size = attempt_index(batch)
+    attempt_S, size = index_attempts(batch)
     return sum_by(attempt_S, batch.sequence_sum((batch.turn_T >= 0).double()), size)[attempt_S]
 
 
-def keep_judged(batch: Batch, state: AlgoState) -> Batch:
+def copy_judged_rewards(batch: Batch, state: AlgoState) -> Batch:
     """Copy the reward as judged to the column `judged_rewards` [S].
 
     Readers need the unshaped reward to know if an answer was right.
@@ -51,7 +51,7 @@ def overlong_penalty(
     p = 0 up to max_length - buffer tokens, then falls linearly to -1 at max_length, and is -1
     beyond. DAPO (arXiv:2503.14476) eq. 13.
     """
-    over_S = (answer_lengths(batch) - (max_length - buffer)) / buffer
+    over_S = (count_answer_tokens(batch) - (max_length - buffer)) / buffer
     return _replace_rewards(batch, batch.rewards_S - factor * over_S.clamp(0, 1))
 
 
@@ -68,7 +68,7 @@ def stop_properly(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
 def length_penalty(batch: Batch, state: AlgoState, *, coef: float, free: int = 0) -> Batch:
     """Subtract coef * max(0, |y| - free) from the reward."""
     return _replace_rewards(
-        batch, batch.rewards_S - coef * (answer_lengths(batch) - free).clamp(min=0)
+        batch, batch.rewards_S - coef * (count_answer_tokens(batch) - free).clamp(min=0)
     )
 
 
@@ -129,7 +129,7 @@ def normalise_rewards(
     Equal rewards, or a single one, are only centred. The rewards of turns are scaled alike; the
     mean is subtracted at the row's last step.
     """
-    attempts = attempts_of(batch)
+    attempts = collect_attempts(batch)
     rewards_A = attempts.rewards_A
     if over == "running":
         mean, std = _running(state, rewards_A)
@@ -139,7 +139,7 @@ def normalise_rewards(
         by = attempts.groups
         row_S = batch.group_S
         if over == "batch":
-            by = whole(rewards_A)
+            by = index_as_one(rewards_A)
             row_S = torch.zeros_like(batch.group_S)
         mean_S = mean_by(by, rewards_A)[row_S]
         std_S = std_by(by, rewards_A)[row_S]

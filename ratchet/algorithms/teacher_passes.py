@@ -8,7 +8,7 @@ from ratchet.algorithms.base import Pass, Role
 from ratchet.algorithms.config.base import Teacher
 
 
-def asked_of(
+def build_teacher_passes(
     teacher: Teacher, columns: Mapping[str, str], *, aligned: bool = False, top_k: int = 0
 ) -> tuple[dict[str, Role], tuple[Pass, ...]]:
     """Return the roles of the teachers and the passes that fill `columns`.

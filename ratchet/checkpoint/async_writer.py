@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 
-class Background:
+class BackgroundTask:
     """One background task at a time.
 
     The end of the process does not wait for it: the caller that begins a task must settle it,

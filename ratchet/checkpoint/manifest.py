@@ -51,12 +51,12 @@ def write_manifest(directory: Path, step: int, meta: Mapping[str, Any]) -> None:
     (directory / MANIFEST).write_text(seal(body), encoding="utf-8")
 
 
-def survives_json(value: Any) -> bool:
+def is_json_value(value: Any) -> bool:
     """Return True if a value is unchanged by writing it as JSON and reading it back."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and survives_json(item) for key, item in value.items())
+        return all(isinstance(key, str) and is_json_value(item) for key, item in value.items())
     if isinstance(value, list):
-        return all(map(survives_json, value))
+        return all(map(is_json_value, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 

@@ -45,11 +45,11 @@ NATIVE = {
 
 Write = Callable[[Path], None]  # writes files below the given root
 
-_writes: list[Write] | None = None  # the deferred writes; None outside of `putting_off`
+_writes: list[Write] | None = None  # the deferred writes; None outside of `defer_writes`
 
 
 @contextmanager
-def putting_off() -> Iterator[list[Write]]:
+def defer_writes() -> Iterator[list[Write]]:
     """Make `save_state` copy its state to main memory inside the block, and defer writing the
     files.
 

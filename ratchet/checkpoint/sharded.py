@@ -24,7 +24,7 @@ from ratchet.utils import safe_read
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBlock:
     """A block in a file, under a key."""
 
     file: Path
@@ -64,7 +64,7 @@ def save_blocks(
         raise CheckpointError(f"rank {rank} can't write to {directory}: {error}") from error
 
 
-class Lies(Protocol):
+class BlockSpan(Protocol):
     """A block's place in a whole tensor."""
 
     @property
@@ -73,12 +73,12 @@ class Lies(Protocol):
     def sizes(self) -> tuple[int, ...]: ...
 
 
-P = TypeVar("P", bound=Lies)
+P = TypeVar("P", bound=BlockSpan)
 # Returns numbers of a block: (block, start, end) -> tensor, with start and end in the whole tensor.
 Cut = Callable[[P, Sequence[int], Sequence[int]], Tensor]
 
 
-def assemble(
+def assemble_block(
     parts: Iterable[P], offsets: Sequence[int], sizes: Sequence[int], cut: Cut[P]
 ) -> tuple[Tensor | None, int]:
     """Assemble a block of a tensor from the parts that overlap it.
@@ -116,7 +116,7 @@ def assemble(
     return block, missing
 
 
-class Blocks:
+class BlockFiles:
     """The blocks that the ranks of an earlier run wrote to a directory.
 
     `numbers` merges those of all ranks; a dict has the entries of all.
@@ -127,7 +127,7 @@ class Blocks:
         damaged.
         """
         self.directory = directory
-        self.stored: dict[str, list[Stored]] = {}
+        self.stored: dict[str, list[StoredBlock]] = {}
         self.numbers: dict[str, Any] = {}
         files = sorted(
             directory.glob("rank-*.json"), key=lambda path: int(path.stem.partition("-")[2])
@@ -146,7 +146,7 @@ class Blocks:
                     )
                 for i, entry in enumerate(content["blocks"]):
                     at = (tuple(entry[key]) for key in ("shape", "offsets", "sizes"))
-                    place = Stored(path.with_suffix(".safetensors"), f"b{i}", *at)
+                    place = StoredBlock(path.with_suffix(".safetensors"), f"b{i}", *at)
                     self.stored.setdefault(entry["name"], []).append(place)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the index of {directory} can't be read: {error!r}") from error
@@ -161,7 +161,7 @@ class Blocks:
 
         Raises CheckpointError if a part of it is missing.
         """
-        block, missing = assemble(self.stored.get(name, ()), offsets, sizes, _slice)
+        block, missing = assemble_block(self.stored.get(name, ()), offsets, sizes, _slice)
         if missing or block is None:
             raise CheckpointError(
                 f"{self.directory} lacks {missing or 'all'} numbers of '{name}': a file of it is "
@@ -169,16 +169,16 @@ class Blocks:
             )
         return block
 
-    def whole(self, name: str) -> Lazy:
+    def whole(self, name: str) -> LazyTensor:
         """Return a whole tensor, which is read when it is used."""
-        return Lazy(self, name)
+        return LazyTensor(self, name)
 
 
 @dataclass(frozen=True)
-class Lazy:
-    """A tensor that is read when it is used. It implements `Savable`."""
+class LazyTensor:
+    """A tensor that is read when it is used. It implements `SavableTensor`."""
 
-    blocks: Blocks
+    blocks: BlockFiles
     name: str
 
     def numel(self) -> int:
@@ -189,7 +189,7 @@ class Lazy:
         return self.blocks.read(self.name, (0,) * len(shape), shape).to(device, dtype)
 
 
-def _slice(place: Stored, low: Sequence[int], high: Sequence[int]) -> Tensor:
+def _slice(place: StoredBlock, low: Sequence[int], high: Sequence[int]) -> Tensor:
     """Return numbers of a stored block."""
     try:
         safe_read.require_file(place.file)

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
-from ratchet.utils.terminal_text import first_line, shortened, visible
+from ratchet.utils.terminal_text import escape_controls, get_first_line, shorten_text
 
 WRONG_INPUT = 2  # a recipe, data or a model is wrong, or too large for this machine
 FAILED = 1
@@ -36,7 +36,7 @@ def prepare_streams() -> None:
 def say(text: object) -> None:
     """Print text with control characters escaped, so that text of a model or a file can't command
     the terminal."""
-    typer.echo(visible(str(text)))
+    typer.echo(escape_controls(str(text)))
 
 
 def sentence(error: BaseException) -> tuple[str, int] | None:
@@ -44,7 +44,7 @@ def sentence(error: BaseException) -> tuple[str, int] | None:
     wanted."""
     if isinstance(error, RatchetError):
         status = WRONG_INPUT if isinstance(error, ConfigError | DataError | ModelError) else FAILED
-        return f"{type(error).__name__}: {shortened(str(error), MAX_CHARS)}", status
+        return f"{type(error).__name__}: {shorten_text(str(error), MAX_CHARS)}", status
     if isinstance(error, RecursionError):
         return (
             f"an input is nested too deeply ({_place(error)}): nest it less, or say so to the "
@@ -53,7 +53,8 @@ def sentence(error: BaseException) -> tuple[str, int] | None:
         )
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which isn't imported here
         return (
-            f"the accelerator has not enough memory ({_place(error)}): {first_line(str(error))}",
+            f"the accelerator has not enough memory ({_place(error)}): "
+            f"{get_first_line(str(error))}",
             WRONG_INPUT,
         )
     if isinstance(error, MemoryError) or any(words in str(error) for words in SHORT_OF_MEMORY):
@@ -86,5 +87,5 @@ def end(error: BaseException) -> None:
     told = sentence(error)
     if told is None:
         raise error
-    typer.echo(visible(told[0]), err=True)
+    typer.echo(escape_controls(told[0]), err=True)
     sys.exit(told[1])

@@ -157,12 +157,12 @@ def plan(
     """Predict memory and time of a recipe, before anything is spent."""
     from ratchet.commands.plan.show import show_plan
     from ratchet.config.loader import load_config
-    from ratchet.runs.resolve import directory_of
+    from ratchet.runs.resolve import resolve_run_dir
     from ratchet.runs.run_dir import RunDirectory
 
     config, directory = (
         load_config(recipe, overrides or []),
-        None if run_dir is None else RunDirectory(directory_of(run_dir)),
+        None if run_dir is None else RunDirectory(resolve_run_dir(run_dir)),
     )
     show_plan(config, cluster=cluster, probe_s=probe, directory=directory, as_json=json)
 
@@ -182,10 +182,10 @@ def chat(
 ) -> None:
     """Talk to a trained model."""
     from ratchet.commands.chat import chat_with
-    from ratchet.runs.resolve import model_of
+    from ratchet.runs.resolve import fetch_run_model
 
     chat_with(
-        model_of(target),
+        fetch_run_model(target),
         prompts=prompt or [],
         temperature=temperature,
         max_new_tokens=max_new_tokens,
@@ -210,11 +210,11 @@ def serve(
 ) -> None:
     """Serve a trained model behind the OpenAI chat API; it is called `policy`."""
     from ratchet.commands.serve import serve as serve_model
-    from ratchet.runs.resolve import model_of
+    from ratchet.runs.resolve import fetch_run_model
     from ratchet.types import Sampling
 
     serve_model(
-        model_of(target),
+        fetch_run_model(target),
         host=host,
         port=port,
         key=api_key,
@@ -246,7 +246,7 @@ def score(
 ) -> None:
     """Apply a reward to the answers in a file."""
     from ratchet.commands.score import score_file
-    from ratchet.executors.freeze import usable_cores
+    from ratchet.executors.freeze import count_usable_cores
 
     if not reward:
         raise ConfigError(
@@ -258,7 +258,7 @@ def score(
         reward,
         keys or [],
         as_json=json,
-        workers=workers or usable_cores(),
+        workers=workers or count_usable_cores(),
     )
 
 
@@ -367,7 +367,7 @@ def main() -> None:
     try:
         failpoints.arm(os.environ.get("RATCHET_FAULTS", ""))
         credentials.offer(os.environ)
-        object_store.keep_as(os.environ)
+        object_store.configure_cache(os.environ)
         app()
     except Exception as error:  # the last place: what has no sentence is raised again
         end(error)

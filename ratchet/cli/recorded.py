@@ -36,9 +36,11 @@ def replay(
     """Compute recorded steps again. Exit status 0 if they are bit-equal, 1 with the differences if
     not."""
     from ratchet.commands.replay.command import replay_steps
-    from ratchet.runs.resolve import replayable
+    from ratchet.runs.resolve import fetch_run_for_replay
 
-    raise typer.Exit(replay_steps(replayable(run, step), step, changes=changes or [], as_json=json))
+    raise typer.Exit(
+        replay_steps(fetch_run_for_replay(run, step), step, changes=changes or [], as_json=json)
+    )
 
 
 def explain(
@@ -50,9 +52,9 @@ def explain(
 ) -> None:
     """Show which groups, tags and tokens of a recorded step moved the weights."""
     from ratchet.commands.replay.explain import explain_step
-    from ratchet.runs.resolve import replayable
+    from ratchet.runs.resolve import fetch_run_for_replay
 
-    explain_step(replayable(run, [step]), step, role=role, top=top, as_json=json)
+    explain_step(fetch_run_for_replay(run, [step]), step, role=role, top=top, as_json=json)
 
 
 def report(
@@ -87,16 +89,16 @@ def ui(
 ) -> None:
     """Show runs in the browser while they train. Only this machine can connect; Ctrl-C ends it."""
     from ratchet.commands.report.server import serve_forever
-    from ratchet.runs.resolve import record_of
+    from ratchet.runs.resolve import fetch_run_record
 
-    serve_forever(record_of(directory), port, say=say)
+    serve_forever(fetch_run_record(directory), port, say=say)
 
 
 def status(
     run: Annotated[str, typer.Argument(help="The directory of a run that is under way.")],
 ) -> None:
     """Show which component of a running training waits for which, and since when."""
-    from ratchet.runs.live_status import status_of
-    from ratchet.runs.resolve import here
+    from ratchet.runs.live_status import query_status
+    from ratchet.runs.resolve import require_local_run
 
-    say(status_of(here(run)))
+    say(query_status(require_local_run(run)))

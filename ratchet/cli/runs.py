@@ -55,6 +55,6 @@ def prune_runs(
 ) -> None:
     """Remove old checkpoints."""
     from ratchet.commands.runs import prune_runs as prune
-    from ratchet.runs.resolve import here
+    from ratchet.runs.resolve import require_local_run
 
-    prune(here(place), keep=keep, really=yes)
+    prune(require_local_run(place), keep=keep, really=yes)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ratchet.commands.model_target import open_target
 from ratchet.errors import DataError
-from ratchet.experience.seeds import seed_for
+from ratchet.experience.seeds import derive_seed
 from ratchet.training.stage import Policy
 from ratchet.types import Message, Sampling
 from ratchet.utils.terminal_text import make_console
@@ -38,7 +38,9 @@ def chat_with(
             try:
                 answer = runner.run(
                     _answer(
-                        policy, [*messages, question], replace(sampling, seed=seed_for(seed, turn))
+                        policy,
+                        [*messages, question],
+                        replace(sampling, seed=derive_seed(seed, turn)),
                     )
                 )
             # such as a character that the tokenizer does not know: ask again

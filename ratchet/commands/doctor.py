@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from rich.markup import escape
 from rich.table import Table
 
-from ratchet.executors.freeze import usable_cores
-from ratchet.kernels.build import library
+from ratchet.executors.freeze import count_usable_cores
+from ratchet.kernels.build import load_library
 from ratchet.utils.terminal_text import make_console
 
 # What each package is for, by the extra that brings it; the core ones come with Ratchet itself.
@@ -68,7 +68,7 @@ def report() -> int:
         f"python {platform.python_version()} ({sys.executable}), {platform.system()} "
         f"{platform.machine()}"
     )
-    console.print(f"cores this process may use: {usable_cores()}")
+    console.print(f"cores this process may use: {count_usable_cores()}")
     if find_spec("torch") is not None:
         console.print(_accelerators())
         console.print(_kernels())
@@ -95,7 +95,7 @@ def _accelerators() -> str:
 
 def _kernels() -> str:
     try:
-        library()
+        load_library()
     except OSError as error:
         return f"kernels: PyTorch's operations, which are slower on a CPU: {error}; install gcc"
     return "kernels: compiled for this processor"

@@ -27,10 +27,10 @@ from ratchet.data.presets.benchmarks import ALSO_CALLED, MEASURED_ON
 from ratchet.environments.datasets.dataset_config import DatasetConfig
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.evals.evaluator import Evaluator
-from ratchet.evals.openai_client import EndpointPlayer, endpoint_of, is_endpoint
+from ratchet.evals.openai_client import EndpointPlayer, get_completions_url, is_endpoint
 from ratchet.evals.paired_test import compare
-from ratchet.evals.report import comparison, keep, report
-from ratchet.evals.results import RESULTS, Results
+from ratchet.evals.report import format_comparison, format_report, save_report
+from ratchet.evals.results import RESULTS, EvalResults
 from ratchet.evals.score_evaluator import ScoreLoss
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.learners.compute.token_outputs import SCALARS
@@ -39,16 +39,16 @@ from ratchet.models.scalar_head import load_head
 from ratchet.observe.summary import installed_versions
 from ratchet.rewards.config import EndpointConfig
 from ratchet.rewards.llm.http_client import Endpoint
-from ratchet.runs.resolve import model_of
+from ratchet.runs.resolve import fetch_run_model
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.evaluators import (
-    evaluation_sampling,
-    held_out,
+    list_held_out_tasks,
+    make_eval_sampling,
     make_evaluator,
     make_score_evaluator,
 )
-from ratchet.training.from_config import arena_of, build_arena, plan_of
-from ratchet.training.stage import Arena, Plan, Policy
+from ratchet.training.from_config import build_env_setup, build_eval_env_setup, build_stage_spec
+from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Sampling
 from ratchet.utils.object_store import fetch_directory, is_address
 from ratchet.utils.terminal_text import make_console
@@ -117,21 +117,21 @@ def evaluate_target(
     if against is None:
         return
     other = _results(against, replace(evaluation, step=None))
-    assert isinstance(other, Results), "the same evaluation"
+    assert isinstance(other, EvalResults), "the same evaluation"
     _settle(other, against, None if out is None else out / "against", console)
-    console.print(Markdown(comparison(compare(results, other), target, against)))
+    console.print(Markdown(format_comparison(compare(results, other), target, against)))
 
 
-def _results(target: str, evaluation: Evaluation) -> Results | ScoreLoss:
+def _results(target: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
     if is_endpoint(target):
         return _of_endpoint(target, evaluation)
-    path = model_of(target, evaluation.step)
+    path = fetch_run_model(target, evaluation.step)
     if evaluation.step is not None and not RunDirectory(path).used:
         raise ConfigError(
             f"--step {evaluation.step} is of a run, and {target} is none: leave it out"
         )
     if (path / RESULTS).is_file() or path.name == RESULTS:
-        return Results.read(path)
+        return EvalResults.read(path)
     return _of_model(path, target, evaluation)
 
 
@@ -145,19 +145,19 @@ def _read_here(target: str) -> str:
         raise DataError(f"{target} can't be fetched: {error}") from error
 
 
-def _settle(found: Results, target: str, out: Path | None, console: Console) -> None:
+def _settle(found: EvalResults, target: str, out: Path | None, console: Console) -> None:
     """Show and write the results, unless they were read from a file."""
     path = Path(target)
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return
     title = f"{found.about.get('on')} by {found.about.get('target', target)}"
-    console.print(Markdown(report(found, title)))
+    console.print(Markdown(format_report(found, title)))
     within = checkpoint_of(path)
     run = RunDirectory(path if within is None else within[0])
     directory = out or _numbered(
         (run.evals if run.used else Path("evals")) / str(found.about.get("on")).replace(":", ".")
     )
-    if keep(found, directory, title):
+    if save_report(found, directory, title):
         console.print(f"results {directory}", markup=False, highlight=False, soft_wrap=True)
     attempts = [attempt for prompt in found.prompts for attempt in prompt.attempts]
     if all(attempt.reward is None for attempt in attempts):
@@ -165,7 +165,7 @@ def _settle(found: Results, target: str, out: Path | None, console: Console) -> 
         raise RatchetError(f"no attempt has a reward; the first: {why[-500:]}")
 
 
-def _of_model(path: Path, called: str, evaluation: Evaluation) -> Results | ScoreLoss:
+def _of_model(path: Path, called: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
     arena, plan = where(config, evaluation)
@@ -183,7 +183,7 @@ def _of_model(path: Path, called: str, evaluation: Evaluation) -> Results | Scor
     )
 
 
-def _of_endpoint(url: str, evaluation: Evaluation) -> Results:
+def _of_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
     asked = evaluation.asked
     if asked.model is None:
         raise ConfigError("--model is missing: the name by which the endpoint knows the model")
@@ -201,13 +201,13 @@ def _of_endpoint(url: str, evaluation: Evaluation) -> Results:
         api_key_env=asked.api_key_env, concurrency=asked.concurrency, timeout_s=asked.timeout_s
     )  # pyright: ignore[reportCallIssue]
     player = EndpointPlayer(
-        Endpoint(endpoint_of(url), section),
+        Endpoint(get_completions_url(url), section),
         asked.model,
         asked.body,
         rollouts.max_turns,
         rollouts.attempt_timeout_s,
     )
-    tasks = held_out(arena, plan)
+    tasks = list_held_out_tasks(arena, plan)
     if not tasks:
         raise ConfigError(NOTHING)
     manager = RolloutManager(
@@ -221,7 +221,7 @@ def _of_endpoint(url: str, evaluation: Evaluation) -> Results:
     evaluator = Evaluator(
         manager,
         tasks,
-        evaluation_sampling(plan),
+        make_eval_sampling(plan),
         settings.samples,
         greedy=settings.greedy,
         passing=settings.passing,
@@ -229,30 +229,30 @@ def _of_endpoint(url: str, evaluation: Evaluation) -> Results:
     return _about(asyncio.run(_played(evaluator)), url, asked.model, evaluation, evaluator)
 
 
-async def _played(evaluator: Evaluator) -> Results:
+async def _played(evaluator: Evaluator) -> EvalResults:
     try:
         return await evaluator.run()
     finally:
         await evaluator.manager.close()
 
 
-def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[Arena, Plan]:
+def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[EnvSetup, StageSpec]:
     """Return the environment setup and the numbers of the recipe's last stage, with the changes of
     `evaluation`."""
     if config is None:
-        plan = Plan("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
+        plan = StageSpec("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
     else:
-        plan = plan_of(config, len(config.stages) - 1)
+        plan = build_stage_spec(config, len(config.stages) - 1)
     if evaluation.on is not None:
         section = measured_on(evaluation.on, evaluation.words)
-        arena = arena_of(section)
+        arena = build_eval_env_setup(section)
         if isinstance(section, DatasetConfig):  # it ends: a part of it would be another benchmark
             plan = replace(
                 plan, evaluation=plan.evaluation.model_copy(update={"tasks": sys.maxsize})
             )
     else:
         assert config is not None, "one of the two says what the tasks are"
-        arena = build_arena(config.stages[-1])
+        arena = build_env_setup(config.stages[-1])
         arena = arena.evaluation or arena
     if evaluation.on is None and evaluation.words:
         raise ConfigError(
@@ -298,8 +298,8 @@ def measured_on(name: str, words: Sequence[str]) -> Section:
 
 
 def _about(
-    found: Results, target: str, by: str, evaluation: Evaluation, evaluator: Evaluator
-) -> Results:
+    found: EvalResults, target: str, by: str, evaluation: Evaluation, evaluator: Evaluator
+) -> EvalResults:
     tasks, sampling = evaluator.tasks, evaluator.sampling
     about = {
         "target": target,
@@ -323,7 +323,7 @@ async def _measured(policy: Policy, evaluation: Coroutine[Any, Any, Found]) -> F
         await policy.close()
 
 
-def _scores(target: Target, algorithm: Algorithm, plan: Plan, arena: Arena) -> ScoreLoss:
+def _scores(target: Target, algorithm: Algorithm, plan: StageSpec, arena: EnvSetup) -> ScoreLoss:
     model = target.policy.model
     head = load_head(target.model, model.hidden_size)
     if head is None:

@@ -27,13 +27,19 @@ from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.presets.lookup import PUBLISHED
 from ratchet.errors import ConfigError, DataError
-from ratchet.experience.sources.offline import Labelled, Pairs, Rows, Stepped, Writer
+from ratchet.experience.sources.offline import (
+    LabelledSource,
+    PairSource,
+    SteppedSource,
+    SupervisedSource,
+    TextRenderer,
+)
 from ratchet.experience.sources.rollouts import StreamSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Compares, Environment, Judges, OffersTools, Steps
-from ratchet.training.from_config import processor_of, template_of
+from ratchet.training.from_config import get_chat_template, load_policy_processor
 from ratchet.types import Split, Task, Trajectory
-from ratchet.utils.terminal_text import make_console, visible
+from ratchet.utils.terminal_text import escape_controls, make_console
 
 ROLES = {
     "pairs": ("chosen", "rejected"),
@@ -143,11 +149,13 @@ def _of_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Inspecte
     tokenizer = construct(config.tokenizer, config.model.path)
     # Of a model that is here: none is fetched to show rows.
     processor = (
-        processor_of(config) if config.model.path and Path(config.model.path).is_dir() else None
+        load_policy_processor(config)
+        if config.model.path and Path(config.model.path).is_dir()
+        else None
     )
     format_of_tools = getattr(config.tokenizer, "tool_format", "auto")
     renderer = Renderer(
-        tokenizer, template_of(config), processor=processor, tool_format=format_of_tools
+        tokenizer, get_chat_template(config), processor=processor, tool_format=format_of_tools
     )
     algorithm = construct(chosen.algorithm)
     turns = getattr(algorithm, "turns", "all")
@@ -198,12 +206,14 @@ def _of(task: Task, part: str, row: Trajectory) -> Shown:
 
 def _source(data: Inspected, learns: str) -> StreamSource:
     stream = TaskStream(data.environment, seed=data.seed)
-    writer = Writer(data.renderer, max_context=sys.maxsize)
+    writer = TextRenderer(data.renderer, max_context=sys.maxsize)
     if learns == "rows":
-        return Rows(stream, "inspect", writer, train="last" if data.turns == "last" else "all")
+        return SupervisedSource(
+            stream, "inspect", writer, train="last" if data.turns == "last" else "all"
+        )
     if learns == "labelled":
-        return Labelled(stream, "inspect", writer, reference_rows=False)
-    return (Pairs if learns == "pairs" else Stepped)(stream, "inspect", writer)
+        return LabelledSource(stream, "inspect", writer, reference_rows=False)
+    return (PairSource if learns == "pairs" else SteppedSource)(stream, "inspect", writer)
 
 
 def _told(environment: Environment, task: Task) -> str:
@@ -278,7 +288,7 @@ def _coloured(one: Shown, renderer: Renderer, *, marks: bool) -> Text:
     text = Text()
     for trains, start, end in one.spans():
         # rich drops a bell
-        said = visible(renderer.tokenizer.decode(one.tokens[start:end], skip_special=False))
+        said = escape_controls(renderer.tokenizer.decode(one.tokens[start:end], skip_special=False))
         text.append(
             f"⟦{said}⟧" if trains and marks else said, style="bold green" if trains else "dim"
         )

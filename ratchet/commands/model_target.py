@@ -16,16 +16,21 @@ from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import load_processor
 from ratchet.errors import ConfigError, RunDirectoryError
-from ratchet.executors.freeze import compiles, freeze, use_kernels
-from ratchet.generators.workers.config import WorkersConfig
+from ratchet.executors.freeze import freeze, has_compiled_kernels, use_kernels
+from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.learners.compute.token_outputs import SCALARS
-from ratchet.learners.config import LocalConfig, MegatronConfig, SpreadConfig
+from ratchet.learners.config import DistributedConfig, LocalConfig, MegatronConfig
 from ratchet.learners.export import export_saved
 from ratchet.models.load import load_policy
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.runs.checkpoints import STEP, Checkpoint, CheckpointStore
 from ratchet.runs.run_dir import MODEL, RunDirectory
-from ratchet.training.from_config import adapter_of, begins_with, build_policy, template_of
+from ratchet.training.from_config import (
+    build_adapter,
+    build_policy,
+    get_chat_template,
+    resolve_resume_config,
+)
 from ratchet.training.stage import Policy
 from ratchet.utils.temp_dirs import TemporaryFolder
 
@@ -74,9 +79,9 @@ def open_target(
         return _open_step(path, step, recipe, generator)
     if not run_recipe.is_file():
         config = None if recipe is None else freeze(load_config(recipe))
-        template = None if config is None else template_of(config)
+        template = None if config is None else get_chat_template(config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        use_kernels(device == "cpu" and compiles())
+        use_kernels(device == "cpu" and has_compiled_kernels())
         model, tokenizer = load_policy(str(path), device=device), load_tokenizer(str(path))
         section = None if generator is None else section_from_words("generator", generator)
         processor = load_processor(path) if model.reads_media and path.is_dir() else None
@@ -143,17 +148,17 @@ def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) 
             "Megatron reads: end the run "
             f"(`ratchet train --resume {run}`), and evaluate its model"
         )
-    begun = begins_with(config, index, run)
+    begun = resolve_resume_config(config, index, run)
     alone = tuple(
         each.model_copy(update={"generator": resolve("generator", {})}) for each in begun.stages
     )
     policy = build_policy(
         freeze(begun.model_copy(update={"device": "cpu", "kernels": "auto", "stages": alone}))
     )
-    adapter = adapter_of(config, index, run)
+    adapter = build_adapter(config, index, run)
     if adapter is not None:
         policy.model.attach(adapter)
-    if isinstance(stage.learner, SpreadConfig):
+    if isinstance(stage.learner, DistributedConfig):
         export_saved(policy.model, checkpoint.path / "policy", target)
     else:
         _export_local(stage, policy, checkpoint.path / "policy", target)
@@ -172,7 +177,7 @@ def _generator(stage: StageConfig, kind: str | None) -> Section:
     """Return the generator section for one process."""
     trained_with = stage.generator
     if kind is None:
-        return trained_with.of if isinstance(trained_with, WorkersConfig) else trained_with
+        return trained_with.of if isinstance(trained_with, GeneratorWorkersConfig) else trained_with
     return (
         trained_with
         if getattr(trained_with, "kind", None) == kind

@@ -17,8 +17,8 @@ from ratchet.errors import RunDirectoryError
 from ratchet.observe.progress import duration
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.runs.resolve import record_of, runs_at
-from ratchet.runs.run_dir import RunDirectory, differences
+from ratchet.runs.resolve import fetch_run_record, list_runs_at
+from ratchet.runs.run_dir import RunDirectory, list_config_differences
 from ratchet.utils.object_store import is_address
 from ratchet.utils.terminal_text import make_console
 
@@ -85,9 +85,11 @@ def rows_in(place: str | Path) -> list[RunRow]:
     if not isinstance(place, str) or not is_address(place):
         return [describe_run(run) for run in runs_in(Path(place))]
     rows = []
-    for address, checkpoints in runs_at(place):
+    for address, checkpoints in list_runs_at(place):
         row = describe_run(
-            RunDirectory(record_of(address, ("config.yaml", "metrics.jsonl", "summary.json")))
+            RunDirectory(
+                fetch_run_record(address, ("config.yaml", "metrics.jsonl", "summary.json"))
+            )
         )
         # Whether it goes on is known where it trains.
         rows.append(
@@ -158,7 +160,7 @@ def _compared(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
     shared = sorted(first.keys() & second.keys())
     different = next((step for step in shared if first[step] != second[step]), None)
     return {
-        "recipe": differences(a.read_config(), b.read_config()),
+        "recipe": list_config_differences(a.read_config(), b.read_config()),
         "first_different_step": different,
         "last": {name: (_last(first, name), _last(second, name)) for name in WATCHED},
     }
@@ -211,7 +213,7 @@ def prune_runs(place: Path, *, keep: int, really: bool) -> None:
 
 
 def _one(path: str | Path) -> RunDirectory:
-    run = RunDirectory(record_of(path))
+    run = RunDirectory(fetch_run_record(path))
     if not run.used:
         raise RunDirectoryError(
             f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named"

@@ -14,9 +14,9 @@ from typing import Any
 from ratchet.commands.model_target import open_target
 from ratchet.errors import ConfigError
 from ratchet.executors.signals import STOPPING
-from ratchet.experience.openai_proxy.schema import Request, resampled
-from ratchet.experience.openai_proxy.server import chat_app
-from ratchet.experience.openai_proxy.session import Answer, Session
+from ratchet.experience.openai_proxy.schema import ChatRequest, apply_sampling
+from ratchet.experience.openai_proxy.server import make_chat_app
+from ratchet.experience.openai_proxy.session import AgentAnswer, AgentSession
 from ratchet.training.stage import Policy
 from ratchet.types import Sampling
 from ratchet.web.guard import LOOPBACK
@@ -34,14 +34,14 @@ class Served:
     policy: Policy
     sampling: Sampling
 
-    async def answer(self, request: Request) -> Answer:
+    async def answer(self, request: ChatRequest) -> AgentAnswer:
         """Answer a request. Raises ApiError."""
         asked: dict[str, Any] = {
             name: value for name in FREE if (value := getattr(request, name)) is not None
         }
         seed = secrets.randbits(32) if request.seed is None else request.seed
-        sampling = self.policy.with_stop_ids(resampled(self.sampling, seed=seed, **asked))
-        session = Session(
+        sampling = self.policy.with_stop_ids(apply_sampling(self.sampling, seed=seed, **asked))
+        session = AgentSession(
             self.policy.generator,
             self.policy.renderer,
             sampling,
@@ -50,7 +50,7 @@ class Served:
         )
         return await session.answer(request.model_copy(update=dict.fromkeys(FREE)))
 
-    def deliver(self, answer: Answer) -> None:
+    def deliver(self, answer: AgentAnswer) -> None:
         """Do nothing: answers are not kept."""
 
 
@@ -79,7 +79,7 @@ async def _serve(target: Path, listener: socket.socket, key: str, sampling: Samp
     policy = open_target(target).policy  # in the event loop: a generator may keep tasks in it
     served = Served(policy, sampling)
     names = None if key else tuple(dict.fromkeys((*LOOPBACK, listener.getsockname()[0])))
-    app = chat_app(
+    app = make_chat_app(
         lambda given: (
             served if not key or hmac.compare_digest(given.encode(), key.encode()) else None
         ),

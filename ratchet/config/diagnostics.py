@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from ratchet.config.key_paths import Key, children_of, keys, model_at
 from ratchet.errors import ConfigError
-from ratchet.utils.terminal_text import shortened
+from ratchet.utils.terminal_text import shorten_text
 
 if TYPE_CHECKING:
     from ratchet.config.yaml_tree import Node, Origin
@@ -31,8 +31,8 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        key = f"{shortened(self.origin.path, MAX_CHARS)}: " if self.origin.path else ""
-        return f"{self.origin}: {key}{shortened(self.message, MAX_CHARS)}"
+        key = f"{shorten_text(self.origin.path, MAX_CHARS)}: " if self.origin.path else ""
+        return f"{self.origin}: {key}{shorten_text(self.message, MAX_CHARS)}"
 
 
 def report(problems: Iterable[Problem]) -> ConfigError:
@@ -143,7 +143,7 @@ def _shown(path: str, value: Any) -> str:
         return REDACTED
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    return shortened(repr(value), MAX_VALUE_CHARS)
+    return shorten_text(repr(value), MAX_VALUE_CHARS)
 
 
 # --- what pydantic wanted

@@ -30,7 +30,7 @@ from ratchet.config.yaml_tree import (
     write_text,
 )
 from ratchet.errors import ConfigError
-from ratchet.utils.terminal_text import shortened
+from ratchet.utils.terminal_text import shorten_text
 
 EXTENDS = "extends"
 MAX_FILES = 32  # of a recipe and those that it extends
@@ -135,7 +135,8 @@ def _overrides(texts: Sequence[str], problems: list[Problem]) -> Node:
         keys = tuple(path.strip().split("."))
         if not equals or not all(keys):
             raise ConfigError(
-                f"{COMMAND_LINE}: override '{shortened(text, 200)}' is not of the form a.b.c=value"
+                f"{COMMAND_LINE}: override '{shorten_text(text, 200)}' is not of the form "
+                "a.b.c=value"
             )
         if keys == (EXTENDS,):
             raise ConfigError(

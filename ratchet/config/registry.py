@@ -83,13 +83,13 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "orpo": "ratchet.algorithms.config.preference:ORPOConfig",
         "rpo": "ratchet.algorithms.config.preference:RPOConfig",
         "kto": "ratchet.algorithms.config.preference:KTOConfig",
-        "reward_model": "ratchet.algorithms.config.reward_model:RewardModelConfig",
+        "reward_model": "ratchet.algorithms.config.reward_model:BradleyTerryConfig",
         "score_regression": "ratchet.algorithms.config.reward_model:ScoreRegressionConfig",
         "process_reward": "ratchet.algorithms.config.reward_model:ProcessRewardConfig",
         "distill_off_policy": "ratchet.algorithms.config.distillation:OffPolicyDistillationConfig",
         "distill_on_policy": "ratchet.algorithms.config.distillation:DivergenceOnPolicyConfig",
     },
-    "advantage": {**ESTIMATORS, "mixture": "ratchet.algorithms.config.advantages:Mixture"},
+    "advantage": {**ESTIMATORS, "mixture": "ratchet.algorithms.config.advantages:AdvantageMixture"},
     "estimator": ESTIMATORS,  # what a mixture is made of
     "policy_loss": {
         "ppo": "ratchet.algorithms.config.policy_losses:PPO",
@@ -158,7 +158,10 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "dtensor": "ratchet.learners.config:DTensorConfig",
         "megatron": "ratchet.learners.config:MegatronConfig",
     },
-    "generator": {**GENERATORS, "workers": "ratchet.generators.workers.config:WorkersConfig"},
+    "generator": {
+        **GENERATORS,
+        "workers": "ratchet.generators.workers.config:GeneratorWorkersConfig",
+    },
     "generating": GENERATORS,  # what worker processes hold
     "cluster": {
         "local": "ratchet.executors.config:LocalClusterConfig",

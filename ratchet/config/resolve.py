@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from ratchet.config.base import Section
 from ratchet.config.registry import DEFAULT_KIND, KINDS
 from ratchet.errors import ConfigError
-from ratchet.utils.terminal_text import encodable, shortened
+from ratchet.utils.terminal_text import encodable, shorten_text
 
 # Keys that a section has by its place, whatever its kind.
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -135,13 +135,13 @@ def imported(path: str) -> Any:
     module, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(
-            f"{shortened(path, 200)!r} is no path of a class or a function: write it as "
+            f"{shorten_text(path, 200)!r} is no path of a class or a function: write it as "
             "my_pkg.module:Class"
         )
     try:
         loaded = import_module(module)
     except (ImportError, SyntaxError) as error:
-        reason = f"{type(error).__name__}: {shortened(str(error), 500)}"
+        reason = f"{type(error).__name__}: {shorten_text(str(error), 500)}"
         raise ConfigError(
             f"'{path}' can't be imported ({reason}); is it installed, or in the directory that you "
             "start from?"

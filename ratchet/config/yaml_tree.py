@@ -1,8 +1,8 @@
 """YAML as a tree whose every value knows its file and line, so that later errors can name them.
 
 A small file can stand for a huge tree (anchors that repeat anchors), or take a parser's stack or
-hours, so a recipe is read within a `Budget`. Messages do not repeat the contents of a file that is
-no recipe.
+hours, so a recipe is read within a `JsonValueBudget`. Messages do not repeat the contents of a file
+that is no recipe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import yaml
 from ratchet.config.diagnostics import Problem
 from ratchet.errors import ConfigError
 from ratchet.utils import safe_read
-from ratchet.utils.terminal_text import shortened
+from ratchet.utils.terminal_text import shorten_text
 
 COMMAND_LINE = "command line"
 MAX_BYTES = 512 << 10  # PyYAML reads about 100 KiB a second
@@ -178,12 +178,12 @@ def _scalar(node: yaml.ScalarNode, where: Origin) -> Any:
             try:
                 return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
             except ValueError:  # `!!float x`
-                raise ConfigError(f"{where}: {shortened(text, 40)!r} is not a number") from None
+                raise ConfigError(f"{where}: {shorten_text(text, 40)!r} is not a number") from None
         case "str":
             return text
         case other:
             raise ConfigError(
-                f"{where}: the YAML tag {shortened(other, 40)} is not for recipes: remove it"
+                f"{where}: the YAML tag {shorten_text(other, 40)} is not for recipes: remove it"
             )
 
 
@@ -273,7 +273,7 @@ def _label(item: yaml.Node, index: int) -> str:
     if isinstance(item, yaml.MappingNode):
         for key, value in item.value:
             if key.value == "name" and isinstance(value, yaml.ScalarNode):
-                return shortened(value.value, MAX_KEY_CHARS)
+                return shorten_text(value.value, MAX_KEY_CHARS)
     return str(index)
 
 
@@ -299,7 +299,7 @@ def read_text(
 def _without_content(detail: str) -> str:
     """Return PyYAML's words without names from the file, which may be no recipe; single characters
     and its own <words> stay."""
-    return shortened(
+    return shorten_text(
         re.sub(r"'([^']*)'", lambda quoted: quoted[0] if _is_mark(quoted[1]) else "a name", detail),
         200,
     )
@@ -315,7 +315,7 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Prob
     budget = budget or Budget()
     try:
         content = safe_read.read_bytes(path, MAX_BYTES)
-        text = safe_read.decode(content)
+        text = safe_read.decode_utf8(content)
     except FileNotFoundError as error:
         raise ConfigError(f"there is no recipe {path}{_nearby(path)}") from error
     except IsADirectoryError as error:
@@ -328,7 +328,7 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Prob
     if budget.bytes < 0:
         raise ConfigError(
             f"{path}: a recipe and all that it extends hold at most "
-            f"{safe_read.size_text(MAX_BYTES)}"
+            f"{safe_read.format_size(MAX_BYTES)}"
         )
     root, problems = read_text(text, str(path), budget=budget)
     if root.value is None:

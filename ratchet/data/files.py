@@ -17,7 +17,7 @@ from pydantic import BeforeValidator
 
 from ratchet.errors import DataError
 from ratchet.utils import safe_read
-from ratchet.utils.object_store import filesystem, is_address
+from ratchet.utils.object_store import is_address, open_filesystem
 
 CHUNK_BYTES = 1 << 20
 MIN_BOMB_BYTES = 4 << 20  # of line ends alone, reading them takes a second
@@ -75,7 +75,7 @@ def open_binary(path: str | Path) -> IO[bytes]:
         if not is_address(path):
             file: IO[bytes] = safe_read.open_file(path)
         else:
-            system, inside = filesystem(str(path))
+            system, inside = open_filesystem(str(path))
             file = system.open(inside, "rb")
         return _unpacked(file) if str(path).endswith(".gz") else file
 
@@ -119,7 +119,7 @@ def expand(places: Sequence[str | Path]) -> list[str | Path]:
 def _expanded(place: str | Path) -> list[str | Path]:
     remote, pattern = is_address(place), any(sign in str(place) for sign in "*?[")
     if remote:
-        system, inside = filesystem(str(place))
+        system, inside = open_filesystem(str(place))
         with reading(place):
             if not pattern and not system.isdir(inside):
                 return [place]

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 from ratchet.data.files import open_binary, reading
 from ratchet.errors import DataError
 from ratchet.utils import safe_read
-from ratchet.utils.terminal_text import shortened
+from ratchet.utils.terminal_text import shorten_text
 
 TYPE_NAMES = {
     str: "a string",
@@ -161,7 +161,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"key '{shortened(repeated, 80)}' appears twice in one object")
+        raise ValueError(f"key '{shorten_text(repeated, 80)}' appears twice in one object")
     return values
 
 
@@ -193,7 +193,7 @@ def _check(values: Mapping[str, Any], name: str, wanted: type, where: str) -> No
 
 def names(values: Iterable[Any]) -> str:
     """Return the names of columns for an error; of a row with hundreds, the first."""
-    return shortened(", ".join(str(name) for name in islice(values, 100)), 400) or "no columns"
+    return shorten_text(", ".join(str(name) for name in islice(values, 100)), 400) or "no columns"
 
 
 def kind_of(value: Any) -> str:

@@ -24,7 +24,7 @@ from ratchet.data.formats.media import audio_of, fetch, image_of, shown, video_o
 from ratchet.errors import DataError, ModelError
 from ratchet.types import MediaKind, Medium, Part
 from ratchet.utils.safe_read import require_file
-from ratchet.utils.terminal_text import first_line
+from ratchet.utils.terminal_text import get_first_line
 
 KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 PARTS: Mapping[MediaKind, Sequence[str]] = {  # of a processor of transformers
@@ -116,7 +116,7 @@ class Processor:
                 self.inner(text=[token], return_tensors="np", add_special_tokens=False, **given)
             )
         except (ValueError, TypeError, IndexError, KeyError, ImportError) as error:
-            reason = first_line(str(error) or type(error).__name__)
+            reason = get_first_line(str(error) or type(error).__name__)
             raise DataError(
                 f"{where}: the model's processor refuses the {kind}: {reason}"
             ) from error
@@ -165,7 +165,7 @@ def load_processor(
         inner = _inner(directory, trust_remote_code)
     # its code is as many processors as there are, each with errors of its own kinds
     except Exception as error:
-        reason = first_line(str(error) or type(error).__name__)
+        reason = get_first_line(str(error) or type(error).__name__)
         raise ModelError(
             f"transformers can't read the processor in {directory}: {reason}"
         ) from error

@@ -1,7 +1,7 @@
 """Bases for environments of one prompt and one answer. They only serve tasks: judging the answer is
 a reward's work.
 
-`Procedural` makes tasks from a pure function, `Rows` serves them from data.
+`Procedural` makes tasks from a pure function, `SupervisedSource` serves them from data.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from ratchet.config.schema import EvaluationConfig
 from ratchet.errors import ConfigError
 
 
-def signed(metric: str, metrics: Mapping[str, float | None]) -> float | None:
+def get_signed_metric(metric: str, metrics: Mapping[str, float | None]) -> float | None:
     """Return the value of a metric such that higher is better, or None if it was not measured.
 
     A name with a leading minus gives the negative: "-eval/loss".
@@ -19,7 +19,7 @@ def signed(metric: str, metrics: Mapping[str, float | None]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Patience:
+class EarlyStopping:
     """The early-stopping rule of a stage.
 
     Attributes:
@@ -33,7 +33,7 @@ class Patience:
     min_gain: float = 0.0
 
     @classmethod
-    def from_config(cls, settings: EvaluationConfig) -> Patience | None:
+    def from_config(cls, settings: EvaluationConfig) -> EarlyStopping | None:
         """Return the rule that a recipe sets, or None if it sets none."""
         return (
             cls(settings.patience, settings.metric, settings.min_gain)
@@ -63,7 +63,7 @@ class Patience:
                 f"evaluation.metric={self.metric} is not reported by the evaluation. Set it to one "
                 f"of {reported}"
             )
-        value = signed(self.metric, metrics)
+        value = get_signed_metric(self.metric, metrics)
         if value is not None and (best is None or value > best + self.min_gain):
             return value, 0
         return best, fruitless + 1

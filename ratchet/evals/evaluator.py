@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ratchet.evals.results import Attempt, End, Prompt, Results, digest
+from ratchet.evals.results import AttemptEnd, AttemptResult, EvalResults, PromptResult, hash_task
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import Votes
 from ratchet.rewards.base import voter
@@ -26,7 +26,7 @@ class Evaluator:
         sampling: The sampling parameters of the sampled attempts.
         samples: Number of sampled attempts per task.
         greedy: Add one greedy attempt per task.
-        passing: See `Results`.
+        passing: See `EvalResults`.
     """
 
     manager: RolloutManager
@@ -42,7 +42,7 @@ class Evaluator:
     def managers(self) -> Sequence[RolloutManager]:
         return (self.manager,)
 
-    async def run(self) -> Results:
+    async def run(self) -> EvalResults:
         """Play all attempts and return the results."""
         jobs = [(f"eval/{task.id}", task) for task in self.tasks]
         greedy: list[Group] = []
@@ -57,21 +57,25 @@ class Evaluator:
             self._prompt(task, greedy[i : i + 1], sampled[i : i + 1])
             for i, task in enumerate(self.tasks)
         ]
-        results = Results(tuple(prompts), self.passing)
+        results = EvalResults(tuple(prompts), self.passing)
         _warn(results)
         return results
 
-    def _prompt(self, task: Task, greedy: Sequence[Group], sampled: Sequence[Group]) -> Prompt:
+    def _prompt(
+        self, task: Task, greedy: Sequence[Group], sampled: Sequence[Group]
+    ) -> PromptResult:
         votes = voter(self.manager.reward, task)
 
-        def attempts(groups: Sequence[Group]) -> tuple[Attempt, ...]:
+        def attempts(groups: Sequence[Group]) -> tuple[AttemptResult, ...]:
             return tuple(_attempt(rows, votes, task) for group in groups for rows in group.attempts)
 
         first = next(iter(attempts(greedy)), None)
-        return Prompt(task.id, task.tag, digest(task), votes is not None, first, attempts(sampled))
+        return PromptResult(
+            task.id, task.tag, hash_task(task), votes is not None, first, attempts(sampled)
+        )
 
 
-def _attempt(rows: Sequence[Trajectory], votes: Votes | None, task: Task) -> Attempt:
+def _attempt(rows: Sequence[Trajectory], votes: Votes | None, task: Task) -> AttemptResult:
     """Return the record of an attempt.
 
     Args:
@@ -86,10 +90,12 @@ def _attempt(rows: Sequence[Trajectory], votes: Votes | None, task: Task) -> Att
     if isinstance(row.outcome, Failed):
         detail = f"{row.outcome.kind}: {row.outcome.detail}"
     tokens = sum(trajectory.completion_length for trajectory in rows)
-    return Attempt(_end(row), row.reward, answer, tokens, replies[-1] if replies else "", detail)
+    return AttemptResult(
+        _end(row), row.reward, answer, tokens, replies[-1] if replies else "", detail
+    )
 
 
-def _end(row: Trajectory) -> End:
+def _end(row: Trajectory) -> AttemptEnd:
     if isinstance(row.outcome, Scored):
         return "scored"
     if isinstance(row.outcome, Failed):
@@ -99,7 +105,7 @@ def _end(row: Trajectory) -> End:
     return "truncated" if isinstance(row.outcome, Truncated) else "unjudged"
 
 
-def _warn(results: Results) -> None:
+def _warn(results: EvalResults) -> None:
     """Log a warning if attempts have no reward."""
     attempts = [attempt for prompt in results.prompts for attempt in prompt.attempts]
     failures = [attempt for attempt in attempts if attempt.reward is None]

@@ -16,9 +16,14 @@ import numpy as np
 
 from ratchet.data.chat.renderer import Tools
 from ratchet.errors import DataError
-from ratchet.experience.rollout.episode import PromptMemo, checked, checked_step, offered_tools
-from ratchet.experience.rollout.user_code import UserCodeFailed, guarded
-from ratchet.experience.seeds import seed_for
+from ratchet.experience.rollout.episode import (
+    PromptMemo,
+    check_messages,
+    check_step,
+    get_offered_tools,
+)
+from ratchet.experience.rollout.user_code import UserCodeFailed, run_guarded
+from ratchet.experience.seeds import derive_seed
 from ratchet.protocols import Environment, OffersStops, OffersTools
 from ratchet.rewards.llm.http_client import Endpoint, EndpointError
 from ratchet.types import (
@@ -35,7 +40,7 @@ from ratchet.types import (
 )
 
 # Statuses of a wrong key, address or model: every further request would fail too.
-NOBODY_IS_SERVED = (401, 403, 404, 405)
+REFUSES_ALL = (401, 403, 404, 405)
 UNKNOWN = -1  # the id of a token that the server does not show
 SEEDS = 2**31  # servers accept seeds below this
 
@@ -73,7 +78,7 @@ class _Play:
 
 @dataclass(frozen=True)
 class EndpointPlayer:
-    """A player, like `Player`, whose policy is a model behind an endpoint.
+    """A player, like `EpisodePlayer`, whose policy is a model behind an endpoint.
 
     Attributes:
         endpoint: The HTTP client.
@@ -122,7 +127,7 @@ class EndpointPlayer:
         except DataError as error:
             outcome = Failed("endpoint", str(error))
         except EndpointError as error:
-            if error.status in NOBODY_IS_SERVED:
+            if error.status in REFUSES_ALL:
                 raise
             outcome = Failed("endpoint", str(error))
         return [play.trajectory(attempt, sampling.temperature, outcome)]
@@ -131,10 +136,10 @@ class EndpointPlayer:
         self, play: _Play, task: Task, environment: Environment, sampling: Sampling
     ) -> Outcome | None:
         play.messages = list(
-            checked(await guarded(lambda: environment.reset(task)), "reset", environment)
+            check_messages(await run_guarded(lambda: environment.reset(task)), "reset", environment)
         )
         if isinstance(environment, OffersTools):
-            play.tools = await offered_tools(environment, task) or None
+            play.tools = await get_offered_tools(environment, task) or None
             play.metrics["malformed_tool_calls"] = 0.0
         for number in range(self.max_turns):
             stops = environment.stop_strings if isinstance(environment, OffersStops) else ()
@@ -152,8 +157,8 @@ class EndpointPlayer:
             if choice.get("finish_reason") == "length":
                 play.turns.append(Turn(start, end, cut=True))
                 return Truncated()
-            step = checked_step(
-                await guarded(lambda reply=message: environment.step(reply)), environment
+            step = check_step(
+                await run_guarded(lambda reply=message: environment.step(reply)), environment
             )
             play.turns.append(
                 Turn(start, end, step.reward, step.state_key, terminated=step.done, cut=False)
@@ -171,10 +176,10 @@ class EndpointPlayer:
     ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [wire_message(message) for message in play.messages],
+            "messages": [format_message(message) for message in play.messages],
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_new_tokens,
-            "seed": seed_for(sampling.seed, number) % SEEDS,
+            "seed": derive_seed(sampling.seed, number) % SEEDS,
         }
         usual = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         body |= {
@@ -212,7 +217,7 @@ class EndpointPlayer:
         return choice
 
 
-def wire_message(message: Message) -> dict[str, Any]:
+def format_message(message: Message) -> dict[str, Any]:
     """Return a message in the format of the API."""
     fields: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
@@ -250,7 +255,7 @@ def read_message(fields: Mapping[str, Any]) -> tuple[Message, int]:
     return Message("assistant", text, tuple(calls)), malformed
 
 
-def endpoint_of(url: str) -> str:
+def get_completions_url(url: str) -> str:
     """Return the URL of chat completions under the base URL of an API, such as http://host/v1."""
     return f"{url.rstrip('/')}/chat/completions"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ratchet.data.packing import pack
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.experience.sources.offline import Pairs
+from ratchet.experience.sources.offline import PairSource
 from ratchet.protocols import Learner
 from ratchet.types import Task
 
@@ -39,7 +39,7 @@ class PairEvaluator:
     managers: Sequence[RolloutManager] = ()
     measures = "likelier answers"
 
-    def __init__(self, learner: Learner, pairs: Pairs, tasks: Sequence[Task]) -> None:
+    def __init__(self, learner: Learner, pairs: PairSource, tasks: Sequence[Task]) -> None:
         self.learner, self.pairs, self.tasks = learner, pairs, tasks
 
     async def run(self) -> PairAccuracy:

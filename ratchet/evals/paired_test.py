@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ratchet.errors import DataError
-from ratchet.evals.results import Prompt, Results
-from ratchet.evals.statistics import Paired, paired
+from ratchet.evals.results import EvalResults, PromptResult
+from ratchet.evals.statistics import PairedDifference, compare_pairs
 
 SIGNIFICANT = 0.05
 
 
 @dataclass(frozen=True)
-class Comparison:
+class EvalComparison:
     """A paired comparison of two evaluations.
 
     Attributes:
@@ -23,12 +23,12 @@ class Comparison:
         left_out: Number of prompts that only one evaluation contains, or that lack a reward in one.
     """
 
-    measures: Mapping[str, Paired]
-    by_tag: Mapping[str, Paired]
+    measures: Mapping[str, PairedDifference]
+    by_tag: Mapping[str, PairedDifference]
     left_out: int
 
 
-def compare(a: Results, b: Results) -> Comparison:
+def compare(a: EvalResults, b: EvalResults) -> EvalComparison:
     """Compare two evaluations.
 
     Raises:
@@ -47,7 +47,7 @@ def compare(a: Results, b: Results) -> Comparison:
             f"prompt '{changed}' asks something else in the two evaluations: evaluate both on the "
             "same data"
         )
-    measures: dict[str, Paired] = {}
+    measures: dict[str, PairedDifference] = {}
     for name, value_of in VALUES.items():
         pairs = _values(shared, value_of)
         if pairs:
@@ -63,38 +63,42 @@ def compare(a: Results, b: Results) -> Comparison:
     )
     asked = len({prompt.id for prompt in (*a.prompts, *b.prompts)})
     compared = next(iter(measures.values())).prompts
-    return Comparison(
+    return EvalComparison(
         measures,
         {tag: _paired(pairs, a.seed) for tag, pairs in by_tag.items() if pairs},
         asked - compared,
     )
 
 
-def _greedy(prompt: Prompt) -> float | None:
+def _greedy(prompt: PromptResult) -> float | None:
     return prompt.mean([prompt.greedy])
 
 
-def _sampled(prompt: Prompt) -> float | None:
+def _sampled(prompt: PromptResult) -> float | None:
     return prompt.mean(prompt.sampled)
 
 
 # Sampled attempts come first: their mean is less noisy than a single greedy attempt.
-VALUES: Mapping[str, Callable[[Prompt], float | None]] = {"sampled": _sampled, "greedy": _greedy}
+VALUES: Mapping[str, Callable[[PromptResult], float | None]] = {
+    "sampled": _sampled,
+    "greedy": _greedy,
+}
 
 
 def _values(
-    shared: list[tuple[Prompt, Prompt]], value_of: Callable[[Prompt], float | None]
+    shared: list[tuple[PromptResult, PromptResult]],
+    value_of: Callable[[PromptResult], float | None],
 ) -> list[tuple[float, float]]:
     """Return the values of the prompts that have one in both evaluations."""
     values = [(value_of(one), value_of(two)) for one, two in shared]
     return [(one, two) for one, two in values if one is not None and two is not None]
 
 
-def _paired(pairs: list[tuple[float, float]], seed: int) -> Paired:
-    return paired(*zip(*pairs, strict=True), seed=seed)
+def _paired(pairs: list[tuple[float, float]], seed: int) -> PairedDifference:
+    return compare_pairs(*zip(*pairs, strict=True), seed=seed)
 
 
-def better(test: Paired) -> str:
+def name_better(test: PairedDifference) -> str:
     """Return "A" or "B", or "-" if the difference may be chance."""
     if test.p_value > SIGNIFICANT:
         return "-"

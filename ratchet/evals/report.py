@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ratchet.evals.paired_test import SIGNIFICANT, Comparison, better
-from ratchet.evals.results import Measure, Results, ladder
-from ratchet.evals.statistics import Paired
+from ratchet.evals.paired_test import SIGNIFICANT, EvalComparison, name_better
+from ratchet.evals.results import EvalResults, Measure, list_powers_of_two
+from ratchet.evals.statistics import PairedDifference
 from ratchet.observe.write_files import replace_text
 
 REPORT = "report.md"
@@ -18,7 +18,7 @@ SHOWN_FAILURES = 3
 log = logging.getLogger(__name__)
 
 
-def report(results: Results, title: str) -> str:
+def format_report(results: EvalResults, title: str) -> str:
     """Return the report: measures, tags and failures.
 
     It shows k = 1, 2, 4, ... and n; results.json has all k.
@@ -35,21 +35,21 @@ def report(results: Results, title: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def keep(results: Results, directory: Path, title: str) -> bool:
+def save_report(results: EvalResults, directory: Path, title: str) -> bool:
     """Write results.json and report.md, and return False if the disk refuses them.
 
     Such an error is only logged, so that training continues.
     """
     try:
         results.write(directory)
-        replace_text(directory / REPORT, report(results, title))
+        replace_text(directory / REPORT, format_report(results, title))
     except OSError as error:
         log.warning("the results of the evaluation can't be written to %s: %s", directory, error)
         return False
     return True
 
 
-def comparison(tests: Comparison, a: str, b: str) -> str:
+def format_comparison(tests: EvalComparison, a: str, b: str) -> str:
     """Return the report of a comparison."""
     rows = [_paired_row(name, one) for name, one in {**tests.measures, **tests.by_tag}.items()]
     heading = ("", "prompts", "A - B", "95 % interval", "A wins", "B wins", "p", "better")
@@ -67,8 +67,8 @@ def comparison(tests: Comparison, a: str, b: str) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def _chosen(results: Results) -> list[Measure]:
-    steps = {f"pass_at_{k}" for k in ladder(results.samples)}
+def _chosen(results: EvalResults) -> list[Measure]:
+    steps = {f"pass_at_{k}" for k in list_powers_of_two(results.samples)}
     return [
         one
         for one in results.measures()
@@ -76,7 +76,7 @@ def _chosen(results: Results) -> list[Measure]:
     ]
 
 
-def _about(results: Results) -> str:
+def _about(results: EvalResults) -> str:
     return "\n".join(
         f"- {key}: {value}" for key, value in results.about.items() if value is not None
     )
@@ -97,7 +97,7 @@ def _measures(measures: Sequence[Measure], prompts: int, samples: int) -> str:
     return _table(("measure", "value", "95 % interval", "prompts"), rows)
 
 
-def _by_tag(results: Results) -> str:
+def _by_tag(results: EvalResults) -> str:
     rows = []
     for tag in results.tags:
         tagged = results.for_tag(tag)
@@ -113,12 +113,12 @@ def _by_tag(results: Results) -> str:
     )
 
 
-def _summary(results: Results) -> list[Measure]:
+def _summary(results: EvalResults) -> list[Measure]:
     names = ("accuracy", "sampled", f"pass_at_{results.samples}", f"cons_at_{results.samples}")
     return [one for one in results.measures(every_k=False) if one.name in names]
 
 
-def _failures(results: Results) -> list[str]:
+def _failures(results: EvalResults) -> list[str]:
     attempts = [(prompt, attempt) for prompt in results.prompts for attempt in prompt.attempts]
     if not results.failures:
         return [f"All {len(attempts)} attempts have a reward."]
@@ -134,7 +134,7 @@ def _failures(results: Results) -> list[str]:
     return ["## Without a reward", heading, _table(("why", "attempts"), rows), "\n".join(examples)]
 
 
-def _paired_row(name: str, one: Paired) -> tuple[str, ...]:
+def _paired_row(name: str, one: PairedDifference) -> tuple[str, ...]:
     reach = f"{one.low:+.3f} to {one.high:+.3f}"
     numbers = (
         f"{one.difference:+.3f}",
@@ -143,7 +143,7 @@ def _paired_row(name: str, one: Paired) -> tuple[str, ...]:
         str(one.worse),
         f"{one.p_value:.2g}",
     )
-    return (name, str(one.prompts), *numbers, better(one))
+    return (name, str(one.prompts), *numbers, name_better(one))
 
 
 def _label(name: str, samples: int) -> str:

@@ -18,18 +18,18 @@ from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
 from ratchet.errors import DataError
-from ratchet.evals.statistics import consensus, interval, pass_at_k
+from ratchet.evals.statistics import bootstrap_interval, estimate_consensus, estimate_pass_at_k
 from ratchet.observe.write_files import replace_text
 from ratchet.types import Task
 from ratchet.utils.safe_read import read_json
 
 FORMAT = 1
 RESULTS = "results.json"
-End = Literal["scored", "truncated", "unjudged", "failed", "cancelled"]
+AttemptEnd = Literal["scored", "truncated", "unjudged", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptResult:
     """The record of an attempt.
 
     Attributes:
@@ -41,7 +41,7 @@ class Attempt:
         detail: The description of a failure, its kind first.
     """
 
-    end: End
+    end: AttemptEnd
     reward: float | None
     answer: str | None = None
     tokens: int = 0
@@ -55,7 +55,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptResult:
     """The attempts at one held-out task.
 
     Attributes:
@@ -67,14 +67,14 @@ class Prompt:
     tag: str
     digest: str
     votes: bool
-    greedy: Attempt | None = None
-    sampled: tuple[Attempt, ...] = ()
+    greedy: AttemptResult | None = None
+    sampled: tuple[AttemptResult, ...] = ()
 
     @property
-    def attempts(self) -> tuple[Attempt, ...]:
+    def attempts(self) -> tuple[AttemptResult, ...]:
         return self.sampled if self.greedy is None else (self.greedy, *self.sampled)
 
-    def mean(self, attempts: Sequence[Attempt | None]) -> float | None:
+    def mean(self, attempts: Sequence[AttemptResult | None]) -> float | None:
         """Return the mean reward, or None without a reward."""
         rewards = [
             attempt.reward
@@ -98,20 +98,20 @@ class Measure(NamedTuple):
     error: float = 0.0
 
 
-def digest(task: Task) -> str:
+def hash_task(task: Task) -> str:
     """Return a hash of a task's messages and reference answer."""
     messages = [[message.role, message.text, *message.media] for message in task.messages]
     text = json.dumps([messages, task.answer], sort_keys=True, default=str)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def ladder(n: int) -> list[int]:
+def list_powers_of_two(n: int) -> list[int]:
     """Return 1, 2, 4, ... and n."""
     return sorted({*(1 << i for i in range(n.bit_length())), n}) if n else []
 
 
 @dataclass(frozen=True)
-class Results:
+class EvalResults:
     """The results of an evaluation.
 
     Attributes:
@@ -119,7 +119,7 @@ class Results:
         about: The model, the tasks and the settings of the evaluation.
     """
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[PromptResult, ...]
     passing: float = 1.0
     seed: int = 0
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Results:
         return max((len(prompt.sampled) for prompt in self.prompts), default=0)
 
     @property
-    def first(self) -> list[Attempt]:
+    def first(self) -> list[AttemptResult]:
         """The greedy attempts, or the sampled ones if there are none."""
         greedy = [prompt.greedy for prompt in self.prompts if prompt.greedy is not None]
         return greedy or [attempt for prompt in self.prompts for attempt in prompt.sampled]
@@ -145,7 +145,7 @@ class Results:
     def tags(self) -> list[str]:
         return sorted({prompt.tag for prompt in self.prompts})
 
-    def for_tag(self, tag: str) -> Results:
+    def for_tag(self, tag: str) -> EvalResults:
         """Return the results of the prompts with a tag."""
         return replace(self, prompts=tuple(prompt for prompt in self.prompts if prompt.tag == tag))
 
@@ -159,7 +159,7 @@ class Results:
         if self.samples:
             measures.append(self._mean("sampled", lambda prompt: prompt.mean(prompt.sampled)))
             measures += self._passes(
-                range(1, self.samples + 1) if every_k else ladder(self.samples)
+                range(1, self.samples + 1) if every_k else list_powers_of_two(self.samples)
             )
             measures += self._consensus()
         return measures
@@ -184,7 +184,7 @@ class Results:
             named |= {f"accuracy/{tag}": self.for_tag(tag).accuracy.value for tag in self.tags}
         return named
 
-    def _mean(self, name: str, value_of: Callable[[Prompt], float | None]) -> Measure:
+    def _mean(self, name: str, value_of: Callable[[PromptResult], float | None]) -> Measure:
         values = [value for prompt in self.prompts if (value := value_of(prompt)) is not None]
         return _measure(name, values, self.seed)
 
@@ -194,7 +194,7 @@ class Results:
         for prompt in self.prompts:
             rewards = [attempt.reward for attempt in prompt.sampled if attempt.reward is not None]
             curves.append(
-                pass_at_k(len(rewards), sum(reward >= self.passing for reward in rewards))
+                estimate_pass_at_k(len(rewards), sum(reward >= self.passing for reward in rewards))
             )
         for k in ks:
             yield _measure(
@@ -206,9 +206,9 @@ class Results:
     def _consensus(self) -> Iterator[Measure]:
         """Yield cons@k over the prompts with at least k attempts that have a reward."""
         counted = [_votes(prompt) for prompt in self.prompts if prompt.votes]
-        for k in ladder(self.samples) if counted else []:
+        for k in list_powers_of_two(self.samples) if counted else []:
             estimates = [
-                consensus(counts, values, [k], silent=silent, seed=self.seed + i)
+                estimate_consensus(counts, values, [k], silent=silent, seed=self.seed + i)
                 for i, (counts, values, silent) in enumerate(counted)
                 if sum(counts) + silent >= k
             ]
@@ -252,7 +252,7 @@ class Results:
         )
 
     @classmethod
-    def read(cls, path: Path) -> Results:
+    def read(cls, path: Path) -> EvalResults:
         """Read results.json.
 
         Args:
@@ -280,11 +280,11 @@ class Results:
 
 
 def _measure(name: str, values: Sequence[float], seed: int) -> Measure:
-    low, high = interval(values, seed=seed)
+    low, high = bootstrap_interval(values, seed=seed)
     return Measure(name, fmean(values) if values else math.nan, low, high, len(values))
 
 
-def _votes(prompt: Prompt) -> tuple[list[int], list[float], int]:
+def _votes(prompt: PromptResult) -> tuple[list[int], list[float], int]:
     """Return the votes for each answer, the value of each answer, and the number of attempts
     without one.
 
@@ -313,15 +313,15 @@ def _rows(measures: Sequence[Measure]) -> list[dict[str, Any]]:
     ]
 
 
-def _prompt(row: Mapping[str, Any]) -> Prompt:
+def _prompt(row: Mapping[str, Any]) -> PromptResult:
     greedy = None if row["greedy"] is None else _attempt(row["greedy"])
-    return Prompt(
+    return PromptResult(
         **{**row, "greedy": greedy, "sampled": tuple(_attempt(one) for one in row["sampled"])}
     )
 
 
-def _attempt(row: Mapping[str, Any]) -> Attempt:
-    attempt = Attempt(**row)
-    if attempt.end not in get_args(End):
+def _attempt(row: Mapping[str, Any]) -> AttemptResult:
+    attempt = AttemptResult(**row)
+    if attempt.end not in get_args(AttemptEnd):
         raise ValueError(f"an attempt ended as '{attempt.end}'")
     return attempt

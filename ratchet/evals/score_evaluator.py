@@ -81,14 +81,14 @@ class ScoreEvaluator:
             measured |= {name: float(metric) for name, metric in metrics.items()}
         judged_S = batch.train_S & batch.scored_S
         related = (
-            correlation(columns["scores"][judged_S], batch.rewards_S[judged_S])
+            compute_correlation(columns["scores"][judged_S], batch.rewards_S[judged_S])
             if "scores" in columns
             else None
         )
         return ScoreLoss(len(groups), loss, measured, related)
 
 
-def correlation(a: Tensor, b: Tensor) -> float | None:
+def compute_correlation(a: Tensor, b: Tensor) -> float | None:
     """Return Pearson's correlation, or None if either is constant or empty."""
     if len(a) == 0 or bool((a == a[0]).all()) or bool((b == b[0]).all()):
         return None

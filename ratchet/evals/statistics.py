@@ -24,7 +24,7 @@ FLIPS = 20_000  # samples of the sign-flip test
 CHUNK = 1 << 21  # numbers in memory at once
 
 
-def pass_at_k(n: int, right: int) -> Floats:
+def estimate_pass_at_k(n: int, right: int) -> Floats:
     """Return [n]: the chance that one of k attempts is right, for k = 1 ... n, where `right` of n
     were.
 
@@ -49,7 +49,7 @@ class Consensus:
     errors: Floats
 
 
-def consensus(
+def estimate_consensus(
     counts: Sequence[int],
     values: Sequence[float],
     ks: Sequence[int],
@@ -150,7 +150,9 @@ def _sampled(
     return Consensus(np.asarray(means), np.asarray(errors))
 
 
-def interval(values_P: ArrayLike, *, seed: int = 0, level: float = LEVEL) -> tuple[float, float]:
+def bootstrap_interval(
+    values_P: ArrayLike, *, seed: int = 0, level: float = LEVEL
+) -> tuple[float, float]:
     """Return the confidence interval of the mean over prompts by the percentile bootstrap.
 
     The bootstrap draws prompts with replacement. If all values are 0 or all are 1 there is nothing
@@ -176,7 +178,7 @@ def interval(values_P: ArrayLike, *, seed: int = 0, level: float = LEVEL) -> tup
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedDifference:
     """The result of a paired comparison of a and b.
 
     Attributes:
@@ -197,7 +199,7 @@ class Paired:
     worse: int
 
 
-def paired(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> Paired:
+def compare_pairs(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> PairedDifference:
     """Compare two sets of values on the same prompts by the sign-flip test.
 
     If both were alike, each prompt's difference could as well have the other sign. So p is the
@@ -213,7 +215,7 @@ def paired(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> Paired:
     low, high = _difference_interval(difference_P, seed)
     moved = difference_P[np.abs(difference_P) > 1e-12]
     p_value, exact = _sign_flip(moved, seed)
-    return Paired(
+    return PairedDifference(
         prompts=len(difference_P),
         difference=float(difference_P.mean()) if len(difference_P) else math.nan,
         low=low,
@@ -231,7 +233,7 @@ def _difference_interval(difference_P: Floats, seed: int) -> tuple[float, float]
     Differences of rewards in [0, 1] lie in [-1, 1]. They are mapped to [0, 1], for which
     `interval` has exact bounds.
     """
-    low, high = interval((difference_P + 1) / 2, seed=seed)
+    low, high = bootstrap_interval((difference_P + 1) / 2, seed=seed)
     return 2 * low - 1, 2 * high - 1
 
 

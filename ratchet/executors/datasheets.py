@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Accelerator:
+class AcceleratorDatasheet:
     """The data sheet of an accelerator."""
 
     memory: float  # bytes
@@ -25,14 +25,14 @@ class Accelerator:
     link: float  # bytes/s to other accelerators of its node
 
 
-KNOWN: dict[str, Accelerator] = {
-    "A100-40": Accelerator(40 * GIB, 312e12, 1.555e12, 600e9),
-    "A100": Accelerator(80 * GIB, 312e12, 2.039e12, 600e9),
-    "H100": Accelerator(80 * GIB, 989e12, 3.35e12, 900e9),
-    "H200": Accelerator(141 * GIB, 989e12, 4.8e12, 900e9),
-    "B200": Accelerator(180 * GIB, 2250e12, 7.7e12, 1800e9),
-    "L40S": Accelerator(48 * GIB, 362e12, 0.864e12, 64e9),
-    "RTX4090": Accelerator(24 * GIB, 165e12, 1.008e12, 64e9),
+KNOWN: dict[str, AcceleratorDatasheet] = {
+    "A100-40": AcceleratorDatasheet(40 * GIB, 312e12, 1.555e12, 600e9),
+    "A100": AcceleratorDatasheet(80 * GIB, 312e12, 2.039e12, 600e9),
+    "H100": AcceleratorDatasheet(80 * GIB, 989e12, 3.35e12, 900e9),
+    "H200": AcceleratorDatasheet(141 * GIB, 989e12, 4.8e12, 900e9),
+    "B200": AcceleratorDatasheet(180 * GIB, 2250e12, 7.7e12, 1800e9),
+    "L40S": AcceleratorDatasheet(48 * GIB, 362e12, 0.864e12, 64e9),
+    "RTX4090": AcceleratorDatasheet(24 * GIB, 165e12, 1.008e12, 64e9),
 }
 # Shares of the peak that training, scoring forwards and decoding usually reach.
 UPDATE_SHARE, SCORE_SHARE, DECODE_SHARE = 0.4, 0.5, 0.6
@@ -67,7 +67,7 @@ class ClusterSpec:
         return cls(nodes, per_node, kind)
 
     @property
-    def accelerator(self) -> Accelerator:
+    def accelerator(self) -> AcceleratorDatasheet:
         """Return the data sheet of its accelerators."""
         return KNOWN[self.kind]
 

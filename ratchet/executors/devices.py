@@ -8,12 +8,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from ratchet.errors import ConfigError
-from ratchet.executors.placement import Accelerator, Node
+from ratchet.executors.placement import Accelerator, ClusterNode
 
 NVIDIA_SMI_S = 30.0
 
 
-def this_node(threads: int, device: str, devices: Sequence[int] | None = None) -> Node:
+def find_node(threads: int, device: str, devices: Sequence[int] | None = None) -> ClusterNode:
     """Return this machine as a node.
 
     Args:
@@ -22,7 +22,7 @@ def this_node(threads: int, device: str, devices: Sequence[int] | None = None) -
 
     Raises ConfigError if one of `devices` does not exist.
     """
-    accelerators = () if device == "cpu" else accelerators_here()
+    accelerators = () if device == "cpu" else find_accelerators()
     if devices is not None:
         missing = sorted(set(devices) - {accelerator.index for accelerator in accelerators})
         if missing:
@@ -32,10 +32,10 @@ def this_node(threads: int, device: str, devices: Sequence[int] | None = None) -
                 f"(device={device})"
             )
         accelerators = tuple(a for a in accelerators if a.index in devices)
-    return Node(socket.gethostname(), threads, accelerators)
+    return ClusterNode(socket.gethostname(), threads, accelerators)
 
 
-def accelerators_here() -> tuple[Accelerator, ...]:
+def find_accelerators() -> tuple[Accelerator, ...]:
     """Return this machine's accelerators without starting CUDA in this process.
 
     With `CUDA_VISIBLE_DEVICES`, their indices count its entries.
@@ -43,7 +43,7 @@ def accelerators_here() -> tuple[Accelerator, ...]:
     import torch
 
     count = torch.cuda.device_count()
-    near = neighbours(_topology()) if count else {}
+    near = parse_topology(_topology()) if count else {}
     return tuple(near.get(index, Accelerator(index)) for index in range(count))
 
 
@@ -61,7 +61,7 @@ def _topology() -> str:
     return result.stdout
 
 
-def neighbours(topology: str) -> Mapping[int, Accelerator]:
+def parse_topology(topology: str) -> Mapping[int, Accelerator]:
     """Parse `nvidia-smi topo -m` into accelerators by index.
 
     An accelerator's island is the lowest index among those that it reaches by NVLink (an entry such

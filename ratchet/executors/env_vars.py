@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
-def inherited(**more: str) -> dict[str, str]:
+def inherit_environment(**more: str) -> dict[str, str]:
     """Return this process's environment variables with `more` added."""
     return {**os.environ, **more}
 
 
 @contextmanager
-def settings(variables: Mapping[str, str]) -> Iterator[None]:
+def set_env_defaults(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables inside the block, except those that the user has set.
 
     It serves libraries that read variables while they start. At the end the environment is

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ratchet.executors.shm_cleanup import remove, shared_by
-from ratchet.executors.worker_main import die_with_parent, end_group, log_to, serve
+from ratchet.executors.worker_main import die_with_parent, end_group, redirect_output, serve
 
 MESSAGE_BYTES = 2**16
 
@@ -126,7 +126,7 @@ class _ForkServer:
                 inherited.close()
             gc.unfreeze()
             log = Path(order["log"])
-            log_to(log)
+            redirect_output(log)
             os.environ.update(order["environment"])
             serve(socket.socket(fileno=descriptor), log, on_driver_lost=end_group)
             status = 0

@@ -21,18 +21,18 @@ from ratchet.data.chat.chat_templates import may_print_date, today
 from ratchet.data.config import AutoTokenizerConfig, TokenizerConfig
 from ratchet.errors import ConfigError
 from ratchet.executors.config import ClusterConfig, LocalClusterConfig
-from ratchet.executors.torchrun import Launched
-from ratchet.kernels.build import library
-from ratchet.utils.thread_pool import Crew
+from ratchet.executors.torchrun import TorchrunRank
+from ratchet.kernels.build import load_library
+from ratchet.utils.thread_pool import ThreadPool
 
 log = logging.getLogger(__name__)
 
-MOST_WORKERS = 4  # each has its own gradients, which take as much memory as the weights
+MAX_WORKERS = 4  # each has its own gradients, which take as much memory as the weights
 CLEARLY = 1.2  # times faster, because a busy machine disturbs either measurement
 ROUNDS = 5
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Return the number of cores that this process may use.
 
     A container or `taskset` can allow fewer than the machine has.
@@ -40,19 +40,19 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def workers_for(threads: int) -> int:
+def measure_worker_count(threads: int) -> int:
     """Return in how many parts `threads` threads best compute a batch of a small model.
 
     That is the largest divisor of `threads` up to MOST_WORKERS, each part with its share of the
     threads; or 1 if sharing every operation among all threads is clearly faster. The measurement
     takes some milliseconds.
     """
-    workers = max(n for n in range(1, MOST_WORKERS + 1) if threads % n == 0)
+    workers = max(n for n in range(1, MAX_WORKERS + 1) if threads % n == 0)
     if workers == 1:
         return 1
     import torch
 
-    pool = Crew(workers)
+    pool = ThreadPool(workers)
     before = torch.get_num_threads()
     x = torch.ones(512, 128)
     up = torch.full((128, 512), 1e-2)
@@ -103,7 +103,7 @@ def prepare_process(threads: int | Literal["auto"]) -> None:
     """
     import torch
 
-    torch.set_num_threads(usable_cores() if threads == "auto" else threads)
+    torch.set_num_threads(count_usable_cores() if threads == "auto" else threads)
     keep_freed_memory()
     # A step creates some hundred objects an attempt, hardly any in a cycle. By default Python
     # collects after every 700, and at times walks all objects of the imports: a tenth of the time
@@ -122,17 +122,17 @@ def use_kernels(compiled: bool) -> None:
     from ratchet.kernels import cpu
 
     try:
-        cpu.use(compiled)
+        cpu.set_enabled(compiled)
     except OSError as error:
         raise ConfigError(
             f"kernels: compiled, but {error}; install gcc, or set kernels: torch"
         ) from error
 
 
-def compiles() -> bool:
+def has_compiled_kernels() -> bool:
     """Return True if this machine has compiled kernels; the first call takes two seconds."""
     try:
-        library()
+        load_library()
     except OSError as error:
         log.info("no compiled kernels, PyTorch's operations do their work: %s", error)
         return False
@@ -166,7 +166,7 @@ def keep_freed_memory() -> None:
         libc.free(block)
 
 
-def peak_memory() -> int:
+def get_peak_memory() -> int:
     """Return the peak main memory of this process in bytes."""
     # Linux's getrusage also counts the parent's memory at the time of the fork.
     status = Path("/proc/self/status")
@@ -189,9 +189,9 @@ def freeze(config: RunConfig) -> RunConfig:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    threads = usable_cores() if config.threads == "auto" else config.threads
+    threads = count_usable_cores() if config.threads == "auto" else config.threads
     is_auto = any(getattr(stage.learner, "workers", 1) == "auto" for stage in config.stages)
-    workers = workers_for(threads) if is_auto and device == "cpu" else 1
+    workers = measure_worker_count(threads) if is_auto and device == "cpu" else 1
 
     def frozen(learner: Section) -> Section:
         return (
@@ -206,9 +206,13 @@ def freeze(config: RunConfig) -> RunConfig:
     kernels = config.kernels
     # One value for the run, because learners and generators must compute alike.
     if kernels == "auto":
-        kernels = "compiled" if device == "cpu" and config.compiles and compiles() else "torch"
+        kernels = (
+            "compiled"
+            if device == "cpu" and config.compiles and has_compiled_kernels()
+            else "torch"
+        )
     cluster = config.cluster
-    if Launched.here() is not None and isinstance(cluster, LocalClusterConfig):
+    if TorchrunRank.here() is not None and isinstance(cluster, LocalClusterConfig):
         shared = {key: getattr(cluster, key) for key in ClusterConfig.model_fields}
         cluster = resolve("cluster", {"kind": "torchrun", **shared})
     facts = {

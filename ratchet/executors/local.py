@@ -20,14 +20,14 @@ from typing import Any
 
 from ratchet.errors import WorkerError
 from ratchet.executors.config import LocalClusterConfig
-from ratchet.executors.devices import this_node
+from ratchet.executors.devices import find_node
 from ratchet.executors.fork_server import MESSAGE_BYTES
-from ratchet.executors.placement import Need, ResourceManager, VirtualCluster
-from ratchet.executors.worker import Place
+from ratchet.executors.placement import ResourceManager, ResourceRequest, VirtualCluster
+from ratchet.executors.worker import WorkerPlace
 from ratchet.executors.worker_group import WorkerGroup
-from ratchet.executors.worker_handle import Name, SocketMember
-from ratchet.executors.worker_main import tail_of
-from ratchet.observe.exit_status import ended_how
+from ratchet.executors.worker_handle import SocketWorkerHandle, WorkerName
+from ratchet.executors.worker_main import read_tail
+from ratchet.observe.exit_status import describe_exit
 from ratchet.utils.temp_dirs import TemporaryFolder
 
 HOST = "127.0.0.1"
@@ -56,16 +56,16 @@ class LocalExecutor:
     ) -> None:
         self.config = config
         self.device = device
-        self.cluster = VirtualCluster(ResourceManager([this_node(threads, device, config.devices)]))
+        self.cluster = VirtualCluster(ResourceManager([find_node(threads, device, config.devices)]))
         self.preload = tuple(preload)
-        self._server: Nursery | None = None
+        self._server: ForkServer | None = None
         self._groups: list[WorkerGroup] = []
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
         """Return a component of this process."""
         return factory(**arguments)
 
-    def plan(self, needs: Sequence[Need]) -> None:
+    def plan(self, needs: Sequence[ResourceRequest]) -> None:
         """Assign resources to all roles, before the first group is started.
 
         Raises ConfigError with the missing resources.
@@ -78,14 +78,14 @@ class LocalExecutor:
         It does not wait for them; the first call does.
         """
         if self._server is None:
-            self._server = Nursery(self.preload)
+            self._server = ForkServer(self.preload)
         bundles = self.cluster.bundles(role)
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
         for number in range(len(bundles)) if rank is None else (rank,):
             bundle = bundles[number]
             device = "cuda:0" if bundle.accelerators else "cpu"
-            place = Place(
+            place = WorkerPlace(
                 role,
                 number,
                 len(bundles),
@@ -99,7 +99,7 @@ class LocalExecutor:
             places.append(place)
             members.append(
                 self._server.start(
-                    Name(role, number, len(bundles), socket.gethostname()),
+                    WorkerName(role, number, len(bundles), socket.gethostname()),
                     {"OMP_NUM_THREADS": str(bundle.threads), **seen},
                     self.config.silence_s,
                 )
@@ -118,11 +118,16 @@ class LocalExecutor:
         self._server = None
 
 
-class LocalMember(SocketMember):
+class LocalWorkerHandle(SocketWorkerHandle):
     """The handle of a worker that the fork server started."""
 
     def __init__(
-        self, name: Name, connection: socket.socket, silence_s: float, child: Child, log: Path
+        self,
+        name: WorkerName,
+        connection: socket.socket,
+        silence_s: float,
+        child: ForkedWorker,
+        log: Path,
     ) -> None:
         self.child = child
         self._log = log
@@ -133,7 +138,7 @@ class LocalMember(SocketMember):
         self.child.kill()
 
     def tail(self) -> str:
-        return tail_of(self._log)
+        return read_tail(self._log)
 
     def describe_state(self) -> str:
         try:
@@ -146,14 +151,14 @@ class LocalMember(SocketMember):
 
     def _how_it_ended(self) -> tuple[str, str]:
         try:
-            return ended_how(self.child.status.result(END_S))
+            return describe_exit(self.child.status.result(END_S))
         except TimeoutError:
             return "it closed its connection", ""
         except WorkerError as error:
             return str(error), ""
 
 
-class Child:
+class ForkedWorker:
     """A process of the fork server. status: its exit status, as `subprocess` returns it."""
 
     def __init__(self, send_order: Callable[[dict[str, Any]], None]) -> None:
@@ -166,7 +171,7 @@ class Child:
         self.pid.add_done_callback(lambda pid: self._send_order({"kill": pid.result()}))
 
 
-class Nursery:
+class ForkServer:
     """The driver's handle of the fork server. The workers end when the driver ends in any way."""
 
     def __init__(self, preload: Sequence[str]) -> None:
@@ -174,8 +179,8 @@ class Nursery:
         self._temporary = TemporaryFolder("nursery")
         self.folder = self._temporary.path
         self._control, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._started: dict[int, Child] = {}  # by number, until it has a process
-        self._living: dict[int, Child] = {}  # by process
+        self._started: dict[int, ForkedWorker] = {}  # by number, until it has a process
+        self._living: dict[int, ForkedWorker] = {}  # by process
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -184,11 +189,13 @@ class Nursery:
         )
         self._thread.start()
 
-    def start(self, name: Name, environment: dict[str, str], silence_s: float) -> LocalMember:
+    def start(
+        self, name: WorkerName, environment: dict[str, str], silence_s: float
+    ) -> LocalWorkerHandle:
         """Start a worker and return its handle."""
         number = next(self._numbers)
         log = self.folder / f"{name.role}-{name.rank}-{number}.log"
-        child = self._started[number] = Child(self._send_order)
+        child = self._started[number] = ForkedWorker(self._send_order)
         driver_end, worker_end = socket.socketpair()
         with worker_end:
             message = json.dumps(
@@ -196,7 +203,7 @@ class Nursery:
             ).encode()
             with self._lock:
                 socket.send_fds(self._control, [message], [worker_end.fileno()])
-        return LocalMember(name, driver_end, silence_s, child, log)
+        return LocalWorkerHandle(name, driver_end, silence_s, child, log)
 
     def close(self) -> None:
         """Block until all its processes have ended and their logs are removed."""
@@ -238,7 +245,7 @@ class Nursery:
         with contextlib.suppress(OSError):
             while message := self._control.recv(MESSAGE_BYTES):
                 self._handle_report(json.loads(message))
-        how, _ = ended_how(process.wait())
+        how, _ = describe_exit(process.wait())
         for child in (*self._started.values(), *self._living.values()):
             child.status.set_exception(WorkerError(f"the process that started it ended: {how}"))
 

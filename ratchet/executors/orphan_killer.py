@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 
-def guard_me() -> None:
+def end_with_parent() -> None:
     """Make this process and its children end with its parent.
 
     The process becomes the leader of a process group, if it is not one yet.

@@ -34,7 +34,7 @@ class Accelerator:
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A machine of the cluster with its cores and accelerators."""
 
     name: str
@@ -43,7 +43,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Need:
+class ResourceRequest:
     """The resources that one role requests; all accelerators of a rank are on one node."""
 
     role: str
@@ -62,7 +62,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class ResourceBundle:
     """The resources of one rank."""
 
     node: str
@@ -84,15 +84,15 @@ class Bundle:
 class ResourceManager:
     """The inventory of nodes, and the assignment of its resources."""
 
-    def __init__(self, nodes: Sequence[Node], strategy: Strategy = "pack") -> None:
+    def __init__(self, nodes: Sequence[ClusterNode], strategy: Strategy = "pack") -> None:
         self.nodes = tuple(nodes)
         self.strategy: Strategy = strategy
 
-    def check(self, needs: Sequence[Need]) -> None:
+    def check(self, needs: Sequence[ResourceRequest]) -> None:
         """Raise ConfigError with a table of missing resources if the requests do not fit."""
         self.assign(needs)
 
-    def assign(self, needs: Sequence[Need]) -> dict[str, tuple[Bundle, ...]]:
+    def assign(self, needs: Sequence[ResourceRequest]) -> dict[str, tuple[ResourceBundle, ...]]:
         """Return the bundles of each role, by rank. Raises ConfigError as `check` does."""
         layout = _Layout(self.nodes)
         short: dict[str, int] = {}
@@ -105,7 +105,7 @@ class ResourceManager:
             raise ConfigError(self._describe_shortage(needs, short))
         return layout.share_cores()
 
-    def _describe_shortage(self, needs: Sequence[Need], short: Mapping[str, int]) -> str:
+    def _describe_shortage(self, needs: Sequence[ResourceRequest], short: Mapping[str, int]) -> str:
         rows = [("role", "asks for", "ranks that find room")]
         rows += [
             (need.role, str(need), f"{short.get(need.role, need.ranks)} of {need.ranks}")
@@ -115,7 +115,7 @@ class ResourceManager:
             f"{n.name} ({len(n.accelerators)} accelerators, {n.cpus:g} cores)" for n in self.nodes
         )
         return (
-            f"the cluster has too little room for what the recipe asks for:\n{aligned(rows)}\n"
+            f"the cluster has too little room for what the recipe asks for:\n{format_table(rows)}\n"
             f"There is: {offers or 'no node'}. Ask for fewer ranks, let roles share (beside), or "
             "add nodes"
         )
@@ -126,26 +126,28 @@ class VirtualCluster:
 
     def __init__(self, manager: ResourceManager) -> None:
         self.manager = manager
-        self._bundles: dict[str, tuple[Bundle, ...]] = {}
-        self._needs: tuple[Need, ...] = ()
+        self._bundles: dict[str, tuple[ResourceBundle, ...]] = {}
+        self._needs: tuple[ResourceRequest, ...] = ()
 
-    def plan(self, needs: Sequence[Need]) -> None:
+    def plan(self, needs: Sequence[ResourceRequest]) -> None:
         """Assign all roles. Raises ConfigError with a table of missing resources."""
         self._bundles = self.manager.assign(needs)
         self._needs = tuple(needs)
 
-    def set_bundles(self, role: str, bundles: Sequence[Bundle]) -> None:
+    def set_bundles(self, role: str, bundles: Sequence[ResourceBundle]) -> None:
         """Replace a planned role's bundles by those that an external scheduler, such as Ray, chose.
 
         They may be in any order. Roles that share its accelerators get new bundles too.
         """
         order = {node.name: position for position, node in enumerate(self.manager.nodes)}
-        self._bundles[role] = in_order(bundles, order)
+        self._bundles[role] = sort_bundles(bundles, order)
         for need in self._needs:
             if need.beside == role:
-                self._bundles[need.role] = in_order(beside(need, self._bundles[role]), order)
+                self._bundles[need.role] = sort_bundles(
+                    assign_beside(need, self._bundles[role]), order
+                )
 
-    def bundles(self, role: str) -> tuple[Bundle, ...]:
+    def bundles(self, role: str) -> tuple[ResourceBundle, ...]:
         """Return a role's bundles by rank: in the inventory's order of nodes, neighbours together.
 
         The role must be planned.
@@ -157,13 +159,13 @@ class VirtualCluster:
 class _Layout:
     """A partial assignment: the nodes' free resources and the bundles so far."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[ClusterNode]) -> None:
         self._order = {node.name: position for position, node in enumerate(nodes)}
         self._rooms = [_Room(node) for node in nodes]
-        self._needs: dict[str, Need] = {}
-        self._bundles: dict[str, tuple[Bundle, ...]] = {}
+        self._needs: dict[str, ResourceRequest] = {}
+        self._bundles: dict[str, tuple[ResourceBundle, ...]] = {}
 
-    def place(self, need: Need, strategy: Strategy) -> int:
+    def place(self, need: ResourceRequest, strategy: Strategy) -> int:
         """Assign as many ranks of a role as fit, and return their number."""
         if need.role in self._needs:
             raise ConfigError(f"two roles are called '{need.role}'")
@@ -175,15 +177,15 @@ class _Layout:
                 if (bundle := self._assign_rank(need, strategy)) is not None
             ]
         elif need.beside in self._bundles:
-            bundles = beside(need, self._bundles[need.beside])
+            bundles = assign_beside(need, self._bundles[need.beside])
         else:
             raise ConfigError(
                 f"role '{need.role}' is to be beside '{need.beside}', which has no place of its own"
             )
-        self._bundles[need.role] = in_order(bundles, self._order)
+        self._bundles[need.role] = sort_bundles(bundles, self._order)
         return len(bundles)
 
-    def _assign_rank(self, need: Need, strategy: Strategy) -> Bundle | None:
+    def _assign_rank(self, need: ResourceRequest, strategy: Strategy) -> ResourceBundle | None:
         rooms = [room for room in self._rooms if room.fits(need)]
         if strategy == "per_node":
             rooms = [room for room in rooms if not room.ranks[need.role]]
@@ -200,7 +202,7 @@ class _Layout:
             key=lambda room: (room.ranks[need.role] > 0, _rate_room(room.space(need), need.ranks)),
         ).take(need)
 
-    def share_cores(self) -> dict[str, tuple[Bundle, ...]]:
+    def share_cores(self) -> dict[str, tuple[ResourceBundle, ...]]:
         """Return the bundles after dividing each node's free cores.
 
         Ranks that requested no number of cores get equal parts.
@@ -208,48 +210,50 @@ class _Layout:
         share = {room.node.name: room.cpus / max(1, room.open_ranks) for room in self._rooms}
         for need in self._needs.values():
             if need.beside is not None:
-                bundles = beside(need, self._bundles[need.beside])
+                bundles = assign_beside(need, self._bundles[need.beside])
             elif need.cpus:
                 bundles = self._bundles[need.role]
             else:
                 bundles = [
                     replace(bundle, cpus=share[bundle.node]) for bundle in self._bundles[need.role]
                 ]
-            self._bundles[need.role] = in_order(bundles, self._order)
+            self._bundles[need.role] = sort_bundles(bundles, self._order)
         return self._bundles
 
 
-def beside(need: Need, others: Sequence[Bundle]) -> list[Bundle]:
+def assign_beside(need: ResourceRequest, others: Sequence[ResourceBundle]) -> list[ResourceBundle]:
     """Return the bundles of a role on the accelerators of another role's bundles (colocation).
 
     A node's accelerators are regrouped: two ranks with one each make room for one rank with two.
     """
-    bundles: list[Bundle] = []
+    bundles: list[ResourceBundle] = []
     for node in dict.fromkeys(bundle.node for bundle in others):
         on_node = [bundle for bundle in others if bundle.node == node]
         devices = [device for bundle in on_node for device in bundle.accelerators]
         ranks = len(devices) // need.gpus if need.gpus else len(on_node)
         cpus = need.cpus or sum(bundle.cpus for bundle in on_node) / max(1, ranks)
         bundles += [
-            Bundle(node, tuple(devices[i * need.gpus : (i + 1) * need.gpus]), cpus)
+            ResourceBundle(node, tuple(devices[i * need.gpus : (i + 1) * need.gpus]), cpus)
             for i in range(ranks)
         ]
     return bundles[: need.ranks]
 
 
-def in_order(bundles: Iterable[Bundle], order: Mapping[str, int]) -> tuple[Bundle, ...]:
+def sort_bundles(
+    bundles: Iterable[ResourceBundle], order: Mapping[str, int]
+) -> tuple[ResourceBundle, ...]:
     """Return bundles sorted by node, neighbours together, with their local ranks.
 
     order: position of each node, by name.
     """
 
-    def key(bundle: Bundle) -> tuple[int, tuple[int, int, int]]:
+    def key(bundle: ResourceBundle) -> tuple[int, tuple[int, int, int]]:
         return order[bundle.node], min(
             (a.neighbourhood for a in bundle.accelerators), default=(0, 0, 0)
         )
 
     counts: Counter[str] = Counter()  # ranks so far, by node
-    ranked: list[Bundle] = []
+    ranked: list[ResourceBundle] = []
     for bundle in sorted(bundles, key=key):
         ranked.append(replace(bundle, local_rank=counts[bundle.node]))
         counts[bundle.node] += 1
@@ -264,7 +268,7 @@ def _rate_room(space: int, ranks: int) -> tuple[bool, int]:
 class _Room:
     """The free resources of a node."""
 
-    node: Node
+    node: ClusterNode
     free: list[Accelerator] = field(init=False)
     cpus: float = field(init=False)
     ranks: Counter[str] = field(default_factory=Counter)
@@ -276,22 +280,22 @@ class _Room:
         )
         self.cpus = self.node.cpus
 
-    def fits(self, need: Need) -> bool:
+    def fits(self, need: ResourceRequest) -> bool:
         return len(self.free) >= need.gpus and self.cpus + 1e-9 >= need.cpus
 
-    def space(self, need: Need) -> int:
+    def space(self, need: ResourceRequest) -> int:
         """Return the number of further ranks of a role that fit."""
         counts = [len(self.free) // need.gpus] if need.gpus else []
         counts += [int((self.cpus + 1e-9) / need.cpus)] if need.cpus else []
         return min(counts, default=int(self.node.cpus) + 1 - self.open_ranks)
 
-    def take(self, need: Need) -> Bundle:
+    def take(self, need: ResourceRequest) -> ResourceBundle:
         taken = self._pick_accelerators(need.gpus)
         self.free = [accelerator for accelerator in self.free if accelerator not in taken]
         self.cpus -= need.cpus
         self.open_ranks += not need.cpus
         self.ranks[need.role] += 1
-        return Bundle(self.node.name, taken, need.cpus)
+        return ResourceBundle(self.node.name, taken, need.cpus)
 
     def _pick_accelerators(self, count: int) -> tuple[Accelerator, ...]:
         """Return free accelerators of the smallest neighbourhood that has enough.
@@ -308,7 +312,7 @@ class _Room:
         return tuple(self.free[:count])
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Return the lines of a table, with its columns two spaces apart."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(

@@ -25,7 +25,7 @@ LENGTH = struct.Struct("!Q")
 SMALL = 2**16  # pieces below this are joined before they are sent
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kind of a frame."""
 
     # From a worker: its versions, as JSON. It is the only frame that is read before the versions
@@ -47,7 +47,7 @@ class Parcel:
     buffers: tuple[memoryview, ...] = ()
 
 
-def versions() -> dict[str, Any]:
+def get_versions() -> dict[str, Any]:
     """Return the versions that must be equal in driver and worker."""
     try:
         ratchet_version = version("ratchet")
@@ -119,7 +119,7 @@ def _rebuild_tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_gr
 
 
 def send(
-    connection: socket.socket, kind: Kind, number: int = 0, parcel: Parcel | None = None
+    connection: socket.socket, kind: FrameKind, number: int = 0, parcel: Parcel | None = None
 ) -> None:
     """Send a frame. Raises OSError if the other side is gone."""
     pieces: Sequence[bytes | memoryview] = () if parcel is None else (parcel.head, *parcel.buffers)
@@ -137,7 +137,7 @@ def send(
 
 def receive(
     connection: socket.socket, on_data: Callable[[], None] = lambda: None
-) -> tuple[Kind, int, Parcel]:
+) -> tuple[FrameKind, int, Parcel]:
     """Receive a frame: its kind, number and value. Raises EOFError if the other side is gone.
 
     on_data: called whenever data has arrived.
@@ -148,7 +148,7 @@ def receive(
         _receive_exactly(connection, length, on_data) for (length,) in LENGTH.iter_unpack(lengths)
     ]
     return (
-        Kind(kind),
+        FrameKind(kind),
         number,
         Parcel(
             bytes(pieces[0]) if pieces else b"", tuple(memoryview(piece) for piece in pieces[1:])

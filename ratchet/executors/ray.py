@@ -20,20 +20,20 @@ from typing import Any
 
 from ratchet.errors import ConfigError, MissingDependency, WorkerError
 from ratchet.executors.config import RayClusterConfig
-from ratchet.executors.devices import this_node
+from ratchet.executors.devices import find_node
 from ratchet.executors.placement import (
     Accelerator,
-    Bundle,
-    Need,
-    Node,
+    ClusterNode,
+    ResourceBundle,
     ResourceManager,
+    ResourceRequest,
     VirtualCluster,
 )
-from ratchet.executors.protocol import Kind, Parcel
-from ratchet.executors.signals import spares_programs
-from ratchet.executors.worker import Place
+from ratchet.executors.protocol import FrameKind, Parcel
+from ratchet.executors.signals import shield_programs
+from ratchet.executors.worker import WorkerPlace
 from ratchet.executors.worker_group import WorkerGroup
-from ratchet.executors.worker_handle import Member, Name
+from ratchet.executors.worker_handle import WorkerHandle, WorkerName
 from ratchet.executors.worker_main import BEAT_S
 from ratchet.observe.stall_report import waiting
 from ratchet.utils.temp_dirs import TemporaryFolder
@@ -58,11 +58,11 @@ except ModuleNotFoundError as missing:
 
 from ratchet.executors.ray_actor import (
     ACTOR,
-    boxed,
-    devices_here,
-    ended_process,
-    last_lines,
-    opened,
+    box_parcel,
+    find_assigned_devices,
+    kill_process,
+    read_log_tail,
+    unbox_parcel,
 )
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class RayExecutor:
         """Return a component of this process."""
         return factory(**arguments)
 
-    def plan(self, needs: Sequence[Need]) -> None:
+    def plan(self, needs: Sequence[ResourceRequest]) -> None:
         """Reserve the resources of all roles, before the first group is started.
 
         Raises ConfigError with the missing resources, and if other jobs use them.
@@ -126,7 +126,7 @@ class RayExecutor:
             host = hosts[bundle.node]
             device = "cuda:0" if bundle.accelerators else "cpu"
             places.append(
-                Place(
+                WorkerPlace(
                     role,
                     number,
                     len(bundles),
@@ -137,8 +137,10 @@ class RayExecutor:
                     device,
                 )
             )
-            name = Name(role, number, len(bundles), host)
-            members.append(RayMember(name, bundle, self.config.silence_s, _environment(bundle)))
+            name = WorkerName(role, number, len(bundles), host)
+            members.append(
+                RayWorkerHandle(name, bundle, self.config.silence_s, _environment(bundle))
+            )
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
         self._groups.append(group)
         return group
@@ -168,7 +170,7 @@ class RayExecutor:
     def _inventory(self) -> ResourceManager:
         if self.config.address is None and not ray.is_initialized():
             return ResourceManager(
-                [self._limit(this_node(self.threads, self.device))], self.config.strategy
+                [self._limit(find_node(self.threads, self.device))], self.config.strategy
             )
         self._connect()
         nodes = [self._limit(_node(entry)) for entry in ray.nodes() if entry["Alive"]]
@@ -181,7 +183,7 @@ class RayExecutor:
         nodes.sort(key=lambda node: (-len(node.accelerators), -node.cpus))
         return ResourceManager(nodes[:count], self.config.strategy)
 
-    def _limit(self, node: Node) -> Node:
+    def _limit(self, node: ClusterNode) -> ClusterNode:
         """Return a node with the resources that the run may use."""
         gpus = self.config.gpus_per_node
         cpus = self.config.cpus_per_node
@@ -211,9 +213,9 @@ class RayExecutor:
             if self.config.address is not None:
                 ray.init(address=self.config.address, **quiet)
                 return
-            node = self._limit(this_node(self.threads, self.device))
+            node = self._limit(find_node(self.threads, self.device))
             self._temporary = _temporary()
-            with spares_programs():
+            with shield_programs():
                 ray.init(
                     num_cpus=max(1, round(node.cpus)),
                     num_gpus=len(node.accelerators),
@@ -235,7 +237,7 @@ class RayExecutor:
 
     # --- resources of nodes
 
-    def _allocate(self, need: Need) -> list[Bundle]:
+    def _allocate(self, need: ResourceRequest) -> list[ResourceBundle]:
         """Create a role's placement group and return its bundles.
 
         They have the nodes and accelerators that Ray assigned.
@@ -261,13 +263,14 @@ class RayExecutor:
         nodes: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
         devices = self._devices(group, need) if need.gpus else [()] * need.ranks
         return [
-            Bundle(nodes[i], tuple(map(Accelerator, devices[i])), cpus) for i in range(need.ranks)
+            ResourceBundle(nodes[i], tuple(map(Accelerator, devices[i])), cpus)
+            for i in range(need.ranks)
         ]
 
-    def _devices(self, group: PlacementGroup, need: Need) -> list[Sequence[int]]:
+    def _devices(self, group: PlacementGroup, need: ResourceRequest) -> list[Sequence[int]]:
         return ray.get(
             [
-                devices_here.options(
+                find_assigned_devices.options(
                     num_gpus=need.gpus,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         group, placement_group_bundle_index=index
@@ -304,19 +307,19 @@ def _temporary() -> TemporaryFolder | None:
     return None
 
 
-def _environment(bundle: Bundle) -> dict[str, str]:
+def _environment(bundle: ResourceBundle) -> dict[str, str]:
     seen = {"CUDA_VISIBLE_DEVICES": bundle.visible_devices} if bundle.accelerators else {}
     return {"OMP_NUM_THREADS": str(bundle.threads), **seen}
 
 
-def _node(entry: Mapping[str, Any]) -> Node:
+def _node(entry: Mapping[str, Any]) -> ClusterNode:
     """Return a node from an entry of `ray.nodes()`."""
     resources = entry["Resources"]
     accelerators = tuple(map(Accelerator, range(int(resources.get("GPU", 0)))))
-    return Node(entry["NodeID"], resources.get("CPU", 0.0), accelerators)
+    return ClusterNode(entry["NodeID"], resources.get("CPU", 0.0), accelerators)
 
 
-class RayMember(Member):
+class RayWorkerHandle(WorkerHandle):
     """The handle of a worker in a Ray actor.
 
     The placement group reserves its resources, so the actor itself requests only its node. Results
@@ -325,7 +328,11 @@ class RayMember(Member):
     """
 
     def __init__(
-        self, name: Name, bundle: Bundle, silence_s: float, environment: Mapping[str, str]
+        self,
+        name: WorkerName,
+        bundle: ResourceBundle,
+        silence_s: float,
+        environment: Mapping[str, str],
     ) -> None:
         super().__init__(name, silence_s)
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -348,7 +355,7 @@ class RayMember(Member):
             self._when_done(self._actor.beat.remote(), self._end_beat)
 
     def share(self, request: Parcel) -> Any:
-        return ray.put(boxed(request))
+        return ray.put(box_parcel(request))
 
     def close(self) -> None:
         self.closing = True
@@ -363,17 +370,17 @@ class RayMember(Member):
             return ""
         try:
             return ray.get(
-                last_lines.options(scheduling_strategy=self._on_node).remote(self._logs),
+                read_log_tail.options(scheduling_strategy=self._on_node).remote(self._logs),
                 timeout=LOOK_S,
             )
         except RayError:  # the node is gone too
             return ""
 
     def _send(self, number: int, request: Any) -> None:
-        box = boxed(request) if isinstance(request, Parcel) else request
+        box = box_parcel(request) if isinstance(request, Parcel) else request
         self._when_done(
             self._actor.answer.remote(box),
-            lambda answer: self._complete(number, (Kind(answer[0]), opened(answer[1]))),
+            lambda answer: self._complete(number, (FrameKind(answer[0]), unbox_parcel(answer[1]))),
         )
 
     def _when_done(self, reference: Any, then: Callable[[Any], object]) -> None:
@@ -402,7 +409,7 @@ class RayMember(Member):
             return
         ray.kill(self._actor)
         if self.pid is not None:
-            ended_process.options(scheduling_strategy=self._on_node).remote(self.pid)
+            kill_process.options(scheduling_strategy=self._on_node).remote(self.pid)
 
     def _welcome(self, greeting: Mapping[str, Any]) -> None:
         self._logs = greeting["log"]

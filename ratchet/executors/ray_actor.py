@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import ray
 
-from ratchet.executors.orphan_killer import guard_me
+from ratchet.executors.orphan_killer import end_with_parent
 from ratchet.executors.protocol import Parcel
-from ratchet.executors.worker import Worker
-from ratchet.executors.worker_main import log_to, tail_of
+from ratchet.executors.worker import ComponentHost
+from ratchet.executors.worker_main import read_tail, redirect_output
 
 Box = tuple[bytes, list[Any]]  # a Parcel with its buffers as arrays, which Ray sends without a copy
 
 
-def boxed(parcel: Parcel) -> Box:
+def box_parcel(parcel: Parcel) -> Box:
     """Return a parcel in the form that Ray sends."""
     return parcel.head, [
         np.frombuffer(buffer, np.uint8) if buffer.nbytes else np.empty(0, np.uint8)
@@ -28,7 +28,7 @@ def boxed(parcel: Parcel) -> Box:
     ]
 
 
-def opened(box: Box) -> Parcel:
+def unbox_parcel(box: Box) -> Parcel:
     """Return the parcel of a box in new, writable memory; Ray's shared memory is read-only."""
     head, arrays = box
     return Parcel(head, tuple(memoryview(bytearray(array)) for array in arrays))
@@ -38,14 +38,14 @@ class WorkerActor:
     """A worker in a Ray actor: calls run in one thread, and another answers heartbeats."""
 
     def __init__(self) -> None:
-        log_to(Path(os.readlink("/proc/self/fd/1")))  # one file for all output
-        guard_me()
-        self._worker = Worker()
+        redirect_output(Path(os.readlink("/proc/self/fd/1")))  # one file for all output
+        end_with_parent()
+        self._worker = ComponentHost()
 
     def answer(self, box: Box) -> tuple[int, Box]:
         """Run a packed request and return the kind and value of its result."""
-        kind, parcel = self._worker.answer(opened(box))
-        return int(kind), boxed(parcel)
+        kind, parcel = self._worker.answer(unbox_parcel(box))
+        return int(kind), box_parcel(parcel)
 
     def close(self) -> None:
         self._worker.close()
@@ -71,13 +71,13 @@ ACTOR: Any = ray.remote(**OPTIONS)(WorkerActor)
 
 
 @ray.remote(num_cpus=0)
-def devices_here() -> Sequence[int]:
+def find_assigned_devices() -> Sequence[int]:
     """Return the indices of the accelerators that Ray assigned to this task."""
     return sorted(int(index) for index in ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def ended_process(pid: int) -> None:
+def kill_process(pid: int) -> None:
     """Kill a process of this node with all its children."""
     with contextlib.suppress(ProcessLookupError):
         if os.getpgid(pid) == pid:
@@ -86,6 +86,6 @@ def ended_process(pid: int) -> None:
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def last_lines(log: str) -> str:
+def read_log_tail(log: str) -> str:
     """Return the last lines of a log file of this node."""
-    return tail_of(Path(log))
+    return read_tail(Path(log))

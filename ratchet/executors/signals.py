@@ -56,7 +56,7 @@ _keeper: _Keeper | None = None
 
 
 @contextmanager
-def kept(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+def keep_handlers(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
     """Install handlers that no library can replace inside the block; enter it in the main thread.
 
     `signal.signal` ignores other handlers for these signals meanwhile, and `hold` repairs changes
@@ -79,7 +79,7 @@ def kept(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def hold() -> None:
+def reinstall_handlers() -> None:
     """Reinstall the kept handlers and unblock their signals; it takes 11 microseconds.
 
     This undoes changes of native code by `sigaction` or by a mask. Without kept handlers, or
@@ -90,7 +90,7 @@ def hold() -> None:
 
 
 @contextmanager
-def stops_on_signals(
+def handle_stop_signals(
     request_stop: Callable[[signal.Signals], object], *, forwarded: bool = False
 ) -> Iterator[None]:
     """Call `request_stop` with the first SIGINT, SIGTERM or SIGHUP in the block.
@@ -118,12 +118,12 @@ def stops_on_signals(
     handlers: dict[signal.Signals, Handler] = dict.fromkeys(STOPPING, handle)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         handlers[signal.SIGHUP] = signal.SIG_IGN
-    with kept(handlers):
+    with keep_handlers(handlers):
         yield
 
 
 @contextmanager
-def spares_programs() -> Iterator[None]:
+def shield_programs() -> Iterator[None]:
     """Let programs that a library starts in the block survive Ctrl-C and a closed terminal.
 
     They inherit a mask that blocks SIGINT and SIGHUP. This process gets signals that arrive

@@ -27,11 +27,17 @@ from typing import Any, NoReturn
 
 from ratchet.errors import ConfigError, WorkerError
 from ratchet.executors.config import TorchrunClusterConfig
-from ratchet.executors.placement import Accelerator, Need, Node, ResourceManager, VirtualCluster
-from ratchet.executors.signals import STOPPING, kept
-from ratchet.executors.worker import Place, bound
+from ratchet.executors.placement import (
+    Accelerator,
+    ClusterNode,
+    ResourceManager,
+    ResourceRequest,
+    VirtualCluster,
+)
+from ratchet.executors.signals import STOPPING, keep_handlers
+from ratchet.executors.worker import WorkerPlace, bind_socket
 from ratchet.executors.worker_group import WorkerGroup
-from ratchet.executors.worker_handle import START_S, Name, SocketMember
+from ratchet.executors.worker_handle import START_S, SocketWorkerHandle, WorkerName
 from ratchet.executors.worker_main import end_group, serve
 from ratchet.observe.stall_report import waiting
 
@@ -41,7 +47,7 @@ ANSWER_S = 10.0  # for a connected process to identify itself
 
 
 @dataclass(frozen=True)
-class Launched:
+class TorchrunRank:
     """The ranks that torchrun gives a process by environment variables."""
 
     rank: int
@@ -49,7 +55,7 @@ class Launched:
     local_rank: int
 
     @classmethod
-    def here(cls) -> Launched | None:
+    def here(cls) -> TorchrunRank | None:
         """Return this process's ranks; None unless torchrun started more than one process."""
         values = [
             os.environ.get(name, "")
@@ -66,7 +72,7 @@ class TorchrunExecutor:
 
     def __init__(self, config: TorchrunClusterConfig, *, threads: int, device: str) -> None:
         """Create the executor. Raises ConfigError unless torchrun started several processes."""
-        launched = Launched.here()
+        launched = TorchrunRank.here()
         if launched is None:
             raise ConfigError(
                 "cluster.kind is torchrun, and this process is none of several that torchrun "
@@ -84,7 +90,7 @@ class TorchrunExecutor:
         """Return a component of this process."""
         return factory(**arguments)
 
-    def plan(self, needs: Sequence[Need]) -> None:
+    def plan(self, needs: Sequence[ResourceRequest]) -> None:
         """Assign processes to all roles, before the first group is started.
 
         Raises ConfigError if there are too few processes, and WorkerError if one of them does not
@@ -98,7 +104,7 @@ class TorchrunExecutor:
             )
         counts: Counter[str] = Counter(process.host for process in self._hub.processes)
         nodes = [
-            Node(host, count, tuple(map(Accelerator, range(count))))
+            ClusterNode(host, count, tuple(map(Accelerator, range(count))))
             for host, count in counts.items()
         ]
         self._cluster = VirtualCluster(ResourceManager(nodes))
@@ -117,7 +123,7 @@ class TorchrunExecutor:
             process = self._hub.at(bundle.node, bundle.accelerators[0].index)
             device = "cpu" if self.device == "cpu" else f"cuda:{process.local_rank}"
             places.append(
-                Place(
+                WorkerPlace(
                     role,
                     number,
                     len(bundles),
@@ -129,7 +135,7 @@ class TorchrunExecutor:
                 )
             )
             members.append(
-                self._hub.member(process, Name(role, number, len(bundles), process.host))
+                self._hub.member(process, WorkerName(role, number, len(bundles), process.host))
             )
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
         self._groups.append(group)
@@ -143,18 +149,18 @@ class TorchrunExecutor:
         self._groups = []
 
 
-def serve_rank(launched: Launched) -> int:
+def serve_rank(launched: TorchrunRank) -> int:
     """Serve rank 0 from another rank until rank 0 ends it. Returns the exit status.
 
     torchrun sends SIGTERM, SIGINT and SIGHUP to all ranks. Only rank 0 handles them, because it
     needs the other ranks to finish its step.
     """
     # The handler is not SIG_IGN, because programs that this process starts would inherit that.
-    with kept(dict.fromkeys(STOPPING, lambda number, frame: None)):
+    with keep_handlers(dict.fromkeys(STOPPING, lambda number, frame: None)):
         return _serve_rank(launched)
 
 
-def _serve_rank(launched: Launched) -> int:
+def _serve_rank(launched: TorchrunRank) -> int:
     driver = json.loads(_store(launched).get("driver"))
     address = driver["host"], driver["port"]
     secret = driver["secret"]
@@ -216,7 +222,7 @@ def _own_host() -> str:
         return probe.getsockname()[0]
 
 
-def _store(launched: Launched) -> Any:
+def _store(launched: TorchrunRank) -> Any:
     import torch.distributed as dist
 
     # torchrun's agent serves the store; if another program set the variables, rank 0 does. The
@@ -243,10 +249,10 @@ class _Process:
 class _Hub:
     """The driver's connections to all other processes."""
 
-    def __init__(self, launched: Launched, config: TorchrunClusterConfig) -> None:
+    def __init__(self, launched: TorchrunRank, config: TorchrunClusterConfig) -> None:
         self._silence_s = config.silence_s
         host = _own_host()
-        self._listener = bound(host, config.ports)
+        self._listener = bind_socket(host, config.ports)
         self._listener.listen()
         self._secret = secrets.token_hex(32)
         self._store = _store(launched)
@@ -285,7 +291,7 @@ class _Hub:
         """Return the process at a position among those of a host."""
         return [process for process in self.processes if process.host == host][position]
 
-    def member(self, process: _Process, name: Name) -> SocketMember:
+    def member(self, process: _Process, name: WorkerName) -> SocketWorkerHandle:
         """Start a worker in a process and return its handle."""
         if process.control is None:
             driver_end, worker_end = socket.socketpair()
@@ -296,7 +302,7 @@ class _Hub:
                 name=str(name),
                 daemon=True,
             ).start()
-            return SocketMember(
+            return SocketWorkerHandle(
                 name, driver_end, self._silence_s, lambda: ("its thread in the driver ended", "")
             )
         self._numbers += 1
@@ -356,7 +362,7 @@ def _read_line(connection: socket.socket) -> bytes:
     return bytes(read)
 
 
-class _Remote(SocketMember):
+class _Remote(SocketWorkerHandle):
     """The handle of a worker in another process of torchrun."""
 
     def kill(self) -> None:

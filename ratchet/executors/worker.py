@@ -18,12 +18,12 @@ from typing import Any
 
 from ratchet.config.resolve import imported
 from ratchet.errors import PortBusy
-from ratchet.executors.protocol import Kind, Parcel, pack, unpack, versions
-from ratchet.utils.object_store import keep_as
+from ratchet.executors.protocol import FrameKind, Parcel, get_versions, pack, unpack
+from ratchet.utils.object_store import configure_cache
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """The rank and resources of a component; every component gets it as its first argument."""
 
     role: str
@@ -38,16 +38,16 @@ class Place:
     device: str  # "cpu", or "cuda:N" among the accelerators that the process sees
 
 
-class Worker:
+class ComponentHost:
     """A holder of one component, which runs in one thread."""
 
     def __init__(self) -> None:
-        keep_as(os.environ)
+        configure_cache(os.environ)
         self._component: Any = None
         self._runner = asyncio.Runner()
         self._reserved: socket.socket | None = None
 
-    def answer(self, request: Parcel) -> tuple[Kind, Parcel]:
+    def answer(self, request: Parcel) -> tuple[FrameKind, Parcel]:
         """Run a packed request (operation, arguments) and return its packed result.
 
         The kind is RESULT with the returned value, or RAISED with (packed error, "Type: message",
@@ -55,13 +55,13 @@ class Worker:
         """
         try:
             operation, arguments = unpack(request)
-            return Kind.RESULT, pack(getattr(self, operation)(*arguments))
+            return FrameKind.RESULT, pack(getattr(self, operation)(*arguments))
         except (Exception, SystemExit) as error:  # the component's error; the driver raises it
-            return Kind.RAISED, _pack_error(error)
+            return FrameKind.RAISED, _pack_error(error)
 
     def greet(self) -> dict[str, Any]:
         """Return the versions, process id and host of this worker."""
-        return versions() | {"pid": os.getpid(), "host": socket.gethostname()}
+        return get_versions() | {"pid": os.getpid(), "host": socket.gethostname()}
 
     def reserve(self, host: str, ports: tuple[int, int] | None) -> str:
         """Reserve a port on this host and return "host:port".
@@ -69,10 +69,10 @@ class Worker:
         The port is bound, so that no other program gets it, but not listened on: the component can
         bind it too. Raises PortBusy if none of `ports` (first, last) is free.
         """
-        self._reserved = bound("", ports)
+        self._reserved = bind_socket("", ports)
         return f"{host}:{self._reserved.getsockname()[1]}"
 
-    def build(self, place: Place, factory: str, arguments: Mapping[str, Any]) -> None:
+    def build(self, place: WorkerPlace, factory: str, arguments: Mapping[str, Any]) -> None:
         """Create the component, after closing the previous one.
 
         factory: "module:callable", which is called with the place and the arguments.
@@ -108,7 +108,7 @@ class Worker:
         return self._runner.run(wait())
 
 
-def bound(host: str, ports: tuple[int, int] | None) -> socket.socket:
+def bind_socket(host: str, ports: tuple[int, int] | None) -> socket.socket:
     """Return a socket bound to the first free port of `ports`. Raises PortBusy if none is free.
 
     ports: (first, last); None: any port.

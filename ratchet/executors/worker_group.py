@@ -20,9 +20,9 @@ from dataclasses import replace
 from typing import Any, Self
 
 from ratchet.errors import CallTimeout, WorkerDied, WorkerError, WorkerRaised
-from ratchet.executors.protocol import Kind, Parcel, pack, unpack
-from ratchet.executors.worker import Place
-from ratchet.executors.worker_handle import Answer, Member
+from ratchet.executors.protocol import FrameKind, Parcel, pack, unpack
+from ratchet.executors.worker import WorkerPlace
+from ratchet.executors.worker_handle import Answer, WorkerHandle
 from ratchet.observe import stall_report
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,11 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, places: Sequence[Place], members: Sequence[Member], *, timeout_s: float = TIMEOUT_S
+        self,
+        places: Sequence[WorkerPlace],
+        members: Sequence[WorkerHandle],
+        *,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         """Create a group of running workers.
 
@@ -79,7 +83,7 @@ class WorkerGroup:
     async def build(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Create the component of each rank.
 
-        factory: "module:callable", which is called with the rank's `Place` and the arguments.
+        factory: "module:callable", which is called with the rank's `WorkerPlace` and the arguments.
         Raises PortBusy, and what the factory raises.
         """
         await asyncio.wrap_future(self._reserve())
@@ -164,7 +168,7 @@ class WorkerGroup:
         self,
         name: str,
         requests: Sequence[Any],
-        members: Sequence[Member] | None = None,
+        members: Sequence[WorkerHandle] | None = None,
         then: Callable[[list[Any]], None] | None = None,
     ) -> Future[list[Any]]:
         gather = _Gather(members or self.members, name, self.owner, self.timeout_s, then)
@@ -175,7 +179,7 @@ class WorkerGroup:
 class _State:
     """The state that all views of a group share."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[WorkerHandle]) -> None:
         self.members = members
         self.broken: WorkerError | None = None
         self.closed = False
@@ -261,7 +265,7 @@ class _Gather:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[WorkerHandle],
         name: str,
         owner: str,
         timeout_s: float,
@@ -344,7 +348,9 @@ class _Gather:
         return ", ".join(str(self.members[index].name) for index in list(self._pending))
 
 
-def _unpack_answer(member: Member, kind: Kind, parcel: Parcel) -> tuple[Any, Exception | None]:
+def _unpack_answer(
+    member: WorkerHandle, kind: FrameKind, parcel: Parcel
+) -> tuple[Any, Exception | None]:
     """Return (returned value, raised error) of an answer."""
     try:
         value = unpack(parcel)
@@ -352,7 +358,7 @@ def _unpack_answer(member: Member, kind: Kind, parcel: Parcel) -> tuple[Any, Exc
         return None, WorkerRaised(
             f"what {member.name} returned can't be read here: {type(error).__name__}: {error}"
         )
-    if kind is Kind.RESULT:
+    if kind is FrameKind.RESULT:
         return value, None
     packed, summary, text = value
     where = f"raised in {member.name}:\n{text}"

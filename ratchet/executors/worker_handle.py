@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratchet.errors import VersionMismatch, WorkerDied, WorkerError
-from ratchet.executors.protocol import Kind, Parcel, receive, send, versions
+from ratchet.executors.protocol import FrameKind, Parcel, get_versions, receive, send
 from ratchet.observe.stall_report import note, report
 
 START_S = 180.0  # until the first message; imports take long on a busy machine
-Answer = tuple[Kind, Parcel]
+Answer = tuple[FrameKind, Parcel]
 
 
 @dataclass(frozen=True)
-class Name:
+class WorkerName:
     """The name of a rank in messages."""
 
     role: str
@@ -35,14 +35,14 @@ class Name:
         return f"{self.role} rank {self.rank} of {self.world_size} on {self.host}"
 
 
-class Member(abc.ABC):
+class WorkerHandle(abc.ABC):
     """The handle of one worker process.
 
     The future `gone` is done when the process has ended or was given up. Its result is None if the
     driver closed the worker, else the error.
     """
 
-    def __init__(self, name: Name, silence_s: float) -> None:
+    def __init__(self, name: WorkerName, silence_s: float) -> None:
         self.name = name
         self.gone: Future[WorkerError | None] = Future()
         self.closing = False
@@ -140,7 +140,7 @@ class Member(abc.ABC):
 
     def _check_greeting(self, greeting: Mapping[str, Any]) -> None:
         """Check the worker's greeting. Raises VersionMismatch."""
-        expected = versions()
+        expected = get_versions()
         actual = {key: greeting.get(key) for key in expected}
         if actual != expected:
             differs = ", ".join(
@@ -179,7 +179,7 @@ class Member(abc.ABC):
         self.gone.set_result(error)
 
 
-class SocketMember(Member):
+class SocketWorkerHandle(WorkerHandle):
     """The handle of a worker behind a socket; `ratchet.executors.worker_main` is its other end.
 
     how: waits briefly for the process to end, and returns how it ended, in words, and the name of
@@ -188,7 +188,7 @@ class SocketMember(Member):
 
     def __init__(
         self,
-        name: Name,
+        name: WorkerName,
         connection: socket.socket,
         silence_s: float,
         how: Callable[[], tuple[str, str]],
@@ -196,7 +196,7 @@ class SocketMember(Member):
         super().__init__(name, silence_s)
         self._connection = connection
         self._describe_end = how
-        self._requests: queue.SimpleQueue[tuple[Kind, int, Parcel | None] | None] = (
+        self._requests: queue.SimpleQueue[tuple[FrameKind, int, Parcel | None] | None] = (
             queue.SimpleQueue()
         )
         for job in (self._read, self._write):
@@ -204,7 +204,7 @@ class SocketMember(Member):
 
     def close(self) -> None:
         self.closing = True
-        self._requests.put((Kind.CLOSE, 0, None))
+        self._requests.put((FrameKind.CLOSE, 0, None))
 
     def kill(self) -> None:
         """Close the connection, which ends the process."""
@@ -215,7 +215,7 @@ class SocketMember(Member):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _send(self, number: int, request: Parcel) -> None:
-        self._requests.put((Kind.CALL, number, request))
+        self._requests.put((FrameKind.CALL, number, request))
 
     def _write(self) -> None:
         while (request := self._requests.get()) is not None:
@@ -228,14 +228,14 @@ class SocketMember(Member):
         try:
             while True:
                 kind, number, parcel = receive(self._connection, self._note_life)
-                if kind is Kind.HELLO:
+                if kind is FrameKind.HELLO:
                     self._check_greeting(json.loads(parcel.head))
                 elif not self._greeted:
                     raise VersionMismatch(
                         f"{self.name} speaks another protocol than the driver: install the same "
                         "version there"
                     )
-                elif kind is not Kind.BEAT:
+                elif kind is not FrameKind.BEAT:
                     self._complete(number, (kind, parcel))
         except EOFError:
             if not self.gone.done():

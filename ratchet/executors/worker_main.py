@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ratchet.executors.protocol import Kind, Parcel, receive, send
+from ratchet.executors.protocol import FrameKind, Parcel, receive, send
 from ratchet.executors.shm_cleanup import remove, shared_by
-from ratchet.executors.worker import Worker
+from ratchet.executors.worker import ComponentHost
 
 BEAT_S = 1.0  # between heartbeats
 # A log file larger than LOG_BYTES is truncated to its last KEPT_BYTES.
@@ -39,12 +39,12 @@ def serve(
         on_driver_lost: called in another thread if the connection ends without a close, even
             while a call runs.
     """
-    worker = Worker()
+    worker = ComponentHost()
     calls: queue.SimpleQueue[tuple[int, Parcel] | None] = queue.SimpleQueue()
     closed = threading.Event()
     sending = threading.Lock()
 
-    def write(kind: Kind, number: int = 0, parcel: Parcel | None = None) -> None:
+    def write(kind: FrameKind, number: int = 0, parcel: Parcel | None = None) -> None:
         try:
             with sending:
                 send(connection, kind, number, parcel)
@@ -55,7 +55,7 @@ def serve(
         try:
             while True:
                 kind, number, parcel = receive(connection)
-                if kind is Kind.CLOSE:
+                if kind is FrameKind.CLOSE:
                     break
                 calls.put((number, parcel))
         except EOFError:
@@ -65,11 +65,11 @@ def serve(
 
     def beat() -> None:
         while not closed.wait(BEAT_S):
-            write(Kind.BEAT)
+            write(FrameKind.BEAT)
             if log is not None:
                 _truncate_log(log)
 
-    write(Kind.HELLO, parcel=Parcel(json.dumps(worker.greet()).encode()))
+    write(FrameKind.HELLO, parcel=Parcel(json.dumps(worker.greet()).encode()))
     for job in (read, beat):
         threading.Thread(target=job, name=f"worker-{job.__name__}", daemon=True).start()
     try:
@@ -82,7 +82,7 @@ def serve(
         connection.close()
 
 
-def _numbered(answer: tuple[Kind, Parcel], number: int) -> tuple[Kind, int, Parcel]:
+def _numbered(answer: tuple[FrameKind, Parcel], number: int) -> tuple[FrameKind, int, Parcel]:
     kind, parcel = answer
     return kind, number, parcel
 
@@ -123,7 +123,7 @@ def end_group() -> NoReturn:
     raise AssertionError("it is dead")
 
 
-def log_to(path: Path) -> None:
+def redirect_output(path: Path) -> None:
     """Append standard output, standard error and logging of this process to a file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
@@ -136,7 +136,7 @@ def log_to(path: Path) -> None:
     )
 
 
-def tail_of(path: Path, lines: int = 20) -> str:
+def read_tail(path: Path, lines: int = 20) -> str:
     """Return the last lines of a file; "" if it can't be read."""
     try:
         with path.open("rb") as file:

@@ -11,7 +11,7 @@ from ratchet.config.resolve import imported
 from ratchet.environments.config import EnvironmentConfig
 from ratchet.errors import ConfigError
 
-METHODS = ("step", "global_post_process_and_metrics")
+REQUIRED_METHODS = ("step", "global_post_process_and_metrics")
 
 
 class MessageLogConfig(EnvironmentConfig):
@@ -42,7 +42,7 @@ class MessageLogConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _is_made_with_its_arguments(self) -> MessageLogConfig:
         interface = imported(self.interface)
-        missing = next((name for name in METHODS if not hasattr(interface, name)), None)
+        missing = next((name for name in REQUIRED_METHODS if not hasattr(interface, name)), None)
         if missing is not None:
             raise ValueError(
                 f"interface '{self.interface}' has no method {missing}: derive it from "

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from ratchet.errors import ModelError
 from ratchet.generators.engine.stop_strings import TextDecoder
-from ratchet.generators.request import Core, Entrance
-from ratchet.generators.weight_update import Staging
-from ratchet.models.layers.quantized import Quantised
+from ratchet.generators.request import EngineCore, RequestValidator
+from ratchet.generators.weight_update import WeightStaging
+from ratchet.models.layers.quantized import QuantizedMatrix
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.policy import PolicyModel
 from ratchet.protocols import Shard
 from ratchet.types import Completion, Placed, Sampling
 
 
-class Front:
-    """A `Generator` that runs requests on an `Core`.
+class AsyncEngine:
+    """A `Generator` that runs requests on an `EngineCore`.
 
     When weights are committed while requests run, their tokens so far stay, with their version. The
     next tokens are drawn from the new weights, over keys and values that are recomputed unless
@@ -35,7 +35,7 @@ class Front:
     mixture of two policies that no learner can score exactly.
 
     Args:
-        weights, parameters, quantised: see `Staging`.
+        weights, parameters, quantised: see `WeightStaging`.
         tokenizer: needed for requests with stop strings only.
         policy: the model that the core reads, if it can have an adapter.
         adapters: gives the names of further adapters that requests may select.
@@ -48,7 +48,7 @@ class Front:
 
     def __init__(
         self,
-        core: Core,
+        core: EngineCore,
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         parameters: Callable[[], Iterable[nn.Parameter]],
         tokenizer: TextDecoder | None,
@@ -60,13 +60,13 @@ class Front:
         policy: PolicyModel | None = None,
         adapters: Callable[[], Sequence[str]] = list,
         reads_media: bool = False,
-        quantised: Callable[[], Iterable[Quantised]] = tuple,
+        quantised: Callable[[], Iterable[QuantizedMatrix]] = tuple,
     ) -> None:
         self.core, self.keep_kv, self.policy = core, keep_kv, policy
-        self.validator = Entrance(
+        self.validator = RequestValidator(
             vocab_size, max_context, tokenizer, records_routes, adapters, reads_media
         )
-        self._staging = Staging(weights, parameters, quantised)
+        self._staging = WeightStaging(weights, parameters, quantised)
         self._paused = False
         self._pump: asyncio.Task[None] | None = None
 
@@ -194,7 +194,7 @@ class Front:
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
         """Begin a push of weights.
 
-        manifest: see `Staging.prepare`. Its "adapter" is the adapter whose weights are sent,
+        manifest: see `WeightStaging.prepare`. Its "adapter" is the adapter whose weights are sent,
         if any.
         """
         adapter = manifest.get("adapter")

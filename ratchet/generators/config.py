@@ -13,7 +13,7 @@ from ratchet.config.base import Section
 class EngineConfig(Section):
     """The embedded engine, which runs in this process on the learner's own weights."""
 
-    builds: ClassVar[str] = "ratchet.generators.engine.engine:Engine"
+    builds: ClassVar[str] = "ratchet.generators.engine.engine:EmbeddedEngine"
     placeable: ClassVar[bool] = False  # it holds no copy of the weights to offload
 
     kind: Literal["engine"] = "engine"
@@ -89,7 +89,7 @@ class VLLMConfig(Section):
     Every push of the learner goes to vLLM's workers, which check it before they load it.
     """
 
-    builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGeneration"
+    builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGenerator"
     filters: ClassVar[bool] = False  # vLLM doesn't report the probability mass its filters keep
     least_temperature: ClassVar[float] = 0.01  # vLLM raises a lower positive one to this
     copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights

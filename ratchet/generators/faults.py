@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.errors import ModelError, RequestFailed
-from ratchet.generators.request import Request
+from ratchet.generators.request import GenerationRequest
 
 Weights = Iterable[tuple[str, Tensor]]
 
 
-def broken_weight(weights: Weights) -> str | None:
+def find_nonfinite_weight(weights: Weights) -> str | None:
     """Return the name of the first weight that holds a NaN or an infinity; None if all are finite.
 
     It reads every weight once, like a decoding step.
@@ -28,9 +28,9 @@ def broken_weight(weights: Weights) -> str | None:
     return None
 
 
-def blame(
-    broken: Mapping[Request, int], *, all_rows: bool, weights: Weights, version: int
-) -> dict[Request, Exception]:
+def explain_nonfinite(
+    broken: Mapping[GenerationRequest, int], *, all_rows: bool, weights: Weights, version: int
+) -> dict[GenerationRequest, Exception]:
     """Return the error with which each request fails.
 
     Args:
@@ -41,7 +41,7 @@ def blame(
 
     Raises ModelError if no request has finite logits and a weight isn't finite.
     """
-    name = broken_weight(weights)
+    name = find_nonfinite_weight(weights)
     if name is not None and all_rows:
         if version:
             cause = f"an update has broken the weights, '{name}' the first of them"
@@ -57,13 +57,13 @@ def blame(
     return {request: _failed(request, index, name, version) for request, index in broken.items()}
 
 
-def first_broken(logprobs: NDArray[np.float32]) -> int | None:
+def find_first_nonfinite(logprobs: NDArray[np.float32]) -> int | None:
     """Return the index of the first logprob that isn't finite; None if all are."""
     finite = np.isfinite(logprobs)
     return None if finite.all() else int(finite.argmin())
 
 
-def uncomputable(request: Request, error: Exception) -> RequestFailed:
+def make_request_error(request: GenerationRequest, error: Exception) -> RequestFailed:
     """Return the error of a request whose computation raised `error` while others succeeded."""
     failed = RequestFailed(
         f"a request with a prompt of {len(request.prompt)} tokens can't be computed "
@@ -73,7 +73,9 @@ def uncomputable(request: Request, error: Exception) -> RequestFailed:
     return failed
 
 
-def _failed(request: Request, index: int, weight: str | None, version: int) -> RequestFailed:
+def _failed(
+    request: GenerationRequest, index: int, weight: str | None, version: int
+) -> RequestFailed:
     where = (
         f"from its new token {index} on (prompt of {len(request.prompt)} tokens, weights "
         f"version {version})"

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from ratchet.errors import ModelError, RequestFailed
-from ratchet.generators.async_engine import Front
+from ratchet.generators.async_engine import AsyncEngine
 from ratchet.generators.config import HFConfig
-from ratchet.generators.engine.sampling import Settings, draw, uniforms
+from ratchet.generators.engine.sampling import SamplingSettings, draw_tokens, draw_uniforms
 from ratchet.generators.engine.stop_strings import TextDecoder
-from ratchet.generators.faults import blame, uncomputable
-from ratchet.generators.request import Request
+from ratchet.generators.faults import explain_nonfinite, make_request_error
+from ratchet.generators.request import GenerationRequest
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.types import StopReason
@@ -34,11 +34,11 @@ from ratchet.types import StopReason
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ratchet.models.transformers.multimodal_policy import VisionPolicy
+    from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
     from ratchet.models.transformers.policy import TransformersPolicy
 
 
-class HFGenerator(Front):
+class HFGenerator(AsyncEngine):
     """A generator on a transformers model, whose parameters it reads at every step.
 
     model: an instance of `AutoModelForCausalLM`, or a policy around one. Prompts may have media if
@@ -102,7 +102,7 @@ def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
 class _Row:
     """A running request: its sequence so far, and the values recorded for its new tokens."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self.tokens: list[int] = request.prompt.tolist()
         self.logprobs: list[float] = []
@@ -136,7 +136,7 @@ class _Row:
 
 
 class PaddedBatches:
-    """An `Core` that runs waiting requests as a batch, padded on the left.
+    """An `EngineCore` that runs waiting requests as a batch, padded on the left.
 
     Rows leave the batch when they end; the next batch starts when it is empty.
 
@@ -144,13 +144,18 @@ class PaddedBatches:
     """
 
     def __init__(
-        self, model: Any, *, max_running: int, vocab_size: int, vision: VisionPolicy | None = None
+        self,
+        model: Any,
+        *,
+        max_running: int,
+        vocab_size: int,
+        vision: MultimodalPolicy | None = None,
     ) -> None:
         self.model = model
         self.max_running = max_running
         self.vocab_size = vocab_size
         self.vision = vision
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[GenerationRequest] = deque()
         self.rows: list[_Row] = []
         self.version = 0
         # transformers' keys and values of all rows; None: they must be computed.
@@ -163,10 +168,10 @@ class PaddedBatches:
     def busy(self) -> bool:
         return bool(self.waiting or self.rows)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: GenerationRequest) -> None:
         self.waiting.append(request)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: GenerationRequest) -> None:
         if request in self.waiting:
             self.waiting.remove(request)
         self._keep([i for i, row in enumerate(self.rows) if row.request is not request])
@@ -177,7 +182,7 @@ class PaddedBatches:
         for row in rows:
             row.deliver(StopReason.ABORTED)
 
-    def reset(self) -> list[Request]:
+    def reset(self) -> list[GenerationRequest]:
         requests = [*(row.request for row in self.rows), *self.waiting]
         self.rows = []
         self.waiting = deque()
@@ -216,7 +221,7 @@ class PaddedBatches:
         settings, logits_NV = computed
         device = logits_NV.device
         index_N = torch.tensor([len(row.logprobs) for row in self.rows], device=device)
-        drawn = draw(logits_NV, uniforms(settings.streams_N, index_N), settings)
+        drawn = draw_tokens(logits_NV, draw_uniforms(settings.streams_N, index_N), settings)
         finite_N = drawn.logprobs_N.isfinite()
         errors = {} if finite_N.all() else self._explain_errors(finite_N)
         log_kept_N = torch.zeros_like(drawn.logprobs_N)
@@ -241,7 +246,7 @@ class PaddedBatches:
             else:
                 row.deliver(reason)
 
-    def _explain_errors(self, finite_N: Tensor) -> dict[Request, Exception]:
+    def _explain_errors(self, finite_N: Tensor) -> dict[GenerationRequest, Exception]:
         """Return the errors of rows whose logits aren't finite.
 
         Raises ModelError as `blame` does.
@@ -251,11 +256,11 @@ class PaddedBatches:
             for i in (~finite_N).nonzero()[:, 0].tolist()
         }
         weights = self.model.named_parameters()
-        return blame(
+        return explain_nonfinite(
             broken, all_rows=len(broken) == len(self.rows), weights=weights, version=self.version
         )
 
-    def _compute(self) -> tuple[Settings, Tensor] | None:
+    def _compute(self) -> tuple[SamplingSettings, Tensor] | None:
         """Return how each row is drawn and its logits, or None if no row is left.
 
         If a new batch can't be computed, its rows are tried one by one, and those that raise fail:
@@ -280,12 +285,12 @@ class PaddedBatches:
             if not broken:
                 raise
         for row, error in broken.items():
-            row.request.fail(uncomputable(row.request, error) if self.rows else error)
+            row.request.fail(make_request_error(row.request, error) if self.rows else error)
         return self._drawable() if self.rows else None
 
-    def _drawable(self) -> tuple[Settings, Tensor]:
+    def _drawable(self) -> tuple[SamplingSettings, Tensor]:
         samplings = [row.request.sampling for row in self.rows]
-        settings = Settings.from_samplings(samplings, self.vocab_size, self.model.device)
+        settings = SamplingSettings.from_samplings(samplings, self.vocab_size, self.model.device)
         return settings, self._forward()
 
     def _keep(self, kept: list[int]) -> None:

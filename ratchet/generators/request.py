@@ -16,7 +16,7 @@ from ratchet.types import Completion, Placed, Sampling, StopReason
 PromptKey = tuple[bytes, tuple[tuple[int, str], ...]]
 
 
-def prompt_key(tokens: NDArray[np.int64], media: Sequence[Placed]) -> PromptKey:
+def make_prompt_key(tokens: NDArray[np.int64], media: Sequence[Placed]) -> PromptKey:
     """Return a key that is equal for equal prompts.
 
     Media are part of it, because the tokens that stand for an image are the same for every image.
@@ -25,7 +25,7 @@ def prompt_key(tokens: NDArray[np.int64], media: Sequence[Placed]) -> PromptKey:
 
 
 @dataclass(eq=False)
-class Request:
+class GenerationRequest:
     """A request that a core runs.
 
     Exactly one of `deliver` and `fail` is called, once, unless the request is cancelled.
@@ -50,7 +50,7 @@ class Request:
     marks: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.key = self.sampling.adapter, prompt_key(self.prompt, self.media)
+        self.key = self.sampling.adapter, make_prompt_key(self.prompt, self.media)
 
     @property
     def reason_at_limit(self) -> StopReason:
@@ -82,7 +82,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Entrance:
+class RequestValidator:
     """The checks that every prompt and sampling must pass.
 
     Args:
@@ -106,7 +106,7 @@ class Entrance:
         deliver: Callable[[Completion], None],
         fail: Callable[[BaseException], None],
         media: Sequence[Placed] = (),
-    ) -> Request:
+    ) -> GenerationRequest:
         """Return the checked request.
 
         Raises DataError for a prompt that is empty, too long, has an unknown token or media outside
@@ -156,7 +156,7 @@ class Entrance:
             for token in prompt[len(prompt) - sampling.drawn :].tolist():
                 watch.feed(token)
         limit = min(len(prompt) + sampling.max_new_tokens, self.max_context)
-        return Request(prompt, sampling, limit, deliver, fail, watch, tuple(media))
+        return GenerationRequest(prompt, sampling, limit, deliver, fail, watch, tuple(media))
 
     def _check_media(self, prompt: NDArray[np.int64], media: Sequence[Placed]) -> None:
         if media and not self.reads_media:
@@ -200,8 +200,8 @@ def _token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]
     return prompt
 
 
-class Core(Protocol):
-    """The engine that `Front` drives.
+class EngineCore(Protocol):
+    """The engine that `AsyncEngine` drives.
 
     It owns a request from `add` until it delivers, fails, cancels or returns it.
     """
@@ -210,8 +210,8 @@ class Core(Protocol):
     def version(self) -> int: ...
     @property
     def busy(self) -> bool: ...
-    def add(self, request: Request) -> None: ...
-    def cancel(self, request: Request) -> None:
+    def add(self, request: GenerationRequest) -> None: ...
+    def cancel(self, request: GenerationRequest) -> None:
         """Remove a waiting or running request; do nothing if it has already been delivered."""
         ...
 
@@ -230,6 +230,6 @@ class Core(Protocol):
         """
         ...
 
-    def reset(self) -> list[Request]:
+    def reset(self) -> list[GenerationRequest]:
         """Drop all state, which can't be trusted after an error; return the open requests."""
         ...

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ratchet.errors import ModelError
-from ratchet.models.layers.quantized import Quantised
+from ratchet.models.layers.quantized import QuantizedMatrix
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Shard
-from ratchet.utils.thread_pool import Crew
+from ratchet.utils.thread_pool import ThreadPool
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StagedPiece:
     """A received part of the weight `name`, starting at `offsets`."""
 
     name: str
@@ -39,7 +39,7 @@ class Piece:
         return view
 
 
-class Staging:
+class WeightStaging:
     """The receiving end of a weight push: it collects pieces and applies them at the commit.
 
     A learner that shares its tensors with the generator has nothing to send: shards that already
@@ -56,7 +56,7 @@ class Staging:
         self,
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         parameters: Callable[[], Iterable[nn.Parameter]] = tuple,
-        quantised: Callable[[], Iterable[Quantised]] = tuple,
+        quantised: Callable[[], Iterable[QuantizedMatrix]] = tuple,
     ) -> None:
         self._weights, self._parameters, self._quantised = weights, parameters, quantised
         self.adapter: Adapter | None = None
@@ -64,12 +64,12 @@ class Staging:
         # Views of the weights that the push in progress may change; None between pushes.
         self._open: Mapping[str, Tensor] | None = None
         self._adapter_only = False  # the push in progress has the adapter's weights alone
-        self.pieces: list[Piece] = []
+        self.pieces: list[StagedPiece] = []
         self.stable = False  # received memory keeps its content until the commit
         self.lasting = False  # and after it, until the next commit
         self.head_is_embedding = False
         self._borrowed: list[nn.Parameter] = []
-        self._threads = Crew(torch.get_num_threads())
+        self._threads = ThreadPool(torch.get_num_threads())
 
     def set_adapter(
         self, adapter: Adapter, low_rank: Callable[[], Iterable[tuple[str, Tensor]]]
@@ -156,12 +156,12 @@ class Staging:
 
     def _stage(self, name: str, shard: Shard) -> None:
         view = self._view(name, tuple(shard.shape))
-        piece = Piece(name, tuple(shard.offsets), shard.tensor.detach())
+        piece = StagedPiece(name, tuple(shard.offsets), shard.tensor.detach())
         if piece.place(view).data_ptr() != piece.tensor.data_ptr():
             tensor = (
                 piece.tensor if self.stable else piece.tensor.to(view.device, view.dtype, copy=True)
             )
-            self.pieces.append(Piece(name, piece.offsets, tensor))
+            self.pieces.append(StagedPiece(name, piece.offsets, tensor))
 
     def apply(self) -> None:
         """Make the staged pieces the model's weights."""
@@ -187,7 +187,7 @@ class Staging:
         opened = [matrix.opened for matrix in self._quantised() if matrix.opened is not None]
         starts = sorted(tensor.data_ptr() for tensor in (*parameters, *opened))
         # A weight's view may lie inside a fused parameter: find the parameter by its address.
-        by_address: dict[int, list[Piece]] = {}  # of the parameter or the opened matrix
+        by_address: dict[int, list[StagedPiece]] = {}  # of the parameter or the opened matrix
         for piece in self.pieces:
             address = starts[bisect_right(starts, self.views[piece.name].data_ptr()) - 1]
             by_address.setdefault(address, []).append(piece)
@@ -209,7 +209,7 @@ class Staging:
         self._open = self._current_views()
         return self._copy_pairs(to_copy)
 
-    def _copy_pairs(self, pieces: Iterable[Piece]) -> list[tuple[Tensor, Tensor]]:
+    def _copy_pairs(self, pieces: Iterable[StagedPiece]) -> list[tuple[Tensor, Tensor]]:
         return [(piece.place(self.views[piece.name]), piece.tensor) for piece in pieces]
 
     def clear(self) -> None:

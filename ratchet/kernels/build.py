@@ -13,7 +13,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from ratchet.utils.object_store import kept
+from ratchet.utils.object_store import get_cache_dir
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "kernels.c", HERE / "decoding.c"
@@ -35,12 +35,12 @@ LIMIT_S = 60.0
 
 
 @cache
-def library() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """Return the compiled library. Raises OSError if there is no compiler, or it fails."""
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if compiler is None:
         raise OSError("no C compiler is on the PATH")
-    directory = kept("kernels")
+    directory = get_cache_dir("kernels")
     key = _key(compiler)
     path = next(filter(_is_complete, directory.glob(f"{key}-*.so")), None) or _compile(
         compiler, directory, key

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.profiler import record_function
 
-from ratchet.kernels.build import library, processor
+from ratchet.kernels.build import load_library, processor
 
 # As in kernels.c and rows.h.
 PARTS = 8
@@ -48,13 +48,13 @@ _library: Any = None
 _onednn = False
 
 
-def use(enabled: bool) -> None:
+def set_enabled(enabled: bool) -> None:
     """Turn the kernels of this process on or off.
 
     Raises OSError if they can't be compiled.
     """
     global _library, _onednn
-    compiled: Any = library() if enabled else None
+    compiled: Any = load_library() if enabled else None
     if compiled is not None:
         for name, types in SIGNATURES.items():
             function = getattr(compiled, name)
@@ -66,12 +66,12 @@ def use(enabled: bool) -> None:
     _library = compiled
 
 
-def used() -> bool:
+def is_enabled() -> bool:
     """True if this process uses the kernels."""
     return _library is not None
 
 
-def fits(*tensors: Tensor) -> bool:
+def is_supported(*tensors: Tensor) -> bool:
     """True if the kernels are on and support these tensors."""
     if _library is None or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return False
@@ -82,7 +82,7 @@ def fits(*tensors: Tensor) -> bool:
     return True
 
 
-def laid(x: Tensor, *shape: int) -> bool:
+def has_layout(x: Tensor, *shape: int) -> bool:
     """True if the tensor has the layout that the C code assumes.
 
     Otherwise the C code would read beyond its end.
@@ -290,7 +290,7 @@ def step(
     A key and a value of each token join the KV cache. The bits of a row do not depend on other
     rows. Without gradient.
 
-    layers: tensors in the order of `Layer` in decoding.c, row by row.
+    layers: tensors in the order of `MegatronLayer` in decoding.c, row by row.
     tables: cosines [N, 1, D] and sines [N, 1, C].
     places: positions and slots, int64 [N] both.
     sizes: d, H, K, L, D and F.
@@ -300,8 +300,8 @@ def step(
     cos, sin = tables
     positions_N, slots_N = places
     layouts = (x_Nd, d), (positions_N,), (slots_N,), (cos, 1, size), (sin, 1, size // 2)
-    assert all(laid(tensor, count, *shape) for tensor, *shape in layouts)
-    assert fits(x_Nd, norm_d, cos, sin)
+    assert all(has_layout(tensor, count, *shape) for tensor, *shape in layouts)
+    assert is_supported(x_Nd, norm_d, cos, sin)
     assert positions_N.dtype is slots_N.dtype is torch.int64
     threads = torch.get_num_threads()
     scratch = x_Nd.new_empty(threads, _library.step_scratch(d, n_heads, n_kv_heads, size, gated))
@@ -323,7 +323,9 @@ def prefers_onednn(x_Td: Tensor, weight_od: Tensor) -> bool:
     The choice depends on the size of the matrix and not on the number of rows, whose bits must not
     depend on it.
     """
-    return _onednn and weight_od.numel() >= WIDE and x_Td.dim() == 2 and fits(x_Td, weight_od)
+    return (
+        _onednn and weight_od.numel() >= WIDE and x_Td.dim() == 2 and is_supported(x_Td, weight_od)
+    )
 
 
 def product(x_Td: Tensor, weight_od: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class LocalConfig(Section):
     )
 
 
-class SpreadConfig(Section):
+class DistributedConfig(Section):
     """The base class of learners over several processes, each with its own device.
 
     provider: the class that loads models, see `ratchet.learners.distributed.model_providers`.
@@ -96,7 +96,7 @@ class SpreadConfig(Section):
     )
 
 
-class DTensorConfig(SpreadConfig):
+class DTensorConfig(DistributedConfig):
     """A learner that uses torch's own parallelism: FSDP2.
 
     It divides Ratchet's decoder, or any model of transformers.
@@ -124,7 +124,7 @@ class DTensorConfig(SpreadConfig):
     )
 
 
-class MegatronConfig(SpreadConfig):
+class MegatronConfig(DistributedConfig):
     """A learner that uses Megatron Core's layers, pipeline schedules, optimizer and checkpoints."""
 
     builds: ClassVar[str] = "ratchet.learners.megatron.learner:MegatronLearner"

@@ -21,7 +21,7 @@ Span = tuple[range, range]  # indices of the student's tokens, and of the teache
 
 REPLACED = "\N{REPLACEMENT CHARACTER}"
 # Tokens without a whole character beyond which bytes are invalid: a character has at most 4 bytes.
-LONG = 32
+LONG_WINDOW = 32
 # Tokens before a run, at least one of which has text.
 CONTEXT = 8
 # Maximum number of characters of a compatibility decomposition.
@@ -29,7 +29,7 @@ EXPANSION = 18
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """A run of text tokens, without control tokens.
 
     previous: tokens of text that they directly follow, if any. Decoders treat the beginning of a
@@ -54,7 +54,7 @@ class Run:
     @cached_property
     def text(self) -> str:
         """The text of the run after `previous`; bytes that are no UTF-8 become U+FFFD."""
-        return Window(self.tokenizer, self.before, list(self.tokens)).text()
+        return DecodeWindow(self.tokenizer, self.before, list(self.tokens)).text()
 
     @cached_property
     def cuts(self) -> dict[int, int]:
@@ -62,11 +62,11 @@ class Run:
 
         There is a cut wherever a token ends with a whole character. Only the text after the last
         cut is decoded at each token, so the work grows with the number of tokens, not with its
-        square. `Window.shorten` keeps it so where no character gets whole, and `Window.is_due`
-        where no decoding so far is the text's.
+        square. `DecodeWindow.shorten` keeps it so where no character gets whole, and
+        `DecodeWindow.is_due` where no decoding so far is the text's.
         """
         cuts = {0: 0}
-        window = Window(self.tokenizer, self.before)
+        window = DecodeWindow(self.tokenizer, self.before)
         for count, token in enumerate(self.tokens[:-1], start=1):
             window.tokens.append(token)
             if not window.is_due:
@@ -103,7 +103,7 @@ class Run:
             return False
 
 
-def common_spans(student: Run, teacher: Run) -> Iterator[Span]:
+def find_common_spans(student: TokenRun, teacher: TokenRun) -> Iterator[Span]:
     """Yield the shortest spans of the two runs, in order and disjoint.
 
     teacher: its tokenizer's tokens of the student's text, which may decode to another text.
@@ -112,12 +112,12 @@ def common_spans(student: Run, teacher: Run) -> Iterator[Span]:
     teacher_text = teacher.text
     places = [
         (p, q)
-        for p, q in same_places(student_text, teacher_text)
+        for p, q in align_positions(student_text, teacher_text)
         if p in student.cuts and q in teacher.cuts
     ]
     for (p, q), (p_end, q_end) in pairwise(places):
         tokens = range(student.cuts[p], student.cuts[p_end])
-        if canonical(student_text[p:p_end]) == canonical(
+        if compose_nfc(student_text[p:p_end]) == compose_nfc(
             teacher_text[q:q_end]
         ) and student.is_literal(slice(p, p_end), tokens):
             yield tokens, range(teacher.cuts[q], teacher.cuts[q_end])
@@ -126,12 +126,12 @@ def common_spans(student: Run, teacher: Run) -> Iterator[Span]:
 # --- Two texts, one of which a tokenizer made from the other.
 
 
-def canonical(text: str) -> str:
+def compose_nfc(text: str) -> str:
     """Return the canonical composition (NFC) of a text."""
     return unicodedata.normalize("NFC", text)
 
 
-def same_places(student: str, teacher: str) -> list[tuple[int, int]]:
+def align_positions(student: str, teacher: str) -> list[tuple[int, int]]:
     """Return ascending pairs of positions at which the two texts correspond.
 
     Both are scanned from the beginning, past differences of normalisation (`_difference`), up to
@@ -148,7 +148,7 @@ def same_places(student: str, teacher: str) -> list[tuple[int, int]]:
     i = j = 0
     while i < len(student_C) and j < len(teacher_C):
         step = (1, 1)
-        if canonical(student_C[i]) != canonical(teacher_C[j]):
+        if compose_nfc(student_C[i]) != compose_nfc(teacher_C[j]):
             step = _difference(student_C[i : i + EXPANSION], teacher_C[j : j + EXPANSION])
         if step is None:
             break
@@ -159,7 +159,7 @@ def same_places(student: str, teacher: str) -> list[tuple[int, int]]:
     while (
         back_i > i
         and back_j > j
-        and canonical(student_C[back_i - 1]) == canonical(teacher_C[back_j - 1])
+        and compose_nfc(student_C[back_i - 1]) == compose_nfc(teacher_C[back_j - 1])
     ):
         back_i, back_j = back_i - 1, back_j - 1
         backwards.append((student_ends[back_i], teacher_ends[back_j]))
@@ -213,7 +213,7 @@ def _folded(text: str) -> str:
 
 
 @dataclass
-class Window:
+class DecodeWindow:
     """The tokens of a text after a position in it.
 
     before: the tokens just before the position, as context for the decoder.
@@ -252,11 +252,11 @@ class Window:
         They don't if one half character turns all bytes beside it into U+FFFD, as in decoders with
         byte fallback. Such a window is decoded again once it has grown by an eighth.
         """
-        if len(self.tokens) < LONG:
+        if len(self.tokens) < LONG_WINDOW:
             return
         half = replace(self, tokens=list(self.tokens))
-        piece = half.text(LONG // 2)
-        half.pass_over(LONG // 2, piece)
+        piece = half.text(LONG_WINDOW // 2)
+        half.pass_over(LONG_WINDOW // 2, piece)
         if piece + half.text() == self.text() and text.startswith(piece, self.at):
             self.before = half.before
             self.tokens = half.tokens

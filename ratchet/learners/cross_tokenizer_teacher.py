@@ -18,14 +18,14 @@ from ratchet.batch import Batch
 from ratchet.data.chat.tokenizer import After, Tokenizer
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
-from ratchet.learners.cross_tokenizer_spans import Run, Span, common_spans
+from ratchet.learners.cross_tokenizer_spans import Span, TokenRun, find_common_spans
 from ratchet.learners.teacher import Teacher
 from ratchet.protocols import Learner
 from ratchet.types import Group, Message, Task, Trajectory
 
 
 @dataclass
-class Translation:
+class TranslatedRow:
     """A row in the teacher's tokens.
 
     asked: True for tokens to score.
@@ -81,7 +81,7 @@ class AlignedTeacher(Teacher):
         return {name: columns[name] for name in wanted}
 
     async def _score_translations(
-        self, batch: Batch, translations: Sequence[Translation]
+        self, batch: Batch, translations: Sequence[TranslatedRow]
     ) -> Tensor:
         """Return the teacher's log-probabilities of the translated rows, laid end to end."""
         rows = [
@@ -92,14 +92,14 @@ class AlignedTeacher(Teacher):
         packed = pack([Group(str(i), task, (row,)) for i, row in enumerate(rows)])
         return (await self.inner.score(packed, ["logprobs"]))["logprobs"]
 
-    def translate(self, tokens: Sequence[int], asked: Sequence[bool]) -> Translation:
+    def translate(self, tokens: Sequence[int], asked: Sequence[bool]) -> TranslatedRow:
         """Return the row in the teacher's tokens.
 
         Its text is cut at control tokens and between tokens to score and others. Text that the
         student wrote and the teacher has no tokens for is left out, without a span. Raises
         DataError if the teacher has no tokens for a prompt's text.
         """
-        translation = Translation()
+        translation = TranslatedRow()
         controls = set(self.student.special_ids.values()) | set(self.student.eos_ids)
         kinds = [
             (i if token in controls else -1, is_scored)
@@ -117,10 +117,10 @@ class AlignedTeacher(Teacher):
                 after = "special"
                 previous = ((), ())
             else:
-                student = Run(self.student, student_tokens, previous[0])
+                student = TokenRun(self.student, student_tokens, previous[0])
                 teacher_tokens = self._text(student.text, after, is_scored)
                 spans = (
-                    common_spans(student, Run(self.teacher, teacher_tokens, previous[1]))
+                    find_common_spans(student, TokenRun(self.teacher, teacher_tokens, previous[1]))
                     if is_scored
                     else ()
                 )
@@ -134,7 +134,7 @@ class AlignedTeacher(Teacher):
             ]
         return self._truncate(translation)
 
-    def _truncate(self, translation: Translation) -> Translation:
+    def _truncate(self, translation: TranslatedRow) -> TranslatedRow:
         """Return the row up to the teacher's context, without spans that begin with the row.
 
         No state predicts the first token.
@@ -145,7 +145,7 @@ class AlignedTeacher(Teacher):
             for student_range, teacher_range in translation.spans
             if teacher_range.start > 0 and teacher_range.stop <= end
         ]
-        return Translation(translation.tokens[:end], translation.asked[:end], spans)
+        return TranslatedRow(translation.tokens[:end], translation.asked[:end], spans)
 
     def _text(self, text: str, after: After, written: bool) -> list[int]:
         """Return the teacher's tokens of a text.

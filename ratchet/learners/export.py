@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ratchet.checkpoint.sharded import Blocks, save_blocks
-from ratchet.models.lora.decoder import merged
-from ratchet.models.lora.files import bit_sum, check_base, fingerprint, save_adapter
+from ratchet.checkpoint.sharded import BlockFiles, save_blocks
+from ratchet.models.lora.decoder import merge_lazily
+from ratchet.models.lora.files import check_base, fingerprint_weights, save_adapter, sum_bits
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead, save_head
-from ratchet.models.weights.hf_weights import Savable
+from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.models.weights.weight_layout import PEFT
 from ratchet.protocols import Exported, Shard
 
@@ -36,7 +36,7 @@ def export_blocks(
     save_blocks(parts, rank, blocks, {})
     dist.barrier()
     if rank == 0:
-        blocks_of_all = Blocks(parts)
+        blocks_of_all = BlockFiles(parts)
         _write(
             model,
             {name: blocks_of_all.whole(name) for name in blocks_of_all.stored},
@@ -55,7 +55,7 @@ def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
 
     Raises CheckpointError if these differ from the checkpoint's, or something is missing.
     """
-    saved = Blocks(checkpoint)
+    saved = BlockFiles(checkpoint)
     frozen_names = model.resting()
     frozen = {
         name: weight.detach() for name, weight in model.canonical_weights() if name in frozen_names
@@ -64,7 +64,7 @@ def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
         check_base(
             checkpoint,
             saved.numbers.get("base"),
-            fingerprint({name: bit_sum(weight) for name, weight in frozen.items()}),
+            fingerprint_weights({name: sum_bits(weight) for name, weight in frozen.items()}),
         )
     # Names with a slash are the optimizer's: exp_avg/...
     learned = {name: saved.whole(name) for name in saved.stored if "/" not in name}
@@ -72,7 +72,7 @@ def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
 
 
 def _write(
-    model: PolicyModel, whole: Mapping[str, Savable], directory: Path, part: Exported
+    model: PolicyModel, whole: Mapping[str, SavableTensor], directory: Path, part: Exported
 ) -> None:
     """Write the whole weights as a Hugging Face model, its base or its adapter."""
     low_rank = {name: weight for name, weight in whole.items() if name.startswith(PEFT)}
@@ -88,7 +88,7 @@ def _write(
         directory,
         weights
         if adapter is None or part == "base"
-        else merged(weights, low_rank, adapter.lora.scale),
+        else merge_lazily(weights, low_rank, adapter.lora.scale),
     )
     if HEAD in whole:
         head = ScalarHead(model.hidden_size)

@@ -17,19 +17,23 @@ from ratchet.batch import Batch, Level
 from ratchet.checkpoint.serialization import load_state, save_state
 from ratchet.config.resolve import construct
 from ratchet.config.schema import OptimizerConfig
-from ratchet.learners.compute.forward import Forward, logits_mib
+from ratchet.learners.compute.forward import Forward, resolve_chunk_mib
 from ratchet.learners.compute.microbatch_dispatch import gather_columns
-from ratchet.learners.compute.microbatching import most_tokens, plan_microbatches, weighing_rows
+from ratchet.learners.compute.microbatching import (
+    plan_microbatches,
+    resolve_micro_batch_tokens,
+    select_weighted_rows,
+)
 from ratchet.learners.config import LocalConfig
-from ratchet.learners.offload import Residence
+from ratchet.learners.offload import Offloader
 from ratchet.learners.optim.adamw import AdamW
-from ratchet.learners.optim.step_policy import Pace
-from ratchet.models.lora.files import bit_sum, check_base, fingerprint, save_adapter
-from ratchet.models.lora.layers import mask_seed
+from ratchet.learners.optim.step_policy import StepPolicy
+from ratchet.models.lora.files import check_base, fingerprint_weights, save_adapter, sum_bits
+from ratchet.models.lora.layers import derive_mask_seed
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.protocols import Exported, LossTerm, Shard
-from ratchet.utils.thread_pool import Crew, dealt
+from ratchet.utils.thread_pool import ThreadPool, balance_by_size
 
 
 class LocalLearner:
@@ -67,7 +71,7 @@ class LocalLearner:
         self.unit: Level = unit
         model.checkpointing = config.activation_checkpointing
         device = next(model.parameters()).device.type
-        chunk_mib = logits_mib(config.logprob_chunk_mib, device)
+        chunk_mib = resolve_chunk_mib(config.logprob_chunk_mib, device)
         forward = Forward(
             model,
             head,
@@ -80,7 +84,7 @@ class LocalLearner:
         self.dtype = forward.dtype
         # In a run "auto" has been replaced by a measured number. An accelerator computes one
         # micro-batch at a time.
-        self.thread_pool = Crew(
+        self.thread_pool = ThreadPool(
             1 if config.workers == "auto" or device != "cpu" else config.workers
         )
         # One forward for each worker. The optimizer reads the gradients of the first.
@@ -92,11 +96,11 @@ class LocalLearner:
         self.optimizer: AdamW | None = None
         if optimizer is not None:
             self.optimizer = construct(optimizer, forward.parameters(), matrices=model.matrices())
-        self._offloader = Residence([model, head], self.optimizer)
+        self._offloader = Offloader([model, head], self.optimizer)
         self.step_policy = (
             None
             if optimizer is None
-            else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
+            else StepPolicy(optimizer, total=total_steps, max_bad=config.max_bad_steps)
         )
 
     # --- scoring
@@ -141,7 +145,7 @@ class LocalLearner:
         assert optimizer is not None, "a frozen role was asked to update"
         assert step_policy is not None
         metrics = step_policy.begin()
-        active = weighing_rows(mini, terms)
+        active = select_weighted_rows(mini, terms)
         if not active:
             return {**metrics, "skipped_empty": 1.0}
         sums = self._accumulate(
@@ -187,7 +191,9 @@ class LocalLearner:
         def learn(forward: Forward, number: int) -> Mapping[str, Tensor]:
             # The seed of the adapter's dropout: by the step and the micro-batch's number in it, as
             # on ranks.
-            return forward.learn(mini.take(plan[number]), terms, seed=mask_seed(taken, number))
+            return forward.learn(
+                mini.take(plan[number]), terms, seed=derive_mask_seed(taken, number)
+            )
 
         for numbers in self._run_micros(mini, plan, learn):
             for key, value in numbers.items():
@@ -207,7 +213,9 @@ class LocalLearner:
         work: called with a worker's forward and the micro-batch's number in the plan.
         """
         lengths = batch.lengths_S.tolist()
-        shares = dealt([sum(lengths[row] for row in rows) for rows in plan], self.thread_pool.size)
+        shares = balance_by_size(
+            [sum(lengths[row] for row in rows) for rows in plan], self.thread_pool.size
+        )
 
         def run_share(forward: Forward, share: list[int]) -> list[Mapping[str, Tensor]]:
             return [work(forward, number) for number in share]
@@ -227,7 +235,7 @@ class LocalLearner:
 
     def _plan(self, batch: Batch) -> list[list[int]]:
         """Return the rows of each micro-batch."""
-        limit = most_tokens(self.config.micro_batch_tokens, self.device.type)
+        limit = resolve_micro_batch_tokens(self.config.micro_batch_tokens, self.device.type)
         shares_prefixes = self.model.shares_prefixes
         return plan_microbatches(
             batch,
@@ -259,8 +267,8 @@ class LocalLearner:
             yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
 
     def fingerprint(self) -> str:
-        return fingerprint(
-            {name: bit_sum(parameter) for name, parameter in self.forwards[0].parameters()}
+        return fingerprint_weights(
+            {name: sum_bits(parameter) for name, parameter in self.forwards[0].parameters()}
         )
 
     def save(self, directory: Path) -> None:
@@ -288,9 +296,9 @@ class LocalLearner:
     def _base_fingerprint(self) -> str:
         """The fingerprint of the frozen weights beside an adapter, which checkpoints leave out."""
         resting = self.model.resting()
-        return fingerprint(
+        return fingerprint_weights(
             {
-                name: bit_sum(weight)
+                name: sum_bits(weight)
                 for name, weight in self.model.canonical_weights()
                 if name in resting
             }

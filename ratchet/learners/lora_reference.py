@@ -9,11 +9,11 @@ from typing import Protocol
 from torch import Tensor
 
 from ratchet.batch import Batch
-from ratchet.learners.wrapper import Around
+from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.protocols import Learner, LossTerm
 
 
-class ScoresBase(Learner, Protocol):
+class BaseModelScorer(Learner, Protocol):
     """A learner that can score without its model's adapter."""
 
     async def score_base(
@@ -23,15 +23,15 @@ class ScoresBase(Learner, Protocol):
         ...
 
 
-class BaseView(Around):
+class LoRAReference(LearnerWrapper):
     """The policy's learner without the adapter, as a frozen role.
 
     Implements `Learner`. The policy's own learner moves and saves the weights.
     """
 
-    inner: ScoresBase
+    inner: BaseModelScorer
 
-    def __init__(self, policy: ScoresBase) -> None:
+    def __init__(self, policy: BaseModelScorer) -> None:
         super().__init__(policy)
 
     async def score(

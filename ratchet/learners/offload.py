@@ -10,7 +10,7 @@ from torch import nn
 from ratchet.learners.optim.adamw import AdamW
 
 
-class Residence:
+class Offloader:
     """Moves weights, buffers and optimizer state between device and host memory (colocation).
 
     Gradients exist during updates only. Parameters stay the same objects. Saving, loading and

@@ -13,10 +13,19 @@ import torch
 from torch import Tensor
 
 from ratchet.batch import Batch, Level
-from ratchet.learners.compute.microbatch_dispatch import Micro, deal, gather_columns, light
-from ratchet.learners.compute.microbatching import most_tokens, plan_microbatches, weighing_rows
-from ratchet.learners.config import SpreadConfig
-from ratchet.learners.distributed.topology import topology_of
+from ratchet.learners.compute.microbatch_dispatch import (
+    MicroBatch,
+    distribute_microbatches,
+    gather_columns,
+    strip_media,
+)
+from ratchet.learners.compute.microbatching import (
+    plan_microbatches,
+    resolve_micro_batch_tokens,
+    select_weighted_rows,
+)
+from ratchet.learners.config import DistributedConfig
+from ratchet.learners.distributed.topology import build_topology
 from ratchet.protocols import Exported, LossTerm, Shard, Workers
 
 
@@ -33,7 +42,7 @@ class RemoteLearner:
     def __init__(
         self,
         ranks: Workers,
-        config: SpreadConfig,
+        config: DistributedConfig,
         role: str,
         *,
         device: str,
@@ -45,8 +54,8 @@ class RemoteLearner:
         self.role = role
         self.vocab_size = vocab_size
         self.unit: Level = unit
-        self.topology = topology_of(config)
-        self.max_tokens = most_tokens(config.micro_batch_tokens, device)
+        self.topology = build_topology(config)
+        self.max_tokens = resolve_micro_batch_tokens(config.micro_batch_tokens, device)
         self.shares_prefixes = shares_prefixes and self.topology.context == 1
 
     async def score(
@@ -73,13 +82,13 @@ class RemoteLearner:
         return gather_columns(batch, plan, in_order)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        active = weighing_rows(mini, terms)
+        active = select_weighted_rows(mini, terms)
         part = mini if len(active) == mini.n_sequences else mini.take(active)
         micros = self._distribute(part) if active else [[] for _ in range(self.topology.data)]
         results = await self._each("update", micros, ([term.name for term in terms],))
         return results[0][1]
 
-    def _distribute(self, batch: Batch) -> list[list[Micro]]:
+    def _distribute(self, batch: Batch) -> list[list[MicroBatch]]:
         """Return the micro-batches of each data rank."""
         ranks = self.topology.data
         plan = plan_microbatches(
@@ -89,10 +98,10 @@ class RemoteLearner:
             shares=self.shares_prefixes,
             workers=ranks,
         )
-        return deal(batch, plan, ranks, multiple=self.topology.pipeline)
+        return distribute_microbatches(batch, plan, ranks, multiple=self.topology.pipeline)
 
     async def _each(
-        self, method: str, micros: Sequence[Sequence[Micro]], arguments: tuple[Any, ...]
+        self, method: str, micros: Sequence[Sequence[MicroBatch]], arguments: tuple[Any, ...]
     ) -> list[tuple[Any, Any]]:
         """Call a method on all ranks, and return (coordinates, result) of each data rank.
 
@@ -101,7 +110,7 @@ class RemoteLearner:
         coordinates = list(self.topology.coordinates())
         # Ranks that share a data rank get the same object, which is serialised once.
         messages = [
-            (self.role, light([micro.batch for micro in rank_micros]), *arguments)
+            (self.role, strip_media([micro.batch for micro in rank_micros]), *arguments)
             for rank_micros in micros
         ]
         results = await self.ranks.each(

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.errors import DataError
-from ratchet.learners.wrapper import Around
+from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.protocols import Learner, LossTerm
 
 
-class Teacher(Around):
+class Teacher(LearnerWrapper):
     """A learner that never updates. Checkpoints leave it out: the recipe names its directory.
 
     reads_rows: True if it scores the rows as they are, so that they must fit into its context.

@@ -11,7 +11,7 @@ from ratchet.batch import Batch
 from ratchet.protocols import Exported, Learner, LossTerm, Placeable, Shard
 
 
-class Around:
+class LearnerWrapper:
     """The base class of learner wrappers: forwards every call to `inner`.
 
     Implements `Learner` and `Placeable`.

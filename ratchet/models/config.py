@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ratchet.errors import ModelError
-from ratchet.models.config_json import ORIGINAL, SIZES, brief, check_types, is_number, stated_rope
+from ratchet.models.config_json import (
+    ORIGINAL,
+    SIZES,
+    check_types,
+    is_number,
+    read_rope_section,
+    shorten_repr,
+)
 
 # The keys that each rope_type needs besides rope_theta.
 ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -33,7 +40,7 @@ REQUIRED = (
 
 
 @dataclass(frozen=True)
-class Sparse:
+class MoEFormat:
     """The way a `model_type` writes its experts in `config.json` and in weight names."""
 
     n_experts: int  # default where `config.json` has no such key
@@ -47,7 +54,7 @@ class Sparse:
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """The properties that a `model_type` fixes, and its defaults for absent `config.json` keys."""
 
     architecture: str
@@ -63,10 +70,10 @@ class Family:
     rope_theta: float = 10000.0
     bos_id: int | None = None
     eos_id: int | None = None
-    sparse: Sparse | None = None
+    sparse: MoEFormat | None = None
 
 
-MIXTRAL = Sparse(
+MIXTRAL = MoEFormat(
     8,
     2,
     "intermediate_size",
@@ -76,8 +83,8 @@ MIXTRAL = Sparse(
     gate_up=("w1", "w3"),
     down="w2",
 )
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
+FAMILIES: Mapping[str, ModelFamily] = {
+    "llama": ModelFamily(
         "LlamaForCausalLM",
         qkv_bias=None,
         mlp_bias=True,
@@ -86,7 +93,7 @@ FAMILIES: Mapping[str, Family] = {
         bos_id=1,
         eos_id=2,
     ),
-    "mistral": Family(
+    "mistral": ModelFamily(
         "MistralForCausalLM",
         max_positions=131072,
         kv_heads=8,
@@ -95,16 +102,16 @@ FAMILIES: Mapping[str, Family] = {
         bos_id=1,
         eos_id=2,
     ),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, qkv_bias=None, head_dim=128),
-    "qwen3_moe": Family(
+    "qwen2": ModelFamily("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": ModelFamily("Qwen3ForCausalLM", qk_norm=True, qkv_bias=None, head_dim=128),
+    "qwen3_moe": ModelFamily(
         "Qwen3MoeForCausalLM",
         qk_norm=True,
         qkv_bias=None,
         kv_heads=4,
-        sparse=Sparse(128, 8, "moe_intermediate_size"),
+        sparse=MoEFormat(128, 8, "moe_intermediate_size"),
     ),
-    "mixtral": Family(
+    "mixtral": ModelFamily(
         "MixtralForCausalLM",
         max_positions=131072,
         kv_heads=8,
@@ -167,7 +174,8 @@ class DecoderConfig:
                 f"{kind}: {', '.join(('rope_theta', *keys))}" for kind, keys in ROPE_KEYS.items()
             )
             raise ModelError(
-                f"rope={brief(dict(self.rope))} lacks a rope_type or a key of it; they are {kinds}"
+                f"rope={shorten_repr(dict(self.rope))} lacks a rope_type or a key of it; they are "
+                f"{kinds}"
             )
         if bad_key := next(
             (
@@ -178,7 +186,7 @@ class DecoderConfig:
             None,
         ):
             raise ModelError(
-                f"rope has {bad_key}={brief(self.rope[bad_key])}, must be a number above 0"
+                f"rope has {bad_key}={shorten_repr(self.rope[bad_key])}, must be a number above 0"
             )
         self._check_experts()
 
@@ -187,30 +195,33 @@ class DecoderConfig:
             value = getattr(self, name)
             if type(value) is not int or not lower <= value <= upper:
                 raise ModelError(
-                    f"{name}={brief(value)} must be a whole number from {lower} to {upper}"
+                    f"{name}={shorten_repr(value)} must be a whole number from {lower} to {upper}"
                 )
         for name in ("norm_eps", "init_std"):
             value = getattr(self, name)
             if not is_number(value) or value < 0:
-                raise ModelError(f"{name}={brief(value)} must be a number of at least 0")
+                raise ModelError(f"{name}={shorten_repr(value)} must be a number of at least 0")
         for name in ("qk_norm", "qkv_bias", "out_bias", "mlp_bias", "tied", "renormalise"):
             if not isinstance(getattr(self, name), bool):
-                raise ModelError(f"{name}={brief(getattr(self, name))} must be true or false")
+                raise ModelError(
+                    f"{name}={shorten_repr(getattr(self, name))} must be true or false"
+                )
         if not isinstance(self.rope, Mapping):
             raise ModelError(
-                f"rope={brief(self.rope)} must be a section with rope_type and rope_theta"
+                f"rope={shorten_repr(self.rope)} must be a section with rope_type and rope_theta"
             )
         if not isinstance(self.family, str) or not (
             self.bos_id is None or type(self.bos_id) is int
         ):
             raise ModelError(
-                f"family={brief(self.family)} must be a name, and bos_id={brief(self.bos_id)} a "
+                f"family={shorten_repr(self.family)} must be a name, and "
+                f"bos_id={shorten_repr(self.bos_id)} a "
                 "number or null"
             )
         for name in ("eos_ids", "dense_layers"):
             value = getattr(self, name)
             if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
-                raise ModelError(f"{name}={brief(value)} must be a list of whole numbers")
+                raise ModelError(f"{name}={shorten_repr(value)} must be a list of whole numbers")
 
     def _check_experts(self) -> None:
         sparse = [name for name, family in FAMILIES.items() if family.sparse]
@@ -384,7 +395,7 @@ def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
     return _rope_reason(hf)
 
 
-def _sliding_reason(hf: Mapping[str, Any], family: Family) -> str | None:
+def _sliding_reason(hf: Mapping[str, Any], family: ModelFamily) -> str | None:
     kinds = set(hf.get("layer_types") or ()) - {"full_attention"}
     if kinds:
         return f"layer_types has {', '.join(sorted(kinds))}"
@@ -403,7 +414,7 @@ def _sliding_reason(hf: Mapping[str, Any], family: Family) -> str | None:
     return None
 
 
-def _experts_reason(hf: Mapping[str, Any], sparse: Sparse) -> str | None:
+def _experts_reason(hf: Mapping[str, Any], sparse: MoEFormat) -> str | None:
     counts = {hf[key] for key in EXPERT_KEYS if hf.get(key) is not None}
     if len(counts) > 1:
         return f"{' and '.join(EXPERT_KEYS)} disagree"
@@ -416,7 +427,7 @@ def _experts_reason(hf: Mapping[str, Any], sparse: Sparse) -> str | None:
     return None
 
 
-def _experts(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _experts(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     sparse = family.sparse
     if sparse is None:
         return {}
@@ -437,7 +448,7 @@ def _experts(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _rope_reason(hf: Mapping[str, Any]) -> str | None:
-    stated = stated_rope(hf)
+    stated = read_rope_section(hf)
     if any(isinstance(value, Mapping) for value in stated.values()):
         return "its rotary embedding differs between layers (nested rope_parameters)"
     kind = stated.get("rope_type", stated.get("type", "default"))
@@ -450,13 +461,15 @@ def _rope_reason(hf: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _rope(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _rope(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     """Return `rope_parameters` in the form of transformers 5.
 
     It is read from that form or from the older `rope_theta` and `rope_scaling`.
     """
-    rope = {key: value for key, value in stated_rope(hf).items() if key != "type"}
-    rope["rope_type"] = stated_rope(hf).get("rope_type", stated_rope(hf).get("type", "default"))
+    rope = {key: value for key, value in read_rope_section(hf).items() if key != "type"}
+    rope["rope_type"] = read_rope_section(hf).get(
+        "rope_type", read_rope_section(hf).get("type", "default")
+    )
     rope["rope_theta"] = float(rope.get("rope_theta") or hf.get("rope_theta") or family.rope_theta)
     if ORIGINAL in ROPE_KEYS[rope["rope_type"]]:
         rope[ORIGINAL] = int(
@@ -471,7 +484,9 @@ def _ids(value: Any) -> tuple[int, ...]:
     """Return token ids as a tuple. Raises ModelError if `value` is neither an id nor a list."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     if not all(type(token_id) is int for token_id in ids):
-        raise ModelError(f"eos_token_id={brief(value)} must be a number, or a list of numbers")
+        raise ModelError(
+            f"eos_token_id={shorten_repr(value)} must be a number, or a list of numbers"
+        )
     return ids
 
 

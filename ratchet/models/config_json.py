@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.errors import ModelError
-from ratchet.utils.terminal_text import shortened
+from ratchet.utils.terminal_text import shorten_text
 
 ORIGINAL = "original_max_position_embeddings"  # the context length before it was stretched
 NUMBERS_END = 1e300  # beyond it, arithmetic overflows
@@ -77,7 +77,8 @@ def check_types(hf: Mapping[str, Any]) -> None:
     def check(key: str, fits: bool, expected: str) -> None:
         if hf.get(key) is not None and not fits:
             raise ModelError(
-                f"config.json says {key}={brief(hf[key])}, must be {expected}: take the file from "
+                f"config.json says {key}={shorten_repr(hf[key])}, must be {expected}: take the "
+                "file from "
                 "the original model"
             )
 
@@ -93,10 +94,11 @@ def check_types(hf: Mapping[str, Any]) -> None:
         check(key, fits, "a list of texts" if kind is str else "a list of numbers")
     for key in HF_OBJECTS:
         check(key, isinstance(hf.get(key), dict), "an object")
-    for key, value in stated_rope(hf).items():
+    for key, value in read_rope_section(hf).items():
         if isinstance(value, list):
             raise ModelError(
-                f"config.json says {key:.80}={brief(value)} of its rotary embedding: the built-in "
+                f"config.json says {key:.80}={shorten_repr(value)} of its rotary embedding: the "
+                "built-in "
                 "decoder reads no lists"
             )
     n_heads = hf.get("num_attention_heads")
@@ -109,7 +111,7 @@ def check_types(hf: Mapping[str, Any]) -> None:
     )
 
 
-def stated_rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+def read_rope_section(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the rotary embedding section of a `config.json`, in its older or newer form."""
     return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
 
@@ -123,6 +125,6 @@ def is_number(value: object) -> bool:
     )
 
 
-def brief(value: object) -> str:
+def shorten_repr(value: object) -> str:
     """Return `repr(value)`, cut to 80 characters."""
-    return shortened(repr(value), 80)
+    return shorten_text(repr(value), 80)

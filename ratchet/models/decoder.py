@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ratchet.models.config import DecoderConfig
-from ratchet.models.layers.expert_routing import Route
+from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.layers.moe import SparseMLP
-from ratchet.models.layers.quantized import Form, Quantised
+from ratchet.models.layers.quantized import QuantFormat, QuantizedMatrix
 from ratchet.models.layers.rope import RotaryTable
-from ratchet.models.lora.layers import LowRank
-from ratchet.models.ops import heads, linear, rms_norm, some_rows, swiglu
-from ratchet.models.parallel.sharding import UNDIVIDED, WHOLE, Part, Seams
+from ratchet.models.lora.layers import FusedLoRA
+from ratchet.models.ops import heads, linear, rms_norm, select_rows, swiglu
+from ratchet.models.parallel.sharding import NO_TP_COMM, WHOLE, ModelShard, TPComm
 
 
-class Attend(Protocol):
+class AttentionFn(Protocol):
     """A function that computes the attention of one layer.
 
     It maps (layer index, queries [T, H, D], keys [T, K, D], values [T, K, D]) to [T, H, D]. Queries
@@ -40,8 +40,8 @@ class Attend(Protocol):
 class Linear(nn.Linear):
     """A linear map that can have an adapter and a quantized matrix."""
 
-    adapter: LowRank | None  # is added to the product, see `ratchet.models.lora.layers`
-    quantised: Quantised | None  # replaces `weight`, which is None then
+    adapter: FusedLoRA | None  # is added to the product, see `ratchet.models.lora.layers`
+    quantised: QuantizedMatrix | None  # replaces `weight`, which is None then
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
@@ -56,10 +56,10 @@ class Linear(nn.Linear):
         )
         return out if self.adapter is None else self.adapter(input, out)
 
-    def quantise(self, form: Form) -> None:
+    def quantise(self, form: QuantFormat) -> None:
         """Replace the matrix by a quantized one."""
         if self.quantised is None:
-            self.quantised = Quantised(self.weight, form)
+            self.quantised = QuantizedMatrix(self.weight, form)
             self.register_parameter("weight", None)
 
     def restore(self) -> None:
@@ -118,7 +118,7 @@ class SelfAttention(nn.Module):
         x_Td: Tensor,
         cos_T1D: Tensor,
         sin_T1C: Tensor,
-        attend: Attend,
+        attend: AttentionFn,
         read: Tensor | None = None,
     ) -> Tensor:
         c = self.config
@@ -128,7 +128,7 @@ class SelfAttention(nn.Module):
         )
         qkv = heads(qkv, (q_norm, k_norm), cos_T1D, sin_T1C, (c.n_heads, c.n_kv_heads), c.norm_eps)
         out = attend(self.layer, *qkv).flatten(1)
-        return self.o_proj(out if read is None else some_rows(out, read))
+        return self.o_proj(out if read is None else select_rows(out, read))
 
 
 class GatedMLP(nn.Module):
@@ -141,14 +141,16 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x_Td: Tensor, row_multiple: int = 1, route: Route | None = None) -> Tensor:
+    def forward(
+        self, x_Td: Tensor, row_multiple: int = 1, route: RoutingHook | None = None
+    ) -> Tensor:
         """Return [T, d]. `row_multiple` and `route` have the interface of `SparseMLP` and are
         unused here.
         """
         return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """A decoder layer: attention and an MLP, each behind a norm and with a residual connection."""
 
     def __init__(self, config: DecoderConfig, layer: int, held: int) -> None:
@@ -162,16 +164,16 @@ class Block(nn.Module):
             if sparse
             else GatedMLP(config)
         )
-        self.seams: Seams = UNDIVIDED
+        self.seams: TPComm = NO_TP_COMM
 
     def forward(
         self,
         x_Td: Tensor,
         cos_T1D: Tensor,
         sin_T1C: Tensor,
-        attend: Attend,
+        attend: AttentionFn,
         row_multiple: int = 1,
-        route: Route | None = None,
+        route: RoutingHook | None = None,
         read: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states after the layer.
@@ -185,7 +187,7 @@ class Block(nn.Module):
         attended = leave(
             self.self_attn(enter(self.input_layernorm(x_Td)), cos_T1D, sin_T1C, attend, read)
         )
-        x_Td = (x_Td if read is None else some_rows(x_Td, read)) + attended
+        x_Td = (x_Td if read is None else select_rows(x_Td, read)) + attended
         return x_Td + leave(
             self.mlp(enter(self.post_attention_layernorm(x_Td)), row_multiple, route)
         )
@@ -197,7 +199,7 @@ class Decoder(nn.Module):
     Its matrices are uninitialised memory until weights are loaded or `init_weights` is called.
     """
 
-    def __init__(self, config: DecoderConfig, part: Part = WHOLE) -> None:
+    def __init__(self, config: DecoderConfig, part: ModelShard = WHOLE) -> None:
         """Allocate the layers of the shard.
 
         Args:
@@ -214,7 +216,7 @@ class Decoder(nn.Module):
         experts = len(part.experts.range(config.n_experts))
         self.layers = nn.ModuleDict(
             {
-                str(layer): Block(local_config, layer, experts)
+                str(layer): DecoderLayer(local_config, layer, experts)
                 for layer in part.pipeline.range(config.n_layers)
             }
         )
@@ -225,7 +227,7 @@ class Decoder(nn.Module):
         self.rotary = RotaryTable(config)
         self.checkpointing = False
         # the communication with the other tensor-parallel ranks
-        self.seams: Seams = UNDIVIDED
+        self.seams: TPComm = NO_TP_COMM
 
     @property
     def inner_maps(self) -> Iterator[tuple[str, Linear]]:
@@ -236,7 +238,7 @@ class Decoder(nn.Module):
             if isinstance(m, Linear) and m is not self.lm_head
         )
 
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter | Quantised]]:
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter | QuantizedMatrix]]:
         """Yield `named_parameters()` and the quantized matrices, under the names of their plain
         ones.
         """
@@ -260,22 +262,22 @@ class Decoder(nn.Module):
         assert self.embed_tokens is not None, "this part of the decoder has no embedding"
         return self.seams.embed(tokens_T, self.embed_tokens.weight)
 
-    def join(self, seams: Seams) -> None:
+    def join(self, seams: TPComm) -> None:
         """Use `seams` to exchange hidden states with other tensor-parallel ranks."""
         self.seams = seams
         for module in self.modules():
-            if isinstance(module, Block):
+            if isinstance(module, DecoderLayer):
                 module.seams = seams
 
     def forward(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
-        attend: Attend,
+        attend: AttentionFn,
         x_Td: Tensor | None = None,
         *,
         row_multiple: int = 1,
-        route: Route | None = None,
+        route: RoutingHook | None = None,
         read: Tensor | None = None,
     ) -> Tensor:
         """Return normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the

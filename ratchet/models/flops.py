@@ -13,7 +13,7 @@ from ratchet.models.config import DecoderConfig
 
 
 @dataclass(frozen=True)
-class Work:
+class TokenCost:
     """The arithmetic of one token's forward pass through any model."""
 
     multiplied: int  # entries of all matrices that a token is multiplied with, the head included
@@ -30,7 +30,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Cost:
+class DecoderCost:
     """The parameters, FLOPs and memory of a decoder, from its shape."""
 
     shape: DecoderConfig  # of the whole model
@@ -69,12 +69,14 @@ class Cost:
         return total
 
     @property
-    def work(self) -> Work:
+    def work(self) -> TokenCost:
         """The arithmetic of one token."""
-        return Work(self.multiplied, self.shape.n_layers * self.shape.n_heads * self.shape.head_dim)
+        return TokenCost(
+            self.multiplied, self.shape.n_layers * self.shape.n_heads * self.shape.head_dim
+        )
 
     def forward_flop(self, tokens: float, context: float) -> float:
-        """Return the FLOPs of a forward pass, see `Work.forward_flop`."""
+        """Return the FLOPs of a forward pass, see `TokenCost.forward_flop`."""
         return self.work.forward_flop(tokens, context)
 
     def kv_bytes(self, size: int) -> int:

@@ -7,13 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from ratchet.models.flops import Work
+from ratchet.models.flops import TokenCost
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def work_of(weights: Iterable[nn.Parameter], head: nn.Parameter, config: Any) -> Work | None:
+def estimate_token_cost(
+    weights: Iterable[nn.Parameter], head: nn.Parameter, config: Any
+) -> TokenCost | None:
     """Return the arithmetic of one token; None if it can't be determined.
 
     That is so if a layer does something else than attend to keys of its own heads (a state space, a
@@ -42,4 +44,4 @@ def work_of(weights: Iterable[nn.Parameter], head: nn.Parameter, config: Any) ->
                 return None
             multiplied += weight.numel() // experts * experts_per_token
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Work(multiplied, config.num_hidden_layers * config.num_attention_heads * head_dim)
+    return TokenCost(multiplied, config.num_hidden_layers * config.num_attention_heads * head_dim)

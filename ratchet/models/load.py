@@ -14,7 +14,7 @@ from ratchet.models.config import DecoderConfig, unsupported_reason
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.scalar_head import FILE as HEAD_FILE
 from ratchet.models.weights.hf_weights import INDEX, empty_decoder, load_decoder, read_json
-from ratchet.utils.object_store import fetch_directory, is_address, unfit
+from ratchet.utils.object_store import explain_bad_address, fetch_directory, is_address
 
 if TYPE_CHECKING:
     from ratchet.models.transformers.policy import TransformersPolicy
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Backend = Literal["auto", "ratchet", "transformers"]
 Towers = Literal["frozen", "trained"]
 # The keys of a `config.json` that a model with media encoders has.
-OF_MEDIA = ("vision_config", "audio_config")
+MEDIA_CONFIG_KEYS = ("vision_config", "audio_config")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
 # .bin files are left out, because unpickling one runs code.
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -57,12 +57,12 @@ def load_policy(
                 "remove it"
             )
         return DecoderPolicy(load_decoder(directory, dtype=dtype, device=device))
-    return of_transformers(
+    return load_transformers_policy(
         directory, dtype=dtype, device=device, trust_remote_code=trust_remote_code, towers=towers
     )
 
 
-def of_transformers(
+def load_transformers_policy(
     directory: Path,
     *,
     dtype: torch.dtype = torch.float32,
@@ -77,9 +77,9 @@ def of_transformers(
         "trust_remote_code": trust_remote_code,
     }
     if reads_media(directory):
-        from ratchet.models.transformers.multimodal_policy import VisionPolicy
+        from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
 
-        return VisionPolicy.load(directory, **options, towers=towers)
+        return MultimodalPolicy.load(directory, **options, towers=towers)
     if towers != "frozen":
         raise ModelError(
             f"{directory} reads text alone, and model.towers={towers} is of encoders of media: "
@@ -93,7 +93,7 @@ def of_transformers(
 def reads_media(directory: Path) -> bool:
     """Return True if the model has encoders of images, audio or video."""
     config = read_json(directory / "config.json")
-    return any(key in config for key in OF_MEDIA)
+    return any(key in config for key in MEDIA_CONFIG_KEYS)
 
 
 def init_policy(
@@ -163,7 +163,7 @@ def _patterns(with_code: bool) -> list[str]:
 
 
 def _fetch(address: str, revision: str | None, with_code: bool) -> Path:
-    if reason := unfit(address):
+    if reason := explain_bad_address(address):
         raise ModelError(f"{address} can't hold a model: {reason}")
     if revision is not None:
         raise ModelError(

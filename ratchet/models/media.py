@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedModel
 
 from ratchet.errors import ModelError
-from ratchet.models.transformers.loading import reading
+from ratchet.models.transformers.loading import translate_errors
 from ratchet.types import Medium
 
 PROBE_SIDES = ((64, 96), (96, 32))  # (height, width) of the probe images, before any scaling
 
 
 @dataclass(frozen=True)
-class Seen:
+class EncodedMedia:
     """The output of an encoder for several media."""
 
     output: Any  # a transformers `ModelOutput`
@@ -57,7 +57,7 @@ class Seen:
         return type(value)(self._picked(part, indices) for part in value)
 
 
-def joined(media: Sequence[Medium]) -> dict[str, Tensor]:
+def join_media_inputs(media: Sequence[Medium]) -> dict[str, Tensor]:
     """Return the inputs of all media, concatenated along the first dimension, on the CPU.
 
     Raises ModelError if their shapes differ in another dimension.
@@ -77,7 +77,7 @@ def joined(media: Sequence[Medium]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
+def make_probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
     """Return two images, prepared by the processor in a model's directory.
 
     The list is empty if the model reads no images.
@@ -85,7 +85,7 @@ def probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
     encode = getattr(model.base_model, "get_image_features", None)
     if encode is None or getattr(model.config, "image_token_id", None) is None:
         return []
-    with reading(directory, "the image processor"):
+    with translate_errors(directory, "the image processor"):
         process = AutoImageProcessor.from_pretrained(directory, local_files_only=True)
     media: list[Medium] = []
     for number, (height, width) in enumerate(PROBE_SIDES):
@@ -99,7 +99,9 @@ def probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
         medium = Medium(f"probe {number}", "image", 0, inputs, b"")
         parameters = inspect.signature(encode).parameters
         arguments = {
-            name: x.to(model.device) for name, x in joined([medium]).items() if name in parameters
+            name: x.to(model.device)
+            for name, x in join_media_inputs([medium]).items()
+            if name in parameters
         }
         features = encode(**arguments, return_dict=True).pooler_output
         media.append(replace(medium, span=sum(feature.shape[:-1].numel() for feature in features)))

@@ -10,7 +10,7 @@ import torch
 
 from ratchet.errors import ModelError
 from ratchet.models.config import DecoderConfig
-from ratchet.models.flops import Cost
+from ratchet.models.flops import DecoderCost
 
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 GIB = 1 << 30
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 def require_memory(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> None:
     """Raise ModelError if the whole model's weights exceed the device's total (not free) memory."""
-    needed = Cost(config).parameters * dtype.itemsize
+    needed = DecoderCost(config).parameters * dtype.itemsize
     total = memory_bytes(torch.device(device))
     if total is not None and needed > total:
         raise ModelError(

@@ -13,14 +13,14 @@ from ratchet.models.config import DecoderConfig, unsupported_reason
 from ratchet.models.load import Backend, Towers, find_model, init_policy, load_policy
 from ratchet.models.policy import PolicyModel
 from ratchet.models.weights.hf_weights import WeightFiles, empty_decoder, read_config, read_json
-from ratchet.models.weights.weight_layout import pieces, shards
+from ratchet.models.weights.weight_layout import cut_blocks, list_pieces
 
 # Returns a block of a weight, on the CPU: (canonical name, offsets, sizes) -> tensor.
-Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]
+ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 
 
 @dataclass(frozen=True)
-class Origin:
+class ModelSource:
     """The source of a model: random weights, or a Hugging Face directory or Hub id."""
 
     shape: DecoderConfig | None = None  # set for random weights
@@ -60,7 +60,7 @@ class Origin:
             towers=self.towers,
         )
 
-    def reader(self) -> Read:
+    def reader(self) -> ReadBlock:
         """Return a function that reads single blocks of the weights, and nothing else of them."""
         if self.shape is None:
             files = WeightFiles.find(self.directory())
@@ -77,7 +77,7 @@ class _Drawn:
 
     def __init__(self, shape: DecoderConfig, seed: int) -> None:
         self.decoder = empty_decoder(shape, dtype=torch.float32, device="meta")
-        self.layout = pieces(self.decoder)
+        self.layout = list_pieces(self.decoder)
         self.seed = seed
         # canonical name -> the parameter that the weight lies in
         self.parameter_names = {
@@ -102,7 +102,7 @@ class _Drawn:
             self.drawn = {drawn[0]: drawn[1]}
         whole = next(
             block.tensor
-            for block in shards(self.layout[parameter_name], self.drawn[parameter_name])
+            for block in cut_blocks(self.layout[parameter_name], self.drawn[parameter_name])
             if block.name == name
         )
         return whole[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]

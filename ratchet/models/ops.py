@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         weight: shaped as the last dimension of x, or as its last two (a weight per head).
     """
-    if cpu.fits(x, weight) and cpu.laid(weight, x.shape[-1]):
+    if cpu.is_supported(x, weight) and cpu.has_layout(weight, x.shape[-1]):
         return cpu.rms_norm(x, weight, eps)
     # PyTorch has one CUDA kernel for this, forward and backward.
     if x.is_cuda:
@@ -88,15 +88,15 @@ def _compiled_heads(qkv: Tensor, norms: cpu.Norms, cos: Tensor, sin: Tensor) -> 
     """Return True if the compiled kernel supports these inputs."""
     rows, _, size = qkv.shape
     q, k = norms
-    if size > cpu.WIDEST_HEAD or not cpu.fits(qkv, cos, sin):
+    if size > cpu.WIDEST_HEAD or not cpu.is_supported(qkv, cos, sin):
         return False
     if (
         q is not None
         and k is not None
-        and not (cpu.fits(q, k) and cpu.laid(q, size) and cpu.laid(k, size))
+        and not (cpu.is_supported(q, k) and cpu.has_layout(q, size) and cpu.has_layout(k, size))
     ):
         return False
-    return cpu.laid(cos, rows, 1, size) and cpu.laid(sin, rows, 1, size // 2)
+    return cpu.has_layout(cos, rows, 1, size) and cpu.has_layout(sin, rows, 1, size // 2)
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
@@ -115,14 +115,14 @@ def swiglu(gate_up_TF: Tensor) -> Tensor:
 
     Its first half is the gate, its second half is `up`.
     """
-    if cpu.fits(gate_up_TF) and not gate_up_TF.shape[-1] % 2:
+    if cpu.is_supported(gate_up_TF) and not gate_up_TF.shape[-1] % 2:
         return cpu.swiglu(gate_up_TF)
     if not torch.is_grad_enabled():
         return _gated(gate_up_TF)
     return _SwiGLU.apply(gate_up_TF)
 
 
-def some_rows(x: Tensor, index: Tensor) -> Tensor:
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
     """Return `x[index]` for distinct int64 indices [n].
 
     As they are distinct, the backward pass copies gradients instead of adding them up.
@@ -131,7 +131,7 @@ def some_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Rows(Function):
-    """`some_rows` with a backward that copies."""
+    """`select_rows` with a backward that copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:

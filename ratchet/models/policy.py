@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from ratchet.config.schema import LoRAConfig
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
-from ratchet.models.flops import Cost, Work
+from ratchet.models.flops import DecoderCost, TokenCost
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.layers.packed_inputs import Feed, feed_of, reading_feed
+from ratchet.models.layers.packed_inputs import PackedInputs, pack_inputs, pack_read_inputs
 from ratchet.models.lora import decoder as lora
-from ratchet.models.lora.decoder import Adapter, merged, of_adapter
-from ratchet.models.lora.targets import targets_of
-from ratchet.models.parallel.tensor_parallel import DividedVocabulary
-from ratchet.models.transformers.tensor_parallel import Divided
-from ratchet.models.weights.hf_weights import Savable, canonical_weights, save_decoder
-from ratchet.models.weights.weight_layout import pieces
+from ratchet.models.lora.decoder import Adapter, is_adapter_parameter, merge_lazily
+from ratchet.models.lora.targets import resolve_decoder_targets
+from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
+from ratchet.models.transformers.tensor_parallel import TPDivision
+from ratchet.models.weights.hf_weights import SavableTensor, canonical_weights, save_decoder
+from ratchet.models.weights.weight_layout import list_pieces
 
 UNLIMITED = 2**31 - 1  # `max_positions` of a model whose configuration names no limit
 
@@ -36,7 +36,7 @@ class PolicyModel(nn.Module, ABC):
 
     # How the architecture's own plan divided the model over tensor-parallel ranks. None if it is
     # whole, and for the built-in decoder, which has its own shards.
-    divided: Divided | None = None
+    divided: TPDivision | None = None
     # The adapter that trains instead of the model's own weights; None: the weights train.
     adapter: Adapter | None = None
 
@@ -71,7 +71,7 @@ class PolicyModel(nn.Module, ABC):
         """
 
     @property
-    def work(self) -> Work | None:
+    def work(self) -> TokenCost | None:
         """The arithmetic of one text token; None if it can't be determined."""
         return None
 
@@ -98,7 +98,7 @@ class PolicyModel(nn.Module, ABC):
         return False
 
     @property
-    def vocabulary(self) -> DividedVocabulary | None:
+    def vocabulary(self) -> VocabParallelLogits | None:
         """The division of the logits over ranks; None if this rank has all of them."""
         return None if self.divided is None else self.divided.vocabulary
 
@@ -189,7 +189,7 @@ class PolicyModel(nn.Module, ABC):
         return [
             (name, p)
             for name, p in self.named_parameters()
-            if self.adapter is None or of_adapter(name)
+            if self.adapter is None or is_adapter_parameter(name)
         ]
 
     def resting(self) -> frozenset[str]:
@@ -200,15 +200,15 @@ class PolicyModel(nn.Module, ABC):
             else frozenset(name for name, _ in self.canonical_weights())
         )
 
-    def merged_weights(self) -> Mapping[str, Savable]:
+    def merged_weights(self) -> Mapping[str, SavableTensor]:
         """Return the canonical weights with the adapter merged into them."""
         weights = dict(self.canonical_weights())
         if self.adapter is None:
             return weights
-        return merged(weights, dict(self.adapter_weights()), self.adapter.lora.scale)
+        return merge_lazily(weights, dict(self.adapter_weights()), self.adapter.lora.scale)
 
     @abstractmethod
-    def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
+    def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
         """Write a Hugging Face directory. Every file appears whole or not at all.
 
         Args:
@@ -229,8 +229,8 @@ class DecoderPolicy(PolicyModel):
         return self.decoder.config
 
     @property
-    def work(self) -> Work:
-        return Cost(self.shape).work
+    def work(self) -> TokenCost:
+        return DecoderCost(self.shape).work
 
     @property
     def vocab_size(self) -> int:
@@ -251,7 +251,7 @@ class DecoderPolicy(PolicyModel):
     def matrices(self) -> Mapping[str, Sequence[int]]:
         layers = {
             name: parameter_pieces
-            for name, parameter_pieces in pieces(self.decoder).items()
+            for name, parameter_pieces in list_pieces(self.decoder).items()
             if name.startswith("layers.")
         }
         return {
@@ -292,7 +292,9 @@ class DecoderPolicy(PolicyModel):
         if read_T is None or routing is not None or not read_T.any():
             feed = self.feed(tokens_T, positions_T, lengths, routing)
         else:
-            feed = reading_feed(tokens_T, positions_T, lengths, read_T, shares=self.shares_prefixes)
+            feed = pack_read_inputs(
+                tokens_T, positions_T, lengths, read_T, shares=self.shares_prefixes
+            )
         hidden = self.decoder(
             feed.tokens_U, feed.positions_U, feed.attend, route=feed.routing, read=feed.read_U
         )
@@ -304,11 +306,11 @@ class DecoderPolicy(PolicyModel):
         positions_T: Tensor,
         lengths: Sequence[int],
         routing: Routing | None = None,
-    ) -> Feed:
-        """Return the inputs that the decoder computes for these sequences, see `Feed`."""
+    ) -> PackedInputs:
+        """Return the inputs that the decoder computes for these sequences, see `PackedInputs`."""
         if routing is not None:
             routing.check(self.shape)
-        return feed_of(tokens_T, positions_T, lengths, routing, shares=self.shares_prefixes)
+        return pack_inputs(tokens_T, positions_T, lengths, routing, shares=self.shares_prefixes)
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         weight_Vd = self.decoder.head_weight
@@ -320,7 +322,7 @@ class DecoderPolicy(PolicyModel):
         return canonical_weights(self.decoder)
 
     def check_adapter(self, lora: LoRAConfig) -> tuple[str, ...]:
-        return targets_of(self.shape, lora)
+        return resolve_decoder_targets(self.shape, lora)
 
     def attach(self, adapter: Adapter) -> None:
         lora.attach(self.decoder, adapter)
@@ -334,7 +336,7 @@ class DecoderPolicy(PolicyModel):
         return lora.adapter_weights(self.decoder)
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        return lora.switched_off(self)
+        return lora.disable_adapters(self)
 
-    def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
+    def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
         save_decoder(self.decoder, directory, weights=weights)

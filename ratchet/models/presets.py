@@ -49,7 +49,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def preset(name: str, vocab_size: int, **overrides: Any) -> DecoderConfig:
+def get_preset(name: str, vocab_size: int, **overrides: Any) -> DecoderConfig:
     """Return the named decoder shape over a vocabulary.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 
-def ended_how(status: int) -> tuple[str, str]:
+def describe_exit(status: int) -> tuple[str, str]:
     """Return an exit status, as `subprocess` gives it, in words, and the signal's name or ""."""
     if status >= 0:
         return f"exit status {status}", ""

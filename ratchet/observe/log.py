@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ratchet.observe.write_files import open_unshared
-from ratchet.utils.terminal_text import visible
+from ratchet.utils.terminal_text import escape_controls
 
 # Model text, environment errors and tracebacks end up in the log: what steers a terminal must not
 # reach one through it.
@@ -36,7 +36,7 @@ class UtcFormatter(logging.Formatter):
         )
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record)).replace("\n", "\n    ")
+        return escape_controls(super().format(record)).replace("\n", "\n    ")
 
 
 class LogFile(logging.FileHandler):
@@ -62,7 +62,7 @@ class LogFile(logging.FileHandler):
                 text = (
                     f"warning: {self.baseFilename} can't be written, so it lacks records: {error}"
                 )
-                self.console.print(Text(visible(text), style="yellow"), soft_wrap=True)
+                self.console.print(Text(escape_controls(text), style="yellow"), soft_wrap=True)
 
     def close(self) -> None:
         with suppress(OSError):  # of what could not be written before
@@ -78,7 +78,7 @@ class ConsoleHandler(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = visible(f"{record.levelname.lower()}: {record.getMessage()}")
+        line = escape_controls(f"{record.levelname.lower()}: {record.getMessage()}")
         line = line.encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
         self.console.print(
             Text(line, style="yellow" if record.levelno < logging.ERROR else "red"), soft_wrap=True

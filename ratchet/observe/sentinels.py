@@ -59,7 +59,7 @@ def holds(sentinel: SentinelConfig, memory: Memory, value: float | None) -> bool
     return _RULES[sentinel.rule](value, memory, sentinel.threshold, sentinel.window)
 
 
-def look(sentinel: SentinelConfig, memory: Memory, value: float | None) -> Memory:
+def update_memory(sentinel: SentinelConfig, memory: Memory, value: float | None) -> Memory:
     """Return the memory with one more value."""
     streak = memory.streak + 1 if holds(sentinel, memory, value) else 0
     if value is None:
@@ -122,7 +122,7 @@ _SAYS = {
 }
 
 
-def value_of(sentinel: SentinelConfig, metrics: Metrics) -> tuple[str, float | None] | None:
+def watched_value(sentinel: SentinelConfig, metrics: Metrics) -> tuple[str, float | None] | None:
     """Return the watched metric and its value; of several metrics the greatest, or one that is not
     finite.
 
@@ -248,12 +248,12 @@ class Sentinels:
         """
         pauses = False
         for name, sentinel in watched(self.config).items():
-            named_value = value_of(sentinel, metrics)
+            named_value = watched_value(sentinel, metrics)
             if named_value is None:
                 continue
             metric, value = named_value
             before = self.memories.get(name, Memory())
-            memory = self.memories[name] = look(sentinel, before, value)
+            memory = self.memories[name] = update_memory(sentinel, before, value)
             if memory.streak == sentinel.patience:
                 chosen = (shown or {}).get(metric) or list(exhibits(sentinel, groups))
                 self._alarm(step, name, metric, value, metrics, chosen)

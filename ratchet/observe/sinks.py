@@ -24,7 +24,7 @@ Metrics = Mapping[str, float | None]
 SINK_ERRORS = (OSError, RuntimeError, ValueError)
 
 
-def histograms_of(metrics: Metrics) -> Mapping[str, Histogram]:
+def get_histograms(metrics: Metrics) -> Mapping[str, Histogram]:
     """Return the histograms of the step, for a sink that can show them."""
     return metrics.histograms if isinstance(metrics, StepMetrics) else {}
 
@@ -184,7 +184,7 @@ class TensorBoardSink:
         ]
         values += [
             self._summary.Value(tag=name, histo=self._histo(found))
-            for name, found in histograms_of(metrics).items()
+            for name, found in get_histograms(metrics).items()
         ]
         self._write(step=step, summary=self._summary(value=values))
 

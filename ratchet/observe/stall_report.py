@@ -2,7 +2,7 @@
 and the last event of each.
 
 `kill -USR1 <driver>` writes the table to standard error and to the log; `ratchet status RUN` prints
-it (`answer_status`). When nothing progresses, `stalls_told` logs it, and errors about a deadline
+it (`answer_status`). When nothing progresses, `log_stalls` logs it, and errors about a deadline
 include it.
 """
 
@@ -174,7 +174,7 @@ class Stalls:
 
 
 @contextlib.contextmanager
-def stalls_told(after_s: float | None) -> Iterator[None]:
+def log_stalls(after_s: float | None) -> Iterator[None]:
     """Log stalls inside the block, even while the main thread waits. None: log nothing."""
     ended, stalls = threading.Event(), Stalls(math.inf if after_s is None else after_s)
 
@@ -235,11 +235,11 @@ def _answer(listener: socket.socket) -> None:
             return
         with connection, contextlib.suppress(OSError):
             connection.settimeout(5)
-            if _user_of(connection) == os.getuid():
+            if _peer_user(connection) == os.getuid():
                 connection.sendall(table().encode())
 
 
-def _user_of(connection: socket.socket) -> int:
+def _peer_user(connection: socket.socket) -> int:
     """Return the user of the process at the other end. On Linux an address may be no file, which
     only its owner could open."""
     if sys.platform != "linux":

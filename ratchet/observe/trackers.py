@@ -31,7 +31,7 @@ from ratchet.observe.config import (
     TrackioConfig,
     WandbConfig,
 )
-from ratchet.observe.sinks import Metrics, Sink, histograms_of
+from ratchet.observe.sinks import Metrics, Sink, get_histograms
 from ratchet.observe.write_files import replace_text
 from ratchet.utils.terminal_text import encodable
 
@@ -110,7 +110,7 @@ class RunSink:
         with as_os_error(self._name):
             values: dict[str, Any] = finite(metrics)
             if self._histogram is not None:
-                for name, histogram in histograms_of(metrics).items():
+                for name, histogram in get_histograms(metrics).items():
                     values[name] = self._histogram(
                         np_histogram=(np.array(histogram.counts), np.array(histogram.edges))
                     )
@@ -255,14 +255,14 @@ class PrometheusSink:
 
     def _serve(self, address: str, port: int) -> Any:
         """Return the server of the numbers. Raises OSError for an address that can't be had."""
-        from ratchet.web.connection import Limits
+        from ratchet.web.connection import ServerLimits
         from ratchet.web.guard import LOOPBACK, Guard
         from ratchet.web.server import ServerThread
 
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         names = (*LOOPBACK, address) if address in LOOPBACK else None
         listener = socket.create_server((address, port), family=family)
-        limits = Limits(connections=16, grace_s=1.0)
+        limits = ServerLimits(connections=16, grace_s=1.0)
         return ServerThread(Guard(self._answer, names=names), listener, limits=limits)
 
     async def _answer(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:

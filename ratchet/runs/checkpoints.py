@@ -29,7 +29,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ratchet.checkpoint.manifest import Checkpoint, survives_json, verify, write_manifest
+from ratchet.checkpoint.manifest import Checkpoint, is_json_value, verify, write_manifest
 from ratchet.errors import CheckpointError
 from ratchet.observe.write_files import sync
 from ratchet.utils import failpoints
@@ -79,7 +79,7 @@ class CheckpointStore:
             CheckpointError: It can't be written (disk full, ...) or was saved before. Earlier
                 checkpoints are unchanged.
         """
-        assert survives_json(dict(meta)), f"{meta} would come back from JSON as something else"
+        assert is_json_value(dict(meta)), f"{meta} would come back from JSON as something else"
         final = self.root / f"step-{step:08d}"
         draft = self.root / f".tmp-{step}-{uuid.uuid4().hex[:12]}"
         try:
@@ -181,7 +181,7 @@ class CheckpointStore:
             for step, path in self._newest_first()
             if step >= first
         ]
-        scored = best_first(whole)
+        scored = sort_by_score(whole)
         return self.load(scored[0].step) if scored else None
 
     def steps(self) -> list[int]:
@@ -247,7 +247,7 @@ class CheckpointStore:
         Args:
             whole: Complete checkpoints, newest first. Of equal scores the newer one is kept.
         """
-        best = best_first(whole)[: self.keep_best]
+        best = sort_by_score(whole)[: self.keep_best]
         kept = {checkpoint.step for checkpoint in (*whole[: self.keep], *best)}
         return kept | {
             checkpoint.step
@@ -256,7 +256,7 @@ class CheckpointStore:
         }
 
 
-def best_first(whole: Sequence[Checkpoint]) -> list[Checkpoint]:
+def sort_by_score(whole: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints that have a score, the highest score first."""
     scored = [checkpoint for checkpoint in whole if checkpoint.meta.get("score") is not None]
     return sorted(scored, key=lambda checkpoint: -checkpoint.meta["score"])

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def answers_status(directory: RunDirectory) -> Iterator[None]:
+def serve_status(directory: RunDirectory) -> Iterator[None]:
     """Answer `ratchet status` and SIGUSR1 inside the block.
 
     The block must be entered in the main thread.
@@ -59,7 +59,7 @@ def _address() -> Iterator[str]:
         yield f"{folder}/socket"
 
 
-def status_of(path: Path) -> str:
+def query_status(path: Path) -> str:
     """Return the stall report of the process that trains in `path`.
 
     Raises:

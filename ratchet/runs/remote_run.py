@@ -35,7 +35,7 @@ from ratchet.errors import CheckpointError
 from ratchet.observe.write_files import open_unshared, sync
 from ratchet.runs.checkpoints import STEP, CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.utils.object_store import Entry, Store, stays_inside
+from ratchet.utils.object_store import Store, StoredFile, stays_inside
 
 log = logging.getLogger(__name__)
 
@@ -48,24 +48,24 @@ ESSENTIAL = {"config.yaml", "metrics.jsonl", "ledger.jsonl", "base"}
 
 
 @dataclass(frozen=True)
-class Facts:
+class FileDigest:
     """The size of a file and the SHA-256 of its contents."""
 
     size: int
     sha256: str
 
 
-def _parse_facts(size: object, sha256: object) -> Facts:
+def _parse_facts(size: object, sha256: object) -> FileDigest:
     if not isinstance(size, int) or size < 0 or not isinstance(sha256, str):
         raise ValueError(f"{size!r}, {sha256!r}")
-    return Facts(size, sha256)
+    return FileDigest(size, sha256)
 
 
-Lines = tuple[Facts | None, ...]
+FileVersions = tuple[FileDigest | None, ...]
 
 
 @dataclass(frozen=True)
-class Index:
+class MirrorIndex:
     """The content of `mirror.json`: the run's files and the process that wrote it."""
 
     # Identifies the run; all processes that resume it share it.
@@ -73,7 +73,7 @@ class Index:
     # Identifies the process that wrote last.
     writer: str
     # The possible states of each file, by name.
-    files: Mapping[str, Lines]
+    files: Mapping[str, FileVersions]
 
     def content(self) -> bytes:
         """Return the sealed JSON text of `mirror.json`."""
@@ -86,7 +86,7 @@ class Index:
         ).encode()
 
     @classmethod
-    def from_bytes(cls, address: str, content: bytes) -> Index:
+    def from_bytes(cls, address: str, content: bytes) -> MirrorIndex:
         """Parse the bytes of `mirror.json`.
 
         Raises:
@@ -109,14 +109,14 @@ class Index:
         for name, lines in index.files.items():
             if not any(lines):
                 raise CheckpointError(f"{address}/{INDEX} is malformed (no line for '{name}')")
-            if not belongs(name):
+            if not is_mirrored(name):
                 raise CheckpointError(
                     f"{address}/{INDEX} lists '{name}', which is no file of a run's directory"
                 )
         return index
 
 
-def belongs(name: str) -> bool:
+def is_mirrored(name: str) -> bool:
     """Return True if a file of this name is mirrored with the run, checkpoints excepted.
 
     Args:
@@ -128,7 +128,7 @@ def belongs(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Stored:
+class RemoteCheckpoint:
     """A checkpoint in the object store. `manifest` holds the bytes of its manifest."""
 
     step: int
@@ -137,10 +137,10 @@ class Stored:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.step, Path(name_of(self.step)), self.body["meta"])
+        return Checkpoint(self.step, Path(get_checkpoint_name(self.step)), self.body["meta"])
 
 
-def name_of(step: int) -> str:
+def get_checkpoint_name(step: int) -> str:
     """Return the path of a checkpoint relative to its run directory."""
     return f"{CHECKPOINTS}/step-{step:08d}"
 
@@ -157,22 +157,22 @@ class MirroredRun:
         self.address = self.store.address
         # Steps of checkpoints whose fetched files did not match their manifest.
         self.damaged: set[int] = set()
-        self._read: dict[int, tuple[Entry, bytes]] = {}
+        self._read: dict[int, tuple[StoredFile, bytes]] = {}
 
-    def index(self) -> Index | None:
+    def index(self) -> MirrorIndex | None:
         """Return the index, or None if no run is there."""
         try:
-            return Index.from_bytes(self.address, self.store.read(INDEX))
+            return MirrorIndex.from_bytes(self.address, self.store.read(INDEX))
         except FileNotFoundError:
             return None
 
-    def checkpoints(self) -> tuple[dict[int, Stored], dict[int, list[str]]]:
+    def checkpoints(self) -> tuple[dict[int, RemoteCheckpoint], dict[int, list[str]]]:
         """Return the complete checkpoints by step, newest first, and the names of all files by
         step.
 
         Only the files' sizes are compared with the manifest.
         """
-        entries: dict[int, dict[str, Entry]] = {}
+        entries: dict[int, dict[str, StoredFile]] = {}
         for name, entry in self.store.entries(CHECKPOINTS).items():
             parts = PurePosixPath(name).parts
             if len(parts) > 2 and (match := STEP.fullmatch(parts[1])):
@@ -185,12 +185,12 @@ class MirroredRun:
                 log.warning("checkpoint rejected: %s", error)
         return whole, {step: list(files) for step, files in entries.items()}
 
-    def _whole(self, step: int, entries: Mapping[str, Entry]) -> Stored:
+    def _whole(self, step: int, entries: Mapping[str, StoredFile]) -> RemoteCheckpoint:
         """Return the checkpoint of `step` if all its files are there with the right sizes.
 
         Manifests are read again only after they changed.
         """
-        where = f"{self.address}/{name_of(step)}"
+        where = f"{self.address}/{get_checkpoint_name(step)}"
         if step in self.damaged:
             raise CheckpointError(f"{where} did not match its manifest when it was fetched")
         if MANIFEST not in entries:
@@ -198,7 +198,7 @@ class MirroredRun:
         if (seen := self._read.get(step)) is None or seen[0] != entries[MANIFEST]:
             seen = (
                 entries[MANIFEST],
-                self.store.read(f"{name_of(step)}/{MANIFEST}", MAX_MANIFEST_BYTES),
+                self.store.read(f"{get_checkpoint_name(step)}/{MANIFEST}", MAX_MANIFEST_BYTES),
             )
             self._read[step] = seen
         try:
@@ -213,15 +213,15 @@ class MirroredRun:
             dict(body["meta"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{where}: the manifest is malformed ({error!r})") from error
-        return Stored(step, seen[1], body)
+        return RemoteCheckpoint(step, seen[1], body)
 
-    def fetch_checkpoint(self, stored: Stored, root: Path) -> Path:
+    def fetch_checkpoint(self, stored: RemoteCheckpoint, root: Path) -> Path:
         """Fetch a checkpoint into `root`, completely or not at all, and return its directory.
 
         A checkpoint of the same step that is already there stays if it verifies with the same
         manifest. Otherwise it is renamed to `rejected-*`.
         """
-        final = root / PurePosixPath(name_of(stored.step)).name
+        final = root / PurePosixPath(get_checkpoint_name(stored.step)).name
         if final.exists():
             try:
                 verify(final, stored.step)
@@ -234,14 +234,14 @@ class MirroredRun:
         draft = root / f".tmp-{stored.step}-{uuid.uuid4().hex[:12]}"
         draft.mkdir(parents=True)
         for name in stored.body["files"]:
-            self.store.get(f"{name_of(stored.step)}/{name}", draft / name)
+            self.store.get(f"{get_checkpoint_name(stored.step)}/{name}", draft / name)
         (draft / MANIFEST).write_bytes(stored.manifest)
         try:
             verify(draft, stored.step)
         except CheckpointError as error:
             self.damaged.add(stored.step)
             raise CheckpointError(
-                f"{self.address}/{name_of(stored.step)}, as it was fetched: {error}"
+                f"{self.address}/{get_checkpoint_name(stored.step)}, as it was fetched: {error}"
             ) from error
         for path in (*draft.rglob("*"), draft):
             sync(path)
@@ -250,7 +250,10 @@ class MirroredRun:
         return final
 
     def fetch_files(
-        self, index: Index, directory: Path, is_selected: Callable[[str], bool] = lambda name: True
+        self,
+        index: MirrorIndex,
+        directory: Path,
+        is_selected: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """Fetch the files of `directory` that differ from the index.
 
@@ -265,13 +268,13 @@ class MirroredRun:
         """
         for name, lines in index.files.items():
             path = directory / name
-            if not is_selected(name) or agrees(path, lines):
+            if not is_selected(name) or truncate_to_listed(path, lines):
                 continue
             draft = path.with_name(f".{path.name}.fetched")
             try:
                 self.store.get(name, draft)
                 size = draft.stat().st_size
-                if not agrees(draft, lines):
+                if not truncate_to_listed(draft, lines):
                     listed = max(one.size for one in lines if one)
                     what = (
                         f"{size} bytes instead of {listed}"
@@ -292,7 +295,7 @@ class MirroredRun:
                 draft.unlink(missing_ok=True)
 
 
-def agrees(path: Path, lines: Lines) -> bool:
+def truncate_to_listed(path: Path, lines: FileVersions) -> bool:
     """Return True if a file begins with one of the listed contents, and cut off the rest of it."""
     if path.is_symlink() or not path.is_file():
         return False
@@ -323,7 +326,7 @@ def hash_beginning(path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-def newest(directory: RunDirectory) -> int | None:
+def find_newest_step(directory: RunDirectory) -> int | None:
     """Return the step of the newest complete checkpoint of a run.
 
     It is 0 for a run without checkpoints, and None if there is no run or all checkpoints are

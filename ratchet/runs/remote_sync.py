@@ -24,26 +24,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ratchet.checkpoint.async_writer import Background
+from ratchet.checkpoint.async_writer import BackgroundTask
 from ratchet.checkpoint.manifest import MANIFEST, Checkpoint
 from ratchet.errors import CheckpointError, RunDirectoryError
 from ratchet.observe.write_files import replace_text
-from ratchet.runs.checkpoints import CheckpointStore, best_first
+from ratchet.runs.checkpoints import CheckpointStore, sort_by_score
 from ratchet.runs.remote_run import (
     INDEX,
-    Facts,
-    Index,
-    Lines,
+    FileDigest,
+    FileVersions,
     MirroredRun,
-    Stored,
-    belongs,
+    MirrorIndex,
+    RemoteCheckpoint,
+    find_newest_step,
+    get_checkpoint_name,
     hash_beginning,
-    name_of,
-    newest,
+    is_mirrored,
 )
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils import failpoints
-from ratchet.utils.object_store import cached
+from ratchet.utils.object_store import get_cached_path
 
 log = logging.getLogger(__name__)
 
@@ -51,16 +51,16 @@ IDENTITY = ".mirror.json"  # in a run directory: identifies the run that it is a
 MAX_NAMED = 6
 
 
-class Noted(NamedTuple):
+class FileSnapshot(NamedTuple):
     """The size and modification time of a file at a save. The file may be longer later."""
 
     size: int
     modified_ns: int
 
 
-def work_copy(address: str) -> Path:
+def get_mirror_work_dir(address: str) -> Path:
     """Return the local directory in which a run at an address trains."""
-    return cached("runs", address)
+    return get_cached_path("runs", address)
 
 
 class Mirror:
@@ -87,12 +87,12 @@ class Mirror:
         self.behind: str | None = None
         self._run = uuid.uuid4().hex
         self._writer = uuid.uuid4().hex
-        self._files: dict[str, Lines] = {}  # the entries of `mirror.json` at the address
-        self._facts: dict[str, tuple[Noted, Facts]] = {}  # of local files
+        self._files: dict[str, FileVersions] = {}  # the entries of `mirror.json` at the address
+        self._facts: dict[str, tuple[FileSnapshot, FileDigest]] = {}  # of local files
         self._not_uploaded: list[str] = []  # after the latest attempt
         self._wrote = False
         self._settled = False  # True once the store has the checkpoint rules of a stage
-        self._work = Background()
+        self._work = BackgroundTask()
 
     # --- before the run
 
@@ -135,7 +135,7 @@ class Mirror:
 
     def _take_up(self) -> None:
         index = self.remote.index()
-        local_step = newest(self.directory)
+        local_step = find_newest_step(self.directory)
         if index is None and local_step is None:
             raise RunDirectoryError(
                 f"{self.address} holds no run (no {INDEX}): give the address that a run was begun "
@@ -174,18 +174,21 @@ class Mirror:
         self._fetch_checkpoints(whole, any_listed=bool(listed))
         replaced = "" if local_step is None else f", which was older (step {local_step})"
         self.notes.append(
-            f"{self.address} goes on, after step {newest(self.directory)}: it was fetched into "
+            f"{self.address} goes on, after step {find_newest_step(self.directory)}: it was "
+            "fetched into "
             f"{path}{replaced}"
         )
 
-    def _fetch_checkpoints(self, whole: Mapping[int, Stored], *, any_listed: bool) -> None:
+    def _fetch_checkpoints(
+        self, whole: Mapping[int, RemoteCheckpoint], *, any_listed: bool
+    ) -> None:
         """Fetch the best checkpoints and the newest one that matches its manifest.
 
         The end of a stage may load the best ones.
         """
         stages = self.directory.read_config()["stages"]
         keep_best = max(stage["checkpoint"]["keep_best"] for stage in stages)
-        best = best_first([stored.checkpoint for stored in whole.values()])[:keep_best]
+        best = sort_by_score([stored.checkpoint for stored in whole.values()])[:keep_best]
         for step in sorted(checkpoint.step for checkpoint in best):
             self._fetched(whole[step])
         if not any(self._fetched(stored) for stored in whole.values()) and any_listed:
@@ -195,7 +198,7 @@ class Mirror:
                 "Restore one from a backup, or start anew with another --run-dir"
             )
 
-    def _fetched(self, stored: Stored) -> bool:
+    def _fetched(self, stored: RemoteCheckpoint) -> bool:
         try:
             self.remote.fetch_checkpoint(stored, self.directory.checkpoints)
         except CheckpointError as error:
@@ -238,23 +241,25 @@ class Mirror:
 
     # --- during the run
 
-    def note(self) -> dict[str, Noted]:
+    def note(self) -> dict[str, FileSnapshot]:
         """Return size and modification time of all mirrored files; checkpoints excepted."""
         root = self.directory.path
         snapshots = {}
         for where, below, files in os.walk(root):
             below[:] = [
-                name for name in below if belongs((Path(where) / name).relative_to(root).as_posix())
+                name
+                for name in below
+                if is_mirrored((Path(where) / name).relative_to(root).as_posix())
             ]
             for path in (Path(where) / name for name in files):
                 # Trackers create and delete files at any time.
                 with suppress(FileNotFoundError):
                     status, name = path.lstat(), path.relative_to(root).as_posix()
-                    if belongs(name) and stat.S_ISREG(status.st_mode):
-                        snapshots[name] = Noted(status.st_size, status.st_mtime_ns)
+                    if is_mirrored(name) and stat.S_ISREG(status.st_mode):
+                        snapshots[name] = FileSnapshot(status.st_size, status.st_mtime_ns)
         return snapshots
 
-    def push(self, noted: Mapping[str, Noted], *, beside: bool) -> None:
+    def push(self, noted: Mapping[str, FileSnapshot], *, beside: bool) -> None:
         """Upload what a save has written. Failures of the store are logged, not raised.
 
         Args:
@@ -303,7 +308,7 @@ class Mirror:
         )
         return False
 
-    def _attempt(self, noted: Mapping[str, Noted]) -> None:
+    def _attempt(self, noted: Mapping[str, FileSnapshot]) -> None:
         try:
             self._push(noted)
             self.behind = None
@@ -317,7 +322,7 @@ class Mirror:
         finally:
             self.store.held = frozenset()
 
-    def _push(self, noted: Mapping[str, Noted]) -> None:
+    def _push(self, noted: Mapping[str, FileSnapshot]) -> None:
         """Upload the files and checkpoints that changed, in the order that the module's docstring
         gives."""
         new = {
@@ -327,7 +332,7 @@ class Mirror:
         }
         changed = [name for name in new if self._files.get(name) != (new[name],)]
         local_checkpoints = {checkpoint.step: checkpoint for checkpoint in self.store.whole()}
-        self._not_uploaded = [*changed, *map(name_of, local_checkpoints)]
+        self._not_uploaded = [*changed, *map(get_checkpoint_name, local_checkpoints)]
         self._check_writer()
         deleted = [name for name in self._files if name not in noted]
         if changed or deleted or not self._wrote:
@@ -352,7 +357,7 @@ class Mirror:
             self.remote.store.remove(name)
         self._not_uploaded = []
 
-    def _get_facts(self, name: str, noted: Noted) -> Facts | None:
+    def _get_facts(self, name: str, noted: FileSnapshot) -> FileDigest | None:
         """Return size and hash of a file as it was noted.
 
         None if the file has become shorter since or was deleted; the next save handles it.
@@ -361,7 +366,7 @@ class Mirror:
             try:
                 self._facts[name] = (
                     noted,
-                    Facts(noted.size, hash_beginning(self.directory.path / name, noted.size)),
+                    FileDigest(noted.size, hash_beginning(self.directory.path / name, noted.size)),
                 )
             except OSError as error:
                 log.info("%s changed since it was noted: %s", name, error)
@@ -388,8 +393,8 @@ class Mirror:
                 "another process goes on with this run there; this one stops writing to it"
             )
 
-    def _write_index(self, files: Mapping[str, Lines]) -> None:
-        self.remote.store.write(INDEX, Index(self._run, self._writer, files).content())
+    def _write_index(self, files: Mapping[str, FileVersions]) -> None:
+        self.remote.store.write(INDEX, MirrorIndex(self._run, self._writer, files).content())
         self._files, self._wrote = dict(files), True
 
     def _put_checkpoints(self, local_checkpoints: Mapping[int, Checkpoint]) -> None:
@@ -411,7 +416,7 @@ class Mirror:
                 or whole[step].manifest != (local_checkpoints[step].path / MANIFEST).read_bytes()
             ):
                 self._put_checkpoint(local_checkpoints[step], listed.get(step, []))
-            self._not_uploaded.remove(name_of(step))
+            self._not_uploaded.remove(get_checkpoint_name(step))
         for step in listed.keys() - kept:
             # Damaged checkpoints stay, so that the user can inspect them.
             if step in whole or MANIFEST not in listed[step]:
@@ -423,7 +428,8 @@ class Mirror:
         for path in sorted(files, key=lambda path: path == checkpoint.path / MANIFEST):
             failpoints.point("mirror.checkpoint_file")
             self.remote.store.put(
-                path, f"{name_of(checkpoint.step)}/{path.relative_to(checkpoint.path).as_posix()}"
+                path,
+                f"{get_checkpoint_name(checkpoint.step)}/{path.relative_to(checkpoint.path).as_posix()}",
             )
         self.remote.damaged.discard(checkpoint.step)
 
@@ -431,4 +437,4 @@ class Mirror:
         """Remove a checkpoint, its manifest first, so that a partly removed one is never taken as
         complete."""
         for name in sorted(listed, key=lambda name: name != MANIFEST):
-            self.remote.store.remove(f"{name_of(step)}/{name}")
+            self.remote.store.remove(f"{get_checkpoint_name(step)}/{name}")

@@ -11,25 +11,39 @@ from pathlib import Path, PurePosixPath
 from ratchet.errors import CheckpointError, ConfigError, RunDirectoryError
 from ratchet.models.load import find_model
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.runs.remote_run import INDEX, Index, MirroredRun, Stored, belongs, name_of
-from ratchet.runs.remote_sync import IDENTITY, Mirror, work_copy
+from ratchet.runs.remote_run import (
+    INDEX,
+    MirroredRun,
+    MirrorIndex,
+    RemoteCheckpoint,
+    get_checkpoint_name,
+    is_mirrored,
+)
+from ratchet.runs.remote_sync import IDENTITY, Mirror, get_mirror_work_dir
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.utils.object_store import Store, alone, cached, fetch_directory, is_address, unfit
+from ratchet.utils.object_store import (
+    Store,
+    explain_bad_address,
+    fetch_directory,
+    get_cached_path,
+    is_address,
+    lock_cache_dir,
+)
 
 CHECKPOINT = re.compile(r"(.+)/checkpoints/step-(\d{8,})")
 WEIGHTS = ("model", "model-ema", "adapter", "base")  # entries that are not part of a run's record
 
 # Selects from a run's checkpoints by step, the newest first.
-Choose = Callable[[dict[int, Stored]], Sequence[Stored]]
+Choose = Callable[[dict[int, RemoteCheckpoint]], Sequence[RemoteCheckpoint]]
 
 
 def check_address(address: str) -> None:
     """Raise ConfigError if no run or model can be at the address."""
-    if problem := unfit(address):
+    if problem := explain_bad_address(address):
         raise ConfigError(f"{address} can't hold a run or a model: {problem}")
 
 
-def directory_of(place: str | Path) -> Path:
+def resolve_run_dir(place: str | Path) -> Path:
     """Return the local directory in which the run at a path or address trains.
 
     Raises:
@@ -38,7 +52,7 @@ def directory_of(place: str | Path) -> Path:
     if not isinstance(place, str) or not is_address(place):
         return Path(place)
     check_address(place)
-    return work_copy(place)
+    return get_mirror_work_dir(place)
 
 
 def open_run(place: str | Path) -> tuple[RunDirectory, CheckpointStore, Mirror | None]:
@@ -50,7 +64,7 @@ def open_run(place: str | Path) -> tuple[RunDirectory, CheckpointStore, Mirror |
     Raises:
         ConfigError, DataError, MissingDependency: The address can't be used.
     """
-    directory = RunDirectory(directory_of(place))
+    directory = RunDirectory(resolve_run_dir(place))
     store = CheckpointStore(directory.checkpoints)
     mirror = (
         Mirror(place, directory, store) if isinstance(place, str) and is_address(place) else None
@@ -58,7 +72,7 @@ def open_run(place: str | Path) -> tuple[RunDirectory, CheckpointStore, Mirror |
     return directory, store, mirror
 
 
-def here(place: str) -> Path:
+def require_local_run(place: str) -> Path:
     """Return the path of a local run.
 
     Raises:
@@ -73,7 +87,7 @@ def here(place: str) -> Path:
     return Path(place)
 
 
-def record_of(place: str | Path, names: Sequence[str] = ()) -> Path:
+def fetch_run_record(place: str | Path, names: Sequence[str] = ()) -> Path:
     """Return a directory with the record of a run: everything but weights.
 
     Args:
@@ -88,7 +102,7 @@ def record_of(place: str | Path, names: Sequence[str] = ()) -> Path:
     return _copy(place, lambda name: name in names if names else _first(name) not in WEIGHTS)
 
 
-def runs_at(address: str) -> list[tuple[str, int]]:
+def list_runs_at(address: str) -> list[tuple[str, int]]:
     """Return the run at an address, or those directly below it, with the bytes of their
     checkpoints.
 
@@ -122,20 +136,20 @@ def _is_index_of_a_run(name: str) -> bool:
     return PurePosixPath(name).name == INDEX and len(PurePosixPath(name).parts) == 2
 
 
-def replayable(place: str, steps: Sequence[int]) -> Path:
+def fetch_run_for_replay(place: str, steps: Sequence[int]) -> Path:
     """Return the run with the last checkpoint before each of `steps`, and the base model of its
     adapters."""
     if not is_address(place):
         return Path(place)
 
-    def choose(whole: dict[int, Stored]) -> Sequence[Stored]:
+    def choose(whole: dict[int, RemoteCheckpoint]) -> Sequence[RemoteCheckpoint]:
         nearest = {max((saved for saved in whole if saved < step), default=0) for step in steps}
         return [whole[saved] for saved in sorted(nearest - {0})]
 
     return _copy(place, lambda name: _first(name) not in WEIGHTS[:-1], choose)
 
 
-def model_of(place: str, step: int | None = None) -> Path:
+def fetch_run_model(place: str, step: int | None = None) -> Path:
     """Return a local directory with the weights of a run, of a checkpoint in it, or of a model.
 
     Args:
@@ -151,7 +165,7 @@ def model_of(place: str, step: int | None = None) -> Path:
     checkpoint = CHECKPOINT.fullmatch(place.rstrip("/"))
     if checkpoint is not None and step is None:
         step = int(checkpoint[2])
-        return model_of(checkpoint[1], step) / name_of(step)
+        return fetch_run_model(checkpoint[1], step) / get_checkpoint_name(step)
     if step is not None:
         return _copy(
             place,
@@ -170,11 +184,13 @@ def model_of(place: str, step: int | None = None) -> Path:
     return _copy(place, lambda name: _first(name) in ("config.yaml", "model", "adapter"))
 
 
-def weights_of(place: str) -> Path:
+def fetch_weights(place: str) -> Path:
     """Return a local directory with weights in any format."""
     check_address(place)
     with _said(place):
-        return fetch_directory(place) if MirroredRun(place).index() is None else model_of(place)
+        return (
+            fetch_directory(place) if MirroredRun(place).index() is None else fetch_run_model(place)
+        )
 
 
 def _first(name: str) -> str:
@@ -182,7 +198,7 @@ def _first(name: str) -> str:
     return PurePosixPath(name).parts[0]
 
 
-def _select_step(address: str, step: int, whole: dict[int, Stored]) -> Stored:
+def _select_step(address: str, step: int, whole: dict[int, RemoteCheckpoint]) -> RemoteCheckpoint:
     if step not in whole:
         raise CheckpointError(
             f"no whole checkpoint of step {step} at {address}: it has {sorted(whole) or 'none'}"
@@ -204,8 +220,8 @@ def _copy(
     """
     check_address(address)
     remote = MirroredRun(address)
-    directory = cached("copies", address)
-    with _said(address), alone(directory):
+    directory = get_cached_path("copies", address)
+    with _said(address), lock_cache_dir(directory):
         index = remote.index()
         if index is None:
             raise RunDirectoryError(
@@ -220,7 +236,7 @@ def _copy(
     return directory
 
 
-def _clear(directory: Path, index: Index, steps: set[int]) -> None:
+def _clear(directory: Path, index: MirrorIndex, steps: set[int]) -> None:
     """Remove local files that belong to another run or are no longer at the address."""
     identity = directory / IDENTITY
     if not identity.exists() or identity.read_text(encoding="utf-8") != index.run:
@@ -229,9 +245,9 @@ def _clear(directory: Path, index: Index, steps: set[int]) -> None:
         identity.write_text(index.run, encoding="utf-8")
     for path in list(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if path.is_file() and belongs(name) and name not in index.files:
+        if path.is_file() and is_mirrored(name) and name not in index.files:
             path.unlink()
-    names = {name_of(step) for step in steps}
+    names = {get_checkpoint_name(step) for step in steps}
     for path in (directory / "checkpoints").glob("*"):
         if path.relative_to(directory).as_posix() not in names:
             shutil.rmtree(path)

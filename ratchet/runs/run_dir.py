@@ -249,14 +249,14 @@ def _describe_holder(content: bytes) -> str:
 
 def _changed(before: Any, now: Any) -> str:
     """Return a text of the first differences, empty if there are none."""
-    changed = differences(before, now)
+    changed = list_config_differences(before, now)
     text = "; ".join(changed[:MAX_NAMED])
     if len(changed) > MAX_NAMED:
         text += f" and {len(changed) - MAX_NAMED} more"
     return text
 
 
-def differences(before: Any, now: Any, where: str = "") -> list[str]:
+def list_config_differences(before: Any, now: Any, where: str = "") -> list[str]:
     """Return the leaves in which two nested configurations differ, as `path: before -> now`."""
     pairs: list[tuple[Any, Any, Any]]
     if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -273,7 +273,7 @@ def differences(before: Any, now: Any, where: str = "") -> list[str]:
     return [
         line
         for key, a, b in pairs
-        for line in differences(a, b, f"{where}.{key}" if where else str(key))
+        for line in list_config_differences(a, b, f"{where}.{key}" if where else str(key))
     ]
 
 

@@ -51,9 +51,9 @@ class RemoteSandbox:
 
     The service does not report how it isolates programs: its operator declares it (`offers`), and
     two programs test if one can leave a file for the other. Memory is limited by the service,
-    `Limits.output_kib` here and, at 1 MiB, there; `cpu_s`, `disk_mib`, `processes` and `threads`
-    are the service's own. Raises SandboxError at construction if the service does not answer, or is
-    too weak.
+    `ServerLimits.output_kib` here and, at 1 MiB, there; `cpu_s`, `disk_mib`, `processes` and
+    `threads` are the service's own. Raises SandboxError at construction if the service does not
+    answer, or is too weak.
 
     Args:
         slots: Number of concurrent requests.

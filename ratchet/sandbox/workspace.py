@@ -44,7 +44,7 @@ class Workspace:
         self._closed = False
 
     async def run(self, command: str, timeout_s: float) -> Result:
-        """Run a command; see `Session.run`.
+        """Run a command; see `AgentSession.run`.
 
         A command that leaves more files than can travel ends with Reason.OUTPUT, and is undone.
         """

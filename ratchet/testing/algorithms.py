@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.base import Algorithm, Term
-from ratchet.algorithms.properties import PROPERTIES, applies
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm
+from ratchet.algorithms.properties import PROPERTIES, is_applicable
 from ratchet.batch import Batch
 from ratchet.errors import RatchetError
-from ratchet.learners.compute.microbatching import weighing_rows
+from ratchet.learners.compute.microbatching import select_weighted_rows
 from ratchet.protocols import OF_SEQUENCES
 from ratchet.testing.harness import require
 from ratchet.testing.synthetic import Draw
@@ -149,7 +149,7 @@ def _micro_batches(case: Case) -> None:
                 [row for u in order[a:b] for row in units[u]] for a, b in itertools.pairwise(cuts)
             ]
             same(_total(update, role, pieces), whole, "cut into micro-batches")
-        active = weighing_rows(update.batch, update.terms(role))
+        active = select_weighted_rows(update.batch, update.terms(role))
         same(differentiated(update, role, active), whole, "without the rows that weigh nothing")
 
 
@@ -233,7 +233,7 @@ def _property(algorithm: Algorithm, name: str) -> Finding:
     check = CHECKS[name]
     if reason is None:
         return _tried(name, lambda: check(algorithm, [Draw(seed) for seed in SEEDS]))
-    if not applies(reason):
+    if not is_applicable(reason):
         finding = _tried(name, lambda: _check_inapplicable(algorithm, reason))
         return finding if finding.verdict == "fails" else Finding(name, "n/a", reason)
     finding = _tried(name, lambda: _check_exemption(algorithm, check, reason))
@@ -274,14 +274,16 @@ def _isolated(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     for draw in draws:
         update = Case(algorithm, draw).whole
         for role in algorithm.losses:
-            rows = weighing_rows(update.batch, update.terms(role))
+            rows = select_weighted_rows(update.batch, update.terms(role))
             for row in rows[:: max(1, len(rows) // 4)]:
                 other = update.with_other_tokens(row)
                 for term in algorithm.losses[role]:
                     _check_isolated(term, update, other, role, row)
 
 
-def _check_isolated(term: Term, update: Update, other: Update, role: str, row: int) -> None:
+def _check_isolated(
+    term: AlgorithmTerm, update: Update, other: Update, role: str, row: int
+) -> None:
     x, slopes = values_of(term, update, role, row)
     moved_x, moved_slopes = values_of(term, other, role, row)
     _hold(
@@ -324,7 +326,7 @@ def _on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     )
 
 
-def _check_policy_gradient(term: Term, update: Update, gained: dict[str, Tensor]) -> None:
+def _check_policy_gradient(term: AlgorithmTerm, update: Update, gained: dict[str, Tensor]) -> None:
     batch = update.batch
     weight_T, advantages_T = (
         term.weighting(batch),

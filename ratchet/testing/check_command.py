@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ratchet.algorithms.base import Algorithm
-from ratchet.algorithms.properties import page
+from ratchet.algorithms.properties import render_properties
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.registry import KINDS
@@ -38,7 +38,7 @@ def built_in(kind: str, **keys: Any) -> Algorithm:
 
 def properties_page() -> str:
     """docs/algorithms/properties.md"""
-    return page({kind: built_in(kind).exempt for kind in KINDS["algorithm"]})
+    return render_properties({kind: built_in(kind).exempt for kind in KINDS["algorithm"]})
 
 
 def check_named(path: str, overrides: Sequence[str] = ()) -> tuple[str, bool]:

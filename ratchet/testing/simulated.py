@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import Field
 
 from ratchet.config.base import Section
-from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler, Issue
-from ratchet.learners.wrapper import Around
+from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup, StalenessScheduler
+from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.protocols import LossTerm
 from ratchet.testing.fakes import FakeGenerator
 from ratchet.types import Completion, Group, Placed, Sampling, StopReason, Task
@@ -71,7 +71,7 @@ def seconds_of(seed: int, mean_s: float, sigma: float) -> float:
     return random.Random(seed).lognormvariate(0.0, sigma) * mean_s / math.exp(sigma**2 / 2)
 
 
-class SlowLearner(Around):
+class SlowLearner(LearnerWrapper):
     """A learner whose updates take so many seconds more."""
 
     def __init__(self, inner: Any, seconds: float) -> None:
@@ -84,7 +84,7 @@ class SlowLearner(Around):
 
 
 def undisturbed(
-    scheduler: GenerateScheduler,
+    scheduler: StalenessScheduler,
     *,
     attempts: int,
     slots: int,
@@ -98,10 +98,10 @@ def undisturbed(
     attempts: of a group. seconds: of a request, by the numbers of its group and attempt.
     """
     clock, free, training = 0.0, slots, False
-    ends, left = list[float](), dict[Issue, int]()
-    waiting, ordinals = deque[tuple[Issue, int]](), itertools.count()
+    ends, left = list[float](), dict[ScheduledGroup, int]()
+    waiting, ordinals = deque[tuple[ScheduledGroup, int]](), itertools.count()
     # (when, in which order, whose request ends; None: the update)
-    coming: list[tuple[float, int, Issue | None]] = []
+    coming: list[tuple[float, int, ScheduledGroup | None]] = []
     while len(ends) < scheduler.last_step:
         step = len(ends)
         # While a step trains, its groups' places are not yet those of the next one.

@@ -20,12 +20,12 @@ from ratchet.algorithms.base import Algorithm
 from ratchet.batch import Batch
 from ratchet.learners.compute.token_outputs import (
     Head,
-    Wanted,
-    sequence_scores,
-    state_values,
-    token_columns,
+    TokenOutputSpec,
+    compute_state_values,
+    compute_token_columns,
+    select_sequence_scores,
 )
-from ratchet.models.layers.expert_routing import Seen, Watch
+from ratchet.models.layers.expert_routing import LayerRouting, RouterMonitor
 from ratchet.types import (
     Cancelled,
     Failed,
@@ -70,7 +70,7 @@ class TinyRole:
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
         found = self._columns(
-            batch, batch.predicted_T, wanted, Wanted.from_names(wanted, top_k=top_k)
+            batch, batch.predicted_T, wanted, TokenOutputSpec.from_names(wanted, top_k=top_k)
         )
         if "spans" in wanted:
             pairs_T = batch.starts_S[batch.sequence_T] + batch.positions_T // 2
@@ -84,29 +84,29 @@ class TinyRole:
             batch,
             batch.predicted_T,
             named,
-            Wanted.from_names(needs, given_ids=batch.has("teacher_ids")),
+            TokenOutputSpec.from_names(needs, given_ids=batch.has("teacher_ids")),
         )
         return {name: column for name, column in found.items() if name in named}
 
     def _columns(
-        self, batch: Batch, mask_T: Tensor, names: Collection[str], wanted: Wanted
+        self, batch: Batch, mask_T: Tensor, names: Collection[str], wanted: TokenOutputSpec
     ) -> dict[str, Tensor]:
         before_Td = self.embedding_Vd[batch.tokens_T.roll(1)] * (batch.positions_T > 0)[:, None]
         hidden_Td = torch.tanh(self.embedding_Vd[batch.tokens_T] + before_Td / 2)
         columns: dict[str, Tensor] = {}
         if not PREDICTIONS.isdisjoint(names):
             head = Head(self._logits, len(self.head_Vd), chunk_rows=1 << 30)
-            columns |= token_columns(head, hidden_Td, batch, mask_T, wanted)
+            columns |= compute_token_columns(head, hidden_Td, batch, mask_T, wanted)
         scalars_T = hidden_Td @ self.scalar_d
         columns |= {
-            "values": state_values(scalars_T, mask_T),
-            "scores": sequence_scores(scalars_T, batch),
+            "values": compute_state_values(scalars_T, mask_T),
+            "scores": select_sequence_scores(scalars_T, batch),
         }
         if "routers" in names:  # of a layer that has an expert for each token of the vocabulary
             logits_TV = self._logits(hidden_Td)
             chosen_T2 = logits_TV.topk(2).indices
-            watch = Watch()
-            watch.layers[0] = Seen(logits_TV, chosen_T2, chosen_T2)
+            watch = RouterMonitor()
+            watch.layers[0] = LayerRouting(logits_TV, chosen_T2, chosen_T2)
             columns["routers"] = watch.columns(batch.sequence_T, batch.n_sequences)
         return {**columns, "token_scores": scalars_T}
 

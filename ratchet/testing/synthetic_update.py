@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
-from ratchet.algorithms.scoring import fill
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
+from ratchet.algorithms.scoring import fill_columns
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.protocols import OF_SEQUENCES, Learner, Outputs, needed
@@ -52,7 +52,7 @@ class Update:
         if algorithm.source == "rollouts":
             batch = _sampled(batch, roles["policy"], exact=on_policy)
         batch = algorithm.advantage(
-            _ran(fill(batch, algorithm, cast(Mapping[str, Learner], roles))), AlgoState()
+            _ran(fill_columns(batch, algorithm, cast(Mapping[str, Learner], roles))), AlgoState()
         )
         models = (
             roles if on_policy else {name: TinyRole(name, drift=0.1) for name in algorithm.losses}
@@ -63,7 +63,7 @@ class Update:
         """The update on one of its mini-batches."""
         return replace(self, batch=self.algorithm.weigh(batch, AlgoState()))
 
-    def terms(self, role: str) -> tuple[Term, ...]:
+    def terms(self, role: str) -> tuple[AlgorithmTerm, ...]:
         return self.algorithm.losses[role]
 
     @cached_property
@@ -167,7 +167,7 @@ class Found:
 
 
 def differentiated(
-    update: Update, role: str, rows: Sequence[int], terms: Sequence[Term] | None = None
+    update: Update, role: str, rows: Sequence[int], terms: Sequence[AlgorithmTerm] | None = None
 ) -> Found:
     """The loss of some rows as a learner sums it: of all terms of the role, or of some."""
     batch = update.batch.take(rows)
@@ -194,7 +194,9 @@ def differentiated(
     return Found(float(loss.detach()), slopes, metrics)
 
 
-def values_of(term: Term, update: Update, role: str, row: int) -> tuple[Tensor, dict[str, Tensor]]:
+def values_of(
+    term: AlgorithmTerm, update: Update, role: str, row: int
+) -> tuple[Tensor, dict[str, Tensor]]:
     """(a row's own values of a term before their weights, the slopes of their sum by the outputs of
     all rows)."""
     batch = update.batch
@@ -211,7 +213,7 @@ def values_of(term: Term, update: Update, role: str, row: int) -> tuple[Tensor, 
     return own.detach(), _gradients(own.sum(), leaves)
 
 
-def measured(term: Term, update: Update, role: str) -> dict[str, Tensor]:
+def measured(term: AlgorithmTerm, update: Update, role: str) -> dict[str, Tensor]:
     """A term's metrics, one for each of its values that weighs anything."""
     batch = update.batch
     places = {"tokens": torch.arange(batch.n_tokens), "rows": torch.arange(batch.n_sequences)}
@@ -265,7 +267,7 @@ def _leaves(update: Update, role: str, places: Mapping[str, Tensor]) -> dict[str
     }
 
 
-def _outputs(batch: Batch, leaves: Mapping[str, Tensor], term: Term) -> Outputs:
+def _outputs(batch: Batch, leaves: Mapping[str, Tensor], term: AlgorithmTerm) -> Outputs:
     """What the term declares in `needs`, and nothing else: what other terms ask for may be missing
     tomorrow."""
     given = {name: leaf for name, leaf in leaves.items() if name in term.needs}

@@ -1,4 +1,4 @@
-"""The composition root: build a `Run` from a configuration or from parts made in Python.
+"""The composition root: build a `StageRun` from a configuration or from parts made in Python.
 
 Only this module imports all layers.
 """
@@ -14,47 +14,50 @@ from typing import Any
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.experience import RolloutsConfig
 from ratchet.config.resolve import resolve
-from ratchet.evals.early_stopping import Patience
-from ratchet.experience.async_rollouts.concurrency import Concurrency
-from ratchet.experience.async_rollouts.prefetch import Prefetch, teaches
-from ratchet.experience.async_rollouts.resumable_generator import Interruptible
-from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler, at_once
-from ratchet.experience.async_rollouts.tail_batching import Cuttable, TailBatching
-from ratchet.experience.checks.logprob_parity import Ends, ParityGate
-from ratchet.experience.checks.reward_hacking import Probes
-from ratchet.experience.rollout.manager import PlaysGroups
-from ratchet.experience.rollout.remote_manager import Elsewhere
-from ratchet.experience.seeds import seed_for
+from ratchet.evals.early_stopping import EarlyStopping
+from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
+from ratchet.experience.async_rollouts.prefetch import PrefetchingSource, has_learning_signal
+from ratchet.experience.async_rollouts.resumable_generator import ResumableGenerator
+from ratchet.experience.async_rollouts.staleness_scheduler import (
+    StalenessScheduler,
+    get_max_in_flight,
+)
+from ratchet.experience.async_rollouts.tail_batching import AbortableGenerator, TailBatching
+from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
+from ratchet.experience.checks.reward_hacking import RewardHackingProbes
+from ratchet.experience.rollout.manager import GroupPlayer
+from ratchet.experience.rollout.remote_manager import RemoteRolloutManager
+from ratchet.experience.seeds import derive_seed
 from ratchet.experience.sources.batcher import Batcher
-from ratchet.experience.sources.prompt_ledger import Ledger
-from ratchet.experience.sources.replay_buffer import Replay
-from ratchet.experience.sources.rollouts import Rollouts
-from ratchet.generators.workers.pool import Router
-from ratchet.models.lora.decoder import Adapter, size_of
+from ratchet.experience.sources.prompt_ledger import PromptLedger
+from ratchet.experience.sources.replay_buffer import ReplayBuffer
+from ratchet.experience.sources.rollouts import RolloutSource
+from ratchet.generators.workers.pool import GeneratorPool
+from ratchet.models.lora.decoder import Adapter, count_adapter_parameters
 from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
 from ratchet.protocols import Learner, Link, Measures, Source
-from ratchet.training.colocation import take_turns
+from ratchet.training.colocation import colocate
 from ratchet.training.evaluators import make_stage_evaluator
-from ratchet.training.generator_workers import link_of
+from ratchet.training.generator_workers import make_weight_sync
 from ratchet.training.managers import make_manager
-from ratchet.training.roles import check_routers, longest_row, make_roles
-from ratchet.training.run import Run
+from ratchet.training.roles import check_routers, get_max_row_length, make_roles
+from ratchet.training.run import StageRun
 from ratchet.training.sources import SOURCES
-from ratchet.training.stage import Arena, Plan, Policy
+from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Group
-from ratchet.weight_sync.factory import Between
+from ratchet.weight_sync.factory import SyncEndpoints
 
 
 def make_run(
     policy: Policy,
-    arena: Arena,
+    arena: EnvSetup,
     algorithm: Algorithm,
-    plan: Plan,
+    plan: StageSpec,
     *,
-    ledger: Ledger | None = None,
+    ledger: PromptLedger | None = None,
     **run_fields: Any,
-) -> Run:
+) -> StageRun:
     """Build the run of one stage in this process.
 
     Args:
@@ -63,7 +66,7 @@ def make_run(
         algorithm: The algorithm.
         plan: What the stage does.
         ledger: Records what became of each group; None keeps the source's own.
-        run_fields: Further fields of `Run`, such as observers.
+        run_fields: Further fields of `StageRun`, such as observers.
     """
     first = policy.generator.version if plan.first_step is None else plan.first_step
     last_step = first + plan.steps
@@ -82,23 +85,23 @@ def make_run(
     )
     metrics = MetricsManager()
     link = _make_link(policy, roles["policy"], plan, metrics)
-    max_context = longest_row(policy.model, roles)
+    max_context = get_max_row_length(policy.model, roles)
     if plan.colocated:
-        roles, generator, link = take_turns(roles, policy.generator, link)
+        roles, generator, link = colocate(roles, policy.generator, link)
         policy = replace(policy, generator=generator)
     wrapped = _wrap_generator(policy, plan.rollouts)
     manager = _make_group_player(policy, wrapped, arena, algorithm, plan, max_context)
     source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
     source.ledger = ledger or source.ledger
     scheduled = source
-    if isinstance(source, Rollouts):
-        is_informative = partial(teaches, by_parts=algorithm.reads_parts)
+    if isinstance(source, RolloutSource):
+        is_informative = partial(has_learning_signal, by_parts=algorithm.reads_parts)
         scheduled = _schedule(source, wrapped, arena, plan, is_informative, last_step=last_step)
-    ends = Ends.create(roles["policy"], policy.generator, link, policy.tokenizer)
+    ends = ParityPair.create(roles["policy"], policy.generator, link, policy.tokenizer)
     environment = arena.environment
     evaluator = make_stage_evaluator(policy, arena, algorithm, plan, roles["policy"])
     probes = _make_probes(policy, arena, plan)
-    return Run(
+    return StageRun(
         name=plan.name,
         algorithm=algorithm,
         roles=roles,
@@ -121,37 +124,37 @@ def make_run(
         evaluator=evaluator,
         environment_numbers=environment.measure if isinstance(environment, Measures) else None,
         evaluate_every=plan.evaluation.every,
-        patience=Patience.from_config(plan.evaluation),
+        patience=EarlyStopping.from_config(plan.evaluation),
         trainable=_count_trainable(policy.model, plan.adapter),
         **run_fields,
     )
 
 
-def _make_link(policy: Policy, learner: Learner, plan: Plan, metrics: MetricsManager) -> Link:
+def _make_link(policy: Policy, learner: Learner, plan: StageSpec, metrics: MetricsManager) -> Link:
     """Return the weight sync from the processes that train to the generator."""
-    endpoints = Between(
+    endpoints = SyncEndpoints(
         policy.ranks or learner,
         policy.generator,
         directory=plan.directory,
         one_host=policy.one_host,
         adapter=plan.adapter,
     )
-    return link_of(plan.link or resolve("link", {}), endpoints, metrics)
+    return make_weight_sync(plan.link or resolve("link", {}), endpoints, metrics)
 
 
 def _make_group_player(
     policy: Policy,
     wrapped: Policy,
-    arena: Arena,
+    arena: EnvSetup,
     algorithm: Algorithm,
-    plan: Plan,
+    plan: StageSpec,
     max_context: int,
-) -> PlaysGroups:
+) -> GroupPlayer:
     """Return what plays the stage's groups: a manager in this process, or the generator workers."""
     needs_reward = algorithm.reads_reward
     if plan.played is not None:
-        assert isinstance(policy.generator, Router), "only generator workers can play groups"
-        return Elsewhere(policy.generator, (plan.played, max_context, needs_reward))
+        assert isinstance(policy.generator, GeneratorPool), "only generator workers can play groups"
+        return RemoteRolloutManager(policy.generator, (plan.played, max_context, needs_reward))
     return make_manager(
         wrapped,
         arena,
@@ -163,10 +166,10 @@ def _make_group_player(
 
 
 def _schedule(
-    rollouts: Rollouts,
+    rollouts: RolloutSource,
     wrapped: Policy,
-    arena: Arena,
-    plan: Plan,
+    arena: EnvSetup,
+    plan: StageSpec,
     is_informative: Callable[[Group], bool],
     *,
     last_step: int,
@@ -184,12 +187,12 @@ def _schedule(
     """
     settings = plan.rollouts
     source = rollouts
-    if isinstance(wrapped.generator, Cuttable):
+    if isinstance(wrapped.generator, AbortableGenerator):
         source = TailBatching(
             rollouts, wrapped.generator, more=settings.tail_batching, last_step=last_step
         )
-    if isinstance(wrapped.generator, Interruptible):
-        source = Prefetch(
+    if isinstance(wrapped.generator, ResumableGenerator):
+        source = PrefetchingSource(
             rollouts,
             _make_scheduler(settings, plan.batch_size, last_step),
             wrapped.generator,
@@ -199,11 +202,11 @@ def _schedule(
             tries=settings.max_replaced,
         )
     if settings.replay is not None:
-        source = Replay(
+        source = ReplayBuffer(
             source,
             settings.replay,
             ledger=rollouts.ledger,
-            seed=seed_for(plan.seed, plan.name, "replay"),
+            seed=derive_seed(plan.seed, plan.name, "replay"),
         )
     return source
 
@@ -211,23 +214,25 @@ def _schedule(
 def _wrap_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
     """Return the policy with its generator wrapped for prefetching or tail batching."""
     if settings.prefetches:
-        return replace(policy, generator=Interruptible(policy.generator))
+        return replace(policy, generator=ResumableGenerator(policy.generator))
     return (
-        replace(policy, generator=Cuttable(policy.generator)) if settings.tail_batching else policy
+        replace(policy, generator=AbortableGenerator(policy.generator))
+        if settings.tail_batching
+        else policy
     )
 
 
-def _make_scheduler(settings: RolloutsConfig, per_step: int, last_step: int) -> GenerateScheduler:
+def _make_scheduler(settings: RolloutsConfig, per_step: int, last_step: int) -> StalenessScheduler:
     adaptive = settings.adaptive
     concurrency = None
     if adaptive is not None:
-        concurrency = Concurrency(
+        concurrency = ConcurrencyController(
             per_step=per_step,
-            most=at_once(per_step, settings.max_staleness),
+            most=get_max_in_flight(per_step, settings.max_staleness),
             staleness=adaptive.staleness,
             mismatch=adaptive.mismatch,
         )
-    return GenerateScheduler(
+    return StalenessScheduler(
         per_step=per_step,
         max_staleness=settings.max_staleness,
         last_step=last_step,
@@ -241,21 +246,21 @@ def _count_trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, f
     if adapter is None:
         return {}
     weights = dict(model.canonical_weights())
-    trains = size_of(weights, model.check_adapter(adapter.lora), adapter.lora.rank)
+    trains = count_adapter_parameters(weights, model.check_adapter(adapter.lora), adapter.lora.rank)
     return {
         "trainable_parameters": trains,
         "trainable_share": trains / (trains + sum(w.numel() for w in weights.values())),
     }
 
 
-def _make_probes(policy: Policy, arena: Arena, plan: Plan) -> Probes | None:
+def _make_probes(policy: Policy, arena: EnvSetup, plan: StageSpec) -> RewardHackingProbes | None:
     if arena.second is None and arena.canaries is None:
         return None
-    probes = Probes(
+    probes = RewardHackingProbes(
         plan.sentinels.every, plan.sentinels.sample, arena.second, sampling=plan.sampling
     )
     if arena.canaries is not None:
-        setup = Arena(arena.canaries, reward=arena.reward)
+        setup = EnvSetup(arena.canaries, reward=arena.reward)
         probes.manager = make_manager(policy, setup, arena.reward, plan.rollouts)
         probes.canaries = tuple(
             itertools.islice(arena.canaries.tasks("test", seed=plan.seed), probes.sample)

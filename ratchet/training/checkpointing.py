@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.checkpoint.async_writer import Background
-from ratchet.checkpoint.serialization import Write, load_state, putting_off, save_state
+from ratchet.checkpoint.async_writer import BackgroundTask
+from ratchet.checkpoint.serialization import Write, defer_writes, load_state, save_state
 from ratchet.config.base import Section
 from ratchet.config.schema import CheckpointConfig, StageConfig
 from ratchet.data.jsonl import fingerprint
 from ratchet.errors import CheckpointError, DataError, RunDirectoryError
-from ratchet.evals.early_stopping import signed
+from ratchet.evals.early_stopping import get_signed_metric
 from ratchet.observe.sinks import read_jsonl
 from ratchet.observe.summary import StageSummary
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
-from ratchet.runs.remote_sync import Mirror, Noted
-from ratchet.runs.run_dir import RunDirectory, differences
-from ratchet.training.run import Progress, Run
+from ratchet.runs.remote_sync import FileSnapshot, Mirror
+from ratchet.runs.run_dir import RunDirectory, list_config_differences
+from ratchet.training.run import Progress, StageRun
 from ratchet.utils import failpoints
 
 log = logging.getLogger(__name__)
 
 
-class Saver:
+class CheckpointSaver:
     """The checkpoints of one stage: every role's state, the position in the data, and the progress.
 
     Args:
@@ -41,7 +41,7 @@ class Saver:
     def __init__(
         self,
         store: CheckpointStore,
-        run: Run,
+        run: StageRun,
         config: CheckpointConfig,
         summaries: Sequence[StageSummary],
         command: str,
@@ -60,7 +60,7 @@ class Saver:
         self.data = {str(path): fingerprint(path) for path in data}
         self.saved = run.first_step
         self._goes_on = config.on_error == "warn"
-        self._background = Background()
+        self._background = BackgroundTask()
         self._writing = 0
         # The latest evaluated step and its score; higher is better.
         self._score: tuple[int, float | None] = (0, None)
@@ -71,7 +71,7 @@ class Saver:
         Raises:
             CheckpointError: A background write has failed, and `checkpoint.on_error` is not "warn".
         """
-        self._score = step, signed(self.config.metric, metrics)
+        self._score = step, get_signed_metric(self.config.metric, metrics)
         if self._background.ended:
             self.settle()
 
@@ -117,7 +117,7 @@ class Saver:
             self.saved = done
 
     def _store(
-        self, done: int, write: Write, meta: Mapping[str, Any], noted: Mapping[str, Noted]
+        self, done: int, write: Write, meta: Mapping[str, Any], noted: Mapping[str, FileSnapshot]
     ) -> None:
         self.store.save(done, write, meta)
         if self.mirror is not None:
@@ -141,7 +141,7 @@ class Saver:
 
     def _copy(self, source: Mapping[str, Any]) -> Write:
         """Copy the present state, and return a function that writes it."""
-        with putting_off() as writes:
+        with defer_writes() as writes:
             self._write(Path(), source)
 
         def write(directory: Path) -> None:
@@ -180,7 +180,7 @@ class Saver:
                 ", ".join(changed),
                 checkpoint.step,
             )
-        if edited := differences(meta["recipe"], self.recipe):
+        if edited := list_config_differences(meta["recipe"], self.recipe):
             log.warning(
                 "the recipe was edited since step %d, and holds from here on: %s",
                 checkpoint.step,
@@ -239,7 +239,7 @@ def refuse_lost_checkpoints(
     )
 
 
-def files_of(section: Any) -> list[Path]:
+def list_data_files(section: Any) -> list[Path]:
     """Return the files that a section and its subsections name, in order.
 
     A section with patterns or directories lists them itself (`data_files`).
@@ -253,7 +253,7 @@ def files_of(section: Any) -> list[Path]:
     if isinstance(section, dict):
         section = list(section.values())
     return (
-        [path for part in section for path in files_of(part)]
+        [path for part in section for path in list_data_files(part)]
         if isinstance(section, list | tuple)
         else []
     )

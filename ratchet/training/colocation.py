@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError
-from ratchet.learners.wrapper import Around
+from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.protocols import (
     Audits,
     Generator,
@@ -34,7 +34,7 @@ from ratchet.types import Completion, Placed, Sampling
 LEARNERS, GENERATOR = "learners", "generator"
 
 
-class Turns:
+class AcceleratorLock:
     """A lock on the accelerator that one side at a time holds.
 
     Args:
@@ -91,13 +91,13 @@ class Turns:
         self._has = side
 
 
-class TurnLearner(Around):
+class ColocatedLearner(LearnerWrapper):
     """A learner that takes the accelerator for each pass and update. Implements `Learner`.
 
     Weights are read, saved and loaded wherever they are, without waiting.
     """
 
-    def __init__(self, inner: Learner, turns: Turns) -> None:
+    def __init__(self, inner: Learner, turns: AcceleratorLock) -> None:
         super().__init__(inner)
         self.turns = turns
 
@@ -112,13 +112,13 @@ class TurnLearner(Around):
             return await super().update(mini, terms)
 
 
-class TurnGenerator:
+class ColocatedGenerator:
     """A generator that takes the accelerator for each request. Implements `Generator`.
 
-    `TurnLink` takes it for weight syncs.
+    `ColocatedWeightSync` takes it for weight syncs.
     """
 
-    def __init__(self, inner: Generator, turns: Turns) -> None:
+    def __init__(self, inner: Generator, turns: AcceleratorLock) -> None:
         self.inner = inner
         self.turns = turns
 
@@ -161,10 +161,10 @@ class TurnGenerator:
         return self.inner.weights() if isinstance(self.inner, ShowsWeights) else iter(())
 
 
-class TurnLink:
+class ColocatedWeightSync:
     """A weight sync in the generator's turn. Implements `Link` and `Audits`."""
 
-    def __init__(self, inner: Link, turns: Turns) -> None:
+    def __init__(self, inner: Link, turns: AcceleratorLock) -> None:
         self.inner = inner
         self.turns = turns
 
@@ -187,7 +187,7 @@ class TurnLink:
             pass
 
 
-def take_turns(
+def colocate(
     learners: Mapping[str, Learner], generator: Generator, link: Link
 ) -> tuple[dict[str, Learner], Generator, Link]:
     """Wrap learners, generator and weight sync so that each waits for its turn.
@@ -195,9 +195,9 @@ def take_turns(
     Raises:
         ConfigError: One of them can't be offloaded.
     """
-    turns = Turns({LEARNERS: list(learners.values()), GENERATOR: [generator]})
+    turns = AcceleratorLock({LEARNERS: list(learners.values()), GENERATOR: [generator]})
     return (
-        {name: TurnLearner(learner, turns) for name, learner in learners.items()},
-        TurnGenerator(generator, turns),
-        TurnLink(link, turns),
+        {name: ColocatedLearner(learner, turns) for name, learner in learners.items()},
+        ColocatedGenerator(generator, turns),
+        ColocatedWeightSync(link, turns),
     )

@@ -10,16 +10,16 @@ from ratchet.errors import ConfigError, DataError
 from ratchet.evals.evaluator import Evaluator
 from ratchet.evals.pair_evaluator import PairEvaluator
 from ratchet.evals.score_evaluator import ScoreEvaluator
-from ratchet.experience.seeds import seed_for
+from ratchet.experience.seeds import derive_seed
 from ratchet.learners.compute.token_outputs import SCALARS
 from ratchet.protocols import Learner
 from ratchet.training.managers import make_manager
 from ratchet.training.sources import SOURCES, make_pairs
-from ratchet.training.stage import Arena, Plan, Policy
+from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Sampling, Task
 
 
-def held_out(arena: Arena, plan: Plan) -> list[Task]:
+def list_held_out_tasks(arena: EnvSetup, plan: StageSpec) -> list[Task]:
     """Return the tasks that the stage is evaluated on."""
     count = plan.evaluation.tasks
     return (
@@ -29,24 +29,24 @@ def held_out(arena: Arena, plan: Plan) -> list[Task]:
     )
 
 
-def make_evaluator(policy: Policy, arena: Arena, plan: Plan) -> Evaluator | None:
+def make_evaluator(policy: Policy, arena: EnvSetup, plan: StageSpec) -> Evaluator | None:
     """Return the evaluator of the policy's answers, or None without held-out tasks."""
     settings = plan.evaluation
-    tasks = held_out(arena, plan)
+    tasks = list_held_out_tasks(arena, plan)
     if not tasks:
         return None
     manager = make_manager(policy, arena, arena.yardstick or arena.reward, plan.rollouts)
     return Evaluator(
         manager,
         tasks,
-        evaluation_sampling(plan),
+        make_eval_sampling(plan),
         samples=settings.samples,
         greedy=settings.greedy,
         passing=settings.passing,
     )
 
 
-def evaluation_sampling(plan: Plan) -> Sampling:
+def make_eval_sampling(plan: StageSpec) -> Sampling:
     """Return the sampling parameters of the sampled evaluation attempts."""
     settings = plan.evaluation
     return replace(
@@ -55,12 +55,12 @@ def evaluation_sampling(plan: Plan) -> Sampling:
         if settings.temperature is None
         else settings.temperature,
         max_new_tokens=settings.max_new_tokens or plan.sampling.max_new_tokens,
-        seed=seed_for(plan.seed, "evaluation"),
+        seed=derive_seed(plan.seed, "evaluation"),
     )
 
 
 def make_pair_evaluator(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
+    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, learner: Learner
 ) -> PairEvaluator | None:
     """Return the evaluator for answers without rewards, which compares the two answers of each
     pair.
@@ -68,7 +68,7 @@ def make_pair_evaluator(
     Raises:
         ConfigError: The environment has no pairs.
     """
-    tasks = held_out(arena, plan)
+    tasks = list_held_out_tasks(arena, plan)
     if not tasks:
         return None
     pairs = make_pairs(policy, arena, algorithm, plan)
@@ -83,10 +83,10 @@ def make_pair_evaluator(
 
 
 def make_score_evaluator(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
+    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, learner: Learner
 ) -> ScoreEvaluator | None:
     """Return the evaluator of a model that is trained to score: its loss on held-out rows."""
-    tasks = held_out(arena, plan)
+    tasks = list_held_out_tasks(arena, plan)
     if not tasks:
         return None
     source = SOURCES[algorithm.source](
@@ -96,7 +96,7 @@ def make_score_evaluator(
 
 
 def make_stage_evaluator(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, learner: Learner
+    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, learner: Learner
 ) -> Evaluator | PairEvaluator | ScoreEvaluator | None:
     """Return the evaluator of scores, pairs or answers that suits the stage; None without tasks."""
     arena = arena.evaluation or arena

@@ -19,24 +19,24 @@ from ratchet.data.config import AutoTokenizerConfig
 from ratchet.data.processor import Processor, load_processor
 from ratchet.errors import ConfigError
 from ratchet.executors.freeze import use_kernels
-from ratchet.executors.placement import Need
-from ratchet.generators.workers.config import WorkersConfig
-from ratchet.generators.workers.pool import Router
-from ratchet.learners.config import DTensorConfig, SpreadConfig
-from ratchet.learners.distributed.topology import topology_of
+from ratchet.executors.placement import ResourceRequest
+from ratchet.generators.workers.config import GeneratorWorkersConfig
+from ratchet.generators.workers.pool import GeneratorPool
+from ratchet.learners.config import DistributedConfig, DTensorConfig
+from ratchet.learners.distributed.topology import build_topology
 from ratchet.models.load import find_model, init_policy, load_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import require_peft
-from ratchet.models.model_source import Origin
+from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import DecoderPolicy, PolicyModel
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.protocols import Executor, Reward
 from ratchet.rewards.weighted_sum import composed
 from ratchet.training.build import make_run
-from ratchet.training.generator_workers import generator_needs, start_generators
+from ratchet.training.generator_workers import get_generator_resources, start_generators
 from ratchet.training.roles import check_readers, check_roles, check_routers
-from ratchet.training.run import Run
-from ratchet.training.stage import Arena, Plan, Played, Policy
+from ratchet.training.run import StageRun
+from ratchet.training.stage import EnvSetup, Policy, StageSpec, WorkerRolloutSpec
 from ratchet.types import Sampling
 from ratchet.utils.object_store import is_address
 
@@ -66,9 +66,9 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     # A driver that trains on an accelerator of this machine shares it only with a colocated
     # generator.
     drives = not trainers and not on_cpu and _get_kind(config.cluster) == "local"
-    learners = trainers or ([Need(DRIVER, 1, gpus=1)] if drives else [])
+    learners = trainers or ([ResourceRequest(DRIVER, 1, gpus=1)] if drives else [])
     beside = learners[0].role if _colocated(config) and learners and not on_cpu else None
-    generators = generator_needs(generator, on_cpu=on_cpu, beside=beside)
+    generators = get_generator_resources(generator, on_cpu=on_cpu, beside=beside)
     if not trainers and not generators:
         return policy
     if generators:
@@ -82,8 +82,8 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
             {"learner": learner.model_dump(mode="json"), "origin": origin},
         )
         policy = replace(policy, ranks=ranks)
-    if isinstance(generator, WorkersConfig):
-        assert isinstance(policy.generator, Router), "the section builds one"
+    if isinstance(generator, GeneratorWorkersConfig):
+        assert isinstance(policy.generator, GeneratorPool), "the section builds one"
         start_generators(policy.generator, generator, executor, origin, policy.tokenizer)
     return policy
 
@@ -98,9 +98,11 @@ def _check_torchrun(config: RunConfig) -> None:
     Under torchrun all processes exist from the start, one for each accelerator.
     """
     stage = config.stages[0]
-    if _get_kind(config.cluster) != "torchrun" or not isinstance(stage.generator, WorkersConfig):
+    if _get_kind(config.cluster) != "torchrun" or not isinstance(
+        stage.generator, GeneratorWorkersConfig
+    ):
         return
-    if not isinstance(stage.learner, SpreadConfig):
+    if not isinstance(stage.learner, DistributedConfig):
         raise ConfigError(
             "generator.kind=workers under torchrun needs a distributed learner, because rank 0 "
             "also trains. Set learner.kind=dtensor or megatron"
@@ -121,22 +123,26 @@ def _get_kind(section: Section) -> str:
     return str(getattr(section, "kind", ""))
 
 
-def _trainer_needs(config: RunConfig, model: PolicyModel) -> list[Need]:
+def _trainer_needs(config: RunConfig, model: PolicyModel) -> list[ResourceRequest]:
     """Return the resources of the processes that train; none if this process trains."""
     section = config.stages[0].learner
-    if not isinstance(section, SpreadConfig):
+    if not isinstance(section, DistributedConfig):
         return []
     imported(section.divides)(section, model)
-    return [Need(LEARNER, topology_of(section).world, gpus=0 if config.device == "cpu" else 1)]
+    return [
+        ResourceRequest(
+            LEARNER, build_topology(section).world, gpus=0 if config.device == "cpu" else 1
+        )
+    ]
 
 
-def _origin(config: RunConfig, model: PolicyModel) -> Origin:
+def _origin(config: RunConfig, model: PolicyModel) -> ModelSource:
     """Return where processes get the model from."""
     source = config.model
     if source.path is None:
         assert isinstance(model, DecoderPolicy), "presets are decoders"
-        return Origin(shape=model.decoder.config, seed=config.seed)
-    return Origin(
+        return ModelSource(shape=model.decoder.config, seed=config.seed)
+    return ModelSource(
         path=source.path,
         backend=source.backend,
         trust_remote_code=source.trust_remote_code,
@@ -208,21 +214,21 @@ def build_policy(config: RunConfig) -> Policy:
         assert source.preset is not None, (
             "the configuration lets neither path nor preset through without the other"
         )
-        shape = preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
+        shape = get_preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
         model = init_policy(shape, seed=config.seed, device=device)
     tool_format = getattr(config.tokenizer, "tool_format", "auto")
     generator = config.stages[0].generator
     return Policy.create(
         model,
         tokenizer,
-        template=template_of(config),
+        template=get_chat_template(config),
         tool_format=tool_format,
-        processor=processor_of(config) if model.reads_media else None,
+        processor=load_policy_processor(config) if model.reads_media else None,
         generator=generator,
     )
 
 
-def processor_of(config: RunConfig) -> Processor | None:
+def load_policy_processor(config: RunConfig) -> Processor | None:
     """Return the media processor in the model's directory, or None if it has none."""
     source = config.model
     directory = find_model(
@@ -250,14 +256,14 @@ def _check_same_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def template_of(config: RunConfig) -> str | None:
+def get_chat_template(config: RunConfig) -> str | None:
     """Return the chat template of a built-in tokenizer; other tokenizers bring their own."""
     return getattr(config.tokenizer, "template", None)
 
 
-def build_arena(stage: StageConfig) -> Arena:
+def build_env_setup(stage: StageConfig) -> EnvSetup:
     """Return the environment and rewards of a stage."""
-    return Arena(
+    return EnvSetup(
         construct(stage.environment),
         reward=build_reward(stage.rewards),
         yardstick=build_reward(stage.yardstick),
@@ -266,13 +272,13 @@ def build_arena(stage: StageConfig) -> Arena:
         canaries=None if stage.sentinels.canaries is None else construct(stage.sentinels.canaries),
         evaluation=None
         if stage.evaluation.environment is None
-        else arena_of(stage.evaluation.environment),
+        else build_eval_env_setup(stage.evaluation.environment),
     )
 
 
-def arena_of(environment: Section) -> Arena:
+def build_eval_env_setup(environment: Section) -> EnvSetup:
     """Return an environment that is judged by its own reward."""
-    return Arena(construct(environment), reward=build_reward(own_rewards(environment)))
+    return EnvSetup(construct(environment), reward=build_reward(own_rewards(environment)))
 
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:
@@ -288,7 +294,7 @@ def build_run(
     *,
     directory: Path = Path("runs"),
     **run_fields: Any,
-) -> Run:
+) -> StageRun:
     """Return the run of stage `index`, whose step numbers follow those of the earlier stages.
 
     Args:
@@ -296,15 +302,17 @@ def build_run(
         index: The stage.
         policy: The model to train.
         directory: The run directory.
-        run_fields: Further fields of `Run`.
+        run_fields: Further fields of `StageRun`.
     """
     stage = config.stages[index]
     plan = replace(
-        plan_of(config, index), directory=directory, adapter=adapter_of(config, index, directory)
+        build_stage_spec(config, index),
+        directory=directory,
+        adapter=build_adapter(config, index, directory),
     )
     return make_run(
         policy,
-        build_arena(stage),
+        build_env_setup(stage),
         construct(stage.algorithm),
         plan,
         save_every=stage.checkpoint.every,
@@ -312,10 +320,10 @@ def build_run(
     )
 
 
-def plan_of(config: RunConfig, index: int) -> Plan:
+def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
     """Return what stage `index` does."""
     stage = config.stages[index]
-    return Plan(
+    return StageSpec(
         name=stage.name,
         steps=stage.steps,
         batch_size=stage.batch_size,
@@ -337,21 +345,21 @@ def plan_of(config: RunConfig, index: int) -> Plan:
     )
 
 
-def _make_worker_rollouts(config: RunConfig, stage: StageConfig) -> Played | None:
+def _make_worker_rollouts(config: RunConfig, stage: StageConfig) -> WorkerRolloutSpec | None:
     """Return what workers need to play the stage's groups, or None if they do not."""
     if not stage.played_by_workers:
         return None
-    return Played(
+    return WorkerRolloutSpec(
         stage.environment.model_dump(mode="json"),
         [reward.model_dump(mode="json") for reward in stage.rewards],
         stage.rollouts,
-        template_of(config),
+        get_chat_template(config),
         getattr(config.tokenizer, "tool_format", "auto"),
         getattr(config.tokenizer, "date", None),
     )
 
 
-def adapter_of(config: RunConfig, index: int, directory: Path) -> Adapter | None:
+def build_adapter(config: RunConfig, index: int, directory: Path) -> Adapter | None:
     """Return the adapter that a stage trains in place of the model's weights.
 
     Args:
@@ -362,12 +370,12 @@ def adapter_of(config: RunConfig, index: int, directory: Path) -> Adapter | None
     stage = config.stages[index]
     if stage.lora is None:
         return None
-    base = base_directory(config, index, directory)
+    base = get_adapter_base_dir(config, index, directory)
     location = str(config.model.path) if base is None else str(base.absolute())
     return Adapter(stage.lora, seed=config.seed, base=location)
 
 
-def base_directory(config: RunConfig, index: int, directory: Path) -> Path | None:
+def get_adapter_base_dir(config: RunConfig, index: int, directory: Path) -> Path | None:
     """Return where the run keeps the base model of a stage's adapter.
 
     None if the base is the recipe's own model, unchanged.
@@ -376,7 +384,7 @@ def base_directory(config: RunConfig, index: int, directory: Path) -> Path | Non
     return None if is_unchanged else directory / "base" / config.stages[index].name
 
 
-def begins_with(config: RunConfig, index: int, directory: Path) -> RunConfig:
+def resolve_resume_config(config: RunConfig, index: int, directory: Path) -> RunConfig:
     """Return the recipe to resume in the middle of stage `index`, with the model that it starts
     from.
 
@@ -390,7 +398,7 @@ def begins_with(config: RunConfig, index: int, directory: Path) -> RunConfig:
     """
     if index == len(config.stages) or config.stages[index].lora is None:
         return config
-    base = base_directory(config, index, directory)
+    base = get_adapter_base_dir(config, index, directory)
     if base is None:
         return config
     return config.model_copy(

@@ -14,15 +14,15 @@ from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import LinkError
 from ratchet.executors import env_vars
 from ratchet.executors.freeze import prepare_process, use_kernels
-from ratchet.executors.placement import Need
-from ratchet.generators.workers.config import WorkersConfig
-from ratchet.generators.workers.pool import Receivers, Router
+from ratchet.executors.placement import ResourceRequest
+from ratchet.generators.workers.config import GeneratorWorkersConfig
+from ratchet.generators.workers.pool import GeneratorPool, PoolReceivers
 from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.kernels import cpu
-from ratchet.models.model_source import Origin
+from ratchet.models.model_source import ModelSource
 from ratchet.observe.metrics import MetricsManager
 from ratchet.protocols import Audits, Executor, Generator, Link, Workers
-from ratchet.weight_sync.factory import Between, make_link
+from ratchet.weight_sync.factory import SyncEndpoints, make_link
 
 GENERATOR = "generator"  # the name of the workers that generate
 
@@ -33,8 +33,8 @@ WORKER_FACTORIES = {
 }
 
 
-class Seat(Protocol):
-    """The placement of a worker (`ratchet.executors.worker.Place`)."""
+class WorkerPlacement(Protocol):
+    """The placement of a worker (`ratchet.executors.worker.WorkerPlace`)."""
 
     @property
     def threads(self) -> int: ...
@@ -42,19 +42,19 @@ class Seat(Protocol):
     def device(self) -> str: ...
 
 
-def make_rank(seat: Seat, **arguments: Any) -> GeneratorRank:
+def make_rank(seat: WorkerPlacement, **arguments: Any) -> GeneratorRank:
     """Return what a worker process holds. The arguments go to `make_generator`."""
     # Only the worker needs this import; a driver with its own generator does not.
-    from ratchet.weight_sync.endpoints import Intake
+    from ratchet.weight_sync.endpoints import WeightReceiver
 
-    return GeneratorRank(make_generator(seat, **arguments), Intake)
+    return GeneratorRank(make_generator(seat, **arguments), WeightReceiver)
 
 
 def make_generator(
-    seat: Seat,
+    seat: WorkerPlacement,
     *,
     section: Mapping[str, Any],
-    origin: Origin,
+    origin: ModelSource,
     tokenizer: Tokenizer,
     compiled: bool = False,
 ) -> Generator:
@@ -74,16 +74,18 @@ def make_generator(
         torch.cuda.set_device(seat.device)
     device = "cpu" if getattr(config, "copies_weights", False) else seat.device
     model = origin.policy(device=device).requires_grad_(False)
-    with env_vars.settings(getattr(config, "environment", {})):
+    with env_vars.set_env_defaults(getattr(config, "environment", {})):
         return construct(config, model, tokenizer)
 
 
-def worker_factory(section: WorkersConfig) -> str:
+def worker_factory(section: GeneratorWorkersConfig) -> str:
     """Return the import path of what each worker's process builds (`generator.plays`)."""
     return WORKER_FACTORIES[section.plays]
 
 
-def generator_needs(section: Section, *, on_cpu: bool, beside: str | None = None) -> list[Need]:
+def get_generator_resources(
+    section: Section, *, on_cpu: bool, beside: str | None = None
+) -> list[ResourceRequest]:
     """Return the resources that generator workers need; none if the generator lives in this
     process.
 
@@ -92,15 +94,21 @@ def generator_needs(section: Section, *, on_cpu: bool, beside: str | None = None
         on_cpu: No accelerators are needed.
         beside: The role that workers share accelerators with.
     """
-    if not isinstance(section, WorkersConfig):
+    if not isinstance(section, GeneratorWorkersConfig):
         return []
     return [
-        Need(GENERATOR, section.workers, beside=beside, gpus=0 if on_cpu else section.accelerators)
+        ResourceRequest(
+            GENERATOR, section.workers, beside=beside, gpus=0 if on_cpu else section.accelerators
+        )
     ]
 
 
 def start_generators(
-    router: Router, section: WorkersConfig, executor: Executor, origin: Origin, tokenizer: Tokenizer
+    router: GeneratorPool,
+    section: GeneratorWorkersConfig,
+    executor: Executor,
+    origin: ModelSource,
+    tokenizer: Tokenizer,
 ) -> None:
     """Start the workers on the resources that the executor has planned.
 
@@ -110,7 +118,7 @@ def start_generators(
         "section": section.of.model_dump(mode="json"),
         "origin": origin,
         "tokenizer": tokenizer,
-        "compiled": cpu.used(),
+        "compiled": cpu.is_enabled(),
     }
 
     def start(rank: int) -> Workers:
@@ -125,19 +133,19 @@ def start_generators(
     router.start(start)
 
 
-def link_of(section: Section, between: Between, metrics: MetricsManager) -> Link:
+def make_weight_sync(section: Section, between: SyncEndpoints, metrics: MetricsManager) -> Link:
     """Create the weight sync between learner and generator, local or remote.
 
     Restarts of workers are counted in `metrics`.
     """
     router = between.generator
-    if not isinstance(router, Router):
+    if not isinstance(router, GeneratorPool):
         return make_link(section, between)
     receivers = router.receivers
     between = replace(between, receivers=receivers, receivers_count=receivers.size)
 
     # Workers that are restarted get the weights that the others already have.
-    async def catch_up(receivers: Receivers) -> None:
+    async def catch_up(receivers: PoolReceivers) -> None:
         link = make_link(
             section, replace(between, receivers=receivers, receivers_count=receivers.size)
         )
@@ -148,16 +156,16 @@ def link_of(section: Section, between: Between, metrics: MetricsManager) -> Link
 
     router.catch_up = catch_up
     router.on_restart = lambda: metrics.add("generator", {"restarts": 1.0}, merge="sum")
-    return SteadyLink(make_link(section, between), router)
+    return RecoveringWeightSync(make_link(section, between), router)
 
 
-class SteadyLink:
+class RecoveringWeightSync:
     """A weight sync to workers that may be lost during it. Implements `Link` and `Audits`.
 
     A push that loses a worker starts again with its replacement, or raises the worker's error.
     """
 
-    def __init__(self, link: Link, router: Router) -> None:
+    def __init__(self, link: Link, router: GeneratorPool) -> None:
         self.link = link
         self.router = router
 

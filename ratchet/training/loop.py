@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ratchet.algorithms.scoring import fill
+from ratchet.algorithms.scoring import fill_columns
 from ratchet.data.packing import pack
-from ratchet.training.run import Run
+from ratchet.training.run import StageRun
 
 
-async def train(run: Run) -> None:
+async def train(run: StageRun) -> None:
     algo, roles, state = run.algorithm, run.roles, run.state
     for step in run.steps():  # continues after the last checkpoint
         with run.phase("sample"):
@@ -15,7 +15,7 @@ async def train(run: Run) -> None:
         batch = pack(groups)
         with run.phase("score"):
             await run.compare(step, batch)  # the sampler's probabilities with the learner's
-            batch = await fill(batch, algo, roles)
+            batch = await fill_columns(batch, algo, roles)
         batch = algo.advantage(batch, state)
         run.measure("batch", batch.metrics)
         with run.phase("update"):

@@ -8,15 +8,15 @@ from ratchet.config.experience import RolloutsConfig
 from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import MissingDependency
 from ratchet.experience.openai_proxy.agents import Agent
-from ratchet.experience.rollout.episode import Player
-from ratchet.experience.rollout.manager import Plays, RolloutManager
+from ratchet.experience.rollout.episode import EpisodePlayer
+from ratchet.experience.rollout.manager import AttemptPlayer, RolloutManager
 from ratchet.protocols import Generator, OffersTools, Reward
-from ratchet.training.stage import Arena, Policy
+from ratchet.training.stage import EnvSetup, Policy
 
 
 def make_manager(
     policy: Policy,
-    arena: Arena,
+    arena: EnvSetup,
     reward: Reward | None,
     rollouts: RolloutsConfig,
     *,
@@ -36,20 +36,22 @@ def make_manager(
     Raises:
         ConfigError: The environment offers tools, and the policy's tool-call format is unknown.
     """
-    player = player_of(
+    player = make_player(
         policy.generator,
         policy.renderer,
         arena.agent,
         rollouts,
         max_context or policy.model.max_positions,
     )
-    return manager_of(player, policy.renderer, arena, reward, rollouts, needs_reward=needs_reward)
+    return make_manager_with_player(
+        player, policy.renderer, arena, reward, rollouts, needs_reward=needs_reward
+    )
 
 
-def manager_of(
-    player: Plays,
+def make_manager_with_player(
+    player: AttemptPlayer,
     renderer: Renderer,
-    arena: Arena,
+    arena: EnvSetup,
     reward: Reward | None,
     rollouts: RolloutsConfig,
     *,
@@ -68,13 +70,13 @@ def manager_of(
     )
 
 
-def player_of(
+def make_player(
     generator: Generator,
     renderer: Renderer,
     agent: Agent | None,
     rollouts: RolloutsConfig,
     max_context: int,
-) -> Plays:
+) -> AttemptPlayer:
     """Return the player of attempts: the policy itself, or an agent that calls it.
 
     Raises:
@@ -86,7 +88,7 @@ def player_of(
         "timeout_s": rollouts.attempt_timeout_s,
     }
     if agent is None:
-        return Player(generator, renderer, **limits)
+        return EpisodePlayer(generator, renderer, **limits)
     try:
         # It is imported here because it needs a web server.
         from ratchet.experience.openai_proxy.player import AgentPlayer

@@ -9,15 +9,15 @@ import torch
 
 from ratchet.config.schema import RunConfig
 from ratchet.executors.datasheets import KNOWN
-from ratchet.generators.workers.config import WorkersConfig
-from ratchet.learners.compute.flop_counter import Spent, metered
-from ratchet.models.flops import Work
+from ratchet.generators.workers.config import GeneratorWorkersConfig
+from ratchet.learners.compute.flop_counter import FlopCounter, wrap_with_flop_counter
+from ratchet.models.flops import TokenCost
 from ratchet.observe.matmul_rate import Gemm, gemm_rate
 from ratchet.observe.system import SystemMeter, nvidia
 from ratchet.observe.tracing.perfetto import Trace
 from ratchet.observe.tracing.spans import ACTIVITY, Activity
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.run import Run
+from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
 from ratchet.types import Group
 
@@ -25,7 +25,7 @@ SIDE = 512  # side of the matrices whose product measures a processor's peak: 5 
 ROUND_S = 0.01  # seconds of one round of that measurement
 
 
-class Meter:
+class StageMeter:
     """The meter of a stage's steps.
 
     Args:
@@ -38,7 +38,7 @@ class Meter:
 
     def __init__(
         self,
-        spent: Spent,
+        spent: FlopCounter,
         peak: float,
         *,
         system: SystemMeter | None = None,
@@ -86,7 +86,7 @@ class Meter:
 
 @contextmanager
 def metering(
-    run: Run,
+    run: StageRun,
     policy: Policy,
     config: RunConfig,
     index: int,
@@ -95,17 +95,19 @@ def metering(
 ) -> Iterator[None]:
     """Measure the steps of stage `index` inside the block."""
     roles = run.roles
-    spent = Spent(_works(policy, run), update=2.0 if run.trainable else 3.0)
+    spent = FlopCounter(_works(policy, run), update=2.0 if run.trainable else 3.0)
     system = SystemMeter(directory.path, nvml=nvidia()) if config.logging.system else None
-    run.meter = Meter(spent, peak_of(policy, config, index), system=system, trace=trace)
-    run.roles = metered(roles, spent)
+    run.meter = StageMeter(
+        spent, estimate_peak_flops(policy, config, index), system=system, trace=trace
+    )
+    run.roles = wrap_with_flop_counter(roles, spent)
     try:
         yield
     finally:
         run.roles, run.meter = roles, None
 
 
-def _works(policy: Policy, run: Run) -> dict[str, Work]:
+def _works(policy: Policy, run: StageRun) -> dict[str, TokenCost]:
     """Return the work per token of each role whose model is the policy or a copy of it.
 
     The FLOP of other models are unknown.
@@ -119,7 +121,7 @@ def _works(policy: Policy, run: Run) -> dict[str, Work]:
     return {} if work is None else dict.fromkeys(names, work)
 
 
-def peak_of(policy: Policy, config: RunConfig, index: int) -> float:
+def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> float:
     """Return the peak FLOP/s of all learners and generators together.
 
     For an accelerator with a known data sheet it is the manufacturer's value, else the measured
@@ -129,7 +131,7 @@ def peak_of(policy: Policy, config: RunConfig, index: int) -> float:
     learners = 1 if policy.ranks is None else policy.ranks.size
     section = config.stages[index].generator
     # Generators of other kinds share the learner's accelerator.
-    generators = section.workers if isinstance(section, WorkersConfig) else 0
+    generators = section.workers if isinstance(section, GeneratorWorkersConfig) else 0
     count = (
         max(learners, generators)
         if getattr(config.cluster, "colocated", False)

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from ratchet.batch import Batch
 from ratchet.config.schema import RunConfig
-from ratchet.learners.wrapper import Around
+from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.observe.tracing.profiler import Profiler, Subject
 from ratchet.protocols import Learner, LossTerm
-from ratchet.training.run import Run
+from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
 
 
-def profiled_stage(config: RunConfig, first: int) -> int:
+def choose_profiled_stage(config: RunConfig, first: int) -> int:
     """Return the first remaining stage that samples rollouts, or the first remaining one."""
     remaining = range(first, len(config.stages))
     return next((index for index in remaining if config.stages[index].source == "rollouts"), first)
@@ -27,7 +27,7 @@ def profiled_stage(config: RunConfig, first: int) -> int:
 
 @contextmanager
 def profiling(
-    run: Run, policy: Policy, config: RunConfig, steps: int, directory: Path, console: Console
+    run: StageRun, policy: Policy, config: RunConfig, steps: int, directory: Path, console: Console
 ) -> Iterator[None]:
     """Profile a few steps of the run inside the block, at most those that remain."""
 
@@ -40,7 +40,7 @@ def profiling(
         yield
         return
     roles = run.roles
-    run.roles = counting = {name: Counting(learner) for name, learner in roles.items()}
+    run.roles = counting = {name: TokenCountingLearner(learner) for name, learner in roles.items()}
     subject = _subject(run, policy, config, counting)
     run.profiler = Profiler(
         subject, steps, first_step=run.first_step, left=remaining, directory=directory, show=show
@@ -53,7 +53,9 @@ def profiling(
         run.roles = roles
 
 
-def _subject(run: Run, policy: Policy, config: RunConfig, roles: Mapping[str, Counting]) -> Subject:
+def _subject(
+    run: StageRun, policy: Policy, config: RunConfig, roles: Mapping[str, TokenCountingLearner]
+) -> Subject:
     """Return what the profiler needs to know of the model and the machine."""
     model = policy.model
     first = next(model.parameters())
@@ -80,7 +82,7 @@ def _subject(run: Run, policy: Policy, config: RunConfig, roles: Mapping[str, Co
     )
 
 
-class Counting(Around):
+class TokenCountingLearner(LearnerWrapper):
     """A learner that counts the tokens it gets."""
 
     def __init__(self, inner: Learner) -> None:

@@ -15,15 +15,15 @@ from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import Processor, load_processor
 from ratchet.errors import ConfigError, ModelError
 from ratchet.learners.compute.token_outputs import SCALARS
-from ratchet.learners.config import SpreadConfig
+from ratchet.learners.config import DistributedConfig
 from ratchet.learners.cross_tokenizer_teacher import AlignedTeacher
 from ratchet.learners.distributed.stage_spec import RoleSpec
-from ratchet.learners.lora_reference import BaseView
+from ratchet.learners.lora_reference import LoRAReference
 from ratchet.learners.remote import RemoteLearner
 from ratchet.learners.teacher import Teacher
 from ratchet.models.load import find_model, load_policy, reads_media
-from ratchet.models.lora.decoder import Adapter, of_adapter
-from ratchet.models.model_source import Origin
+from ratchet.models.lora.decoder import Adapter, is_adapter_parameter
+from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import UNLIMITED, DecoderPolicy, PolicyModel
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.hf_weights import read_json
@@ -75,7 +75,7 @@ def make_roles(
         ConfigError: See `check_roles`.
     """
     check_roles(model, tokenizer, algorithm)
-    if ranks is None and isinstance(section, SpreadConfig):
+    if ranks is None and isinstance(section, DistributedConfig):
         raise ConfigError(
             f"learner.kind={_get_kind(section)} trains in worker processes, and there are none. "
             "Give Policy.create the ranks of ratchet.training.from_config.start_processes, or set "
@@ -143,7 +143,10 @@ def _local_roles(
     ]
     shared = min(body.vocab_size for body in compared)
     policy = learner("policy", Role(), model)
-    roles: dict[str, Learner] = {"policy": policy, **{name: BaseView(policy) for name in views}}
+    roles: dict[str, Learner] = {
+        "policy": policy,
+        **{name: LoRAReference(policy) for name in views},
+    }
     for name, role in algorithm.roles.items():
         if name in views:
             continue
@@ -171,7 +174,7 @@ def _copy(model: PolicyModel) -> PolicyModel:
     """Return a copy of the policy; with an adapter, another adapter on the same frozen weights."""
     if model.adapter is None:
         return copy.deepcopy(model)
-    frozen = [p for name, p in model.named_parameters() if not of_adapter(name)]
+    frozen = [p for name, p in model.named_parameters() if not is_adapter_parameter(name)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*frozen, *model.buffers())})
 
 
@@ -187,7 +190,9 @@ def _remote_roles(
     steps: int,
     adapter: Adapter | None,
 ) -> dict[str, Learner]:
-    assert isinstance(section, SpreadConfig), "only learners of this kind live in other processes"
+    assert isinstance(section, DistributedConfig), (
+        "only learners of this kind live in other processes"
+    )
     if spec is None:
         raise ConfigError(
             f"algorithm {algorithm.name} was made in Python, and learner.kind={_get_kind(section)} "
@@ -206,7 +211,7 @@ def _remote_roles(
             optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
         )
         specs[name] = RoleSpec(
-            origin=None if role.path is None else Origin(path=role.path),
+            origin=None if role.path is None else ModelSource(path=role.path),
             optimizer=with_kind("optimizer", role_optimizer).model_dump(mode="json")
             if name in algorithm.losses
             else None,
@@ -236,7 +241,7 @@ def _remote_roles(
             else _make_teacher(learner, name, role.path, role, vocab, positions, tokenizer)
         )
         if name == "policy":
-            roles |= {view: BaseView(learner) for view in views}
+            roles |= {view: LoRAReference(learner) for view in views}
     return roles
 
 
@@ -388,7 +393,7 @@ def check_routers(
             f"{type(generator).__name__} does not record. Set generator.kind=engine, or "
             "algorithm.router.replay=false"
         )
-    if watches and isinstance(section, SpreadConfig):
+    if watches and isinstance(section, DistributedConfig):
         for key in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
             if (value := getattr(section, key)) > 1:
                 raise ConfigError(
@@ -420,7 +425,7 @@ def _check_same_tokens(
         )
 
 
-def longest_row(model: PolicyModel, roles: Mapping[str, Learner]) -> int:
+def get_max_row_length(model: PolicyModel, roles: Mapping[str, Learner]) -> int:
     """Return the longest row in tokens that the policy and all readers of its tokens take."""
     limits = (
         role.max_positions

@@ -9,27 +9,27 @@ from ratchet.config.resolve import construct, resolve
 from ratchet.data.chat.chat_templates import print_date
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
-from ratchet.experience.rollout.columns import Shipped
+from ratchet.experience.rollout.columns import PackedGroups
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.protocols import Generator
 from ratchet.training.from_config import build_reward
-from ratchet.training.generator_workers import Seat, make_generator
-from ratchet.training.managers import manager_of, player_of
-from ratchet.training.stage import Arena, Played
+from ratchet.training.generator_workers import WorkerPlacement, make_generator
+from ratchet.training.managers import make_manager_with_player, make_player
+from ratchet.training.stage import EnvSetup, WorkerRolloutSpec
 from ratchet.types import Sampling, Task
-from ratchet.weight_sync.endpoints import Intake
+from ratchet.weight_sync.endpoints import WeightReceiver
 
 
 class GroupRank(GeneratorRank):
     """A generator worker that also plays groups, one call at a time."""
 
     def __init__(self, generator: Generator, tokenizer: Tokenizer) -> None:
-        super().__init__(generator, Intake)
+        super().__init__(generator, WeightReceiver)
         self.tokenizer = tokenizer
         self.manager: RolloutManager | None = None
 
-    async def begin(self, stage: Played, max_context: int, needs_reward: bool) -> None:
+    async def begin(self, stage: WorkerRolloutSpec, max_context: int, needs_reward: bool) -> None:
         """Set the stage whose groups are played from now on.
 
         Args:
@@ -41,20 +41,20 @@ class GroupRank(GeneratorRank):
         print_date(stage.date)
         renderer = Renderer(self.tokenizer, stage.template, tool_format=stage.tool_format)
         rewards = [resolve("rewards", section) for section in stage.rewards]
-        arena = Arena(
+        arena = EnvSetup(
             construct(resolve("environment", stage.environment)), reward=build_reward(rewards)
         )
-        player = player_of(self.generator, renderer, None, stage.rollouts, max_context)
-        self.manager = manager_of(
+        player = make_player(self.generator, renderer, None, stage.rollouts, max_context)
+        self.manager = make_manager_with_player(
             player, renderer, arena, arena.reward, stage.rollouts, needs_reward=needs_reward
         )
 
     async def play(
         self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, attempts: int, greedy: bool
-    ) -> Shipped:
+    ) -> PackedGroups:
         """Play the attempts of some tasks."""
         assert self.manager is not None, "a stage begins first"
-        return Shipped.pack(
+        return PackedGroups.pack(
             await self.manager.groups(jobs, sampling, attempts=attempts, greedy=greedy)
         )
 
@@ -69,6 +69,6 @@ class GroupRank(GeneratorRank):
         await super().close()
 
 
-def make_rank(seat: Seat, *, tokenizer: Tokenizer, **arguments: Any) -> GroupRank:
+def make_rank(seat: WorkerPlacement, *, tokenizer: Tokenizer, **arguments: Any) -> GroupRank:
     """Return what a worker process holds. Further arguments go to `make_generator`."""
     return GroupRank(make_generator(seat, tokenizer=tokenizer, **arguments), tokenizer)

@@ -18,21 +18,21 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.batch import Batch
-from ratchet.evals.early_stopping import Patience
+from ratchet.evals.early_stopping import EarlyStopping
 from ratchet.evals.evaluator import Evaluator
 from ratchet.evals.pair_evaluator import PairEvaluator
-from ratchet.evals.report import keep
-from ratchet.evals.results import Results
+from ratchet.evals.report import save_report
+from ratchet.evals.results import EvalResults
 from ratchet.evals.score_evaluator import ScoreEvaluator
-from ratchet.executors.signals import hold
+from ratchet.executors.signals import reinstall_handlers
 from ratchet.experience.checks.logprob_parity import ParityGate
-from ratchet.experience.checks.reward_hacking import Findings, Probes
-from ratchet.experience.rollout.manager import PlaysGroups
+from ratchet.experience.checks.reward_hacking import ProbeFindings, RewardHackingProbes
+from ratchet.experience.rollout.manager import GroupPlayer
 from ratchet.experience.rollout.metrics import (
-    SPREADS,
+    DISTRIBUTION_REDUCERS,
+    iterate_attempt_samples,
     measure_groups,
     measure_staleness,
-    spread_attempts,
 )
 from ratchet.experience.sources.batcher import Batcher
 from ratchet.observe.metrics import MetricsManager
@@ -51,7 +51,7 @@ STEPS = "steps"  # the trace track of steps and their phases
 Observer = Callable[[int, Mapping[str, float | None]], None]
 
 
-class Records(Protocol):
+class StepRecorder(Protocol):
     """A recorder of steps (`ratchet.observe.records.writer.Recorder`), or a comparison with a
     record."""
 
@@ -68,7 +68,7 @@ class Records(Protocol):
 
 
 class StepMeter(Protocol):
-    """A meter of a step's work (`ratchet.training.metering.Meter`)."""
+    """A meter of a step's work (`ratchet.training.metering.StageMeter`)."""
 
     def begin(self, step: int) -> None: ...
     def measure(self, groups: Sequence[Group], seconds: float) -> Mapping[str, Mapping[str, float]]:
@@ -82,7 +82,7 @@ class StepMeter(Protocol):
 OUT_OF_TIME = 75
 # Minimum number of steps under `limit_s`: the first is warm-up, and two more are needed to judge a
 # typical step.
-TRIED = 3
+MIN_LIMITED_STEPS = 3
 # Exit status EX_NOPERM when a sentinel paused the run. Inspect it, then resume.
 PAUSED = 77
 
@@ -114,7 +114,7 @@ class Progress:
 
 
 @dataclass
-class Run:
+class StageRun:
     """The state of a stage's training, and the parts that it calls around each step.
 
     Attributes:
@@ -142,13 +142,13 @@ class Run:
     state: AlgoState = field(default_factory=AlgoState)
     metrics: MetricsManager = field(default_factory=MetricsManager)
     observers: Sequence[Observer] = ()
-    recorder: Records | None = None
+    recorder: StepRecorder | None = None
     evaluator: Evaluator | PairEvaluator | ScoreEvaluator | None = None
-    managers: Sequence[PlaysGroups] = ()
+    managers: Sequence[GroupPlayer] = ()
     trainable: Mapping[str, float] = field(default_factory=dict)
     environment_numbers: Callable[[Sequence[Group]], Mapping[str, float]] | None = None
     evaluate_every: int = 0
-    patience: Patience | None = None
+    patience: EarlyStopping | None = None
     evaluations: Path | None = None
     save: Callable[[int], Awaitable[None]] | None = None
     save_every: int = 0
@@ -161,7 +161,7 @@ class Run:
     meter: StepMeter | None = None
     parity: ParityGate | None = None
     sentinels: Sentinels | None = None
-    probes: Probes | None = None
+    probes: RewardHackingProbes | None = None
     _unsent: int | None = None  # the version that the generator lacks
     _updates: list[dict[str, float]] = field(default_factory=list)  # metrics of the current step
     _step_started: float = 0.0
@@ -170,13 +170,13 @@ class Run:
 
     def __post_init__(self) -> None:
         self.origin = self.done = self.first_step
-        self.metrics.declare("rollout", SPREADS)
+        self.metrics.declare("rollout", DISTRIBUTION_REDUCERS)
 
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the remaining steps, until a stop is requested."""
         for step in range(self.first_step, self.last_step):
             # A library may have replaced the signal handlers; restore them before reading `stop`.
-            hold()
+            reinstall_handlers()
             if self.stop.status is not None or self.progress.ended:
                 return
             self._updates = []
@@ -267,7 +267,7 @@ class Run:
         self.progress.generated_tokens += numbers.get("generated_tokens", 0.0)
         self.progress.silent_steps += self.measured.get("batch/advantage/zero_share") == 1.0
         self.metrics.add("rollout", numbers)
-        for labels, samples in spread_attempts(groups):
+        for labels, samples in iterate_attempt_samples(groups):
             self.metrics.add("rollout", samples, of=labels)
         if step == self.origin:
             self.metrics.add("policy", self.trainable)
@@ -341,13 +341,13 @@ class Run:
         if (
             self.limit_s is not None
             and self.progress.seconds >= self.limit_s
-            and self.done >= self.origin + TRIED
+            and self.done >= self.origin + MIN_LIMITED_STEPS
         ):
             self.progress.ended = True
 
-    async def _probe(self, done: int, groups: Sequence[Group]) -> Findings:
+    async def _probe(self, done: int, groups: Sequence[Group]) -> ProbeFindings:
         if self.probes is None or not self.probes.due(done - self.origin):
-            return Findings()
+            return ProbeFindings()
         await self._send()
         findings = await self.probes.check(groups)
         for prefix, numbers in findings.metrics.items():
@@ -360,8 +360,8 @@ class Run:
         if self.evaluator is None:
             return {}
         results = await self.evaluator.run()
-        if self.evaluations is not None and isinstance(results, Results):
-            keep(
+        if self.evaluations is not None and isinstance(results, EvalResults):
+            save_report(
                 results,
                 self.evaluations / f"step-{self.done:08d}",
                 f"{self.name}, step {self.done}",

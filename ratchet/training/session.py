@@ -14,11 +14,11 @@ from pathlib import Path
 from ratchet.config.checks.staleness import cautions
 from ratchet.config.loader import plain
 from ratchet.config.schema import RunConfig, StageConfig
-from ratchet.executors.freeze import peak_memory, prepare_process
-from ratchet.executors.signals import SecondSignal, spares_programs, stops_on_signals
-from ratchet.executors.torchrun import Launched
-from ratchet.experience.sources.prompt_ledger import Ledger
-from ratchet.learners.config import SpreadConfig
+from ratchet.executors.freeze import get_peak_memory, prepare_process
+from ratchet.executors.signals import SecondSignal, handle_stop_signals, shield_programs
+from ratchet.executors.torchrun import TorchrunRank
+from ratchet.experience.sources.prompt_ledger import PromptLedger
+from ratchet.learners.config import DistributedConfig
 from ratchet.observe.console import lasting_console
 from ratchet.observe.learning_curve import write_curve
 from ratchet.observe.log import log_to
@@ -27,29 +27,29 @@ from ratchet.observe.provenance import note_provenance
 from ratchet.observe.records.writer import Recorder
 from ratchet.observe.sentinels import Sentinels
 from ratchet.observe.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
-from ratchet.observe.stall_report import stalls_told
+from ratchet.observe.stall_report import log_stalls
 from ratchet.observe.summary import RunSummary, StageSummary
 from ratchet.observe.tracing.perfetto import Trace, tracing
 from ratchet.observe.trackers import Tracked, run_id, track
 from ratchet.protocols import Learner
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
-from ratchet.runs.live_status import answers_status
+from ratchet.runs.live_status import serve_status
 from ratchet.runs.remote_sync import Mirror
 from ratchet.runs.run_dir import ADAPTER, AVERAGE, MODEL, RunDirectory
-from ratchet.training.checkpointing import Saver, files_of, refuse_lost_checkpoints
+from ratchet.training.checkpointing import CheckpointSaver, list_data_files, refuse_lost_checkpoints
 from ratchet.training.from_config import (
-    base_directory,
-    begins_with,
     build_executor,
     build_policy,
     build_run,
     check_stages,
+    get_adapter_base_dir,
+    resolve_resume_config,
     start_processes,
 )
 from ratchet.training.loop import train
 from ratchet.training.metering import metering
-from ratchet.training.profiling import profiled_stage, profiling
-from ratchet.training.run import PAUSED, Run, StopRequest
+from ratchet.training.profiling import choose_profiled_stage, profiling
+from ratchet.training.run import PAUSED, StageRun, StopRequest
 from ratchet.training.stage import Policy
 from ratchet.utils import failpoints
 from ratchet.utils.temp_dirs import sweep
@@ -65,7 +65,7 @@ NOT_MIRRORED = 74  # exit status: the run is finished, but its address lacks a p
 class _StopAfterStep(StopRequest):
     """A stop request made by a signal: the loop finishes its step and saves.
 
-    `forwarded` is passed to `stops_on_signals`.
+    `forwarded` is passed to `handle_stop_signals`.
     """
 
     def __init__(self, *, forwarded: bool) -> None:
@@ -78,7 +78,7 @@ class _StopAfterStep(StopRequest):
         log.warning("%s: finishing this step, then saving%s", number.name, again)
 
 
-class Session:
+class TrainingSession:
     """The part of a run in one process: from the newest checkpoint to its end or a stop request."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Session:
         self.try_s = try_s
         self.console = lasting_console()
         self.summaries: list[StageSummary] = []  # of finished stages
-        self.ledger = Ledger(directory.ledger)
+        self.ledger = PromptLedger(directory.ledger)
         self.sinks = Sinks([])
         self.recorder: Recorder | None = None
         self.trace: Trace | None = None
@@ -115,10 +115,10 @@ class Session:
     async def run(self) -> int:
         """Run to the end or to a stop request, and return the exit status."""
         prepare_process(self.config.threads)
-        stop = _StopAfterStep(forwarded=Launched.here() is not None)
+        stop = _StopAfterStep(forwarded=TorchrunRank.here() is not None)
         logged = log_to(self.directory.log, console=self.console)
-        signals = stops_on_signals(stop.make, forwarded=stop.forwarded)
-        with logged, signals, answers_status(self.directory):
+        signals = handle_stop_signals(stop.make, forwarded=stop.forwarded)
+        with logged, signals, serve_status(self.directory):
             log.info("%s", self.command)
             for folder in sweep():
                 log.info("removed %s, which a killed process has left", folder)
@@ -149,7 +149,7 @@ class Session:
         kept = 0 if checkpoint is None else checkpoint.step
         self.sinks = self._open_sinks(-1 if checkpoint is None else kept)
         is_background = self.config.device != "cpu" or any(
-            isinstance(stage.learner, SpreadConfig) for stage in self.config.stages
+            isinstance(stage.learner, DistributedConfig) for stage in self.config.stages
         )
         self.recorder = Recorder(
             self.config.record,
@@ -175,7 +175,7 @@ class Session:
         """
         config = self.config
         if checkpoint is not None:
-            config = begins_with(config, len(self.summaries), self.directory.path)
+            config = resolve_resume_config(config, len(self.summaries), self.directory.path)
         executor = build_executor(config)
         ends.callback(executor.close)
         policy = build_policy(config)
@@ -191,7 +191,7 @@ class Session:
         gc.collect()
         gc.freeze()
         trained: Learner | None = None
-        self._profiled = profiled_stage(self.config, len(self.summaries))
+        self._profiled = choose_profiled_stage(self.config, len(self.summaries))
         for index in range(len(self.summaries), len(self.config.stages)):
             trained = await self._stage(index, policy, stop, checkpoint)
             if stop.status is not None:
@@ -227,7 +227,7 @@ class Session:
             tracked = Tracked(
                 self.config.name, run_id(path), path, plain(self.config), resumed=keep_through >= 0
             )
-            with spares_programs():
+            with shield_programs():
                 sinks += track(self.config.logging.sinks, tracked)
         return Sinks(sinks)
 
@@ -249,13 +249,13 @@ class Session:
         run.deadline = None if policies.limit_s is None else self.began + policies.limit_s
         run.limit_s = self.try_s
         run.sentinels = Sentinels(stage.sentinels, self.directory.sentinels)
-        saver = Saver(
+        saver = CheckpointSaver(
             self.store,
             run,
             policies,
             self.summaries,
             self.command,
-            data=files_of(stage.environment),
+            data=list_data_files(stage.environment),
             recipe=self._plain,
             mirror=self.mirror,
         )
@@ -283,7 +283,7 @@ class Session:
             progress as show,
             measured,
             self._profiling(index, run, policy),
-            stalls_told(self.config.logging.stall_s),
+            log_stalls(self.config.logging.stall_s),
         ):
             run.observers = (self.sinks.write, show, saver.observe)
             async with AsyncExitStack() as ends:
@@ -316,21 +316,21 @@ class Session:
                 error,
             )
 
-    def _keep_base(self, index: int, run: Run, policy: Policy) -> None:
+    def _keep_base(self, index: int, run: StageRun, policy: Policy) -> None:
         """Export the base model of the stage's adapter if only this run has it."""
-        base = base_directory(self.config, index, self.directory.path)
+        base = get_adapter_base_dir(self.config, index, self.directory.path)
         if self.config.stages[index].lora is not None and base is not None:
             run.roles["policy"].export(base, part="base")
             policy.tokenizer.save(base)
 
-    def _profiling(self, index: int, run: Run, policy: Policy) -> AbstractContextManager[None]:
+    def _profiling(self, index: int, run: StageRun, policy: Policy) -> AbstractContextManager[None]:
         if self.profile is None or index != self._profiled:
             return nullcontext()
         return profiling(
             run, policy, self.config, self.profile, self.directory.profile, self.console
         )
 
-    async def _measure_start(self, index: int, run: Run, *, alike: bool) -> None:
+    async def _measure_start(self, index: int, run: StageRun, *, alike: bool) -> None:
         """Measure accuracy before the stage.
 
         If the previous stage was evaluated in the same way, its result is taken.
@@ -360,7 +360,7 @@ class Session:
         for _, path in models:
             policy.tokenizer.save(path)
         failpoints.point("finish.tokenizer")
-        peak_mib = peak_memory() / 2**20
+        peak_mib = get_peak_memory() / 2**20
         summary = RunSummary(
             tuple(self.summaries),
             self.command,
@@ -386,7 +386,7 @@ class Session:
             self.console.print(f"{name:8} {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _log_stage(run: Run, stage: StageConfig) -> None:
+def _log_stage(run: StageRun, stage: StageConfig) -> None:
     """Log the cautions of a stage and the size of its adapter."""
     for caution in cautions(stage):
         log.warning("stage %s: %s", run.name, caution)
@@ -399,7 +399,7 @@ def _log_stage(run: Run, stage: StageConfig) -> None:
         )
 
 
-def _warn_of_silent_steps(run: Run) -> None:
+def _warn_of_silent_steps(run: StageRun) -> None:
     """Log a warning if most steps of a stage had no gradient."""
     steps = run.done - run.origin
     silent = run.progress.silent_steps
@@ -420,7 +420,7 @@ def _measured_alike(a: StageConfig, b: StageConfig) -> bool:
     return all(getattr(a, key) == getattr(b, key) for key in keys)
 
 
-def _summary(run: Run) -> StageSummary:
+def _summary(run: StageRun) -> StageSummary:
     progress = run.progress
     return StageSummary(
         name=run.name,

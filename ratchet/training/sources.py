@@ -7,57 +7,63 @@ from dataclasses import replace
 from typing import Any
 
 from ratchet.algorithms.base import Algorithm
-from ratchet.experience.rollout.manager import PlaysGroups
-from ratchet.experience.seeds import seed_for
+from ratchet.experience.rollout.manager import GroupPlayer
+from ratchet.experience.seeds import derive_seed
 from ratchet.experience.sources.curriculum import Curriculum
-from ratchet.experience.sources.offline import Labelled, Pairs, Rows, Stepped, Writer
-from ratchet.experience.sources.rollouts import Rollouts, StreamSource
+from ratchet.experience.sources.offline import (
+    LabelledSource,
+    PairSource,
+    SteppedSource,
+    SupervisedSource,
+    TextRenderer,
+)
+from ratchet.experience.sources.rollouts import RolloutSource, StreamSource
 from ratchet.experience.sources.tasks import TaskStream
-from ratchet.training.stage import Arena, Plan, Policy
+from ratchet.training.stage import EnvSetup, Policy, StageSpec
 
 
-def _make_stream(arena: Arena, plan: Plan) -> TaskStream:
+def _make_stream(arena: EnvSetup, plan: StageSpec) -> TaskStream:
     """Return the tasks of a stage, in the stage's own order.
 
     Which examples `examples` selects depends on the run's seed alone, so it is the same in every
     stage.
     """
-    order = seed_for(plan.seed, plan.name, "tasks")
+    order = derive_seed(plan.seed, plan.name, "tasks")
     limits: dict[str, Any] = {"seed": order, "examples": plan.examples, "pool_seed": plan.seed}
     if plan.curriculum is None:
         return TaskStream(arena.environment, **limits)
     return Curriculum(arena.environment, plan.curriculum, per_step=plan.batch_size, **limits)
 
 
-def _make_writer(policy: Policy, algorithm: Algorithm) -> Writer:
-    return Writer(
+def _make_writer(policy: Policy, algorithm: Algorithm) -> TextRenderer:
+    return TextRenderer(
         policy.renderer, max_context=policy.model.max_positions, temperature=algorithm.temperature
     )
 
 
 def _rows(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
-    return Rows(
+    return SupervisedSource(
         _make_stream(arena, plan), plan.name, _make_writer(policy, algorithm), train=algorithm.turns
     )
 
 
 def make_pairs(
     policy: Policy,
-    arena: Arena,
+    arena: EnvSetup,
     algorithm: Algorithm,
-    plan: Plan,
-    manager: PlaysGroups | None = None,
-) -> Pairs:
+    plan: StageSpec,
+    manager: GroupPlayer | None = None,
+) -> PairSource:
     """Return the source of preference pairs. manager: not used, as pairs are given."""
-    return Pairs(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
+    return PairSource(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
 
 
 def _labelled(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
-    return Labelled(
+    return LabelledSource(
         _make_stream(arena, plan),
         plan.name,
         _make_writer(policy, algorithm),
@@ -66,20 +72,20 @@ def _labelled(
 
 
 def _steps(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
-    return Stepped(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
+    return SteppedSource(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
 
 
 def _rollouts(
-    policy: Policy, arena: Arena, algorithm: Algorithm, plan: Plan, manager: PlaysGroups
+    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
-    return Rollouts(
+    return RolloutSource(
         _make_stream(arena, plan),
         plan.name,
         manager,
         sampling=replace(plan.sampling, routes=algorithm.replays),
-        seed=seed_for(plan.seed, plan.name, "rollouts"),
+        seed=derive_seed(plan.seed, plan.name, "rollouts"),
         group_size=algorithm.group_size,
         greedy_baseline=algorithm.greedy_baseline,
         redundant_attempts=plan.rollouts.redundant_attempts,
@@ -87,7 +93,9 @@ def _rollouts(
     )
 
 
-SOURCES: dict[str, Callable[[Policy, Arena, Algorithm, Plan, PlaysGroups], StreamSource]] = {
+SOURCES: dict[
+    str, Callable[[Policy, EnvSetup, Algorithm, StageSpec, GroupPlayer], StreamSource]
+] = {
     "rows": _rows,
     "pairs": make_pairs,
     "labelled": _labelled,

@@ -21,7 +21,7 @@ from ratchet.data.processor import Processor
 from ratchet.errors import ModelError
 from ratchet.executors import env_vars as environment
 from ratchet.experience.openai_proxy.agents import Agent
-from ratchet.generators.workers.pool import Router
+from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.learners.config import LocalConfig
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.policy import PolicyModel
@@ -76,7 +76,7 @@ class Policy:
             )
         renderer = Renderer(tokenizer, template, processor=processor, tool_format=tool_format)
         section = generator or resolve("generator", {})
-        with environment.settings(getattr(section, "environment", {})):
+        with environment.set_env_defaults(getattr(section, "environment", {})):
             engine = construct(section, model, tokenizer)
         return cls(model, tokenizer, renderer, engine, ranks)
 
@@ -84,7 +84,7 @@ class Policy:
     def one_host(self) -> bool:
         """True if this process, all ranks and all generators run on one host."""
         hosts = set() if self.ranks is None else set(self.ranks.call_now("host"))
-        if isinstance(self.generator, Router):
+        if isinstance(self.generator, GeneratorPool):
             hosts |= self.generator.hosts
         return hosts <= {socket.gethostname()}
 
@@ -101,7 +101,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Arena:
+class EnvSetup:
     """An environment with its rewards.
 
     Attributes:
@@ -120,7 +120,7 @@ class Arena:
     agent: Agent | None = None
     second: Reward | None = None
     canaries: Environment | None = None
-    evaluation: Arena | None = None
+    evaluation: EnvSetup | None = None
 
     @property
     def judges(self) -> bool:
@@ -140,7 +140,7 @@ class Arena:
 
 
 @dataclass(frozen=True)
-class Played:
+class WorkerRolloutSpec:
     """The description of a stage that workers need to play its groups.
 
     Attributes:
@@ -160,7 +160,7 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StageSpec:
     """The settings of a stage.
 
     Attributes:
@@ -195,4 +195,4 @@ class Plan:
     directory: Path = Path("runs")
     colocated: bool = False
     adapter: Adapter | None = None
-    played: Played | None = None
+    played: WorkerRolloutSpec | None = None

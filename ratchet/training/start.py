@@ -11,9 +11,9 @@ from ratchet.config.loader import load_config, plain
 from ratchet.errors import RunDirectoryError
 from ratchet.executors.freeze import freeze, left_to_machine
 from ratchet.executors.signals import SecondSignal
-from ratchet.executors.torchrun import Launched, serve_rank
+from ratchet.executors.torchrun import TorchrunRank, serve_rank
 from ratchet.runs.resolve import open_run
-from ratchet.training.session import DISK_ERRORS, Session
+from ratchet.training.session import DISK_ERRORS, TrainingSession
 
 
 def start_run(
@@ -41,7 +41,7 @@ def start_run(
     """
     written = load_config(recipe, overrides)
     config = freeze(written)
-    launched = Launched.here()
+    launched = TorchrunRank.here()
     if launched is not None and launched.rank:
         return serve_rank(launched)
     directory, store, mirror = open_run(
@@ -68,7 +68,9 @@ def start_run(
         directory.settle(plain(config))
         if mirror is not None:
             mirror.begin()
-        return _run(Session(config, directory, store, command, profile, try_s=try_s, mirror=mirror))
+        return _run(
+            TrainingSession(config, directory, store, command, profile, try_s=try_s, mirror=mirror)
+        )
 
 
 def resume_run(
@@ -84,7 +86,7 @@ def resume_run(
         profile: The number of steps to profile; None profiles none.
         changed_data: Resume even if data files have changed.
     """
-    launched = Launched.here()
+    launched = TorchrunRank.here()
     if launched is not None and launched.rank:
         return serve_rank(launched)
     directory, store, mirror = open_run(place)
@@ -105,13 +107,13 @@ def resume_run(
                 "start a new run by this recipe"
             )
         return _run(
-            Session(
+            TrainingSession(
                 config, directory, store, command, profile, changed_data=changed_data, mirror=mirror
             )
         )
 
 
-def _run(session: Session) -> int:
+def _run(session: TrainingSession) -> int:
     try:
         return asyncio.run(session.run())
     except SecondSignal as second:  # the run stops at once, without saving

@@ -19,12 +19,12 @@ def offer(environment: Mapping[str, str]) -> None:
     _offered = environment
 
 
-def offered() -> Mapping[str, str]:
+def get_offered() -> Mapping[str, str]:
     """Return a copy of the variables, for a child process that resolves the same recipe."""
     return dict(_offered)
 
 
-def credential(variable: str) -> str:
+def get_credential(variable: str) -> str:
     """Return the value of a variable. Raises ConfigError if it is missing or empty."""
     value = _offered.get(variable, "")
     if not value:

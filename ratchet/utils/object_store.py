@@ -51,7 +51,7 @@ def is_address(place: str | Path) -> bool:
     return isinstance(place, str) and "://" in place
 
 
-def keep_as(environment: Mapping[str, str]) -> None:
+def configure_cache(environment: Mapping[str, str]) -> None:
     """Set the cache directory from RATCHET_CACHE, else from XDG_CACHE_HOME."""
     global _cache
     home = environment.get("XDG_CACHE_HOME")
@@ -59,14 +59,14 @@ def keep_as(environment: Mapping[str, str]) -> None:
     _cache = Path(directory).expanduser() if directory else None
 
 
-def cached(kind: str, address: str) -> Path:
+def get_cached_path(kind: str, address: str) -> Path:
     """Return the cache path of an address: a unique directory, then the address's last name."""
     address = address.rstrip("/")
     digest = hashlib.sha256(address.encode()).hexdigest()[:16]
-    return kept(kind) / digest / (PurePosixPath(address).name or "root")
+    return get_cache_dir(kind) / digest / (PurePosixPath(address).name or "root")
 
 
-def kept(kind: str) -> Path:
+def get_cache_dir(kind: str) -> Path:
     """Return the cache directory for one kind of file that can be fetched or built again.
 
     Raises OSError for a user without a home directory.
@@ -79,7 +79,7 @@ def kept(kind: str) -> Path:
         ) from error
 
 
-def unfit(address: str) -> str | None:
+def explain_bad_address(address: str) -> str | None:
     """Return why an address can't hold a model or a run, judged by its text alone; else None."""
     scheme, _, rest = address.partition("://")
     if "::" in address:
@@ -103,7 +103,7 @@ def unfit(address: str) -> str | None:
     return None
 
 
-def filesystem(address: str) -> tuple[Any, str]:
+def open_filesystem(address: str) -> tuple[Any, str]:
     """Return fsspec's file system for an address, and the path in it.
 
     Raises DataError or MissingDependency.
@@ -131,7 +131,7 @@ def filesystem(address: str) -> tuple[Any, str]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredFile:
     """A file of a store."""
 
     size: int  # bytes
@@ -147,14 +147,14 @@ class Store:
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
-        self._system, root = filesystem(self.address)
+        self._system, root = open_filesystem(self.address)
         self._root = root.rstrip("/")
         self._buckets = self.address.partition("://")[0] in {*PACKAGES, "hf"}
 
-    def entries(self, below: str = "") -> dict[str, Entry]:
+    def entries(self, below: str = "") -> dict[str, StoredFile]:
         """Return all files below a directory by name; {} if there are none."""
 
-        def find() -> dict[str, Entry]:
+        def find() -> dict[str, StoredFile]:
             self._system.invalidate_cache()
             try:
                 files = self._system.find(self._at(below) if below else self._root, detail=True)
@@ -260,9 +260,9 @@ class Store:
         raise AssertionError("the last attempt returns or raises")
 
 
-def _entry(info: Mapping[str, Any]) -> Entry:
+def _entry(info: Mapping[str, Any]) -> StoredFile:
     facts = json.dumps(info, sort_keys=True, default=str)
-    return Entry(int(info["size"]), hashlib.sha256(facts.encode()).hexdigest())
+    return StoredFile(int(info["size"]), hashlib.sha256(facts.encode()).hexdigest())
 
 
 def stays_inside(name: str) -> bool:
@@ -278,7 +278,7 @@ def stays_inside(name: str) -> bool:
 
 
 @contextmanager
-def alone(directory: Path) -> Iterator[None]:
+def lock_cache_dir(directory: Path) -> Iterator[None]:
     """Create a cache directory and hold its lock, so that one process fetches into it at a time."""
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory.parent / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -299,8 +299,8 @@ def fetch_directory(address: str, patterns: Sequence[str] = ("*",), *, deep: boo
     Raises OSError; DataError and MissingDependency for an address that can't be read here.
     """
     store = Store(address)
-    target = cached("directories", address)
-    with alone(target):
+    target = get_cached_path("directories", address)
+    with lock_cache_dir(target):
         fetched = _read_fetched(target)
         listed = store.entries()
         for name, entry in sorted(listed.items()):
@@ -350,6 +350,6 @@ def put_directory(source: Path, address: str, *, last: str) -> None:
         store.put(source / name, name)
 
 
-def forget(directory: Path) -> None:
+def forget_cached(directory: Path) -> None:
     """Remove the cached copy of an address; `directory` is the path that `cached` gave."""
     shutil.rmtree(directory.parent, ignore_errors=True)

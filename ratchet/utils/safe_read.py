@@ -73,7 +73,7 @@ def read_bytes(path: str | Path, limit: int = MAX_JSON_BYTES) -> bytes:
     with open_file(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise OSError(errno.EFBIG, f"it holds more than {size_text(limit)}", str(path))
+        raise OSError(errno.EFBIG, f"it holds more than {format_size(limit)}", str(path))
     return content
 
 
@@ -82,10 +82,10 @@ def read_text(path: str | Path, limit: int = MAX_TEXT_BYTES) -> str:
 
     Raises OSError, and ValueError that names the first byte that is not UTF-8.
     """
-    return decode(read_bytes(path, limit)).replace("\r\n", "\n")
+    return decode_utf8(read_bytes(path, limit)).replace("\r\n", "\n")
 
 
-def decode(content: bytes) -> str:
+def decode_utf8(content: bytes) -> str:
     """Decode UTF-8, with or without a byte order mark.
 
     Raises ValueError that names line and offset of the first wrong byte.
@@ -100,7 +100,7 @@ def decode(content: bytes) -> str:
         ) from None
 
 
-def size_text(size: int) -> str:
+def format_size(size: int) -> str:
     """Return a number of bytes as "256 KiB", "64 MiB" or "1 GiB"."""
     for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >= 1 << shift:
@@ -113,7 +113,7 @@ def size_text(size: int) -> str:
 
 def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> Any:
     """Read a file of JSON within a bound of bytes and of depth. Raises OSError or ValueError."""
-    return parse_json(decode(read_bytes(path, limit)))
+    return parse_json(decode_utf8(read_bytes(path, limit)))
 
 
 def parse_json(
@@ -128,7 +128,7 @@ def parse_json(
     their text, and a whole number with more digits than Python reads (4,300).
     """
     if isinstance(text, bytes):
-        text = decode(text)
+        text = decode_utf8(text)
     _refuse_crowd(text)
     try:
         value = json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=parse_constant)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return `text` with every character that could control a terminal replaced by its code.
 
     Line ends and tabs stay. Replaced are the other control characters (C0, DEL, C1), line and
@@ -25,14 +25,14 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def shortened(text: str, limit: int) -> str:
+def shorten_text(text: str, limit: int) -> str:
     """Return `text` cut to `limit` characters, with a mark where something is left out."""
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 
-def first_line(text: str, limit: int = 400) -> str:
+def get_first_line(text: str, limit: int = 400) -> str:
     """Return the first line of a library's error that is not blank, cut to `limit` characters."""
-    return shortened(
+    return shorten_text(
         next((line.strip() for line in text.splitlines() if line.strip()), "no reason is given"),
         limit,
     )
@@ -52,7 +52,11 @@ def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Con
 
         def __rich_console__(self, console: Console, options: Any) -> Iterable[Segment]:
             for segment in console.render(self.inner, options):
-                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+                yield (
+                    segment
+                    if segment.control
+                    else Segment(escape_controls(segment.text), segment.style)
+                )
 
     class Escape(RenderHook):
         def process_renderables(

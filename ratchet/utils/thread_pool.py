@@ -17,7 +17,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 
-class Crew:
+class ThreadPool:
     """A pool that runs `size` jobs at once, one of them in the calling thread."""
 
     def __init__(self, size: int) -> None:
@@ -51,7 +51,7 @@ class Crew:
 
         sizes: the pieces' sizes, by which threads get about equal loads.
         """
-        shares = [share for share in dealt(sizes, self.size) if share]
+        shares = [share for share in balance_by_size(sizes, self.size) if share]
         jobs = [partial(_map, work, [pieces[i] for i in share]) for share in shares]
         results = dict(zip(chain(*shares), chain(*self.run(jobs)), strict=True))
         return [results[i] for i in range(len(pieces))]
@@ -68,7 +68,7 @@ def _run_limited(threads: int, job: Callable[[], T]) -> T:
     return job()
 
 
-def dealt(sizes: Sequence[int], workers: int) -> list[list[int]]:
+def balance_by_size(sizes: Sequence[int], workers: int) -> list[list[int]]:
     """Assign pieces to workers so that their loads are about equal.
 
     Greedy: the largest piece goes first, to the worker with the smallest load. Returns each

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from ratchet.web.connection import Limits
+from ratchet.web.connection import ServerLimits
 
 RETRY_S = 5  # after which a client may ask again
 
@@ -27,10 +27,10 @@ class BodyRefused(Exception):
         self.status, self.code = status, code
 
 
-class Bodies:
+class BodyReader:
     """The bytes that unanswered requests brought, all together and by key."""
 
-    def __init__(self, limits: Limits = Limits()) -> None:
+    def __init__(self, limits: ServerLimits = ServerLimits()) -> None:
         self.limits, self.held = limits, Counter[bytes]()
 
     def begin(self, key: bytes, receive: Receive) -> Body:
@@ -45,7 +45,7 @@ class Body:
     that are not answered yet hold too much.
     """
 
-    def __init__(self, bodies: Bodies, key: bytes, receive: Receive) -> None:
+    def __init__(self, bodies: BodyReader, key: bytes, receive: Receive) -> None:
         self.bodies, self.key, self.size = bodies, key, 0
         self._receive, self._has_more = receive, True
         self._deadline = asyncio.get_running_loop().time() + bodies.limits.body_s

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """The limits of a server. Times are in seconds, sizes in bytes."""
 
     # Connections open at the same time; fewer if the process may not open as many descriptors.
@@ -120,10 +120,14 @@ class GuardedProtocol(H11Protocol):
     """A connection of uvicorn with the deadlines of `limits`."""
 
     def __init__(
-        self, config: uvicorn.Config, state: ServerState, connections: Connections, limits: Limits
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        connections: Connections,
+        limits: ServerLimits,
     ) -> None:
         super().__init__(config, state, {}, asyncio.get_running_loop())
-        self.logger: Any = Quiet(self.logger, {})
+        self.logger: Any = QuietLogger(self.logger, {})
         self.conn = Framed(h11.SERVER, limits.head_bytes)
         self._connections = connections
         self._limits = limits
@@ -217,7 +221,7 @@ class GuardedProtocol(H11Protocol):
             self._deadline = None
 
 
-class Quiet(logging.LoggerAdapter[logging.Logger]):
+class QuietLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger for uvicorn that lowers records about clients to DEBUG; exceptions stay errors."""
 
     @property

@@ -9,8 +9,8 @@ import secrets
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from ratchet.web.bodies import RETRY_S, Bodies, BodyRefused, Message
-from ratchet.web.connection import Limits
+from ratchet.web.bodies import RETRY_S, BodyReader, BodyRefused, Message
+from ratchet.web.connection import ServerLimits
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ PIECE = 2**18
 Form = Callable[[int, str, str], tuple[str, bytes]]
 
 
-def plain(status: int, message: str, code: str) -> tuple[str, bytes]:
+def format_plain_error(status: int, message: str, code: str) -> tuple[str, bytes]:
     """Return an error response's content type and body as plain text."""
     return "text/plain; charset=utf-8", message.encode()
 
@@ -49,10 +49,10 @@ class Guard:
         app: Any,
         *,
         names: Collection[str] | None = None,
-        form: Form = plain,
-        limits: Limits = Limits(),
+        form: Form = format_plain_error,
+        limits: ServerLimits = ServerLimits(),
     ) -> None:
-        self.app, self.names, self.form, self.bodies = app, names, form, Bodies(limits)
+        self.app, self.names, self.form, self.bodies = app, names, form, BodyReader(limits)
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         has_begun = False
@@ -75,7 +75,7 @@ class Guard:
                 await send({"type": "http.response.start", "status": status, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
 
-        if self.names is not None and (why := stranger(scope["headers"], self.names)):
+        if self.names is not None and (why := explain_refusal(scope["headers"], self.names)):
             await refuse(403, why, "forbidden_host")
             return
         body = self.bodies.begin(bearer_key(scope["headers"]), receive)
@@ -105,7 +105,7 @@ def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     return parts[1] if len(parts) == 2 and parts[0].lower() == b"bearer" else b""
 
 
-def stranger(headers: Iterable[tuple[bytes, bytes]], names: Collection[str]) -> str:
+def explain_refusal(headers: Iterable[tuple[bytes, bytes]], names: Collection[str]) -> str:
     """Return why a request's Host or Origin is refused; "" if they are among `names`."""
     values = [(name, value.decode("latin-1")) for name, value in headers]
     hosts = [value for name, value in values if name == b"host"]

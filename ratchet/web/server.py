@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from ratchet.web.connection import Connections, GuardedProtocol, Limits
+from ratchet.web.connection import Connections, GuardedProtocol, ServerLimits
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Server:
         app: Any,
         listener: socket.socket,
         *,
-        limits: Limits = Limits(),
+        limits: ServerLimits = ServerLimits(),
         access_log: bool = False,
     ) -> None:
         self.limits = limits
@@ -48,7 +48,7 @@ class Server:
         self._listener = listener
         self._state = ServerState()
         self._stopping = asyncio.Event()
-        self._connections = Connections(min(limits.connections, descriptors() // 2))
+        self._connections = Connections(min(limits.connections, count_free_descriptors() // 2))
         logs: dict[str, Any] = (
             {"log_level": "info"} if access_log else {"log_config": None, "access_log": False}
         )
@@ -125,7 +125,9 @@ class Server:
 class ServerThread:
     """A server in its own thread and event loop, for callers that have no loop."""
 
-    def __init__(self, app: Any, listener: socket.socket, *, limits: Limits = Limits()) -> None:
+    def __init__(
+        self, app: Any, listener: socket.socket, *, limits: ServerLimits = ServerLimits()
+    ) -> None:
         self._server = Server(app, listener, limits=limits)
         self.address = self._server.address
         self._loop = asyncio.new_event_loop()
@@ -143,7 +145,7 @@ class ServerThread:
         self._thread.join()
 
 
-def descriptors() -> int:
+def count_free_descriptors() -> int:
     """Return how many file descriptors this process may still open, at least twice `LEAST`."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:

@@ -39,12 +39,12 @@ def checksum(tensor: Tensor) -> str:
     return _checksum(as_bytes(tensor), SUMS if tensor.is_cuda else XXH3)
 
 
-def agrees(tensor: Tensor, expected: str) -> bool:
+def has_checksum(tensor: Tensor, expected: str) -> bool:
     """True if a contiguous tensor's bytes have the checksum, wherever they are."""
-    return claim(tensor, expected)()
+    return prepare_checksum_check(tensor, expected)()
 
 
-def claim(tensor: Tensor, expected: str) -> Callable[[], bool]:
+def prepare_checksum_check(tensor: Tensor, expected: str) -> Callable[[], bool]:
     """Return a function that is True if the tensor's bytes have the checksum.
 
     It is one call that releases the interpreter lock, so that threads don't wait for one another.
@@ -54,7 +54,7 @@ def claim(tensor: Tensor, expected: str) -> Callable[[], bool]:
     return lambda: f"{kind}:{_digest(parts)}" == expected
 
 
-def copy_summed(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> str:
+def copy_with_checksum(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> str:
     """Copy a tensor of any layout to contiguous bytes [n] as `dtype`, and return their checksum.
 
     On a CPU this is done in chunks, so that the checksum reads bytes that are still in the cache.

@@ -24,15 +24,21 @@ from torch import Tensor
 from ratchet.errors import LinkError
 from ratchet.protocols import Ranks
 from ratchet.weight_sync.checksums import as_bytes, checksum
-from ratchet.weight_sync.transaction import PushLink, Waiting
-from ratchet.weight_sync.weight_blocks import Block, Open, Outgoing, Part, aligned
+from ratchet.weight_sync.transaction import PendingReceive, PushLink
+from ratchet.weight_sync.weight_blocks import (
+    OutgoingPart,
+    PartReader,
+    SentPart,
+    WeightBlock,
+    align_bytes,
+)
 
 # Seconds for all members to join a group. Members notice a dead one no sooner.
 JOIN_S = 15.0
 
 
 @dataclass(frozen=True)
-class Meeting:
+class CollectiveGroupSpec:
     """The process groups of a push, and how to join them.
 
     key: differs for each attempt.
@@ -115,10 +121,10 @@ class CollectiveLink(PushLink):
         self._store: dist.TCPStore | None = None
         self._attempt = 0
 
-    def _options(self, blocks: Sequence[Sequence[Block]]) -> Mapping[str, Any]:
+    def _options(self, blocks: Sequence[Sequence[WeightBlock]]) -> Mapping[str, Any]:
         if self._store is None:
             self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
-        meeting = Meeting(
+        meeting = CollectiveGroupSpec(
             session=self.session,
             key=f"{self.session}/{self._attempt}",
             host=self.host,
@@ -127,13 +133,13 @@ class CollectiveLink(PushLink):
             receivers=self.receivers_count,
             bucket_bytes=self.bucket_mib * 2**20,
             timeout_s=self.timeout_s,
-            sizes=tuple(sum(aligned(block.n_bytes) for block in of_rank) for of_rank in blocks),
+            sizes=tuple(sum(align_bytes(block.n_bytes) for block in of_rank) for of_rank in blocks),
         )
         return {"meeting": meeting}
 
     async def _transfer(
-        self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
-    ) -> tuple[list[list[Part]], Waiting | None]:
+        self, blocks: Sequence[Sequence[WeightBlock]], version: int, since: Mapping[str, Any] | None
+    ) -> tuple[list[list[SentPart]], PendingReceive | None]:
         """Run both ends at the same time.
 
         An end that fails takes part to the end, so that the other does not wait for it.
@@ -166,7 +172,9 @@ class CollectiveLink(PushLink):
         self._store = None
 
 
-def write(outgoing: Iterator[Outgoing], rank: int, *, meeting: Meeting) -> list[Part]:
+def write(
+    outgoing: Iterator[OutgoingPart], rank: int, *, meeting: CollectiveGroupSpec
+) -> list[SentPart]:
     """Send a rank's blocks through its group, and return what was sent."""
     (group,) = _join_groups(meeting, f"rank {rank}", lambda: [meeting.group(rank, 0)])
     stream = _Stream(group, meeting, rank)
@@ -192,7 +200,7 @@ def write(outgoing: Iterator[Outgoing], rank: int, *, meeting: Meeting) -> list[
 class _Stream:
     """The stream of a rank: it cuts bytes into buckets, and broadcasts each full bucket."""
 
-    def __init__(self, group: Any, meeting: Meeting, rank: int) -> None:
+    def __init__(self, group: Any, meeting: CollectiveGroupSpec, rank: int) -> None:
         self.group = group
         self.meeting = meeting
         self.rank = rank
@@ -218,7 +226,7 @@ class _Stream:
             taken += count
             self._advance(count)
         # The padding crosses no end of a bucket, whose size is a multiple of the alignment.
-        self._advance(aligned(self.sent) - self.sent)
+        self._advance(align_bytes(self.sent) - self.sent)
 
     def _advance(self, count: int) -> None:
         """Count bytes as sent, and broadcast the bucket if it is full."""
@@ -248,7 +256,9 @@ class _Stream:
                 )
 
 
-def read(blocks: Sequence[Sequence[Block]], receiver: int, *, meeting: Meeting) -> Open:
+def read(
+    blocks: Sequence[Sequence[WeightBlock]], receiver: int, *, meeting: CollectiveGroupSpec
+) -> PartReader:
     """Receive the blocks of all ranks, and return a reader of their parts."""
     end = f"receiver {receiver}"
     ranks = range(len(meeting.sizes))
@@ -284,7 +294,7 @@ def forget(session: str) -> None:
         del _GROUPS[key]
 
 
-def _join_groups(meeting: Meeting, end: str, join: Any) -> list[Any]:
+def _join_groups(meeting: CollectiveGroupSpec, end: str, join: Any) -> list[Any]:
     """Return the groups of a meeting; those of an earlier attempt are closed."""
     joined_key, groups = _GROUPS.pop((meeting.session, end), ("", []))
     if joined_key != meeting.key:

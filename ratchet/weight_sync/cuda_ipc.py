@@ -21,13 +21,19 @@ from torch import Tensor
 
 from ratchet.errors import LinkError
 from ratchet.protocols import Shard
-from ratchet.weight_sync.checksums import copy_summed
-from ratchet.weight_sync.transaction import PushLink, Waiting
-from ratchet.weight_sync.weight_blocks import Block, Open, Outgoing, Part, aligned
+from ratchet.weight_sync.checksums import copy_with_checksum
+from ratchet.weight_sync.transaction import PendingReceive, PushLink
+from ratchet.weight_sync.weight_blocks import (
+    OutgoingPart,
+    PartReader,
+    SentPart,
+    WeightBlock,
+    align_bytes,
+)
 
 
 @dataclass(frozen=True)
-class Loan:
+class CudaIpcHandle:
     """A handle of a buffer, which another process maps by calling `rebuild`."""
 
     token: str
@@ -36,7 +42,7 @@ class Loan:
 
 
 # Buffers of this process, and those of others that it has mapped, by (session, rank).
-_LENT: dict[tuple[str, int], tuple[Tensor, Loan]] = {}
+_LENT: dict[tuple[str, int], tuple[Tensor, CudaIpcHandle]] = {}
 _MAPPED: dict[tuple[str, int], tuple[str, Tensor]] = {}
 
 
@@ -48,9 +54,9 @@ class CudaIpcLink(PushLink):
     forgets = "ratchet.weight_sync.cuda_ipc:forget"
 
     async def _transfer(
-        self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
-    ) -> tuple[list[list[Part]], Waiting | None]:
-        sizes = [sum(aligned(block.n_bytes) for block in of_rank) for of_rank in blocks]
+        self, blocks: Sequence[Sequence[WeightBlock]], version: int, since: Mapping[str, Any] | None
+    ) -> tuple[list[list[SentPart]], PendingReceive | None]:
+        sizes = [sum(align_bytes(block.n_bytes) for block in of_rank) for of_rank in blocks]
         parts = await self._send({"session": self.session, "sizes": sizes}, since)
         loans = await self.senders.call(
             "send", "ratchet.weight_sync.cuda_ipc:lend", {"session": self.session}
@@ -59,29 +65,33 @@ class CudaIpcLink(PushLink):
 
 
 def write(
-    outgoing: Iterator[Outgoing], rank: int, *, session: str, sizes: Sequence[int]
-) -> list[Part]:
+    outgoing: Iterator[OutgoingPart], rank: int, *, session: str, sizes: Sequence[int]
+) -> list[SentPart]:
     """Copy a rank's blocks to its buffer, and return what was sent."""
     buffer_n = _buffer(session, rank, sizes[rank])
     place = 0
     parts = []
     for item in outgoing:
         target_n = buffer_n[place : place + item.n_bytes]
-        parts.append(item.to_part(place, copy_summed(target_n, item.tensor, item.dtype)))
-        place += aligned(item.n_bytes)
+        parts.append(item.to_part(place, copy_with_checksum(target_n, item.tensor, item.dtype)))
+        place += align_bytes(item.n_bytes)
     # Receivers use other streams.
     torch.cuda.synchronize()
     return parts
 
 
-def lend(weights: Iterator[Shard], rank: int, world: int, *, session: str) -> Loan:
+def lend(weights: Iterator[Shard], rank: int, world: int, *, session: str) -> CudaIpcHandle:
     """Return the handle of a rank's buffer."""
     return _LENT[session, rank][1]
 
 
 def read(
-    blocks: Sequence[Sequence[Block]], receiver: int, *, session: str, loans: Sequence[Loan]
-) -> Open:
+    blocks: Sequence[Sequence[WeightBlock]],
+    receiver: int,
+    *,
+    session: str,
+    loans: Sequence[CudaIpcHandle],
+) -> PartReader:
     """Map the buffers of all ranks, and return a reader of their parts."""
     regions = []
     for rank, loan in enumerate(loans):
@@ -113,5 +123,5 @@ def _buffer(session: str, rank: int, size: int) -> Tensor:
 
         buffer_n = torch.empty(size, dtype=torch.uint8, device="cuda")
         rebuild, arguments = reduce_tensor(buffer_n)
-        _LENT[session, rank] = (buffer_n, Loan(uuid.uuid4().hex, rebuild, arguments))
+        _LENT[session, rank] = (buffer_n, CudaIpcHandle(uuid.uuid4().hex, rebuild, arguments))
     return _LENT[session, rank][0]

@@ -19,8 +19,14 @@ from torch import Tensor
 
 from ratchet.errors import DeltaRefused, LinkError
 from ratchet.protocols import Shard
-from ratchet.weight_sync.checksums import agrees, checksum
-from ratchet.weight_sync.weight_blocks import Block, Open, Outgoing, Part, sent_dtype
+from ratchet.weight_sync.checksums import checksum, has_checksum
+from ratchet.weight_sync.weight_blocks import (
+    OutgoingPart,
+    PartReader,
+    SentPart,
+    WeightBlock,
+    resolve_sent_dtype,
+)
 
 # The dtype of a position within a block.
 POSITION = torch.int32
@@ -44,7 +50,7 @@ def forget(session: str) -> None:
     _SENT.pop(session, None)
 
 
-def words(tensor: Tensor) -> Tensor:
+def view_as_words(tensor: Tensor) -> Tensor:
     """Return a flat view as integers of the same width.
 
     NaNs and zeros of either sign are then compared by their bits.
@@ -52,13 +58,13 @@ def words(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(WORDS[tensor.dtype.itemsize])
 
 
-def difference(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
+def find_changed_words(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return (positions [c], int32, ascending, new words [c]) of the changed words.
 
     None if sending the whole block takes no more bytes.
     """
-    new_n = words(new)
-    old_n = words(old)
+    new_n = view_as_words(new)
+    old_n = view_as_words(old)
     at_c = (new_n != old_n).nonzero().squeeze(1)
     per_change = POSITION.itemsize + new.dtype.itemsize
     if (
@@ -69,9 +75,9 @@ def difference(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
     return at_c.to(POSITION), new_n[at_c]
 
 
-def apply(old: Tensor, at_c: Tensor, to_c: Tensor) -> None:
+def apply_changed_words(old: Tensor, at_c: Tensor, to_c: Tensor) -> None:
     """Apply changes in place. Raises LinkError for a position outside the block."""
-    old_n = words(old)
+    old_n = view_as_words(old)
     if len(at_c) != len(to_c) or (
         len(at_c) and not 0 <= int(at_c.min()) <= int(at_c.max()) < len(old_n)
     ):
@@ -81,7 +87,7 @@ def apply(old: Tensor, at_c: Tensor, to_c: Tensor) -> None:
 
 def changes(
     weights: Iterator[Shard], dtype: str | None, *, session: str, base: int | None, version: int
-) -> Iterator[Outgoing]:
+) -> Iterator[OutgoingPart]:
     """Yield the changes from version `base` to `version`.
 
     Blocks are whole if the last push of the rank was not `base`.
@@ -92,7 +98,7 @@ def changes(
     sent.version = None
     kept: list[Tensor] = []
     for index, shard in enumerate(weights):
-        new_dtype = sent_dtype(shard.tensor, dtype)
+        new_dtype = resolve_sent_dtype(shard.tensor, dtype)
         new = shard.tensor.detach().to(new_dtype).contiguous()
         if (
             is_first
@@ -100,24 +106,24 @@ def changes(
             or sent.blocks[index].dtype != new_dtype
         ):
             kept.append(new.clone())
-            yield Outgoing(index, "whole", new, new_dtype)
+            yield OutgoingPart(index, "whole", new, new_dtype)
             continue
         old = sent.blocks[index]
         kept.append(old)
-        changed = difference(new, old)
+        changed = find_changed_words(new, old)
         if changed is None:
             old.copy_(new)
-            yield Outgoing(index, "whole", new, new_dtype)
+            yield OutgoingPart(index, "whole", new, new_dtype)
         elif len(changed[0]):
-            apply(old, *changed)
+            apply_changed_words(old, *changed)
             result = checksum(old)
-            yield Outgoing(index, "at", changed[0], POSITION)
-            yield Outgoing(index, "to", changed[1], changed[1].dtype, result)
+            yield OutgoingPart(index, "at", changed[0], POSITION)
+            yield OutgoingPart(index, "to", changed[1], changed[1].dtype, result)
     sent.blocks = kept
     sent.version = version
 
 
-class Received:
+class ReceivedWeights:
     """The weights of the last push, at a receiver.
 
     version: None if they are of no version, as after a failed push.
@@ -130,13 +136,13 @@ class Received:
 
     def take(
         self,
-        by_rank: Sequence[Sequence[Block]],
-        parts: Sequence[Sequence[Part]],
-        open_part: Open,
+        by_rank: Sequence[Sequence[WeightBlock]],
+        parts: Sequence[Sequence[SentPart]],
+        open_part: PartReader,
         *,
         base: int | None,
         version: int,
-    ) -> Iterator[tuple[int, Block, Tensor]]:
+    ) -> Iterator[tuple[int, WeightBlock, Tensor]]:
         """Yield (rank, block, its new value) for every block.
 
         Raises DeltaRefused before anything is changed, and LinkError if a block differs from the
@@ -154,12 +160,12 @@ class Received:
                 elif part.kind == "at":
                     positions[part.block] = numbers
                 else:
-                    apply(
+                    apply_changed_words(
                         self.blocks[key],
                         positions.pop(part.block).to(self.blocks[key].device),
                         numbers,
                     )
-                    if not agrees(self.blocks[key], part.result):
+                    if not has_checksum(self.blocks[key], part.result):
                         name = by_rank[rank][part.block].name
                         raise LinkError(
                             f"weight '{name}' of rank {rank} is not what it should be after its "
@@ -181,8 +187,8 @@ class Received:
 
     def _check(
         self,
-        by_rank: Sequence[Sequence[Block]],
-        parts: Sequence[Sequence[Part]],
+        by_rank: Sequence[Sequence[WeightBlock]],
+        parts: Sequence[Sequence[SentPart]],
         base: int | None,
         version: int,
     ) -> None:

@@ -19,15 +19,15 @@ from ratchet.config.resolve import imported
 from ratchet.errors import LinkError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Adopts, Generator, Learner, Shard, ShowsWeights
-from ratchet.utils.thread_pool import Crew
-from ratchet.weight_sync.checksums import agrees, claim
-from ratchet.weight_sync.delta import Received
-from ratchet.weight_sync.weight_blocks import Block, Open, Part, torch_dtype
+from ratchet.utils.thread_pool import ThreadPool
+from ratchet.weight_sync.checksums import has_checksum, prepare_checksum_check
+from ratchet.weight_sync.delta import ReceivedWeights
+from ratchet.weight_sync.weight_blocks import PartReader, SentPart, WeightBlock, torch_dtype
 
 T = TypeVar("T")
 
 
-class OneRank:
+class LocalRank:
     """Implements `Ranks` for one component in this process.
 
     Synchronous methods run in a thread, so that the event loop, and generation in it, goes on.
@@ -44,7 +44,7 @@ class OneRank:
         return [await asyncio.to_thread(bound_method, *arguments)]
 
 
-class Outlet:
+class WeightSender:
     """The sending end of a learner in this process."""
 
     def __init__(self, learner: Learner) -> None:
@@ -58,7 +58,7 @@ class Outlet:
         return imported(sender)(self.learner.weights(), 0, 1, **options)
 
 
-class Intake:
+class WeightReceiver:
     """The receiving end of a weight sync, beside a generator.
 
     A push is prepare, receive, verify, commit; or rollback at any point before the commit.
@@ -69,18 +69,18 @@ class Intake:
     def __init__(self, generator: Generator, rank: int = 0) -> None:
         self.generator = generator
         self.rank = rank
-        self._blocks: Sequence[Sequence[Block]] = ()
-        self._open: Open | None = None
-        self._received: dict[str, Received] = {}  # by session
-        self._pending: Received | None = None
+        self._blocks: Sequence[Sequence[WeightBlock]] = ()
+        self._open: PartReader | None = None
+        self._received: dict[str, ReceivedWeights] = {}  # by session
+        self._pending: ReceivedWeights | None = None
         # Always the same thread: torch starts helpers for each new one, which takes as long as the
         # checksum of 100 MiB.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
-        self._checksum_threads = Crew(torch.get_num_threads())
+        self._checksum_threads = ThreadPool(torch.get_num_threads())
 
     async def prepare(
         self,
-        blocks: Sequence[Sequence[Block]],
+        blocks: Sequence[Sequence[WeightBlock]],
         version: int,
         lasting: bool = False,
         adapter: Adapter | None = None,
@@ -120,7 +120,7 @@ class Intake:
 
     async def verify(
         self,
-        parts: Sequence[Sequence[Part]],
+        parts: Sequence[Sequence[SentPart]],
         version: int,
         since: Mapping[str, Any] | None,
         waiting: tuple[str, Mapping[str, Any]] | None = None,
@@ -143,7 +143,7 @@ class Intake:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _check_parts(
-        self, parts: Sequence[Sequence[Part]], version: int, since: Mapping[str, Any] | None
+        self, parts: Sequence[Sequence[SentPart]], version: int, since: Mapping[str, Any] | None
     ) -> list[Shard]:
         """Return the verified weights. Raises LinkError or DeltaRefused."""
         assert self._open is not None, "nothing was received"
@@ -152,7 +152,7 @@ class Intake:
             for rank, rank_parts in enumerate(parts)
             for part in rank_parts
         ]
-        checks = [claim(numbers, part.checksum) for _, part, numbers in received]
+        checks = [prepare_checksum_check(numbers, part.checksum) for _, part, numbers in received]
         results = self._checksum_threads.each(
             lambda check: check(), checks, [part.n_bytes for _, part, _ in received]
         )
@@ -169,7 +169,7 @@ class Intake:
             return [
                 self._blocks[rank][part.block].shard(numbers) for rank, part, numbers in received
             ]
-        self._pending = self._received.setdefault(since["session"], Received())
+        self._pending = self._received.setdefault(since["session"], ReceivedWeights())
         opened = {(rank, part): numbers for rank, part, numbers in received}
         taken = self._pending.take(
             self._blocks,
@@ -207,7 +207,7 @@ class Intake:
         if function:
             imported(function)(session)
 
-    def differing(self, sums: Sequence[Sequence[tuple[Block, str]]]) -> list[str] | None:
+    def differing(self, sums: Sequence[Sequence[tuple[WeightBlock, str]]]) -> list[str] | None:
         """Return the weights that differ in the generator; None if it can't show them.
 
         sums: the blocks of each rank with their checksums.
@@ -221,7 +221,7 @@ class Intake:
         for rank_sums in sums:
             for block, expected in rank_sums:
                 view = shown.get(block.name)
-                if view is None or not agrees(
+                if view is None or not has_checksum(
                     block.cut(view).to(torch_dtype(block.dtype)).contiguous(), expected
                 ):
                     differing[block.name] = None

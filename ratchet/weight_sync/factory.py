@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Between:
+class SyncEndpoints:
     """The ends of a weight sync.
 
-    learner: in this process, or ranks that each have the method of a `Outlet`.
+    learner: in this process, or ranks that each have the method of a `WeightSender`.
     generator: the one that the driver calls.
-    receivers: ranks with a `Intake` each; None: the driver passes the weights to
+    receivers: ranks with a `WeightReceiver` each; None: the driver passes the weights to
       `generator`.
     run, directory: of the run.
     one_host: True if all ends are on the driver's host.
@@ -62,18 +62,18 @@ class Between:
         """The sending ends."""
         if isinstance(self.learner, Ranks):
             return self.learner
-        from ratchet.weight_sync.endpoints import OneRank, Outlet
+        from ratchet.weight_sync.endpoints import LocalRank, WeightSender
 
-        return OneRank(Outlet(self.learner))
+        return LocalRank(WeightSender(self.learner))
 
     @property
     def intakes(self) -> Ranks:
         """The receiving ends."""
         if self.receivers is not None:
             return self.receivers
-        from ratchet.weight_sync.endpoints import Intake, OneRank
+        from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver
 
-        return OneRank(Intake(self.generator))
+        return LocalRank(WeightReceiver(self.generator))
 
     @property
     def shares_weights(self) -> bool:
@@ -82,12 +82,12 @@ class Between:
         return embedded and getattr(self.generator, "shares_weights", False)
 
 
-def make_link(section: Section, between: Between) -> Link:
+def make_link(section: Section, between: SyncEndpoints) -> Link:
     """Create the weight sync of a section."""
     return construct(section, between)
 
 
-def auto(config: AutoLinkConfig, between: Between) -> Link:
+def auto(config: AutoLinkConfig, between: SyncEndpoints) -> Link:
     """Create the weight sync that fits the two ends."""
     if between.shares_weights:
         return SharedLink(between.generator)
@@ -98,7 +98,7 @@ def auto(config: AutoLinkConfig, between: Between) -> Link:
     return collective(CollectiveLinkConfig(dtype=config.dtype, timeout_s=config.timeout_s), between)
 
 
-def shared(config: SharedLinkConfig, between: Between) -> SharedLink:
+def shared(config: SharedLinkConfig, between: SyncEndpoints) -> SharedLink:
     """Create the weight sync for shared tensors.
 
     Raises ConfigError if the generator has its own weights, which no push would change.
@@ -111,7 +111,7 @@ def shared(config: SharedLinkConfig, between: Between) -> SharedLink:
     return SharedLink(between.generator)
 
 
-def shared_memory(config: SharedMemoryLinkConfig, between: Between) -> SharedMemoryLink:
+def shared_memory(config: SharedMemoryLinkConfig, between: SyncEndpoints) -> SharedMemoryLink:
     """Create the weight sync by shared memory."""
     from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
@@ -123,14 +123,14 @@ def shared_memory(config: SharedMemoryLinkConfig, between: Between) -> SharedMem
     )
 
 
-def cuda_ipc(config: CudaIpcLinkConfig, between: Between) -> CudaIpcLink:
+def cuda_ipc(config: CudaIpcLinkConfig, between: SyncEndpoints) -> CudaIpcLink:
     """Create the weight sync by CUDA IPC."""
     from ratchet.weight_sync.cuda_ipc import CudaIpcLink
 
     return CudaIpcLink(between.outlets, between.intakes, **_options(config, between))
 
 
-def collective(config: CollectiveLinkConfig, between: Between) -> CollectiveLink:
+def collective(config: CollectiveLinkConfig, between: SyncEndpoints) -> CollectiveLink:
     """Create the weight sync by collectives."""
     from ratchet.weight_sync.collective import CollectiveLink
 
@@ -145,7 +145,7 @@ def collective(config: CollectiveLinkConfig, between: Between) -> CollectiveLink
     )
 
 
-def files(config: FilesLinkConfig, between: Between) -> FilesLink:
+def files(config: FilesLinkConfig, between: SyncEndpoints) -> FilesLink:
     """Create the weight sync by files."""
     from ratchet.weight_sync.files import FilesLink
 
@@ -157,7 +157,7 @@ def files(config: FilesLinkConfig, between: Between) -> FilesLink:
     )
 
 
-def delta(config: DeltaLinkConfig, between: Between) -> FilesLink | SharedMemoryLink:
+def delta(config: DeltaLinkConfig, between: SyncEndpoints) -> FilesLink | SharedMemoryLink:
     """Create the weight sync of changes."""
     ends = (between.outlets, between.intakes)
     if config.through == "shared_memory":
@@ -172,9 +172,9 @@ def delta(config: DeltaLinkConfig, between: Between) -> FilesLink | SharedMemory
     return FilesLink(*ends, directory=directory, changes_only=True, **_options(config, between))
 
 
-def _options(config: PushSection, between: Between) -> dict[str, Any]:
+def _options(config: PushSection, between: SyncEndpoints) -> dict[str, Any]:
     return {"dtype": config.dtype, "timeout_s": config.timeout_s, "adapter": between.adapter}
 
 
-def _directory(chosen: str | None, between: Between) -> Path:
+def _directory(chosen: str | None, between: SyncEndpoints) -> Path:
     return Path(chosen) if chosen is not None else between.directory / "links"

@@ -25,9 +25,15 @@ from torch import Tensor
 
 from ratchet.errors import LinkError
 from ratchet.protocols import Ranks
-from ratchet.weight_sync.checksums import as_bytes, copy_summed
-from ratchet.weight_sync.transaction import PushLink, Waiting
-from ratchet.weight_sync.weight_blocks import Block, Open, Outgoing, Part, aligned
+from ratchet.weight_sync.checksums import as_bytes, copy_with_checksum
+from ratchet.weight_sync.transaction import PendingReceive, PushLink
+from ratchet.weight_sync.weight_blocks import (
+    OutgoingPart,
+    PartReader,
+    SentPart,
+    WeightBlock,
+    align_bytes,
+)
 
 
 class FilesLink(PushLink):
@@ -50,8 +56,8 @@ class FilesLink(PushLink):
         self._complete: Path | None = None
 
     async def _transfer(
-        self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
-    ) -> tuple[list[list[Part]], Waiting | None]:
+        self, blocks: Sequence[Sequence[WeightBlock]], version: int, since: Mapping[str, Any] | None
+    ) -> tuple[list[list[SentPart]], PendingReceive | None]:
         draft = self.directory / f".draft-{uuid.uuid4().hex[:8]}"
         complete = self.directory / f"push-{version}-{draft.name[-8:]}"
         self._remove_others(self._committed)
@@ -77,16 +83,18 @@ class FilesLink(PushLink):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def write(outgoing: Iterator[Outgoing], rank: int, *, directory: str) -> list[Part]:
+def write(outgoing: Iterator[OutgoingPart], rank: int, *, directory: str) -> list[SentPart]:
     """Write a rank's blocks to its file, and return what was sent."""
     tensors: dict[str, Tensor] = {}
     parts = []
     place = 0
     for item in outgoing:
         numbers = torch.empty(item.tensor.numel(), dtype=item.dtype)
-        parts.append(item.to_part(place, copy_summed(as_bytes(numbers), item.tensor, item.dtype)))
+        parts.append(
+            item.to_part(place, copy_with_checksum(as_bytes(numbers), item.tensor, item.dtype))
+        )
         tensors[_key(parts[-1])] = numbers
-        place += aligned(item.n_bytes)
+        place += align_bytes(item.n_bytes)
     path = _file(directory, rank)
     try:
         save_file(tensors, path.with_suffix(".tmp"))
@@ -100,11 +108,11 @@ def write(outgoing: Iterator[Outgoing], rank: int, *, directory: str) -> list[Pa
     return parts
 
 
-def read(blocks: Sequence[Sequence[Block]], receiver: int, *, directory: str) -> Open:
+def read(blocks: Sequence[Sequence[WeightBlock]], receiver: int, *, directory: str) -> PartReader:
     """Return a reader of the parts in the files."""
     files: dict[int, Any] = {}
 
-    def read_part(rank: int, part: Part) -> Tensor:
+    def read_part(rank: int, part: SentPart) -> Tensor:
         path = _file(directory, rank)
         try:
             if rank not in files:
@@ -125,5 +133,5 @@ def _file(directory: str, rank: int) -> Path:
     return Path(directory) / f"rank-{rank}.safetensors"
 
 
-def _key(part: Part) -> str:
+def _key(part: SentPart) -> str:
     return f"{part.block}.{part.kind}"

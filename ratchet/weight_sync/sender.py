@@ -12,17 +12,23 @@ from ratchet.config.resolve import imported
 from ratchet.protocols import Shard
 from ratchet.weight_sync import delta
 from ratchet.weight_sync.checksums import checksum
-from ratchet.weight_sync.weight_blocks import Block, Part, block_of, sends, torch_dtype
+from ratchet.weight_sync.weight_blocks import (
+    SentPart,
+    WeightBlock,
+    describe_block,
+    list_whole_blocks,
+    torch_dtype,
+)
 
 
 def describe(
     weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None, moving: bool
-) -> list[Block]:
+) -> list[WeightBlock]:
     """Return the rank's blocks, as they would be sent.
 
     moving: leave out frozen weights.
     """
-    return [block_of(shard, dtype) for shard in _select(weights, moving)]
+    return [describe_block(shard, dtype) for shard in _select(weights, moving)]
 
 
 def _select(weights: Iterator[Shard], moving: bool) -> Iterator[Shard]:
@@ -39,7 +45,7 @@ def send(
     options: Mapping[str, Any],
     since: Mapping[str, Any] | None = None,
     moving: bool,
-) -> list[Part]:
+) -> list[SentPart]:
     """Send the rank's blocks.
 
     writer: the transport's function, called with the outgoing blocks, the rank and the options.
@@ -47,17 +53,21 @@ def send(
     moving: see `describe`.
     """
     weights = _select(weights, moving)
-    outgoing = sends(weights, dtype) if since is None else delta.changes(weights, dtype, **since)
+    outgoing = (
+        list_whole_blocks(weights, dtype)
+        if since is None
+        else delta.changes(weights, dtype, **since)
+    )
     return imported(writer)(outgoing, rank, **options)
 
 
 def sums(
     weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None
-) -> list[tuple[Block, str]]:
+) -> list[tuple[WeightBlock, str]]:
     """Return the blocks with their checksums, as they would be sent."""
     blocks = []
     for shard in weights:
-        block = block_of(shard, dtype)
+        block = describe_block(shard, dtype)
         tensor = shard.tensor.detach().to(torch_dtype(block.dtype)).contiguous()
         blocks.append((block, checksum(tensor)))
     return blocks

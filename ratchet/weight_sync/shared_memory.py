@@ -27,21 +27,28 @@ from torch import Tensor
 
 from ratchet.errors import LinkError
 from ratchet.protocols import Ranks
-from ratchet.weight_sync.checksums import copy_summed
-from ratchet.weight_sync.transaction import PushLink, Waiting
-from ratchet.weight_sync.weight_blocks import ALIGNMENT, Block, Open, Outgoing, Part, aligned
+from ratchet.weight_sync.checksums import copy_with_checksum
+from ratchet.weight_sync.transaction import PendingReceive, PushLink
+from ratchet.weight_sync.weight_blocks import (
+    ALIGNMENT,
+    OutgoingPart,
+    PartReader,
+    SentPart,
+    WeightBlock,
+    align_bytes,
+)
 
 # Bytes, of which the first are the segment's token.
 HEADER = ALIGNMENT
 
 # By rank and block: (first byte, the one after the last).
-Places = list[list[tuple[int, int]]]
+BlockPlaces = list[list[tuple[int, int]]]
 
 # Segments that this process has mapped: session -> token -> bytes.
 _MAPPED: dict[str, dict[str, Tensor]] = {}
 
 
-class Segment:
+class SharedMemorySegment:
     """A segment of shared memory, held by the driver.
 
     size: in bytes.
@@ -79,10 +86,10 @@ class SharedMemoryLink(PushLink):
         self.lasting = not self.changes_only
         self.run = run
         # (blocks of the ranks, their places, bytes of all)
-        self._layout: tuple[Sequence[Sequence[Block]], Places, int] | None = None
+        self._layout: tuple[Sequence[Sequence[WeightBlock]], BlockPlaces, int] | None = None
         # The segment of the next push, and the one that receivers use in place.
-        self._free: Segment | None = None
-        self._serving: Segment | None = None
+        self._free: SharedMemorySegment | None = None
+        self._serving: SharedMemorySegment | None = None
 
     @property
     def shared_bytes(self) -> int:
@@ -90,14 +97,17 @@ class SharedMemoryLink(PushLink):
         return sum(segment.size for segment in (self._free, self._serving) if segment is not None)
 
     async def _transfer(
-        self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
-    ) -> tuple[list[list[Part]], Waiting | None]:
+        self, blocks: Sequence[Sequence[WeightBlock]], version: int, since: Mapping[str, Any] | None
+    ) -> tuple[list[list[SentPart]], PendingReceive | None]:
         if self._layout is None or self._layout[0] is not blocks:
-            self._layout = (blocks, *laid(blocks, slack=2 * ALIGNMENT if self.changes_only else 0))
+            self._layout = (
+                blocks,
+                *lay_out_blocks(blocks, slack=2 * ALIGNMENT if self.changes_only else 0),
+            )
         _, places, size = self._layout
         if self._free is None or self._free.size != size:
             _close(self._free)
-            self._free = Segment(size, self.run)
+            self._free = SharedMemorySegment(size, self.run)
         segment = {
             "session": self.session,
             "path": self._free.path,
@@ -129,34 +139,38 @@ class SharedMemoryLink(PushLink):
         self._free = self._serving = None
 
 
-def _close(segment: Segment | None) -> None:
+def _close(segment: SharedMemorySegment | None) -> None:
     if segment is not None:
         segment.close()
 
 
-def laid(by_rank: Sequence[Sequence[Block]], *, slack: int = 0) -> tuple[Places, int]:
+def lay_out_blocks(
+    by_rank: Sequence[Sequence[WeightBlock]], *, slack: int = 0
+) -> tuple[BlockPlaces, int]:
     """Return the places of all blocks, and the bytes of all.
 
     Weights follow one another, each with its blocks in their order.
 
     slack: additional bytes for each block. A change is two parts, together smaller than the block.
     """
-    blocks_by_name: dict[str, list[tuple[Block, int, int]]] = {}
+    blocks_by_name: dict[str, list[tuple[WeightBlock, int, int]]] = {}
     for rank, blocks in enumerate(by_rank):
         for index, block in enumerate(blocks):
             blocks_by_name.setdefault(block.name, []).append((block, rank, index))
-    places: Places = [[(0, 0)] * len(blocks) for blocks in by_rank]
+    places: BlockPlaces = [[(0, 0)] * len(blocks) for blocks in by_rank]
     place = 0
     for weight_blocks in blocks_by_name.values():
         for block, rank, index in sorted(weight_blocks, key=lambda entry: entry[0].offsets):
-            end = place + (aligned(block.n_bytes) + slack if slack else block.n_bytes)
+            end = place + (align_bytes(block.n_bytes) + slack if slack else block.n_bytes)
             places[rank][index] = (place, end)
             place = end
-        place = aligned(place)
+        place = align_bytes(place)
     return places, place
 
 
-def write(outgoing: Iterator[Outgoing], rank: int, *, places: Places, **segment: Any) -> list[Part]:
+def write(
+    outgoing: Iterator[OutgoingPart], rank: int, *, places: BlockPlaces, **segment: Any
+) -> list[SentPart]:
     """Copy a rank's blocks to their places, and return what was sent."""
     bytes_n = _bytes(**segment)
     parts = []
@@ -172,12 +186,12 @@ def write(outgoing: Iterator[Outgoing], rank: int, *, places: Places, **segment:
                 rank=rank,
             )
         target_n = bytes_n[place : place + item.n_bytes]
-        parts.append(item.to_part(place, copy_summed(target_n, item.tensor, item.dtype)))
-        written[item.block] = place + aligned(item.n_bytes)
+        parts.append(item.to_part(place, copy_with_checksum(target_n, item.tensor, item.dtype)))
+        written[item.block] = place + align_bytes(item.n_bytes)
     return parts
 
 
-def read(blocks: Sequence[Sequence[Block]], receiver: int, **segment: Any) -> Open:
+def read(blocks: Sequence[Sequence[WeightBlock]], receiver: int, **segment: Any) -> PartReader:
     """Map the segment, and return a reader of its parts."""
     bytes_n = _bytes(**segment)
     return lambda rank, part: part.read_from(bytes_n)

@@ -16,10 +16,10 @@ from typing import Any
 from ratchet.errors import LinkError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Ranks
-from ratchet.weight_sync.weight_blocks import Block, Part, check_cover
+from ratchet.weight_sync.weight_blocks import SentPart, WeightBlock, check_cover
 
-# "module:function" of the transport, and its options: see `Intake.receive`.
-Waiting = tuple[str, Mapping[str, Any]]
+# "module:function" of the transport, and its options: see `WeightReceiver.receive`.
+PendingReceive = tuple[str, Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ SEND, DESCRIBE, SUMS = (
 class PushLink:
     """The base class of weight syncs that push weights, by any transport.
 
-    Implements `Link` and `Audits` between the ranks of a learner (`Outlet`s) and receivers
-    (`Intake`s).
+    Implements `Link` and `Audits` between the ranks of a learner (`WeightSender`s) and receivers
+    (`WeightReceiver`s).
 
     dtype: the sender converts floating-point weights to it; None: they keep the learner's.
     changes_only: send changes since the last version, if all receivers have that.
@@ -43,7 +43,7 @@ class PushLink:
 
     # "module:function", see `ratchet.weight_sync.sender.send`.
     writer: str
-    # "module:function", see `Intake.receive`.
+    # "module:function", see `WeightReceiver.receive`.
     receiver: str
     # True if received memory stays unchanged after the commit, until the next one.
     lasting = False
@@ -70,7 +70,7 @@ class PushLink:
         self.session = uuid.uuid4().hex
         # Of the latest push.
         self.sent_bytes = 0
-        self._blocks: list[list[Block]] | None = None
+        self._blocks: list[list[WeightBlock]] | None = None
         # True once the receivers have the frozen weights.
         self._has_frozen = False
         # What the push is doing, for error messages.
@@ -127,7 +127,7 @@ class PushLink:
         """
         return any(await self.receivers.call("commit", version))
 
-    async def _describe(self) -> list[list[Block]]:
+    async def _describe(self) -> list[list[WeightBlock]]:
         """Return the blocks of the ranks, which stay the same for all pushes."""
         self._phase = "the learner describes its weights"
         blocks = await self.senders.call(
@@ -151,8 +151,8 @@ class PushLink:
         return {"session": self.session, "base": base, "version": version}
 
     async def _transfer(
-        self, blocks: Sequence[Sequence[Block]], version: int, since: Mapping[str, Any] | None
-    ) -> tuple[list[list[Part]], Waiting | None]:
+        self, blocks: Sequence[Sequence[WeightBlock]], version: int, since: Mapping[str, Any] | None
+    ) -> tuple[list[list[SentPart]], PendingReceive | None]:
         """Send the blocks.
 
         Returns (what was sent, the receivers' call that still has to receive it, if any).
@@ -161,7 +161,7 @@ class PushLink:
 
     async def _send(
         self, options: Mapping[str, Any], since: Mapping[str, Any] | None
-    ) -> list[list[Part]]:
+    ) -> list[list[SentPart]]:
         """Let all ranks send, and return what they sent."""
         options_of_send = {
             "dtype": self.dtype,

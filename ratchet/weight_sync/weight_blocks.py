@@ -21,8 +21,8 @@ from ratchet.protocols import Shard
 ALIGNMENT = 64
 
 
-# A tuple, like `Part`: hundreds travel with a push, and tuples are serialised fastest.
-class Block(NamedTuple):
+# A tuple, like `ModelShard`: hundreds travel with a push, and tuples are serialised fastest.
+class WeightBlock(NamedTuple):
     """A rank's block of one weight.
 
     shape: of the whole weight.
@@ -57,7 +57,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class OutgoingPart:
     """A part that a rank is about to send.
 
     block: number of the rank's block.
@@ -77,9 +77,9 @@ class Outgoing:
     def n_bytes(self) -> int:
         return self.tensor.numel() * self.dtype.itemsize
 
-    def to_part(self, place: int, checksum: str) -> Part:
+    def to_part(self, place: int, checksum: str) -> SentPart:
         """Return the description of this part once it has been sent."""
-        return Part(
+        return SentPart(
             self.block,
             self.kind,
             dtype_name(self.dtype),
@@ -90,7 +90,7 @@ class Outgoing:
         )
 
 
-class Part(NamedTuple):
+class SentPart(NamedTuple):
     """A part that a rank has sent.
 
     place: first byte, in all that the rank sent.
@@ -115,9 +115,9 @@ class Part(NamedTuple):
 
 
 # (outgoing, rank, **options) -> what was sent
-Write = Callable[..., list[Part]]
+PartWriter = Callable[..., list[SentPart]]
 # (rank, part) -> its numbers, flat
-Open = Callable[[int, Part], Tensor]
+PartReader = Callable[[int, SentPart], Tensor]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -132,27 +132,27 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def sent_dtype(tensor: Tensor, dtype: str | None) -> torch.dtype:
+def resolve_sent_dtype(tensor: Tensor, dtype: str | None) -> torch.dtype:
     """Return the dtype in which a tensor is sent; only floating-point tensors are converted."""
     return torch_dtype(dtype) if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def aligned(n_bytes: int) -> int:
+def align_bytes(n_bytes: int) -> int:
     """Return the bytes, rounded up to the alignment."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def block_of(shard: Shard, dtype: str | None) -> Block:
+def describe_block(shard: Shard, dtype: str | None) -> WeightBlock:
     """Return the block of a shard, as it would be sent."""
-    name = dtype_name(sent_dtype(shard.tensor, dtype))
-    return Block(
+    name = dtype_name(resolve_sent_dtype(shard.tensor, dtype))
+    return WeightBlock(
         shard.name, tuple(shard.shape), tuple(shard.offsets), tuple(shard.tensor.shape), name
     )
 
 
-def check_cover(by_rank: Sequence[Sequence[Block]]) -> None:
+def check_cover(by_rank: Sequence[Sequence[WeightBlock]]) -> None:
     """Raise LinkError unless the ranks together have each number of each weight exactly once."""
-    blocks_by_name: dict[str, list[tuple[int, Block]]] = {}
+    blocks_by_name: dict[str, list[tuple[int, WeightBlock]]] = {}
     for rank, blocks in enumerate(by_rank):
         for block in blocks:
             blocks_by_name.setdefault(block.name, []).append((rank, block))
@@ -180,13 +180,15 @@ def check_cover(by_rank: Sequence[Sequence[Block]]) -> None:
             )
 
 
-def _overlap(a: Block, b: Block) -> bool:
+def _overlap(a: WeightBlock, b: WeightBlock) -> bool:
     """True if two blocks of a weight share numbers."""
     spans = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     return all(max(x, y) < min(x + n, y + m) for x, n, y, m in spans)
 
 
-def sends(shards: Iterator[Shard], dtype: str | None) -> Iterator[Outgoing]:
+def list_whole_blocks(shards: Iterator[Shard], dtype: str | None) -> Iterator[OutgoingPart]:
     """Yield every block as a whole."""
     for index, shard in enumerate(shards):
-        yield Outgoing(index, "whole", shard.tensor.detach(), sent_dtype(shard.tensor, dtype))
+        yield OutgoingPart(
+            index, "whole", shard.tensor.detach(), resolve_sent_dtype(shard.tensor, dtype)
+        )

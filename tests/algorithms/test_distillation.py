@@ -23,14 +23,14 @@ from oracles.preference_cases import check_metrics
 from oracles.ragged import Row, weights_of
 from torch import Tensor
 
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.distillation import Objective, divergence
-from ratchet.algorithms.scoring import fill
+from ratchet.algorithms.scoring import fill_columns
 from ratchet.batch import Batch
 from ratchet.config.resolve import construct, resolve
 from ratchet.data.packing import pack
-from ratchet.learners.compute.token_outputs import OneVocabulary, outcomes
+from ratchet.learners.compute.token_outputs import FullVocabulary, compute_outcome_logprobs
 from ratchet.protocols import Outputs
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.synthetic import TinyRole
@@ -69,7 +69,9 @@ def with_rest(logprobs_K: Tensor) -> Tensor:
 
 def columns(all_V: Tensor, ids: list[int]) -> Tensor:
     """As learners make them: K tokens and, where K < V, a bucket."""
-    return outcomes(OneVocabulary(), all_V[None], torch.tensor([ids]), len(all_V))[0]
+    return compute_outcome_logprobs(FullVocabulary(), all_V[None], torch.tensor([ids]), len(all_V))[
+        0
+    ]
 
 
 def at_one_token(teacher: Tensor, student: Tensor, ids: list[int], **options) -> Tensor:
@@ -155,7 +157,7 @@ def test_a_term_on_ragged_batches_equals_the_oracle(objective: Objective, case, 
     ragged = [x[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(rows))]
     weights = [w for row in weights_of(oracle.token_mean, rows) for w in row]
 
-    term = Term(
+    term = AlgorithmTerm(
         "distill",
         partial(divergence, objective=objective, mix=mix),
         token_mean,
@@ -424,7 +426,7 @@ def test_attempts_that_nobody_judged_have_the_teachers_signal(kind: str):
         assert batch.n_sequences == 2
         roles = {"policy": TinyRole("policy"), "teacher": TinyRole("other")}
         made = algo.weigh(
-            algo.advantage(asyncio.run(fill(batch, algo, roles)), AlgoState()), AlgoState()
+            algo.advantage(asyncio.run(fill_columns(batch, algo, roles)), AlgoState()), AlgoState()
         )
         (name, weight) = next(iter(made.weights.items()))
         assert (weight.values > 0).equal(batch.trainable_T), name

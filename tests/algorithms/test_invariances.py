@@ -19,7 +19,7 @@ from oracles.ragged import Row, flat
 from torch import Tensor
 
 from ratchet.algorithms.advantages.group_baselines import group_relative
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.kl import kl_penalty
 from ratchet.algorithms.loss_aggregation import fixed_length, prompt_mean, sequence_mean, token_mean
 from ratchet.algorithms.losses.common import entropy_bonus
@@ -41,9 +41,13 @@ def algorithm(weighting) -> Algorithm:
     surrogate = partial(clipped_surrogate, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
     penalty = partial(kl_penalty, objective="reverse", estimator="k3")
     terms = (
-        Term("pg", surrogate, weighting, needs=frozenset({"logprobs", "old_logprobs"})),
-        Term("kl", penalty, weighting, needs=frozenset({"logprobs", "old_logprobs"}), coef=0.1),
-        Term("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"}), coef=0.01),
+        AlgorithmTerm("pg", surrogate, weighting, needs=frozenset({"logprobs", "old_logprobs"})),
+        AlgorithmTerm(
+            "kl", penalty, weighting, needs=frozenset({"logprobs", "old_logprobs"}), coef=0.1
+        ),
+        AlgorithmTerm(
+            "entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"}), coef=0.01
+        ),
     )
     return Algorithm("test", {"policy": terms}, "rollouts", advantage=group_relative)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ratchet.algorithms.base import Algorithm, AlgoState
-from ratchet.algorithms.scoring import fill
+from ratchet.algorithms.scoring import fill_columns
 from ratchet.config.base import Section
 from ratchet.config.key_paths import section_of, slot_of
 from ratchet.config.registry import KINDS
@@ -155,7 +155,9 @@ def fingerprint(algorithm: Algorithm) -> dict[str, Any]:
     )
     state, updates = AlgoState(), []
     for _ in range(2):
-        batch = algorithm.advantage(asyncio.run(fill(pack(groups), algorithm, roles)), state)
+        batch = algorithm.advantage(
+            asyncio.run(fill_columns(pack(groups), algorithm, roles)), state
+        )
         numbers = {f"batch/{name}": value for name, value in batch.metrics.items()}
         for mini in algorithm.split(batch):
             weighed = algorithm.weigh(mini, state)

@@ -18,7 +18,7 @@ from oracles.cases import gradient, groups, outputs
 from oracles.preference_cases import batch_of, evaluate, labelled, live, weighted_by_row
 from oracles.ragged import Row
 
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.loss_aggregation import sequence_mean
 from ratchet.algorithms.losses.preference import kto, kto_reference_point
 from ratchet.data.packing import pack
@@ -68,7 +68,7 @@ def test_a_term_of_kto_is_the_mean_over_labelled_rows(
     x, slopes = preference.kto(rows, z0=preference.kto_reference_point(rows), **options)
     kept = [any(row.mask) for row in rows]
     share = 1 / max(sum(kept), 1)
-    term = Term("kto", partial(kto, **options), sequence_mean, level="sequence")
+    term = AlgorithmTerm("kto", partial(kto, **options), sequence_mean, level="sequence")
     batch, logprobs_T = (
         Algorithm("test", {"policy": (term,)}, "rows").weigh(referred(rows), AlgoState()),
         live(rows),

@@ -25,7 +25,7 @@ from ratchet.algorithms.loss_aggregation import (
     token_sum,
     valued_mean,
 )
-from ratchet.algorithms.shaping import keep_judged
+from ratchet.algorithms.shaping import copy_judged_rewards
 from ratchet.data.packing import pack
 
 PAIRS = [
@@ -52,13 +52,13 @@ def row(
 
 
 def weights(weighting, rows: list[Row]) -> list[float]:
-    return weighting(keep_judged(pack(groups(rows)), AlgoState())).tolist()
+    return weighting(copy_judged_rewards(pack(groups(rows)), AlgoState())).tolist()
 
 
 @pytest.mark.parametrize(("weighting", "mean", "options"), PAIRS)
 @given(rows=rollouts())
 def test_rollouts_equal_the_oracle(weighting, mean, options, rows: list[Row]):
-    found = weighting(keep_judged(pack(groups(rows)), AlgoState()))
+    found = weighting(copy_judged_rewards(pack(groups(rows)), AlgoState()))
     assert found.dtype == torch.float64
     torch.testing.assert_close(
         found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14
@@ -68,7 +68,7 @@ def test_rollouts_equal_the_oracle(weighting, mean, options, rows: list[Row]):
 @pytest.mark.parametrize(("weighting", "mean", "options"), PAIRS)
 @given(rows=supervised())
 def test_supervised_rows_equal_the_oracle(weighting, mean, options, rows: list[Row]):
-    found = weighting(keep_judged(pack(groups(rows)), AlgoState()))
+    found = weighting(copy_judged_rewards(pack(groups(rows)), AlgoState()))
     torch.testing.assert_close(
         found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14
     )
@@ -79,7 +79,7 @@ def test_supervised_rows_equal_the_oracle(weighting, mean, options, rows: list[R
 @given(rows=episodes())
 def test_episodes_equal_the_oracle(weighting, mean, options, rows: list[Row]):
     """With labels at the ends of turns, masked turns, and forked attempts."""
-    found = weighting(keep_judged(pack(groups(rows)), AlgoState()))
+    found = weighting(copy_judged_rewards(pack(groups(rows)), AlgoState()))
     torch.testing.assert_close(
         found, column(kept(rows, weights_of(mean, rows, *options))), rtol=1e-10, atol=1e-14
     )

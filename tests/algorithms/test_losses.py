@@ -33,7 +33,7 @@ from oracles.ragged import Ragged, Row, weights_of
 from torch import Tensor
 
 from ratchet.algorithms.advantages.group_baselines import group_relative
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.loss_aggregation import fixed_length, prompt_mean, sequence_mean, token_mean
 from ratchet.algorithms.losses.common import entropy_bonus, nll
 from ratchet.algorithms.losses.policy import clipped_surrogate
@@ -54,7 +54,7 @@ MEANS = [
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
-def weigh(batch: Batch, *terms: Term) -> Batch:
+def weigh(batch: Batch, *terms: AlgorithmTerm) -> Batch:
     return Algorithm("test", {"policy": terms}, "rollouts").weigh(batch, AlgoState())
 
 
@@ -81,7 +81,7 @@ def assert_metrics(metrics: dict[str, Tensor], shape: torch.Size) -> None:
 @pytest.mark.parametrize(("weighting", "mean", "options"), MEANS)
 @given(rows=supervised())
 def test_nll_equals_the_oracle(weighting, mean, options, rows: list[Row]):
-    term = Term("nll", nll, weighting)
+    term = AlgorithmTerm("nll", nll, weighting)
     batch, logprobs_T = weigh(pack(groups(rows)), term), leaf(live(rows))
     loss, _ = term(outputs(batch, logprobs_T, rows), batch)
     x, slope = losses.nll(rows)
@@ -91,7 +91,7 @@ def test_nll_equals_the_oracle(weighting, mean, options, rows: list[Row]):
 
 @given(rows=supervised(), table=TABLES)
 def test_nll_through_a_model(rows: list[Row], table: list[list[float]]):
-    term = Term("nll", nll, token_mean)
+    term = AlgorithmTerm("nll", nll, token_mean)
     batch, parameters = (
         weigh(pack(groups(rows)), term),
         torch.tensor(table, dtype=torch.float64, requires_grad=True),
@@ -124,7 +124,7 @@ def test_nll_trains_exactly_the_trainable_tokens():
         logprobs=logprobs,
         old_logprobs=logprobs,
     )
-    term = Term("nll", nll, token_mean)
+    term = AlgorithmTerm("nll", nll, token_mean)
     batch, logprobs_T = weigh(pack(groups([row])), term), leaf([row.logprobs])
     loss, _ = term(outputs(batch, logprobs_T, [row]), batch)
     assert loss.item() == pytest.approx(2 * ln2)
@@ -146,7 +146,7 @@ def test_grpo_equals_the_oracle(weighting, mean, options, rows: list[Row], clip,
     value = mean(rows, x, *options)
 
     rows = kept(rows, rows)
-    term = Term("pg", partial(clipped_surrogate, **spec), weighting)
+    term = AlgorithmTerm("pg", partial(clipped_surrogate, **spec), weighting)
     batch = weigh(group_relative(pack(groups(rows)), AlgoState(), scale=scale), term)  # pyright: ignore[reportArgumentType]
     logprobs_T = leaf(live(rows))
     loss, metrics = term(outputs(batch, logprobs_T, rows), batch)
@@ -171,7 +171,7 @@ def test_grpo_through_a_model(rows: list[Row], table: list[list[float]], clip, d
     rows = kept(rows, rows)
     if not rows:
         return
-    term = Term("pg", partial(clipped_surrogate, **spec), sequence_mean)
+    term = AlgorithmTerm("pg", partial(clipped_surrogate, **spec), sequence_mean)
     batch = weigh(group_relative(pack(groups(rows)), AlgoState()), term)
     parameters = torch.tensor(table, dtype=torch.float64, requires_grad=True)
     loss, _ = term(outputs(batch, bigram(parameters, rows)[0], rows), batch)
@@ -263,7 +263,7 @@ def test_on_policy_it_is_the_plain_policy_gradient(
         kept(rows, times(weights_of(mean, rows, *options), minus_a)),
     )
     rows = [replace(row, old_logprobs=row.logprobs) for row in rows if row.counts]
-    term = Term(
+    term = AlgorithmTerm(
         "pg",
         partial(clipped_surrogate, clip_low=clip[0], clip_high=clip[1], dual_clip=dual),
         weighting,
@@ -293,7 +293,9 @@ def test_extreme_ratios_stay_finite():
 @given(rows=rollouts())
 def test_entropy_bonus_is_minus_the_mean_entropy(rows: list[Row]):
     rows = kept(rows, rows)
-    term = Term("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"}), coef=0.1)
+    term = AlgorithmTerm(
+        "entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"}), coef=0.1
+    )
     batch, entropy_T = weigh(pack(groups(rows)), term), leaf([row.entropy for row in rows])
     loss, metrics = term(outputs(batch, column(live(rows)), rows, entropy_T), batch)
     assert loss.item() == pytest.approx(
@@ -311,7 +313,7 @@ def test_entropy_bonus_through_a_model(rows: list[Row], table: list[list[float]]
     rows = kept(rows, rows)
     if not rows:
         return
-    term = Term("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"}))
+    term = AlgorithmTerm("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"}))
     batch, parameters = (
         weigh(pack(groups(rows)), term),
         torch.tensor(table, dtype=torch.float64, requires_grad=True),

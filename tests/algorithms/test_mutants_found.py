@@ -15,13 +15,13 @@ from oracles.ragged import Row, Span
 from ratchet.algorithms.advantages.common import std_by
 from ratchet.algorithms.advantages.compose import mixture, pipeline
 from ratchet.algorithms.advantages.group_baselines import gdpo, group_relative, remax, require_parts
-from ratchet.algorithms.advantages.per_turn import step_rewards, turn_returns
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.advantages.per_turn import compute_step_rewards, turn_returns
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.loss_aggregation import fixed_length, token_mean
 from ratchet.algorithms.losses.common import row_mean, row_sum
 from ratchet.algorithms.losses.distillation import Objective, divergence
 from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce, topr
-from ratchet.algorithms.losses.preference import dpo, kto, odds_ratio, rewards_of, simpo
+from ratchet.algorithms.losses.preference import dpo, kto, odds_ratio, require_rewards, simpo
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
@@ -177,13 +177,13 @@ def test_a_row_that_nobody_scored_has_no_step_rewards_whatever_its_turns_earned(
     scored = Row("g", 1, [0] * 3, [False, True, True], "scored", 1.0, turns=turns)
     batch = pack(groups([unjudged, scored]))
     assert batch.scored_S.tolist() == [False, True]
-    assert step_rewards(batch).tolist() == [0.0, 0.0, 0.0, 0.0, 0.5, 0.5]
+    assert compute_step_rewards(batch).tolist() == [0.0, 0.0, 0.0, 0.0, 0.5, 0.5]
 
 
 def test_what_a_turn_earned_whose_end_does_not_train_is_paid_at_the_rows_last_step():
     turns = [Span(1, 3, 1.0), Span(3, 5)]
     row = Row("g", 0, [0] * 5, [False, True, False, True, True], "scored", 3.0, turns=turns)
-    assert step_rewards(pack(groups([row]))).tolist() == [0.0, 0.0, 0.0, 0.0, 3.0]
+    assert compute_step_rewards(pack(groups([row]))).tolist() == [0.0, 0.0, 0.0, 0.0, 3.0]
 
 
 def test_a_step_that_lies_in_no_turn_has_no_return():
@@ -207,7 +207,7 @@ def test_a_row_without_a_reward_that_does_not_train_has_the_reward_0():
         Row("a", 0, [0, 0], [False, True], "scored", 2.0),
         Row("b", 0, [0, 0], [False, True], "unjudged", None, "reference"),
     ]
-    assert rewards_of(pack(groups(rows))).tolist() == [2.0, 0.0]
+    assert require_rewards(pack(groups(rows))).tolist() == [2.0, 0.0]
 
 
 def test_the_first_row_that_trains_and_that_nobody_scored_is_named():
@@ -218,7 +218,7 @@ def test_the_first_row_that_trains_and_that_nobody_scored_is_named():
         Row("d", 0, [0, 0], [False, True], "unjudged"),
     ]
     with pytest.raises(DataError, match="group c has a row without a reward"):
-        rewards_of(pack(groups(rows)))
+        require_rewards(pack(groups(rows)))
 
 
 def test_weights_of_parts_that_no_reward_has_are_refused_with_the_parts_that_there_are():
@@ -294,7 +294,7 @@ def live(out: Outputs, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tens
 def test_a_metric_is_a_weighted_mean_whatever_the_weights_sum_to(weighting, loss, elsewhere):
     """And neither it nor the loss sees a token that does not train."""
     row = Row("g", 0, [0] * 3, [False, True, True], "scored", 1.0)
-    term = Term("live", live, weighting, coef=2.0)
+    term = AlgorithmTerm("live", live, weighting, coef=2.0)
     batch = Algorithm("test", {"policy": (term,)}, "rollouts").weigh(
         pack(groups([row])), AlgoState()
     )

@@ -23,7 +23,7 @@ from oracles.cases import column, gradient, groups, kept, leaf, outputs, rollout
 from oracles.ragged import Ragged, Row, weights_of
 from torch import Tensor
 
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.loss_aggregation import sequence_mean, token_mean
 from ratchet.algorithms.losses import policy
 from ratchet.batch import Batch
@@ -133,7 +133,7 @@ def batch_of(rows: list[Row], advantages: Ragged) -> Batch:
     return pack(groups(rows)).fill_tokens(advantages=column(advantages))
 
 
-def weigh(batch: Batch, term: Term) -> Batch:
+def weigh(batch: Batch, term: AlgorithmTerm) -> Batch:
     return Algorithm("test", {"policy": (term,)}, "rollouts").weigh(batch, AlgoState())
 
 
@@ -216,7 +216,7 @@ def test_weighted_as_terms(loss: Loss, weighting, mean, case: tuple[list[Row], R
     rows, advantages = case
     options = loss.options[0]
     assume(smooth(rows, loss.kinks(options)))
-    term = Term("policy", partial(loss.fn, **options), weighting, level=loss.level)  # pyright: ignore[reportArgumentType]
+    term = AlgorithmTerm("policy", partial(loss.fn, **options), weighting, level=loss.level)  # pyright: ignore[reportArgumentType]
     batch, logprobs_T = (
         weigh(batch_of(rows, advantages), term),
         leaf([row.logprobs for row in rows]),
@@ -473,7 +473,9 @@ def test_what_does_not_train_poisons_nothing(loss: Loss):
     trains = torch.tensor([False, True, True, False, False, False, False, True, False])
     a_T = torch.where(trains, 1.0, 0.0).double()
     batch = replace(pack(groups(rows)).fill_tokens(advantages=a_T), trainable_T=trains)
-    term = Term("policy", partial(loss.fn, **loss.options[0]), sequence_mean, level=loss.level)  # pyright: ignore[reportArgumentType]
+    term = AlgorithmTerm(
+        "policy", partial(loss.fn, **loss.options[0]), sequence_mean, level=loss.level
+    )  # pyright: ignore[reportArgumentType]
     batch, logprobs_n = (
         weigh(batch, term),
         torch.tensor([-1.0, -1.0, -2.0], dtype=torch.float64, requires_grad=True),

@@ -20,7 +20,7 @@ from oracles.cases import VOCAB, bigram, column, gradient, groups, outputs
 from oracles.preference_cases import a_row, batch_of, evaluate, live, pairs, weighted_by_group
 from oracles.ragged import Row, weights_of
 
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.loss_aggregation import chosen_mean, prompt_mean
 from ratchet.algorithms.losses.common import nll
 from ratchet.algorithms.losses.preference import Normalize, dpo, ipo, odds_ratio, rpo, simpo
@@ -48,7 +48,7 @@ def name(fn: Callable) -> str:
     return getattr(fn, "func", fn).__name__
 
 
-def weigh(batch: Batch, *terms: Term) -> Batch:
+def weigh(batch: Batch, *terms: AlgorithmTerm) -> Batch:
     return Algorithm("test", {"policy": terms}, "pairs").weigh(batch, AlgoState())
 
 
@@ -100,7 +100,7 @@ def test_a_term_of_pairs_is_the_mean_over_pairs(rows: list[Row], normalize: Norm
     order = oracle.in_order(rows)
     kept = [any(any(row.mask) for row in rows if row.group == group) for group in order]
     share = 1 / max(sum(kept), 1)
-    term = Term(
+    term = AlgorithmTerm(
         "dpo", partial(dpo, beta=0.1, normalize=normalize), prompt_mean, level="group", coef=0.5
     )
     batch, logprobs_T = weigh(batch_of(rows), term), live(rows)
@@ -147,8 +147,8 @@ def test_chosen_mean_is_the_token_mean_over_chosen_rows(rows: list[Row]):
 @given(rows=pairs(empty=False), coef=st.sampled_from([0.1, 1.0]))
 def test_orpo_is_the_likelihood_of_the_chosen_and_the_odds_ratio(rows: list[Row], coef: float):
     terms = (
-        Term("nll", nll, chosen_mean),
-        Term("odds", odds_ratio, prompt_mean, level="group", coef=coef),
+        AlgorithmTerm("nll", nll, chosen_mean),
+        AlgorithmTerm("odds", odds_ratio, prompt_mean, level="group", coef=coef),
     )
     batch, logprobs_T = weigh(batch_of(rows), *terms), live(rows)
     out = outputs(batch, logprobs_T, rows)
@@ -297,8 +297,8 @@ def test_orpo_by_hand():
     # With the chosen answer's likelihood: -ln(3/4) + 0.1 ln(4/3); another -1/2 on each chosen
     # token.
     terms = (
-        Term("nll", nll, chosen_mean),
-        Term("odds", odds_ratio, prompt_mean, level="group", coef=0.1),
+        AlgorithmTerm("nll", nll, chosen_mean),
+        AlgorithmTerm("odds", odds_ratio, prompt_mean, level="group", coef=0.1),
     )
     batch, logprobs_T = weigh(batch_of(rows), *terms), live(rows)
     out = outputs(batch, logprobs_T, rows)

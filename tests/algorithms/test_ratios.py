@@ -22,13 +22,13 @@ from oracles.ragged import Row
 from torch import Tensor
 
 from ratchet.algorithms import kl, rollout_correction
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.kl import kl_penalty
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses import policy, preference
 from ratchet.algorithms.losses.common import Metrics
 from ratchet.algorithms.ratios import LOG_RATIO_BOUND, bounded_ratio, k3
-from ratchet.algorithms.rollout_correction import correct, corrected
+from ratchet.algorithms.rollout_correction import apply_correction, correct
 from ratchet.batch import Batch
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import construct, resolve
@@ -227,7 +227,7 @@ def test_a_corrected_loss_is_finite(gaps: list[float], log_ratios: list[float]):
     factor_T = correction_of(gaps, weight="token", weight_high=None).need("correction")
 
     def loss(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        return corrected(out, batch.fill_tokens(correction=factor_T), fn=LOSSES["ppo"])
+        return apply_correction(out, batch.fill_tokens(correction=factor_T), fn=LOSSES["ppo"])
 
     x, gradient, _ = tried(loss, log_ratios, [1.0, -1.0] * (COUNT // 2))
     assert is_finite(x, gradient)
@@ -257,7 +257,7 @@ def test_one_corrupt_log_probability_costs_no_optimizer_step():
     old_T = placed(batch, [-200.0, *[-0.5] * (COUNT - 1)])
     batch = batch.fill_tokens(advantages=placed(batch, [1.0] * COUNT), old_logprobs=old_T)
     needs = frozenset({"logprobs", "old_logprobs"})
-    term = Term(
+    term = AlgorithmTerm(
         "policy_gradient",
         partial(policy.clipped_surrogate, clip_low=0.2, clip_high=0.2),
         token_mean,

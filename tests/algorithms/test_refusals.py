@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ratchet.algorithms.base import Algorithm, Pass, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, Pass
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.policy import clipped_surrogate
 from ratchet.config.checks.stages import conflicts
@@ -167,8 +167,10 @@ def test_a_kl_penalty_brings_its_reference():
     assert "ref_logprobs" in algorithm.columns
 
 
-def term() -> Term:
-    return Term("x", clipped_surrogate, token_mean, needs=frozenset({"logprobs", "old_logprobs"}))
+def term() -> AlgorithmTerm:
+    return AlgorithmTerm(
+        "x", clipped_surrogate, token_mean, needs=frozenset({"logprobs", "old_logprobs"})
+    )
 
 
 def test_several_updates_without_old_logprobs_are_refused():

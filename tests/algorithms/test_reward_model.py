@@ -30,7 +30,7 @@ from oracles.ragged import Ragged, Row, flat, in_order, weights_of
 from oracles.reward_model import Labels
 from torch import Tensor
 
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.loss_aggregation import prompt_mean, sequence_mean, step_mean
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward, score_regression
 from ratchet.batch import Batch
@@ -54,7 +54,7 @@ def stepped(batch: Batch, scores_T: Tensor) -> Outputs:
     return Outputs(sequence_sum=batch.sequence_sum, token_scores=scores_T)
 
 
-def weigh(batch: Batch, term: Term) -> Batch:
+def weigh(batch: Batch, term: AlgorithmTerm) -> Batch:
     return Algorithm("test", {"policy": (term,)}, "pairs").weigh(batch, AlgoState())
 
 
@@ -92,7 +92,9 @@ def test_bradley_terry_by_hand():
 
 def test_bradley_terry_as_a_term_is_the_mean_over_pairs():
     rows = [*pair(group="a"), *pair(group="b")]
-    term = Term("bt", bradley_terry, prompt_mean, level="group", needs=frozenset({"scores"}))
+    term = AlgorithmTerm(
+        "bt", bradley_terry, prompt_mean, level="group", needs=frozenset({"scores"})
+    )
     batch, scores_S = weigh(pack(groups(rows)), term), leaf([LN3, 0.0, 0.0, 0.0])
     loss, _ = term(scored(batch, scores_S), batch)
     assert loss.item() == near((math.log(4 / 3) + math.log(2)) / 2)
@@ -177,7 +179,7 @@ def test_a_term_of_steps_is_the_mean_over_labelled_steps(case: tuple[list[Row], 
     rows, scores, labels = case
     x, slopes = reward_model.process_reward(scores, labels)
     weights = weights_of(lambda rows, x: reward_model.step_mean(rows, labels, x), rows)
-    term = Term("prm", process_reward, step_mean, needs=frozenset({"token_scores"}))
+    term = AlgorithmTerm("prm", process_reward, step_mean, needs=frozenset({"token_scores"}))
     batch, scores_T = weigh(pack(step_groups(rows, labels)), term), leaf(flat(scores))
     loss, _ = term(stepped(batch, scores_T), batch)
     assert loss.item() == near(reward_model.step_mean(rows, labels, x))
@@ -217,7 +219,7 @@ def test_rows_without_a_reward_that_do_not_train_leave_regression_alone():
         Row("g", 0, [1, 2], [False, True], "scored", 2.0),
         Row("g", 1, [1, 2], [False, True], "unjudged", None, "reference"),
     ]
-    term = Term(
+    term = AlgorithmTerm(
         "mse", score_regression, sequence_mean, level="sequence", needs=frozenset({"scores"})
     )
     batch, scores_S = weigh(pack(groups(rows)), term), leaf([0.5, 1.0])

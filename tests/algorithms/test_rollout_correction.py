@@ -26,7 +26,7 @@ from ratchet.algorithms.config.policy_losses import CorrectionConfig
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce
 from ratchet.algorithms.policy_gradient import build
-from ratchet.algorithms.rollout_correction import correct, corrected
+from ratchet.algorithms.rollout_correction import apply_correction, correct
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.errors import MissingColumn
@@ -250,7 +250,7 @@ def test_icepop_is_the_papers_objective_by_hand(denominator: str, tokens: int):
         advantages=column([[0.0, *ADVANTAGES]])
     )
     logprobs_T = leaf([old])
-    x_T, _ = corrected(
+    x_T, _ = apply_correction(
         outputs(batch, logprobs_T, [row]),
         batch,
         fn=partial(clipped_surrogate, clip_low=0.2, clip_high=0.2),
@@ -316,7 +316,7 @@ def test_uncapped_weights_make_the_expectation_the_old_policys(
     logits = torch.tensor(z, dtype=torch.float64, requires_grad=True)
     log_p_V = torch.log_softmax(logits, 0)[cut]
     logprobs_T = torch.stack([torch.zeros_like(log_p_V), log_p_V], dim=1).flatten()
-    x_T, _ = corrected(outputs(batch, logprobs_T, rows), batch, fn=reinforce)
+    x_T, _ = apply_correction(outputs(batch, logprobs_T, rows), batch, fn=reinforce)
     found = gradient((torch.tensor(probabilities, dtype=torch.float64) * x_T[1::2]).sum(), logits)
     expected = [0.0] * 4
     for v in cut:
@@ -335,7 +335,7 @@ def wrapped(
     logprobs_T = leaf(live)
     out = outputs(batch, logprobs_T, rows)
     plain, plain_metrics = fn(out, batch)
-    found, metrics = corrected(out, batch, fn=fn, level=level)  # pyright: ignore[reportArgumentType]
+    found, metrics = apply_correction(out, batch, fn=fn, level=level)  # pyright: ignore[reportArgumentType]
     factor = batch.need("correction" if level == "token" else "correction_S")
     assert not factor.requires_grad
     assert set(metrics) == set(plain_metrics)
@@ -388,7 +388,7 @@ def test_a_sequence_loss_has_no_weight_that_differs_within_a_row():
     batch = by_hand(weight="token").fill_tokens(advantages=torch.ones(6, dtype=torch.float64))
     row = Row("g", 0, [1] * 6, TRAINED, reward=1.0, old_logprobs=[0.0] * 6)
     with pytest.raises(MissingColumn, match="correction_S"):
-        corrected(
+        apply_correction(
             outputs(batch, leaf([[0.0] * 6]), [row]), batch, fn=SEQUENCE_LOSSES[0], level="sequence"
         )
 

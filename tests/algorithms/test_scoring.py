@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState, Pass, Role
-from ratchet.algorithms.scoring import fill
-from ratchet.algorithms.teacher_passes import asked_of
+from ratchet.algorithms.scoring import fill_columns
+from ratchet.algorithms.teacher_passes import build_teacher_passes
 from ratchet.batch import Batch
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
@@ -57,7 +57,7 @@ def filled(passes: Sequence[Pass], made: Batch, **roles: Any) -> Batch:
     algorithm = Algorithm(
         "x", {}, "rows", passes=tuple(passes), roles={p.role: Role() for p in passes}
     )
-    return asyncio.run(fill(made, algorithm, roles))
+    return asyncio.run(fill_columns(made, algorithm, roles))
 
 
 def test_columns_of_one_role_are_computed_together():
@@ -135,7 +135,7 @@ def test_a_step_whose_every_attempt_failed_has_its_columns_and_changes_nothing(
         LocalConfig(), DecoderPolicy(Decoder(config).init_weights(0)), optimizer=OptimizerConfig()
     )
     roles = {"policy": policy} | dict.fromkeys(algo.roles, policy)
-    made = algo.advantage(asyncio.run(fill(pack([]), algo, roles)), AlgoState())
+    made = algo.advantage(asyncio.run(fill_columns(pack([]), algo, roles)), AlgoState())
     widths = {
         column.shape
         for name, column in made.token_columns.items()
@@ -152,7 +152,9 @@ def test_a_step_whose_every_attempt_failed_has_its_columns_and_changes_nothing(
 
 
 def test_a_model_that_several_tags_name_is_one_role():
-    roles, passes = asked_of({"maths": "x", "code": "y", "logic": "x"}, {"logprobs": "t"})
+    roles, passes = build_teacher_passes(
+        {"maths": "x", "code": "y", "logic": "x"}, {"logprobs": "t"}
+    )
     assert {name: role.path for name, role in roles.items()} == {
         "teacher/maths": "x",
         "teacher/code": "y",
@@ -166,17 +168,19 @@ def test_a_model_that_several_tags_name_is_one_role():
 
 def test_tags_are_taken_as_they_stand():
     """One with a slash, and the tag of tasks without one, in whatever order."""
-    roles, passes = asked_of({"maths/easy": "x", "": "y"}, {"logprobs": "t"})
+    roles, passes = build_teacher_passes({"maths/easy": "x", "": "y"}, {"logprobs": "t"})
     assert set(roles) == {"teacher/maths/easy", "teacher"}
     assert [item.tag for item in passes] == ["maths/easy", ""]
     made = {"teacher/maths/easy": Counter(1.0), "teacher": Counter(2.0)}
     algo = Algorithm("x", {}, "rows", passes=passes, roles=roles)
-    found = asyncio.run(fill(batch(["", "maths/easy"]), algo, made))  # pyright: ignore[reportArgumentType]
+    found = asyncio.run(fill_columns(batch(["", "maths/easy"]), algo, made))  # pyright: ignore[reportArgumentType]
     assert found.need("t").tolist() == [2, 2, 1, 1, 1]
 
 
 def test_one_teacher_is_for_every_task():
-    roles, passes = asked_of("x", {"topk_ids": "i", "topk_logprobs": "t"}, aligned=True, top_k=3)
+    roles, passes = build_teacher_passes(
+        "x", {"topk_ids": "i", "topk_logprobs": "t"}, aligned=True, top_k=3
+    )
     assert roles == {"teacher": Role(path="x", aligned=True)}
     assert [(item.output, item.produces, item.tag, item.top_k) for item in passes] == [
         ("topk_ids", "i", None, 3),

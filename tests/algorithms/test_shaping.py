@@ -17,7 +17,7 @@ from oracles.cases import column, episodes, filled, kept
 from oracles.ragged import Row, Span
 
 from ratchet.algorithms import shaping
-from ratchet.algorithms.advantages.per_turn import step_rewards
+from ratchet.algorithms.advantages.per_turn import compute_step_rewards
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError, DataError
@@ -323,7 +323,7 @@ def turned(*rewards: float, of_turns: tuple[float, ...]) -> Batch:
 
 def steps_of(batch: Batch) -> list[float]:
     """What the first row's turns of two tokens end with."""
-    return step_rewards(batch)[2 : batch.lengths_S[0] : 2].tolist()
+    return compute_step_rewards(batch)[2 : batch.lengths_S[0] : 2].tolist()
 
 
 def test_normalising_scales_the_rewards_of_turns_and_centres_at_the_end():

@@ -16,7 +16,7 @@ from oracles.cases import column, episodes, filled, kept
 from oracles.ragged import Ragged, Row, Span, flat
 
 from ratchet.algorithms.advantages.group_baselines import Scale, group_relative
-from ratchet.algorithms.advantages.per_turn import gae, gigpo, step_rewards, turn_returns
+from ratchet.algorithms.advantages.per_turn import compute_step_rewards, gae, gigpo, turn_returns
 from ratchet.algorithms.advantages.teacher import on_policy_distillation
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
@@ -164,7 +164,7 @@ def test_a_forked_attempt_is_one_episode_whatever_its_rows():
     last = agent((1, None, ""), reward=3.0, ending="truncated", values=[0, 6], bootstrap=8.0)
     other = agent((1, None, ""), attempt=1, reward=0.0, values=[0, 1])
     forked = [first, other, last]
-    assert step_rewards(filled(forked)).tolist() == [0, 0, 1, 0, 0, 0, 2]
+    assert compute_step_rewards(filled(forked)).tolist() == [0, 0, 1, 0, 0, 0, 2]
     options = {"gamma": 0.5, "lam": 0.5, "length_alpha": 0.5}
     for name in ("advantages", "returns"):
         batch, split = (
@@ -198,7 +198,7 @@ def test_rewards_of_tokens_that_do_not_train_are_no_step_rewards():
     batch = filled([row]).fill_tokens(
         token_rewards=torch.tensor([3.0, 0.5, 7.0], dtype=torch.float64)
     )
-    assert step_rewards(batch).tolist() == [0, 1.5, 0]
+    assert compute_step_rewards(batch).tolist() == [0, 1.5, 0]
 
 
 def test_decoupled_lambdas():

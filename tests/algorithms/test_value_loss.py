@@ -18,7 +18,7 @@ from oracles import ragged as oracle
 from oracles.cases import column, gradient, groups, kept, leaf, outputs, rollouts
 from oracles.ragged import Ragged, Row, weights_of
 
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.common import value_loss
 from ratchet.data.packing import pack
@@ -50,7 +50,7 @@ def test_value_loss_equals_the_oracle(
         for v, o in zip(v_row, o_row, strict=True)
     ]
     assume(clip is None or all(abs(move - clip) > 1e-9 for move in moves))
-    term = Term(
+    term = AlgorithmTerm(
         "value", partial(value_loss, clip=clip), token_mean, needs=frozenset({"values"}), coef=0.5
     )
     batch = pack(groups(rows)).fill_tokens(values=column(old), returns=column(returns))

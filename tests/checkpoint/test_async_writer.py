@@ -3,8 +3,8 @@ import threading
 import pytest
 import torch
 
-from ratchet.checkpoint.async_writer import Background
-from ratchet.checkpoint.serialization import load_state, putting_off, save_state
+from ratchet.checkpoint.async_writer import BackgroundTask
+from ratchet.checkpoint.serialization import defer_writes, load_state, save_state
 from ratchet.errors import CheckpointError
 
 
@@ -18,7 +18,7 @@ def test_what_was_copied_is_written_though_the_originals_change(tmp_path):
         "text": "a",
     }
     save_state(tmp_path / "at_once", state)
-    with putting_off() as writes:
+    with defer_writes() as writes:
         save_state(type(tmp_path)("later"), state)
     assert not (tmp_path / "later").exists()
     weights.fill_(-1)
@@ -34,7 +34,7 @@ def test_what_was_copied_is_written_though_the_originals_change(tmp_path):
 
 
 def test_it_goes_on_beside_and_what_it_raises_is_raised_once():
-    background, goes_on = Background(), threading.Event()
+    background, goes_on = BackgroundTask(), threading.Event()
     assert not background.settle()
     background.begin(goes_on.wait)
     assert not background.ended

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from training.test_session import RECIPE, assert_equal_runs, ratchet
 
-from ratchet.experience.sources.prompt_ledger import faults_of, read_ledger
+from ratchet.experience.sources.prompt_ledger import find_ledger_faults, read_ledger
 
 ROLLOUTS = {
     "ready": {"max_staleness": 2, "order": "ready"},
@@ -82,7 +82,7 @@ def test_the_ledger_says_that_each_prompt_was_trained_on_once_and_in_time(case):
         math.ceil(rollouts.get("max_staleness", 0)),
         rollouts.get("replay", {}).get("max_age", 0),
     )
-    assert not faults_of(iter(lines), max_staleness=staleness, max_age=age)
+    assert not find_ledger_faults(iter(lines), max_staleness=staleness, max_age=age)
     trained = [
         line for line in lines if line["event"] == "trained" and line["id"].startswith("rl/")
     ]

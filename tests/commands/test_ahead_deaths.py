@@ -14,7 +14,7 @@ import pytest
 import yaml
 from commands.test_rank_deaths import RECIPE, Driver, steps_of, until
 
-from ratchet.experience.sources.prompt_ledger import faults_of, read_ledger
+from ratchet.experience.sources.prompt_ledger import find_ledger_faults, read_ledger
 
 pytestmark = pytest.mark.slow
 STALENESS, STEPS = 2, 60
@@ -78,7 +78,7 @@ def test_every_prompt_is_trained_on_once_whoever_is_killed(cluster, kills, tmp_p
     assert driver.process.returncode == 0, said
     assert sum(killed.values()) == kills, killed
     lines = list(read_ledger(run / "ledger.jsonl"))
-    assert not faults_of(iter(lines), max_staleness=STALENESS)
+    assert not find_ledger_faults(iter(lines), max_staleness=STALENESS)
     trained = [line for line in lines if line["event"] == "trained"]
     issued = [line["id"] for line in lines if line["event"] == "issued"]
     assert len(trained) == STEPS * AHEAD["batch_size"]

@@ -18,7 +18,7 @@ from ratchet.commands.eval import Asked, Evaluation, evaluate_target, where
 from ratchet.commands.model_target import Target, open_target
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError
-from ratchet.evals.results import Results
+from ratchet.evals.results import EvalResults
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.start import start_run
 
@@ -55,11 +55,11 @@ def test_a_run_is_evaluated_where_its_recipe_says(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     evaluate_target(str(run), FEW, out=tmp_path / "out")
-    found = Results.read(tmp_path / "out")
+    found = EvalResults.read(tmp_path / "out")
     assert (len(found.prompts), found.samples) == (3, 2)
     assert {prompt.id.split("/")[0] for prompt in found.prompts} == {"sorting"}
     assert found.about["max_new_tokens"] == 3
-    assert len(Results.read(run / "evals" / "sft" / "step-00000001").prompts) == 4
+    assert len(EvalResults.read(run / "evals" / "sft" / "step-00000001").prompts) == 4
     shown = capsys.readouterr().out
     assert "mean@2" in shown
     assert "pass@2" in shown
@@ -70,8 +70,8 @@ def test_results_are_numbered_in_the_run(run: Path):
     evaluate_target(str(run), FEW)
     evaluate_target(str(run), FEW)
     assert (
-        Results.read(run / "evals" / "sorting-1").prompts
-        == Results.read(run / "evals" / "sorting-2").prompts
+        EvalResults.read(run / "evals" / "sorting-1").prompts
+        == EvalResults.read(run / "evals" / "sorting-2").prompts
     )
 
 
@@ -131,7 +131,7 @@ def test_a_run_is_evaluated_while_it_goes_on(tmp_path: Path, capsys: pytest.Capt
         str(run), replace(FEW, step=2), against=str(run / "checkpoints" / "step-00000002")
     )
     assert "step 2" in capsys.readouterr().out
-    by_step, by_path = (Results.read(run / "evals" / f"sorting-{number}") for number in (1, 2))
+    by_step, by_path = (EvalResults.read(run / "evals" / f"sorting-{number}") for number in (1, 2))
     assert by_step.prompts == by_path.prompts
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
         evaluate_target(str(run), replace(FEW, step=7))
@@ -160,7 +160,7 @@ def test_a_bare_model_and_another_environment(run: Path, tmp_path: Path):
         Evaluation(on="sorting", words=["digits=2"], tasks=2, max_new_tokens=2),
         out=tmp_path,
     )
-    assert Results.read(tmp_path).about["max_new_tokens"] == 2
+    assert EvalResults.read(tmp_path).about["max_new_tokens"] == 2
     with pytest.raises(ConfigError, match="dgits"):
         evaluate_target(str(run), Evaluation(on="sorting", words=["dgits=2"]), out=tmp_path)
 
@@ -174,7 +174,7 @@ def test_an_api_against_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureF
     with serve(sorts) as fake:
         evaluate_target(f"{fake.url}/v1", SORTING, against=str(run), out=tmp_path)
         assert len(fake.seen) == 4 * 3
-    one, two = Results.read(tmp_path), Results.read(tmp_path / "against")
+    one, two = EvalResults.read(tmp_path), EvalResults.read(tmp_path / "against")
     assert one.accuracy.value == 1.0
     assert [prompt.digest for prompt in one.prompts] == [prompt.digest for prompt in two.prompts]
     assert "A against B" in capsys.readouterr().out
@@ -204,7 +204,7 @@ def test_a_benchmark_is_asked_whole_and_has_its_subjects(
     )
     with serve(lambda body, _: chat("Surely the answer is A.")) as fake:
         evaluate_target(f"{fake.url}/v1", chosen, out=tmp_path / "out")
-    found = Results.read(tmp_path / "out")
+    found = EvalResults.read(tmp_path / "out")
     assert (len(found.prompts), found.accuracy.value) == (24, 0.25)
     assert found.about["tasks"] == 24
     assert {tag: found.for_tag(tag).accuracy.value for tag in found.tags} == {"a": 0.5, "b": 0.0}

@@ -13,7 +13,7 @@ from training.test_session import RECIPE, ratchet
 
 from ratchet.checkpoint.serialization import load_state
 from ratchet.models.load import load_policy
-from ratchet.models.lora.decoder import merged, of_adapter
+from ratchet.models.lora.decoder import is_adapter_parameter, merge_lazily
 from ratchet.models.lora.files import load_adapter
 from ratchet.training.start import resume_run, start_run
 
@@ -54,14 +54,14 @@ def test_every_kind_of_algorithm_trains_an_adapter(name, tmp_path):
     adapter, base = load_adapter(run / "adapter"), load_policy(run / "base" / "low")
     assert adapter.adapter.base == str((run / "base" / "low").absolute())
     whole = load_file(run / "model" / "model.safetensors")
-    for key, weight in merged(
+    for key, weight in merge_lazily(
         dict(base.canonical_weights()), adapter.weights, adapter.adapter.lora.scale
     ).items():
         torch.testing.assert_close(
             whole[key], weight.to("cpu", torch.float32, copy=True), rtol=0, atol=1e-6
         )
     (checkpoint,) = (run / "checkpoints").iterdir()
-    assert all(of_adapter(key) for key in load_state(checkpoint / "policy")["parameters"])
+    assert all(is_adapter_parameter(key) for key in load_state(checkpoint / "policy")["parameters"])
     assert (
         sorted(p.name for p in checkpoint.iterdir() if p.is_dir())
         == ["critic", "policy"][name != "ppo" :]
@@ -140,7 +140,7 @@ def test_ranks_leave_the_same_files_and_resume(name, learner, tmp_path):
     assert start_run(recipe, QUIET, run, command="test") == 0
     adapter, base = load_adapter(run / "adapter"), load_policy(run / "base" / "low")
     whole = load_file(run / "model" / "model.safetensors")
-    for key, weight in merged(
+    for key, weight in merge_lazily(
         dict(base.canonical_weights()), adapter.weights, adapter.adapter.lora.scale
     ).items():
         torch.testing.assert_close(

@@ -20,7 +20,7 @@ from ratchet.config.loader import load_config
 from ratchet.errors import CheckpointError, ConfigError, ModelError, RunDirectoryError
 from ratchet.models.load import load_policy
 from ratchet.runs.remote_run import MirroredRun
-from ratchet.runs.remote_sync import work_copy
+from ratchet.runs.remote_sync import get_mirror_work_dir
 from ratchet.training.session import NOT_MIRRORED
 from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints as faults
@@ -56,12 +56,12 @@ def machine(tmp_path_factory, monkeypatch):
 
     def be_new():
         cache = tmp_path_factory.mktemp("cache")
-        object_store.keep_as({"RATCHET_CACHE": str(cache)})
+        object_store.configure_cache({"RATCHET_CACHE": str(cache)})
         return cache
 
     be_new()
     yield be_new
-    object_store.keep_as({})
+    object_store.configure_cache({})
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_on_another_machine_it_ends_with_the_same_bits(
         faults.arm("")
     machine()
     assert resume_run(address, command="ratchet train --resume") == 0
-    assert_equal_runs(whole, work_copy(address))
+    assert_equal_runs(whole, get_mirror_work_dir(address))
     names = contents(address).keys()
     assert {
         "model/model.safetensors",
@@ -150,7 +150,7 @@ def test_a_store_that_breaks_in_the_middle_of_a_checkpoint_costs_no_step(
         assert start_run(recipe, ["checkpoint.keep=5"], address, command="ratchet train") == 0
     assert len(failed) == 3
     assert "did not take what was saved" in capsys.readouterr().out
-    assert_equal_runs(whole, work_copy(address))
+    assert_equal_runs(whole, get_mirror_work_dir(address))
     assert sorted(MirroredRun(address).checkpoints()[0]) == [2, 3, 5, 6]
 
 
@@ -168,7 +168,7 @@ def test_a_store_that_stays_broken_is_said_and_mended_later(recipe, whole, capsy
 
     with telling(told):
         assert start_run(recipe, [], address, command="ratchet train") == NOT_MIRRORED
-    local = work_copy(address)
+    local = get_mirror_work_dir(address)
     said = " ".join(capsys.readouterr().out.split())
     assert f"error: {address} lacks a part of the run" in said
     assert "reset by peer" in said
@@ -245,7 +245,7 @@ def test_an_address_without_a_run_is_no_run():
 @pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory):
     address = "memory://finished/run"
-    object_store.keep_as({"RATCHET_CACHE": str(tmp_path_factory.mktemp("trained"))})
+    object_store.configure_cache({"RATCHET_CACHE": str(tmp_path_factory.mktemp("trained"))})
     assert start_run(recipe, [], address, command="ratchet train") == 0
     return address
 
@@ -357,7 +357,9 @@ def test_a_model_goes_to_an_address_and_is_trained_from_there(whole, recipe, mac
     out = command("convert", whole, address)
     assert f"model is at {address}" in out
     # it is there now
-    assert not list(object_store.cached("converted", "x").parent.parent.rglob("*.safetensors"))
+    assert not list(
+        object_store.get_cached_path("converted", "x").parent.parent.rglob("*.safetensors")
+    )
     with pytest.raises(ConfigError, match="holds files: give another place"):
         command("convert", whole, address)
     machine()

@@ -23,7 +23,7 @@ from ratchet.commands.serve import _serve, serve
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.errors import ConfigError
 from ratchet.models.load import init_policy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.types import Message, Sampling
 from ratchet.web.server import Server
 
@@ -36,7 +36,7 @@ ASKED = [{"role": "user", "content": "1+2"}]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
     init_policy(
-        preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0
+        get_preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0
     ).save(path)
     tokenizer.save(path)
     return path

@@ -18,9 +18,9 @@ from ratchet.commands.model_target import open_target
 from ratchet.commands.report.server import pages
 from ratchet.commands.serve import Served
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
-from ratchet.experience.openai_proxy.server import chat_app
+from ratchet.experience.openai_proxy.server import make_chat_app
 from ratchet.models.load import init_policy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.types import Sampling
 from ratchet.web.guard import LOOPBACK
 
@@ -110,7 +110,7 @@ class Caller:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.Runner, Any]]:
     path, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
     sizes = {"n_layers": 1, "hidden_size": 32, "max_positions": 128}
-    init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, **sizes), seed=0).save(path)
+    init_policy(get_preset("tiny", vocab_size=tokenizer.vocab_size, **sizes), seed=0).save(path)
     tokenizer.save(path)
     with asyncio.Runner() as runner:
 
@@ -118,7 +118,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.
             return Served(open_target(path).policy, Sampling(max_new_tokens=2))
 
         served = runner.run(start())
-        yield runner, chat_app(lambda key: served, names=LOOPBACK)
+        yield runner, make_chat_app(lambda key: served, names=LOOPBACK)
         runner.run(served.policy.close())
 
 

@@ -148,7 +148,7 @@ def refusal(tmp_path, monkeypatch, capsys):
             sys, "argv", ["ratchet", "train", str(recipe), *overrides.split(), *run]
         )
         if not starts:
-            monkeypatch.setattr("ratchet.executors.local.Nursery", None)
+            monkeypatch.setattr("ratchet.executors.local.ForkServer", None)
         with pytest.raises(SystemExit) as caught:
             main()
         return caught.value.code, capsys.readouterr().err
@@ -219,7 +219,7 @@ def test_a_busy_port(refusal):
 
 def test_other_versions(refusal, monkeypatch):
     monkeypatch.setattr(
-        "ratchet.executors.worker_handle.versions",
+        "ratchet.executors.worker_handle.get_versions",
         lambda: {"protocol": 0, "ratchet": "0", "python": "3"},
     )
     status, said = refusal("learner.dp_shard=2", starts=True)

@@ -28,27 +28,27 @@ from ratchet.data.processor import load_processor
 from ratchet.environments.games.games_config import GameConfig
 from ratchet.errors import DataError
 from ratchet.executors.local import LocalExecutor
-from ratchet.executors.placement import Need
+from ratchet.executors.placement import ResourceRequest
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.vllm import generator as vllm
-from ratchet.generators.vllm.generator import VLLMGeneration, dtype_of, engine_arguments
-from ratchet.generators.workers.pool import Router
+from ratchet.generators.vllm.generator import VLLMGenerator, choose_dtype, make_engine_arguments
+from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.learners.config import MegatronConfig
 from ratchet.learners.distributed.checks import check_megatron
 from ratchet.learners.distributed.stage_spec import RoleSpec
 from ratchet.learners.distributed.worker import LearnerRank
 from ratchet.learners.remote import RemoteLearner
 from ratchet.models.load import init_policy
-from ratchet.models.model_source import Origin
-from ratchet.models.presets import preset
+from ratchet.models.model_source import ModelSource
+from ratchet.models.presets import get_preset
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.observe.trackers import Tracked
 from ratchet.testing.builders import make_trajectory
 from ratchet.training.from_config import build_reward
-from ratchet.training.generator_workers import generator_needs, worker_factory
+from ratchet.training.generator_workers import get_generator_resources, worker_factory
 from ratchet.types import Message, Scored, Task, ToolCall
-from ratchet.weight_sync.endpoints import OneRank
-from ratchet.weight_sync.factory import Between, make_link
+from ratchet.weight_sync.endpoints import LocalRank
+from ratchet.weight_sync.factory import SyncEndpoints, make_link
 
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 
@@ -133,13 +133,15 @@ def tracked(patch: pytest.MonkeyPatch) -> None:
 def by_links() -> None:
     generator = SimpleNamespace(shares_weights=True)
     for kind in KINDS["link"]:
-        between = Between(
-            SimpleNamespace(), generator, receivers=None if kind == "shared" else OneRank(generator)
+        between = SyncEndpoints(
+            SimpleNamespace(),
+            generator,
+            receivers=None if kind == "shared" else LocalRank(generator),
         )
         make_link(resolve("link", {"kind": kind}), between)
     make_link(
         resolve("link", {"kind": "delta", "through": "files"}),
-        Between(SimpleNamespace(), generator),
+        SyncEndpoints(SimpleNamespace(), generator),
     )
 
 
@@ -148,16 +150,16 @@ def in_ranks() -> None:
     for kind in ("dtensor", "megatron"):
         _in_rank(resolve("learner", {"kind": kind}))
     in_8_bits = MegatronConfig(fp8="hybrid", weights="bfloat16")
-    check_megatron(in_8_bits, init_policy(preset("tiny", vocab_size=8), seed=0))
+    check_megatron(in_8_bits, init_policy(get_preset("tiny", vocab_size=8), seed=0))
 
 
 def _in_rank(section) -> None:
     place = SimpleNamespace(rank=0, world_size=1, rendezvous="127.0.0.1:0", device="cpu")
-    imported(section.divides)(section, init_policy(preset("tiny", vocab_size=8), seed=0))
+    imported(section.divides)(section, init_policy(get_preset("tiny", vocab_size=8), seed=0))
     rank = LearnerRank(
         place,
         learner=section.model_dump(mode="json"),
-        origin=Origin(shape=preset("tiny", vocab_size=8)),
+        origin=ModelSource(shape=get_preset("tiny", vocab_size=8)),
     )
     try:
         rank.begin({"policy": RoleSpec(optimizer={})}, {"kind": "sft"})
@@ -177,9 +179,9 @@ def _in_rank(section) -> None:
 def by_vllm() -> None:
     """As far as it goes without vLLM."""
     config = VLLMConfig(handover_dir=str(Path.cwd()), lora_rank=8)
-    dtype = dtype_of(config, on_cpu=True)
-    engine_arguments(config, Path(), dtype, 64, on_cpu=True)
-    policy = init_policy(preset("tiny", vocab_size=8), seed=0)
+    dtype = choose_dtype(config, on_cpu=True)
+    make_engine_arguments(config, Path(), dtype, 64, on_cpu=True)
+    policy = init_policy(get_preset("tiny", vocab_size=8), seed=0)
     with pytest.MonkeyPatch.context() as patch:
         platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
         patch.setattr(vllm, "find_spec", lambda name: True)
@@ -191,7 +193,7 @@ def by_vllm() -> None:
                 ("async", "sync"), lambda *arguments: SimpleNamespace(close=lambda: None)
             ),
         )
-        asyncio.run(VLLMGeneration(config, policy).close())
+        asyncio.run(VLLMGenerator(config, policy).close())
 
 
 def in_processes() -> None:
@@ -202,10 +204,10 @@ def in_processes() -> None:
         "generator",
         {"kind": "workers", "of": {"kind": "engine"}, "workers": 1, "recovery": "restart"},
     )
-    executor.plan([Need("learner", 1), *generator_needs(workers, on_cpu=True)])
+    executor.plan([ResourceRequest("learner", 1), *get_generator_resources(workers, on_cpu=True)])
     executor.group("learner")
     worker_factory(workers)
-    Router(workers)
+    GeneratorPool(workers)
     executor.close()
 
 

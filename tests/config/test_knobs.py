@@ -31,11 +31,11 @@ from ratchet.generators.engine.scheduler import Scheduler
 from ratchet.learners.compute.forward import Forward
 from ratchet.models.decoder import Decoder
 from ratchet.sandbox import Isolation
-from ratchet.training.from_config import build_arena, build_policy, build_run
+from ratchet.training.from_config import build_env_setup, build_policy, build_run
 from ratchet.training.loop import train
 from ratchet.training.start import start_run
 from ratchet.types import Owner, Sampling
-from ratchet.utils.thread_pool import Crew
+from ratchet.utils.thread_pool import ThreadPool
 
 # --- every key is read
 
@@ -153,7 +153,7 @@ def reads(tmp_path_factory):
             assert start_run(folder / f"{name}.yaml", [], None, command="test") == 0
         for kind in ("{kind: bytes}", "{kind: byte_bpe, texts: [questions.jsonl]}"):
             build_policy(freeze(load_config(folder / "first.yaml", [f"tokenizer={kind}"])))
-        build_arena(
+        build_env_setup(
             load_config(folder / "first.yaml", ["agent={kind: command, command: [play]}"]).stages[1]
         )
         steps_before_giving_up(1)
@@ -460,7 +460,7 @@ def costs(monkeypatch) -> dict[str, int]:
         "token_columns",
         most("chunk_rows", lambda head, *a: head.chunk_rows),
     )
-    count(Crew, "run", most("jobs", lambda crew, jobs: len(jobs)))
+    count(ThreadPool, "run", most("jobs", lambda crew, jobs: len(jobs)))
     count(Scheduler, "_enter", add("prefills"))
     count(Scheduler, "_decode", most("running", lambda scheduler: len(scheduler.running)))
     count(

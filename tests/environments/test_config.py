@@ -24,7 +24,7 @@ from ratchet.environments.tool_use.terminal_config import TerminalConfig
 from ratchet.environments.workers.config import WorkersConfig
 from ratchet.experience.config import MessageLogConfig
 from ratchet.models.load import init_policy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.rewards.config import CountdownRewardConfig, RewardModelConfig
 
@@ -39,7 +39,7 @@ REWARDS = [section_class("rewards", kind) for kind in KINDS["rewards"]]
 
 def reward_model_in(directory):
     tokenizer = byte_tokenizer()
-    init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32), seed=1).save(
+    init_policy(get_preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32), seed=1).save(
         directory
     )
     tokenizer.save(directory)

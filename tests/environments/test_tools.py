@@ -25,7 +25,7 @@ from ratchet.environments.tool_use.python import failure
 from ratchet.environments.tool_use.retriever import Passage, RetrieverTool, embedder
 from ratchet.errors import ConfigError, DataError
 from ratchet.models.load import init_policy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.rewards.deadline import CURRENT
 from ratchet.sandbox import Reason, Result, SandboxError
 from ratchet.types import ToolCall
@@ -236,7 +236,7 @@ def test_and_by_meaning_where_embeddings_are_given(tmp_path):
         RetrieverTool(PASSAGES, embed=lambda texts: np.zeros(3))
     tokenizer = byte_tokenizer()
     model = init_policy(
-        preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32, n_layers=1), seed=1
+        get_preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32, n_layers=1), seed=1
     )
     model.save(tmp_path)
     tokenizer.save(tmp_path)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from ratchet.errors import DataError
 from ratchet.protocols import Step
 from ratchet.types import Message, Task
-from ratchet.utils.credentials import credential
+from ratchet.utils.credentials import get_credential
 
 HANGS = threading.Event()  # in the process: somebody hangs there
 LEAKED = []
@@ -101,7 +101,7 @@ class Troublesome:
         await asyncio.Event().wait()
 
     async def do_credential(self, name):
-        return says(credential(name))
+        return says(get_credential(name))
 
     async def do_return(self, text):
         return {"none": None, "object": Step(messages=(object(),))}[text]

@@ -12,8 +12,8 @@ import yaml
 from safetensors.numpy import load_file
 
 from ratchet.errors import ConfigError
-from ratchet.evals.early_stopping import Patience, signed
-from ratchet.evals.results import Results
+from ratchet.evals.early_stopping import EarlyStopping, get_signed_metric
+from ratchet.evals.results import EvalResults
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints
@@ -52,18 +52,18 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def test_what_is_best_and_since_when():
-    patience = Patience(2, "eval/accuracy", min_gain=0.1)
+    patience = EarlyStopping(2, "eval/accuracy", min_gain=0.1)
     best, fruitless = patience.after({"eval/accuracy": 0.5}, None, 0)
     assert (best, fruitless) == (0.5, 0)
     assert patience.after({"eval/accuracy": 0.55}, best, fruitless) == (0.5, 1)
     assert patience.after({"eval/accuracy": None}, best, 1) == (0.5, 2)
     assert patience.after({"eval/accuracy": 0.7}, best, 1) == (0.7, 0)
-    assert Patience(1, "-eval/loss").after({"eval/loss": 2.0}, -3.0, 0) == (-2.0, 0)
-    assert signed("-eval/loss", {"eval/loss": None}) is None
+    assert EarlyStopping(1, "-eval/loss").after({"eval/loss": 2.0}, -3.0, 0) == (-2.0, 0)
+    assert get_signed_metric("-eval/loss", {"eval/loss": None}) is None
     with pytest.raises(
         ConfigError, match=r"eval/acuracy is not reported.* to one of eval/accuracy, eval/failed"
     ):
-        Patience(1, "eval/acuracy").after(
+        EarlyStopping(1, "eval/acuracy").after(
             {"eval/failed": 0, "eval/accuracy": 1, "policy/loss": 2}, None, 0
         )
 
@@ -84,7 +84,7 @@ def test_a_stage_that_gets_no_better_ends_early_and_says_so(tmp_path: Path):
         "stage one ends after step 4 of 9: eval/accuracy was no better in 3 evaluations in a row"
         in (run / "run.log").read_text()
     )
-    found = Results.read(run / "evals" / "one" / "step-00000004")
+    found = EvalResults.read(run / "evals" / "one" / "step-00000004")
     assert len(found.prompts) == 2
     assert (run / "evals" / "one" / "step-00000004" / "report.md").is_file()
 

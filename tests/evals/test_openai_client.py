@@ -17,10 +17,15 @@ from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.environments.toy.sorting import Sorting
 from ratchet.evals.evaluator import Evaluator
-from ratchet.evals.openai_client import EndpointPlayer, endpoint_of, read_message, wire_message
-from ratchet.evals.results import Results
+from ratchet.evals.openai_client import (
+    EndpointPlayer,
+    format_message,
+    get_completions_url,
+    read_message,
+)
+from ratchet.evals.results import EvalResults
 from ratchet.experience.openai_proxy.server import Proxy
-from ratchet.experience.openai_proxy.session import Session
+from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import Environment, Reward
 from ratchet.rewards.config import EndpointConfig
@@ -40,7 +45,9 @@ def player(
     url: str, *, timeout_s: float | None = None, body: dict[str, Any] | None = None, **keys: Any
 ) -> EndpointPlayer:
     section = EndpointConfig.model_validate({**PATIENT, **keys})
-    return EndpointPlayer(Endpoint(endpoint_of(url), section), "m", body or {}, timeout_s=timeout_s)
+    return EndpointPlayer(
+        Endpoint(get_completions_url(url), section), "m", body or {}, timeout_s=timeout_s
+    )
 
 
 def sorting() -> Sorting:
@@ -54,7 +61,7 @@ def evaluated(
     environment: Environment | None = None,
     reward: Reward | None = None,
     samples: int = 0,
-) -> Results:
+) -> EvalResults:
     environment = environment or sorting()
     reward = reward or composed([resolve("rewards", EXACT)])
     manager = RolloutManager(plays, lambda: copy.copy(environment), reward)
@@ -197,7 +204,7 @@ def test_tools_are_called_in_turns():
 
 def test_messages_there_and_back():
     call = ToolCall("1", "f", {"x": [1]})
-    message, malformed = read_message(wire_message(Message("assistant", "hm", (call,))))
+    message, malformed = read_message(format_message(Message("assistant", "hm", (call,))))
     assert (message, malformed) == (Message("assistant", "hm", (call,)), 0)
     broken = {"id": "2", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
     message, malformed = read_message(
@@ -227,11 +234,13 @@ def test_our_own_server_answers_as_the_policy_does():
     greedy = policy.with_stop_ids(Sampling(temperature=0.0, max_new_tokens=6))
 
     async def asked() -> str:
-        session = Session(policy.generator, policy.renderer, greedy, max_context=64, max_turns=8)
+        session = AgentSession(
+            policy.generator, policy.renderer, greedy, max_context=64, max_turns=8
+        )
         async with Proxy().open(session) as (url, key):
             offer({"KEY": key})
             section = EndpointConfig.model_validate({**PATIENT, "api_key_env": "KEY"})
-            plays = EndpointPlayer(Endpoint(endpoint_of(url), section), "policy")
+            plays = EndpointPlayer(Endpoint(get_completions_url(url), section), "policy")
             rows = await plays.play(task, environment, greedy, attempt=0)
         assert rows[0].completion_length > 0
         return rows[0].messages[-1].text

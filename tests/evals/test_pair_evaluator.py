@@ -18,9 +18,9 @@ from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, DataError
 from ratchet.evals.evaluator import Evaluator
 from ratchet.evals.pair_evaluator import PairEvaluator
-from ratchet.evals.score_evaluator import ScoreEvaluator, correlation
+from ratchet.evals.score_evaluator import ScoreEvaluator, compute_correlation
 from ratchet.training.from_config import build_policy, build_run
-from ratchet.training.run import Run
+from ratchet.training.run import StageRun
 from ratchet.training.start import start_run
 
 ENVIRONMENT = {"kind": "sorting", "digits": 3}
@@ -43,7 +43,7 @@ def config(kind: str, environment: dict[str, Any], *, tasks: int = 20) -> RunCon
     })  # fmt: skip
 
 
-def made(kind: str, environment: dict[str, Any], **options: Any) -> Run:
+def made(kind: str, environment: dict[str, Any], **options: Any) -> StageRun:
     settings = config(kind, environment, **options)
     return build_run(settings, 0, build_policy(settings))
 
@@ -96,12 +96,12 @@ def test_without_pairs_to_compare_the_fix_is_said(tmp_path: Path):
     assert made("kto", environment, tasks=0).evaluator is None
 
 
-def evaluated(run: Run) -> dict[str, float]:
+def evaluated(run: StageRun) -> dict[str, float]:
     assert isinstance(run.evaluator, ScoreEvaluator)
     return asyncio.run(run.evaluator.run()).numbers()
 
 
-def with_head(run: Run, value: float) -> Run:
+def with_head(run: StageRun, value: float) -> StageRun:
     """Scores are the value times the sum of the last hidden state."""
     with torch.no_grad():
         run.roles["policy"].head.weight.fill_(value)  # pyright: ignore[reportAttributeAccessIssue]
@@ -157,7 +157,9 @@ def test_a_held_out_row_of_another_kind_is_named(tmp_path: Path):
     ],
 )
 def test_correlation_by_hand(a: list[float], b: list[float], expected: float | None):
-    found = correlation(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
+    found = compute_correlation(
+        torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
+    )
     assert found == (expected if expected is None else pytest.approx(expected))
 
 

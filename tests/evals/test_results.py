@@ -9,27 +9,33 @@ from pathlib import Path
 import pytest
 
 from ratchet.errors import DataError
-from ratchet.evals.paired_test import better, compare
-from ratchet.evals.report import comparison, keep, report
-from ratchet.evals.results import Attempt, Prompt, Results, digest, ladder
+from ratchet.evals.paired_test import compare, name_better
+from ratchet.evals.report import format_comparison, format_report, save_report
+from ratchet.evals.results import (
+    AttemptResult,
+    EvalResults,
+    PromptResult,
+    hash_task,
+    list_powers_of_two,
+)
 from ratchet.types import Message, Part, Task
 
 
-def attempts(*rewards: float | None, answers: str = "") -> tuple[Attempt, ...]:
+def attempts(*rewards: float | None, answers: str = "") -> tuple[AttemptResult, ...]:
     """An answer a letter; _ for none. A reward of None is a failure."""
     said = [None if letter == "_" else letter for letter in answers] or [None] * len(rewards)
     return tuple(
-        Attempt("scored", reward, answer, 3, "text")
+        AttemptResult("scored", reward, answer, 3, "text")
         if reward is not None
-        else Attempt("failed", None, detail="sandbox: gone")
+        else AttemptResult("failed", None, detail="sandbox: gone")
         for reward, answer in zip(rewards, said, strict=True)
     )
 
 
 def prompt(
     name: str, *rewards: float | None, greedy: float | None = 1.0, tag: str = "", answers: str = ""
-) -> Prompt:
-    return Prompt(
+) -> PromptResult:
+    return PromptResult(
         name,
         tag,
         f"digest of {name}",
@@ -39,12 +45,12 @@ def prompt(
     )
 
 
-def values(found: Results) -> dict[str, float]:
+def values(found: EvalResults) -> dict[str, float]:
     return {measure.name: measure.value for measure in found.measures()}
 
 
 def test_measures_by_hand():
-    found = Results(
+    found = EvalResults(
         (
             prompt("a", 1.0, 1.0, 0.0, 0.0, answers="xxyz"),
             prompt("b", 0.0, 0.0, 0.0, 1.0, answers="uu_x", greedy=0.0),
@@ -68,7 +74,7 @@ def test_measures_by_hand():
 
 
 def test_every_prompt_is_there_and_a_failure_is_neither_right_nor_wrong():
-    found = Results(
+    found = EvalResults(
         (
             prompt("a", 1.0, None),
             prompt("b", None, None, greedy=None),
@@ -84,7 +90,7 @@ def test_every_prompt_is_there_and_a_failure_is_neither_right_nor_wrong():
     numbers = found.numbers()
     assert numbers["failed"] == 4.0
     assert len(found.as_dict()["prompts"]) == 3
-    text = report(found, "t")
+    text = format_report(found, "t")
     assert "4 of 9 attempts have no reward" in text
     assert "| accuracy | 0.500 |" in text
     assert "2 of 3" in text
@@ -92,10 +98,10 @@ def test_every_prompt_is_there_and_a_failure_is_neither_right_nor_wrong():
 
 
 def test_where_nothing_could_be_judged_nothing_is_said(tmp_path: Path):
-    found = Results((prompt("a", None, greedy=None),))
+    found = EvalResults((prompt("a", None, greedy=None),))
     assert math.isnan(found.accuracy.value)
     assert math.isnan(found.numbers()["pass_at_1"])
-    assert keep(found, tmp_path / "e", "t")
+    assert save_report(found, tmp_path / "e", "t")
     stored = json.loads((tmp_path / "e" / "results.json").read_text())
     assert stored["measures"][0] == {
         "name": "accuracy", "value": None, "low": None, "high": None, "prompts": 0, "error": 0.0,
@@ -104,18 +110,18 @@ def test_where_nothing_could_be_judged_nothing_is_said(tmp_path: Path):
 
 def test_what_passes_is_said():
     rows = (prompt("a", 0.5, 0.2),)
-    assert values(Results(rows))["pass_at_2"] == 0.0
-    assert values(Results(rows, passing=0.5))["pass_at_1"] == 0.5
+    assert values(EvalResults(rows))["pass_at_2"] == 0.0
+    assert values(EvalResults(rows, passing=0.5))["pass_at_1"] == 0.5
 
 
 def test_without_greedy_attempts_accuracy_is_of_the_sampled_ones():
-    found = Results((Prompt("a", "", "", False, None, attempts(1.0, 0.0)),))
+    found = EvalResults((PromptResult("a", "", "", False, None, attempts(1.0, 0.0)),))
     assert values(found)["accuracy"] == 0.5
     assert found.numbers()["truncated_share"] == 0.0
 
 
 def test_tags_have_numbers_of_their_own():
-    found = Results(
+    found = EvalResults(
         (
             prompt("a", 1.0, tag="m"),
             prompt("b", 0.0, greedy=0.0, tag="n"),
@@ -125,19 +131,19 @@ def test_tags_have_numbers_of_their_own():
     numbers = found.numbers()
     assert (numbers["accuracy/m"], numbers["accuracy/n"]) == (1.0, 0.5)
     assert [row["value"] for row in found.as_dict()["by_tag"]["n"]] == [0.5, 0.5, 0.5]
-    assert "| n | 2 | 0.500" in report(found, "t")
-    assert "accuracy/" not in " ".join(Results((prompt("a", 1.0),)).numbers())
+    assert "| n | 2 | 0.500" in format_report(found, "t")
+    assert "accuracy/" not in " ".join(EvalResults((prompt("a", 1.0),)).numbers())
 
 
 def test_what_is_written_is_read_back(tmp_path: Path):
-    found = Results(
+    found = EvalResults(
         (prompt("a", 1.0, None, answers="x_"), prompt("ä|\n", 0.25)),
         passing=0.5,
         seed=3,
         about={"on": "x"},
     )
     found.write(tmp_path)
-    assert Results.read(tmp_path) == Results.read(tmp_path / "results.json") == found
+    assert EvalResults.read(tmp_path) == EvalResults.read(tmp_path / "results.json") == found
 
 
 @pytest.mark.parametrize(
@@ -154,28 +160,28 @@ def test_what_is_no_result_is_named(tmp_path: Path, text: str | None, message: s
     if text is not None:
         (tmp_path / "results.json").write_text(text)
     with pytest.raises(DataError, match=message):
-        Results.read(tmp_path / "results.json")
+        EvalResults.read(tmp_path / "results.json")
 
 
 def test_the_steps_of_k():
-    assert [ladder(n) for n in (0, 1, 5, 8)] == [[], [1], [1, 2, 4, 5], [1, 2, 4, 8]]
+    assert [list_powers_of_two(n) for n in (0, 1, 5, 8)] == [[], [1], [1, 2, 4, 5], [1, 2, 4, 8]]
 
 
 def test_a_digest_is_of_question_and_answer():
     one = Task("i", (Message("user", "q"),), answer="a")
-    assert digest(one) == digest(Task("other", (Message("user", "q"),), answer="a"))
-    assert digest(one) != digest(Task("i", (Message("user", "q"),), answer="b"))
+    assert hash_task(one) == hash_task(Task("other", (Message("user", "q"),), answer="a"))
+    assert hash_task(one) != hash_task(Task("i", (Message("user", "q"),), answer="b"))
     shown = [
         Task("i", (Message("user", (Part("image", name), Part("text", "q"))),), answer="a")
         for name in ("x.png", "y.png")
     ]
-    assert len({digest(one), *map(digest, shown)}) == 3
-    assert digest(one) != digest(Task("i", (Message("user", "Q"),), answer="a"))
+    assert len({hash_task(one), *map(hash_task, shown)}) == 3
+    assert hash_task(one) != hash_task(Task("i", (Message("user", "Q"),), answer="a"))
 
 
 def test_two_are_compared_prompt_by_prompt():
-    a = Results(tuple(prompt(f"{i}", 1.0, 1.0, tag="xy"[i % 2]) for i in range(10)))
-    b = Results(
+    a = EvalResults(tuple(prompt(f"{i}", 1.0, 1.0, tag="xy"[i % 2]) for i in range(10)))
+    b = EvalResults(
         (
             *(prompt(f"{i}", 0.0, 0.5, greedy=0.0, tag="xy"[i % 2]) for i in range(9)),
             prompt("9", None, None),
@@ -186,21 +192,21 @@ def test_two_are_compared_prompt_by_prompt():
     assert (found.measures["sampled"].prompts, found.measures["greedy"].prompts) == (9, 10)
     assert found.measures["sampled"].difference == 0.75
     assert found.measures["sampled"].p_value == pytest.approx(2 / 2**9)
-    assert better(found.measures["sampled"]) == "A"
-    assert better(compare(b, a).measures["sampled"]) == "B"
-    assert better(compare(a, a).measures["greedy"]) == "-"
+    assert name_better(found.measures["sampled"]) == "A"
+    assert name_better(compare(b, a).measures["sampled"]) == "B"
+    assert name_better(compare(a, a).measures["greedy"]) == "-"
     assert {tag: one.prompts for tag, one in found.by_tag.items()} == {"x": 5, "y": 4}
-    text = comparison(found, "one", "two")
+    text = format_comparison(found, "one", "two")
     assert "| sampled | 9 | +0.750 |" in text
     assert "the exact sign-flip test" in text
     assert "1 prompts are left out" in text
 
 
 def test_what_can_not_be_compared_is_refused():
-    a = Results((prompt("a", 1.0),))
+    a = EvalResults((prompt("a", 1.0),))
     with pytest.raises(DataError, match="no prompt in common"):
-        compare(a, Results((prompt("b", 1.0),)))
+        compare(a, EvalResults((prompt("b", 1.0),)))
     with pytest.raises(DataError, match="'a' asks something else"):
-        compare(a, Results((Prompt("a", "", "other", False, *attempts(1.0)),)))
+        compare(a, EvalResults((PromptResult("a", "", "other", False, *attempts(1.0)),)))
     with pytest.raises(DataError, match="no prompt has a reward in both"):
-        compare(a, Results((prompt("a", None, greedy=None),)))
+        compare(a, EvalResults((prompt("a", None, greedy=None),)))

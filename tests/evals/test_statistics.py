@@ -13,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet.evals import statistics
-from ratchet.evals.statistics import consensus, interval, paired, pass_at_k
+from ratchet.evals.statistics import (
+    bootstrap_interval,
+    compare_pairs,
+    estimate_consensus,
+    estimate_pass_at_k,
+)
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -23,12 +28,12 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n: int):
         brute = [
             np.mean([any(chosen) for chosen in combinations(attempts, k)]) for k in range(1, n + 1)
         ]
-        assert pass_at_k(n, right) == pytest.approx(brute)
+        assert estimate_pass_at_k(n, right) == pytest.approx(brute)
 
 
 def test_pass_at_k_is_the_published_product_where_binomials_are_huge():
     n, right, k = 1000, 7, 300
-    assert pass_at_k(n, right)[k - 1] == pytest.approx(
+    assert estimate_pass_at_k(n, right)[k - 1] == pytest.approx(
         1 - math.comb(n - right, k) / math.comb(n, k)
     )
 
@@ -52,29 +57,29 @@ def test_consensus_equals_brute_force(counts: list[int], silent: int, values: li
     votes: list[int | None] = [answer for answer, count in enumerate(counts) for _ in range(count)]
     votes += [None] * silent
     ks = list(range(1, len(votes) + 1))
-    found = consensus(counts, values[: len(counts)], ks, silent=silent)
+    found = estimate_consensus(counts, values[: len(counts)], ks, silent=silent)
     assert found.values == pytest.approx([brute_consensus(votes, values, k) for k in ks])
     assert not found.errors.any()
 
 
 def test_a_consensus_of_one_is_the_mean_and_a_tie_is_shared():
-    found = consensus([2, 2], [1.0, 0.0], [1, 4])
+    found = estimate_consensus([2, 2], [1.0, 0.0], [1, 4])
     assert found.values == pytest.approx([0.5, 0.5])
-    assert consensus([3, 2], [1.0, 0.0], [5]).values == pytest.approx([1.0])
+    assert estimate_consensus([3, 2], [1.0, 0.0], [5]).values == pytest.approx([1.0])
 
 
 def test_what_is_sampled_lies_within_its_error_of_what_is_exact():
     counts, values, ks = [5, 4, 4, 1, 1], [1.0, 0.0, 0.5, 0.0, 1.0], [1, 3, 8, 16]
-    true = consensus(counts, values, ks, silent=2, exact=True)
-    found = consensus(counts, values, ks, silent=2, exact=False)
+    true = estimate_consensus(counts, values, ks, silent=2, exact=True)
+    found = estimate_consensus(counts, values, ks, silent=2, exact=False)
     assert (found.errors[:-1] > 0).all()
     assert (found.errors < 0.02).all()
     assert (np.abs(found.values - true.values) <= 4 * found.errors + 1e-12).all()
 
 
 def test_what_would_be_dear_is_sampled_and_says_so():
-    assert consensus([1] * 1200, [1.0] * 600 + [0.0] * 600, [2]).errors[0] > 0
-    assert consensus([32, 32], [1.0, 0.0], [64]).errors[0] == 0
+    assert estimate_consensus([1] * 1200, [1.0] * 600 + [0.0] * 600, [2]).errors[0] > 0
+    assert estimate_consensus([32, 32], [1.0, 0.0], [64]).errors[0] == 0
 
 
 def test_ninety_five_of_a_hundred_intervals_hold_the_truth(monkeypatch: pytest.MonkeyPatch):
@@ -85,28 +90,32 @@ def test_ninety_five_of_a_hundred_intervals_hold_the_truth(monkeypatch: pytest.M
     held = 0
     for experiment in range(600):
         difficulty = rng.beta(0.5, 1.0, size=100)  # mean 1/3
-        low, high = interval(rng.binomial(4, difficulty) / 4, seed=experiment)
+        low, high = bootstrap_interval(rng.binomial(4, difficulty) / 4, seed=experiment)
         held += low <= 1 / 3 <= high
     assert 0.92 <= held / 600 <= 0.975
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_prompts_that_are_all_alike_still_have_an_interval(value: float):
-    low, high = interval([value] * 10)
+    low, high = bootstrap_interval([value] * 10)
     assert (low, high) == pytest.approx((0.0, 0.3085) if value == 0 else (0.6915, 1.0), abs=1e-4)
 
 
 def test_an_interval_repeats_and_depends_on_its_seed():
     values = [0.0, 1.0, 1.0, 0.5, 0.2, 0.9]
-    assert interval(values) == interval(values) != interval(values, seed=1)
-    assert all(map(math.isnan, interval([])))
+    assert (
+        bootstrap_interval(values)
+        == bootstrap_interval(values)
+        != bootstrap_interval(values, seed=1)
+    )
+    assert all(map(math.isnan, bootstrap_interval([])))
 
 
 def test_the_p_value_is_the_share_of_all_signs():
     a, b = np.array([1.0, 0.0, 0.75, 1.0, 0.5]), np.array([0.0, 0.5, 0.25, 1.0, 0.3])
     sizes = np.abs(a - b)
     sums = [abs(np.dot(signs, sizes)) for signs in product([1, -1], repeat=5)]
-    found = paired(a, b)
+    found = compare_pairs(a, b)
     assert found.p_value == pytest.approx(
         np.mean([total >= abs((a - b).sum()) - 1e-9 for total in sums])
     )
@@ -117,13 +126,13 @@ def test_the_p_value_is_the_share_of_all_signs():
 
 def test_single_attempts_give_the_exact_test_of_mcnemar():
     a, b = [1] * 9 + [0] * 2 + [1] * 20, [0] * 9 + [1] * 2 + [1] * 20
-    assert paired(a, b).p_value == pytest.approx(
+    assert compare_pairs(a, b).p_value == pytest.approx(
         2 * sum(math.comb(11, i) for i in range(3)) / 2**11
     )
 
 
 def test_equals_have_no_significance():
-    found = paired([1.0, 0.0], [1.0, 0.0])
+    found = compare_pairs([1.0, 0.0], [1.0, 0.0])
     assert (found.p_value, found.difference, found.low, found.high) == (1.0, 0.0, 0.0, 0.0)
 
 
@@ -134,7 +143,10 @@ def rejected(experiments: int, prompts: int, samples: int, gain: float = 0.0) ->
     for experiment in range(experiments):
         chance = rng.beta(1.0, 1.0, size=prompts)
         a = rng.binomial(samples, np.minimum(chance + gain, 1.0)) / samples
-        found += paired(a, rng.binomial(samples, chance) / samples, seed=experiment).p_value <= 0.05
+        found += (
+            compare_pairs(a, rng.binomial(samples, chance) / samples, seed=experiment).p_value
+            <= 0.05
+        )
     return found / experiments
 
 
@@ -162,7 +174,7 @@ def test_a_better_model_is_found(monkeypatch: pytest.MonkeyPatch):
 def test_differences_of_all_sizes_are_sampled():
     rng = np.random.default_rng(0)
     a, b = rng.normal(0.3, 1.0, 60), rng.normal(0.0, 1.0, 60)
-    found = paired(a, b)
+    found = compare_pairs(a, b)
     assert not found.exact
     assert found.low < found.difference < found.high
     assert found.p_value < 0.2

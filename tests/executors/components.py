@@ -12,11 +12,11 @@ import time
 
 import numpy as np
 
-from ratchet.executors.worker import Place
+from ratchet.executors.worker import WorkerPlace
 
 
 class Tiny:
-    def __init__(self, place: Place, start: int = 0) -> None:
+    def __init__(self, place: WorkerPlace, start: int = 0) -> None:
         self.place, self.total = place, start
         self.closed_in = None
 
@@ -100,7 +100,7 @@ class Unpicklable(Exception):
 class Collective:
     """Joins a gloo group. Imports torch."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: WorkerPlace) -> None:
         import torch.distributed as dist
 
         self.place = place
@@ -129,12 +129,12 @@ class Collective:
         time.sleep(600)
 
 
-def plain(place: Place, value: int = 0):
+def plain(place: WorkerPlace, value: int = 0):
     """A factory that is a function."""
     return Tiny(place, value + place.rank)
 
 
-def broken(place: Place):
+def broken(place: WorkerPlace):
     raise ValueError("this component can't be made")
 
 

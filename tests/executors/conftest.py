@@ -2,7 +2,7 @@ import pytest
 
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
-from ratchet.executors.placement import Need
+from ratchet.executors.placement import ResourceRequest
 
 TINY = "executors.components:Tiny"
 COLLECTIVE = "executors.components:Collective"
@@ -29,7 +29,7 @@ def start():
         if executor is None:
             executor = LocalExecutor(config, threads=2, device="cpu", preload=preload)
             made.append(executor)
-        executor.plan([Need(role, ranks)])
+        executor.plan([ResourceRequest(role, ranks)])
         group = executor.group(role)
         group.build_now(factory, arguments)
         return group

@@ -3,12 +3,18 @@
 import pytest
 
 from ratchet.errors import ConfigError
-from ratchet.executors.devices import neighbours, this_node
-from ratchet.executors.placement import Accelerator, Need, Node, ResourceManager, VirtualCluster
+from ratchet.executors.devices import find_node, parse_topology
+from ratchet.executors.placement import (
+    Accelerator,
+    ClusterNode,
+    ResourceManager,
+    ResourceRequest,
+    VirtualCluster,
+)
 
 
 def node(name, gpus=0, cpus=8.0):
-    return Node(
+    return ClusterNode(
         name, cpus, tuple(Accelerator(i) for i in (range(gpus) if isinstance(gpus, int) else gpus))
     )
 
@@ -26,26 +32,26 @@ def laid(nodes, *needs, strategy="pack"):
 A4, B4 = node("a", 4), node("b", 4)
 ROOM = [
     # one node, packed
-    ([A4], [Need("learner", 4, gpus=1)], "pack", {"learner": [("a", "0"), ("a", "1"), ("a", "2"), ("a", "3")]}),
+    ([A4], [ResourceRequest("learner", 4, gpus=1)], "pack", {"learner": [("a", "0"), ("a", "1"), ("a", "2"), ("a", "3")]}),
     # a rank's own accelerators lie side by side
-    ([A4], [Need("generator", 2, gpus=2)], "pack", {"generator": [("a", "0,1"), ("a", "2,3")]}),
+    ([A4], [ResourceRequest("generator", 2, gpus=2)], "pack", {"generator": [("a", "0,1"), ("a", "2,3")]}),
     # disaggregated roles never share
-    ([A4, B4], [Need("learner", 4, gpus=1), Need("generator", 2, gpus=2)], "pack",
+    ([A4, B4], [ResourceRequest("learner", 4, gpus=1), ResourceRequest("generator", 2, gpus=2)], "pack",
      {"learner": [("a", "0"), ("a", "1"), ("a", "2"), ("a", "3")], "generator": [("b", "0,1"), ("b", "2,3")]}),
     # the fullest node that has room for all
-    ([A4, node("c", 2)], [Need("critic", 2, gpus=1)], "pack", {"critic": [("c", "0"), ("c", "1")]}),
+    ([A4, node("c", 2)], [ResourceRequest("critic", 2, gpus=1)], "pack", {"critic": [("c", "0"), ("c", "1")]}),
     # more than any node has: the emptiest first, ranks in the order of nodes
-    ([node("c", 2), A4], [Need("learner", 5, gpus=1)], "pack",
+    ([node("c", 2), A4], [ResourceRequest("learner", 5, gpus=1)], "pack",
      {"learner": [("c", "0"), ("a", "0"), ("a", "1"), ("a", "2"), ("a", "3")]}),
-    ([A4, B4], [Need("learner", 4, gpus=1)], "spread", {"learner": [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]}),
-    ([A4, B4], [Need("learner", 2, gpus=1)], "per_node", {"learner": [("a", "0"), ("b", "0")]}),
+    ([A4, B4], [ResourceRequest("learner", 4, gpus=1)], "spread", {"learner": [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]}),
+    ([A4, B4], [ResourceRequest("learner", 2, gpus=1)], "per_node", {"learner": [("a", "0"), ("b", "0")]}),
     # colocated: the same devices, dealt out anew
-    ([A4, B4], [Need("generator", 2, gpus=4, beside="learner"), Need("learner", 8, gpus=1)], "pack",
+    ([A4, B4], [ResourceRequest("generator", 2, gpus=4, beside="learner"), ResourceRequest("learner", 8, gpus=1)], "pack",
      {"learner": [(n, str(i)) for n in "ab" for i in range(4)], "generator": [("a", "0,1,2,3"), ("b", "0,1,2,3")]}),
     # devices that are not in a row
-    ([node("a", (1, 3, 6))], [Need("learner", 2, gpus=1)], "pack", {"learner": [("a", "1"), ("a", "3")]}),
+    ([node("a", (1, 3, 6))], [ResourceRequest("learner", 2, gpus=1)], "pack", {"learner": [("a", "1"), ("a", "3")]}),
     # no accelerators
-    ([node("a")], [Need("learner", 2), Need("reward", 1)], "pack", {"learner": [("a", "")] * 2, "reward": [("a", "")]}),
+    ([node("a")], [ResourceRequest("learner", 2), ResourceRequest("reward", 1)], "pack", {"learner": [("a", "")] * 2, "reward": [("a", "")]}),
 ]  # fmt: skip
 
 
@@ -57,24 +63,24 @@ def test_who_gets_what(nodes, needs, strategy, expected):
 TOO_MUCH = [
     (
         [A4],
-        [Need("learner", 5, gpus=1)],
+        [ResourceRequest("learner", 5, gpus=1)],
         ["learner", "5 x 1 accelerator", "4 of 5", "a (4 accelerators, 8 cores)"],
     ),
     (
         [A4],
-        [Need("learner", 2, gpus=1), Need("generator", 2, gpus=2)],
+        [ResourceRequest("learner", 2, gpus=1), ResourceRequest("generator", 2, gpus=2)],
         ["generator", "2 x 2 accelerators", "1 of 2"],
     ),
-    ([node("a", 0, 2)], [Need("reward", 3, cpus=1)], ["3 x 1 cores", "2 of 3"]),
+    ([node("a", 0, 2)], [ResourceRequest("reward", 3, cpus=1)], ["3 x 1 cores", "2 of 3"]),
     # a rank never spans nodes
-    ([A4, B4], [Need("learner", 1, gpus=8)], ["1 x 8 accelerators", "0 of 1"]),
-    ([A4, B4], [Need("learner", 3, gpus=1, strategy="per_node")], ["2 of 3"]),
+    ([A4, B4], [ResourceRequest("learner", 1, gpus=8)], ["1 x 8 accelerators", "0 of 1"]),
+    ([A4, B4], [ResourceRequest("learner", 3, gpus=1, strategy="per_node")], ["2 of 3"]),
     (
         [A4],
-        [Need("learner", 2, gpus=1), Need("g", 1, gpus=4, beside="learner")],
+        [ResourceRequest("learner", 2, gpus=1), ResourceRequest("g", 1, gpus=4, beside="learner")],
         ["1 x 4 accelerators beside learner", "0 of 1"],
     ),
-    ([], [Need("learner", 1)], ["0 of 1", "no node"]),
+    ([], [ResourceRequest("learner", 1)], ["0 of 1", "no node"]),
 ]
 
 
@@ -88,26 +94,30 @@ def test_what_is_missing_is_named(nodes, needs, says):
 
 def test_plans_that_make_no_sense():
     with pytest.raises(ConfigError, match="beside 'learner', which has no place"):
-        ResourceManager([A4]).check([Need("generator", 1, gpus=1, beside="learner")])
+        ResourceManager([A4]).check([ResourceRequest("generator", 1, gpus=1, beside="learner")])
     with pytest.raises(ConfigError, match="two roles are called 'learner'"):
-        ResourceManager([A4]).check([Need("learner", 1), Need("learner", 1)])
+        ResourceManager([A4]).check([ResourceRequest("learner", 1), ResourceRequest("learner", 1)])
 
 
 def test_cores_that_nobody_asked_for_are_shared():
     cluster = VirtualCluster(ResourceManager([node("a", 0, 8)]))
     cluster.plan(
-        [Need("learner", 2), Need("reward", 1, cpus=2), Need("critic", 1, beside="learner")]
+        [
+            ResourceRequest("learner", 2),
+            ResourceRequest("reward", 1, cpus=2),
+            ResourceRequest("critic", 1, beside="learner"),
+        ]
     )
     assert [b.threads for b in cluster.bundles("learner")] == [3, 3]
     assert [b.threads for b in cluster.bundles("reward")] == [2]
     assert [b.threads for b in cluster.bundles("critic")] == [3]
-    cluster.plan([Need("learner", 16)])
+    cluster.plan([ResourceRequest("learner", 16)])
     assert {b.threads for b in cluster.bundles("learner")} == {1}
 
 
 def test_fractional_cores():
     cluster = VirtualCluster(ResourceManager([node("a", 0, 1)]))
-    cluster.plan([Need("reward", 4, cpus=0.25)])
+    cluster.plan([ResourceRequest("reward", 4, cpus=0.25)])
     assert [b.cpus for b in cluster.bundles("reward")] == [0.25] * 4
 
 
@@ -126,28 +136,35 @@ Legend:
 
 
 def test_neighbours_are_taken_together():
-    near = neighbours(PAIRS)
+    near = parse_topology(PAIRS)
     assert near[2] == Accelerator(2, numa=0, island=0)
     assert near[3] == Accelerator(3, numa=1, island=1)
-    machine = Node("a", 16, tuple(near[i] for i in range(4)))
-    assert laid([machine], Need("generator", 2, gpus=2)) == {
+    machine = ClusterNode("a", 16, tuple(near[i] for i in range(4)))
+    assert laid([machine], ResourceRequest("generator", 2, gpus=2)) == {
         "generator": [("a", "0,2"), ("a", "1,3")]
     }
     # one taken from the first pair: a pair comes from the other, whole
-    found = laid([machine], Need("critic", 1, gpus=1), Need("generator", 1, gpus=2))
+    found = laid(
+        [machine], ResourceRequest("critic", 1, gpus=1), ResourceRequest("generator", 1, gpus=2)
+    )
     assert found == {"critic": [("a", "0")], "generator": [("a", "1,3")]}
-    assert laid([machine], Need("learner", 4, gpus=1))["learner"] == [
+    assert laid([machine], ResourceRequest("learner", 4, gpus=1))["learner"] == [
         ("a", "0"),
         ("a", "2"),
         ("a", "1"),
         ("a", "3"),
     ]
-    assert neighbours("") == {}
+    assert parse_topology("") == {}
 
 
 def test_a_scheduler_that_decides_itself():
     cluster = VirtualCluster(ResourceManager([A4, B4]))
-    cluster.plan([Need("learner", 4, gpus=1), Need("generator", 2, gpus=2, beside="learner")])
+    cluster.plan(
+        [
+            ResourceRequest("learner", 4, gpus=1),
+            ResourceRequest("generator", 2, gpus=2, beside="learner"),
+        ]
+    )
     given = [
         cluster.bundles("learner")[0].__class__(n, (Accelerator(i),), 1.0)
         for n, i in [("b", 3), ("b", 0), ("a", 1), ("a", 2)]
@@ -163,9 +180,9 @@ def test_a_scheduler_that_decides_itself():
 
 
 def test_this_machine():
-    assert this_node(3, "cpu").cpus == 3
-    assert this_node(3, "cpu").accelerators == ()
+    assert find_node(3, "cpu").cpus == 3
+    assert find_node(3, "cpu").accelerators == ()
     with pytest.raises(
         ConfigError, match=r"cluster.devices names \[7\], and this process sees none"
     ):
-        this_node(3, "cpu", (7,))
+        find_node(3, "cpu", (7,))

@@ -23,9 +23,9 @@ from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, WorkerDied
 from ratchet.executors.config import RayClusterConfig
 from ratchet.executors.freeze import freeze
-from ratchet.executors.placement import Accelerator, Need, Node
-from ratchet.experience.sources.prompt_ledger import Ledger, faults_of, read_ledger
-from ratchet.generators.workers.pool import Router
+from ratchet.executors.placement import Accelerator, ClusterNode, ResourceRequest
+from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_faults, read_ledger
+from ratchet.generators.workers.pool import GeneratorPool
 
 pytestmark = pytest.mark.needs("ray")
 COLLECTIVE = "executors.components:Collective"
@@ -42,7 +42,7 @@ def executor(tmp_path_factory):
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         from ratchet.executors import ray as module
 
-        machine = Node("here", 4, tuple(map(Accelerator, range(4))))
+        machine = ClusterNode("here", 4, tuple(map(Accelerator, range(4))))
         patch.setattr(module, "this_node", lambda threads, device: machine)
         config = RayClusterConfig(object_store_mib=128, silence_s=10, timeout_s=60)
         made = module.RayExecutor(config, threads=4, device="cpu")
@@ -55,7 +55,7 @@ def start(executor):
     made = []
 
     def start(ranks=2, factory=TINY, *, gpus=0):
-        executor.plan([Need("learner", ranks, cpus=0.25, gpus=gpus)])
+        executor.plan([ResourceRequest("learner", ranks, cpus=0.25, gpus=gpus)])
         group = executor.group("learner")
         made.append(group)
         group.build_now(factory)
@@ -112,7 +112,10 @@ def test_last_words_and_silence(start):
 
 
 def test_accelerators_and_roles_beside_each_other(executor):
-    needs = [Need("learner", 2, gpus=1, cpus=0.25), Need("generator", 1, gpus=2, beside="learner")]
+    needs = [
+        ResourceRequest("learner", 2, gpus=1, cpus=0.25),
+        ResourceRequest("generator", 1, gpus=2, beside="learner"),
+    ]
     executor.plan(needs)
     groups = [executor.group(need.role) for need in needs]
     for group in groups:
@@ -158,8 +161,8 @@ def test_generators_on_ray(executor, tmp_path, monkeypatch):
         doomed.append(router)
         os.kill(router.queues[1].group.members[0].pid, signal.SIGKILL)
 
-    began = Router.start
-    monkeypatch.setattr(Router, "start", dies_once)
+    began = GeneratorPool.start
+    monkeypatch.setattr(GeneratorPool, "start", dies_once)
     found = metrics_of(settings, executor, tmp_path)
     assert sum(row.pop("generator/restarts", 0) for row in found) == doomed[0].restarts == 1
     assert found == wanted
@@ -184,12 +187,12 @@ def test_a_curriculum_and_replay_on_ray(executor, tmp_path):
             **chosen,
         }
         stages = [{**STAGE, **SFT}, {**STAGE, **trained}]
-        ledger = Ledger(tmp_path / f"{name}.jsonl")
+        ledger = PromptLedger(tmp_path / f"{name}.jsonl")
         settings = freeze(RunConfig.model_validate({**RECIPE, "stages": stages}))
         found = metrics_of(settings, executor, tmp_path, ledger=ledger)[SFT["steps"] :]
         ledger.close()
         lines = list(read_ledger(tmp_path / f"{name}.jsonl"))
-        assert not faults_of(
+        assert not find_ledger_faults(
             iter(lines), max_staleness=rollouts.get("max_staleness", 0), max_age=REPLAY["max_age"]
         )
         assert (
@@ -231,7 +234,7 @@ def test_tail_batching_and_adaptive_concurrency_on_ray(rollouts, staleness, exec
         "rollouts": rollouts,
         "sampling": {"max_new_tokens": 40},
     }
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = PromptLedger(tmp_path / "ledger.jsonl")
     settings = freeze(
         RunConfig.model_validate(
             {**RECIPE, "stages": [{**STAGE, **SFT}, {**STAGE, **trained, "generator": WORKERS}]}
@@ -240,7 +243,7 @@ def test_tail_batching_and_adaptive_concurrency_on_ray(rollouts, staleness, exec
     found = metrics_of(settings, executor, tmp_path, ledger=ledger)[SFT["steps"] :]
     ledger.close()
     lines = list(read_ledger(tmp_path / "ledger.jsonl"))
-    assert not faults_of(iter(lines), max_staleness=staleness)
+    assert not find_ledger_faults(iter(lines), max_staleness=staleness)
     by_event = {
         event: {line["id"] for line in lines if line["event"] == event}
         for event in ("issued", "deferred", "trained")
@@ -255,20 +258,22 @@ def test_tail_batching_and_adaptive_concurrency_on_ray(rollouts, staleness, exec
 
 def test_too_much_is_refused(executor, monkeypatch):
     with pytest.raises(ConfigError, match=r"learner +5 x 1 accelerator +4 of 5"):
-        executor.plan([Need("learner", 5, gpus=1)])
-    executor.plan([Need("learner", 3, gpus=1)])
+        executor.plan([ResourceRequest("learner", 5, gpus=1)])
+    executor.plan([ResourceRequest("learner", 3, gpus=1)])
     monkeypatch.setattr("ratchet.executors.ray.ROOM_S", 0.5)
     monkeypatch.setattr(executor, "release", lambda: None)  # what another job holds
     with pytest.raises(ConfigError, match="which the cluster has, and other jobs use: free are "):
-        executor.plan([Need("other", 2, gpus=1)])
+        executor.plan([ResourceRequest("other", 2, gpus=1)])
 
 
 def test_less_than_the_recipe_says(executor):
     from ratchet.executors.ray import RayExecutor
 
     with pytest.raises(ConfigError, match=r"cluster.nodes=2, and the Ray cluster has 1"):
-        RayExecutor(RayClusterConfig(nodes=2), threads=1, device="cpu").plan([Need("learner", 1)])
+        RayExecutor(RayClusterConfig(nodes=2), threads=1, device="cpu").plan(
+            [ResourceRequest("learner", 1)]
+        )
     with pytest.raises(ConfigError, match=r"cluster.gpus_per_node=9, and node .* has 4"):
         RayExecutor(RayClusterConfig(gpus_per_node=9), threads=1, device="cpu").plan(
-            [Need("learner", 1)]
+            [ResourceRequest("learner", 1)]
         )

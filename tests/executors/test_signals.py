@@ -11,10 +11,10 @@ import pytest
 from ratchet.executors.signals import (
     STOPPING,
     SecondSignal,
-    hold,
-    kept,
-    spares_programs,
-    stops_on_signals,
+    handle_stop_signals,
+    keep_handlers,
+    reinstall_handlers,
+    shield_programs,
 )
 
 ALL = [pytest.param(number, id=number.name) for number in STOPPING]
@@ -50,9 +50,9 @@ def masked(number):
 @pytest.mark.parametrize("change", [replaced_by_python, replaced_in_native_code, masked])
 def test_no_library_takes_a_signal_from_the_run(number, change):
     asked = []
-    with stops_on_signals(asked.append):
+    with handle_stop_signals(asked.append):
         change(number)
-        hold()
+        reinstall_handlers()
         signal.raise_signal(number)
     assert asked == [number]
 
@@ -60,7 +60,7 @@ def test_no_library_takes_a_signal_from_the_run(number, change):
 @pytest.mark.parametrize("number", ALL)
 def test_a_handler_is_not_replaced_even_for_a_moment(number):
     asked = []
-    with stops_on_signals(asked.append):
+    with handle_stop_signals(asked.append):
         assert signal.signal(number, leaves) is signal.getsignal(number)
         signal.raise_signal(number)
     assert asked == [number]
@@ -79,7 +79,7 @@ def test_a_handler_is_not_replaced_even_for_a_moment(number):
 )
 def test_only_a_second_deliberate_signal_ends_at_once(numbers, at_once):
     asked = []
-    with stops_on_signals(asked.append):
+    with handle_stop_signals(asked.append):
         for number in numbers[:-1]:
             signal.raise_signal(number)
         if at_once:
@@ -94,7 +94,7 @@ def test_only_a_second_deliberate_signal_ends_at_once(numbers, at_once):
 def test_what_torchrun_sends_on_is_no_second_signal():
     """Under Slurm a rank gets the same SIGTERM from the scheduler and from torchrun."""
     asked = []
-    with stops_on_signals(asked.append, forwarded=True):
+    with handle_stop_signals(asked.append, forwarded=True):
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
     assert asked == [signal.SIGTERM]
@@ -104,7 +104,7 @@ def test_nohup_stays_in_force():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     asked = []
     try:
-        with stops_on_signals(asked.append):
+        with handle_stop_signals(asked.append):
             signal.signal(signal.SIGHUP, leaves)
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -114,7 +114,7 @@ def test_nohup_stays_in_force():
 
 
 def test_other_signals_and_forked_children_are_free():
-    with kept({signal.SIGTERM: signal.SIG_IGN}):
+    with keep_handlers({signal.SIGTERM: signal.SIG_IGN}):
         before = signal.signal(signal.SIGUSR2, leaves)
         assert signal.signal(signal.SIGUSR2, before) is leaves
         child = os.fork()
@@ -129,7 +129,7 @@ def test_other_signals_and_forked_children_are_free():
 def test_programs_of_libraries_outlive_a_closed_terminal():
     """What Ray or a tracker starts is in the run's process group, and gets what a terminal sends to
     that."""
-    with spares_programs(), subprocess.Popen(["sleep", "60"]) as program:
+    with shield_programs(), subprocess.Popen(["sleep", "60"]) as program:
         program.send_signal(signal.SIGHUP)
         program.send_signal(signal.SIGINT)
         assert program.poll() is None
@@ -139,8 +139,8 @@ def test_programs_of_libraries_outlive_a_closed_terminal():
 
 def test_a_signal_while_programs_start_is_not_lost():
     asked = []
-    with stops_on_signals(asked.append):
-        with spares_programs():
+    with handle_stop_signals(asked.append):
+        with shield_programs():
             os.kill(os.getpid(), signal.SIGHUP)
-        hold()
+        reinstall_handlers()
     assert asked == [signal.SIGHUP]

@@ -11,7 +11,7 @@ from executors.components import arrays
 from ratchet.config.schema import RunConfig
 from ratchet.errors import CallTimeout, ConfigError, PortBusy, VersionMismatch, WorkerRaised
 from ratchet.executors.local import LocalExecutor
-from ratchet.executors.placement import Need
+from ratchet.executors.placement import ResourceRequest
 from ratchet.executors.protocol import pack
 from ratchet.observe import stall_report
 from ratchet.protocols import Executor, Workers
@@ -183,7 +183,7 @@ def test_a_recipe_chooses_the_executor():
     executor = build_executor(RunConfig.model_validate({**recipe, "stages": [stage]}))
     assert isinstance(executor, LocalExecutor)
     assert isinstance(executor, Executor)
-    executor.plan([Need("learner", 3)])
+    executor.plan([ResourceRequest("learner", 3)])
     group = executor.group("learner")
     assert isinstance(group, Workers)
     assert group.places[0].threads == 1

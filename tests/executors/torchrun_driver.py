@@ -7,10 +7,10 @@ import sys
 
 from ratchet.errors import ConfigError, WorkerDied
 from ratchet.executors.config import TorchrunClusterConfig
-from ratchet.executors.placement import Need
-from ratchet.executors.torchrun import Launched, TorchrunExecutor, serve_rank
+from ratchet.executors.placement import ResourceRequest
+from ratchet.executors.torchrun import TorchrunExecutor, TorchrunRank, serve_rank
 
-launched = Launched.here()
+launched = TorchrunRank.here()
 assert launched is not None
 if launched.rank:
     sys.exit(serve_rank(launched))
@@ -19,10 +19,12 @@ executor = TorchrunExecutor(
 )
 said: dict = {}
 try:
-    executor.plan([Need("learner", 3, gpus=1)])
+    executor.plan([ResourceRequest("learner", 3, gpus=1)])
 except ConfigError as error:
     said["too_much"] = str(error)
-executor.plan([Need("learner", 2, gpus=1), Need("critic", 1, gpus=1, beside="learner")])
+executor.plan(
+    [ResourceRequest("learner", 2, gpus=1), ResourceRequest("critic", 1, gpus=1, beside="learner")]
+)
 group, critic = executor.group("learner"), executor.group("critic")
 group.build_now("executors.components:Collective")
 critic.build_now("executors.components:Tiny")

@@ -11,11 +11,11 @@ from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
-from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.rollout.metrics import measure_groups
-from ratchet.experience.sources.offline import Rows, Writer
-from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.sources.offline import SupervisedSource, TextRenderer
+from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Outputs, Step
 from ratchet.testing.builders import make_group, make_trajectory
@@ -38,7 +38,7 @@ class Digits(TextAlone):
 
 
 def play(environment, *, reward=None, answer=lambda tokens, sampling: [1, EOS], attempts=3):
-    player = Player(FakeGenerator(answer), Digits(), max_context=64)
+    player = EpisodePlayer(FakeGenerator(answer), Digits(), max_context=64)
     manager = RolloutManager(
         player, lambda: copy.copy(environment), reward or FakeReward(lambda t, task: 1.0)
     )
@@ -85,7 +85,9 @@ def test_what_an_environment_changes_in_its_task_reaches_neither_other_attempts_
             task.answer.append(task.meta["seen"])
             return await super().reset(task)
 
-    player = Player(FakeGenerator(lambda tokens, sampling: [1, EOS]), Digits(), max_context=64)
+    player = EpisodePlayer(
+        FakeGenerator(lambda tokens, sampling: [1, EOS]), Digits(), max_context=64
+    )
     reward = FakeReward(lambda trajectory, task: float(task.meta["seen"] + len(task.answer)))
     task = Task("t", (Message("user", "12"),), answer=[], meta={"seen": 0})
     group = asyncio.run(
@@ -161,8 +163,11 @@ def test_which_examples_a_limit_leaves_does_not_depend_on_the_order_they_come_in
 
 
 def test_a_supervised_row_longer_than_the_context_is_refused_by_name():
-    rows = Rows(
-        TaskStream(FakeEnvironment(), seed=0), "sft", Writer(Digits(), max_context=11), train="all"
+    rows = SupervisedSource(
+        TaskStream(FakeEnvironment(), seed=0),
+        "sft",
+        TextRenderer(Digits(), max_context=11),
+        train="all",
     )
     with pytest.raises(DataError, match="task echo/train/0: 12 tokens, but the model holds 11"):
         asyncio.run(rows.draw(1, 0))
@@ -206,7 +211,7 @@ def manage(
     retries=0,
     answer=lambda tokens, sampling: [1, EOS],
 ):
-    player = Player(FakeGenerator(answer), Digits(), max_context=64, timeout_s=timeout_s)
+    player = EpisodePlayer(FakeGenerator(answer), Digits(), max_context=64, timeout_s=timeout_s)
     environment = environment or FakeEnvironment()
     made = lambda: copy.copy(environment)  # noqa: E731
     return RolloutManager(
@@ -287,7 +292,7 @@ def test_data_that_can_not_be_rendered_are_not_tried_again():
 
     manager = manage(retries=5)
     renderer = Refuses()
-    manager.player = Player(
+    manager.player = EpisodePlayer(
         FakeGenerator(lambda tokens, sampling: [1, EOS]), renderer, max_context=64
     )
     assert [o.kind for o in outcomes(manager, 1)] == ["data"]
@@ -403,7 +408,7 @@ def test_redundant_groups_that_were_late_are_drawn_again():
             return Step(done=True)
 
     stream = TaskStream(Slow(), seed=0)
-    source = Rollouts(
+    source = RolloutSource(
         stream,
         "s",
         manage(Slow()),

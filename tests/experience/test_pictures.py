@@ -10,8 +10,14 @@ from pictures import asked, picture, renderer
 
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
-from ratchet.experience.rollout.episode import Player, PromptMemo
-from ratchet.experience.sources.offline import Labelled, Pairs, Rows, Stepped, Writer
+from ratchet.experience.rollout.episode import EpisodePlayer, PromptMemo
+from ratchet.experience.sources.offline import (
+    LabelledSource,
+    PairSource,
+    SteppedSource,
+    SupervisedSource,
+    TextRenderer,
+)
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Step
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator
@@ -27,7 +33,7 @@ def ends(text):
 
 
 def play(generator, environment, messages, memo=None):
-    player = Player(generator, renderer(), max_context=512, max_turns=4)
+    player = EpisodePlayer(generator, renderer(), max_context=512, max_turns=4)
     sampling = Sampling(max_new_tokens=8, stop_ids=renderer().stop_ids)
     return asyncio.run(
         player.play(Task("t", tuple(messages)), environment, sampling, attempt=0, memo=memo)
@@ -137,12 +143,12 @@ class Given(FakeEnvironment):
     [("rows", 1, 2), ("pairs", 2, 1), ("labelled", 1, 1), ("steps", 1, 1)],
 )
 def test_given_rows_carry_their_pictures(kind, rows, media):
-    stream, writer = TaskStream(Given(), seed=0), Writer(renderer(), max_context=256)
+    stream, writer = TaskStream(Given(), seed=0), TextRenderer(renderer(), max_context=256)
     source = {
-        "rows": lambda: Rows(stream, "r", writer, train="all"),
-        "pairs": lambda: Pairs(stream, "r", writer),
-        "labelled": lambda: Labelled(stream, "r", writer, reference_rows=False),
-        "steps": lambda: Stepped(stream, "r", writer),
+        "rows": lambda: SupervisedSource(stream, "r", writer, train="all"),
+        "pairs": lambda: PairSource(stream, "r", writer),
+        "labelled": lambda: LabelledSource(stream, "r", writer, reference_rows=False),
+        "steps": lambda: SteppedSource(stream, "r", writer),
     }[kind]()
     jobs = [(f"g{i}", task) for i, task in enumerate(islice(Given().tasks("train", seed=0), 2))]
     groups = asyncio.run(source.make(jobs, 0))
@@ -162,7 +168,7 @@ def test_a_row_whose_picture_is_broken_is_named():
     broken = Given()
     broken.shown = BAD
     task = Task("t", (asked(BAD),), meta={"read from": "rows.jsonl, row 3"})
-    writer = Writer(renderer(), max_context=256)
+    writer = TextRenderer(renderer(), max_context=256)
     for made in (
         lambda: writer.row(task, (Message("assistant", "a"),)),
         lambda: writer.stepped(task, [("a", 1.0)]),

@@ -14,7 +14,7 @@ from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.data.packing import pack
 from ratchet.errors import TrainingError
-from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.sources.batcher import Batcher
 from ratchet.protocols import Step
@@ -59,7 +59,7 @@ class Grader:
 
 def group(environment, reward, *, retries, attempts=4):
     script = lambda tokens, sampling: [1, EOS]  # noqa: E731
-    player = Player(FakeGenerator(script), Digits(), max_context=64)
+    player = EpisodePlayer(FakeGenerator(script), Digits(), max_context=64)
     manager = RolloutManager(player, lambda: copy.copy(environment), reward, retries=retries)
     task = Task("t", (Message("user", "12"),))
     return asyncio.run(manager.group(task, SAMPLING, group_id="g", attempts=attempts))

@@ -9,16 +9,19 @@ from statistics import fmean
 
 import pytest
 
-from ratchet.experience.async_rollouts.concurrency import Concurrency
-from ratchet.experience.async_rollouts.prefetch import Prefetch
-from ratchet.experience.async_rollouts.resumable_generator import Interruptible
-from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler, at_once
-from ratchet.experience.async_rollouts.tail_batching import Cuttable, TailBatching
+from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
+from ratchet.experience.async_rollouts.prefetch import PrefetchingSource
+from ratchet.experience.async_rollouts.resumable_generator import ResumableGenerator
+from ratchet.experience.async_rollouts.staleness_scheduler import (
+    StalenessScheduler,
+    get_max_in_flight,
+)
+from ratchet.experience.async_rollouts.tail_batching import AbortableGenerator, TailBatching
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.experience.rollout.metrics import mean_length
-from ratchet.experience.seeds import seed_for
-from ratchet.experience.sources.prompt_ledger import Ledger, faults_of, read_ledger
-from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.rollout.metrics import estimate_mean_length
+from ratchet.experience.seeds import derive_seed
+from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_faults, read_ledger
+from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.clock import simulate
@@ -65,9 +68,9 @@ async def run(
     """(seconds of each step, the groups of each). sigma: 1 has a tail so heavy that of 32 requests
     the slowest takes 5 s."""
     generator = SlowGenerator(SlowGenerator.Config(mean_s=MEAN_S, sigma=sigma, slots=slots))
-    asked = Cuttable(generator) if tails else Interruptible(generator)
+    asked = AbortableGenerator(generator) if tails else ResumableGenerator(generator)
     manager = RolloutManager(player(asked, sigma), environment, None, needs_reward=False)
-    source = Rollouts(
+    source = RolloutSource(
         TaskStream(environment(), seed=0),
         "sim",
         manager,
@@ -77,17 +80,19 @@ async def run(
         redundant_attempts=redundant,
         redundant_groups=redundant_groups,
     )
-    source.ledger = Ledger(path)
-    most = at_once(BATCH, max_staleness)
-    concurrency = None if targets is None else Concurrency(per_step=BATCH, most=most, **targets)
+    source.ledger = PromptLedger(path)
+    most = get_max_in_flight(BATCH, max_staleness)
+    concurrency = (
+        None if targets is None else ConcurrencyController(per_step=BATCH, most=most, **targets)
+    )
     bounds = {"per_step": BATCH, "max_staleness": max_staleness, "last_step": steps}
     if tails:
         ahead = TailBatching(source, asked, more=tails, last_step=steps)
     elif redundant_groups:
         ahead = source
     else:
-        scheduler = GenerateScheduler(**bounds, order=order, concurrency=concurrency)
-        ahead = Prefetch(source, scheduler, asked, rests=False, replayable=True, **filters)
+        scheduler = StalenessScheduler(**bounds, order=order, concurrency=concurrency)
+        ahead = PrefetchingSource(source, scheduler, asked, rests=False, replayable=True, **filters)
     clock, seconds, groups = asyncio.get_running_loop().time, [], []
     for step in range(steps):
         begun = clock()
@@ -98,7 +103,7 @@ async def run(
             ahead.adapt(groups[-1], step, {})
         await generator.commit(step + 1)
         seconds.append(clock() - begun)
-    if isinstance(ahead, Prefetch):
+    if isinstance(ahead, PrefetchingSource):
         await ahead.close()
     return seconds, groups
 
@@ -122,7 +127,7 @@ def test_asynchronous_steps_take_what_the_slower_side_takes(update_s, tmp_path):
     )
     assert sum(whole) / sum(seconds) > 1.8
     assert sum(seconds) / steps < 1.1 * bound(groups, update_s, slots)
-    assert not faults_of(read_ledger(path), max_staleness=4)
+    assert not find_ledger_faults(read_ledger(path), max_staleness=4)
 
 
 def share_of_bound(seconds, groups, update_s, slots, around=5):
@@ -146,18 +151,18 @@ def test_a_heavy_tail_costs_little_where_few_attempts_outlast_the_steps_that_the
     )
     assert sum(whole) / sum(seconds) > 1.8
     assert share_of_bound(seconds, groups, update_s, slots) > least
-    assert not faults_of(read_ledger(path), max_staleness=4)
+    assert not find_ledger_faults(read_ledger(path), max_staleness=4)
 
 
 def ends_undisturbed(steps, update_s, slots, *, max_staleness=4, sigma=1.0):
     """Of the same requests, where nothing else takes time and a group begins only when a slot is
     free."""
-    scheduler = GenerateScheduler(
+    scheduler = StalenessScheduler(
         per_step=BATCH, max_staleness=max_staleness, last_step=steps, order="ready"
     )
 
     def seconds(group, attempt):
-        return seconds_of(seed_for(0, f"sim/{group}", attempt), MEAN_S, sigma)
+        return seconds_of(derive_seed(0, f"sim/{group}", attempt), MEAN_S, sigma)
 
     return undisturbed(
         scheduler, attempts=ATTEMPTS, slots=slots, update_s=update_s, seconds=seconds
@@ -191,7 +196,7 @@ def test_undisturbed_by_hand():
     of step 0, and step 1 needs it, at 11 s. While that waits, the third group may not begin: two
     steps' groups are under way until step 0 has trained, at 4 s. Then it takes the slot that is
     free, from 4 s to 6 s, both requests one after the other."""
-    scheduler = GenerateScheduler(per_step=1, max_staleness=1, last_step=3, order="ready")
+    scheduler = StalenessScheduler(per_step=1, max_staleness=1, last_step=3, order="ready")
     long = {(1, 1): 10.0}
     ends = undisturbed(
         scheduler, attempts=2, slots=2, update_s=3.0, seconds=lambda *which: long.get(which, 1.0)
@@ -261,14 +266,20 @@ def test_the_bias_of_redundant_attempts_is_known_from_those_that_were_kept(redun
     _, taken = simulate(run(30, 0.2, redundant=redundant, slots=2 * SLOTS))
     lengths = [seconds_in([group]) for step in taken for group in step]
     assert fmean(length for group in lengths for length in group) == pytest.approx(kept, abs=0.05)
-    assert mean_length(lengths, [redundant] * len(lengths)) == pytest.approx(MEAN_S, abs=off)
+    assert estimate_mean_length(lengths, [redundant] * len(lengths)) == pytest.approx(
+        MEAN_S, abs=off
+    )
 
 
 def test_the_mean_of_lengths_some_of_which_are_only_known_to_be_longer():
-    assert mean_length([[1, 2, 6]], [0]) == 3.0
-    assert mean_length([[1, 2]], [1]) == pytest.approx((1 + 2 + 2) / 3), "nothing longer is known"
-    assert mean_length([[1], [3]], [1, 0]) == pytest.approx((1 + 3 + 3) / 3)
-    assert mean_length([[1], [3, 5], []], [1, 0, 2]) == pytest.approx((1 + 3 + 5 + (3 + 5) / 2) / 4)
+    assert estimate_mean_length([[1, 2, 6]], [0]) == 3.0
+    assert estimate_mean_length([[1, 2]], [1]) == pytest.approx((1 + 2 + 2) / 3), (
+        "nothing longer is known"
+    )
+    assert estimate_mean_length([[1], [3]], [1, 0]) == pytest.approx((1 + 3 + 3) / 3)
+    assert estimate_mean_length([[1], [3, 5], []], [1, 0, 2]) == pytest.approx(
+        (1 + 3 + 5 + (3 + 5) / 2) / 4
+    )
 
 
 def test_redundant_groups_leave_out_no_more_than_so_many():
@@ -284,7 +295,7 @@ def test_redundant_groups_leave_out_no_more_than_so_many():
 def seconds_begun(groups):
     """Of the attempts of the first so many groups, whether they were trained on or not."""
     return [
-        seconds_of(seed_for(0, f"sim/{group}", attempt), MEAN_S, 1.0)
+        seconds_of(derive_seed(0, f"sim/{group}", attempt), MEAN_S, 1.0)
         for group in range(groups)
         for attempt in range(ATTEMPTS)
     ]
@@ -326,7 +337,7 @@ def test_tail_batching_waits_seldom_and_leaves_nothing_out(
 def assert_deferred_once(path, steps):
     """At most; and each prompt was trained on once, and issued once more than it was deferred."""
     lines = list(read_ledger(path))
-    assert not faults_of(iter(lines), max_staleness=0)
+    assert not find_ledger_faults(iter(lines), max_staleness=0)
     issued, deferred, trained = (
         Counter(line["id"] for line in lines if line["event"] == event)
         for event in ("issued", "deferred", "trained")
@@ -376,7 +387,7 @@ def test_one_task_at_several_positions_is_several_groups(tmp_path):
     assert len(set(seconds_in(groups))) == len(groups) * ATTEMPTS, (
         "no attempt repeats another one's draw"
     )
-    assert not faults_of(read_ledger(path), max_staleness=2)
+    assert not find_ledger_faults(read_ledger(path), max_staleness=2)
     assert Counter(
         line["id"] for line in read_ledger(path) if line["event"] == "trained"
     ) == Counter(g.id for g in groups)

@@ -19,19 +19,19 @@ import pytest
 import torch
 
 from ratchet.config.resolve import construct, resolve
-from ratchet.experience.async_rollouts.prefetch import Prefetch
-from ratchet.experience.async_rollouts.resumable_generator import Interruptible
-from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler
+from ratchet.experience.async_rollouts.prefetch import PrefetchingSource
+from ratchet.experience.async_rollouts.resumable_generator import ResumableGenerator
+from ratchet.experience.async_rollouts.staleness_scheduler import StalenessScheduler
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.sources.batcher import Batcher
-from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.clock import simulate
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeLearner
 from ratchet.testing.simulated import SlowLearner
 from ratchet.training.loop import train
-from ratchet.training.run import Run
+from ratchet.training.run import StageRun
 from ratchet.types import Completion, Sampling, StopReason
 
 PAYS, BEGINS = (1.0, 0.8, 0.0), (0.08, 0.52, 0.4)
@@ -92,14 +92,14 @@ def trained(seed, *, max_staleness, correction):
     with torch.no_grad():
         learner.logits.copy_(torch.tensor(BEGINS).log())
     generator = Arms(learner.logits.detach())
-    asked = Interruptible(generator)
+    asked = ResumableGenerator(generator)
     manager = RolloutManager(Pulls(asked), FakeEnvironment, None)
     stream = TaskStream(FakeEnvironment(), seed=seed)
-    source = Rollouts(
+    source = RolloutSource(
         stream, "bandit", manager, sampling=Sampling(), seed=seed, group_size=ATTEMPTS
     )
-    scheduler = GenerateScheduler(per_step=BATCH, max_staleness=max_staleness, last_step=STEPS)
-    ahead = Prefetch(source, scheduler, asked, rests=False, replayable=True)
+    scheduler = StalenessScheduler(per_step=BATCH, max_staleness=max_staleness, last_step=STEPS)
+    ahead = PrefetchingSource(source, scheduler, asked, rests=False, replayable=True)
     section = {
         "kind": "policy_gradient",
         "group_size": ATTEMPTS,
@@ -108,7 +108,7 @@ def trained(seed, *, max_staleness, correction):
         "correction": correction,
     }
     staleness = []
-    run = Run(
+    run = StageRun(
         name="bandit",
         algorithm=construct(resolve("algorithm", section)),
         # while it works, what has begun is drawn: in no time

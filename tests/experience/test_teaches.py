@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ratchet.experience.async_rollouts.prefetch import teaches
+from ratchet.experience.async_rollouts.prefetch import has_learning_signal
 from ratchet.types import (
     Failed,
     Group,
@@ -47,14 +47,14 @@ def group(*outcomes: Outcome, length: int = 3) -> Group:
     ],
 )
 def test_rewards_as_judged_decide(outcomes, expected: bool):
-    assert teaches(group(*outcomes)) is expected
+    assert has_learning_signal(group(*outcomes)) is expected
 
 
 def test_parts_decide_only_where_the_algorithm_reads_them():
     balanced = group(
         Scored(1.0, {"right": 1.0, "form": 0.0}), Scored(1.0, {"right": 0.0, "form": 1.0})
     )
-    assert teaches(balanced, by_parts=True)
-    assert not teaches(balanced)
+    assert has_learning_signal(balanced, by_parts=True)
+    assert not has_learning_signal(balanced)
     alike = group(Scored(1.0, {"right": 1.0}), Scored(1.0, {"right": 1.0}))
-    assert not teaches(alike, by_parts=True)
+    assert not has_learning_signal(alike, by_parts=True)

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from ratchet.errors import ModelError
 from ratchet.generators.config import EngineConfig, HFConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.generators.hf import HFGenerator
 from ratchet.models.transformers.policy import TransformersPolicy
 from ratchet.testing.conformance import check_generator
@@ -46,7 +46,7 @@ def requests(count):
 def test_equal_seeds_give_equal_tokens_in_both_generators(twins, family):
     decoder, model = twins(family)
     prompts, samplings = requests(24)
-    ours = Engine(EngineConfig(), decoder, Numbers()).generate_all(prompts, samplings)
+    ours = EmbeddedEngine(EngineConfig(), decoder, Numbers()).generate_all(prompts, samplings)
     theirs = HFGenerator(HFConfig(max_running=10), model, Numbers()).generate_all(
         prompts, samplings
     )

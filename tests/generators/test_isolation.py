@@ -10,9 +10,9 @@ import torch
 from generators.workers_play import router_here
 
 from ratchet.errors import ConfigError, DataError, ModelError, RequestFailed
-from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.generators.config import EngineConfig, HFConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.generators.hf import HFGenerator
 from ratchet.models.decoder import Decoder
 from ratchet.testing.fakes import FakeEnvironment
@@ -138,8 +138,8 @@ def columns(answers):
 def test_poison_of_all_kinds_changes_no_honest_bit(either, kernels, operations):
     kernels(operations == "by compiled kernels")
     config = EngineConfig(max_running=24, prefill_tokens=300)
-    alone, _ = asyncio.run(play(Engine(config, either, Numbers()), ()))
-    among, count = asyncio.run(play(Engine(config, either, Numbers()), CASES))
+    alone, _ = asyncio.run(play(EmbeddedEngine(config, either, Numbers()), ()))
+    among, count = asyncio.run(play(EmbeddedEngine(config, either, Numbers()), CASES))
     assert count >= 53
     assert columns(among) == columns(alone)
 
@@ -175,8 +175,8 @@ def test_keys_that_are_not_finite_leave_with_their_request(untied, leaves):
     """By PyTorch attention reads a slot beyond its request's end with weight 0, and 0 * NaN is
     NaN."""
     prompts = [[1, 2, i] for i in range(12)]
-    whole = columns(Engine(EngineConfig(), untied).generate_all(prompts, HONEST_FEW))
-    generator = Engine(EngineConfig(), with_nan_at(untied, CURSED))
+    whole = columns(EmbeddedEngine(EngineConfig(), untied).generate_all(prompts, HONEST_FEW))
+    generator = EmbeddedEngine(EngineConfig(), with_nan_at(untied, CURSED))
 
     async def spoil():
         long = [
@@ -211,7 +211,7 @@ def test_an_error_says_what_is_broken(untied):
             *(generator.generate(p, sampling) for p in prompts), return_exceptions=True
         )
 
-    generator = Engine(EngineConfig(max_running=2), with_nan_at(untied, CURSED))
+    generator = EmbeddedEngine(EngineConfig(max_running=2), with_nan_at(untied, CURSED))
     _, error = asyncio.run(ask(generator, [1], [CURSED]))
     assert isinstance(error, RequestFailed)
     assert (
@@ -300,7 +300,7 @@ def test_a_failed_request_costs_no_worker():
 
 @pytest.mark.fault("R16")
 def test_an_attempt_that_cannot_be_computed_fails_without_reward(untied):
-    generator = Engine(EngineConfig(), with_nan_at(untied, CURSED))
+    generator = EmbeddedEngine(EngineConfig(), with_nan_at(untied, CURSED))
 
     class Tokens:
         """A renderer of prompts that are the token in the task's message."""
@@ -321,7 +321,7 @@ def test_an_attempt_that_cannot_be_computed_fails_without_reward(untied):
 
     async def attempt():
         task = Task("t", (Message("user", str(CURSED)),), answer="0")
-        player = Player(generator, Tokens(), max_context=64)  # pyright: ignore[reportArgumentType]
+        player = EpisodePlayer(generator, Tokens(), max_context=64)  # pyright: ignore[reportArgumentType]
         play = player.play(task, FakeEnvironment(), Sampling(max_new_tokens=5), attempt=0)
         answers = await asyncio.gather(play, *others(generator))
         return answers[0][-1]

@@ -9,14 +9,14 @@ import pytest
 from generators.workers_play import Here, columns, config, engine
 
 from ratchet.errors import ConfigError, DataError
-from ratchet.experience.async_rollouts.resumable_generator import CURRENT, Interruptible
-from ratchet.experience.async_rollouts.staleness_scheduler import Issue
-from ratchet.experience.nemo_rl.generation import OneAtATime, WithSampling
-from ratchet.generators.request import Entrance, prompt_key
-from ratchet.generators.workers.batch_protocol import Asked
-from ratchet.generators.workers.pool import Router
+from ratchet.experience.async_rollouts.resumable_generator import CURRENT, ResumableGenerator
+from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup
+from ratchet.experience.nemo_rl.generation import UnbatchedGenerator, WithSampling
+from ratchet.generators.request import RequestValidator, make_prompt_key
+from ratchet.generators.workers.batch_protocol import RequestBatch
+from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.testing.fakes import FakeGenerator
-from ratchet.training.colocation import TurnGenerator, Turns
+from ratchet.training.colocation import AcceleratorLock, ColocatedGenerator
 from ratchet.types import Completion, Medium, Placed, Sampling, StopReason, Task
 
 SAMPLING = Sampling(max_new_tokens=3)
@@ -39,12 +39,12 @@ CAT, DOG = image("cat"), image("dog")
 def test_equal_tokens_with_other_images_are_another_prompt():
     tokens = np.array(TOKENS)
     keys = [
-        prompt_key(tokens, media)
+        make_prompt_key(tokens, media)
         for media in ([], [Placed(1, CAT)], [Placed(1, DOG)], [Placed(0, CAT)])
     ]
     assert len(set(keys)) == 4
-    assert prompt_key(tokens, [Placed(1, image("cat"))]) == keys[1]
-    entrance = Entrance(20, 10, None, reads_media=True)
+    assert make_prompt_key(tokens, [Placed(1, image("cat"))]) == keys[1]
+    entrance = RequestValidator(20, 10, None, reads_media=True)
     admitted = [
         entrance.admit(TOKENS, SAMPLING, print, print, [Placed(1, each)])
         for each in (CAT, DOG, image("cat"))
@@ -63,7 +63,9 @@ def test_equal_tokens_with_other_images_are_another_prompt():
 )
 def test_media_lie_in_their_prompt_in_order(media):
     with pytest.raises(DataError, match=r"a medium \(image\) is at tokens .* give media in order"):
-        Entrance(20, 10, None, reads_media=True).admit(TOKENS, SAMPLING, print, print, media)
+        RequestValidator(20, 10, None, reads_media=True).admit(
+            TOKENS, SAMPLING, print, print, media
+        )
 
 
 def test_who_reads_text_alone_refuses_them():
@@ -73,7 +75,7 @@ def test_who_reads_text_alone_refuses_them():
     ):
         asyncio.run(engine().generate(TOKENS, SAMPLING, [Placed(1, CAT)]))
     with pytest.raises(ConfigError, match="GenerationInterface"):
-        asyncio.run(OneAtATime(None, pad_id=0).generate(TOKENS, SAMPLING, [Placed(1, CAT)]))
+        asyncio.run(UnbatchedGenerator(None, pad_id=0).generate(TOKENS, SAMPLING, [Placed(1, CAT)]))
 
 
 def test_requests_travel_with_each_image_once_and_without_any_as_before():
@@ -84,8 +86,8 @@ def test_requests_travel_with_each_image_once_and_without_any_as_before():
         3: [Placed(1, image("cat"))],
         4: [],
     }
-    asked = Asked.from_requests(
-        {n: (tokens, prompt_key(tokens, media), SAMPLING, media) for n, media in own.items()}
+    asked = RequestBatch.from_requests(
+        {n: (tokens, make_prompt_key(tokens, media), SAMPLING, media) for n, media in own.items()}
     )
     assert [medium.key for medium in asked.media] == ["cat", "dog"]
     assert (len(asked.prompts), asked.prompt_of) == (12, [0, 0, 1, 2])
@@ -98,13 +100,13 @@ def test_requests_travel_with_each_image_once_and_without_any_as_before():
         ]
         for (_, got), (_, sent) in zip(media, own[number], strict=True):
             np.testing.assert_array_equal(got.inputs["pixel_values"], sent.inputs["pixel_values"])
-    text = Asked.from_requests({1: (tokens, prompt_key(tokens, []), SAMPLING, ())})
+    text = RequestBatch.from_requests({1: (tokens, make_prompt_key(tokens, []), SAMPLING, ())})
     assert (text.media, text.placed) == ([], ())
 
 
 def test_a_router_brings_them_to_its_workers_and_sends_equal_prompts_together():
     router, seen = (
-        Router(config(2)),
+        GeneratorPool(config(2)),
         [FakeGenerator(lambda tokens, sampling: [1] * 3) for _ in range(2)],
     )
     workers = [Here(rank, generator=each) for rank, each in enumerate(seen)]
@@ -125,8 +127,8 @@ def test_wrappers_pass_them_on():
     inner = FakeGenerator(lambda tokens, sampling: [1])
     media = (Placed(1, CAT),)
     for wrapped in (
-        TurnGenerator(inner, Turns({"generator": []})),
-        Interruptible(inner),
+        ColocatedGenerator(inner, AcceleratorLock({"generator": []})),
+        ResumableGenerator(inner),
         WithSampling(inner, SAMPLING),
     ):
         asyncio.run(wrapped.generate(TOKENS, SAMPLING, media))
@@ -138,11 +140,11 @@ def test_what_goes_on_after_an_interruption_has_the_images_again():
     half = Completion(
         *(np.array(each) for each in ([1, 2], [-1.0, -1.0], [0.0, 0.0], [0, 0])), StopReason.ABORTED
     )
-    issue = Issue(0, 0, "g/0", Task("t", ()), journal={SAMPLING.seed: half})
+    issue = ScheduledGroup(0, 0, "g/0", Task("t", ()), journal={SAMPLING.seed: half})
 
     async def play():
         CURRENT.set(issue)
-        return await Interruptible(inner).generate(TOKENS, SAMPLING, (Placed(1, CAT),))
+        return await ResumableGenerator(inner).generate(TOKENS, SAMPLING, (Placed(1, CAT),))
 
     assert asyncio.run(play()).tokens.tolist() == [1, 2, 3]
     assert inner.requests[0][0] == [*TOKENS, 1, 2]

@@ -19,15 +19,15 @@ from pydantic import ValidationError
 
 from ratchet.config.resolve import imported, resolve
 from ratchet.errors import DataError, LinkError, RatchetError, WorkerDied, WorkerRaised
-from ratchet.experience.rollout.remote_manager import Elsewhere
+from ratchet.experience.rollout.remote_manager import RemoteRolloutManager
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.workers.batch_protocol import Answered
-from ratchet.generators.workers.pool import TOGETHER, Router
+from ratchet.generators.workers.batch_protocol import CompletionBatch
+from ratchet.generators.workers.pool import TOGETHER, GeneratorPool
 from ratchet.protocols import Generator, Placeable, ShowsWeights
 from ratchet.testing.conformance import check_generator
-from ratchet.training.generator_workers import SteadyLink, worker_factory
+from ratchet.training.generator_workers import RecoveringWeightSync, worker_factory
 from ratchet.types import Completion, Message, Sampling, StopReason, Task
-from ratchet.weight_sync.endpoints import OneRank, Outlet
+from ratchet.weight_sync.endpoints import LocalRank, WeightSender
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
 LONG = Sampling(max_new_tokens=150, seed=1)
@@ -183,7 +183,7 @@ def test_workers_that_play_are_given_up_together(error):
     async def play():
         for worker, plays in zip(workers, (raises, never_ends), strict=True):
             worker.component.begin, worker.component.play = no_answer, plays
-        elsewhere = Elsewhere(router, ())
+        elsewhere = RemoteRolloutManager(router, ())
         with pytest.raises(type(error)):
             await elsewhere.groups([("a", TASK), ("b", TASK)], Sampling(), attempts=1)
         assert elsewhere.playing == 0
@@ -246,7 +246,7 @@ def test_a_generator_that_breaks_is_a_worker_that_died():
 
 def linked(router, learner):
     """A link to all workers, and the way to bring up those that come later."""
-    outlet = OneRank(Outlet(learner))
+    outlet = LocalRank(WeightSender(learner))
 
     async def catch_up(receivers):
         link = SharedMemoryLink(outlet, receivers)
@@ -254,7 +254,7 @@ def linked(router, learner):
         await link.close()
 
     router.catch_up = catch_up
-    return SteadyLink(SharedMemoryLink(outlet, router.receivers), router)
+    return RecoveringWeightSync(SharedMemoryLink(outlet, router.receivers), router)
 
 
 def test_pushes_reach_every_worker_and_can_be_audited():
@@ -367,8 +367,8 @@ def test_the_section():
     assert config().filters
     assert config().misfit is None
     assert isinstance(made.of, type(resolve("generator", {"kind": "vllm"})))
-    assert Router(made, None, None).max_restarts == 0
-    assert Router(config(recovery="restart", max_restarts=5)).max_restarts == 5
+    assert GeneratorPool(made, None, None).max_restarts == 0
+    assert GeneratorPool(config(recovery="restart", max_restarts=5)).max_restarts == 5
     assert EngineConfig() == resolve("generator", {"kind": "workers", "of": {"kind": "engine"}}).of
 
 
@@ -398,6 +398,6 @@ def test_routes_travel_with_their_completions():
         Completion(np.arange(2), none, none, np.ones(2, np.int32), StopReason.LENGTH, own)
         for own in (routes, None)
     ]
-    found = dict(Answered.from_completions(dict(enumerate(made)), {}).each())
+    found = dict(CompletionBatch.from_completions(dict(enumerate(made)), {}).each())
     assert np.array_equal(found[0].routes, routes)
     assert found[1].routes is None

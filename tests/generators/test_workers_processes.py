@@ -14,15 +14,19 @@ from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.errors import WorkerDied
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
-from ratchet.generators.workers.pool import Router
-from ratchet.models.model_source import Origin
+from ratchet.generators.workers.pool import GeneratorPool
+from ratchet.models.model_source import ModelSource
 from ratchet.observe.metrics import MetricsManager
 from ratchet.testing.conformance import check_generator
-from ratchet.training.generator_workers import generator_needs, link_of, start_generators
+from ratchet.training.generator_workers import (
+    get_generator_resources,
+    make_weight_sync,
+    start_generators,
+)
 from ratchet.types import Sampling, StopReason
-from ratchet.weight_sync.factory import Between
+from ratchet.weight_sync.factory import SyncEndpoints
 
-ORIGIN = Origin(shape=SHAPE, seed=0)
+ORIGIN = ModelSource(shape=SHAPE, seed=0)
 LINKS = [
     pytest.param({"kind": "shared_memory"}, id="shared_memory"),
     # some wait for the dead to come
@@ -48,8 +52,8 @@ def start(executor):
 
     def start(workers=2, **keys):
         section = config(workers, **keys)
-        router = Router(section)
-        executor.plan(generator_needs(section, on_cpu=True))
+        router = GeneratorPool(section)
+        executor.plan(get_generator_resources(section, on_cpu=True))
         start_generators(router, section, executor, ORIGIN, character_tokenizer("abc"))
         made.append(router)
         return router
@@ -64,8 +68,8 @@ def pid(router, rank):
 
 
 def linked(router, learner, recipe, directory):
-    between = Between(learner, router, directory=directory)
-    return link_of(resolve("link", recipe), between, MetricsManager())
+    between = SyncEndpoints(learner, router, directory=directory)
+    return make_weight_sync(resolve("link", recipe), between, MetricsManager())
 
 
 def test_it_is_the_generator_that_the_driver_would_have(start):

@@ -19,7 +19,7 @@ from ratchet.data.processor import load_processor
 from ratchet.executors import env_vars
 from ratchet.generators.config import HFConfig, VLLMConfig
 from ratchet.generators.hf import HFGenerator
-from ratchet.generators.vllm.generator import VLLMGeneration
+from ratchet.generators.vllm.generator import VLLMGenerator
 from ratchet.models.load import load_policy
 from ratchet.protocols import Shard
 from ratchet.testing.tiny_vlm import TinyVLM, write_tiny_vlm
@@ -102,8 +102,8 @@ async def agrees(family):
         write_tiny_vlm(Path(directory), sizes)
         policy, tokenizer = load_policy(directory), load_tokenizer(directory)
         renderer = Renderer(tokenizer, processor=load_processor(directory))
-        with env_vars.settings(CONFIG.environment):
-            generator = VLLMGeneration(CONFIG, policy, tokenizer)
+        with env_vars.set_env_defaults(CONFIG.environment):
+            generator = VLLMGenerator(CONFIG, policy, tokenizer)
             asked = list(prompts(renderer))
 
             async def draw(of, seed):

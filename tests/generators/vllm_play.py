@@ -28,9 +28,9 @@ from ratchet.config.schema import LoRAConfig, OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError, LinkError, ModelError
 from ratchet.executors import env_vars
-from ratchet.experience.checks.logprob_parity import Ends, ParityGate
+from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
 from ratchet.generators.config import VLLMConfig
-from ratchet.generators.vllm.generator import VLLMGeneration
+from ratchet.generators.vllm.generator import VLLMGenerator
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
@@ -46,7 +46,7 @@ from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.loop import train
 from ratchet.types import Sampling, StopReason
 from ratchet.utils.temp_dirs import OWNER
-from ratchet.weight_sync.endpoints import Intake, OneRank, Outlet
+from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
 PROMPTS = [[1, 2, 3], [4] * 40, list(range(5, 60)), [7, 7, 8]]
@@ -88,8 +88,8 @@ async def started(model, engine, **keys):
         engine=engine, kv_cache_gib=0.05, enforce_eager=True, max_running=16, **keys
     )
     shared = set(Path("/dev/shm").glob("*-cpushm_*"))  # between the workers of a divided model
-    with env_vars.settings(config.environment):
-        generator = VLLMGeneration(config, model, Numbers())
+    with env_vars.set_env_defaults(config.environment):
+        generator = VLLMGenerator(config, model, Numbers())
     try:
         yield generator
     finally:
@@ -302,7 +302,7 @@ async def adapters(engine):
     sampling = Sampling(max_new_tokens=24, seed=3)
     async with started(policy(), engine, lora_rank=3) as generator:
         link = SharedMemoryLink(
-            OneRank(Outlet(learner)), OneRank(Intake(generator)), adapter=adapter
+            LocalRank(WeightSender(learner)), LocalRank(WeightReceiver(generator)), adapter=adapter
         )
         await link.push(1)
         assert furthest(model, PROMPTS, await all_of(generator, sampling)) < 1e-4
@@ -324,7 +324,7 @@ async def adapters(engine):
         group = make_group(
             "g", [sampled(prompt, c) for prompt, c in zip(PROMPTS, completions, strict=True)]
         )
-        numbers = await ParityGate(Ends(learner, generator, link, {}), ParityConfig()).check(
+        numbers = await ParityGate(ParityPair(learner, generator, link, {}), ParityConfig()).check(
             pack([group]), version=3
         )
         assert numbers["max"] < 1e-4
@@ -357,7 +357,7 @@ async def several_adapters(engine):
                 generator.add_adapter("one", Path(directory) / "one"), "'one' is served already"
             )
             link = SharedMemoryLink(
-                OneRank(Outlet(learner)), OneRank(Intake(generator)), adapter=own
+                LocalRank(WeightSender(learner)), LocalRank(WeightReceiver(generator)), adapter=own
             )
             await link.push(1)
             long = asyncio.create_task(

@@ -4,14 +4,14 @@ import asyncio
 
 from ratchet.errors import WorkerDied
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
-from ratchet.generators.workers.config import WorkersConfig
-from ratchet.generators.workers.pool import Router
+from ratchet.generators.engine.engine import EmbeddedEngine
+from ratchet.generators.workers.config import GeneratorWorkersConfig
+from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.types import Sampling
-from ratchet.weight_sync.endpoints import Intake
+from ratchet.weight_sync.endpoints import WeightReceiver
 
 SHAPE = DecoderConfig(67, 32, 1, 2, 2, 16, 48, max_positions=160, init_std=0.2)
 ENGINE = EngineConfig(kv_cache_gib=0.01)
@@ -19,11 +19,11 @@ PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
 
 
 def engine(seed=0):
-    return Engine(ENGINE, init_policy(SHAPE, seed=seed))
+    return EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=seed))
 
 
 def config(workers=2, **keys):
-    return WorkersConfig(of=ENGINE, workers=workers, **keys)
+    return GeneratorWorkersConfig(of=ENGINE, workers=workers, **keys)
 
 
 def requests(count, *, new=20):
@@ -66,7 +66,7 @@ class Here:
 
     def __init__(self, rank, *, exchanges=None, generator=None):
         self.rank, self.left, self.asked, self.died, self.closed = rank, exchanges, [], False, False
-        self.component = GeneratorRank(generator or engine(), Intake)
+        self.component = GeneratorRank(generator or engine(), WeightReceiver)
 
     def within(self, timeout_s):
         return self
@@ -100,7 +100,7 @@ class Here:
 def router_here(workers=2, *, exchanges=(), **keys):
     """exchanges: after how many each worker dies, in the order in which they start. Gives the
     workers too."""
-    made = Router(config(workers, **keys))
+    made = GeneratorPool(config(workers, **keys))
     lives = [*exchanges, *[None] * 9]
     started = [Here(rank, exchanges=lives.pop(0)) for rank in range(workers)]
     made.start(lambda rank: started[rank])

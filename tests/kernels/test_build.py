@@ -9,7 +9,7 @@ import yaml
 from ratchet.commands.doctor import report
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
-from ratchet.executors.freeze import compiles, freeze, use_kernels
+from ratchet.executors.freeze import freeze, has_compiled_kernels, use_kernels
 from ratchet.kernels import build, cpu
 from ratchet.training.from_config import build_policy
 
@@ -17,31 +17,31 @@ from ratchet.training.from_config import build_policy
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """Nothing is compiled yet."""
-    build.library.cache_clear()
+    build.load_library.cache_clear()
     monkeypatch.setattr("ratchet.utils.object_store._cache", tmp_path / "cache")
     yield
-    build.library.cache_clear()
+    build.load_library.cache_clear()
 
 
 @pytest.mark.needs("cc")
 def test_it_is_compiled_once_and_found_again(tmp_path, monkeypatch):
-    build.library()
+    build.load_library()
     (made,) = (tmp_path / "cache" / "kernels").iterdir()
     assert made.suffix == ".so"
-    build.library.cache_clear()
+    build.load_library.cache_clear()
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("it was there"))
-    build.library()
+    build.load_library()
 
 
 @pytest.mark.needs("cc")
 def test_another_source_is_compiled_anew(tmp_path, monkeypatch):
-    build.library()
+    build.load_library()
     other = tmp_path / "kernels.c"
     other.write_text(build.SOURCES[0].read_text() + "\n/* changed */\n")
     (tmp_path / "rows.h").write_text((build.HERE / "rows.h").read_text())
     monkeypatch.setattr(build, "SOURCES", (other, *build.SOURCES[1:]))
-    build.library.cache_clear()
-    build.library()
+    build.load_library.cache_clear()
+    build.load_library()
     assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 2
 
 
@@ -61,7 +61,7 @@ def recipe(tmp_path, **keys):
 
 def test_without_a_compiler_pytorch_does_it(tmp_path, monkeypatch):
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    assert not compiles()
+    assert not has_compiled_kernels()
     assert freeze(recipe(tmp_path)).kernels == "torch"
     with pytest.raises(
         ConfigError, match="no C compiler is on the PATH; install gcc, or set kernels: torch"
@@ -85,7 +85,7 @@ def test_a_run_with_ranks_computes_by_pytorchs_operations_everywhere(tmp_path):
 def test_doctor_says_which_it_will_be(monkeypatch, capsys):
     report()
     assert "kernels: compiled for this processor" in capsys.readouterr().out
-    build.library.cache_clear()
+    build.load_library.cache_clear()
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     report()
     assert "no C compiler is on the PATH; install gcc" in " ".join(capsys.readouterr().out.split())
@@ -103,7 +103,7 @@ def test_a_model_is_computed_as_its_frozen_recipe_says(tmp_path):
         ("auto", False),
     ):
         build_policy(config.model_copy(update={"kernels": kernels}))
-        assert cpu.used() is expected
+        assert cpu.is_enabled() is expected
 
 
 @pytest.mark.needs("cc")
@@ -115,7 +115,7 @@ def test_with_one_it_is_a_fact_of_the_run(tmp_path):
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "COMPILERS", (sys.executable,))
     with pytest.raises(OSError, match="failed: "):
-        build.library()
+        build.load_library()
     assert not list((tmp_path / "cache" / "kernels").iterdir())
 
 
@@ -123,13 +123,13 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path, monkeypatc
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_one_that_is_not_whole_is_never_loaded(share, tmp_path):
     """The first could not be read; the second would kill the process."""
-    build.library()
+    build.load_library()
     (made,) = (tmp_path / "cache" / "kernels").iterdir()
     whole, torn = made.read_bytes(), tmp_path / "torn"
     torn.write_bytes(whole[: int(share * len(whole))])
     torn.replace(made)  # as the library that this process has loaded must stay
-    build.library.cache_clear()
-    build.library()
+    build.load_library.cache_clear()
+    build.load_library()
     assert any(map(build._is_complete, (tmp_path / "cache" / "kernels").iterdir()))
 
 
@@ -154,7 +154,7 @@ def test_a_compiler_may_say_what_is_no_text(tmp_path, monkeypatch):
     compiler.chmod(0o755)
     monkeypatch.setattr(build, "COMPILERS", (str(compiler),))
     with pytest.raises(OSError, match="failed: kaputt"):
-        build.library()
+        build.load_library()
 
 
 @pytest.mark.needs("cc")
@@ -164,6 +164,6 @@ def test_a_user_without_a_home_is_told_where_to_keep_it(monkeypatch):
 
     monkeypatch.setattr("ratchet.utils.object_store._cache", None)
     monkeypatch.setattr("ratchet.utils.object_store.Path.home", nowhere)
-    assert not compiles()
+    assert not has_compiled_kernels()
     with pytest.raises(ConfigError, match="set RATCHET_CACHE"):
         use_kernels(True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from ratchet.generators.engine.attention import DecodeAttention
-from ratchet.generators.engine.batch_invariance import stable_rows
+from ratchet.generators.engine.batch_invariance import measure_stable_rows
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import cpu
 from ratchet.models.config import DecoderConfig
@@ -316,7 +316,7 @@ def test_rows_are_counted_out_for_either_library(monkeypatch):
     monkeypatch.setattr(
         F, "linear", lambda x, w, b=None: then(x, w, b) + (len(x) < 60 and len(w) == 2048)
     )
-    assert stable_rows(decoder) == 64
+    assert measure_stable_rows(decoder) == 64
 
 
 def test_a_profile_counts_products_by_onednn(monkeypatch):
@@ -328,14 +328,14 @@ def test_a_profile_counts_products_by_onednn(monkeypatch):
 
 
 def test_other_tensors_are_left_to_pytorch():
-    assert cpu.fits(torch.ones(2))
+    assert cpu.is_supported(torch.ones(2))
     for other in (
         torch.ones(2, dtype=torch.float64),
         torch.ones(2, dtype=torch.bfloat16),
         torch.ones(2, device="meta"),
     ):
-        assert not cpu.fits(torch.ones(2), other)
+        assert not cpu.is_supported(torch.ones(2), other)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not cpu.fits(torch.ones(2))
-    cpu.use(False)
-    assert not cpu.fits(torch.ones(2))
+        assert not cpu.is_supported(torch.ones(2))
+    cpu.set_enabled(False)
+    assert not cpu.is_supported(torch.ones(2))

@@ -18,13 +18,13 @@ from ratchet.algorithms.base import AlgoState
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
-from ratchet.learners.compute.microbatch_dispatch import deal
-from ratchet.learners.compute.microbatching import plan_microbatches, weighing_rows
+from ratchet.learners.compute.microbatch_dispatch import distribute_microbatches
+from ratchet.learners.compute.microbatching import plan_microbatches, select_weighted_rows
 from ratchet.learners.config import LocalConfig, MegatronConfig
 from ratchet.learners.distributed.stage_spec import RoleSpec
 from ratchet.learners.local import LocalLearner
 from ratchet.models.load import init_policy
-from ratchet.models.model_source import Origin
+from ratchet.models.model_source import ModelSource
 from ratchet.models.scalar_head import ScalarHead
 
 OPTIMIZER = OptimizerConfig(
@@ -116,7 +116,7 @@ def made(shape, kind, options, adapter=None):
 
     section = MegatronConfig(micro_batch_tokens=MICRO, **options)
     models = MegatronModels(section, torch.device("cpu"), torch.float32)
-    policy = models.load(Origin(shape=SHAPES[shape], seed=SEED))
+    policy = models.load(ModelSource(shape=SHAPES[shape], seed=SEED))
     optimizer = {"kind": "adamw", **OPTIMIZER.model_dump(mode="json", exclude={"kind"})}
     spec = RoleSpec(
         optimizer=optimizer,
@@ -134,7 +134,7 @@ def step_of(learner, kind, step):
 
 
 def one(shape, kind, options, first=0, steps=3, saved_to=None, loaded_from=None, adapter=None):
-    from ratchet.models.megatron.build import end
+    from ratchet.models.megatron.build import destroy_process_groups
 
     learner = made(shape, kind, options, adapter)
     if loaded_from is not None:
@@ -145,7 +145,7 @@ def one(shape, kind, options, first=0, steps=3, saved_to=None, loaded_from=None,
     blocks = [(b.name, b.shape, b.offsets, b.tensor.clone()) for b in learner.weights()]
     if saved_to is not None:
         learner.save(Path(saved_to))
-    end()
+    destroy_process_groups()
     return metrics, blocks, [micro.rows for micro in micros] if columns else [], columns
 
 
@@ -157,7 +157,7 @@ def apart(rank, shape, options, adapter, directory):
     models = MegatronModels(
         MegatronConfig(micro_batch_tokens=MICRO, **options), torch.device("cpu"), torch.float32
     )
-    policy = models.load(Origin(shape=SHAPES[shape], seed=SEED))
+    policy = models.load(ModelSource(shape=SHAPES[shape], seed=SEED))
     batch, terms = weighed("grpo", 0)
 
     def columns(learner):
@@ -183,7 +183,7 @@ def apart(rank, shape, options, adapter, directory):
 def goes_on(rank, directory, shape, kind, options):
     """Three steps, and the third again from a checkpoint of two: whether all bits are the same, and
     dtypes of what is kept."""
-    from ratchet.models.megatron.build import end
+    from ratchet.models.megatron.build import destroy_process_groups
 
     learner, ends = made(shape, kind, options), []
     for step in range(3):
@@ -201,11 +201,11 @@ def goes_on(rank, directory, shape, kind, options):
         "gradients": {buffer.grad_dtype for chunk in learner.chunks for buffer in chunk.buffers},
     }
     ends.append((metrics, bits_of(learner)))
-    end()
+    destroy_process_groups()
     learner = made(shape, kind, options)
     learner.load(Path(directory))
     ends.append((step_of(learner, kind, 2), bits_of(learner)))
-    end()
+    destroy_process_groups()
     (first, mine), (second, again) = ends
     return {
         **kept,
@@ -289,10 +289,10 @@ def held(rank, directory, options):
 
 def micros_of(learner, batch, terms=None):
     topology = learner.topology
-    part = batch if terms is None else batch.take(weighing_rows(batch, terms))
+    part = batch if terms is None else batch.take(select_weighted_rows(batch, terms))
     plan = plan_microbatches(
         part, max_tokens=MICRO, shares=topology.context == 1, workers=topology.data
     )
-    return deal(part, plan, topology.data, multiple=topology.pipeline)[
+    return distribute_microbatches(part, plan, topology.data, multiple=topology.pipeline)[
         topology.data_rank(learner.at)
     ]

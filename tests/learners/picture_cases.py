@@ -9,14 +9,14 @@ from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.sft import SFTConfig
 from ratchet.algorithms.sft import build_sft
 from ratchet.config.schema import OptimizerConfig
-from ratchet.learners.compute.microbatch_dispatch import deal, light
+from ratchet.learners.compute.microbatch_dispatch import distribute_microbatches, strip_media
 from ratchet.learners.compute.microbatching import plan_microbatches
 from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.learners.distributed.fsdp_models import DTensorModels
 from ratchet.learners.distributed.stage_spec import RoleSpec
 from ratchet.learners.local import LocalLearner
-from ratchet.models.load import of_transformers
-from ratchet.models.model_source import Origin
+from ratchet.models.load import load_transformers_policy
+from ratchet.models.model_source import ModelSource
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
 TOKENS = 70  # of a micro-batch
@@ -30,7 +30,7 @@ def weighed(batch):
 
 def local(directory, towers, batches, *, tokens=TOKENS, dtype=torch.float64, checkpoint=None):
     """(metrics by step, weights, logprobs of the last batch) in one process."""
-    policy = of_transformers(directory, dtype=dtype, towers=towers)
+    policy = load_transformers_policy(directory, dtype=dtype, towers=towers)
     learner = LocalLearner(
         LocalConfig(micro_batch_tokens=tokens), policy, optimizer=OPTIMIZER, total_steps=10
     )
@@ -50,7 +50,7 @@ def ranked(rank, shards, directory, towers, pickled, saved=None):
     """On one rank: (metrics by step, blocks of weights (with whether they rest), names of what has
     a gradient)."""
     provider = DTensorModels(DTensorConfig(dp_shard=shards), torch.device("cpu"), torch.float64)
-    policy = provider.load(Origin(path=str(directory), towers=towers)).requires_grad_(True)
+    policy = provider.load(ModelSource(path=str(directory), towers=towers)).requires_grad_(True)
     spec = RoleSpec(
         optimizer={**OPTIMIZER.model_dump(mode="json"), "kind": "adamw"}, total_steps=10
     )
@@ -59,10 +59,12 @@ def ranked(rank, shards, directory, towers, pickled, saved=None):
     for batch in pickle.loads(pickled):
         batch, terms = weighed(batch)
         plan = plan_microbatches(batch, max_tokens=TOKENS, workers=mesh.topology.data)
-        micros = light(
+        micros = strip_media(
             [
                 micro.batch
-                for micro in deal(batch, plan, mesh.topology.data)[mesh.topology.data_rank(mesh.at)]
+                for micro in distribute_microbatches(batch, plan, mesh.topology.data)[
+                    mesh.topology.data_rank(mesh.at)
+                ]
             ]
         )
         pictures.append([sum(len(row) for row in micro.media_S) for micro in micros])

@@ -14,17 +14,17 @@ from ratchet.algorithms.policy_gradient import build
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ModelError
-from ratchet.learners.compute.microbatch_dispatch import deal, gather_columns
-from ratchet.learners.compute.microbatching import plan_microbatches, weighing_rows
+from ratchet.learners.compute.microbatch_dispatch import distribute_microbatches, gather_columns
+from ratchet.learners.compute.microbatching import plan_microbatches, select_weighted_rows
 from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.learners.distributed.fsdp import DTensorLearner, shard_model
 from ratchet.learners.distributed.mesh import Mesh
-from ratchet.learners.distributed.param_shards import fill_held
+from ratchet.learners.distributed.param_shards import fill_param_shards
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
-from ratchet.models.parallel.sharded_policy import Spread, SpreadPolicy
+from ratchet.models.parallel.sharded_policy import DistributedPolicy, DistributedShard
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.testing.builders import make_group, make_trajectory
 
@@ -140,10 +140,10 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None):
             policy.divide(mesh.tensor, "cpu")
         shard_model(policy, policy.layers(), mesh, autocast=autocast)
     else:
-        spread = Spread(
+        spread = DistributedShard(
             mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=config.sequence_parallel
         )
-        policy = SpreadPolicy(
+        policy = DistributedPolicy(
             shape, spread, device="cpu", dtype=dtype, chunks=config.pipeline_chunks
         )
         for stage in policy.runs:
@@ -165,16 +165,16 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None):
     def read(name, offsets, sizes):
         return weights[name][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
-    fill_held(learner.param_shards, read)
+    fill_param_shards(learner.param_shards, read)
     return learner
 
 
 def micros_of(mesh, batch, terms=None):
-    part = batch if terms is None else batch.take(weighing_rows(batch, terms))
+    part = batch if terms is None else batch.take(select_weighted_rows(batch, terms))
     plan = plan_microbatches(
         part, max_tokens=40, shares=mesh.context is None, workers=mesh.topology.data
     )
-    return deal(part, plan, mesh.topology.data, multiple=mesh.topology.pipeline)[
+    return distribute_microbatches(part, plan, mesh.topology.data, multiple=mesh.topology.pipeline)[
         mesh.topology.data_rank(mesh.at)
     ]
 

@@ -11,7 +11,7 @@ from learners.span_cases import FRAGMENTS, MAKERS, tokenizer
 
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import DataError
-from ratchet.learners.cross_tokenizer_spans import Run, common_spans, same_places
+from ratchet.learners.cross_tokenizer_spans import TokenRun, align_positions, find_common_spans
 
 REPLACED = "\N{REPLACEMENT CHARACTER}"
 LOSSLESS = ["bytes", "gpt2", "llama", "gemma"]
@@ -66,12 +66,12 @@ def shortest_spans(student, mine, teacher, theirs):
 
 def spans_of(student, mine, teacher):
     """Return the teacher's tokens and the spans; no tokens where it has none for the text."""
-    run = Run(tokenizer(student), mine)
+    run = TokenRun(tokenizer(student), mine)
     try:
         theirs = tokenizer(teacher).encode(run.text)
     except DataError:
         return [], []
-    return theirs, list(common_spans(run, Run(tokenizer(teacher), theirs)))
+    return theirs, list(find_common_spans(run, TokenRun(tokenizer(teacher), theirs)))
 
 
 def plain_tokens(name):
@@ -183,17 +183,17 @@ def test_what_a_tokenizer_rewrites_has_no_span(teacher, text, pieces):
 
 
 def test_places_go_on_behind_a_difference():
-    assert same_places("aBc", "abc") == [(0, 0), (1, 1), (2, 2), (3, 3)]
-    assert same_places("ﬁx", "fix") == [(0, 0), (1, 2), (2, 3)]
-    assert same_places("a  b", "a b") == [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3)]
-    assert same_places("e\u0301x", "éx") == [(0, 0), (2, 1), (3, 2)]
+    assert align_positions("aBc", "abc") == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert align_positions("ﬁx", "fix") == [(0, 0), (1, 2), (2, 3)]
+    assert align_positions("a  b", "a b") == [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3)]
+    assert align_positions("e\u0301x", "éx") == [(0, 0), (2, 1), (3, 2)]
 
 
 def test_behind_what_nothing_explains_places_count_from_the_end():
     """The left text has a letter more: "bb" must not be taken for its neighbour."""
-    assert same_places("axbb", "abb") == [(0, 0), (1, 1), (2, 1), (3, 2), (4, 3)]
-    assert same_places("x\u1112\u1161\u11ab", "y한") == [(0, 0), (1, 1), (4, 2)]
-    assert same_places("ab", "cd") == [(0, 0), (2, 2)]
+    assert align_positions("axbb", "abb") == [(0, 0), (1, 1), (2, 1), (3, 2), (4, 3)]
+    assert align_positions("x\u1112\u1161\u11ab", "y한") == [(0, 0), (1, 1), (4, 2)]
+    assert align_positions("ab", "cd") == [(0, 0), (2, 2)]
 
 
 def test_bytes_that_are_no_character_have_no_span():
@@ -210,11 +210,13 @@ def test_a_run_behind_other_text_keeps_its_first_space(name):
     """A decoder drops a space at the beginning of a text, and not in the middle."""
     previous = tokenizer(name).encode("12")
     tokens = tokenizer(name).encode("12 hello")[len(previous) :]
-    assert Run(tokenizer(name), tokens, previous).text == " hello"
-    assert Run(tokenizer(name), tokens).text == "hello"
+    assert TokenRun(tokenizer(name), tokens, previous).text == " hello"
+    assert TokenRun(tokenizer(name), tokens).text == "hello"
     spelt = tokenizer("bytes").encode(" hello")
     spans = list(
-        common_spans(Run(tokenizer("bytes"), spelt), Run(tokenizer(name), tokens, previous))
+        find_common_spans(
+            TokenRun(tokenizer("bytes"), spelt), TokenRun(tokenizer(name), tokens, previous)
+        )
     )
     assert [i for a, _ in spans for i in a] == list(range(6))
 
@@ -222,13 +224,16 @@ def test_a_run_behind_other_text_keeps_its_first_space(name):
 def test_bytes_of_two_runs_make_no_character():
     first, second = tokenizer("bytes").encode("é")
     text = tokenizer("bytes").encode("ab")
-    assert Run(tokenizer("bytes"), [second, *text], [first]).text == f"{REPLACED}ab"
-    assert Run(tokenizer("bytes"), [second], [*text, first]).text == REPLACED
-    assert Run(tokenizer("bytes"), text, [first]).text == "ab"
+    assert TokenRun(tokenizer("bytes"), [second, *text], [first]).text == f"{REPLACED}ab"
+    assert TokenRun(tokenizer("bytes"), [second], [*text, first]).text == REPLACED
+    assert TokenRun(tokenizer("bytes"), text, [first]).text == "ab"
 
 
 def test_a_run_without_tokens_has_no_span():
-    assert list(common_spans(Run(tokenizer("bytes"), []), Run(tokenizer("gpt2"), []))) == []
+    assert (
+        list(find_common_spans(TokenRun(tokenizer("bytes"), []), TokenRun(tokenizer("gpt2"), [])))
+        == []
+    )
 
 
 # --- where tokens end in the text
@@ -255,7 +260,7 @@ def test_cuts_are_those_of_every_beginning_decoded(name):
         row = [token for word in text for token in tokenizer(name).encode(word, after="text")]
         rows += [row, row[: rng.randrange(1, len(row) + 1)], row[rng.randrange(len(row)) :]]
     for row in rows:
-        assert Run(tokenizer(name), row).cuts == cuts_by_beginnings(name, row), row
+        assert TokenRun(tokenizer(name), row).cuts == cuts_by_beginnings(name, row), row
 
 
 @pytest.mark.parametrize("text", ["hello world ", "日本語 😀", "\x80", "e\u0301X\r\n"])

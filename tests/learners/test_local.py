@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.config.advantages import GroupRelative
 from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.config.policy_losses import KLConfig
@@ -13,13 +13,13 @@ from ratchet.algorithms.config.sft import SFTConfig
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.common import entropy_bonus, nll, value_loss
 from ratchet.algorithms.policy_gradient import build
-from ratchet.algorithms.scoring import fill
+from ratchet.algorithms.scoring import fill_columns
 from ratchet.algorithms.sft import build_sft
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import TrainingError
-from ratchet.learners.compute.microbatching import weighing_rows
+from ratchet.learners.compute.microbatching import select_weighted_rows
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
@@ -83,7 +83,7 @@ def prepared(algorithm, made=None):
 
 
 def gradient(made, batch, terms):
-    sums = made._accumulate(batch.take(weighing_rows(batch, terms)), terms)
+    sums = made._accumulate(batch.take(select_weighted_rows(batch, terms)), terms)
     return torch.cat(
         [p.grad.flatten() for p in made.model.parameters() if p.grad is not None]
     ), sums
@@ -139,7 +139,7 @@ def test_gradient_does_not_depend_on_order_or_head_chunks(name):
 def test_chunks_of_the_head_change_nothing(monkeypatch):
     batch, terms = prepared(ALGORITHMS["grpo"])
     whole, _ = gradient(learner(), batch, terms)
-    monkeypatch.setattr("ratchet.learners.compute.forward.rows_per_chunk", lambda *_: 3)
+    monkeypatch.setattr("ratchet.learners.compute.forward.count_rows_per_chunk", lambda *_: 3)
     chunked, _ = gradient(learner(), batch, terms)
     torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-14)
 
@@ -348,7 +348,7 @@ def test_a_frozen_role_scores_and_has_no_optimizer():
     frozen = LocalLearner(LocalConfig(), model())
     batch = pack(groups())
     assert asyncio.run(frozen.score(batch, ["logprobs"]))["logprobs"].shape == (batch.n_tokens,)
-    algorithm = Algorithm("x", {"policy": (Term("nll", nll, token_mean),)}, source="rows")
+    algorithm = Algorithm("x", {"policy": (AlgorithmTerm("nll", nll, token_mean),)}, source="rows")
     with pytest.raises(AssertionError, match="frozen"):
         asyncio.run(frozen.update(algorithm.weigh(batch, AlgoState()), algorithm.losses["policy"]))
 
@@ -356,7 +356,11 @@ def test_a_frozen_role_scores_and_has_no_optimizer():
 def test_entropy_alone_needs_no_logprobs():
     algorithm = Algorithm(
         "x",
-        {"policy": (Term("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"})),)},
+        {
+            "policy": (
+                AlgorithmTerm("entropy", entropy_bonus, token_mean, needs=frozenset({"entropy"})),
+            )
+        },
         source="rows",
     )
     batch = algorithm.weigh(pack(groups()), AlgoState())
@@ -378,7 +382,7 @@ def test_an_entropy_that_no_loss_uses_is_measured_without_gradient(tokens):
     assert float(sums["entropy/entropy"]) == pytest.approx(
         float(found[batch.trainable_T].mean()), rel=1e-12
     )
-    micro = batch.take(weighing_rows(batch, terms))
+    micro = batch.take(select_weighted_rows(batch, terms))
     hand = made.forwards[0]
     assert hand.outputs(micro, hand.hidden(micro), {"entropy"}).need("entropy").requires_grad
     assert (
@@ -410,7 +414,7 @@ def test_the_likeliest_tokens_and_the_rest_of_the_mass(top_k, tokens):
 def test_distillation_through_the_learner_is_the_kl_of_the_two_models(rows, monkeypatch):
     """Forward KL over the whole vocabulary and over the likeliest tokens, by the models' own
     softmax; value and gradient."""
-    monkeypatch.setattr("ratchet.learners.compute.forward.rows_per_chunk", lambda *_: rows)
+    monkeypatch.setattr("ratchet.learners.compute.forward.count_rows_per_chunk", lambda *_: rows)
     batch, teacher = pack(groups()), learner(net=model(seed=4))
     for top_k, all_of_it in ((0, True), (3, False)):
         algorithm = construct(
@@ -418,7 +422,7 @@ def test_distillation_through_the_learner_is_the_kl_of_the_two_models(rows, monk
                 "algorithm", {"kind": "distill_off_policy", "teacher": "x", "top_k": top_k or None}
             )
         )
-        filled = asyncio.run(fill(batch, algorithm, {"teacher": teacher}))
+        filled = asyncio.run(fill_columns(batch, algorithm, {"teacher": teacher}))
         weighed = algorithm.weigh(filled, AlgoState())
         made = learner()
         found, sums = gradient(made, weighed, algorithm.losses["policy"])
@@ -492,7 +496,7 @@ def test_clipped_steps_are_torchs_own_in_float64(kind):
     theirs = torch.optim.AdamW(sets, lr=1e-2, betas=options.betas, eps=options.eps, fused=True)
     batch, terms = prepared(ALGORITHMS[kind])
     for _ in range(4):
-        gradients, _ = reference.gradient(batch.take(weighing_rows(batch, terms)), terms)
+        gradients, _ = reference.gradient(batch.take(select_weighted_rows(batch, terms)), terms)
         for (_, parameter), gradient in zip(named, gradients, strict=True):
             parameter.grad = gradient.clone()
         norm = nn.utils.clip_grad_norm_([p for _, p in named], 0.05)

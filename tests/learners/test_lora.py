@@ -20,10 +20,10 @@ from ratchet.errors import CheckpointError
 from ratchet.learners.compute.forward import Forward
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.learners.lora_reference import BaseView
+from ratchet.learners.lora_reference import LoRAReference
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.lora.decoder import Adapter, of_adapter
+from ratchet.models.lora.decoder import Adapter, is_adapter_parameter
 from ratchet.training.roles import make_roles
 
 SHAPE = DecoderConfig(VOCAB, 16, 2, 2, 1, 8, 24, init_std=0.3)
@@ -55,7 +55,7 @@ def test_the_first_scores_are_the_bases_and_stay_those_of_the_view():
     batch, terms = prepared(ALGORITHMS["grpo"])
     asyncio.run(made.update(batch, terms))
     assert not torch.allclose(logprobs(made), base, atol=1e-3)
-    assert torch.equal(logprobs(BaseView(made)), base)
+    assert torch.equal(logprobs(LoRAReference(made)), base)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -65,11 +65,11 @@ def test_only_the_adapter_has_gradients_and_moments(workers):
     batch, terms = prepared(ALGORITHMS["grpo"])
     found = asyncio.run(made.update(batch, terms))
     assert found["grad_norm"] > 0
-    assert all(map(of_adapter, made.optimizer.state))
+    assert all(map(is_adapter_parameter, made.optimizer.state))
     for name, parameter in made.model.named_parameters():
-        assert parameter.requires_grad == of_adapter(name)
-        assert torch.equal(parameter, before[name]) or of_adapter(name), name
-    view = logprobs(BaseView(made))
+        assert parameter.requires_grad == is_adapter_parameter(name)
+        assert torch.equal(parameter, before[name]) or is_adapter_parameter(name), name
+    view = logprobs(LoRAReference(made))
     assert torch.equal(view, logprobs(LocalLearner(made.config, policy())))
 
 
@@ -111,7 +111,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(dropout, t
     made = learner(lora=lora)
     asyncio.run(made.update(batch, terms))
     made.save(tmp_path)
-    assert all(map(of_adapter, load_state(tmp_path)["parameters"]))
+    assert all(map(is_adapter_parameter, load_state(tmp_path)["parameters"]))
     asyncio.run(made.update(batch, terms))
     again = learner(lora=lora)
     again.load(tmp_path)
@@ -155,7 +155,7 @@ def test_export_writes_the_merged_model_the_base_and_the_adapter(tmp_path):
     assert not torch.allclose(logprobs(average), logprobs(made), atol=1e-3)
     assert torch.equal(
         logprobs(LocalLearner(LocalConfig(), load_policy(tmp_path / "base"))),
-        logprobs(BaseView(made)),
+        logprobs(LoRAReference(made)),
     )
     assert sorted(path.name for path in (tmp_path / "adapter").glob("adapter_*")) == [
         "adapter_config.json",
@@ -179,17 +179,17 @@ def test_roles_share_the_base():
     """The reference of DPO is a view; the critic of PPO trains an adapter and a head of its own."""
     net, adapter = policy(), Adapter(LORA, seed=5)
     made = roles(build_pairs(DPOConfig()), net, adapter)
-    assert isinstance(made["reference"], BaseView)
+    assert isinstance(made["reference"], LoRAReference)
     net = policy()
     made = roles(build(PPOConfig(kl=KLConfig(coef=0.1))), net, adapter)
     critic = made["critic"]
-    assert isinstance(made["reference"], BaseView)
+    assert isinstance(made["reference"], LoRAReference)
     own = dict(net.named_parameters())
     for name, parameter in critic.model.named_parameters():
-        assert (parameter is own[name]) == (not of_adapter(name)), name
-    assert [name for name, _ in critic.forwards[0].parameters() if not of_adapter(name)] == [
-        "head.weight"
-    ]
+        assert (parameter is own[name]) == (not is_adapter_parameter(name)), name
+    assert [
+        name for name, _ in critic.forwards[0].parameters() if not is_adapter_parameter(name)
+    ] == ["head.weight"]
 
 
 def test_another_stage_begins_with_what_the_one_before_has_learned():

@@ -13,7 +13,7 @@ from learners.test_megatron import SEQUENCE, by_case, check_alike, world
 from ratchet.commands.convert.dcp import DcpFiles
 from ratchet.config.schema import LoRAConfig
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.lora.decoder import Adapter, merged
+from ratchet.models.lora.decoder import Adapter, merge_lazily
 from ratchet.models.lora.files import load_adapter
 from ratchet.models.weights.weight_layout import PEFT
 
@@ -96,7 +96,7 @@ def check_adapted(found, options, shape, kind, adapter, *, first=0):
 def together(weights, adapter):
     low_rank = {name: weight for name, weight in weights.items() if name.startswith(PEFT)}
     base = {name: weight for name, weight in weights.items() if name not in low_rank}
-    whole = merged(base, low_rank, adapter.lora.scale)
+    whole = merge_lazily(base, low_rank, adapter.lora.scale)
     return {name: weight.to("cpu", torch.float32, copy=True) for name, weight in whole.items()}
 
 

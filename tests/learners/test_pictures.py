@@ -12,7 +12,7 @@ from pictures import FAMILIES, dialogues, model_directory, renderer
 
 from ratchet.data.packing import pack
 from ratchet.errors import CheckpointError
-from ratchet.learners.compute.microbatch_dispatch import light
+from ratchet.learners.compute.microbatch_dispatch import strip_media
 from ratchet.models.load import load_policy
 from ratchet.testing.builders import make_group
 from ratchet.types import Trajectory
@@ -135,7 +135,7 @@ def test_a_checkpoint_leaves_towers_at_rest_out_and_knows_them(tmp_path):
 def test_a_rank_gets_each_picture_once_without_its_file():
     batch = batch_of("qwen2_5_vl", 0, 1, 2)
     copies = [pickle.loads(pickle.dumps(batch.take([number]))) for number in (0, 1, 2, 0)]
-    sent = light(copies)
+    sent = strip_media(copies)
     media = [one.medium for part in sent for placed in part.media_S for one in placed]
     assert len(media) == 3 + 2 + 3
     assert len({id(medium) for medium in media}) == len({medium.key for medium in media}) == 3
@@ -148,4 +148,4 @@ def test_a_rank_gets_each_picture_once_without_its_file():
         written.count(medium.inputs["pixel_values"].tobytes()) == 1
         for medium in {id(m): m for m in media}.values()
     )
-    assert light([replace(batch, media_S=())])[0].media_S == ()
+    assert strip_media([replace(batch, media_S=())])[0].media_S == ()

@@ -11,14 +11,14 @@ from weight_sync.test_adapters import furthest
 
 from ratchet.config.schema import LoRAConfig, OptimizerConfig
 from ratchet.data.packing import pack
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.learners.lora_reference import BaseView
+from ratchet.learners.lora_reference import LoRAReference
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.lora.decoder import Adapter, of_adapter
-from ratchet.weight_sync.endpoints import Intake, OneRank, Outlet
+from ratchet.models.lora.decoder import Adapter, is_adapter_parameter
+from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
 SHAPE = DecoderConfig(VOCAB, 32, 2, 2, 1, 16, 48, init_std=0.15)
@@ -51,7 +51,7 @@ def logprobs(made):
 
 def test_the_base_takes_its_bits_and_nothing_keeps_the_plain_one(form):
     net = init_policy(DecoderConfig(VOCAB, 128, 2, 4, 2, 32, 256), seed=0)
-    engine = Engine(ENGINE, net)  # made before the adapter, as in a run
+    engine = EmbeddedEngine(ENGINE, net)  # made before the adapter, as in a run
     maps = [linear for _, linear in net.decoder.inner_maps]
     plain, gone = (
         sum(linear.weight.nbytes for linear in maps),
@@ -76,9 +76,9 @@ def test_the_adapter_learns_over_a_base_that_rests(form):
     assert torch.equal(first, logprobs(LocalLearner(LocalConfig(), reference)))
     losses = learn(made, 30)
     assert losses[-1] < 0.7 * losses[0]
-    assert torch.equal(logprobs(BaseView(made)), first)
+    assert torch.equal(logprobs(LoRAReference(made)), first)
     assert all(torch.equal(tensor, base[name]) for name, tensor in made.model.canonical_weights())
-    assert all(map(of_adapter, made.optimizer.state))
+    assert all(map(is_adapter_parameter, made.optimizer.state))
 
 
 def test_several_workers_and_recomputed_activations_have_the_same_gradients(form):
@@ -98,9 +98,12 @@ def test_several_workers_and_recomputed_activations_have_the_same_gradients(form
 def test_what_samples_has_the_learners_probabilities(form):
     """In this process it reads the same codes; elsewhere it is sent what they are restored to."""
     made = learner(form)
-    shared, apart = Engine(ENGINE, made.model), Engine(ENGINE, init_policy(SHAPE, seed=9))
+    shared, apart = (
+        EmbeddedEngine(ENGINE, made.model),
+        EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=9)),
+    )
     link = SharedMemoryLink(
-        OneRank(Outlet(made)), OneRank(Intake(apart)), adapter=made.model.adapter
+        LocalRank(WeightSender(made)), LocalRank(WeightReceiver(apart)), adapter=made.model.adapter
     )
     for version in (1, 2, 3):
         asyncio.run(link.push(version))
@@ -134,7 +137,7 @@ def test_the_exported_model_is_the_restored_base_with_the_adapter(form, tmp_path
         LocalLearner(LocalConfig(), load_policy(tmp_path / name)) for name in ("all", "base")
     )
     torch.testing.assert_close(logprobs(merged), logprobs(made), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logprobs(base), logprobs(BaseView(made)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logprobs(base), logprobs(LoRAReference(made)), rtol=1e-5, atol=1e-5)
     learned = logprobs(made)
     made.model.merge()
     torch.testing.assert_close(

@@ -9,17 +9,17 @@ from learners.spread_cases import SHAPE, SPARSE, VOCAB, groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.scoring import fill
+from ratchet.algorithms.scoring import fill_columns
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
-from ratchet.executors.placement import Need
+from ratchet.executors.placement import ResourceRequest
 from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.model_source import Origin
+from ratchet.models.model_source import ModelSource
 from ratchet.training.roles import make_roles
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, warmup_steps=1, schedule="linear", ema_decay=0.9)
@@ -43,7 +43,7 @@ class Ranks:
             torch.tensor([v for k, v in options.items() if k != "sequence_parallel"]).prod().item()
         )
         role = f"learner{len(self.groups)}"
-        self.executor.plan([Need(role, world)])
+        self.executor.plan([ResourceRequest(role, world)])
         group = self.executor.group(role)
         self.groups.append(group)
         group.build_now(
@@ -86,7 +86,7 @@ async def train(algorithm, roles, steps):
     """The numbers of each step."""
     state, numbers = AlgoState(), []
     for step in steps:
-        batch = algorithm.advantage(await fill(pack(groups(step)), algorithm, roles), state)
+        batch = algorithm.advantage(await fill_columns(pack(groups(step)), algorithm, roles), state)
         for mini in algorithm.split(batch):
             weighed = algorithm.weigh(mini, state)
             for role in algorithm.roles_to_update(state):
@@ -130,7 +130,7 @@ def test_a_critic_and_a_reference_live_on_the_same_ranks_and_checkpoints_are_rea
     algorithm, local = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), PPO)
     expected = asyncio.run(train(algorithm, local, range(3)))
 
-    group = ranks(Origin(shape=SHAPE, seed=3), dp_shard=2)
+    group = ranks(ModelSource(shape=SHAPE, seed=3), dp_shard=2)
     _, there = roles_of(model, PPO, group, dp_shard=2)
     numbers_alike(
         asyncio.run(train(algorithm, there, range(2))), expected[: len(expected) // 3 * 2]
@@ -138,7 +138,9 @@ def test_a_critic_and_a_reference_live_on_the_same_ranks_and_checkpoints_are_rea
     for name, role in there.items():
         role.save(tmp_path / name)
     for options in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
-        _, again = roles_of(model, PPO, ranks(Origin(shape=SHAPE, seed=4), **options), **options)
+        _, again = roles_of(
+            model, PPO, ranks(ModelSource(shape=SHAPE, seed=4), **options), **options
+        )
         for name, role in again.items():
             role.load(tmp_path / name)
         numbers_alike(
@@ -168,7 +170,7 @@ def test_a_batch_smaller_than_the_ranks_is_filled_up(ranks):
     _, there = roles_of(
         init_policy(SHAPE, seed=3, dtype=torch.float64),
         {"kind": "sft"},
-        ranks(Origin(shape=SHAPE, seed=3), dp_shard=3),
+        ranks(ModelSource(shape=SHAPE, seed=3), dp_shard=3),
         dp_shard=3,
     )
     one = pack(groups(0)[1:2]).take([1])
@@ -192,7 +194,7 @@ def test_groups_that_neither_mini_batches_nor_ranks_divide_are_all_trained_on_on
     process that takes all."""
     spec = {"kind": "grpo", "minibatches": 3}
     algorithm, local = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), spec)
-    origin = Origin(shape=SHAPE, seed=3)
+    origin = ModelSource(shape=SHAPE, seed=3)
     _, there = roles_of(
         init_policy(SHAPE, seed=3, dtype=torch.float64), spec, ranks(origin, dp_shard=2), dp_shard=2
     )
@@ -209,7 +211,7 @@ def test_groups_that_neither_mini_batches_nor_ranks_divide_are_all_trained_on_on
 
 async def trained_on(algorithm, roles, batch):
     state, numbers = AlgoState(), []
-    filled = algorithm.advantage(await fill(batch, algorithm, roles), state)
+    filled = algorithm.advantage(await fill_columns(batch, algorithm, roles), state)
     for mini in algorithm.split(filled):
         numbers.append(
             dict(
@@ -259,7 +261,7 @@ def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
     model = load_policy(tmp_path / "model", dtype=torch.float64)
     algorithm, local = roles_of(model, {"kind": "sft"})
     expected = asyncio.run(train(algorithm, local, range(2)))
-    group = ranks(Origin(path=str(tmp_path / "model")), **options)
+    group = ranks(ModelSource(path=str(tmp_path / "model")), **options)
     _, there = roles_of(
         load_policy(tmp_path / "model", dtype=torch.float64), {"kind": "sft"}, group, **options
     )
@@ -278,7 +280,7 @@ def test_a_checkpoint_of_a_model_that_transformers_runs_is_read_at_another_divis
 ):
     save_of_transformers(tmp_path / "model", "gemma2", **OF_TRANSFORMERS)
     origin, model = (
-        Origin(path=str(tmp_path / "model")),
+        ModelSource(path=str(tmp_path / "model")),
         load_policy(tmp_path / "model", dtype=torch.float64),
     )
     algorithm, before = roles_of(model, {"kind": "sft"}, ranks(origin, dp_shard=2), dp_shard=2)

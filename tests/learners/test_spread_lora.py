@@ -5,7 +5,7 @@ import torch
 from learners.ranks import run_ranks
 from learners.spread_cases import SHAPE, SPARSE, UNTIED, alone, check_alike, first
 
-from ratchet.checkpoint.sharded import Blocks
+from ratchet.checkpoint.sharded import BlockFiles
 from ratchet.config.schema import LoRAConfig
 from ratchet.learners.distributed.topology import Topology
 from ratchet.models.lora.decoder import Adapter
@@ -45,7 +45,7 @@ def test_ranks_train_the_adapter_that_one_process_does(name, tmp_path):
     )
     expected = alone(shape, STEPS, adapter=adapter)
     check_alike(results, topology, expected)
-    stored = Blocks(tmp_path)
+    stored = BlockFiles(tmp_path)
     assert all("lora_" in weight or weight.endswith("head.weight") for weight in stored.stored)
     base, _ = first(shape, torch.float64)
     assert all(torch.equal(weight, expected[1][key]) for key, weight in base.canonical_weights())

@@ -21,7 +21,7 @@ from ratchet.data.processor import load_processor
 from ratchet.generators.config import HFConfig
 from ratchet.generators.hf import HFGenerator
 from ratchet.models.load import load_policy
-from ratchet.models.transformers.multimodal_policy import VisionPolicy
+from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
 from ratchet.testing.builders import make_group
 from ratchet.types import Message, Part, Sampling, Trajectory
 
@@ -135,7 +135,7 @@ def batch_of(directory: Path) -> Batch:
 
 def test_packed_sequences_with_clips_are_what_transformers_makes_of_each(directory):
     policy, batch = load_policy(directory), batch_of(directory)
-    assert isinstance(policy, VisionPolicy)
+    assert isinstance(policy, MultimodalPolicy)
     assert [[one.medium.kind for one in row] for row in batch.media_S] == [
         ["audio"] * 3,
         [],

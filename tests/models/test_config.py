@@ -5,7 +5,7 @@ import pytest
 
 from ratchet.errors import ModelError
 from ratchet.models.config import FAMILIES, DecoderConfig, unsupported_reason
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 
 SHAPE = {
     "vocab_size": 50,
@@ -264,7 +264,7 @@ CONFIGS = {
         50, 32, 2, 4, 2, 8, 48, 64, "mistral", qk_norm=False, bos_id=1, eos_ids=(2,)
     ),
     "qwen2": DecoderConfig(50, 32, 2, 4, 2, 8, 48, 64, "qwen2", qk_norm=False, qkv_bias=True),
-    "qwen3_moe": preset("tiny-moe", 50, n_layers=4, renormalise=False, dense_layers=(0, 2)),
+    "qwen3_moe": get_preset("tiny-moe", 50, n_layers=4, renormalise=False, dense_layers=(0, 2)),
     "mixtral": DecoderConfig(
         50,
         32,
@@ -280,7 +280,7 @@ CONFIGS = {
         experts_per_token=3,
         expert_intermediate_size=48,
     ),
-    "qwen3": preset(
+    "qwen3": get_preset(
         "tiny", 50, norm_eps=1e-5, rope={"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0}
     ),
 }
@@ -295,11 +295,11 @@ def test_round_trip(name):
 
 def test_a_combination_without_a_model_type_is_refused():
     with pytest.raises(ModelError, match="mlp_bias"):
-        preset("tiny", 50, mlp_bias=True).to_hf()
+        get_preset("tiny", 50, mlp_bias=True).to_hf()
     with pytest.raises(ModelError, match="qk_norm"):
-        preset("tiny", 50, qk_norm=False).to_hf()
+        get_preset("tiny", 50, qk_norm=False).to_hf()
     with pytest.raises(ModelError, match="family 'gpt2'"):
-        preset("tiny", 50, family="gpt2").to_hf()
+        get_preset("tiny", 50, family="gpt2").to_hf()
     for field, value in (
         ("renormalise", False),
         ("dense_layers", (0,)),
@@ -311,18 +311,18 @@ def test_a_combination_without_a_model_type_is_refused():
 
 def test_impossible_shapes_are_refused():
     with pytest.raises(ModelError, match="KV heads"):
-        preset("tiny", 50, n_heads=3)
+        get_preset("tiny", 50, n_heads=3)
     with pytest.raises(ModelError, match="head_dim=7"):
-        preset("tiny", 50, head_dim=7)
+        get_preset("tiny", 50, head_dim=7)
     with pytest.raises(ModelError, match="rope"):
-        preset("tiny", 50, rope={"rope_type": "yarn", "rope_theta": 1e4})
+        get_preset("tiny", 50, rope={"rope_type": "yarn", "rope_theta": 1e4})
     with pytest.raises(
         ModelError, match="n_experts=4 with family 'qwen3': qwen3_moe, mixtral have experts"
     ):
-        preset("tiny", 50, n_experts=4)
+        get_preset("tiny", 50, n_experts=4)
     with pytest.raises(ModelError, match="n_experts=0 with family 'qwen3_moe'"):
-        preset("tiny-moe", 50, n_experts=0)
+        get_preset("tiny-moe", 50, n_experts=0)
     with pytest.raises(ModelError, match="experts_per_token=5"):
-        preset("tiny-moe", 50, experts_per_token=5)
+        get_preset("tiny-moe", 50, experts_per_token=5)
     with pytest.raises(ModelError, match="expert_intermediate_size=0"):
-        preset("tiny-moe", 50, expert_intermediate_size=0)
+        get_preset("tiny-moe", 50, expert_intermediate_size=0)

@@ -6,7 +6,7 @@ from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.policy import DecoderPolicy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.models.weights.hf_weights import canonical_weights, load_weights
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -150,7 +150,7 @@ def test_gradients_equal_transformers(variant, reference, reference_logits, ragg
 
 @pytest.mark.parametrize("lengths", [[6, 6, 6], [4, 7, 3], [7, 4, 5]])
 def test_a_neighbour_changes_nothing_at_all(lengths):
-    policy = DecoderPolicy(Decoder(preset("tiny", 50)).init_weights(0))
+    policy = DecoderPolicy(Decoder(get_preset("tiny", 50)).init_weights(0))
     tokens = torch.randint(0, 50, (sum(lengths),), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in lengths])
     own = slice(lengths[0], lengths[0] + lengths[1])
@@ -167,7 +167,7 @@ def test_checkpointing_changes_nothing(name, ragged):
     tokens, positions, lengths = ragged
     gradients = []
     for on in (False, True):
-        policy = DecoderPolicy(Decoder(preset(name, 50)).init_weights(0))
+        policy = DecoderPolicy(Decoder(get_preset(name, 50)).init_weights(0))
         policy.checkpointing = on
         assert policy.decoder.checkpointing is on
         policy.hidden(tokens, positions, lengths).square().mean().backward()
@@ -179,7 +179,7 @@ def test_checkpointing_changes_nothing(name, ragged):
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
 def test_init_is_the_same_bits_for_one_seed(name):
     one, two, other = (
-        Decoder(preset(name, 50)).init_weights(seed).state_dict() for seed in (3, 3, 4)
+        Decoder(get_preset(name, 50)).init_weights(seed).state_dict() for seed in (3, 3, 4)
     )
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not torch.equal(one["embed_tokens.weight"], other["embed_tokens.weight"])
@@ -191,9 +191,9 @@ def test_init_is_the_same_bits_for_one_seed(name):
 
 def test_float64_runs_in_float64(ragged):
     tokens, positions, lengths = ragged
-    policy = DecoderPolicy(Decoder(preset("tiny", 50)).init_weights(0).double())
+    policy = DecoderPolicy(Decoder(get_preset("tiny", 50)).init_weights(0).double())
     hidden = policy.hidden(tokens, positions, lengths)
-    single = DecoderPolicy(Decoder(preset("tiny", 50)).init_weights(0)).hidden(
+    single = DecoderPolicy(Decoder(get_preset("tiny", 50)).init_weights(0)).hidden(
         tokens, positions, lengths
     )
     assert hidden.dtype == torch.float64
@@ -201,7 +201,7 @@ def test_float64_runs_in_float64(ragged):
 
 
 def test_attend_sees_the_layers_in_order():
-    decoder = Decoder(preset("tiny", 50, n_layers=3)).init_weights(0)
+    decoder = Decoder(get_preset("tiny", 50, n_layers=3)).init_weights(0)
     packed, layers = PackedAttention([4]), []
 
     def attend(layer, q, k, v):

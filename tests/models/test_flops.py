@@ -7,16 +7,16 @@ import torch
 
 from ratchet.config.schema import LoRAConfig
 from ratchet.models.decoder import Decoder
-from ratchet.models.flops import Cost
+from ratchet.models.flops import DecoderCost
 from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.lora.targets import targets_of
+from ratchet.models.lora.targets import resolve_decoder_targets
 from ratchet.models.policy import DecoderPolicy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 
 SHAPES = {
-    "tiny": preset("tiny", vocab_size=500),
-    "grouped": preset(
+    "tiny": get_preset("tiny", vocab_size=500),
+    "grouped": get_preset(
         "tiny",
         vocab_size=500,
         n_layers=5,
@@ -25,8 +25,8 @@ SHAPES = {
         n_kv_heads=2,
         intermediate_size=512,
     ),
-    "untied": preset("tiny", vocab_size=300, tied=False, qk_norm=False, qkv_bias=True),
-    "biased": preset(
+    "untied": get_preset("tiny", vocab_size=300, tied=False, qk_norm=False, qkv_bias=True),
+    "biased": get_preset(
         "tiny",
         vocab_size=300,
         family="llama",
@@ -35,13 +35,13 @@ SHAPES = {
         out_bias=True,
         mlp_bias=True,
     ),
-    "experts": preset("tiny-moe", vocab_size=300),
+    "experts": get_preset("tiny-moe", vocab_size=300),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_parameters(shape) -> None:
-    assert Cost(shape).parameters == sum(p.numel() for p in Decoder(shape).parameters())
+    assert DecoderCost(shape).parameters == sum(p.numel() for p in Decoder(shape).parameters())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -71,7 +71,7 @@ def test_activations_of_a_token(shape, checkpointing: bool, compiled: bool, kern
         )
         hidden @ decoder.head_weight.T
     found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / (rows * length)
-    cost = Cost(shape, compiled)
+    cost = DecoderCost(shape, compiled)
     expected = cost.activation_bytes(4, checkpointing=checkpointing)
     if checkpointing:
         expected -= cost.largest_layer_bytes(4)
@@ -90,7 +90,9 @@ def test_flop_are_those_of_the_products() -> None:
         )
         hidden @ decoder.head_weight.T
     # Of the kernel that attends the counter knows nothing.
-    assert Cost(shape).forward_flop(length, 0) == pytest.approx(counter.get_total_flops(), rel=1e-6)
+    assert DecoderCost(shape).forward_flop(length, 0) == pytest.approx(
+        counter.get_total_flops(), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj"), ("down_proj", "o_proj")])
@@ -98,6 +100,6 @@ def test_an_adapters_parameters(targets) -> None:
     shape, lora = SHAPES["grouped"], LoRAConfig(rank=3, target_modules=targets)
     policy = DecoderPolicy(Decoder(shape).init_weights(0))
     policy.attach(Adapter(lora, seed=0))
-    assert Cost(shape).adapter(targets_of(shape, lora), 3) == sum(
+    assert DecoderCost(shape).adapter(resolve_decoder_targets(shape, lora), 3) == sum(
         p.numel() for _, p in policy.trained()
     )

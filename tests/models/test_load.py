@@ -9,12 +9,12 @@ from ratchet.errors import ModelError
 from ratchet.models import load
 from ratchet.models.load import find_model, init_policy, load_policy
 from ratchet.models.policy import DecoderPolicy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 
 
 @pytest.fixture
 def saved(tmp_path):
-    init_policy(preset("tiny", 50), 0).save(tmp_path / "model")
+    init_policy(get_preset("tiny", 50), 0).save(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -106,7 +106,7 @@ def test_a_hub_id_that_is_nowhere_says_so(monkeypatch):
 
 
 def test_init_is_the_same_for_one_seed():
-    one, two = (dict(init_policy(preset("tiny", 50), 1).named_parameters()) for _ in range(2))
+    one, two = (dict(init_policy(get_preset("tiny", 50), 1).named_parameters()) for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 

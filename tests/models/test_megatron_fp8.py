@@ -7,26 +7,26 @@ from learners.ranks import run_ranks
 
 from ratchet.errors import ConfigError, ModelError
 from ratchet.models.config import DecoderConfig
-from ratchet.models.parallel.megatron_sizes import Fp8
+from ratchet.models.parallel.megatron_sizes import Fp8Format
 
 SHAPE = DecoderConfig(23, 64, 2, 4, 2, 16, 128)
 
 
 def test_a_device_that_does_not_multiply_so_is_refused():
-    Fp8("hybrid", "tensorwise").check((8, 9))
-    Fp8("e4m3", "mxfp8").check((10, 0))
+    Fp8Format("hybrid", "tensorwise").check((8, 9))
+    Fp8Format("e4m3", "mxfp8").check((10, 0))
     with pytest.raises(
         ConfigError, match=r"compute capability 8\.9, and this has 8\.0: remove learner\.fp8"
     ):
-        Fp8("hybrid", "delayed").check((8, 0))
+        Fp8Format("hybrid", "delayed").check((8, 0))
     with pytest.raises(ConfigError, match="choose another fp8_recipe"):
-        Fp8("e4m3", "mxfp8").check((9, 0))
+        Fp8Format("e4m3", "mxfp8").check((9, 0))
 
 
 def test_a_shape_that_it_cannot_multiply_is_refused():
-    Fp8("hybrid", "delayed").check_shape(SHAPE, 2)
+    Fp8Format("hybrid", "delayed").check_shape(SHAPE, 2)
     with pytest.raises(ModelError, match=r"heads is 64 on a rank: lower learner\.tensor_parallel"):
-        Fp8("e4m3", "blockwise").check_shape(DecoderConfig(23, 128, 2, 4, 2, 16, 256), 2)
+        Fp8Format("e4m3", "blockwise").check_shape(DecoderConfig(23, 128, 2, 4, 2, 16, 256), 2)
 
 
 def told(rank):
@@ -34,16 +34,18 @@ def told(rank):
     configuration says."""
     from ratchet.models.megatron import parts
     from ratchet.models.megatron.build import transformer_config
-    from ratchet.models.parallel.megatron_sizes import Sizes
+    from ratchet.models.parallel.megatron_sizes import MegatronSizes
 
-    config = transformer_config(SHAPE, Sizes(), dtype=torch.bfloat16, fp8=Fp8("hybrid", "delayed"))
+    config = transformer_config(
+        SHAPE, MegatronSizes(), dtype=torch.bfloat16, fp8=Fp8Format("hybrid", "delayed")
+    )
     maps = []
     for fp8 in (True, False):
         layer = parts.layer_spec(SHAPE, 0, fp8=fp8).submodules
         attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
         found = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
         own = parts.te_linear.TEColumnParallelLinear, parts.te_linear.TERowParallelLinear
-        column, row = own if fp8 else (parts.Column, parts.Row)
+        column, row = own if fp8 else (parts.ColumnLinear, parts.RowLinear)
         maps.append(
             all(
                 made is wanted

@@ -3,12 +3,12 @@ import torch
 
 from ratchet.models.layers.packed_inputs import _by_length
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 
 
 @pytest.fixture
 def policy():
-    return init_policy(preset("tiny", 50, eos_ids=(3,)), 0)
+    return init_policy(get_preset("tiny", 50, eos_ids=(3,)), 0)
 
 
 def test_what_a_learner_reads(policy):

@@ -1,7 +1,7 @@
 import pytest
 
 from ratchet.errors import ModelError
-from ratchet.models.presets import PRESETS, preset
+from ratchet.models.presets import PRESETS, get_preset
 
 
 def matrices(config):
@@ -24,12 +24,12 @@ def matrices(config):
     ],
 )
 def test_sizes(name, millions):
-    assert matrices(preset(name, 64)) / 1e6 == pytest.approx(millions, rel=0.1)
+    assert matrices(get_preset(name, 64)) / 1e6 == pytest.approx(millions, rel=0.1)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_shapes_are_tied_qwen3_models_of_the_tokenizer_s_vocabulary(name):
-    config = preset(name, 71)
+    config = get_preset(name, 71)
     family = "qwen3_moe" if "moe" in name else "qwen3"
     assert (config.vocab_size, config.family, config.qk_norm, config.tied) == (
         71,
@@ -40,7 +40,7 @@ def test_shapes_are_tied_qwen3_models_of_the_tokenizer_s_vocabulary(name):
 
 
 def test_the_published_qwen3_sizes():
-    found = preset("qwen3-0.6b", 151936)
+    found = get_preset("qwen3-0.6b", 151936)
     assert (found.hidden_size, found.n_layers, found.n_heads, found.n_kv_heads, found.head_dim) == (
         1024,
         28,
@@ -52,12 +52,12 @@ def test_the_published_qwen3_sizes():
 
 
 def test_any_field_can_be_overridden():
-    config = preset("tiny", 64, n_layers=5, tied=False)
+    config = get_preset("tiny", 64, n_layers=5, tied=False)
     assert (config.n_layers, config.tied, config.hidden_size) == (5, False, 64)
 
 
 def test_misspelt_names_get_a_hint():
     with pytest.raises(ModelError, match="did you mean 'medium'"):
-        preset("medum", 64)
+        get_preset("medum", 64)
     with pytest.raises(ModelError, match="did you mean 'n_layers'"):
-        preset("tiny", 64, n_layer=3)
+        get_preset("tiny", 64, n_layer=3)

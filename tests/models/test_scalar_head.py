@@ -4,7 +4,7 @@ import torch
 from ratchet.errors import ModelError
 from ratchet.models.load import init_policy
 from ratchet.models.policy import DecoderPolicy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.models.scalar_head import ScalarHead, load_head, save_head
 from ratchet.models.weights.hf_weights import load_decoder, save_decoder
 
@@ -33,7 +33,7 @@ def test_a_zero_head_learns_before_the_backbone_does():
 
 
 def test_saved_beside_the_model_and_read_back(tmp_path):
-    decoder = init_policy(preset("tiny", 50), 0).decoder
+    decoder = init_policy(get_preset("tiny", 50), 0).decoder
     save_decoder(decoder, tmp_path)
     assert load_head(tmp_path, 64) is None
     head = ScalarHead(64).init_weights(0, std=0.1)

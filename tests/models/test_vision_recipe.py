@@ -6,7 +6,7 @@ from pictures import asked, model_directory, picture
 from ratchet.config.loader import load_config
 from ratchet.errors import DataError, ModelError
 from ratchet.executors.freeze import freeze
-from ratchet.models.transformers.multimodal_policy import VisionPolicy
+from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
 from ratchet.training.from_config import build_policy
 
 RECIPE = """\
@@ -30,7 +30,7 @@ def policy_of(tmp_path, model, towers="trained", generator="hf"):
 
 def test_it_brings_its_processor_and_the_limits_of_the_recipe(tmp_path):
     policy = policy_of(tmp_path, model_directory())
-    assert isinstance(policy.model, VisionPolicy)
+    assert isinstance(policy.model, MultimodalPolicy)
     assert policy.model.towers == "trained"
     assert (
         len(policy.renderer.media(policy.renderer.prompt([asked(picture(1))]), [asked(picture(1))]))

@@ -17,32 +17,32 @@ from observe.test_system import Nvml
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import RunConfig
-from ratchet.evals.results import Attempt, Prompt, Results
+from ratchet.evals.results import AttemptResult, EvalResults, PromptResult
 from ratchet.experience.rollout.metrics import (
-    SPREADS,
+    DISTRIBUTION_REDUCERS,
+    iterate_attempt_samples,
     measure_groups,
     measure_staleness,
-    spread_attempts,
 )
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.workers.config import WorkersConfig
-from ratchet.generators.workers.pool import Router
-from ratchet.learners.compute.flop_counter import Spent
-from ratchet.models.flops import Cost
-from ratchet.models.presets import preset
+from ratchet.generators.workers.config import GeneratorWorkersConfig
+from ratchet.generators.workers.pool import GeneratorPool
+from ratchet.learners.compute.flop_counter import FlopCounter
+from ratchet.models.flops import DecoderCost
+from ratchet.models.presets import get_preset
 from ratchet.observe.metrics import MetricsManager
-from ratchet.observe.sinks import histograms_of
+from ratchet.observe.sinks import get_histograms
 from ratchet.observe.system import SystemMeter
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeLearner
 from ratchet.testing.synthetic import Draw
 from ratchet.testing.synthetic_update import Update, differentiated
 from ratchet.training.from_config import build_policy, build_run
-from ratchet.training.generator_workers import link_of
+from ratchet.training.generator_workers import make_weight_sync
 from ratchet.training.loop import train
-from ratchet.training.metering import Meter
+from ratchet.training.metering import StageMeter
 from ratchet.types import Failed, Scored
-from ratchet.weight_sync.factory import Between
+from ratchet.weight_sync.factory import SyncEndpoints
 
 TEACHER = {"teacher": "nowhere"}
 NEEDED: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def of_run(kind: str, **more: Any) -> set[str]:
         settings,
         0,
         build_policy(settings),
-        observers=[lambda step, metrics: names.update(metrics, histograms_of(metrics))],
+        observers=[lambda step, metrics: names.update(metrics, get_histograms(metrics))],
     )
     asyncio.run(train(run))
     return names
@@ -125,21 +125,25 @@ def of_labels() -> set[str]:
     ]
     groups = [replace(groups[0], task=replace(groups[0].task, environment="dataset"))]
     metrics = MetricsManager()
-    metrics.declare("rollout", SPREADS)
-    for labels, samples in spread_attempts(groups):
+    metrics.declare("rollout", DISTRIBUTION_REDUCERS)
+    for labels, samples in iterate_attempt_samples(groups):
         metrics.add("rollout", samples, of=labels)
     flushed = metrics.flush(0)
     return {*flushed, *flushed.histograms}
 
 
 def of_tags() -> dict[str, float]:
-    prompts = [Prompt(tag, tag, "", False, Attempt("scored", 1.0)) for tag in ("maths", "code")]
-    return Results(tuple(prompts)).numbers()
+    prompts = [
+        PromptResult(tag, tag, "", False, AttemptResult("scored", 1.0)) for tag in ("maths", "code")
+    ]
+    return EvalResults(tuple(prompts)).numbers()
 
 
 def of_restarts() -> dict[str, float | None]:
-    metrics, router = MetricsManager(), Router(WorkersConfig(of=EngineConfig()))
-    link_of(resolve("link", {"kind": "shared_memory"}), Between(FakeLearner(2), router), metrics)
+    metrics, router = MetricsManager(), GeneratorPool(GeneratorWorkersConfig(of=EngineConfig()))
+    make_weight_sync(
+        resolve("link", {"kind": "shared_memory"}), SyncEndpoints(FakeLearner(2), router), metrics
+    )
     router.on_restart()
     return metrics.flush(0)
 
@@ -153,7 +157,11 @@ def of_work(path: Path) -> set[str]:
         )
     clock = iter(range(100))
     system = SystemMeter(path, proc=path, nvml=Nvml(), clock=lambda: next(clock))
-    meter = Meter(Spent({"policy": Cost(preset("tiny", vocab_size=8)).work}), 1.0, system=system)
+    meter = StageMeter(
+        FlopCounter({"policy": DecoderCost(get_preset("tiny", vocab_size=8)).work}),
+        1.0,
+        system=system,
+    )
     meter.begin(0)
     found = meter.measure([make_group("g", [make_trajectory([1], [2], reward=1.0)])], 1.0)
     return {f"{prefix}/{key}" for prefix, numbers in found.items() for key in numbers}

@@ -16,9 +16,9 @@ from ratchet.observe.sentinels import (
     Exhibit,
     Memory,
     Sentinels,
-    look,
     measure_repetition,
     repetition,
+    update_memory,
     watched,
 )
 from ratchet.testing.builders import make_group, make_trajectory
@@ -107,9 +107,9 @@ def test_numbers_that_are_not_finite():
     assert series("above", 1.0, [0, None]) == [2]
     assert series("below", 1.0, [2, None]) == []
     assert series("nonfinite", 0.0, [0, None, None, 1, None]) == [2, 5]
-    assert look(SentinelConfig(metric="x", rule="spike", window=2), Memory((1.0,)), None) == Memory(
-        (1.0,), (), 1
-    )
+    assert update_memory(
+        SentinelConfig(metric="x", rule="spike", window=2), Memory((1.0,)), None
+    ) == Memory((1.0,), (), 1)
 
 
 def test_a_step_without_the_metric_is_passed_over_but_where_its_absence_says_something():

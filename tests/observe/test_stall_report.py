@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.observe import stall_report
-from ratchet.observe.stall_report import RUN, Stalls, note, report, stalls_told, waiting
+from ratchet.observe.stall_report import RUN, Stalls, log_stalls, note, report, waiting
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextAlone
 from ratchet.types import Message, Sampling
 
@@ -91,7 +91,7 @@ def test_it_is_logged_while_the_main_thread_waits():
     text, handler = [], Keep()
     logging.getLogger("ratchet.observe.stall_report").addHandler(handler)
     try:
-        with stalls_told(0.01):
+        with log_stalls(0.01):
             note(RUN, "began to sample for step 1")
             assert logged.wait(60)
     finally:
@@ -118,7 +118,7 @@ def test_attempts_say_what_they_wait_for():
     environment = FakeEnvironment()
     generator = FakeGenerator(lambda tokens, sampling: look([9]))
     manager = RolloutManager(
-        Player(generator, Words(), max_context=8, timeout_s=7),  # type: ignore
+        EpisodePlayer(generator, Words(), max_context=8, timeout_s=7),  # type: ignore
         lambda: copy.copy(environment),
         FakeReward(lambda row, task: look(1.0)),
     )

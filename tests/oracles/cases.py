@@ -237,7 +237,7 @@ def groups(rows: list[Row]) -> list[Group]:
 
 
 def filled(rows: list[Row], *columns: str) -> Batch:
-    """The packed rows with some of their own columns: of tokens by the name in `Row`, or
+    """The packed rows with some of their own columns: of tokens by the name in `RowLinear`, or
     "bootstrap_values"."""
     batch = pack(groups(rows))
     for name in columns:

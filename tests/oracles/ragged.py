@@ -1,6 +1,6 @@
-"""The oracles' own data: ragged python lists, one `Row` per sequence. Nothing here is packed, and
-nothing is shared with the product, so that an error of one is not an error of both. Everything is
-float64, slow and obvious.
+"""The oracles' own data: ragged python lists, one `RowLinear` per sequence. Nothing here is packed,
+and nothing is shared with the product, so that an error of one is not an error of both. Everything
+is float64, slow and obvious.
 """
 
 from __future__ import annotations

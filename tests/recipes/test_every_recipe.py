@@ -17,7 +17,7 @@ from ratchet.config.loader import load_config
 from ratchet.config.schema import StageConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.models.load import init_policy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.training.start import start_run
 from ratchet.types import Owner
 
@@ -58,7 +58,9 @@ def teacher(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("teacher")
     tokenizer = character_tokenizer("0123456789=")
     shape = {key: int(value) for key, value in (pair.split("=") for pair in SMALL)}
-    init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, **shape), seed=1).save(directory)
+    init_policy(get_preset("tiny", vocab_size=tokenizer.vocab_size, **shape), seed=1).save(
+        directory
+    )
     tokenizer.save(directory)
     return directory
 

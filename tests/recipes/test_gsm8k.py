@@ -8,7 +8,7 @@ import pytest
 from ratchet.config.loader import load_config
 from ratchet.data.chat.builtin_tokenizers import byte_bpe_tokenizer
 from ratchet.models.load import init_policy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.training.start import start_run
 
 
@@ -18,7 +18,7 @@ def model(tmp_path):
     tokenizer = byte_bpe_tokenizer(
         ["Natalia sold clips to 48 of her friends in April. #### 72"] * 4, vocab_size=300
     )
-    shape = preset(
+    shape = get_preset(
         "tiny", tokenizer.vocab_size, family="llama", qk_norm=False, tied=False, max_positions=512
     )
     directory = tmp_path / "model"

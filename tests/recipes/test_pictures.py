@@ -16,8 +16,8 @@ from ratchet.config.media_limits import PROCESSOR_FILES
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import ConfigError, DataError
 from ratchet.models.load import init_policy
-from ratchet.models.presets import preset
-from ratchet.models.transformers.multimodal_policy import VisionPolicy
+from ratchet.models.presets import get_preset
+from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
 from ratchet.training.start import start_run
 from ratchet.types import Owner
 
@@ -92,21 +92,21 @@ def teacher(tmp_path_factory) -> Path:
 @pytest.fixture
 def shown(monkeypatch):
     """By model: keys of the media that its learner's forwards were given."""
-    keys, hidden = defaultdict(set), VisionPolicy.hidden
+    keys, hidden = defaultdict(set), MultimodalPolicy.hidden
 
     def watched(self, tokens_T, positions_T, lengths, routing=None, media=(), **asked):
         # probes have none
         keys[self] |= {one.medium.key for placed in media for one in placed if one.medium.source}
         return hidden(self, tokens_T, positions_T, lengths, routing, media, **asked)
 
-    monkeypatch.setattr(VisionPolicy, "hidden", watched)
+    monkeypatch.setattr(MultimodalPolicy, "hidden", watched)
     return keys
 
 
 def reads_text(directory: Path) -> Path:
     tokenizer = load_tokenizer(model_directory())
     init_policy(
-        preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32, n_layers=1), seed=1
+        get_preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=32, n_layers=1), seed=1
     ).save(directory)
     tokenizer.save(directory)
     return directory

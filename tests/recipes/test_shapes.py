@@ -6,7 +6,7 @@ import json
 import pytest
 
 from ratchet.commands.eval import Evaluation, evaluate_target
-from ratchet.evals.results import Results
+from ratchet.evals.results import EvalResults
 from ratchet.testing.tiny_vlm import SHAPES, write_tiny_vlm
 from ratchet.training.start import start_run
 
@@ -18,7 +18,7 @@ def accuracy(run, place, *words):
     evaluate_target(
         str(run), Evaluation(on="shapes", words=(*KEYS, *words), tasks=512, samples=0), out=place
     )
-    greedy = [attempt.reward for attempt in Results.read(place).first]
+    greedy = [attempt.reward for attempt in EvalResults.read(place).first]
     return sum(reward == 1.0 for reward in greedy) / len(greedy)
 
 

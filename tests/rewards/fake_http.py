@@ -33,7 +33,7 @@ class Fake:
 @contextmanager
 def serve(answer: Callable[[Any, int], Any]) -> Iterator[Fake]:
     """answer(body, number of the request from 0) gives JSON to send, text to send as it is, an
-    `Answer`, or HANG."""
+    `PartialCompletion`, or HANG."""
     fake, lock, over = Fake(), threading.Lock(), threading.Event()
     running = 0
 

@@ -12,9 +12,9 @@ from ratchet.config.resolve import construct, resolve
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer, character_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import ModelError
-from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.models.load import init_policy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.protocols import Step
 from ratchet.testing import answered, check_reward
@@ -34,7 +34,7 @@ SHAPE = {
 
 
 def exported(directory, tokenizer, *, head=True):
-    model = init_policy(preset("tiny", vocab_size=tokenizer.vocab_size, **SHAPE), seed=1)
+    model = init_policy(get_preset("tiny", vocab_size=tokenizer.vocab_size, **SHAPE), seed=1)
     model.save(directory)
     tokenizer.save(directory)
     if head:
@@ -84,7 +84,7 @@ def test_an_answer_before_the_turn_limit_keeps_its_end(tmp_path):
     exported(tmp_path, tokenizer)
     reward, renderer = made(tmp_path, template="turns"), Renderer(tokenizer, "turns")
     goes_on = FakeEnvironment(lambda task, message: Step((Message("user", "7"),)))
-    player = Player(
+    player = EpisodePlayer(
         FakeGenerator(lambda tokens, sampling: [*answer, renderer.stop_ids[0]]),
         renderer,
         64,

@@ -7,7 +7,7 @@ import pytest
 
 from ratchet.errors import RunDirectoryError
 from ratchet.observe.stall_report import waiting
-from ratchet.runs.live_status import answers_status, status_of
+from ratchet.runs.live_status import query_status, serve_status
 from ratchet.runs.run_dir import RunDirectory
 
 
@@ -19,8 +19,8 @@ def directory(tmp_path):
 
 
 def test_a_run_says_who_waits_for_whom(directory):
-    with answers_status(directory), waiting("the loop", "update", "learner rank 1", 30):
-        text = status_of(directory.path)
+    with serve_status(directory), waiting("the loop", "update", "learner rank 1", 30):
+        text = query_status(directory.path)
     assert "the loop" in text
     assert "learner rank 1" in text
     assert text.endswith("30 s")
@@ -28,41 +28,41 @@ def test_a_run_says_who_waits_for_whom(directory):
 
 
 def test_it_answers_while_its_main_thread_is_busy(directory):
-    with answers_status(directory):
+    with serve_status(directory):
         said = []
-        asking = threading.Thread(target=lambda: said.append(status_of(directory.path)))
+        asking = threading.Thread(target=lambda: said.append(query_status(directory.path)))
         asking.start()
         asking.join()
     assert said == [f"process {os.getpid()} waits for no other process"]
 
 
 def test_sigusr1_writes_it(directory, capsys):
-    with answers_status(directory), waiting("the loop", "update", "learner rank 1", 30):
+    with serve_status(directory), waiting("the loop", "update", "learner rank 1", 30):
         os.kill(os.getpid(), signal.SIGUSR1)
     assert "learner rank 1" in capsys.readouterr().err
 
 
 def test_where_no_run_is(directory, tmp_path):
     with pytest.raises(RunDirectoryError, match="holds no run"):
-        status_of(tmp_path / "other")
+        query_status(tmp_path / "other")
     with pytest.raises(RunDirectoryError, match="no run is under way"):
-        status_of(directory.path)
+        query_status(directory.path)
     directory.status.write_text('{"pid": 1, "host": "elsewhere", "socket": ""}')
     with pytest.raises(RunDirectoryError, match=r"is under way on elsewhere. Run"):
-        status_of(directory.path)
+        query_status(directory.path)
     directory.status.write_text(
         json.dumps({"pid": 1, "host": os.uname().nodename, "socket": "/nowhere"})
     )
     with pytest.raises(RunDirectoryError, match=r"process 1, .* does not answer"):
-        status_of(directory.path)
+        query_status(directory.path)
 
 
 def test_the_status_of_another_run_stays(directory):
-    with answers_status(directory):
+    with serve_status(directory):
         directory.status.write_text('{"pid": 1}')
     assert directory.status.exists()
     directory.status.unlink()
-    with answers_status(directory):
+    with serve_status(directory):
         directory.status.unlink()
         directory.status.mkdir()
     assert directory.status.is_dir()

@@ -16,8 +16,8 @@ from broken_store import Broken, contents, telling
 from ratchet.checkpoint.manifest import MANIFEST, hash_body, seal
 from ratchet.errors import CheckpointError, RunDirectoryError
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.runs.remote_run import INDEX, Index, MirroredRun, newest
-from ratchet.runs.remote_sync import Mirror, work_copy
+from ratchet.runs.remote_run import INDEX, MirroredRun, MirrorIndex, find_newest_step
+from ratchet.runs.remote_sync import Mirror, get_mirror_work_dir
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils import object_store
 
@@ -30,11 +30,11 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(object_store, "PAUSE_S", 0.0)
 
     def be(name):
-        object_store.keep_as({"RATCHET_CACHE": str(tmp_path / name)})
+        object_store.configure_cache({"RATCHET_CACHE": str(tmp_path / name)})
 
     be("one")
     yield be
-    object_store.keep_as({})
+    object_store.configure_cache({})
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ class Run:
     """What a training does to its directory, without one."""
 
     def __init__(self, address, *, keep=2, keep_best=0):
-        self.directory = RunDirectory(work_copy(address))
+        self.directory = RunDirectory(get_mirror_work_dir(address))
         self.directory.path.mkdir(parents=True, exist_ok=True)  # as its lock does
         self.store = CheckpointStore(self.directory.checkpoints, keep, keep_best=keep_best)
         self.mirror = Mirror(address, self.directory, self.store)
@@ -170,7 +170,7 @@ def test_wherever_an_upload_ends_what_is_there_can_be_gone_on_from(machine):
         machine(f"other-{ends_at}")
         other = Run(address, keep=1)
         other.mirror.take_up()
-        step = newest(other.directory)
+        step = find_newest_step(other.directory)
         assert step in (1, 2)
         assert step == 2 or not done
         checkpoint = other.store.latest()
@@ -200,7 +200,7 @@ def test_on_a_disk_a_file_is_replaced_as_a_whole(machine, tmp_path, monkeypatch)
         run.step(2)
     monkeypatch.undo()
     machine("other")
-    assert newest(Run(address).take_up().directory) == 1
+    assert find_newest_step(Run(address).take_up().directory) == 1
 
 
 @pytest.mark.parametrize(
@@ -440,8 +440,10 @@ def test_a_file_that_has_grown_since_is_what_it_was_when_it_was_listed(address, 
 )
 def test_no_list_leads_outside(name, address, machine, tmp_path):
     Run(address).begin().step(1)
-    index = Index.from_bytes(address, MirroredRun(address).store.read(INDEX))
-    hostile = Index(index.run, index.writer, {**index.files, name: index.files["metrics.jsonl"]})
+    index = MirrorIndex.from_bytes(address, MirroredRun(address).store.read(INDEX))
+    hostile = MirrorIndex(
+        index.run, index.writer, {**index.files, name: index.files["metrics.jsonl"]}
+    )
     edit(address, INDEX, lambda content: hostile.content())
     machine("two")
     with pytest.raises(CheckpointError, match="which is no file of a run's directory"):

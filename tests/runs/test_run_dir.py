@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.errors import RunDirectoryError
-from ratchet.runs.run_dir import RunDirectory, differences
+from ratchet.runs.run_dir import RunDirectory, list_config_differences
 
 CONFIG = {
     "seed": 7,
@@ -200,7 +200,7 @@ def test_many_differences_are_counted(tmp_path: Path) -> None:
     ],
 )
 def test_differences(before: dict, now: dict, expected: list[str]) -> None:
-    assert differences(before, now) == expected
+    assert list_config_differences(before, now) == expected
 
 
 @pytest.mark.parametrize("content", [None, "", "- a", "a: [", "\x00"])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ratchet.algorithms.advantages.common import mean_by, spread
+from ratchet.algorithms.advantages.common import broadcast_to_tokens, mean_by
 from ratchet.algorithms.advantages.group_baselines import group_relative
-from ratchet.algorithms.base import Algorithm, AlgoState, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.loss_aggregation import sequence_mean, token_mean, token_sum
 from ratchet.algorithms.losses.policy import reinforce
 from ratchet.algorithms.properties import PROPERTIES
@@ -184,7 +184,9 @@ def algorithm(
 ) -> Algorithm:
     """One term on attempts in groups of three."""
     terms = (
-        Term("mine", term, weighting, level=level, needs=frozenset({"logprobs", "old_logprobs"})),
+        AlgorithmTerm(
+            "mine", term, weighting, level=level, needs=frozenset({"logprobs", "old_logprobs"})
+        ),
     )
     return Algorithm(
         "mine", {"policy": terms}, "rollouts", advantage=advantage, group_size=3, **more
@@ -325,7 +327,7 @@ def test_a_term_is_given_what_it_declares():
 def first_come(batch: Batch, state: AlgoState) -> Batch:
     """The baseline is the reward of the batch's first row."""
     rewards_S = torch.where(batch.scored_S, batch.rewards_S, batch.rewards_S[0])
-    return spread(batch, rewards_S - rewards_S[0])
+    return broadcast_to_tokens(batch, rewards_S - rewards_S[0])
 
 
 def test_an_estimator_that_goes_by_order_is_found():
@@ -342,7 +344,7 @@ def nearly_nothing(batch: Batch, state: AlgoState) -> Batch:
     """Blows the rounding of a mean up into a signal."""
     means_G = batch.group_sum(batch.rewards_S) / torch.bincount(batch.group_S)
     centred_S = batch.rewards_S - means_G[batch.group_S]
-    return spread(
+    return broadcast_to_tokens(
         batch, centred_S / (batch.group_sum(centred_S.square())[batch.group_S].sqrt() + 1e-16)
     )
 
@@ -403,7 +405,9 @@ def test_an_unknown_property_is_refused():
 
 
 def constant(batch: Batch, state: AlgoState, *, value: float) -> Batch:
-    return spread(batch, torch.where(batch.train_S & batch.scored_S, value, 0.0).double())
+    return broadcast_to_tokens(
+        batch, torch.where(batch.train_S & batch.scored_S, value, 0.0).double()
+    )
 
 
 def test_true_exemptions_pass():

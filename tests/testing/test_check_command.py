@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ratchet.algorithms.base import Algorithm, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm
 from ratchet.algorithms.config.preference import SimPOConfig
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.common import nll
-from ratchet.algorithms.sft import GIVEN
+from ratchet.algorithms.sft import SFT_EXEMPTIONS
 from ratchet.cli.main import app
 from ratchet.config.resolve import section_class
 from ratchet.errors import ConfigError
 from ratchet.testing.check_command import check_named, named
 
-MINE = Algorithm("mine", {"policy": (Term("nll", nll, token_mean),)}, "rows", exempt=GIVEN)
+MINE = Algorithm(
+    "mine", {"policy": (AlgorithmTerm("nll", nll, token_mean),)}, "rows", exempt=SFT_EXEMPTIONS
+)
 CLAIMS = Algorithm("claims", MINE.losses, "rows")
 
 
@@ -32,10 +34,10 @@ class Margin(SimPOConfig):
 def make(coef: float, steps: int = 1) -> Algorithm:
     return Algorithm(
         "made",
-        {"policy": (Term("nll", nll, token_mean, coef=coef),)},
+        {"policy": (AlgorithmTerm("nll", nll, token_mean, coef=coef),)},
         "rows",
         epochs=steps,
-        exempt=GIVEN,
+        exempt=SFT_EXEMPTIONS,
     )
 
 

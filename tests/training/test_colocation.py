@@ -12,14 +12,14 @@ from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
-from ratchet.experience.async_rollouts.tail_batching import CURRENT, Cuttable, Drawn
+from ratchet.experience.async_rollouts.tail_batching import CURRENT, AbortableGenerator, DrawnTokens
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeGenerator, FakeLearner, FakeLink
-from ratchet.training.colocation import GENERATOR, LEARNERS, Turns, take_turns
+from ratchet.training.colocation import GENERATOR, LEARNERS, AcceleratorLock, colocate
 from ratchet.types import Sampling
 
 
@@ -101,7 +101,7 @@ def parts(device):
 
 
 def test_never_both_whoever_asks(device, parts):
-    learners, generator, link = take_turns(*parts)
+    learners, generator, link = colocate(*parts)
 
     async def ask():
         await asyncio.gather(
@@ -125,11 +125,11 @@ def test_never_both_whoever_asks(device, parts):
 
 
 def test_attempts_that_were_cut_off_hold_up_no_learner(device, parts):
-    learners, generator, _ = take_turns(*parts)
-    asked = Cuttable(generator)
+    learners, generator, _ = colocate(*parts)
+    asked = AbortableGenerator(generator)
 
     async def ask():
-        CURRENT.set(Drawn())
+        CURRENT.set(DrawnTokens())
         late = asyncio.create_task(asked.generate([1], Sampling(max_new_tokens=1)))
         while not device.events:
             await asyncio.sleep(0)
@@ -143,7 +143,7 @@ def test_attempts_that_were_cut_off_hold_up_no_learner(device, parts):
 
 
 def test_the_learners_have_the_last_turn(device, parts):
-    _, generator, link = take_turns(*parts)
+    _, generator, link = colocate(*parts)
 
     async def ask():
         await generator.generate([1], Sampling(max_new_tokens=1))
@@ -154,7 +154,7 @@ def test_the_learners_have_the_last_turn(device, parts):
 
 
 def test_a_turn_that_could_not_begin_begins_anew(device, parts):
-    learners, generator, _ = take_turns(*parts)
+    learners, generator, _ = colocate(*parts)
     parts[0]["policy"].broken = True
 
     async def ask():
@@ -169,7 +169,7 @@ def test_a_turn_that_could_not_begin_begins_anew(device, parts):
 
 
 def test_an_error_or_a_cancelled_wait_ends_the_turn(device, parts):
-    learners, generator, _ = take_turns(*parts)
+    learners, generator, _ = colocate(*parts)
 
     async def ask():
         with pytest.raises(DataError, match="empty prompt"):
@@ -190,7 +190,7 @@ def test_who_cannot_leave_is_refused():
     with pytest.raises(
         ConfigError, match=r"cluster\.colocated=true .* and FakeGenerator can't be offloaded"
     ):
-        Turns({GENERATOR: [generator]})
+        AcceleratorLock({GENERATOR: [generator]})
 
 
 DEVICES = [

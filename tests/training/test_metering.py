@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.learners.compute.flop_counter import Spent
-from ratchet.models.flops import Cost
-from ratchet.models.presets import preset
+from ratchet.learners.compute.flop_counter import FlopCounter
+from ratchet.models.flops import DecoderCost
+from ratchet.models.presets import get_preset
 from ratchet.observe.sinks import read_jsonl
 from ratchet.observe.tracing.spans import Activity
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.training.metering import Meter
+from ratchet.training.metering import StageMeter
 from ratchet.training.start import resume_run, start_run
 
-WORK = Cost(preset("tiny", vocab_size=10)).work
+WORK = DecoderCost(get_preset("tiny", vocab_size=10)).work
 
 
 class Clock:
@@ -30,8 +30,8 @@ class Clock:
 
 def test_mfu_and_idle_share_by_hand():
     clock = Clock()
-    activity, spent = Activity(clock), Spent({"policy": WORK})
-    meter = Meter(spent, peak=1e9, activity=activity)
+    activity, spent = Activity(clock), FlopCounter({"policy": WORK})
+    meter = StageMeter(spent, peak=1e9, activity=activity)
     with activity.work("policy", "before"):
         clock.now += 100.0
     spent.flop = 5e12  # of the step before
@@ -67,7 +67,7 @@ def test_mfu_and_idle_share_by_hand():
 
 def test_a_model_whose_shape_is_unknown_has_no_flop():
     clock = Clock()
-    meter = Meter(Spent({}), peak=1e9, activity=Activity(clock))
+    meter = StageMeter(FlopCounter({}), peak=1e9, activity=Activity(clock))
     meter.begin(0)
     clock.now = 2.0
     found = meter.measure([make_group("g", [make_trajectory([1], [2], reward=1.0)])], 2.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.scoring import fill
+from ratchet.algorithms.scoring import fill_columns
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
@@ -20,7 +20,7 @@ from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.training.roles import WHOLE_VOCABULARY, check_roles, longest_row, make_roles
+from ratchet.training.roles import WHOLE_VOCABULARY, check_roles, get_max_row_length, make_roles
 
 TOKENIZER = character_tokenizer("0123456789=")
 V = TOKENIZER.vocab_size  # 24
@@ -108,7 +108,7 @@ def test_embeddings_of_different_sizes_are_compared_over_the_tokens_of_both(
     algo = algorithm(kind, teacher=path, top_k=top_k, objective="forward")
     student, count = model(mine, seed=1), min(mine, theirs)
     roles = roles_of(student, algo)
-    weighed = algo.weigh(asyncio.run(fill(made, algo, roles)), AlgoState())
+    weighed = algo.weigh(asyncio.run(fill_columns(made, algo, roles)), AlgoState())
     if weighed.has("teacher_ids"):
         assert weighed.need("teacher_ids").max() < count
     sums = roles["policy"]._accumulate(weighed, algo.losses["policy"])
@@ -136,7 +136,7 @@ def test_a_sampled_row_of_padding_breaks_nothing(mine, theirs, saved):
     """It means nothing to either model, and neither does the teacher's last row."""
     algo = algorithm("on_policy_distillation", teacher=saved(model(theirs, seed=5)))
     roles = roles_of(model(mine), algo)
-    made = asyncio.run(fill(batch([([10], [11, mine - 1, 12])]), algo, roles))
+    made = asyncio.run(fill_columns(batch([([10], [11, mine - 1, 12])]), algo, roles))
     assert made.need("teacher_logprobs").isfinite().all()
     assert made.tokens_T.max() == mine - 1
 
@@ -220,27 +220,29 @@ def test_a_large_vocabulary_is_not_compared_whole(saved):
 def test_attempts_end_where_a_teacher_stops_reading(saved):
     algo = algorithm("distill_on_policy", teacher=saved(model(max_positions=32)))
     net = model(max_positions=64)
-    assert longest_row(net, roles_of(net, algo)) == 32
+    assert get_max_row_length(net, roles_of(net, algo)) == 32
     other = saved(model(max_positions=32), character_tokenizer("=9876543210"))
     aligned = algorithm("on_policy_distillation", teacher=other, teacher_tokens="aligned")
-    assert longest_row(net, roles_of(net, aligned)) == 64
-    assert longest_row(net, roles_of(net, algorithm("grpo", kl={"coef": 0.1}))) == 64
+    assert get_max_row_length(net, roles_of(net, aligned)) == 64
+    assert get_max_row_length(net, roles_of(net, algorithm("grpo", kl={"coef": 0.1}))) == 64
 
 
 def test_given_text_that_a_teacher_cannot_read_is_refused(saved):
     algo = algorithm("distill_off_policy", teacher=saved(model(max_positions=4)))
     roles = roles_of(model(), algo)
-    asyncio.run(fill(batch([([10, 11], [12, 13])]), algo, roles))
+    asyncio.run(fill_columns(batch([([10, 11], [12, 13])]), algo, roles))
     with pytest.raises(
         DataError, match=r"teacher reads 4 tokens, and a row has 5\. Shorten or drop it"
     ):
-        asyncio.run(fill(batch([([10, 11], [12, 13, 14])]), algo, roles))
+        asyncio.run(fill_columns(batch([([10, 11], [12, 13, 14])]), algo, roles))
 
 
 def test_an_aligned_teacher_leaves_out_what_lies_beyond_its_context(saved):
     other = saved(model(max_positions=4), character_tokenizer("=9876543210"))
     algo = algorithm("on_policy_distillation", teacher=other, teacher_tokens="aligned")
-    made = asyncio.run(fill(batch([([10, 11], [12, 13, 14])]), algo, roles_of(model(), algo)))
+    made = asyncio.run(
+        fill_columns(batch([([10, 11], [12, 13, 14])]), algo, roles_of(model(), algo))
+    )
     assert made.need("teacher_spans").tolist() == [-1, -1, 0, 1, -1]
     assert (made.need("teacher_logprobs") < 0).tolist() == [False, False, True, True, False]
     advantages = algo.advantage(made, AlgoState())
@@ -276,7 +278,7 @@ def test_a_teacher_holds_a_chunk_of_the_distributions_at_a_time(saved):
     roles = make_roles(net, TOKENIZER, algo, section=section, optimizer=OptimizerConfig(), steps=1)
     made = batch([([10], [11] * 255)] * 4)
     with Largest() as largest:
-        filled = asyncio.run(fill(made, algo, roles))
+        filled = asyncio.run(fill_columns(made, algo, roles))
     assert filled.need("teacher_topk_logprobs").shape == (1024, 9)
     assert largest.numbers <= 2**20 // 4
     whole = replace(
@@ -286,6 +288,6 @@ def test_a_teacher_holds_a_chunk_of_the_distributions_at_a_time(saved):
         ),
     )
     with Largest() as largest:
-        filled = asyncio.run(fill(made, whole, roles))
+        filled = asyncio.run(fill_columns(made, whole, roles))
     assert not filled.has("teacher_ids")
     assert largest.numbers == 1024 * 2000  # asked for

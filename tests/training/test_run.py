@@ -16,8 +16,8 @@ from ratchet.testing.fakes import FakeLink, FakeSource
 from ratchet.training.build import make_run
 from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
-from ratchet.training.run import Run
-from ratchet.training.stage import Arena, Plan
+from ratchet.training.run import StageRun
+from ratchet.training.stage import EnvSetup, StageSpec
 from ratchet.types import Group, Scored
 
 SORTING = {"kind": "sorting"}
@@ -30,7 +30,7 @@ STAGE = {
 }
 
 
-def run_of(algorithm: Algorithm, groups: list[Group]) -> Run:
+def run_of(algorithm: Algorithm, groups: list[Group]) -> StageRun:
     """One step for each group, whose logprobs are nobody's."""
     config = RunConfig.model_validate({
         "threads": 1,
@@ -39,9 +39,9 @@ def run_of(algorithm: Algorithm, groups: list[Group]) -> Run:
         "tokenizer": {"kind": "bytes"},
         "stages": [STAGE],
     })  # fmt: skip
-    arena = Arena(construct(resolve("environment", SORTING)))
+    arena = EnvSetup(construct(resolve("environment", SORTING)))
     invented = ParityConfig(first_steps=0, every=0)
-    plan = Plan("a", len(groups), 1, evaluation=EvaluationConfig(tasks=0), parity=invented)
+    plan = StageSpec("a", len(groups), 1, evaluation=EvaluationConfig(tasks=0), parity=invented)
     run = make_run(build_policy(config), arena, algorithm, plan)
     run.batcher = Batcher(FakeSource(groups), groups_per_step=1)
     return run

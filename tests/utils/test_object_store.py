@@ -11,20 +11,20 @@ from ratchet.errors import DataError, MissingDependency
 from ratchet.utils import object_store
 from ratchet.utils.object_store import (
     Store,
-    cached,
+    explain_bad_address,
     fetch_directory,
+    get_cached_path,
     put_directory,
     stays_inside,
-    unfit,
 )
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(object_store, "PAUSE_S", 0.0)
-    object_store.keep_as({"RATCHET_CACHE": str(tmp_path / "cache")})
+    object_store.configure_cache({"RATCHET_CACHE": str(tmp_path / "cache")})
     yield tmp_path / "cache"
-    object_store.keep_as({})
+    object_store.configure_cache({})
 
 
 @pytest.fixture(
@@ -129,14 +129,14 @@ def test_what_arrives_short_is_an_error(monkeypatch):
     ],
 )
 def test_what_is_no_place_for_a_run_is_said(address, why):
-    assert why in unfit(address)
+    assert why in explain_bad_address(address)
 
 
 @pytest.mark.parametrize(
     "address", ["s3://bucket/run", "gs://b/r", "hf://org/name", "memory://x", "file:///tmp/x"]
 )
 def test_what_is_one_is_not(address):
-    assert unfit(address) is None
+    assert explain_bad_address(address) is None
 
 
 def test_a_missing_package_and_an_unknown_store_are_named(monkeypatch):
@@ -163,13 +163,17 @@ def test_a_store_that_can_not_even_be_named_is_said(monkeypatch):
 
 
 def test_the_cache_lies_where_the_variables_say(tmp_path):
-    object_store.keep_as({"RATCHET_CACHE": "/a", "XDG_CACHE_HOME": "/b"})
-    first = cached("runs", "s3://bucket/run/")
+    object_store.configure_cache({"RATCHET_CACHE": "/a", "XDG_CACHE_HOME": "/b"})
+    first = get_cached_path("runs", "s3://bucket/run/")
     assert first.is_relative_to("/a/runs")
     assert first.name == "run"
-    assert cached("runs", "s3://bucket/run") == first != cached("runs", "s3://other/run")
-    object_store.keep_as({"XDG_CACHE_HOME": "/b"})
-    assert cached("runs", "s3://bucket/run").is_relative_to("/b/ratchet/runs")
+    assert (
+        get_cached_path("runs", "s3://bucket/run")
+        == first
+        != get_cached_path("runs", "s3://other/run")
+    )
+    object_store.configure_cache({"XDG_CACHE_HOME": "/b"})
+    assert get_cached_path("runs", "s3://bucket/run").is_relative_to("/b/ratchet/runs")
 
 
 def test_a_directory_is_fetched_once_and_only_what_changed_again(address, tmp_path, monkeypatch):

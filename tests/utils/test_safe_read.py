@@ -11,7 +11,7 @@ import pytest
 from ratchet.cli.errors import sentence
 from ratchet.errors import DataError, LinkError
 from ratchet.utils import safe_read
-from ratchet.utils.terminal_text import first_line, make_console, shortened, visible
+from ratchet.utils.terminal_text import escape_controls, get_first_line, make_console, shorten_text
 
 
 @pytest.mark.fault("D16")
@@ -100,9 +100,12 @@ def test_brackets_in_strings_are_no_containers(monkeypatch):
 @pytest.mark.fault("S18")
 def test_what_steers_a_terminal_is_shown_as_its_code():
     steering = "\x1b]0;x\x07 \x9b1m \u202eabc\u2066 \u200b \u2028 \ud800 \r"
-    assert visible(steering) == r"\x1b]0;x\x07 \x9b1m \u202eabc\u2066 \u200b \u2028 \ud800 \x0d"
+    assert (
+        escape_controls(steering)
+        == r"\x1b]0;x\x07 \x9b1m \u202eabc\u2066 \u200b \u2028 \ud800 \x0d"
+    )
     ordinary = "naïve\tline\n\u05e9\u05dc\u05d5\u05dd नमस्ते 👩\u200d💻 日本"
-    assert visible(ordinary) == ordinary
+    assert escape_controls(ordinary) == ordinary
 
 
 @pytest.mark.fault("S18")
@@ -120,10 +123,10 @@ def test_a_console_escapes_in_tables_and_markup(capsys):
 
 
 def test_long_texts_are_cut():
-    assert shortened("abcdefghij", 10) == "abcdefghij"
-    assert shortened("abcdefghijk", 10) == "abcdef ..."
-    assert first_line("\n\n  a\nb") == "a"
-    assert first_line("") == "no reason is given"
+    assert shorten_text("abcdefghij", 10) == "abcdefghij"
+    assert shorten_text("abcdefghijk", 10) == "abcdef ..."
+    assert get_first_line("\n\n  a\nb") == "a"
+    assert get_first_line("") == "no reason is given"
 
 
 # --- how a command ends

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from ratchet.web.connection import Connections, Limits
-from ratchet.web.guard import LOOPBACK, Guard, stranger
+from ratchet.web.connection import Connections, ServerLimits
+from ratchet.web.guard import LOOPBACK, Guard, explain_refusal
 from ratchet.web.server import Server, ServerThread
 
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
-LONG = Limits(head_s=60, body_s=60, write_s=60, grace_s=1)
+LONG = ServerLimits(head_s=60, body_s=60, write_s=60, grace_s=1)
 
 
 class App:
@@ -49,7 +49,7 @@ class App:
 
 
 @asynccontextmanager
-async def serving(app: Any, limits: Limits = LONG) -> AsyncIterator[Server]:
+async def serving(app: Any, limits: ServerLimits = LONG) -> AsyncIterator[Server]:
     server = Server(app, socket.create_server(("127.0.0.1", 0)), limits=limits)
     task = asyncio.create_task(server.run())
     try:
@@ -112,7 +112,7 @@ async def ended(reader: asyncio.StreamReader) -> bool:
 )
 def test_a_connection_that_sends_nothing_is_closed(data: bytes) -> None:
     async def scene() -> bytes:
-        async with serving(App(), Limits(head_s=0.05, body_s=0.05)) as server:
+        async with serving(App(), ServerLimits(head_s=0.05, body_s=0.05)) as server:
             reader, writer = await connect(server, data)
             try:
                 return await asyncio.wait_for(reader.read(), 30)
@@ -246,7 +246,7 @@ def test_a_fault_is_an_answer_with_a_number_and_is_logged_once(
 )
 def test_names_that_are_answered(headers: dict[str, str], allowed: bool) -> None:
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    assert (stranger(encoded, LOOPBACK) == "") == allowed
+    assert (explain_refusal(encoded, LOOPBACK) == "") == allowed
 
 
 @pytest.mark.fault("S16")
@@ -254,7 +254,7 @@ def test_names_that_are_answered(headers: dict[str, str], allowed: bool) -> None
 def test_every_name_of_several_is_checked(name: bytes) -> None:
     local = {b"host": b"localhost", b"origin": b"http://localhost"}[name]
     other = local.replace(b"localhost", b"evil.example")
-    assert stranger([(b"host", b"localhost"), (name, other), (name, local)], LOOPBACK)
+    assert explain_refusal([(b"host", b"localhost"), (name, other), (name, local)], LOOPBACK)
 
 
 FRAMES = {

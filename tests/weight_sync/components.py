@@ -8,13 +8,13 @@ from learners.spread_cases import SHAPE, made
 
 from ratchet.config.resolve import imported
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.distributed.mesh import Mesh
 from ratchet.learners.distributed.topology import Topology
 from ratchet.models.load import init_policy
 from ratchet.protocols import Shard
-from ratchet.weight_sync.endpoints import Intake
+from ratchet.weight_sync.endpoints import WeightReceiver
 
 ENGINE = EngineConfig(kv_cache_gib=0.01, row_multiple=1)
 
@@ -114,7 +114,7 @@ class Kept:
             yield Shard(name, tuple(whole.shape), (0,) * whole.dim(), whole)
 
 
-class KeptIntake(Intake):
+class KeptIntake(WeightReceiver):
     """A receiver in a process of its own."""
 
     def __init__(self, rank, world):
@@ -126,4 +126,4 @@ class KeptIntake(Intake):
 
 def engine(shape=SHAPE, dtype=torch.float32, seed=11):
     """A generator with weights of its own."""
-    return Engine(ENGINE, init_policy(shape, seed=seed, dtype=dtype))
+    return EmbeddedEngine(ENGINE, init_policy(shape, seed=seed, dtype=dtype))

@@ -12,15 +12,15 @@ from weight_sync.test_transfer import LINKS
 from ratchet.config.experience import ParityConfig
 from ratchet.config.schema import LoRAConfig, OptimizerConfig
 from ratchet.errors import LinkError
-from ratchet.experience.checks.logprob_parity import Ends, ParityGate
-from ratchet.generators.engine.engine import Engine
+from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.types import Sampling
-from ratchet.weight_sync.endpoints import Intake, OneRank, Outlet
+from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
 SHAPE = DecoderConfig(VOCAB, 16, 2, 2, 1, 8, 24, init_std=0.3, tied=False)
@@ -51,8 +51,8 @@ def furthest(made, generator):
 
 @pytest.mark.parametrize("kind", LINKS)
 def test_later_pushes_carry_the_adapter_alone(kind, tmp_path):
-    made, generator = learner(), Engine(ENGINE, init_policy(SHAPE, seed=9))
-    ends = OneRank(Outlet(made)), OneRank(Intake(generator))
+    made, generator = learner(), EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=9))
+    ends = LocalRank(WeightSender(made)), LocalRank(WeightReceiver(generator))
     link = LINKS[kind](*ends, tmp_path / "links", adapter=ADAPTER)
     adapter_bytes = sum(weight.nbytes for _, weight in made.model.adapter_weights())
     base_bytes = sum(weight.nbytes for _, weight in made.model.canonical_weights())
@@ -71,15 +71,18 @@ def test_later_pushes_carry_the_adapter_alone(kind, tmp_path):
 
 
 def test_a_push_that_fails_leaves_the_adapter_before(monkeypatch):
-    made, generator = learner(), Engine(ENGINE, init_policy(SHAPE, seed=0))
-    link = SharedMemoryLink(OneRank(Outlet(made)), OneRank(Intake(generator)), adapter=ADAPTER)
+    made, generator = learner(), EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=0))
+    link = SharedMemoryLink(
+        LocalRank(WeightSender(made)), LocalRank(WeightReceiver(generator)), adapter=ADAPTER
+    )
     asyncio.run(link.push(1))
     step(made)
     asyncio.run(link.push(2))
     before = {shard.name: shard.tensor.clone() for shard in generator.weights()}
     step(made)
     monkeypatch.setattr(
-        "ratchet.weight_sync.endpoints.claim", lambda numbers, wanted: lambda: False
+        "ratchet.weight_sync.endpoints.prepare_checksum_check",
+        lambda numbers, wanted: lambda: False,
     )
     with pytest.raises(LinkError, match="lora_A"):
         asyncio.run(link.push(3))
@@ -93,11 +96,15 @@ def test_a_push_that_fails_leaves_the_adapter_before(monkeypatch):
 
 def test_the_parity_gate_sees_an_adapter_that_did_not_arrive():
     """And names its weights."""
-    made, generator = learner(), Engine(ENGINE, init_policy(SHAPE, seed=0))
-    link = SharedMemoryLink(OneRank(Outlet(made)), OneRank(Intake(generator)), adapter=ADAPTER)
+    made, generator = learner(), EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=0))
+    link = SharedMemoryLink(
+        LocalRank(WeightSender(made)), LocalRank(WeightReceiver(generator)), adapter=ADAPTER
+    )
     asyncio.run(link.push(1))
     step(made)
-    found = asyncio.run(ParityGate(Ends(made, generator, link, {}), ParityConfig())._weights())
+    found = asyncio.run(
+        ParityGate(ParityPair(made, generator, link, {}), ParityConfig())._weights()
+    )
     assert found.guilty
     assert (
         "tensors differ, the first is base_model.model.model.layers.0.self_attn.q_proj.lora_"
@@ -107,16 +114,20 @@ def test_the_parity_gate_sees_an_adapter_that_did_not_arrive():
 
 
 def test_a_generator_has_one_adapter_of_a_learner():
-    generator = Engine(ENGINE, init_policy(SHAPE, seed=0))
+    generator = EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=0))
     asyncio.run(
         SharedMemoryLink(
-            OneRank(Outlet(learner())), OneRank(Intake(generator)), adapter=ADAPTER
+            LocalRank(WeightSender(learner())),
+            LocalRank(WeightReceiver(generator)),
+            adapter=ADAPTER,
         ).push(1)
     )
     other = Adapter(LoRAConfig(rank=3))
     with pytest.raises(LinkError, match="another adapter"):
         asyncio.run(
             SharedMemoryLink(
-                OneRank(Outlet(learner())), OneRank(Intake(generator)), adapter=other
+                LocalRank(WeightSender(learner())),
+                LocalRank(WeightReceiver(generator)),
+                adapter=other,
             ).push(2)
         )

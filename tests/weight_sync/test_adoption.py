@@ -12,12 +12,12 @@ from weight_sync.test_failures import Tampering
 from weight_sync.test_transfer import assert_bit_equal, held, local
 
 from ratchet.errors import LinkError
-from ratchet.generators.weight_update import Staging
+from ratchet.generators.weight_update import WeightStaging
 from ratchet.protocols import Adopts, Shard
-from ratchet.weight_sync.endpoints import Intake, OneRank
+from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver
 from ratchet.weight_sync.files import FilesLink
-from ratchet.weight_sync.shared_memory import SharedMemoryLink, laid
-from ratchet.weight_sync.weight_blocks import Block
+from ratchet.weight_sync.shared_memory import SharedMemoryLink, lay_out_blocks
+from ratchet.weight_sync.weight_blocks import WeightBlock
 
 
 def change(policy, factor):
@@ -38,14 +38,14 @@ class Both:
     """Two receivers, of which the second may fail to commit."""
 
     def __init__(self, first, second):
-        self.ends, self.breaks = (Intake(first, 0), Intake(second, 1)), []
+        self.ends, self.breaks = (WeightReceiver(first, 0), WeightReceiver(second, 1)), []
 
     async def call(self, method, /, *arguments):
         results = []
         for index, end in enumerate(self.ends):
             if index and method == "commit" and self.breaks:
                 raise RuntimeError(self.breaks.pop())
-            results += await OneRank(end).call(method, *arguments)
+            results += await LocalRank(end).call(method, *arguments)
         return results
 
 
@@ -54,7 +54,7 @@ def test_weights_are_used_where_they_lie_and_two_segments_take_turns():
     generator = engine(UNTIED)
     assert isinstance(generator, Adopts)
     assert not generator.adopted
-    link = SharedMemoryLink(outlet, OneRank(Intake(generator)))
+    link = SharedMemoryLink(outlet, LocalRank(WeightReceiver(generator)))
     seen = []
     for version in (1, 2, 3, 4):
         asyncio.run(link.push(version))
@@ -74,7 +74,7 @@ def test_weights_are_used_where_they_lie_and_two_segments_take_turns():
 def test_a_push_that_fails_leaves_what_serves_untouched(method):
     policy, outlet = local(UNTIED)
     generator = engine(UNTIED)
-    receiver = Tampering(Intake(generator), "", None)
+    receiver = Tampering(WeightReceiver(generator), "", None)
     link = SharedMemoryLink(outlet, receiver)
     for version in (1, 2):
         asyncio.run(link.push(version))
@@ -130,7 +130,7 @@ def test_another_kind_of_link_writes_to_memory_of_the_generators_own(tmp_path):
     asyncio.run(link.push(1))
     before, shared = held(second), addresses(first)
     change(policy, 1.5)
-    asyncio.run(FilesLink(outlet, OneRank(Intake(first)), directory=tmp_path).push(2))
+    asyncio.run(FilesLink(outlet, LocalRank(WeightReceiver(first)), directory=tmp_path).push(2))
     assert not first.adopted
     assert_bit_equal(held(first), weights_of(policy))
     assert not set(shared.values()) & set(addresses(first).values())
@@ -140,7 +140,7 @@ def test_another_kind_of_link_writes_to_memory_of_the_generators_own(tmp_path):
 @pytest.mark.fault("P18")
 def test_the_committed_files_stay_under_any_clock(tmp_path):
     _, outlet = local(UNTIED)
-    link = FilesLink(outlet, OneRank(Intake(engine(UNTIED))), directory=tmp_path)
+    link = FilesLink(outlet, LocalRank(WeightReceiver(engine(UNTIED))), directory=tmp_path)
     asyncio.run(link.push(1))
     (first,) = tmp_path.iterdir()
     os.utime(first, (2**33, 2**33))  # the clock was set back after this push
@@ -152,7 +152,7 @@ def test_the_committed_files_stay_under_any_clock(tmp_path):
 def test_what_has_another_dtype_is_copied(sent, kept):
     policy, outlet = local(SHAPE)
     generator = engine(SHAPE, dtype=kept)
-    link = SharedMemoryLink(outlet, OneRank(Intake(generator)), dtype=sent)
+    link = SharedMemoryLink(outlet, LocalRank(WeightReceiver(generator)), dtype=sent)
     for version in (1, 2):
         asyncio.run(link.push(version))
         assert not generator.adopted
@@ -166,7 +166,7 @@ def test_what_has_another_dtype_is_copied(sent, kept):
 
 def test_pieces_that_do_not_lie_as_the_weight_does_are_copied():
     weight = torch.nn.Parameter(torch.zeros(4, 6), requires_grad=False)
-    staging = Staging(lambda: [("w", weight.data)], lambda: [weight])
+    staging = WeightStaging(lambda: [("w", weight.data)], lambda: [weight])
     wanted = torch.arange(24.0).view(4, 6)
     memory = torch.cat(
         [wanted[:, :3].flatten(), wanted[:, 3:].flatten(), wanted.flatten(), wanted.flatten()]
@@ -195,12 +195,12 @@ def test_pieces_that_do_not_lie_as_the_weight_does_are_copied():
 
 def test_blocks_of_a_weight_lie_in_their_order_and_changes_get_slack():
     def rows(name, start, n):
-        return Block(name, (5, 3), (start, 0), (n, 3), "float32")
+        return WeightBlock(name, (5, 3), (start, 0), (n, 3), "float32")
 
     by_rank = [[rows("b", 2, 3), rows("a", 0, 2)], [rows("a", 2, 3), rows("b", 0, 2)]]
-    places, size = laid(by_rank)
+    places, size = lay_out_blocks(by_rank)
     assert places == [[(24, 60), (64, 88)], [(88, 124), (0, 24)]]
     assert size == 128
-    places, size = laid(by_rank, slack=128)
+    places, size = lay_out_blocks(by_rank, slack=128)
     assert places == [[(192, 384), (384, 576)], [(576, 768), (0, 192)]]
     assert size == 768

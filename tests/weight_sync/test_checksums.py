@@ -12,10 +12,10 @@ from ratchet.weight_sync.checksums import (
     SUMS,
     XXH3,
     _checksum,
-    agrees,
     as_bytes,
     checksum,
-    copy_summed,
+    copy_with_checksum,
+    has_checksum,
 )
 
 SIZES = [0, 1, 7, 8, ROW - 1, ROW, ROW + 1, 3 * ROW + 5, 200 * ROW + 24, 600 * ROW + 24]
@@ -36,7 +36,7 @@ def test_an_accelerators_is_made_of_the_sums_of_rows_and_columns(size):
     wanted = xxhash.xxh3_128(size.to_bytes(8, "little"))
     for part in (words.sum(0), words.sum(1), bytes_n[whole:]):
         wanted.update(part.tobytes())
-    assert agrees(data(size), f"sums:{wanted.hexdigest()}")
+    assert has_checksum(data(size), f"sums:{wanted.hexdigest()}")
     assert checksum(data(size)) == f"xxh3:{xxhash.xxh3_128_hexdigest(bytes_n)}"
 
 
@@ -61,7 +61,7 @@ def test_an_accelerators_is_made_of_the_sums_of_rows_and_columns(size):
 def test_a_copy_has_the_checksum_of_what_was_copied(source, dtype):
     wanted = source.to(dtype or source.dtype).contiguous()
     target = torch.zeros(wanted.numel() * wanted.dtype.itemsize, dtype=torch.uint8)
-    assert copy_summed(target, source, wanted.dtype) == checksum(wanted)
+    assert copy_with_checksum(target, source, wanted.dtype) == checksum(wanted)
     assert torch.equal(target, as_bytes(wanted))
 
 
@@ -70,7 +70,7 @@ def test_a_block_may_lie_anywhere_in_its_parameter(kind):
     numbers = torch.arange(5000, dtype=torch.float32)
     for start in (0, 1, 2, 3):
         part = numbers[start : start + 4100]
-        assert agrees(part, _checksum(as_bytes(part.clone()), kind))
+        assert has_checksum(part, _checksum(as_bytes(part.clone()), kind))
 
 
 KINDS = pytest.mark.parametrize("kind", [XXH3, SUMS])
@@ -85,11 +85,11 @@ def test_flips_and_exchanges_are_found(kind, size, choose):
     at = choose.draw(st.integers(0, size - 1))
     flipped = bytes_n.clone()
     flipped[at] ^= 1 << choose.draw(st.integers(0, 7))
-    assert not agrees(flipped, whole)
+    assert not has_checksum(flipped, whole)
     other = choose.draw(st.integers(0, size - 1))
     exchanged = bytes_n.clone()
     exchanged[[at, other]] = bytes_n[[other, at]]
-    assert agrees(exchanged, whole) == torch.equal(exchanged, bytes_n)
+    assert has_checksum(exchanged, whole) == torch.equal(exchanged, bytes_n)
 
 
 @KINDS
@@ -101,8 +101,8 @@ def test_exchanged_signs_rows_and_words_are_found(kind):
     for pairs in ([5, 5 + 2 * 1024], [0, 1], [0, 1024]):
         exchanged = words.clone()
         exchanged[pairs] = words[pairs[::-1]]
-        assert not agrees(exchanged, whole), pairs
+        assert not has_checksum(exchanged, whole), pairs
     rows = words.view(4, 1024)
-    assert not agrees(rows[[1, 0, 2, 3]].contiguous(), whole)
-    assert not agrees(rows[:3].contiguous(), whole)
-    assert not agrees(torch.zeros(ROW), _checksum(as_bytes(torch.zeros(2 * ROW)), kind))
+    assert not has_checksum(rows[[1, 0, 2, 3]].contiguous(), whole)
+    assert not has_checksum(rows[:3].contiguous(), whole)
+    assert not has_checksum(torch.zeros(ROW), _checksum(as_bytes(torch.zeros(2 * ROW)), kind))

@@ -14,11 +14,18 @@ from weight_sync.test_transfer import assert_bit_equal
 from ratchet.errors import DeltaRefused, LinkError
 from ratchet.protocols import Shard
 from ratchet.weight_sync.checksums import checksum
-from ratchet.weight_sync.delta import Received, apply, changes, difference, forget, words
-from ratchet.weight_sync.endpoints import Intake, OneRank
+from ratchet.weight_sync.delta import (
+    ReceivedWeights,
+    apply_changed_words,
+    changes,
+    find_changed_words,
+    forget,
+    view_as_words,
+)
+from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver
 from ratchet.weight_sync.files import FilesLink
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
-from ratchet.weight_sync.weight_blocks import block_of
+from ratchet.weight_sync.weight_blocks import describe_block
 
 DTYPES = [
     torch.float32,
@@ -48,21 +55,21 @@ def bits(draw):
 @given(bits())
 def test_a_delta_makes_the_old_bits_the_new_ones(pair):
     old, new = pair
-    found = difference(new, old)
+    found = find_changed_words(new, old)
     if found is None:
-        changed = int((words(new) != words(old)).sum())
+        changed = int((view_as_words(new) != view_as_words(old)).sum())
         assert changed * (4 + new.dtype.itemsize) >= new.numel() * new.dtype.itemsize
         return
     made = old.clone()
-    apply(made, *found)
-    assert torch.equal(words(made), words(new))
+    apply_changed_words(made, *found)
+    assert torch.equal(view_as_words(made), view_as_words(new))
     assert (found[0][1:] > found[0][:-1]).all()
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(bits(), min_size=1, max_size=4))
 def test_what_a_rank_sends_of_any_change_is_what_the_receiver_gets(pairs):
-    session, received = "property", Received()
+    session, received = "property", ReceivedWeights()
     forget(session)
     try:
         for version, which in ((1, 0), (2, 1)):
@@ -71,7 +78,8 @@ def test_what_a_rank_sends_of_any_change_is_what_the_receiver_gets(pairs):
             ]
             taken = deliver(received, shards, session, version - 1 or None, version)
             assert all(
-                torch.equal(words(a), words(b.tensor)) for a, b in zip(taken, shards, strict=True)
+                torch.equal(view_as_words(a), view_as_words(b.tensor))
+                for a, b in zip(taken, shards, strict=True)
             )
     finally:
         forget(session)
@@ -79,7 +87,7 @@ def test_what_a_rank_sends_of_any_change_is_what_the_receiver_gets(pairs):
 
 def deliver(received, shards, session, base, version, *, sent=None):
     """Applies what a rank sends, and commits. sent: what it sent before, again."""
-    blocks = [[block_of(shard, None) for shard in shards]]
+    blocks = [[describe_block(shard, None) for shard in shards]]
     parts, numbers = sent or outgoing(shards, session, base, version)
     taken = received.take(
         blocks, [parts], lambda rank, part: numbers[part], base=base, version=version
@@ -100,7 +108,7 @@ def outgoing(shards, session, base, version):
 @pytest.fixture
 def history():
     """A receiver with version 1, and the changes from 1 to 2 and from 2 to 3."""
-    session, received = "history", Received()
+    session, received = "history", ReceivedWeights()
     versions = {1: torch.zeros(100), 2: torch.zeros(100), 3: torch.zeros(100)}
     versions[2][7] = 1.0
     versions[3][[7, 8]] = torch.tensor([1.0, 2.0])
@@ -141,7 +149,7 @@ def test_what_comes_out_wrong_is_refused_and_nothing_applies_to_it_any_more(hist
 
 def test_a_position_outside_of_the_block_is_refused():
     with pytest.raises(LinkError, match="outside of its block"):
-        apply(
+        apply_changed_words(
             torch.zeros(3),
             torch.tensor([3], dtype=torch.int32),
             torch.tensor([1], dtype=torch.int32),
@@ -156,7 +164,7 @@ WHOLE = 4 * 30 * 4  # bytes of four matrices
 @pytest.mark.parametrize("through", ["files", "shared_memory"])
 def test_a_push_is_whole_where_changes_would_not_apply(through, ranks, tmp_path):
     kept = Kept()
-    receiver = OneRank(Intake(kept))
+    receiver = LocalRank(WeightReceiver(kept))
     by_files = lambda *ends: FilesLink(*ends, directory=tmp_path, changes_only=True)  # noqa: E731
     link = (
         by_files(ranks, receiver)
@@ -180,13 +188,13 @@ def test_a_push_is_whole_where_changes_would_not_apply(through, ranks, tmp_path)
     ranks.ask("become", 1)
     assert pushed(11) == WHOLE, "everything has changed"
     assert_bit_equal(kept.held, matrices(1, 4, 6, 5))
-    receiver.component = Intake(kept)
+    receiver.component = WeightReceiver(kept)
     assert pushed(12) == WHOLE, "a receiver that has forgotten"
 
 
 def test_a_rank_that_was_started_anew_sends_all_that_it_has(ranks):
     kept = Kept()
-    link = SharedMemoryLink(ranks, OneRank(Intake(kept)), changes_only=True)
+    link = SharedMemoryLink(ranks, LocalRank(WeightReceiver(kept)), changes_only=True)
     asyncio.run(link.push(1))
     link.senders = other = Processes(2, "weight_sync.components:RowsRank")
     try:

@@ -14,8 +14,8 @@ from ratchet.errors import ConfigError
 from ratchet.testing.fakes import FakeLearner
 from ratchet.weight_sync.collective import CollectiveLink
 from ratchet.weight_sync.cuda_ipc import CudaIpcLink
-from ratchet.weight_sync.endpoints import OneRank
-from ratchet.weight_sync.factory import Between, make_link
+from ratchet.weight_sync.endpoints import LocalRank
+from ratchet.weight_sync.factory import SyncEndpoints, make_link
 from ratchet.weight_sync.files import FilesLink
 from ratchet.weight_sync.in_process import SharedLink
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
@@ -25,7 +25,7 @@ class Embedded(Kept):
     shares_weights = True
 
 
-RANKS, ALONE = OneRank(None), FakeLearner(2)
+RANKS, ALONE = LocalRank(None), FakeLearner(2)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ RANKS, ALONE = OneRank(None), FakeLearner(2)
     ],
 )
 def test_each_kind_is_its_link(recipe, between, made):
-    link = make_link(resolve("link", recipe), Between(**between))
+    link = make_link(resolve("link", recipe), SyncEndpoints(**between))
     assert type(link) is made
     assert getattr(link, "changes_only", False) == (recipe.get("kind") == "delta")
 
 
 def test_keys_reach_the_link(tmp_path):
-    between = Between(
+    between = SyncEndpoints(
         RANKS, Kept(), receivers=RANKS, receivers_count=3, directory=tmp_path, run="mine"
     )
     own = {"dtype": "float16", "timeout_s": 5.0}
@@ -85,7 +85,7 @@ def test_keys_reach_the_link(tmp_path):
 
 @pytest.mark.parametrize(("one_host", "host"), [(True, "127.0.0.1"), (False, socket.gethostname())])
 def test_others_reach_the_driver_at_an_address_that_they_can(one_host, host):
-    between = Between(RANKS, Kept(), one_host=one_host)
+    between = SyncEndpoints(RANKS, Kept(), one_host=one_host)
     assert make_link(resolve("link", {"kind": "collective"}), between).host == host
     assert (
         make_link(resolve("link", {"kind": "collective", "host": "10.0.0.1"}), between).host
@@ -117,4 +117,4 @@ def test_shared_weights_need_no_transport():
 
 def test_weights_that_are_not_shared_are_not_taken_for_shared():
     with pytest.raises(ConfigError, match="Set link\.kind=auto"):
-        make_link(resolve("link", {"kind": "shared"}), Between(ALONE, Kept()))
+        make_link(resolve("link", {"kind": "shared"}), SyncEndpoints(ALONE, Kept()))

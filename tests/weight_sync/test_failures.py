@@ -18,11 +18,11 @@ from weight_sync.test_transfer import LINKS, assert_bit_equal
 
 from ratchet.errors import LinkError, ModelError
 from ratchet.weight_sync import shared_memory
-from ratchet.weight_sync.endpoints import Intake, OneRank
+from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
 
-class Tampering(OneRank):
+class Tampering(LocalRank):
     """Does something just before a method of the receiver."""
 
     def __init__(self, component, method, act):
@@ -77,7 +77,7 @@ def push_then_fail(link, kept, ranks, version=2, **match):
 @pytest.mark.parametrize("at", [0, 31, 59])
 def test_a_flipped_bit_in_the_segment_is_refused(at, ranks):
     kept = Kept()
-    receiver = Tampering(Intake(kept), "", None)
+    receiver = Tampering(WeightReceiver(kept), "", None)
     link = SharedMemoryLink(ranks, receiver)
     shared_memory._MAPPED.clear()
     asyncio.run(link.push(1))
@@ -91,7 +91,7 @@ def test_a_flipped_bit_in_the_segment_is_refused(at, ranks):
 @pytest.mark.parametrize("kind", ["files", "delta by files"])
 def test_a_flipped_bit_in_a_file_is_refused(kind, ranks, tmp_path):
     kept = Kept()
-    receiver = Tampering(Intake(kept), "", None)
+    receiver = Tampering(WeightReceiver(kept), "", None)
     link = LINKS[kind](ranks, receiver, tmp_path)
     asyncio.run(link.push(1))
     ranks.ask("become", 1)
@@ -102,7 +102,7 @@ def test_a_flipped_bit_in_a_file_is_refused(kind, ranks, tmp_path):
 
 def test_a_file_that_is_cut_off_or_gone_is_refused(ranks, tmp_path):
     kept = Kept()
-    receiver = Tampering(Intake(kept), "", None)
+    receiver = Tampering(WeightReceiver(kept), "", None)
     link = LINKS["files"](ranks, receiver, tmp_path)
     asyncio.run(link.push(1))
     ranks.ask("become", 1)
@@ -121,7 +121,7 @@ def test_a_file_that_is_cut_off_or_gone_is_refused(ranks, tmp_path):
 @pytest.mark.fault("P20")
 def test_a_rank_killed_in_the_middle_of_sending_is_named(kind, tmp_path):
     ranks, kept = Processes(2, "weight_sync.components:RowsRank"), Kept()
-    link = LINKS[kind](ranks, OneRank(Intake(kept)), tmp_path)
+    link = LINKS[kind](ranks, LocalRank(WeightReceiver(kept)), tmp_path)
     try:
         asyncio.run(link.push(1))
         ranks.ask("die", 1, 2)
@@ -144,7 +144,7 @@ def test_a_rank_killed_in_the_middle_of_sending_is_named(kind, tmp_path):
 @pytest.mark.parametrize("kind", LINKS)
 def test_a_rank_that_raises_ends_the_push_and_nobody_waits_for_the_deadline(kind, ranks, tmp_path):
     kept = Kept()
-    link = LINKS[kind](ranks, OneRank(Intake(kept)), tmp_path)
+    link = LINKS[kind](ranks, LocalRank(WeightReceiver(kept)), tmp_path)
     asyncio.run(link.push(1))
     ranks.ask("become", 1)
     ranks.ask("fail", 1, 2)
@@ -161,7 +161,7 @@ def test_a_rank_that_raises_ends_the_push_and_nobody_waits_for_the_deadline(kind
 @pytest.mark.parametrize("kind", LINKS)
 def test_a_generator_that_refuses_keeps_what_it_has(kind, ranks, tmp_path):
     kept = Kept()
-    link = LINKS[kind](ranks, OneRank(Intake(kept)), tmp_path)
+    link = LINKS[kind](ranks, LocalRank(WeightReceiver(kept)), tmp_path)
     asyncio.run(link.push(1))
     ranks.ask("become", 1)
 
@@ -184,7 +184,7 @@ def test_a_push_has_a_deadline(ranks):
         await asyncio.Event().wait()
 
     kept = Kept()
-    link = SharedMemoryLink(ranks, OneRank(Intake(kept)))
+    link = SharedMemoryLink(ranks, LocalRank(WeightReceiver(kept)))
     asyncio.run(link.push(1))
     kept.prepare, link.timeout_s = never, 0.05
     with pytest.raises(LinkError, match=re.escape("(a receiver prepares: not over after 0.05 s)")):
@@ -213,15 +213,15 @@ def test_a_cancelled_push_rolls_back(ranks):
             await task
 
     kept = Slow()
-    asyncio.run(cancel(SharedMemoryLink(ranks, OneRank(Intake(kept)))))
+    asyncio.run(cancel(SharedMemoryLink(ranks, LocalRank(WeightReceiver(kept)))))
     assert kept.rolled_back
 
 
 def test_ranks_that_hold_other_blocks_than_they_said_are_refused(ranks):
     kept = Kept()
-    link = SharedMemoryLink(ranks, OneRank(Intake(kept)))
+    link = SharedMemoryLink(ranks, LocalRank(WeightReceiver(kept)))
     asyncio.run(link.push(1))
-    link.senders = OneRank(LocalRows(0, 1))
+    link.senders = LocalRank(LocalRows(0, 1))
     with pytest.raises(LinkError):
         asyncio.run(link.push(2))
     serves(kept, 1, matrices(0, 4, 6, 5))

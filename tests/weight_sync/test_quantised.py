@@ -11,17 +11,17 @@ from weight_sync.test_transfer import LINKS
 from ratchet.config.experience import ParityConfig
 from ratchet.data.packing import pack
 from ratchet.errors import LinkError
-from ratchet.experience.checks.logprob_parity import Ends, ParityGate
+from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
-from ratchet.models.layers.quantized import Quantised
+from ratchet.models.layers.quantized import QuantizedMatrix
 from ratchet.models.load import init_policy
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import Sampling
-from ratchet.weight_sync.endpoints import Intake, OneRank, Outlet
+from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
 SHAPE = DecoderConfig(23, 32, 2, 2, 1, 16, 48, init_std=0.15, tied=False, qkv_bias=True)
@@ -31,7 +31,7 @@ FORMS = ["float8", pytest.param("nf4", marks=pytest.mark.needs("bitsandbytes"))]
 def ends(form, seed=0):
     learner = LocalLearner(LocalConfig(), init_policy(SHAPE, seed=seed))
     section = EngineConfig(kv_cache_gib=0.01, row_multiple=1, quantise=form)
-    return learner, Engine(section, init_policy(SHAPE, seed=9))
+    return learner, EmbeddedEngine(section, init_policy(SHAPE, seed=9))
 
 
 def shown(generator):
@@ -43,7 +43,10 @@ def shown(generator):
 def test_what_arrives_is_quantised_within_the_bound_of_its_form(kind, sent, tmp_path):
     learner, generator = ends("float8")
     link = LINKS[kind](
-        OneRank(Outlet(learner)), OneRank(Intake(generator)), tmp_path / "links", dtype=sent
+        LocalRank(WeightSender(learner)),
+        LocalRank(WeightReceiver(generator)),
+        tmp_path / "links",
+        dtype=sent,
     )
     for version in (1, 2):
         asyncio.run(link.push(version))
@@ -53,7 +56,7 @@ def test_what_arrives_is_quantised_within_the_bound_of_its_form(kind, sent, tmp_
         }
         found = shown(generator)
         for name, plain in weights.items():
-            wanted = Quantised(plain, "float8").plain() if "proj.weight" in name else plain
+            wanted = QuantizedMatrix(plain, "float8").plain() if "proj.weight" in name else plain
             assert torch.equal(found[name], wanted), name
             assert (found[name] - weights[name]).abs().max() <= weights[name].abs().max() / 16
         assert generator.version == version
@@ -76,7 +79,9 @@ def test_a_push_that_fails_leaves_the_codes_that_serve(form):
     def cut(*_):
         raise LinkError("cut off behind what was received")
 
-    link = SharedMemoryLink(OneRank(Outlet(learner)), Tampering(Intake(generator), "commit", cut))
+    link = SharedMemoryLink(
+        LocalRank(WeightSender(learner)), Tampering(WeightReceiver(generator), "commit", cut)
+    )
     with pytest.raises(LinkError, match="cut off"):
         asyncio.run(link.push(1))
     assert all(linear.quantised.opened is None for _, linear in generator.policy.decoder.inner_maps)
@@ -87,7 +92,7 @@ def test_a_push_that_fails_leaves_the_codes_that_serve(form):
 
 def test_the_parity_gate_names_the_form():
     learner, generator = ends("float8")
-    link = SharedMemoryLink(OneRank(Outlet(learner)), OneRank(Intake(generator)))
+    link = SharedMemoryLink(LocalRank(WeightSender(learner)), LocalRank(WeightReceiver(generator)))
     asyncio.run(link.push(1))
     prompts = [[1, 2, 3], [4, 5]]
     made = generator.generate_all(prompts, [Sampling(max_new_tokens=9, seed=i) for i in range(2)])
@@ -95,7 +100,7 @@ def test_the_parity_gate_names_the_form():
         make_trajectory(prompt, c.tokens, reward=1.0, logprobs=c.logprobs, version=1, attempt=i)
         for i, (prompt, c) in enumerate(zip(prompts, made, strict=True))
     ]
-    gate = ParityGate(Ends(learner, generator, link, {}), ParityConfig(threshold=1e-5))
+    gate = ParityGate(ParityPair(learner, generator, link, {}), ParityConfig(threshold=1e-5))
     batch = pack([make_group("g", rows)])
     report = asyncio.run(gate.report(batch, asyncio.run(gate._difference(batch))))
     assert "the cause is: dtype (learner float32, generator float8)" in report

@@ -17,10 +17,10 @@ from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.protocols import Audits, Link
 from ratchet.weight_sync.collective import CollectiveLink
-from ratchet.weight_sync.endpoints import Intake, OneRank, Outlet
+from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
 from ratchet.weight_sync.files import FilesLink
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
-from ratchet.weight_sync.weight_blocks import Block, check_cover
+from ratchet.weight_sync.weight_blocks import WeightBlock, check_cover
 
 LINKS = {
     "shared_memory": lambda senders, receivers, path, **o: SharedMemoryLink(
@@ -77,7 +77,7 @@ def assert_bit_equal(found, wanted):
 @pytest.mark.parametrize("kind", LINKS)
 def test_pushes_are_bit_exact(kind, learner, tmp_path):
     generator = engine(UNTIED)
-    link = LINKS[kind](learner, OneRank(Intake(generator)), tmp_path / "links")
+    link = LINKS[kind](learner, LocalRank(WeightReceiver(generator)), tmp_path / "links")
     assert isinstance(link, Link)
     assert isinstance(link, Audits)
 
@@ -98,14 +98,14 @@ def test_pushes_are_bit_exact(kind, learner, tmp_path):
 
 def local(shape, dtype=torch.float32, seed=5):
     policy = init_policy(shape, seed=seed, dtype=dtype)
-    return policy, OneRank(Outlet(LocalLearner(LocalConfig(), policy)))
+    return policy, LocalRank(WeightSender(LocalLearner(LocalConfig(), policy)))
 
 
 @pytest.mark.parametrize("kind", LINKS)
 def test_a_learner_of_this_process_has_one_rank_and_sends_bfloat16_where_asked(kind, tmp_path):
     policy, outlet = local(SHAPE)
     generator = engine(dtype=torch.bfloat16)
-    link = LINKS[kind](outlet, OneRank(Intake(generator)), tmp_path, dtype="bfloat16")
+    link = LINKS[kind](outlet, LocalRank(WeightReceiver(generator)), tmp_path, dtype="bfloat16")
     asyncio.run(link.push(1))
     assert_bit_equal(
         held(generator), {name: tensor.bfloat16() for name, tensor in policy.canonical_weights()}
@@ -139,7 +139,7 @@ def test_experts_travel_by_their_own_names():
     )
     policy, outlet = local(shape)
     generator = engine(shape)
-    link = SharedMemoryLink(outlet, OneRank(Intake(generator)))
+    link = SharedMemoryLink(outlet, LocalRank(WeightReceiver(generator)))
     asyncio.run(link.push(1))
     assert any(".experts.3.down_proj" in name for name in held(generator))
     assert_bit_equal(held(generator), dict(policy.canonical_weights()))
@@ -148,7 +148,7 @@ def test_experts_travel_by_their_own_names():
 def test_a_tied_learner_fills_the_head_of_an_untied_generator():
     policy, outlet = local(SHAPE)
     generator = engine(replace(SHAPE, tied=False))
-    asyncio.run(SharedMemoryLink(outlet, OneRank(Intake(generator))).push(1))
+    asyncio.run(SharedMemoryLink(outlet, LocalRank(WeightReceiver(generator))).push(1))
     found, embedding = held(generator), policy.decoder.embed_tokens.weight
     assert torch.equal(found["lm_head.weight"], embedding)
     assert torch.equal(found["model.embed_tokens.weight"], embedding)
@@ -166,7 +166,7 @@ def test_a_generator_of_another_model_refuses_before_anything_moves(shape, said)
     _, outlet = local(SHAPE)
     generator = engine(shape)
     before = held(generator)
-    link = SharedMemoryLink(outlet, OneRank(Intake(generator)))
+    link = SharedMemoryLink(outlet, LocalRank(WeightReceiver(generator)))
     with pytest.raises(LinkError, match=said):
         asyncio.run(link.push(1))
     assert_bit_equal(held(generator), before)
@@ -193,7 +193,7 @@ def test_several_receivers_get_the_same(tmp_path):
 
 
 def block(offsets, sizes, name="w", shape=(4, 4), dtype="float32"):
-    return Block(name, shape, offsets, sizes, dtype)
+    return WeightBlock(name, shape, offsets, sizes, dtype)
 
 
 @pytest.mark.parametrize(

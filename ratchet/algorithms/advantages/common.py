@@ -57,7 +57,7 @@ class Attempts:
         return self.group_A, self.batch.n_groups
 
 
-def attempts_of(batch: Batch) -> Attempts:
+def collect_attempts(batch: Batch) -> Attempts:
     """Return the scored training attempts of a batch.
 
     Raises DataError if the sequences of one attempt carry different rewards.
@@ -78,7 +78,7 @@ def attempts_of(batch: Batch) -> Attempts:
     return Attempts(batch, row_S, attempt_R, pairs[:, 0], rewards_A)
 
 
-def attempt_index(batch: Batch) -> Index:
+def index_attempts(batch: Batch) -> Index:
     """Return the attempt of each sequence, as an index.
 
     The sequences of one attempt are its stretches, in the batch's order.
@@ -106,7 +106,7 @@ def mean_by(by: Index, x: Tensor) -> Tensor:
     return sum_by(index, x, size) / count_by(by).clamp(min=1)
 
 
-def equal_by(by: Index, x: Tensor) -> Tensor:
+def is_equal_by(by: Index, x: Tensor) -> Tensor:
     """True for an index whose x are all equal.
 
     Also true for an index with one entry or none.
@@ -121,10 +121,10 @@ def std_by(by: Index, x: Tensor) -> Tensor:
     """Return the sample standard deviation (ddof 1) for each index, exactly 0 if all are equal."""
     index, size = by
     squares = sum_by(index, (x - mean_by(by, x)[index]).square(), size)
-    return torch.where(equal_by(by, x), 0.0, (squares / (count_by(by) - 1).clamp(min=1)).sqrt())
+    return torch.where(is_equal_by(by, x), 0.0, (squares / (count_by(by) - 1).clamp(min=1)).sqrt())
 
 
-def normalised_by(by: Index, x: Tensor, *, scale: str, epsilon: float) -> Tensor:
+def normalise_by(by: Index, x: Tensor, *, scale: str, epsilon: float) -> Tensor:
     """Return (x - mean) / (std + epsilon) within each index.
 
     std is the sample standard deviation (ddof 1). scale="none" gives x - mean.
@@ -136,15 +136,15 @@ def normalised_by(by: Index, x: Tensor, *, scale: str, epsilon: float) -> Tensor
     centred = x - mean_by(by, x)[index]
     if scale == "std":
         centred = centred / (std_by(by, x) + epsilon)[index]
-    return torch.where(equal_by(by, x)[index], 0.0, centred)
+    return torch.where(is_equal_by(by, x)[index], 0.0, centred)
 
 
-def whole(x: Tensor) -> Index:
+def index_as_one(x: Tensor) -> Index:
     """Return the index that puts all of x together."""
     return torch.zeros(len(x), dtype=torch.int64), 1
 
 
-def standardised(x: Tensor, *, epsilon: float) -> Tensor:
+def standardise(x: Tensor, *, epsilon: float) -> Tensor:
     """Return (x - mean) / (std + epsilon) with the population standard deviation (ddof 0).
 
     The result is exactly 0 if all x are equal.
@@ -154,7 +154,7 @@ def standardised(x: Tensor, *, epsilon: float) -> Tensor:
     return (x - x.mean()) / (x.std(correction=0) + epsilon)
 
 
-def spread(batch: Batch, advantages_S: Tensor) -> Batch:
+def broadcast_to_tokens(batch: Batch, advantages_S: Tensor) -> Batch:
     """Give each trainable token the advantage of its sequence, and other tokens 0."""
     return batch.fill_tokens(
         advantages=torch.where(batch.trainable_T, advantages_S[batch.sequence_T], 0.0)
@@ -175,7 +175,7 @@ def discounted_sums(x_AL: Tensor, factor_A: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Steps:
+class AttemptSteps:
     """The steps of all attempts as a padded matrix [A, L], and back.
 
     The steps of an attempt are the trainable tokens of its rows, in order. Padding is 0 and comes
@@ -190,9 +190,9 @@ class Steps:
     n_tokens: int
 
     @classmethod
-    def from_batch(cls, batch: Batch) -> Steps:
+    def from_batch(cls, batch: Batch) -> AttemptSteps:
         """Return the steps of all attempts of a batch."""
-        attempt_S, size = attempt_index(batch)
+        attempt_S, size = index_attempts(batch)
         step_N = batch.trainable_T.nonzero()[:, 0]
         attempt_N, order_N = attempt_S[batch.sequence_T[step_N]].sort(stable=True)
         count_A = torch.bincount(attempt_N, minlength=size)

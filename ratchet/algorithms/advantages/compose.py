@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ratchet.algorithms.advantages.common import standardised
+from ratchet.algorithms.advantages.common import standardise
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 
@@ -40,7 +40,7 @@ def whiten(batch: Batch, state: AlgoState, *, epsilon: float = 1e-8) -> Batch:
     """
     mask_T = batch.trainable_T
     advantages_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
-    advantages_T[mask_T] = standardised(batch.need("advantages")[mask_T], epsilon=epsilon)
+    advantages_T[mask_T] = standardise(batch.need("advantages")[mask_T], epsilon=epsilon)
     return batch.fill_tokens(advantages=advantages_T)
 
 

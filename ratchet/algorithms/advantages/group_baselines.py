@@ -15,18 +15,18 @@ from torch import Tensor
 
 from ratchet.algorithms.advantages.common import (
     Attempts,
-    Steps,
-    attempts_of,
+    AttemptSteps,
+    broadcast_to_tokens,
+    collect_attempts,
     count_by,
     discounted_sums,
-    equal_by,
+    index_as_one,
+    is_equal_by,
     mean_by,
-    normalised_by,
-    spread,
-    standardised,
+    normalise_by,
+    standardise,
     std_by,
     sum_by,
-    whole,
 )
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.advantages import Scale
@@ -44,9 +44,9 @@ def group_relative(
     the sample standard deviation (ddof 1). `scale="none"` drops the division: Dr. GRPO
     (arXiv:2503.20783). Groups of equal returns, and of one attempt, get exactly 0.
     """
-    attempts = attempts_of(batch)
-    advantages_A = normalised_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
-    return spread(batch, attempts.to_rows(advantages_A))
+    attempts = collect_attempts(batch)
+    advantages_A = normalise_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
+    return broadcast_to_tokens(batch, attempts.to_rows(advantages_A))
 
 
 def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: float = 1e-6) -> Batch:
@@ -56,7 +56,7 @@ def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: floa
     the group's standard deviation (ddof 1) + epsilon; with two attempts only the signs would be
     left.
     """
-    attempts = attempts_of(batch)
+    attempts = collect_attempts(batch)
     returns_A = attempts.returns_A
     others_A = (count_by(attempts.groups)[attempts.group_A] - 1).clamp(min=1)
     total_A = sum_by(attempts.group_A, returns_A, batch.n_groups)[attempts.group_A]
@@ -65,7 +65,7 @@ def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: floa
         advantages_A = (
             advantages_A / (std_by(attempts.groups, returns_A) + epsilon)[attempts.group_A]
         )
-    return spread(batch, _to_rows_unless_equal(attempts, advantages_A))
+    return broadcast_to_tokens(batch, _to_rows_unless_equal(attempts, advantages_A))
 
 
 def opo(batch: Batch, state: AlgoState) -> Batch:
@@ -74,12 +74,12 @@ def opo(batch: Batch, state: AlgoState) -> Batch:
     l = trainable tokens of the attempt. This baseline has the least variance if longer answers have
     larger gradients. OPO (arXiv:2505.23585) eq. 7.
     """
-    attempts = attempts_of(batch)
+    attempts = collect_attempts(batch)
     lengths_A = attempts.sum_rows(batch.sequence_sum(batch.trainable_T.double()))
     total_G = sum_by(attempts.group_A, lengths_A, batch.n_groups)
     weighted_G = sum_by(attempts.group_A, lengths_A * attempts.returns_A, batch.n_groups)
     baseline_G = weighted_G / total_G.clamp(min=1)
-    return spread(
+    return broadcast_to_tokens(
         batch, _to_rows_unless_equal(attempts, attempts.returns_A - baseline_G[attempts.group_A])
     )
 
@@ -89,7 +89,7 @@ def _to_rows_unless_equal(attempts: Attempts, advantages_A: Tensor) -> Tensor:
 
     Rounding would leave those a tiny signal.
     """
-    equal_A = equal_by(attempts.groups, attempts.returns_A)[attempts.group_A]
+    equal_A = is_equal_by(attempts.groups, attempts.returns_A)[attempts.group_A]
     return attempts.to_rows(torch.where(equal_A, 0.0, advantages_A))
 
 
@@ -99,12 +99,14 @@ def remax(batch: Batch, state: AlgoState) -> Batch:
     The greedy attempt is the row with use="baseline". ReMax (arXiv:2310.10505) eq. 5. A group whose
     greedy attempt was not scored has no baseline: its rows leave the final mask.
     """
-    attempts = attempts_of(batch)
+    attempts = collect_attempts(batch)
     greedy_S = batch.baseline_S & batch.scored_S
     baseline_G = mean_by((batch.group_S[greedy_S], batch.n_groups), batch.rewards_S[greedy_S])
     has_G = count_by((batch.group_S[greedy_S], batch.n_groups)) > 0
     advantages_A = attempts.returns_A - baseline_G[attempts.group_A]
-    return spread(keep_rows(batch, has_G[batch.group_S]), attempts.to_rows(advantages_A))
+    return broadcast_to_tokens(
+        keep_rows(batch, has_G[batch.group_S]), attempts.to_rows(advantages_A)
+    )
 
 
 def reinforce_pp(
@@ -120,20 +122,20 @@ def reinforce_pp(
     batch (ddof 0). REINFORCE++ (arXiv:2501.03262) eq. 8 to 10. `baseline="group"` first subtracts
     the group's mean reward. Equal G give exactly 0.
     """
-    attempts = attempts_of(batch)
+    attempts = collect_attempts(batch)
     rewards_A = attempts.rewards_A
     if baseline == "group":
-        rewards_A = normalised_by(attempts.groups, rewards_A, scale="none", epsilon=0.0)
+        rewards_A = normalise_by(attempts.groups, rewards_A, scale="none", epsilon=0.0)
     returns_T = attempts.to_rows(rewards_A)[batch.sequence_T]
     if batch.has("token_rewards"):
-        steps = Steps.from_batch(batch)
+        steps = AttemptSteps.from_batch(batch)
         following_AL = discounted_sums(
             steps.pad(batch.need("token_rewards")), torch.ones(len(steps.count_A)).double()
         )
         returns_T = returns_T + steps.unpad(following_AL)
     counted_T = batch.trainable_T & attempts.row_S[batch.sequence_T]
     advantages_T = torch.zeros_like(returns_T)
-    advantages_T[counted_T] = standardised(returns_T[counted_T], epsilon=epsilon)
+    advantages_T[counted_T] = standardise(returns_T[counted_T], epsilon=epsilon)
     return batch.fill_tokens(advantages=advantages_T)
 
 
@@ -154,7 +156,7 @@ def gdpo(
 
     Raises ConfigError if the attempts carry no parts, or lack one named in `weights`.
     """
-    attempts = attempts_of(batch)
+    attempts = collect_attempts(batch)
     names = [
         name.removeprefix("reward/")
         for name in batch.sequence_columns
@@ -168,13 +170,13 @@ def gdpo(
         part_A[attempts.attempt_R] = batch.need(f"reward/{name}")[attempts.row_S]
         has_part_A = ~part_A.isnan()
         groups = (attempts.group_A[has_part_A], batch.n_groups)
-        total_A[has_part_A] += weight * normalised_by(
+        total_A[has_part_A] += weight * normalise_by(
             groups, part_A[has_part_A], scale="std", epsilon=epsilon
         )
     # Every group's parts sum to 0, so the mean over the batch differs from 0 by rounding alone. A
     # total of 0 must stay exactly 0.
-    normal_A = normalised_by(whole(total_A), total_A, scale="std", epsilon=epsilon)
-    return spread(batch, attempts.to_rows(torch.where(total_A == 0, 0.0, normal_A)))
+    normal_A = normalise_by(index_as_one(total_A), total_A, scale="std", epsilon=epsilon)
+    return broadcast_to_tokens(batch, attempts.to_rows(torch.where(total_A == 0, 0.0, normal_A)))
 
 
 def require_parts(names: list[str], weights: Mapping[str, float] | None) -> None:

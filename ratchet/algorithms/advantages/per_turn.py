@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ratchet.algorithms.advantages.common import (
-    Steps,
-    attempt_index,
-    attempts_of,
+    AttemptSteps,
+    collect_attempts,
     discounted_sums,
-    normalised_by,
+    index_attempts,
+    normalise_by,
     sum_by,
 )
 from ratchet.algorithms.base import AlgoState
@@ -28,7 +28,7 @@ from ratchet.algorithms.config.advantages import Scale
 from ratchet.batch import Batch
 
 
-def step_rewards(batch: Batch) -> Tensor:
+def compute_step_rewards(batch: Batch) -> Tensor:
     """Return the reward of every step, float64 [T], 0 elsewhere.
 
     A step's reward is its token reward, at the end of a turn plus the turn's own reward, and at the
@@ -36,7 +36,7 @@ def step_rewards(batch: Batch) -> Tensor:
     attempt without a reward has none.
     """
     mask_T = batch.trainable_T
-    attempt_S, size = attempt_index(batch)
+    attempt_S, size = index_attempts(batch)
     turn_T = torch.where(mask_T, batch.turn_rewards_T.nan_to_num(0.0), 0.0)
     paid_A = sum_by(attempt_S, batch.sequence_sum(turn_T), size)
     step_N = mask_T.nonzero()[:, 0]
@@ -82,11 +82,11 @@ def gae(
     policy's. `length_alpha` = a sets the policy's lambda to 1 - 1 / (a l) for an attempt of l steps
     (at least 0).
     """
-    steps = Steps.from_batch(batch)
+    steps = AttemptSteps.from_batch(batch)
     values_AL = steps.pad(batch.need("values").double())
     end_S = torch.where(batch.truncated_S & bootstrap, batch.need("bootstrap_values").double(), 0.0)
     deltas_AL = (
-        steps.pad(step_rewards(batch))
+        steps.pad(compute_step_rewards(batch))
         + gamma * steps.shift(values_AL, end_S[_last_rows(batch)])
         - values_AL
     )
@@ -108,7 +108,7 @@ def gae(
 
 def _last_rows(batch: Batch) -> Tensor:
     """Return the last sequence of each attempt, int64 [A]."""
-    attempt_S, size = attempt_index(batch)
+    attempt_S, size = index_attempts(batch)
     return torch.full((size,), -1).scatter_reduce(
         0, attempt_S, torch.arange(batch.n_sequences), "amax"
     )
@@ -148,10 +148,10 @@ class _TurnReturns:
         step_N = inside_T.nonzero()[:, 0]
         sequence_N = batch.sequence_T[step_N]
         number_N = batch.turn_T[step_N].long() + _earlier_turns(batch)[sequence_N]
-        keys_N = torch.stack([attempt_index(batch)[0][sequence_N], number_N], dim=1)
+        keys_N = torch.stack([index_attempts(batch)[0][sequence_N], number_N], dim=1)
         # torch.unique sorts: by attempt, then by turn.
         keys_U, turn_N = torch.unique(keys_N, dim=0, return_inverse=True)
-        rewards_U = sum_by(turn_N, step_rewards(batch)[step_N], len(keys_U))
+        rewards_U = sum_by(turn_N, compute_step_rewards(batch)[step_N], len(keys_U))
         state_U, row_U = (
             torch.zeros_like(keys_U[:, 0]).scatter(0, turn_N, x_N)
             for x_N in (batch.state_T[step_N], sequence_N)
@@ -179,7 +179,7 @@ def _earlier_turns(batch: Batch) -> Tensor:
     turns_S = turns_S.scatter_reduce(0, batch.sequence_T, batch.turn_T.long() + 1, "amax")
     earlier: list[int] = []
     so_far: dict[int, int] = {}
-    for attempt, turns in zip(attempt_index(batch)[0].tolist(), turns_S.tolist(), strict=True):
+    for attempt, turns in zip(index_attempts(batch)[0].tolist(), turns_S.tolist(), strict=True):
         earlier.append(so_far.get(attempt, 0))
         so_far[attempt] = earlier[-1] + turns
     return torch.tensor(earlier, dtype=torch.int64)
@@ -202,7 +202,7 @@ def turn_returns(
     advantages_U = turns.returns_U
     if baseline == "group":
         groups = (batch.group_S[turns.row_U], batch.n_groups)
-        advantages_U = normalised_by(groups, advantages_U, scale="none", epsilon=0.0)
+        advantages_U = normalise_by(groups, advantages_U, scale="none", epsilon=0.0)
     return turns.spread(batch, advantages_U)
 
 
@@ -221,15 +221,15 @@ def gigpo(
     discounted return of a turn over all turns of the group that began in the same state
     (`Turn.state_key`). Turns in a state that occurs once, and turns without a key, have A_step = 0.
     """
-    attempts = attempts_of(batch)
+    attempts = collect_attempts(batch)
     episode_S = attempts.to_rows(
-        normalised_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
+        normalise_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
     )
     turns = _TurnReturns.from_batch(batch, gamma=gamma)
     step_U = torch.zeros_like(turns.returns_U)
     keyed_U = turns.state_U >= 0
     states, state_K = torch.unique(turns.state_U[keyed_U], return_inverse=True)
-    step_U[keyed_U] = normalised_by(
+    step_U[keyed_U] = normalise_by(
         (state_K, len(states)), turns.returns_U[keyed_U], scale=scale, epsilon=epsilon
     )
     advantages_T = turns.spread(batch, step_weight * step_U).need("advantages")

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ratchet.algorithms.config.base import Chosen, Part
+from ratchet.algorithms.config.base import AlgorithmPart, AnySection
 from ratchet.config.resolve import Slot
 
 GROUP = "ratchet.algorithms.advantages.group_baselines"
@@ -32,7 +32,7 @@ NO_BASELINE = (
 KL_BY_TOKEN = "a KL penalty in the reward differs from token to token, and so do returns"
 
 
-class Estimator(Part):
+class Estimator(AlgorithmPart):
     """The options of an advantage estimator.
 
     signal: what advantages are computed from: the attempt's reward, its parts each by itself, or a
@@ -227,13 +227,13 @@ class OnPolicyDistillation(Estimator):
     kind: Literal["on_policy_distillation"] = "on_policy_distillation"
 
 
-class Mixture(Part):
+class AdvantageMixture(AlgorithmPart):
     """A weighted sum of several estimators."""
 
     builds: ClassVar[str] = "ratchet.algorithms.policy_gradient:build_mixture"
     function: ClassVar[str] = "ratchet.algorithms.advantages.compose:mixture"
 
     kind: Literal["mixture"] = "mixture"
-    parts: Annotated[tuple[Chosen, ...], Slot("estimator", many=True)] = Field(
+    parts: Annotated[tuple[AnySection, ...], Slot("estimator", many=True)] = Field(
         min_length=1, description="Estimators, each with its weight."
     )

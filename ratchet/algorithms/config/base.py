@@ -10,7 +10,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 from ratchet.config.base import Section
 
 Source = Literal["rows", "pairs", "labelled", "steps", "rollouts"]
-Chosen = SerializeAsAny[Section]
+AnySection = SerializeAsAny[Section]
 # Directory of a model, or one directory for each task tag.
 Teacher = str | Annotated[dict[str, str], Field(min_length=1)]
 
@@ -58,7 +58,7 @@ class AlgorithmConfig(Section):
         return completed
 
 
-class Part(Section):
+class AlgorithmPart(Section):
     """A part of an algorithm: a pure function and its options.
 
     function: the function ("module:name") that gets the section's keys.

@@ -14,7 +14,7 @@ from ratchet.algorithms.config.advantages import (
     RLOO,
     GroupRelative,
 )
-from ratchet.algorithms.config.base import AlgorithmConfig, Chosen, Source, Teacher
+from ratchet.algorithms.config.base import AlgorithmConfig, AnySection, Source, Teacher
 from ratchet.algorithms.config.policy_losses import (
     PPO,
     CorrectionConfig,
@@ -24,9 +24,9 @@ from ratchet.algorithms.config.policy_losses import (
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot
 
-Advantage = Annotated[Chosen, Slot("advantage")]
-Loss = Annotated[Chosen, Slot("policy_loss")]
-Shaping = Annotated[tuple[Chosen, ...], Slot("shaping", many=True)]
+Advantage = Annotated[AnySection, Slot("advantage")]
+Loss = Annotated[AnySection, Slot("policy_loss")]
+Shaping = Annotated[tuple[AnySection, ...], Slot("shaping", many=True)]
 
 # Types with their descriptions, for keys to which named algorithms give another default.
 GroupSize = Annotated[int, Field(ge=1, description="Sampled attempts at each prompt.")]

@@ -7,16 +7,18 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ratchet.algorithms.config.base import Part
+from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.config.base import Section
 
 POLICY = "ratchet.algorithms.losses.policy"
 
-Low = Annotated[float, Field(gt=0, lt=1, description="The ratio is clipped below 1 - clip_low.")]
-High = Annotated[float, Field(gt=0, description="The ratio is clipped above 1 + clip_high.")]
+ClipLow = Annotated[
+    float, Field(gt=0, lt=1, description="The ratio is clipped below 1 - clip_low.")
+]
+ClipHigh = Annotated[float, Field(gt=0, description="The ratio is clipped above 1 + clip_high.")]
 
 
-class PolicyLoss(Part):
+class PolicyLoss(AlgorithmPart):
     """The options of a policy loss.
 
     level: the level of its values. A correction must have a weight at that level.
@@ -33,8 +35,8 @@ class PPO(PolicyLoss):
     function: ClassVar[str] = f"{POLICY}:clipped_surrogate"
 
     kind: Literal["ppo"] = "ppo"
-    clip_low: Low = 0.2
-    clip_high: High = 0.2
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
     dual_clip: float | None = Field(
         default=None,
         gt=1,
@@ -58,8 +60,8 @@ class GSPO(PolicyLoss):
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
 
     kind: Literal["gspo"] = "gspo"
-    clip_low: Low = 3e-4
-    clip_high: High = 4e-4
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
 
 
 class GSPOToken(PolicyLoss):
@@ -68,8 +70,8 @@ class GSPOToken(PolicyLoss):
     function: ClassVar[str] = f"{POLICY}:gspo_token"
 
     kind: Literal["gspo_token"] = "gspo_token"
-    clip_low: Low = 3e-4
-    clip_high: High = 4e-4
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
 
 
 class CISPO(PolicyLoss):
@@ -78,10 +80,10 @@ class CISPO(PolicyLoss):
     function: ClassVar[str] = f"{POLICY}:cispo"
 
     kind: Literal["cispo"] = "cispo"
-    clip_low: Low | None = Field(
+    clip_low: ClipLow | None = Field(
         default=None, description="The weight is clipped below 1 - clip_low; null: no lower bound."
     )
-    clip_high: High = 2.0
+    clip_high: ClipHigh = 2.0
 
 
 class TOPR(PolicyLoss):
@@ -136,11 +138,11 @@ class Kimi(PolicyLoss):
     tau: float = Field(default=0.1, gt=0, description="Pull towards the old policy.")
 
 
-At = Literal["none", "token", "turn", "sequence", "geometric"]
+CorrectionLevel = Literal["none", "token", "turn", "sequence", "geometric"]
 Denominator = Literal["all", "kept"]
 
 
-class CorrectionConfig(Part):
+class CorrectionConfig(AlgorithmPart):
     """The correction for a sampler that disagrees with the learner.
 
     It weighs and masks tokens by the ratio of the learner's and the sampler's probabilities.
@@ -148,7 +150,7 @@ class CorrectionConfig(Part):
 
     function: ClassVar[str] = "ratchet.algorithms.rollout_correction:correct"
 
-    weight: At = Field(
+    weight: CorrectionLevel = Field(
         default="token",
         description="Level of the importance weight; geometric: the mean over the answer.",
     )
@@ -156,7 +158,7 @@ class CorrectionConfig(Part):
     weight_high: float | None = Field(
         default=2.0, gt=0, description="Greatest weight; null: no bound."
     )
-    mask: At = Field(
+    mask: CorrectionLevel = Field(
         default="none",
         description="Level at which tokens are masked: their ratio is out of bounds, and they "
         "don't train.",
@@ -198,7 +200,7 @@ class StaleCorrectionConfig(CorrectionConfig):
     weight_high: float | None = Field(
         default=None, gt=0, description="Greatest weight; null: no bound."
     )
-    mask: At = Field(
+    mask: CorrectionLevel = Field(
         default="token",
         description="Level at which tokens are masked: their ratio is out of bounds, and they "
         "don't train.",

@@ -7,7 +7,7 @@ from typing import ClassVar
 from ratchet.algorithms.config.base import AlgorithmConfig, Source
 
 
-class RewardModelConfig(AlgorithmConfig):
+class BradleyTerryConfig(AlgorithmConfig):
     """A Bradley-Terry model of pairs: the better answer scores higher (arXiv:2203.02155)."""
 
     builds: ClassVar[str] = "ratchet.algorithms.reward_model:build_bradley_terry"

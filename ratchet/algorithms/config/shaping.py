@@ -7,13 +7,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ratchet.algorithms.config.base import Part
+from ratchet.algorithms.config.base import AlgorithmPart
 
 SHAPING = "ratchet.algorithms.shaping"
 BY_LENGTH = "answers of different length earn different rewards after shaping"
 
 
-class OverlongPenalty(Part):
+class OverlongPenalty(AlgorithmPart):
     """A penalty that grows over the last tokens before a limit (DAPO)."""
 
     function: ClassVar[str] = f"{SHAPING}:overlong_penalty"
@@ -33,7 +33,7 @@ class OverlongPenalty(Part):
         return self
 
 
-class StopProperly(Part):
+class StopProperly(AlgorithmPart):
     """Answers that a limit of tokens cut off keep only a share of their reward."""
 
     function: ClassVar[str] = f"{SHAPING}:stop_properly"
@@ -45,7 +45,7 @@ class StopProperly(Part):
     coef: float = Field(ge=0, lt=1, description="That share; a negative reward stays as it is.")
 
 
-class LengthPenalty(Part):
+class LengthPenalty(AlgorithmPart):
     """A penalty for each token."""
 
     function: ClassVar[str] = f"{SHAPING}:length_penalty"
@@ -56,7 +56,7 @@ class LengthPenalty(Part):
     free: int = Field(default=0, ge=0, description="Tokens that cost nothing.")
 
 
-class ScaleRewards(Part):
+class ScaleRewards(AlgorithmPart):
     """A factor on all rewards."""
 
     function: ClassVar[str] = f"{SHAPING}:scale_rewards"
@@ -65,7 +65,7 @@ class ScaleRewards(Part):
     factor: float = Field(gt=0, description="On every reward, those of turns too.")
 
 
-class ClipRewards(Part):
+class ClipRewards(AlgorithmPart):
     """Bounds on rewards."""
 
     function: ClassVar[str] = f"{SHAPING}:clip_rewards"
@@ -85,7 +85,7 @@ class ClipRewards(Part):
         return self
 
 
-class NormaliseRewards(Part):
+class NormaliseRewards(AlgorithmPart):
     """Normalisation of rewards: minus their mean, over their standard deviation."""
 
     function: ClassVar[str] = f"{SHAPING}:normalise_rewards"
@@ -102,7 +102,7 @@ class NormaliseRewards(Part):
         return frozenset({"group"} if self.over == "group" else ())
 
 
-class ComponentWeights(Part):
+class ComponentWeights(AlgorithmPart):
     """The reward is a weighted sum of its named parts."""
 
     function: ClassVar[str] = f"{SHAPING}:component_weights"

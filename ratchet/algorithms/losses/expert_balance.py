@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ratchet.algorithms.base import Term
+from ratchet.algorithms.base import AlgorithmTerm
 from ratchet.algorithms.loss_aggregation import sequence_mean
 from ratchet.algorithms.losses.common import Metrics
 from ratchet.batch import Batch
@@ -46,14 +46,16 @@ def router_z(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
     return z_S, {"z": z_S.detach()}
 
 
-def router_terms(*, balance_coef: float, z_coef: float) -> list[Term]:
+def router_terms(*, balance_coef: float, z_coef: float) -> list[AlgorithmTerm]:
     """Return the routers' loss terms, in which each training sequence weighs the same.
 
     balance_coef: 0 only measures.
     z_coef: 0 leaves the z-loss out.
     """
-    balance = Term(
+    balance = AlgorithmTerm(
         "router", router_balance, sequence_mean, level="sequence", needs=NEEDS, coef=balance_coef
     )
-    z = Term("router_z", router_z, sequence_mean, level="sequence", needs=NEEDS, coef=z_coef)
+    z = AlgorithmTerm(
+        "router_z", router_z, sequence_mean, level="sequence", needs=NEEDS, coef=z_coef
+    )
     return [balance, z] if z_coef else [balance]

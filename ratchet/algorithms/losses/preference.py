@@ -22,7 +22,7 @@ from ratchet.protocols import Outputs
 Normalize = Literal["sum", "mean"]
 
 
-def pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+def split_pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Split a column into (chosen [G], rejected [G]).
 
     Raises DataError for a group that is not two training rows.
@@ -40,7 +40,7 @@ def pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return x_S[0::2], x_S[1::2]
 
 
-def rewards_of(batch: Batch) -> Tensor:
+def require_rewards(batch: Batch) -> Tensor:
     """Return the reward of each training row, [S], 0 for other rows.
 
     Raises DataError for a training row without a reward.
@@ -55,7 +55,7 @@ def rewards_of(batch: Batch) -> Tensor:
     return batch.rewards_S.nan_to_num(0.0)
 
 
-def logratios(out: Outputs, batch: Batch, normalize: Normalize) -> Tensor:
+def compute_logratios(out: Outputs, batch: Batch, normalize: Normalize) -> Tensor:
     """Return the logratio of each row, [S]."""
     gap_T = out.need("logprobs") - batch.need("ref_logprobs")
     return row_sum(out, batch, gap_T) if normalize == "sum" else row_mean(out, batch, gap_T)
@@ -63,7 +63,7 @@ def logratios(out: Outputs, batch: Batch, normalize: Normalize) -> Tensor:
 
 def _margin(out: Outputs, batch: Batch, normalize: Normalize) -> tuple[Tensor, Metrics]:
     """Return D [G] and the metrics of the pairs."""
-    chosen_G, rejected_G = pairs(logratios(out, batch, normalize), batch)
+    chosen_G, rejected_G = split_pairs(compute_logratios(out, batch, normalize), batch)
     return chosen_G - rejected_G, _pair_metrics(chosen_G, rejected_G)
 
 
@@ -74,11 +74,11 @@ def _pair_metrics(chosen_G: Tensor, rejected_G: Tensor) -> Metrics:
         "chosen": chosen_G.detach(),
         "rejected": rejected_G.detach(),
         "margin": margin_G,
-        "accuracy": right(margin_G),
+        "accuracy": score_pair_accuracy(margin_G),
     }
 
 
-def right(margin_G: Tensor) -> Tensor:
+def score_pair_accuracy(margin_G: Tensor) -> Tensor:
     """Return 1 if the chosen row wins, one half for a tie, else 0. [G]"""
     return (margin_G.sign() + 1) / 2
 
@@ -126,7 +126,7 @@ def rpo(
     Reward-aware preference optimisation (arXiv:2406.11704, section 3.3.2).
     """
     margin_G, metrics = _margin(out, batch, normalize)
-    better_G, worse_G = pairs(rewards_of(batch), batch)
+    better_G, worse_G = split_pairs(require_rewards(batch), batch)
     target_G = eta * (better_G - worse_G)
     scaled_G = beta * margin_G
     b_G = target_G.sigmoid()
@@ -140,7 +140,7 @@ def simpo(out: Outputs, batch: Batch, *, beta: float, gamma: float) -> tuple[Ten
 
     It needs no reference. SimPO (arXiv:2405.14734) eq. 6.
     """
-    chosen_G, rejected_G = pairs(row_mean(out, batch, out.need("logprobs")), batch)
+    chosen_G, rejected_G = split_pairs(row_mean(out, batch, out.need("logprobs")), batch)
     return -F.logsigmoid(beta * (chosen_G - rejected_G) - gamma), _pair_metrics(
         chosen_G, rejected_G
     )
@@ -153,7 +153,7 @@ def odds_ratio(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
     5 to 7; the first is the likelihood of the chosen row.
     """
     mean_S = row_mean(out, batch, out.need("logprobs"))
-    chosen_G, rejected_G = pairs(_log_odds(mean_S), batch)
+    chosen_G, rejected_G = split_pairs(_log_odds(mean_S), batch)
     return -F.logsigmoid(chosen_G - rejected_G), _pair_metrics(chosen_G, rejected_G)
 
 
@@ -192,9 +192,9 @@ def kto(
     Other rows get undesirable (1 - sigmoid(-v)). v = beta (logratio - z0). KTO (arXiv:2402.01306)
     eq. 8.
     """
-    ratio_S = logratios(out, batch, "sum")
+    ratio_S = compute_logratios(out, batch, "sum")
     v_S = beta * (ratio_S - batch.need("kto_z0"))
-    good_S = rewards_of(batch) > 0
+    good_S = require_rewards(batch) > 0
     x_S = torch.where(good_S, desirable * torch.sigmoid(-v_S), undesirable * torch.sigmoid(v_S))
     hit_S = (ratio_S > 0) == good_S
     return x_S, {"logratio": ratio_S.detach(), "accuracy": hit_S.to(x_S.dtype)}

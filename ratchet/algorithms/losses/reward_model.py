@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ratchet.algorithms.losses.common import Metrics
-from ratchet.algorithms.losses.preference import pairs, rewards_of, right
+from ratchet.algorithms.losses.preference import require_rewards, score_pair_accuracy, split_pairs
 from ratchet.batch import Batch
 from ratchet.errors import DataError
 from ratchet.protocols import Outputs
@@ -21,16 +21,16 @@ def bradley_terry(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
 
     Bradley and Terry (1952); arXiv:2203.02155 eq. 1.
     """
-    chosen_G, rejected_G = pairs(out.need("scores"), batch)
+    chosen_G, rejected_G = split_pairs(out.need("scores"), batch)
     margin_G = (chosen_G - rejected_G).detach()
-    metrics = {"margin": margin_G, "accuracy": right(margin_G)}
+    metrics = {"margin": margin_G, "accuracy": score_pair_accuracy(margin_G)}
     return -F.logsigmoid(chosen_G - rejected_G), metrics
 
 
 def score_regression(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
     """Return (score - reward)^2 (HelpSteer2, arXiv:2406.08673, section 3). Sequence level."""
     scores_S = out.need("scores")
-    return (scores_S - rewards_of(batch)).square(), {"score": scores_S.detach()}
+    return (scores_S - require_rewards(batch)).square(), {"score": scores_S.detach()}
 
 
 def process_reward(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:

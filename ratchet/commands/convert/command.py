@@ -30,8 +30,8 @@ from ratchet.commands.convert.merge_lora import with_adapter
 from ratchet.commands.convert.verify import TOKENS, sample_logits, why_not
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import copy_companions, find_model
-from ratchet.models.lora.files import Stored, load_adapter
-from ratchet.models.weights.hf_weights import read_json, some
+from ratchet.models.lora.files import StoredAdapter, load_adapter
+from ratchet.models.weights.hf_weights import read_json, summarize_names
 from ratchet.runs.run_dir import ADAPTER, MODEL
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import write_json
@@ -52,7 +52,7 @@ class StoredModel:
     form: str
     beside: Path
     config: Config
-    adapter: Stored | None = None
+    adapter: StoredAdapter | None = None
 
     @property
     def runner(self) -> str:
@@ -116,7 +116,7 @@ def convert(
         stored = replace(stored, adapter=_adapter_for(source, adapter))
     weights = stored.open()
     if weights.left_out:
-        say(f"left out: {some(list(weights.left_out))}")
+        say(f"left out: {summarize_names(list(weights.left_out))}")
     work = target.absolute().with_name(f".{target.name}.partial")
     files = _plan(FORMS[to].entries(weights, stored.config), work, FORMS[to].file, file_bytes)
     with _held(work):
@@ -150,7 +150,7 @@ def find_stored(source: str, config: Path | None = None) -> StoredModel:
     return StoredModel(directory, form, beside, read_json(beside / "config.json"))
 
 
-def _adapter_for(source: str, adapter: Path) -> Stored:
+def _adapter_for(source: str, adapter: Path) -> StoredAdapter:
     if (Path(source) / "config.yaml").is_file() and (Path(source) / ADAPTER).is_dir():
         raise ConfigError(
             f"{source} trained an adapter, which its {MODEL}/ has already: name the base "
@@ -262,7 +262,8 @@ def _compare_weights(
         if any(name in wrong for entry in file.entries for name in entry.weights):
             file.forget()
     raise CheckpointError(
-        f"{len(wrong)} weights in {made.directory} are not those of {source}: {some(wrong)}; "
+        f"{len(wrong)} weights in {made.directory} are not those of {source}: "
+        f"{summarize_names(wrong)}; "
         "repeat the command, which writes "
         "their files again"
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ratchet.checkpoint.sharded import assemble
+from ratchet.checkpoint.sharded import assemble_block
 from ratchet.errors import CheckpointError
 from ratchet.protocols import Shard
 from ratchet.utils.atomic_files import atomic_path
@@ -102,7 +102,7 @@ class DcpFiles:
 
         Raises CheckpointError if a part of the block is missing, or a file is damaged.
         """
-        block, missing = assemble(self.tensors.get(key, ()), offsets, sizes, self._cut)
+        block, missing = assemble_block(self.tensors.get(key, ()), offsets, sizes, self._cut)
         if missing or block is None:
             raise CheckpointError(f"{self.directory} lacks {missing} numbers of '{key}'")
         return block

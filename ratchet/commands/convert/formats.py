@@ -18,23 +18,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ratchet.checkpoint.sharded import Blocks
+from ratchet.checkpoint.sharded import BlockFiles
 from ratchet.commands.convert import megatron_format
 from ratchet.commands.convert.dcp import INDEX as DCP_INDEX
 from ratchet.commands.convert.dcp import Chunk, DcpFiles, write_chunks, write_index
 from ratchet.errors import CheckpointError, ModelError
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.convert.megatron import Place, megatron_layout
-from ratchet.models.model_source import Read
+from ratchet.models.convert.megatron import MegatronShard, megatron_layout
+from ratchet.models.model_source import ReadBlock
 from ratchet.models.weights.hf_weights import (
     HEAD,
     IGNORED_SUFFIXES,
     INDEX,
     WEIGHTS,
     WeightFiles,
-    some,
+    summarize_names,
 )
-from ratchet.models.weights.weight_layout import Piece
+from ratchet.models.weights.weight_layout import WeightPiece
 from ratchet.protocols import Shard
 from ratchet.utils.atomic_files import atomic_path, write_json
 
@@ -53,7 +53,7 @@ class Weights:
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
-    read: Read
+    read: ReadBlock
     left_out: tuple[str, ...] = ()
 
     def whole(self, name: str) -> Tensor:
@@ -199,7 +199,7 @@ class Megatron(Dcp):
 
     def entries(self, weights: Weights, config: Config) -> Iterator[Entry]:
         dimensions = Dimensions.from_hf(config)
-        layout = megatron_layout(dimensions, Place())
+        layout = megatron_layout(dimensions, MegatronShard())
         _check_weights(
             weights, {piece.name: piece.shape for pieces in layout.values() for piece in pieces}
         )
@@ -235,7 +235,7 @@ class LearnerBlocks:
         return any(directory.glob("rank-*.json"))
 
     def open(self, directory: Path, config: Config) -> Weights:
-        blocks = Blocks(directory)
+        blocks = BlockFiles(directory)
         shapes = {
             name: shape for name, shape in blocks.shapes.items() if name.startswith(BEGINNINGS)
         }
@@ -276,7 +276,7 @@ def _each_weight(weights: Weights) -> Iterator[Entry]:
         )
 
 
-def _put_together(weights: Weights, pieces: Sequence[Piece]) -> Tensor:
+def _put_together(weights: Weights, pieces: Sequence[WeightPiece]) -> Tensor:
     blocks = [
         weights.read(piece.name, piece.offsets, (len(piece.rows), *piece.shape[1:]))
         for piece in pieces
@@ -316,9 +316,9 @@ def _canonical(weights: Weights, config: Config) -> Weights:
 
 def _check_weights(weights: Weights, wanted: Mapping[str, tuple[int, ...]]) -> None:
     if missing := [name for name in wanted if name not in weights.shapes]:
-        raise ModelError(f"weights are missing: {some(missing)}")
+        raise ModelError(f"weights are missing: {summarize_names(missing)}")
     if unknown := [name for name in weights.shapes if name not in wanted]:
-        raise ModelError(f"Megatron has no place for these weights: {some(unknown)}")
+        raise ModelError(f"Megatron has no place for these weights: {summarize_names(unknown)}")
     for name, shape in wanted.items():
         if weights.shapes[name] != shape:
             raise ModelError(

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ratchet.checkpoint.sharded import assemble
+from ratchet.checkpoint.sharded import assemble_block
 from ratchet.commands.convert.dcp import DcpFiles
 from ratchet.errors import CheckpointError
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.convert.megatron import Layout, Place, megatron_layout
-from ratchet.models.convert.tables import EMBEDDING, FUSED, HEAD, table_of
-from ratchet.models.weights.weight_layout import Piece
+from ratchet.models.convert.megatron import Layout, MegatronShard, megatron_layout
+from ratchet.models.convert.tables import EMBEDDING, FUSED, HEAD, find_family_table
+from ratchet.models.weights.weight_layout import WeightPiece
 from ratchet.utils.atomic_files import write_json
 
 FORMAT, COMMON = "metadata.json", "common.pt"
@@ -45,7 +45,7 @@ class Spot:
 class _Rows:
     """Rows of a parameter as a block of a weight."""
 
-    piece: Piece
+    piece: WeightPiece
     parameter: str
 
     @property
@@ -64,7 +64,7 @@ class MegatronFiles:
         """Read the index. Raises CheckpointError if parameters of such a model are missing or have
         another shape."""
         self.files = DcpFiles(directory)
-        self.layout: Layout = megatron_layout(dimensions, Place())
+        self.layout: Layout = megatron_layout(dimensions, MegatronShard())
         self.spots = {name: self._find(name, dimensions) for name in self.layout}
         self.rows: dict[str, list[_Rows]] = {}
         for parameter, pieces in self.layout.items():
@@ -77,7 +77,7 @@ class MegatronFiles:
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a block. Raises CheckpointError if a file is missing or damaged."""
-        block, missing = assemble(self.rows[name], offsets, sizes, self._cut)
+        block, missing = assemble_block(self.rows[name], offsets, sizes, self._cut)
         assert block is not None, f"no block of '{name}' is empty"
         assert not missing, f"the map lacks {missing} numbers of '{name}'"
         return block
@@ -159,7 +159,7 @@ def written_spots(parameter: str, dimensions: Dimensions) -> Iterator[Spot]:
     inside = IN_LAYER.fullmatch(parameter)
     if inside is None or inside[2] not in FUSED:
         return
-    rules = table_of(dimensions).layer(dimensions.sparse(int(inside[1])))
+    rules = find_family_table(dimensions).layer(dimensions.sparse(int(inside[1])))
     if f"{FUSED[inside[2]]}.weight" in rules:
         yield spot_of(spellings(parameter)[1], dimensions, stacked=stacked)
 
@@ -168,7 +168,7 @@ def empty_states(dimensions: Dimensions) -> list[str]:
     """Return keys of the empty extra states of matrices, which Megatron's own layers require."""
     matrices = [
         name
-        for name in megatron_layout(dimensions, Place())
+        for name in megatron_layout(dimensions, MegatronShard())
         if ".linear_" in name and name.endswith(".weight")
     ]
     spots = [next(written_spots(name, dimensions)) for name in matrices]

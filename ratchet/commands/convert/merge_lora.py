@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ratchet.commands.convert.formats import Weights
-from ratchet.models.lora.decoder import Merged, merged
-from ratchet.models.lora.files import Stored
+from ratchet.models.lora.decoder import MergedWeight, merge_lazily
+from ratchet.models.lora.files import StoredAdapter
 
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """A `Savable` model whose weights are on disk."""
+    """A `SavableTensor` model whose weights are on disk."""
 
     weights: Weights
     name: str
@@ -29,11 +29,11 @@ class _OnDisk:
         return self.weights.whole(self.name).to(device, dtype, copy=copy)
 
 
-def with_adapter(weights: Weights, stored: Stored) -> Weights:
+def with_adapter(weights: Weights, stored: StoredAdapter) -> Weights:
     """Return weights with the adapter added in float32 or better; each keeps its dtype. Raises
     ModelError for an adapter of another base."""
     stored.check(weights.shapes)
-    merged_weights = merged(
+    merged_weights = merge_lazily(
         {name: _OnDisk(weights, name) for name in weights.shapes},
         stored.weights,
         stored.adapter.lora.scale,
@@ -44,7 +44,7 @@ def with_adapter(weights: Weights, stored: Stored) -> Weights:
         return merged_weights[name].to("cpu", weights.dtypes[name], copy=True)
 
     def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        if not isinstance(merged_weights[name], Merged):
+        if not isinstance(merged_weights[name], MergedWeight):
             return weights.read(name, offsets, sizes)
         # Cut from the whole, whose bits are always the same: a product of another shape may be
         # rounded otherwise.

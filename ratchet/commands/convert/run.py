@@ -6,8 +6,14 @@ from pathlib import Path
 
 from ratchet.commands.convert.command import Say, convert
 from ratchet.errors import CheckpointError, ConfigError
-from ratchet.runs.resolve import check_address, weights_of
-from ratchet.utils.object_store import Store, cached, forget, is_address, put_directory
+from ratchet.runs.resolve import check_address, fetch_weights
+from ratchet.utils.object_store import (
+    Store,
+    forget_cached,
+    get_cached_path,
+    is_address,
+    put_directory,
+)
 
 LAST = "config.json"  # nothing is taken for a model without it
 
@@ -27,11 +33,11 @@ def convert_places(
     away = is_address(target)
     if away:
         check_address(target)
-        output = cached("converted", f"{source}|{to}|{config}|{adapter}|{target}")
+        output = get_cached_path("converted", f"{source}|{to}|{config}|{adapter}|{target}")
         _expect_room(target, output)
     else:
         output = Path(target)
-    local_source = str(weights_of(source)) if is_address(source) else source
+    local_source = str(fetch_weights(source)) if is_address(source) else source
     if not (away and output.exists()):
         output.parent.mkdir(parents=True, exist_ok=True)
         convert(
@@ -51,7 +57,7 @@ def convert_places(
         raise CheckpointError(
             f"{error}; what was converted lies in {output}: the same command tries again"
         ) from error
-    forget(output)
+    forget_cached(output)
     say(f"{output.name} is at {target}")
 
 
@@ -68,4 +74,4 @@ def _expect_room(target: str, made: Path) -> None:
 def _here(place: str | None) -> Path | None:
     if place is None:
         return None
-    return weights_of(place) if is_address(place) else Path(place)
+    return fetch_weights(place) if is_address(place) else Path(place)

@@ -51,21 +51,21 @@ def _by_decoder(shape: DecoderConfig, directory: Path, weights: Weights, config:
 
 
 def _by_megatron(shape: DecoderConfig, directory: Path, weights: Weights, config: Config) -> Tensor:
-    from ratchet.models.megatron.build import begin, end
+    from ratchet.models.megatron.build import destroy_process_groups, init_process_groups
     from ratchet.models.megatron.policy import MegatronPolicy
-    from ratchet.models.parallel.megatron_sizes import Sizes
+    from ratchet.models.parallel.megatron_sizes import MegatronSizes
 
     files = MegatronFiles(directory, Dimensions.from_hf(config))
     with _alone():
-        begin(Sizes())
+        init_process_groups(MegatronSizes())
         try:
-            policy = MegatronPolicy(shape, Sizes())
+            policy = MegatronPolicy(shape, MegatronSizes())
             with torch.no_grad():
                 for name, parameter in policy.chunks[0].named_parameters():
                     parameter.copy_(files.parameter(name))
             return _logits(policy)
         finally:
-            end()
+            destroy_process_groups()
 
 
 RUN: Mapping[str, Callable[[DecoderConfig, Path, Weights, Config], Tensor]] = {

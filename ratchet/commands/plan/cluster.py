@@ -17,7 +17,7 @@ from ratchet.executors.datasheets import (
     USABLE,
     ClusterSpec,
 )
-from ratchet.models.flops import Cost
+from ratchet.models.flops import DecoderCost
 
 HALF = 2  # bytes of bfloat16
 LARGEST_MICRO = 32768  # tokens: larger ones gain nothing
@@ -73,7 +73,7 @@ class ClusterPlan:
 
 
 def plan_cluster(
-    stage: StageConfig, cost: Cost, load: Load, trained: int, frozen: int, spec: ClusterSpec
+    stage: StageConfig, cost: DecoderCost, load: Load, trained: int, frozen: int, spec: ClusterSpec
 ) -> ClusterPlan:
     """Return the cheapest division that fits. trained: parameters that optimizers move. frozen: of
     models that only score. Raises ConfigError if nothing fits."""
@@ -92,7 +92,7 @@ def plan_cluster(
     )
 
 
-def _divisions(cost: Cost, load: Load, spec: ClusterSpec) -> Iterator[Division]:
+def _divisions(cost: DecoderCost, load: Load, spec: ClusterSpec) -> Iterator[Division]:
     """Yield divisions, the cheapest first: the fewest ranks that share a layer, no recomputation,
     the largest micro-batch."""
     weights = cost.parameters * HALF
@@ -121,7 +121,7 @@ def _divisions(cost: Cost, load: Load, spec: ClusterSpec) -> Iterator[Division]:
             )
 
 
-def _memory(cost: Cost, load: Load, trained: int, frozen: int, division: Division) -> Memory:
+def _memory(cost: DecoderCost, load: Load, trained: int, frozen: int, division: Division) -> Memory:
     ranks = division.tensor * division.shards
     micro = min(division.micro_batch_tokens, load.tokens)
     layer = cost.parameters / max(1, cost.shape.n_layers) / division.tensor
@@ -153,7 +153,7 @@ def _memory(cost: Cost, load: Load, trained: int, frozen: int, division: Divisio
 
 
 def _seconds(
-    cost: Cost, load: Load, division: Division, spec: ClusterSpec
+    cost: DecoderCost, load: Load, division: Division, spec: ClusterSpec
 ) -> tuple[dict[str, float], str]:
     chip, flop = spec.accelerator, load.flop(cost)
     update = flop["update"] / (spec.count * chip.flop_s * UPDATE_SHARE)

@@ -21,18 +21,18 @@ from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import ConfigError, ModelError
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.generators.engine.running_requests import CHUNK_ELEMENTS
-from ratchet.learners.compute.forward import logits_mib
-from ratchet.learners.compute.microbatching import most_tokens
+from ratchet.learners.compute.forward import resolve_chunk_mib
+from ratchet.learners.compute.microbatching import resolve_micro_batch_tokens
 from ratchet.models.config import DecoderConfig
-from ratchet.models.flops import Cost
+from ratchet.models.flops import DecoderCost
 from ratchet.models.load import find_model
-from ratchet.models.lora.targets import targets_of
-from ratchet.models.presets import preset
+from ratchet.models.lora.targets import resolve_decoder_targets
+from ratchet.models.presets import get_preset
 from ratchet.models.weights.hf_weights import read_config
 from ratchet.observe.records.writer import MOST_STEPS, MOST_TOKENS
 from ratchet.protocols import Compares, Judges, Steps
-from ratchet.training.from_config import build_arena, template_of
-from ratchet.training.stage import Arena
+from ratchet.training.from_config import build_env_setup, get_chat_template
+from ratchet.training.stage import EnvSetup
 from ratchet.types import Task
 
 MIB = 2**20
@@ -113,7 +113,7 @@ class Load:
     def tokens(self) -> int:
         return self.rows * self.length
 
-    def flop(self, cost: Cost) -> dict[str, float]:
+    def flop(self, cost: DecoderCost) -> dict[str, float]:
         """Return the FLOP of a step, by phase. A backward takes twice as much as a forward."""
         forward = cost.forward_flop(self.tokens, self.length / 2)
         sampled = forward if self.attempts else 0.0
@@ -124,7 +124,7 @@ class Load:
         }
 
 
-def plan_stage(config: RunConfig, index: int, cost: Cost, device: Device) -> StagePlan:
+def plan_stage(config: RunConfig, index: int, cost: DecoderCost, device: Device) -> StagePlan:
     """Plan one stage. cost: of the model that the run begins with. Raises DataError for data that
     can't be read."""
     stage = config.stages[index]
@@ -171,7 +171,7 @@ def shape_of(config: RunConfig) -> DecoderConfig:
             "the configuration lets neither path nor preset through without the other"
         )
         vocabulary = construct(config.tokenizer, None).vocab_size
-        return preset(source.preset, vocab_size=vocabulary, **source.overrides)
+        return get_preset(source.preset, vocab_size=vocabulary, **source.overrides)
     try:
         return read_config(find_model(source.path, revision=source.revision))
     except ModelError as error:
@@ -205,10 +205,12 @@ def lengths_of(
     config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig
 ) -> tuple[int, int]:
     """Return (tokens of the longest prompt, tokens of the longest sequence) of a few tasks."""
-    stage, arena = config.stages[index], build_arena(config.stages[index])
+    stage, arena = config.stages[index], build_env_setup(config.stages[index])
     tokenizer = construct(config.tokenizer, config.model.path)
     renderer = Renderer(
-        tokenizer, template_of(config), tool_format=getattr(config.tokenizer, "tool_format", "auto")
+        tokenizer,
+        get_chat_template(config),
+        tool_format=getattr(config.tokenizer, "tool_format", "auto"),
     )
     tasks = [task for _, task in TaskStream(arena.environment, seed=config.seed).take(TASKS)]
     prompts = [len(renderer.prompt(task.messages)) if task.messages else 0 for task in tasks]
@@ -219,7 +221,7 @@ def lengths_of(
     return min(max(prompts), shape.max_positions), min(length, shape.max_positions)
 
 
-def _given(arena: Arena, renderer: Renderer, task: Task, algorithm: Algorithm) -> int:
+def _given(arena: EnvSetup, renderer: Renderer, task: Task, algorithm: Algorithm) -> int:
     """Return the tokens of the longest row that a task makes."""
     place = arena.environment
     if algorithm.source == "pairs" and isinstance(place, Compares):
@@ -244,19 +246,21 @@ def answers(stage: StageConfig, algorithm: Algorithm) -> bool:
 
 
 def memory_of(
-    stage: StageConfig, algorithm: Algorithm, cost: Cost, device: Device, load: Load
+    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, device: Device, load: Load
 ) -> Memory:
     learner, shape = stage.learner, cost.shape
     hands = getattr(learner, "workers", 1)
     hands = int(hands) if device.kind == "cpu" and hands != "auto" else 1
     trained = trained_parameters(stage, algorithm, cost)
-    max_tokens = most_tokens(getattr(learner, "micro_batch_tokens", "auto"), device.kind)
+    max_tokens = resolve_micro_batch_tokens(
+        getattr(learner, "micro_batch_tokens", "auto"), device.kind
+    )
     each = -(-load.tokens // (hands * stage.minibatches))
     micro = max(min(max_tokens, each), load.length)
     kept = cost.activation_bytes(
         device.compute_bytes, checkpointing=getattr(learner, "activation_checkpointing", False)
     )
-    chunk = logits_mib(getattr(learner, "logprob_chunk_mib", "auto"), device.kind) * MIB
+    chunk = resolve_chunk_mib(getattr(learner, "logprob_chunk_mib", "auto"), device.kind) * MIB
     phases = {
         "update": {
             "gradients": trained * MASTER * hands,
@@ -275,27 +279,29 @@ def memory_of(
     return Memory({"process": device.fixed, **_roles(stage, algorithm, cost, device)}, phases)
 
 
-def trained_parameters(stage: StageConfig, algorithm: Algorithm, cost: Cost) -> int:
+def trained_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
     """Return the trained parameters of all roles."""
     return _trained(stage, cost) * len(algorithm.losses)
 
 
-def frozen_parameters(stage: StageConfig, algorithm: Algorithm, cost: Cost) -> int:
+def frozen_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
     """Return the parameters of models that only score."""
     scoring = [name for name in algorithm.roles if name not in algorithm.losses]
     return sum(_role_parameters(stage, algorithm, cost, name) for name in scoring)
 
 
-def _role_parameters(stage: StageConfig, algorithm: Algorithm, cost: Cost, name: str) -> int:
+def _role_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, name: str) -> int:
     """Return the parameters of a role beside the policy: its own model's, a copy's, or 0 if it is
     the policy without its adapter."""
     path = algorithm.roles[name].path
     if path is not None:
-        return Cost(read_config(find_model(path))).parameters
+        return DecoderCost(read_config(find_model(path))).parameters
     return cost.parameters if stage.lora is None else 0
 
 
-def _roles(stage: StageConfig, algorithm: Algorithm, cost: Cost, device: Device) -> dict[str, int]:
+def _roles(
+    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, device: Device
+) -> dict[str, int]:
     """Return the bytes of each role's weights, and of the optimizer state of those that train."""
     role_bytes = {"policy: weights": cost.parameters * MASTER}
     if device.compute_bytes != MASTER:
@@ -314,12 +320,12 @@ def _roles(stage: StageConfig, algorithm: Algorithm, cost: Cost, device: Device)
     return role_bytes
 
 
-def _trained(stage: StageConfig, cost: Cost) -> int:
+def _trained(stage: StageConfig, cost: DecoderCost) -> int:
     """Return the parameters that an optimizer moves."""
     return (
         cost.parameters
         if stage.lora is None
-        else cost.adapter(targets_of(cost.shape, stage.lora), stage.lora.rank)
+        else cost.adapter(resolve_decoder_targets(cost.shape, stage.lora), stage.lora.rank)
     )
 
 

@@ -28,7 +28,7 @@ from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
 from ratchet.executors.datasheets import ClusterSpec
 from ratchet.executors.freeze import freeze
-from ratchet.models.flops import Cost
+from ratchet.models.flops import DecoderCost
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.terminal_text import make_console
@@ -56,7 +56,10 @@ def show_plan(
     if directory is not None:
         directory.expect(recipe)
     config, spec = freeze(config), None if cluster is None else ClusterSpec.parse(cluster)
-    cost, stages = Cost(shape_of(config), config.kernels == "compiled"), range(len(config.stages))
+    cost, stages = (
+        DecoderCost(shape_of(config), config.kernels == "compiled"),
+        range(len(config.stages)),
+    )
     device = Device(config.device, empty_process(config) if spec is None else 0)
     plans = [plan_stage(config, index, cost, device) for index in stages]
     probed = None if probe_s is None else probe(config, limit_s=probe_s)
@@ -97,7 +100,7 @@ def show_plan(
 
 
 def on_cluster(
-    config: RunConfig, index: int, plan: StagePlan, cost: Cost, spec: ClusterSpec
+    config: RunConfig, index: int, plan: StagePlan, cost: DecoderCost, spec: ClusterSpec
 ) -> ClusterPlan:
     stage = config.stages[index]
     algorithm = construct(stage.algorithm)

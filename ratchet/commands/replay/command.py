@@ -88,7 +88,7 @@ def replay_steps(
 async def verdicts(
     replay: Replay, steps: Sequence[int], changes: Sequence[str] = ()
 ) -> AsyncIterator[Verdict]:
-    """Yield one verdict for each step, in increasing order. Raises as `Replay` does."""
+    """Yield one verdict for each step, in increasing order. Raises as `ReplayBuffer` does."""
     rows = {row["step"]: row for row in read_jsonl(replay.directory.metrics)}
     for step in sorted(set(steps)):
         await replay.before(step)

@@ -23,16 +23,21 @@ from ratchet.data.processor import Processor
 from ratchet.errors import ConfigError, DataError, RunDirectoryError
 from ratchet.executors.freeze import prepare_process
 from ratchet.experience.sources.batcher import Batcher
-from ratchet.learners.config import SpreadConfig
+from ratchet.learners.config import DistributedConfig
 from ratchet.observe.records.reader import Record
-from ratchet.observe.records.table import table_of
+from ratchet.observe.records.table import build_table
 from ratchet.protocols import Fingerprinted, Learner
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.from_config import adapter_of, begins_with, build_policy, plan_of
+from ratchet.training.from_config import (
+    build_adapter,
+    build_policy,
+    build_stage_spec,
+    resolve_resume_config,
+)
 from ratchet.training.loop import train
 from ratchet.training.roles import make_roles
-from ratchet.training.run import Run
+from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
 from ratchet.types import Group, Medium, Placed
 
@@ -114,7 +119,7 @@ class Played:
     @property
     def table(self) -> pa.Table:
         """As the recorder makes it."""
-        return table_of(self.step, self.stage, self.groups, self.batch, self.weights_T.numpy())
+        return build_table(self.step, self.stage, self.groups, self.batch, self.weights_T.numpy())
 
 
 class Witness:
@@ -180,11 +185,11 @@ class Replay:
         # the first step since then after which the weights are not those of the record
         self.diverged: int | None = None
         self.index = self.done = -1
-        self.run: Run | None = None
+        self.run: StageRun | None = None
         self.policy: Policy | None = None
         prepare_process(self.config.threads)
 
-    async def before(self, step: int) -> Run:
+    async def before(self, step: int) -> StageRun:
         """Return the run after all steps before this one."""
         nearest = max((saved for saved in self.store.steps() if saved < step), default=0)
         start = self.done if self.run is not None and nearest <= self.done < step else nearest
@@ -219,7 +224,7 @@ class Replay:
         """
         run = self._stage_of_next()
         policy = build_policy(
-            self._without_generator(begins_with(config, self.index, self.directory.path))
+            self._without_generator(resolve_resume_config(config, self.index, self.directory.path))
         )
         other = self._stage_run(config, policy)
         missing = sorted(set(other.roles) - set(run.roles))
@@ -247,7 +252,7 @@ class Replay:
         config = (
             self.config
             if checkpoint is None
-            else begins_with(self.config, self.index, self.directory.path)
+            else resolve_resume_config(self.config, self.index, self.directory.path)
         )
         self.policy = build_policy(self._without_generator(config))
         self.run = self._stage_run(self.config, self.policy)
@@ -256,12 +261,12 @@ class Replay:
         if checkpoint is not None:
             self._load(self.run, checkpoint)
 
-    def _load(self, run: Run, checkpoint: Checkpoint) -> None:
+    def _load(self, run: StageRun, checkpoint: Checkpoint) -> None:
         for role, learner in run.roles.items():
             learner.load(checkpoint.path / role)
         run.state = AlgoState(**checkpoint.meta["state"])
 
-    def _stage_of_next(self) -> Run:
+    def _stage_of_next(self) -> StageRun:
         """Return the stage of the next step, starting from the model that the one before it
         left."""
         assert self.run is not None, "`before` comes first"
@@ -275,8 +280,8 @@ class Replay:
     def _end(self, index: int) -> int:
         return sum(stage.steps for stage in self.config.stages[: index + 1])
 
-    def _stage_run(self, config: RunConfig, policy: Policy) -> Run:
-        stage, plan = config.stages[self.index], plan_of(config, self.index)
+    def _stage_run(self, config: RunConfig, policy: Policy) -> StageRun:
+        stage, plan = config.stages[self.index], build_stage_spec(config, self.index)
         algorithm = construct(stage.algorithm)
         roles = make_roles(
             policy.model,
@@ -286,7 +291,7 @@ class Replay:
             optimizer=plan.optimizer,
             steps=plan.steps,
             spec=plan.algorithm,
-            adapter=adapter_of(config, self.index, self.directory.path),
+            adapter=build_adapter(config, self.index, self.directory.path),
         )
         batcher = Batcher(
             Recorded(self.record, policy.renderer.processor),
@@ -294,7 +299,7 @@ class Replay:
             max_failed_share=1.0,
         )
         first = plan.first_step or 0
-        return Run(
+        return StageRun(
             plan.name,
             algorithm,
             roles,
@@ -313,7 +318,7 @@ class Replay:
 
     def _refuse_spread(self, index: int) -> None:
         stage = self.config.stages[index]
-        if isinstance(stage.learner, SpreadConfig):
+        if isinstance(stage.learner, DistributedConfig):
             kind = getattr(stage.learner, "kind", "")
             raise ConfigError(
                 f"stage {stage.name} trained with learner.kind={kind}, whose processes each sum a "

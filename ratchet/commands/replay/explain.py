@@ -36,8 +36,8 @@ CONTEXT = 12  # tokens before one that is shown
 def explain_step(
     path: Path, step: int, *, role: str = "policy", top: int = 10, as_json: bool = False
 ) -> None:
-    """Print what moved a role's weights in a step. Raises as `Replay` does, and ConfigError for a
-    role that did not train."""
+    """Print what moved a role's weights in a step. Raises as `ReplayBuffer` does, and ConfigError
+    for a role that did not train."""
     replay = Replay(path)
     played, influence = asyncio.run(influences(replay, step, role=role, most=top))
     assert replay.policy is not None, "the step was played"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ratchet.batch import Batch
-from ratchet.learners.compute.microbatching import weighing_rows
+from ratchet.learners.compute.microbatching import select_weighted_rows
 from ratchet.learners.local import LocalLearner
-from ratchet.learners.wrapper import Around
+from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.protocols import LossTerm, needed
 
 
@@ -68,7 +68,7 @@ class Influence:
         return len(self.norms)
 
 
-class Influences(Around):
+class Influences(LearnerWrapper):
     """A hook before each update of a learner that records what moves it. most: tokens kept of each
     update."""
 
@@ -79,7 +79,7 @@ class Influences(Around):
         self.most, self.found = most, Influence()
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        if weighing_rows(mini, terms):
+        if select_weighted_rows(mini, terms):
             self._note(mini, terms)
         return await super().update(mini, terms)
 
@@ -92,7 +92,7 @@ class Influences(Around):
             part = mini.take([s for s, group in enumerate(group_S) if group == at])
             pulls.append(token_pulls(self.inner, part, terms))
             share = self.found.groups.setdefault(name, GroupShare())
-            if not squared or not weighing_rows(part, terms):
+            if not squared or not select_weighted_rows(part, terms):
                 continue
             gradient, loss = self.inner.gradient(part, terms)
             share.loss += loss

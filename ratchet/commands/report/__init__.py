@@ -10,7 +10,7 @@ from ratchet.commands.report.page import report_page
 from ratchet.commands.report.runs import named
 from ratchet.errors import RunDirectoryError
 from ratchet.observe.write_files import replace_text
-from ratchet.runs.resolve import record_of
+from ratchet.runs.resolve import fetch_run_record
 from ratchet.utils.object_store import is_address
 
 FILE = "report.html"
@@ -24,7 +24,7 @@ def write_report(places: Sequence[str | Path], out: Path | None = None, *, rollo
     rollouts: how many of each run have their texts in the file. Raises RunDirectoryError for what
     is no run, or if the file can't be written; DataError for a record that can't be read.
     """
-    paths = [record_of(place) for place in places]
+    paths = [fetch_run_record(place) for place in places]
     page = report_page(named(paths), rollouts=rollouts, tokens=MOST_TOKENS)
     out = out or (Path(FILE) if is_address(places[0]) else paths[0] / FILE)
     try:

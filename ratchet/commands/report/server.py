@@ -18,14 +18,14 @@ from ratchet.commands.report.page import live_page
 from ratchet.commands.report.runs import RunReader, find_runs
 from ratchet.commands.report.schema import pack
 from ratchet.errors import PortBusy, RatchetError, RunDirectoryError
-from ratchet.web.connection import Limits
+from ratchet.web.connection import ServerLimits
 from ratchet.web.guard import LOOPBACK, Guard
 from ratchet.web.server import Server
 
 HOST = "127.0.0.1"
 MOST_FOUND = 2000  # rollouts of a search
 MOST_OPENED = 64  # rollouts of a request
-LIMITS = Limits(connections=64, grace_s=1.0)
+LIMITS = ServerLimits(connections=64, grace_s=1.0)
 HEADERS = {
     b"cache-control": b"no-store",
     b"x-content-type-options": b"nosniff",

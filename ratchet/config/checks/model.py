@@ -12,7 +12,7 @@ from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.diagnostics import unlike
 from ratchet.config.schema import ModelConfig, RunConfig
 from ratchet.errors import ModelError
-from ratchet.utils.object_store import is_address, unfit
+from ratchet.utils.object_store import explain_bad_address, is_address
 
 
 def address_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -23,7 +23,7 @@ def address_conflicts(config: RunConfig) -> Iterator[Conflict]:
         "tokenizer.path": tokenizer,
     }
     for key, place in places.items():
-        if place is not None and is_address(place) and (why := unfit(place)):
+        if place is not None and is_address(place) and (why := explain_bad_address(place)):
             yield clash(f"{key}={place} is no address for this: {why}", key)
     for section, place in (("model", config.model.path), ("tokenizer", tokenizer)):
         revision = getattr(getattr(config, section), "revision", None)

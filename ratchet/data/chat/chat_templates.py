@@ -23,8 +23,8 @@ from ratchet.data.chat.template_limits import WORK, MeteredEnvironment, Work
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import DataError
 from ratchet.types import Message, Role
-from ratchet.utils.safe_read import read_text, size_text
-from ratchet.utils.terminal_text import shortened
+from ratchet.utils.safe_read import format_size, read_text
+from ratchet.utils.terminal_text import shorten_text
 
 ROLES: tuple[str, ...] = get_args(Role)
 
@@ -140,7 +140,9 @@ def _raise_exception(message: str) -> None:
 @lru_cache(maxsize=64)
 def _compile(source: str) -> jinja2.Template:
     if len(source) > MAX_BYTES:
-        raise DataError(f"the chat template has more than {size_text(MAX_BYTES)}: none is so long")
+        raise DataError(
+            f"the chat template has more than {format_size(MAX_BYTES)}: none is so long"
+        )
     environment = MeteredEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -152,7 +154,7 @@ def _compile(source: str) -> jinja2.Template:
         template.globals = dict(template.globals)
         return template
     except jinja2.TemplateSyntaxError as error:
-        message = shortened(error.message or "", 400)
+        message = shorten_text(error.message or "", 400)
         raise DataError(
             f"the chat template has a syntax error in line {error.lineno}: {message}"
         ) from error
@@ -167,7 +169,7 @@ def _compile(source: str) -> jinja2.Template:
         what = (
             "it nests too deeply"
             if isinstance(error, RecursionError)
-            else shortened(str(error), 400)
+            else shorten_text(str(error), 400)
         )
         raise DataError(
             f"the chat template can't be compiled: {what or type(error).__name__}"
@@ -253,14 +255,14 @@ class ChatTemplate:
             AttributeError,
             ArithmeticError,
         ) as error:
-            self._refuse(messages, shortened(str(error), 400) or type(error).__name__, error)
+            self._refuse(messages, shorten_text(str(error), 400) or type(error).__name__, error)
         except RecursionError as error:
             self._refuse(messages, "it calls itself too deeply", error)
         except MemoryError as error:
             self._refuse(messages, "memory ran out", error)
 
     def _refuse(self, messages: list[dict[str, Any]], why: str, error: BaseException) -> NoReturn:
-        roles = shortened(", ".join(message["role"] for message in messages), 200)
+        roles = shorten_text(", ".join(message["role"] for message in messages), 200)
         raise DataError(f"the chat template can't render messages by ({roles}): {why}") from error
 
     def _check_roles(self, messages: Sequence[Message]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from ratchet.errors import DataError
-from ratchet.utils.terminal_text import first_line
+from ratchet.utils.terminal_text import get_first_line
 
 # Put before a text to give it something to follow, and before a token's content so that no text
 # spells it. Random, so that no text can contain them on purpose; only copies know them.
@@ -35,7 +35,7 @@ def refusing_panics(text: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        reason = first_line(str(error))
+        reason = get_first_line(str(error))
         raise DataError(
             f"the tokenizer can't encode a text of {len(text):,} characters: {reason}: shorten it"
         ) from error

@@ -256,8 +256,8 @@ class _Opaque(Namespace):
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates render only with a `Work` among their variables, under the name
-    WORK."""
+    """A sandbox whose templates render only with a `TokenCost` among their variables, under the
+    name WORK."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
 

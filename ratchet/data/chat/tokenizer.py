@@ -19,7 +19,7 @@ import tokenizers
 
 from ratchet.data.chat.plain_tokens import GUARD, copy_for_text, refusing_panics
 from ratchet.errors import DataError, ModelError
-from ratchet.utils.terminal_text import shortened
+from ratchet.utils.terminal_text import shorten_text
 
 After = Literal["start", "special", "text"]
 
@@ -289,7 +289,7 @@ class Tokenizer:
             " ..." if characters[8:] else ""
         )
         raise DataError(
-            f"{shortened(repr(characters), 80)} ({points}) has no token: add it to "
+            f"{shorten_text(repr(characters), 80)} ({points}) has no token: add it to "
             "`tokenizer.alphabet`, or use "
             "`tokenizer.kind: bytes`, which has a token for everything"
         )

@@ -19,8 +19,8 @@ from ratchet.data.chat.tokenizer import (
 )
 from ratchet.errors import ModelError
 from ratchet.utils import safe_read
-from ratchet.utils.object_store import fetch_directory, is_address, unfit
-from ratchet.utils.terminal_text import first_line, shortened
+from ratchet.utils.object_store import explain_bad_address, fetch_directory, is_address
+from ratchet.utils.terminal_text import get_first_line, shorten_text
 
 
 def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokenizer:
@@ -50,14 +50,14 @@ def _check_special_tokens(directory: Path, config: Mapping[str, Any]) -> None:
         text = value.get("content") if isinstance(value, Mapping) else value
         if not (isinstance(text, str) and text) and value is not None:
             raise ModelError(
-                f"{directory}: {name} of tokenizer_config.json is {shortened(repr(value), 80)}, "
+                f"{directory}: {name} of tokenizer_config.json is {shorten_text(repr(value), 80)}, "
                 "must be a text: copy the file "
                 "from the original model again"
             )
 
 
 def _fetch(address: str) -> Path:
-    if why := unfit(address):
+    if why := explain_bad_address(address):
         raise ModelError(f"{address} can't hold a tokenizer: {why}")
     try:
         return fetch_directory(address, DOWNLOADS, deep=False)
@@ -86,7 +86,8 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
         # the library raises nothing more special for a file that it can't use
         except Exception as error:
             raise ModelError(
-                f"{path} can't be used: {first_line(str(error))}: copy it from the original model "
+                f"{path} can't be used: {get_first_line(str(error))}: copy it from the original "
+                "model "
                 "again"
             ) from error
         if not backend.get_vocab_size():
@@ -107,7 +108,7 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
                 safe_read.require_file(directory / name)
         converted = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # as many tokenizers as there are, each with errors of its own kinds
-        reason = first_line(str(error) or type(error).__name__)
+        reason = get_first_line(str(error) or type(error).__name__)
         raise ModelError(
             f"transformers can't read the tokenizer in {directory}: {reason}"
         ) from error
@@ -128,7 +129,7 @@ def _eos_ids(directory: Path) -> list[int]:
             ids = value if isinstance(value, list) else [value]
             if not all(type(one) is int for one in ids):
                 raise ModelError(
-                    f"{directory / name}: eos_token_id={shortened(repr(value), 80)} must be a "
+                    f"{directory / name}: eos_token_id={shorten_text(repr(value), 80)} must be a "
                     "number, or a list of them"
                 )
             return ids

@@ -18,7 +18,7 @@ from typing import Any
 
 from ratchet.environments.workers.protocol import HEAD, frame, packed, unpacked
 from ratchet.errors import RatchetError
-from ratchet.observe.exit_status import ended_how
+from ratchet.observe.exit_status import describe_exit
 from ratchet.utils import credentials
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class Worker:
         how = ""
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
-            self._send({"of": section, "credentials": credentials.offered()})
+            self._send({"of": section, "credentials": credentials.get_offered()})
             async with asyncio.timeout(START_S):
                 first = await _received(reader)
             if "error" in first:
@@ -197,7 +197,8 @@ class Worker:
             await asyncio.sleep(0.002)
         self.ended = (
             how
-            or f"worker process {self.process.pid} died ({ended_how(self.process.returncode)[0]})"
+            or f"worker process {self.process.pid} died "
+            f"({describe_exit(self.process.returncode)[0]})"
         )
         if not self.ready.done():
             self.ready.set_exception(Lost(self.ended))

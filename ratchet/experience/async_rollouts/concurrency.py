@@ -8,7 +8,7 @@ import math
 RATE = 1 / 8  # maximum change per step, as a share of a step's groups
 
 
-class Concurrency:
+class ConcurrencyController:
     """A controller of the number of groups in flight.
 
     After each step the number rises if the learner had to wait and all measures are below their

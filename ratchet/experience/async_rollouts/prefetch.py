@@ -14,19 +14,19 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ratchet.experience.async_rollouts.resumable_generator import CURRENT, Interruptible
-from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler, Issue
+from ratchet.experience.async_rollouts.resumable_generator import CURRENT, ResumableGenerator
+from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup, StalenessScheduler
 from ratchet.experience.rollout.metrics import measure_staleness
-from ratchet.experience.rollout.plain_values import restored, stored
-from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.rollout.plain_values import from_plain, to_plain
+from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.types import Group
 
-MISMATCH = "batch/correction/kl"  # the metric that `Concurrency` compares with its target
+MISMATCH = "batch/correction/kl"  # the metric that `ConcurrencyController` compares with its target
 
 log = logging.getLogger(__name__)
 
 
-def teaches(group: Group, *, by_parts: bool = False) -> bool:
+def has_learning_signal(group: Group, *, by_parts: bool = False) -> bool:
     """True if the rewards in a group differ; otherwise no attempt is better than another.
 
     Rewards are compared as judged, before the algorithm's shaping: DAPO (arXiv:2503.14476) eq. 8
@@ -42,7 +42,7 @@ def teaches(group: Group, *, by_parts: bool = False) -> bool:
     return len({row.reward for row in rows}) > 1
 
 
-class Prefetch:
+class PrefetchingSource:
     """A source that prefetches groups of another source.
 
     Args:
@@ -59,9 +59,9 @@ class Prefetch:
 
     def __init__(
         self,
-        source: Rollouts,
-        scheduler: GenerateScheduler,
-        generator: Interruptible,
+        source: RolloutSource,
+        scheduler: StalenessScheduler,
+        generator: ResumableGenerator,
         *,
         rests: bool,
         replayable: bool,
@@ -75,8 +75,9 @@ class Prefetch:
         self.replayable = replayable
         self.teaches = teaches
         self.tries = tries
-        self._tasks: dict[Issue, asyncio.Task[None]] = {}
-        self._to_restart: list[Issue] = []  # groups whose attempts begin with the next draw
+        self._tasks: dict[ScheduledGroup, asyncio.Task[None]] = {}
+        # groups whose attempts begin with the next draw
+        self._to_restart: list[ScheduledGroup] = []
         self._changed = asyncio.Event()
         self._version = 0
         self._waited = False  # True if the latest draw had to wait
@@ -147,12 +148,12 @@ class Prefetch:
             else self.scheduler.concurrency.level,
         }
 
-    def _stored(self, issue: Issue) -> dict[str, Any]:
-        ready = None if issue.group is None else stored(issue.group.trajectories)
+    def _stored(self, issue: ScheduledGroup) -> dict[str, Any]:
+        ready = None if issue.group is None else to_plain(issue.group.trajectories)
         journal = (
             {}
             if issue.group is not None
-            else {str(seed): stored(drawn) for seed, drawn in issue.journal.items()}
+            else {str(seed): to_plain(drawn) for seed, drawn in issue.journal.items()}
         )
         return {"id": issue.id, "version": issue.version, "ready": ready, "journal": journal}
 
@@ -167,11 +168,13 @@ class Prefetch:
         under_way = []
         for entry in state["issues"]:
             issue = self.scheduler.begin(entry["version"], *self.source.claim(entry["id"]))
-            issue.journal = {int(seed): restored(drawn) for seed, drawn in entry["journal"].items()}
+            issue.journal = {
+                int(seed): from_plain(drawn) for seed, drawn in entry["journal"].items()
+            }
             if entry["ready"] is None:
                 under_way.append(issue)
             else:
-                issue.group = Group(issue.id, issue.task, restored(entry["ready"]))
+                issue.group = Group(issue.id, issue.task, from_plain(entry["ready"]))
         issue_by_id = {issue.id: issue for issue in self.scheduler.issues}
         self.scheduler.arrived = [issue_by_id[name] for name in state["arrived"]]
         if self.scheduler.concurrency is not None and state["level"] is not None:
@@ -203,11 +206,11 @@ class Prefetch:
         for name, task in self.source.take(count, version=self._version):
             self._play(self.scheduler.begin(self._version, name, task))
 
-    def _play(self, issue: Issue) -> None:
+    def _play(self, issue: ScheduledGroup) -> None:
         self._tasks[issue] = asyncio.create_task(self._group(issue))
         self._tasks[issue].add_done_callback(lambda _: self._changed.set())
 
-    async def _group(self, issue: Issue) -> None:
+    async def _group(self, issue: ScheduledGroup) -> None:
         CURRENT.set(issue if self.replayable else None)
         (group,) = await self.source.make([(issue.id, issue.task)], issue.version)
         if (

@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.experience.async_rollouts.staleness_scheduler import Issue
+from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup
 from ratchet.protocols import Generator
 from ratchet.types import Completion, Placed, Sampling, StopReason
 
 log = logging.getLogger(__name__)
 
 # The group whose attempts the current asyncio task plays.
-CURRENT: ContextVar[Issue | None] = ContextVar("issue", default=None)
+CURRENT: ContextVar[ScheduledGroup | None] = ContextVar("issue", default=None)
 POLL_S = 0.001
 QUIET_S = 30.0
 HOPS = 32  # event-loop turns: more than the longest chain of tasks that wait for one another
 
 
-class Interruptible:
+class ResumableGenerator:
     """A generator wrapper that can interrupt the requests of groups and resume them.
 
     Requests outside a group, such as those of an evaluation, pass through.
@@ -61,7 +61,7 @@ class Interruptible:
             continuation = await self.inner.generate(
                 *_remaining_request(tokens, sampling, drawn), media
             )
-            drawn = issue.journal[sampling.seed] = joined(drawn, continuation)
+            drawn = issue.journal[sampling.seed] = join_completions(drawn, continuation)
             if drawn.stop is StopReason.ABORTED and not self._closed:
                 break  # the request was aborted for another reason
         return drawn
@@ -97,7 +97,7 @@ class Interruptible:
             if not self._waiting[key].done():
                 self._waiting[key].set_result(None)
 
-    async def _opened(self, issue: Issue, seed: int) -> None:
+    async def _opened(self, issue: ScheduledGroup, seed: int) -> None:
         if not self._closed:
             return
         key = issue.number, seed
@@ -126,7 +126,7 @@ def _remaining_request(
     return np.concatenate([np.asarray(tokens, dtype=np.int64), drawn.tokens]), remaining
 
 
-def joined(drawn: Completion | None, continuation: Completion) -> Completion:
+def join_completions(drawn: Completion | None, continuation: Completion) -> Completion:
     """Return a completion with its continuation appended.
 
     If both parts have the experts of a token, the part that computed it first counts.

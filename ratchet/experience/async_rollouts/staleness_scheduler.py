@@ -15,20 +15,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ratchet.experience.async_rollouts.concurrency import Concurrency
+from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
 from ratchet.types import Completion, Group, Task
 
 Order = Literal["issued", "ready"]
 
 
 @dataclass(eq=False)
-class Issue:
+class ScheduledGroup:
     """A group from its start to the step that trains on it.
 
     Attributes:
         number: Its place in the order of starts.
         version: The version of the weights that it began with.
-        journal: What was drawn for it, by the request's seed (see `Interruptible`).
+        journal: What was drawn for it, by the request's seed (see `ResumableGenerator`).
     """
 
     number: int
@@ -39,7 +39,7 @@ class Issue:
     journal: dict[int, Completion] = field(default_factory=dict)
 
 
-class GenerateScheduler:
+class StalenessScheduler:
     """The scheduler of a stage's groups.
 
     Args:
@@ -59,16 +59,16 @@ class GenerateScheduler:
         max_staleness: float,
         last_step: int,
         order: Order = "issued",
-        concurrency: Concurrency | None = None,
+        concurrency: ConcurrencyController | None = None,
     ) -> None:
         self.per_step = per_step
         self.max_staleness = math.ceil(max_staleness)
         self.last_step = last_step
         self.order = order
-        self.at_once = at_once(per_step, max_staleness)
+        self.at_once = get_max_in_flight(per_step, max_staleness)
         self.concurrency = concurrency
-        self.issues: list[Issue] = []  # in flight or ready, in the order of starts
-        self.arrived: list[Issue] = []  # ready, in the order in which they became ready
+        self.issues: list[ScheduledGroup] = []  # in flight or ready, in the order of starts
+        self.arrived: list[ScheduledGroup] = []  # ready, in the order in which they became ready
         self.count = 0
 
     def room(self, step: int) -> int:
@@ -78,23 +78,23 @@ class GenerateScheduler:
         )
         return max(0, min(allowed, (self.last_step - step) * self.per_step) - len(self.issues))
 
-    def begin(self, version: int, name: str, task: Task) -> Issue:
+    def begin(self, version: int, name: str, task: Task) -> ScheduledGroup:
         """Start a group."""
-        issue = Issue(self.count, version, name, task)
+        issue = ScheduledGroup(self.count, version, name, task)
         self.count += 1
         self.issues.append(issue)
         return issue
 
-    def ready(self, issue: Issue, group: Group) -> None:
+    def ready(self, issue: ScheduledGroup, group: Group) -> None:
         """Note that a group is ready."""
         issue.group = group
         self.arrived.append(issue)
 
-    def drop(self, issue: Issue) -> None:
+    def drop(self, issue: ScheduledGroup) -> None:
         """Remove a group that will not be trained on."""
         self.issues.remove(issue)
 
-    def choose(self, step: int) -> list[Issue] | None:
+    def choose(self, step: int) -> list[ScheduledGroup] | None:
         """Return the groups of a step in the order of their starts, and remove them from the
         schedule.
 
@@ -108,7 +108,7 @@ class GenerateScheduler:
             self.arrived.remove(issue)
         return sorted(chosen, key=lambda issue: issue.number)
 
-    def _oldest(self) -> list[Issue] | None:
+    def _oldest(self) -> list[ScheduledGroup] | None:
         """Return the oldest groups of a step if all are ready, else None."""
         first = self.issues[: self.per_step]
         return (
@@ -117,12 +117,12 @@ class GenerateScheduler:
             else None
         )
 
-    def _earliest(self, step: int) -> list[Issue] | None:
+    def _earliest(self, step: int) -> list[ScheduledGroup] | None:
         """Return the first ready groups that leave later steps in time, or None.
 
         Of the groups that are due by step d, at most (d - step) steps' worth may stay for later.
         """
-        chosen: list[Issue] = []
+        chosen: list[ScheduledGroup] = []
         for due in range(step, step + self.max_staleness + 1):
             owed = (
                 sum(issue.version + self.max_staleness <= due for issue in self.issues)
@@ -139,12 +139,12 @@ class GenerateScheduler:
         return chosen if len(chosen) == self.per_step else None
 
 
-def at_once(per_step: int, max_staleness: float) -> int:
+def get_max_in_flight(per_step: int, max_staleness: float) -> int:
     """Return the number of groups that the staleness bound allows in flight or ready."""
     return per_step + round(max_staleness * per_step)
 
 
-def _fill(chosen: list[Issue], candidates: Sequence[Issue], count: int) -> None:
+def _fill(chosen: list[ScheduledGroup], candidates: Sequence[ScheduledGroup], count: int) -> None:
     """Append candidates in order until `chosen` has `count` entries."""
     for issue in candidates:
         if len(chosen) >= count:

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.experience.rollout.manager import first
-from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.rollout.manager import gather_first
+from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.protocols import Generator
 from ratchet.types import Completion, Group, Placed, Sampling, Task
 
@@ -32,17 +32,17 @@ QUIET_S = 30.0
 
 
 @dataclass(eq=False)
-class Drawn:
+class DrawnTokens:
     """The number of tokens that the attempts of a group have drawn."""
 
     tokens: int = 0
 
 
 # The counter of the group whose attempts the current asyncio task plays.
-CURRENT: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
+CURRENT: ContextVar[DrawnTokens | None] = ContextVar("drawn", default=None)
 
 
-class Cuttable:
+class AbortableGenerator:
     """A generator wrapper that counts the tokens of each group and can abort them.
 
     Requests outside a group, such as those of an evaluation, pass through.
@@ -117,7 +117,9 @@ class TailBatching:
         last_step: The first step after the stage.
     """
 
-    def __init__(self, source: Rollouts, generator: Cuttable, *, more: int, last_step: int) -> None:
+    def __init__(
+        self, source: RolloutSource, generator: AbortableGenerator, *, more: int, last_step: int
+    ) -> None:
         self.source = source
         self.generator = generator
         self.more = more
@@ -169,8 +171,8 @@ class TailBatching:
 
     async def _race(self, jobs: Sequence[Job], n: int, version: int) -> list[Group]:
         """Return the first n groups that are ready, and defer the others."""
-        drawn = {name: Drawn() for name, _ in jobs}
-        groups = await first(
+        drawn = {name: DrawnTokens() for name, _ in jobs}
+        groups = await gather_first(
             [self._play(job, drawn[job[0]]) for job in jobs], n, parting=self.generator.cut
         )
         self.generator.open()
@@ -185,7 +187,7 @@ class TailBatching:
         self.source.ledger.note("deferred", names, step=version)
         return groups
 
-    async def _play(self, job: Job, drawn: Drawn) -> Group:
+    async def _play(self, job: Job, drawn: DrawnTokens) -> Group:
         CURRENT.set(drawn)
         (group,) = await self.source.play([job], 1)
         return group

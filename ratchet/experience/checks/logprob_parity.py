@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 POSITIONS = (0, 1, 4, 16, 64, 256, 1024)
 # With these formats the generator's tensors differ from those it received, so none are compared.
 QUANTISED = ("float8", "nf4")
-ASKED = 4  # number of rows, and of tokens per row, that the sampler generates again
+REPEATED = 4  # number of rows, and of tokens per row, that the sampler generates again
 
 
 @dataclass(frozen=True)
-class Ends:
+class ParityPair:
     """The learner and the sampler to compare.
 
     `fingerprints` are those of the known tokenizers, by owner.
@@ -50,7 +50,7 @@ class Ends:
     @classmethod
     def create(
         cls, learner: Learner, generator: Generator, link: Link, tokenizer: Tokenizer
-    ) -> Ends:
+    ) -> ParityPair:
         """Return the pair to compare; `tokenizer` is the policy's."""
         fingerprints = {"policy": tokenizer.fingerprint}
         generator_tokenizer = getattr(generator, "tokenizer", None)
@@ -61,7 +61,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ParityFinding:
     """The result of one comparison; `guilty` is True if it explains the difference."""
 
     cause: str
@@ -76,7 +76,7 @@ class ParityGate:
     again.
     """
 
-    def __init__(self, ends: Ends, config: ParityConfig) -> None:
+    def __init__(self, ends: ParityPair, config: ParityConfig) -> None:
         self.ends = ends
         self.threshold = config.threshold
         self.action = config.action
@@ -101,7 +101,7 @@ class ParityGate:
             ParityError: The difference exceeds the threshold, and `parity.action` is "stop".
                 Otherwise the report is logged.
         """
-        rows = comparable(batch, version)
+        rows = select_comparable_rows(batch, version)
         if not rows:
             return {}
         part = batch.take(_sample_evenly(rows, self.sample))
@@ -155,52 +155,52 @@ class ParityGate:
         """The format to which the generator rounds the weights it receives."""
         return getattr(self.ends.generator, "precision", None)
 
-    async def _weights(self) -> Finding:
+    async def _weights(self) -> ParityFinding:
         if self._rounded_to in QUANTISED:
-            return Finding(
+            return ParityFinding(
                 "weights",
                 f"not compared: the generator rounds received weights to {self._rounded_to}",
             )
         differing = await self.ends.link.audit() if isinstance(self.ends.link, Audits) else None
         if differing is None:
-            return Finding("weights", "not compared: the generator doesn't show them")
+            return ParityFinding("weights", "not compared: the generator doesn't show them")
         if not differing:
-            return Finding("weights", "equal, by the checksum of every tensor")
-        return Finding(
+            return ParityFinding("weights", "equal, by the checksum of every tensor")
+        return ParityFinding(
             "weights", f"{len(differing)} tensors differ, the first is {differing[0]}", guilty=True
         )
 
-    def _tokenizer(self) -> Finding:
+    def _tokenizer(self) -> ParityFinding:
         prints = self.ends.fingerprints
         if len(set(prints.values())) > 1:
-            return Finding(
+            return ParityFinding(
                 "tokenizer",
                 "different: " + ", ".join(f"{name} {value}" for name, value in prints.items()),
                 guilty=True,
             )
-        return Finding(
+        return ParityFinding(
             "tokenizer", "the same" if len(prints) > 1 else "not compared: only one is known"
         )
 
-    async def _temperature(self, part: Batch) -> Finding:
+    async def _temperature(self, part: Batch) -> ParityFinding:
         """Test whether the sampler ignored the temperature, or applied it twice."""
         temperature_S = part.temperature_S
         if bool((temperature_S == 1).all()):
-            return Finding("temperature", "1: nothing to get wrong")
+            return ParityFinding("temperature", "1: nothing to get wrong")
         for what, other_S in (
             ("ignores", torch.ones_like(temperature_S)),
             ("applies twice", temperature_S.square()),
         ):
             mean = float((await self._difference(replace(part, temperature_S=other_S))).mean())
             if mean <= self.threshold:
-                return Finding(
+                return ParityFinding(
                     "temperature",
                     f"the sampler {what} it: {mean:.3g} nats differ then",
                     guilty=True,
                 )
-        return Finding("temperature", "explains nothing")
+        return ParityFinding("temperature", "explains nothing")
 
-    def _dtype(self) -> Finding:
+    def _dtype(self) -> ParityFinding:
         learner = {
             shard.tensor.dtype
             for shard in self.ends.learner.weights()
@@ -213,19 +213,19 @@ class ParityGate:
         )
         held = self._rounded_to or _names(generator)
         if not learner or not held:
-            return Finding("dtype", "not compared: one of the two doesn't show its weights")
-        return Finding(
+            return ParityFinding("dtype", "not compared: one of the two doesn't show its weights")
+        return ParityFinding(
             "dtype", f"learner {_names(learner)}, generator {held}", guilty=_names(learner) != held
         )
 
-    async def _kernel(self, part: Batch, difference_T: Tensor) -> list[Finding]:
+    async def _kernel(self, part: Batch, difference_T: Tensor) -> list[ParityFinding]:
         """Report where the difference lies, and whether results depend on the other rows of a
         batch."""
         alone = [await self._difference(part.take([row])) for row in range(part.n_sequences)]
         learner = float((torch.cat(alone) - difference_T).abs().max())
         return [
-            Finding("positions", _by_position(part, difference_T)),
-            Finding(
+            ParityFinding("positions", _by_position(part, difference_T)),
+            ParityFinding(
                 "batches",
                 f"alone or together: learner {learner:.3g}, sampler "
                 f"{await self._asked_again(part):.3g} at most",
@@ -238,11 +238,11 @@ class ParityGate:
         generator = self.ends.generator
         starts = part.starts_S.tolist()
         requests = []
-        for row in range(min(ASKED, part.n_sequences)):
+        for row in range(min(REPEATED, part.n_sequences)):
             row_slice = slice(starts[row], starts[row] + int(part.lengths_S[row]))
             first = int(part.predicted_T[row_slice].nonzero()[0])
             sampling = Sampling(
-                temperature=float(part.temperature_S[row]), max_new_tokens=ASKED, seed=row
+                temperature=float(part.temperature_S[row]), max_new_tokens=REPEATED, seed=row
             )
             media = (
                 [placed for placed in part.media_S[row] if placed.start < first]
@@ -263,7 +263,7 @@ class ParityGate:
         return largest
 
 
-def comparable(batch: Batch, version: int) -> list[int]:
+def select_comparable_rows(batch: Batch, version: int) -> list[int]:
     """Return the rows with predicted tokens whose tokens were all sampled from this version."""
     predicted_S = batch.sequence_sum(batch.predicted_T.double())
     current_S = batch.sequence_sum((batch.predicted_T & (batch.versions_T == version)).double())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.experience.rollout.user_code import UserCodeFailed, guarded
+from ratchet.experience.rollout.user_code import UserCodeFailed, run_guarded
 from ratchet.observe.sentinels import Exhibit
 from ratchet.protocols import Reward
 from ratchet.types import Group, Sampling, Scored, Task, Trajectory, Truncated, finite
@@ -16,7 +16,7 @@ OPINION, CANARY = "second_opinion/disagreement", "canary/reward"
 
 
 @dataclass(frozen=True)
-class Findings:
+class ProbeFindings:
     """The results of a check.
 
     Attributes:
@@ -29,7 +29,7 @@ class Findings:
 
 
 @dataclass
-class Probes:
+class RewardHackingProbes:
     """The checks for reward hacking.
 
     Attributes:
@@ -54,16 +54,16 @@ class Probes:
     def due(self, done: int) -> bool:
         return done % self.every == 0
 
-    async def check(self, groups: Sequence[Group]) -> Findings:
+    async def check(self, groups: Sequence[Group]) -> ProbeFindings:
         """Run both checks. The canaries are played greedily with the generator's weights."""
-        findings = Findings()
+        findings = ProbeFindings()
         if self.second is not None:
             await self._ask(self.second, groups, findings)
         if self.manager is not None and self.canaries:
             await self._play(self.manager, findings)
         return findings
 
-    async def _ask(self, second: Reward, groups: Sequence[Group], findings: Findings) -> None:
+    async def _ask(self, second: Reward, groups: Sequence[Group], findings: ProbeFindings) -> None:
         """Judge whole groups again until `sample` attempts are judged.
 
         Groups stay whole because some rewards compare their attempts.
@@ -88,7 +88,7 @@ class Probes:
                 "disagreement": fmean(abs(first - reward) for first, reward in compared),
             }
 
-    async def _play(self, manager: RolloutManager, findings: Findings) -> None:
+    async def _play(self, manager: RolloutManager, findings: ProbeFindings) -> None:
         jobs = [(f"canary/{task.id}", task) for task in self.canaries]
         played = await manager.groups(jobs, replace(self.sampling, temperature=0.0), attempts=1)
         judged = [(group, rows[-1], rows[-1].reward) for group in played for rows in group.attempts]
@@ -106,7 +106,7 @@ async def _judge_again(
     """Return the second reward of each attempt; None if it fails, which is not an error."""
     unjudged = [replace(row, outcome=Truncated() if row.truncated else None) for row in rows]
     try:
-        outcomes = list(await guarded(lambda: second.score(unjudged, task))) if rows else []
+        outcomes = list(await run_guarded(lambda: second.score(unjudged, task))) if rows else []
     except UserCodeFailed:
         return [None] * len(rows)
     rewards = [

@@ -14,17 +14,22 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ratchet.errors import DataError
-from ratchet.experience.nemo_rl.environment import SCALAR, EnvironmentInterface, Reply, step_rows
+from ratchet.experience.nemo_rl.environment import (
+    SCALAR,
+    EnvironmentInterface,
+    EnvironmentReply,
+    step_rows,
+)
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
 from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task
 
 Question = tuple[MessageLog, Any]  # a conversation and its metadata
-Ask = Callable[[MessageLog, Any], Awaitable[Reply]]
+Ask = Callable[[MessageLog, Any], Awaitable[EnvironmentReply]]
 T = TypeVar("T")
 
 
-class Dialogue:
+class MessageLogDialogue:
     """The environment of one attempt over a batched environment.
 
     Attributes:
@@ -87,15 +92,15 @@ def _metric(part: str) -> str:
     return part if part.startswith(f"{SCALAR}/") else f"{SCALAR}/{part}"
 
 
-async def ask_alone(
+async def step_alone(
     environment: EnvironmentInterface[Any], log: MessageLog, metadata: Any
-) -> Reply:
+) -> EnvironmentReply:
     """Step one row in its own thread, so that a hanging call delays neither others nor the exit."""
-    (reply,) = await in_thread(partial(step_rows, environment, [log], [metadata]))
+    (reply,) = await run_in_thread(partial(step_rows, environment, [log], [metadata]))
     return reply
 
 
-async def in_thread(call: Callable[[], T]) -> T:
+async def run_in_thread(call: Callable[[], T]) -> T:
     """Run a call in a daemon thread and return its result."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -119,7 +124,7 @@ async def in_thread(call: Callable[[], T]) -> T:
 
 def step_each(
     environment: EnvironmentInterface[Any], questions: Sequence[Question]
-) -> list[Reply | BaseException]:
+) -> list[EnvironmentReply | BaseException]:
     """Step all rows in one call, and return a reply or an exception for each.
 
     If the call raises, each row is stepped alone, so that only those fail that fail alone too.
@@ -136,7 +141,7 @@ def step_each(
     return [reply for question in questions for reply in step_each(environment, [question])]
 
 
-class Meeting(Generic[T]):
+class RowBarrier(Generic[T]):
     """A barrier of rows that run in step and share their calls.
 
     A question waits until every remaining row waits. Then each `handle` gets all its questions in

@@ -75,7 +75,7 @@ class EnvironmentInterface(ABC, Generic[Metadata]):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class EnvironmentReply:
     """A row of an EnvironmentReturn. `parts` is None if the reward has none."""
 
     observation: dict[str, str]
@@ -89,7 +89,7 @@ class Reply:
 
 def step_rows(
     environment: EnvironmentInterface[Any], logs: Sequence[MessageLog], metadata: Sequence[Any]
-) -> list[Reply]:
+) -> list[EnvironmentReply]:
     """Call `step` once and return its rows, checked.
 
     The environment gets copies, so that its changes to them have no effect.
@@ -109,7 +109,7 @@ def step_rows(
     stops = answer.next_stop_strings or [None] * rows
     answers = answer.answers or [None] * rows
     return [
-        Reply(
+        EnvironmentReply(
             _observation(answer.observations[i], name),
             answer.metadata[i],
             _stops(stops[i], name),
@@ -121,7 +121,7 @@ def step_rows(
     ]
 
 
-def joined(replies: Sequence[Reply]) -> EnvironmentReturn[Any]:
+def join_replies(replies: Sequence[EnvironmentReply]) -> EnvironmentReturn[Any]:
     """Return the rows as one return.
 
     If only some rewards have parts, a reward without is the part "reward". A part that a row lacks
@@ -142,7 +142,7 @@ def joined(replies: Sequence[Reply]) -> EnvironmentReturn[Any]:
     )
 
 
-def environment_of(
+def get_environment(
     task_to_env: Mapping[str, EnvironmentInterface[Any]], task_name: str
 ) -> EnvironmentInterface[Any]:
     """Return the environment of a task name, or raise DataError."""
@@ -168,9 +168,9 @@ def post_process(
     """
     rows_by_environment: dict[int, tuple[str, list[int]]] = {}
     for row, name in enumerate(batch["task_name"]):
-        rows_by_environment.setdefault(id(environment_of(task_to_env, name)), (name, []))[1].append(
-            row
-        )
+        rows_by_environment.setdefault(id(get_environment(task_to_env, name)), (name, []))[
+            1
+        ].append(row)
     parts: list[BatchedDataDict[Any]] = []
     metrics: dict[str, Any] = {}
     for name, rows in rows_by_environment.values():

@@ -40,7 +40,7 @@ class WithSampling:
 
     @property
     def version(self) -> int:
-        return version_of(self.generator)
+        return get_weights_version(self.generator)
 
     async def generate(
         self,
@@ -60,12 +60,12 @@ def refuse_media(media: Sequence[Placed]) -> None:
         )
 
 
-def version_of(policy_generation: Any) -> int:
+def get_weights_version(policy_generation: Any) -> int:
     """Return the version of a generator's weights, or 0 if it has none."""
     return int(getattr(policy_generation, "version", 0))
 
 
-def sampling_of(
+def get_sampling(
     policy_generation: Any, stop_ids: Sequence[int], *, max_new_tokens: int, greedy: bool
 ) -> Sampling:
     """Return the generator's sampling parameters with these stop ids.
@@ -98,12 +98,12 @@ def takes_batches(policy_generation: Any) -> bool:
     return generate is None or not inspect.iscoroutinefunction(generate)
 
 
-def answers_at_once(policy_generation: Any) -> bool:
+def is_synchronous_batch_generator(policy_generation: Any) -> bool:
     """True if the generator answers a whole batch in one call, without a running event loop."""
     return takes_batches(policy_generation) and hasattr(policy_generation, "generate")
 
 
-class OneAtATime:
+class UnbatchedGenerator:
     """An adapter of a generator of batches to the `Generator` protocol: each request is its own
     batch."""
 
@@ -126,7 +126,7 @@ class OneAtATime:
         (completion,) = [
             completion
             async for _, completion in _iterate_completions(
-                rows, requests, version_of(self.policy_generation)
+                rows, requests, get_weights_version(self.policy_generation)
             )
         ]
         return completion
@@ -138,7 +138,7 @@ def complete_batch(
     """Complete all requests in one call of a generator of batches."""
     greedy = requests[0][1].greedy
     output = policy_generation.generate(_data(requests, pad_id), greedy=greedy)
-    version = version_of(policy_generation)
+    version = get_weights_version(policy_generation)
     return [_completion(output, i, request, version) for i, request in enumerate(requests)]
 
 
@@ -156,7 +156,7 @@ async def complete(
     completions = {
         i: completion
         async for i, completion in _iterate_completions(
-            rows, requests, version_of(policy_generation)
+            rows, requests, get_weights_version(policy_generation)
         )
     }
     return [completions[i] for i in range(len(requests))]

@@ -55,8 +55,8 @@ def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "total_turns": sum(turns),
         "avg_turns_per_sample": fmean(turns),
         "max_turns_per_sample": max(turns),
-        "turns_per_sample/p95": percentile(turns, 95),
-        "turns_per_sample/p99": percentile(turns, 99),
+        "turns_per_sample/p95": compute_percentile(turns, 95),
+        "turns_per_sample/p99": compute_percentile(turns, 99),
         "natural_termination_rate": fmean(sample["terminated"] for sample in samples),
         "truncation_rate": fmean(sample["truncated"] for sample in samples),
         "max_turns_reached_rate": fmean(sample["max_turns_reached"] for sample in samples),
@@ -67,7 +67,7 @@ def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "mean_env_tokens_per_sample": fmean(sample["env_tokens"] for sample in samples),
         "max_gen_tokens_per_turn/mean": fmean(longest),
         "max_gen_tokens_per_turn/max": max(longest),
-        "max_gen_tokens_per_turn/p95": percentile(longest, 95),
+        "max_gen_tokens_per_turn/p95": compute_percentile(longest, 95),
     }
     if rewards:
         numbers |= {
@@ -88,7 +88,7 @@ HISTOGRAMS = {
 }
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
+def compute_percentile(values: Sequence[float], percent: float) -> float:
     """Return the smallest value that at least `percent` of all do not exceed (nearest rank)."""
     rank = max(1, math.ceil(percent / 100 * len(values)))
     return float(sorted(values)[rank - 1])

@@ -23,33 +23,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.errors import DataError
-from ratchet.experience.nemo_rl.attempt import Ask, Meeting, ask_alone, step_each
+from ratchet.experience.nemo_rl.attempt import Ask, RowBarrier, step_alone, step_each
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.experience.nemo_rl.environment import (
     EnvironmentInterface,
+    EnvironmentReply,
     EnvironmentReturn,
-    Reply,
-    environment_of,
-    joined,
+    get_environment,
+    join_replies,
     post_process,
     step_rows,
 )
 from ratchet.experience.nemo_rl.generation import (
-    OneAtATime,
     Request,
-    answers_at_once,
+    UnbatchedGenerator,
     complete,
     complete_batch,
+    get_sampling,
+    get_weights_version,
+    is_synchronous_batch_generator,
     refuse_media,
-    sampling_of,
     takes_batches,
-    version_of,
 )
 from ratchet.experience.nemo_rl.metrics import measure_samples
-from ratchet.experience.nemo_rl.row import RowPlayer, answer_entry, tokens_of
+from ratchet.experience.nemo_rl.row import RowPlayer, concatenate_tokens, make_answer_entry
 from ratchet.experience.nemo_rl.specs import DatumSpec, GenerationDatumSpec, MessageLog
-from ratchet.experience.nemo_rl.tokens import TokenizerType, renderer_of
-from ratchet.experience.seeds import seed_for
+from ratchet.experience.nemo_rl.tokens import TokenizerType, get_log_renderer
+from ratchet.experience.seeds import derive_seed
 from ratchet.types import Completion, Placed, Sampling
 
 __all__ = [
@@ -102,7 +102,7 @@ def generate_responses(
     requests = _requests(
         policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy
     )
-    if answers_at_once(policy_generation):
+    if is_synchronous_batch_generator(policy_generation):
         completions = (
             complete_batch(policy_generation, requests, pad_id=_pad_id(tokenizer))
             if requests
@@ -152,7 +152,7 @@ async def async_generate_response_for_sample_turn(
     Raises:
         DataError: The log already fills `max_seq_len`.
     """
-    prompt = tokens_of(sample_message_log)
+    prompt = concatenate_tokens(sample_message_log)
     room = max_seq_len - len(prompt)
     if room <= 0:
         raise DataError(
@@ -189,15 +189,15 @@ def calculate_rewards(
         DataError: A task has no environment, or a return has the wrong shape. Exceptions of
             environments are raised unchanged.
     """
-    replies: dict[int, Reply] = {}
+    replies: dict[int, EnvironmentReply] = {}
     for name in dict.fromkeys(batch["task_name"]):
         rows = [row for row, task_name in enumerate(batch["task_name"]) if task_name == name]
         logs, metadata = (
             [batch[column][row] for row in rows] for column in ("message_log", "extra_env_info")
         )
-        environment_replies = step_rows(environment_of(task_to_env, name), logs, metadata)
+        environment_replies = step_rows(get_environment(task_to_env, name), logs, metadata)
         replies |= dict(zip(rows, environment_replies, strict=True))
-    return joined([replies[row] for row in range(batch.size)])
+    return join_replies([replies[row] for row in range(batch.size)])
 
 
 # --- whole episodes
@@ -224,7 +224,7 @@ def run_multi_turn_rollout(
         `measure_samples` and of the environments.
     """
     player = RowPlayer(
-        policy_generation, renderer_of(tokenizer), max_seq_len, max_rollout_turns, greedy
+        policy_generation, get_log_renderer(tokenizer), max_seq_len, max_rollout_turns, greedy
     )
     return _run(_in_step(player, input_batch, task_to_env, _pad_id(tokenizer)))
 
@@ -275,15 +275,15 @@ async def run_sample_multi_turn_rollout(
         The row's final state, whose `parts` are sums of the reward's named parts, and the metrics
         of `measure_sample`.
     """
-    environment = environment_of(task_to_env, initial_sample_state["task_name"])
+    environment = get_environment(task_to_env, initial_sample_state["task_name"])
     player = RowPlayer(
-        policy_generation, renderer_of(tokenizer), max_seq_len, max_rollout_turns, greedy
+        policy_generation, get_log_renderer(tokenizer), max_seq_len, max_rollout_turns, greedy
     )
     generator = policy_generation
     if takes_batches(policy_generation):
-        generator = OneAtATime(policy_generation, pad_id=_pad_id(tokenizer))
+        generator = UnbatchedGenerator(policy_generation, pad_id=_pad_id(tokenizer))
     return await player.play(
-        sample_idx, initial_sample_state, generator, partial(ask_alone, environment)
+        sample_idx, initial_sample_state, generator, partial(step_alone, environment)
     )
 
 
@@ -298,17 +298,17 @@ async def _in_step(
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
     """Play all rows in step."""
     rows = _rows(input_batch)
-    meeting = Meeting[Any](len(rows))
+    meeting = RowBarrier[Any](len(rows))
     names = dict.fromkeys(row["task_name"] for row in rows)
-    step = {name: partial(step_each, environment_of(task_to_env, name)) for name in names}
+    step = {name: partial(step_each, get_environment(task_to_env, name)) for name in names}
     draw = partial(complete_batch, player.policy_generation, pad_id=pad_id)
 
     async def play(i: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         generator = player.policy_generation
-        if answers_at_once(generator):
+        if is_synchronous_batch_generator(generator):
             generator = _Drawing(meeting, i, draw)
         elif takes_batches(generator):
-            generator = OneAtATime(generator, pad_id=pad_id)
+            generator = UnbatchedGenerator(generator, pad_id=pad_id)
         handle = step[row["task_name"]]
         ask: Ask = lambda log, metadata: meeting.ask(i, handle, (log, metadata))  # noqa: E731
         try:
@@ -324,7 +324,7 @@ async def _in_step(
 class _Drawing:
     """A generator of batches as seen by one row that runs in step with others."""
 
-    meeting: Meeting[Any]
+    meeting: RowBarrier[Any]
     row: int
     draw: Any
 
@@ -395,13 +395,16 @@ def _requests(
     stops = batch.get("stop_strings") or [None] * len(input_lengths)
     data["stop_strings"] = stops
     budget = room or Sampling().max_new_tokens
-    base = sampling_of(
-        policy_generation, renderer_of(tokenizer).stop_ids, max_new_tokens=budget, greedy=greedy
+    base = get_sampling(
+        policy_generation,
+        get_log_renderer(tokenizer).stop_ids,
+        max_new_tokens=budget,
+        greedy=greedy,
     )
     base = replace(base, max_new_tokens=min(base.max_new_tokens, room or base.max_new_tokens))
     requests: list[Request] = []
     for row, (length, stop) in enumerate(zip(input_lengths.tolist(), stops, strict=True)):
-        seed = seed_for(base.seed, version_of(policy_generation), row, length)
+        seed = derive_seed(base.seed, get_weights_version(policy_generation), row, length)
         sampling = replace(base, seed=seed, stop=(*base.stop, *(stop or ())))
         requests.append((data["input_ids"][row, :length].cpu().numpy(), sampling))
     return requests
@@ -413,10 +416,10 @@ def _with_answers(
     tokenizer: TokenizerType,
     include_logprobs: bool,
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
-    renderer = renderer_of(tokenizer)
+    renderer = get_log_renderer(tokenizer)
     for log, completion in zip(batch["message_log"], completions, strict=True):
         text = renderer.parse(completion.tokens.tolist(), completion.stop).text
-        entry = answer_entry(text, completion.tokens, completion.logprobs)
+        entry = make_answer_entry(text, completion.tokens, completion.logprobs)
         log.append(
             entry
             if include_logprobs
@@ -438,7 +441,7 @@ def _with_answers(
 
 
 def _pad_id(tokenizer: TokenizerType) -> int:
-    return renderer_of(tokenizer).tokenizer.pad_id or 0
+    return get_log_renderer(tokenizer).tokenizer.pad_id or 0
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

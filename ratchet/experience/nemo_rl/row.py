@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ratchet.errors import DataError
-from ratchet.experience.nemo_rl.attempt import Ask, Dialogue
-from ratchet.experience.nemo_rl.generation import sampling_of, version_of
+from ratchet.experience.nemo_rl.attempt import Ask, MessageLogDialogue
+from ratchet.experience.nemo_rl.generation import get_sampling, get_weights_version
 from ratchet.experience.nemo_rl.metrics import measure_sample
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
 from ratchet.experience.nemo_rl.tokens import LogRenderer
-from ratchet.experience.rollout.episode import Player, PromptMemo
-from ratchet.experience.seeds import seed_for
+from ratchet.experience.rollout.episode import EpisodePlayer, PromptMemo
+from ratchet.experience.seeds import derive_seed
 from ratchet.types import Cancelled, Failed, Owner, Sampling, Task, Trajectory
 
 
@@ -50,10 +50,10 @@ class RowPlayer:
         # The prompt is not rendered again: its tokens are those of the log.
         memo = PromptMemo()
         memo.key = (list(messages), None)
-        memo.tokens = tokens_of(log).numpy()
-        dialogue = Dialogue(ask)
+        memo.tokens = concatenate_tokens(log).numpy()
+        dialogue = MessageLogDialogue(ask)
         dialogue.begin(log, state.get("extra_env_info"), state.get("stop_strings"))
-        player = Player(
+        player = EpisodePlayer(
             generator, self.renderer, max_context=self.max_seq_len, max_turns=self.max_rollout_turns
         )
         task = Task(f"row/{row}", messages, tag=state["task_name"])
@@ -81,17 +81,17 @@ class RowPlayer:
         Its seed depends on the row and the version of the weights, so repetitions of a prompt
         differ, and so do two training steps.
         """
-        sampling = sampling_of(
+        sampling = get_sampling(
             self.policy_generation,
             self.renderer.stop_ids,
             max_new_tokens=self.max_seq_len,
             greedy=self.greedy,
         )
-        seed = seed_for(sampling.seed, version_of(self.policy_generation), row)
+        seed = derive_seed(sampling.seed, get_weights_version(self.policy_generation), row)
         return replace(sampling, seed=seed)
 
 
-def tokens_of(log: MessageLog) -> Tensor:
+def concatenate_tokens(log: MessageLog) -> Tensor:
     """Return int64 [L]: the tokens of all messages, end to end.
 
     Raises:
@@ -112,7 +112,7 @@ def tokens_of(log: MessageLog) -> Tensor:
     )
 
 
-def answer_entry(content: str, tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+def make_answer_entry(content: str, tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
     """Return an answer of the policy as an entry of a log; logprobs are left out if they are
     unknown."""
     entry: dict[str, Any] = {
@@ -135,7 +135,9 @@ def _truncate(trajectory: Trajectory, length: int) -> Trajectory:
     return replace(trajectory, log_kept_mass=None, routes=None, **shorter)
 
 
-def _list_new_entries(trajectory: Trajectory, dialogue: Dialogue, prompt: int) -> MessageLog:
+def _list_new_entries(
+    trajectory: Trajectory, dialogue: MessageLogDialogue, prompt: int
+) -> MessageLog:
     """Return the entries after the first `prompt` ones.
 
     The policy did not read the message that ended the episode, so that entry has no tokens.
@@ -154,7 +156,7 @@ def _list_new_entries(trajectory: Trajectory, dialogue: Dialogue, prompt: int) -
     entries: MessageLog = []
     for turn, (start, end) in enumerate(spans):
         entries.append(
-            answer_entry(
+            make_answer_entry(
                 answers[turn], trajectory.tokens[start:end], trajectory.rollout_logprobs[start:end]
             )
         )

@@ -41,7 +41,7 @@ class LogRenderer(Renderer):
 
 
 @lru_cache(maxsize=8)
-def renderer_of(tokenizer: TokenizerType) -> LogRenderer:
+def get_log_renderer(tokenizer: TokenizerType) -> LogRenderer:
     """Return a renderer with the tokenizer's chat template; without one, messages are concatenated.
 
     Raises:
@@ -80,7 +80,7 @@ def make_datum(
 
     All tokens are in the last message, because a template's text can't be split by message.
     """
-    tokens = renderer_of(tokenizer).prompt([as_message(message) for message in messages])
+    tokens = get_log_renderer(tokenizer).prompt([as_message(message) for message in messages])
     log: MessageLog = [
         {**message, "token_ids": torch.zeros(0, dtype=torch.int64)} for message in messages
     ]

@@ -15,7 +15,7 @@ from ratchet.config.resolve import imported
 from ratchet.environments.single_turn import Rows
 from ratchet.errors import DataError
 from ratchet.experience.config import MessageLogConfig
-from ratchet.experience.nemo_rl.attempt import Dialogue, ask_alone
+from ratchet.experience.nemo_rl.attempt import MessageLogDialogue, step_alone
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.experience.nemo_rl.environment import EnvironmentInterface, post_process
 from ratchet.experience.nemo_rl.specs import DatumSpec, as_message
@@ -41,7 +41,7 @@ class MessageLogEnvironment(Rows):
         self.path = config.data
         self.title = type(self.interface).__name__
         self._rows: dict[Split, list[Task]] = {}
-        self.dialogue = Dialogue(partial(ask_alone, self.interface))
+        self.dialogue = MessageLogDialogue(partial(step_alone, self.interface))
 
     def rows(self, split: Split) -> Sequence[Task]:
         if split not in self._rows:
@@ -54,7 +54,7 @@ class MessageLogEnvironment(Rows):
         raise DataError(f"{self.title} has no demonstrations, so it can't train by supervision")
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        self.dialogue = Dialogue(partial(ask_alone, self.interface))
+        self.dialogue = MessageLogDialogue(partial(step_alone, self.interface))
         self.dialogue.begin(
             task.meta["message_log"], task.meta["extra_env_info"], task.meta["stop_strings"]
         )

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, cast
 
-from ratchet.executors.env_vars import inherited
+from ratchet.executors.env_vars import inherit_environment
 from ratchet.experience.openai_proxy.config import CommandConfig
 from ratchet.types import Task
 
@@ -25,7 +25,7 @@ TAIL = 2000  # characters of stderr in a failure
 Agent = Callable[[Task, str, str], Any]
 
 
-async def ask(agent: Agent, task: Task, base_url: str, api_key: str) -> Any:
+async def run_agent(agent: Agent, task: Task, base_url: str, api_key: str) -> Any:
     """Run the agent and return its result.
 
     A plain function runs in its own thread, so that attempts do not wait for each other.
@@ -66,7 +66,7 @@ def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
     return future
 
 
-class Command:
+class CommandAgent:
     """A program that plays an attempt.
 
     It reads the task from its standard input, as the JSON {"id", "messages", "tag", "seed"}.
@@ -86,7 +86,7 @@ class Command:
             _Program,
             *self.command,
             cwd=self.directory,
-            env=inherited(OPENAI_BASE_URL=base_url, OPENAI_API_KEY=api_key),
+            env=inherit_environment(OPENAI_BASE_URL=base_url, OPENAI_API_KEY=api_key),
             start_new_session=True,
         )
         try:

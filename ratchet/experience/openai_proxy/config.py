@@ -16,7 +16,7 @@ class CommandConfig(Section):
     OPENAI_API_KEY.
     """
 
-    builds: ClassVar[str] = "ratchet.experience.openai_proxy.agents:Command"
+    builds: ClassVar[str] = "ratchet.experience.openai_proxy.agents:CommandAgent"
 
     command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = (
         Field(description="The program and its arguments; no shell reads it.")

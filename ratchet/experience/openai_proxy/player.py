@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ratchet.data.chat.renderer import Renderer
-from ratchet.experience.openai_proxy.agents import Agent, ask
+from ratchet.experience.openai_proxy.agents import Agent, run_agent
 from ratchet.experience.openai_proxy.server import Proxy
-from ratchet.experience.openai_proxy.session import Session
+from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.experience.rollout.episode import PromptMemo
 from ratchet.protocols import Environment, Generator
 from ratchet.types import Failed, Outcome, Sampling, Task, Trajectory, Truncated
@@ -46,14 +46,14 @@ class AgentPlayer:
         attempt: int,
         memo: PromptMemo | None = None,
     ) -> list[Trajectory]:
-        """Play an attempt, and return its trajectories like `Player.play`, the one with the last
-        answer last.
+        """Play an attempt, and return its trajectories like `EpisodePlayer.play`, the one with the
+        last answer last.
 
         The agent's result is in their extras as "result". The outcome is `Failed("agent")` if the
         agent raised, and `Failed("timeout")` if it took too long. It is Truncated if the context or
         the turns were used up, or if a limit of the run cut the last answer.
         """
-        session = Session(
+        session = AgentSession(
             self.generator,
             self.renderer,
             sampling,
@@ -84,7 +84,7 @@ class AgentPlayer:
     async def _run_agent(self, task: Task, base_url: str, api_key: str) -> tuple[Any, str]:
         """Return the agent's result and the traceback of what it raised, if anything."""
         try:
-            return await ask(self.agent, task, base_url, api_key), ""
+            return await run_agent(self.agent, task, base_url, api_key), ""
         # The episode boundary: an agent may raise anything, sys.exit too, and costs only its own
         # attempt.
         except (Exception, SystemExit):
@@ -96,7 +96,7 @@ class AgentPlayer:
             return None, traceback.format_exc()
 
 
-def _get_outcome(session: Session, error: str) -> Outcome | None:
+def _get_outcome(session: AgentSession, error: str) -> Outcome | None:
     last = session.last
     if last is None and session.exhausted:
         return Failed("prompt_too_long", f"{session.exhausted}: shorten it or drop the task")

@@ -56,7 +56,7 @@ class ApiError(Exception):
 # --- requests
 
 
-class Budget:
+class JsonValueBudget:
     """The number of JSON values that a request may still hold."""
 
     def __init__(self, values: int = MOST_VALUES) -> None:
@@ -92,7 +92,7 @@ class _Function(_Body):
     @classmethod
     def _parsed(cls, text: Any, info: ValidationInfo) -> Any:
         """Parse the arguments, which are JSON text inside JSON."""
-        if isinstance(text, str) and isinstance(info.context, Budget):
+        if isinstance(text, str) and isinstance(info.context, JsonValueBudget):
             info.context.take(text.encode())
         try:
             # This parser limits the nesting depth.
@@ -174,7 +174,7 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 Stop = Annotated[str, Field(max_length=MOST_STOP)]
 
 
-class Request(_Body):
+class ChatRequest(_Body):
     """A validated request for a chat completion. Parameters accepted without effect change no
     token."""
 
@@ -221,13 +221,13 @@ class Request(_Body):
         return metadata
 
     @classmethod
-    def read(cls, body: bytes) -> Request:
+    def read(cls, body: bytes) -> ChatRequest:
         """Parse a request body.
 
         Raises:
             ApiError: 400 for an invalid body, 404 for another model.
         """
-        budget = Budget()
+        budget = JsonValueBudget()
         try:
             budget.take(body)
         except ValueError as error:
@@ -237,7 +237,7 @@ class Request(_Body):
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"]))[:MOST_PLACE] or None
-            hint = REFUSED.get(str(first["loc"][0]), "") if first["loc"] else ""
+            hint = REFUSAL_REASONS.get(str(first["loc"][0]), "") if first["loc"] else ""
             message = f"{place or 'the body'}: {first['msg']}{hint}"
             raise ApiError(400, message, param=place, code="invalid_value") from None
         if request.model != MODEL:
@@ -269,7 +269,7 @@ class Request(_Body):
         return min(limits) if limits else None
 
 
-REFUSED = {
+REFUSAL_REASONS = {
     "n": "; send one request for each answer",
     "tool_choice": "; sampling can't be forced to make a call",
     "parallel_tool_calls": "; sampling can't be limited to a single call",
@@ -280,7 +280,7 @@ REFUSED = {
 }
 
 
-def resampled(sampling: Sampling, **changes: Any) -> Sampling:
+def apply_sampling(sampling: Sampling, **changes: Any) -> Sampling:
     """Return the sampling with the changes of a request.
 
     Raises:
@@ -296,7 +296,7 @@ def resampled(sampling: Sampling, **changes: Any) -> Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ChatReply:
     """The content of a response.
 
     Attributes:
@@ -326,8 +326,8 @@ class Reply:
         delta: dict[str, Any] = {"content": message["content"] or ""}
         if calls := message.get("tool_calls"):
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        yield chunk(name, delta, logprobs=self._logprobs())
-        yield chunk(name, {}, reason=self._reason())
+        yield make_chunk(name, delta, logprobs=self._logprobs())
+        yield make_chunk(name, {}, reason=self._reason())
         if include_usage:
             yield {**_head(name, "chat.completion.chunk"), "choices": [], "usage": self._usage()}
 
@@ -375,7 +375,7 @@ class Reply:
         }
 
 
-def chunk(
+def make_chunk(
     name: str, delta: Mapping[str, Any], *, reason: str | None = None, logprobs: Any = None
 ) -> dict[str, Any]:
     """Return a chunk of a streamed answer."""
@@ -387,7 +387,7 @@ def _head(name: str, kind: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": MODEL}
 
 
-def models() -> dict[str, Any]:
+def list_models() -> dict[str, Any]:
     """Return the list of models."""
     return {
         "object": "list",
@@ -395,12 +395,12 @@ def models() -> dict[str, Any]:
     }
 
 
-def event(data: Mapping[str, Any] | str) -> str:
+def format_event(data: Mapping[str, Any] | str) -> str:
     """Return one server-sent event."""
     return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
 
 
-def visible(text: str, completion: Completion, stop: tuple[str, ...]) -> str:
+def cut_at_stop_string(text: str, completion: Completion, stop: tuple[str, ...]) -> str:
     """Return the text without the requested stop string and what follows it, as the API does."""
     if completion.stop is not StopReason.STOP_STRING:
         return text

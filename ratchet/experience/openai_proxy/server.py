@@ -22,14 +22,14 @@ from starlette.requests import ClientDisconnect
 
 from ratchet.experience.openai_proxy import schema
 from ratchet.experience.openai_proxy.schema import ApiError
-from ratchet.experience.openai_proxy.session import Answer, Session
-from ratchet.web.connection import Limits
+from ratchet.experience.openai_proxy.session import AgentAnswer, AgentSession
+from ratchet.web.connection import ServerLimits
 from ratchet.web.guard import Guard, bearer_key
 from ratchet.web.server import Server
 
 # The grace period is how long the server waits for responses in flight after the last attempt. The
 # bodies of one attempt's key leave room for those of others.
-LIMITS = Limits(grace_s=1.0, key_bytes=2**25)
+LIMITS = ServerLimits(grace_s=1.0, key_bytes=2**25)
 # The official client retries 409, 429 and 5xx unless this header forbids it. A retry would fail
 # again here.
 NO_RETRY = {"x-should-retry": "false"}
@@ -46,14 +46,14 @@ class _Serving:
 class Proxy:
     """The server of the open sessions. It listens only while there is one."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        self._sessions: dict[str, Session] = {}
+    def __init__(self, limits: ServerLimits = LIMITS) -> None:
+        self._sessions: dict[str, AgentSession] = {}
         self._serving: _Serving | None = None
         self._limits = limits
-        self._app = chat_app(self._sessions.get, limits=limits)
+        self._app = make_chat_app(self._sessions.get, limits=limits)
 
     @contextlib.asynccontextmanager
-    async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
+    async def open(self, session: AgentSession) -> AsyncIterator[tuple[str, str]]:
         """Serve a session inside the block, and yield its base URL and key.
 
         Afterwards the key is refused, and the session's running requests are aborted.
@@ -78,18 +78,18 @@ class Proxy:
         return _Serving(server, asyncio.get_running_loop().create_task(server.run()))
 
 
-class Answers(Protocol):
+class ChatHandler(Protocol):
     """The handler of the requests with one key."""
 
-    async def answer(self, request: schema.Request) -> Answer: ...
-    def deliver(self, answer: Answer) -> None: ...
+    async def answer(self, request: schema.ChatRequest) -> AgentAnswer: ...
+    def deliver(self, answer: AgentAnswer) -> None: ...
 
 
-def chat_app(
-    find: Callable[[str], Answers | None],
+def make_chat_app(
+    find: Callable[[str], ChatHandler | None],
     *,
     names: Collection[str] | None = None,
-    limits: Limits = Limits(),
+    limits: ServerLimits = ServerLimits(),
 ) -> FastAPI:
     """Return the API as an HTTP application.
 
@@ -102,7 +102,7 @@ def chat_app(
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, names=names, form=_error_body, limits=limits)
 
-    def find_session(request: Request) -> Answers:
+    def find_session(request: Request) -> ChatHandler:
         session = find(bearer_key(request.headers.raw).decode(errors="replace"))
         if session is None:
             raise ApiError(
@@ -130,12 +130,12 @@ def chat_app(
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         find_session(request)
-        return JSONResponse(schema.models())
+        return JSONResponse(schema.list_models())
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         session = find_session(request)  # the key is checked before the body is read
-        chat_request = schema.Request.read(b"".join([part async for part in request.stream()]))
+        chat_request = schema.ChatRequest.read(b"".join([part async for part in request.stream()]))
         if chat_request.stream:
             return StreamingResponse(
                 _stream_events(session, chat_request), media_type="text/event-stream"
@@ -151,30 +151,30 @@ def _error_body(status: int, message: str, code: str) -> tuple[str, bytes]:
     return "application/json", json.dumps(ApiError(status, message, code=code).json()).encode()
 
 
-async def _stream_events(session: Answers, request: schema.Request) -> AsyncIterator[str]:
+async def _stream_events(session: ChatHandler, request: schema.ChatRequest) -> AsyncIterator[str]:
     """Yield the events of a streamed answer.
 
     The first is sent at once, so that a client can disconnect while its answer is sampled, which
     cancels it.
     """
     name = _new_completion_id()
-    yield schema.event(schema.chunk(name, {"role": "assistant", "content": ""}))
+    yield schema.format_event(schema.make_chunk(name, {"role": "assistant", "content": ""}))
     try:
         answer = await session.answer(request)
     except ApiError as error:  # the status has been sent
-        yield schema.event(error.json())
+        yield schema.format_event(error.json())
         return
     options = request.stream_options
     chunks = list(
         answer.reply.chunks(name, include_usage=options is not None and options.include_usage)
     )
     for chunk in chunks[:-1]:
-        yield schema.event(chunk)
+        yield schema.format_event(chunk)
     # The client may send its next request as soon as it has the last chunk, so the answer becomes
     # part of the attempt before that.
     session.deliver(answer)
-    yield schema.event(chunks[-1])
-    yield schema.event("[DONE]")
+    yield schema.format_event(chunks[-1])
+    yield schema.format_event("[DONE]")
 
 
 def _new_completion_id() -> str:

@@ -27,9 +27,15 @@ from numpy.typing import NDArray
 
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.errors import ConfigError, DataError, RatchetError
-from ratchet.experience.openai_proxy.schema import ApiError, Reply, Request, resampled, visible
+from ratchet.experience.openai_proxy.schema import (
+    ApiError,
+    ChatReply,
+    ChatRequest,
+    apply_sampling,
+    cut_at_stop_string,
+)
 from ratchet.experience.rollout.episode import TokenRecord
-from ratchet.experience.seeds import seed_for
+from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, waiting
 from ratchet.protocols import Generator
 from ratchet.types import (
@@ -54,7 +60,7 @@ MOST_RENDERED = 2**19
 
 
 @dataclass(eq=False)
-class Strand:
+class AgentStrand:
     """A sequence of answers that each extend the one before; it becomes one trajectory.
 
     `tip` is the last answer.
@@ -62,11 +68,11 @@ class Strand:
 
     record: TokenRecord = field(default_factory=TokenRecord)
     turns: list[Turn] = field(default_factory=list)
-    tip: Answer | None = None
+    tip: AgentAnswer | None = None
 
 
 @dataclass(eq=False)
-class Answer:
+class AgentAnswer:
     """An answer of the policy.
 
     Attributes:
@@ -81,18 +87,18 @@ class Answer:
     completion: Completion
     messages: tuple[Message, ...]
     key: bytes
-    parent: Answer | None
-    reply: Reply
+    parent: AgentAnswer | None
+    reply: ChatReply
     malformed: int
     cut: bool
-    strand: Strand | None = None
+    strand: AgentStrand | None = None
 
     @property
     def tokens(self) -> NDArray[np.int64]:
         return np.concatenate([self.prompt, self.completion.tokens])
 
 
-class Session:
+class AgentSession:
     """The requests and trajectories of an attempt. It belongs to the event loop that creates it.
 
     Args:
@@ -125,8 +131,8 @@ class Session:
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.exhausted = ""
         self.turn_limit = False
-        self.strands: list[Strand] = []  # the one with the latest answer is last
-        self._answers: defaultdict[bytes, list[Answer]] = defaultdict(list)
+        self.strands: list[AgentStrand] = []  # the one with the latest answer is last
+        self._answers: defaultdict[bytes, list[AgentAnswer]] = defaultdict(list)
         self._asked: Counter[bytes] = Counter()
         self._running: set[asyncio.Task[Completion]] = set()
         self._malformed = 0
@@ -134,7 +140,7 @@ class Session:
         self._offered_tools = False
         self._rendering = asyncio.Lock()
 
-    async def answer(self, request: Request) -> Answer:
+    async def answer(self, request: ChatRequest) -> AgentAnswer:
         """Sample an answer, which counts only after `deliver`. Cancelling this aborts the request.
 
         Raises:
@@ -153,7 +159,7 @@ class Session:
                     f"the conversation has {len(prompt)} tokens, the context {self.max_context}"
                 )
             allowed = min(self.sampling.max_new_tokens, room)
-            sampling = resampled(
+            sampling = apply_sampling(
                 self.sampling,
                 seed=self._seed(keys[-1], request.seed),
                 max_new_tokens=min(allowed, request.limit or allowed),
@@ -166,18 +172,18 @@ class Session:
             if request.logprobs
             else None
         )
-        return Answer(
+        return AgentAnswer(
             prompt,
             completion,
             (*messages, message),
             _extended(keys[-1], message),
             parent,
-            Reply(message, completion, len(prompt), pieces),
+            ChatReply(message, completion, len(prompt), pieces),
             malformed,
             cut=not completion.stop.finished and sampling.max_new_tokens == allowed,
         )
 
-    def deliver(self, answer: Answer) -> None:
+    def deliver(self, answer: AgentAnswer) -> None:
         """Add an answer to the attempt once the client has it."""
         parent = answer.parent
         if parent is not None and parent.strand is not None and parent.strand.tip is parent:
@@ -185,7 +191,7 @@ class Session:
             self.strands.remove(strand)
             strand.record.add(Owner.ENVIRONMENT, answer.prompt[strand.record.length :])
         else:
-            strand = Strand()
+            strand = AgentStrand()
             strand.record.add(Owner.PROMPT, answer.prompt)
         start = strand.record.length
         strand.record.add(Owner.POLICY, answer.completion.tokens, answer.completion)
@@ -198,7 +204,7 @@ class Session:
         self._malformed += answer.malformed
 
     @property
-    def last(self) -> Answer | None:
+    def last(self) -> AgentAnswer | None:
         """The answer that was delivered last."""
         return self.strands[-1].tip if self.strands else None
 
@@ -216,7 +222,7 @@ class Session:
         Without an answer there is one trajectory of a single token.
         """
         strands = self.strands or [
-            Strand(TokenRecord([(Owner.PROMPT, np.zeros(1, np.int64), None)], 1))
+            AgentStrand(TokenRecord([(Owner.PROMPT, np.zeros(1, np.int64), None)], 1))
         ]
         metrics = {
             "turns": float(sum(len(strand.turns) for strand in strands)),
@@ -240,7 +246,7 @@ class Session:
 
     # --- a request
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: ChatRequest) -> None:
         """Raise ApiError for sampling parameters that differ from the run's, or if no turns are
         left.
 
@@ -286,7 +292,7 @@ class Session:
 
     async def _prompt(
         self, messages: tuple[Message, ...], tools: Tools | None, keys: Sequence[bytes]
-    ) -> tuple[Answer | None, NDArray[np.int64]]:
+    ) -> tuple[AgentAnswer | None, NDArray[np.int64]]:
         """Return the answer that the conversation continues from, if any, and the tokens of the
         prompt.
 
@@ -304,7 +310,7 @@ class Session:
             param = "tools" if isinstance(error, ConfigError) else "messages"
             raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
-    def _parent(self, messages: Sequence[Message], keys: Sequence[bytes]) -> Answer | None:
+    def _parent(self, messages: Sequence[Message], keys: Sequence[bytes]) -> AgentAnswer | None:
         """Return the latest delivered answer whose conversation these messages extend, or None."""
         for count in range(len(messages) - 1, 0, -1):
             if messages[count].role == "assistant":
@@ -317,8 +323,8 @@ class Session:
         return None
 
     def _rendered(
-        self, messages: tuple[Message, ...], tools: Tools | None, parent: Answer | None
-    ) -> tuple[Answer | None, NDArray[np.int64]]:
+        self, messages: tuple[Message, ...], tools: Tools | None, parent: AgentAnswer | None
+    ) -> tuple[AgentAnswer | None, NDArray[np.int64]]:
         """Return what `_prompt` returns. It runs in a thread and changes nothing.
 
         Raises:
@@ -350,7 +356,7 @@ class Session:
         one attempt get equal answers, and other attempts still differ.
         """
         self._asked[key] += 1
-        return seed_for(
+        return derive_seed(
             self.sampling.seed,
             key.hex(),
             *(("asked", requested) if requested is not None else (self._asked[key],)),
@@ -405,7 +411,9 @@ class Session:
             message, malformed = self.renderer.parse_calls(
                 tokens, completion.stop, tools=tools, first=calls
             )
-        return replace(message, content=visible(message.text, completion, stop)), malformed
+        return replace(
+            message, content=cut_at_stop_string(message.text, completion, stop)
+        ), malformed
 
     def _text(self, token: int) -> str:
         return self.renderer.tokenizer.decode([token], skip_special=False)

@@ -28,11 +28,11 @@ COLUMNS = (
     "routes",
 )
 FIELDS = tuple(each.name for each in fields(Trajectory))
-TURN = attrgetter(*(each.name for each in fields(Turn)))  # packs a turn as a plain tuple
+get_turn_fields = attrgetter(*(each.name for each in fields(Turn)))  # packs a turn as a plain tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class PackedColumn:
     """A field of many trajectories, end to end.
 
     Attributes:
@@ -44,7 +44,7 @@ class Column:
     present_S: Sequence[bool] | None
 
     @classmethod
-    def concatenate(cls, parts_S: Sequence[NDArray[Any] | None]) -> Column | None:
+    def concatenate(cls, parts_S: Sequence[NDArray[Any] | None]) -> PackedColumn | None:
         """Return the column of these parts, or None if no trajectory has one."""
         parts = [part for part in parts_S if part is not None]
         present_S = None if len(parts) == len(parts_S) else [part is not None for part in parts_S]
@@ -61,7 +61,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Shipped:
+class PackedGroups:
     """A list of groups packed for transfer. Their tasks are not sent.
 
     Attributes:
@@ -74,23 +74,26 @@ class Shipped:
     """
 
     lengths: Sequence[int]
-    columns: Mapping[str, Column | None]
+    columns: Mapping[str, PackedColumn | None]
     others: Mapping[str, Sequence[Any]]
     ids: Sequence[str]
     uses: Sequence[int]
     counts: Sequence[int]
 
     @classmethod
-    def pack(cls, groups: Sequence[Group]) -> Shipped:
+    def pack(cls, groups: Sequence[Group]) -> PackedGroups:
         """Return the groups packed for transfer."""
         rows = [row for group in groups for row in group.trajectories]
         others = {
             name: [getattr(row, name) for row in rows] for name in FIELDS if name not in COLUMNS
         }
-        others["turns"] = [tuple(map(TURN, turns)) for turns in others["turns"]]
+        others["turns"] = [tuple(map(get_turn_fields, turns)) for turns in others["turns"]]
         return cls(
             [len(row) for row in rows],
-            {name: Column.concatenate([getattr(row, name) for row in rows]) for name in COLUMNS},
+            {
+                name: PackedColumn.concatenate([getattr(row, name) for row in rows])
+                for name in COLUMNS
+            },
             others,
             [group.id for group in groups],
             [group.uses for group in groups],

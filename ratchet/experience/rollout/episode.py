@@ -18,8 +18,8 @@ import numpy as np
 
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.errors import DataError
-from ratchet.experience.rollout.user_code import UserCodeFailed, guarded, limited
-from ratchet.experience.seeds import seed_for
+from ratchet.experience.rollout.user_code import UserCodeFailed, limit_time, run_guarded
+from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
 from ratchet.protocols import Environment, Generator, OffersStops, OffersTools, Step
 from ratchet.types import (
@@ -138,7 +138,7 @@ class TokenRecord:
 
 
 @dataclass(slots=True)
-class Strand:
+class EpisodeStrand:
     """A part of an attempt in which every prompt extends the last one; it becomes one trajectory.
 
     Attributes:
@@ -158,7 +158,7 @@ class Strand:
 
 
 @dataclass(slots=True)
-class Play:
+class EpisodeState:
     """The state of an attempt while it is played. `metrics` are sums over its turns."""
 
     task: Task
@@ -166,14 +166,14 @@ class Play:
     sampling: Sampling
     messages: list[Message]
     tools: Tools | None = None
-    strands: list[Strand] = field(default_factory=lambda: [Strand()])
+    strands: list[EpisodeStrand] = field(default_factory=lambda: [EpisodeStrand()])
     waits_for: str = "the environment"  # or the generator
     metrics: dict[str, float] = field(
         default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0}
     )
 
     @property
-    def strand(self) -> Strand:
+    def strand(self) -> EpisodeStrand:
         return self.strands[-1]
 
     def trajectories(self, attempt: int, outcome: Outcome | None) -> list[Trajectory]:
@@ -200,7 +200,7 @@ class Play:
         ]
 
 
-def checked(messages: Any, where: str, environment: Environment) -> Sequence[Message]:
+def check_messages(messages: Any, where: str, environment: Environment) -> Sequence[Message]:
     """Return the messages of user code, or raise UserCodeFailed if they are none."""
     if not isinstance(messages, tuple | list | Sequence) or not all(
         isinstance(message, Message) for message in messages
@@ -212,7 +212,7 @@ def checked(messages: Any, where: str, environment: Environment) -> Sequence[Mes
     return messages
 
 
-def checked_step(step: Any, environment: Environment) -> Step:
+def check_step(step: Any, environment: Environment) -> Step:
     """Return the step of user code, or raise UserCodeFailed for a malformed one."""
     name = type(environment).__name__
     if not isinstance(step, Step):
@@ -226,7 +226,7 @@ def checked_step(step: Any, environment: Environment) -> Step:
         raise UserCodeFailed(
             f"{name}.step gave the metrics {metrics!r:.80}, they must be finite numbers by name"
         )
-    checked(step.messages, "step", environment)
+    check_messages(step.messages, "step", environment)
     if not step.done and not step.messages:
         raise UserCodeFailed(
             f"{name}.step returned neither done=True nor messages, so the policy has nothing to "
@@ -236,7 +236,7 @@ def checked_step(step: Any, environment: Environment) -> Step:
 
 
 @dataclass(frozen=True)
-class Player:
+class EpisodePlayer:
     """A player of attempts with an environment, shared by all attempts.
 
     Attributes:
@@ -289,9 +289,9 @@ class Player:
         Args:
             memo: The prompt cache that the attempts of a group share.
         """
-        play = Play(task, environment, sampling, list(task.messages))
+        play = EpisodeState(task, environment, sampling, list(task.messages))
         outcome: Outcome | None
-        limit = limited(self.timeout_s)
+        limit = limit_time(self.timeout_s)
         try:
             async with limit:
                 outcome = await self._episode(play, memo or PromptMemo())
@@ -310,14 +310,14 @@ class Player:
             outcome = Failed("data", str(error))
         return play.trajectories(attempt, outcome)
 
-    async def _episode(self, play: Play, memo: PromptMemo) -> Outcome | None:
+    async def _episode(self, play: EpisodeState, memo: PromptMemo) -> Outcome | None:
         environment = play.environment
         with self._waiting("reset", environment):
-            first = await guarded(lambda: environment.reset(play.task))
-        play.messages = list(checked(first, "reset", environment))
+            first = await run_guarded(lambda: environment.reset(play.task))
+        play.messages = list(check_messages(first, "reset", environment))
         if self.offers(environment, OffersTools):
             # A mixture of environments may offer no tools for this task.
-            play.tools = await offered_tools(environment, play.task) or None
+            play.tools = await get_offered_tools(environment, play.task) or None
             play.metrics["malformed_tool_calls"] = 0
         strand = play.strand
         prompt, strand.media = memo.render(self.renderer, play.messages, play.tools)
@@ -339,7 +339,9 @@ class Player:
         play.metrics["turn_limit"] = 1
         return Truncated()
 
-    async def _turn(self, play: Play, number: int, room: int) -> tuple[bool, Outcome | None]:
+    async def _turn(
+        self, play: EpisodeState, number: int, room: int
+    ) -> tuple[bool, Outcome | None]:
         """Play a turn, and return True if the attempt ended with it, and its outcome if known."""
         sampling = play.sampling
         strand = play.strand
@@ -349,7 +351,7 @@ class Player:
                 sampling, stop=tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings)))
             )
         if number or room < sampling.max_new_tokens:
-            seed = seed_for(sampling.seed, number) if number else sampling.seed
+            seed = derive_seed(sampling.seed, number) if number else sampling.seed
             sampling = replace(
                 sampling, seed=seed, max_new_tokens=min(sampling.max_new_tokens, room)
             )
@@ -375,8 +377,8 @@ class Player:
             strand.turns.append(Turn(start, strand.record.length, cut=True))
             return True, Truncated()
         with self._waiting("step", play.environment):
-            answer = await guarded(lambda: play.environment.step(message))
-        step = checked_step(answer, play.environment)
+            answer = await run_guarded(lambda: play.environment.step(message))
+        step = check_step(answer, play.environment)
         strand.turns.append(
             Turn(start, strand.record.length, step.reward, step.state_key, step.done, cut=False)
         )
@@ -391,7 +393,7 @@ class Player:
             "attempts", name, f"environment {type(environment).__name__}", self.timeout_s
         )
 
-    def _read(self, play: Play, completion: Completion) -> Message:
+    def _read(self, play: EpisodeState, completion: Completion) -> Message:
         tokens = completion.tokens.tolist()
         if play.tools is None:
             return self.renderer.parse(tokens, completion.stop)
@@ -404,7 +406,7 @@ class Player:
 
     def _observe(
         self,
-        play: Play,
+        play: EpisodeState,
         completion: Completion,
         history: Sequence[Message],
         answers: Sequence[Message],
@@ -422,19 +424,19 @@ class Player:
             media = self.renderer.media(added, answers)
             play.strand.media += tuple(one._replace(start=start + one.start) for one in media)
         else:
-            play.strands.append(Strand())
+            play.strands.append(EpisodeStrand())
             prompt = self.renderer.prompt(play.messages, play.tools)
             play.strand.record.add(Owner.PROMPT, prompt)
             play.strand.media = self.renderer.media(prompt, play.messages)
 
 
-async def offered_tools(environment: OffersTools, task: Task) -> Tools:
+async def get_offered_tools(environment: OffersTools, task: Task) -> Tools:
     """Return the tools of the environment, or raise UserCodeFailed if they are malformed."""
 
     async def call() -> Any:
         return environment.tools(task)
 
-    tools = await guarded(call)
+    tools = await run_guarded(call)
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         name = type(environment).__name__
         raise UserCodeFailed(

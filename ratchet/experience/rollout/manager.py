@@ -10,8 +10,13 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from ratchet.experience.rollout.episode import PromptMemo
-from ratchet.experience.rollout.user_code import UserCodeFailed, guarded, limited, may_pass
-from ratchet.experience.seeds import seed_for
+from ratchet.experience.rollout.user_code import (
+    UserCodeFailed,
+    is_retryable,
+    limit_time,
+    run_guarded,
+)
+from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import waiting
 from ratchet.observe.tracing.spans import ACTIVITY
 from ratchet.protocols import Environment, Reward
@@ -31,17 +36,17 @@ from ratchet.types import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Rows = list[Trajectory]  # the trajectories of one attempt: one, unless its history forked
+AttemptRows = list[Trajectory]  # the trajectories of one attempt: one, unless its history forked
 
 # Outcomes that a reward still judges: the attempt ended normally, or was cut off.
-OPEN = Truncated | None
+JUDGEABLE = Truncated | None
 
-FIXED = frozenset({str, int, float, bool, bytes, type(None)})  # immutable types
+IMMUTABLE_TYPES = frozenset({str, int, float, bool, bytes, type(None)})  # immutable types
 CLOSE_TIMEOUT_S = 30.0  # an environment that can't even close must not hold up the run
 
 
-class Plays(Protocol):
-    """A player of attempts: `ratchet.experience.rollout.episode.Player`, or one for external
+class AttemptPlayer(Protocol):
+    """A player of attempts: `ratchet.experience.rollout.episode.EpisodePlayer`, or one for external
     agents."""
 
     async def play(
@@ -52,10 +57,10 @@ class Plays(Protocol):
         *,
         attempt: int,
         memo: PromptMemo | None = None,
-    ) -> Rows: ...
+    ) -> AttemptRows: ...
 
 
-class PlaysGroups(Protocol):
+class GroupPlayer(Protocol):
     """A player of groups: `RolloutManager`, or workers.
 
     `playing` is the number of attempts or groups in flight.
@@ -92,7 +97,7 @@ class RolloutManager:
 
     def __init__(
         self,
-        player: Plays,
+        player: AttemptPlayer,
         new_environment: Callable[[], Environment],
         reward: Reward | None,
         *,
@@ -134,12 +139,12 @@ class RolloutManager:
         tries = [
             self._attempt(task, sampling, group_id, i, memo) for i in range(attempts + redundant)
         ]
-        playing = first(tries, attempts, well=_ended_well)
+        playing = gather_first(tries, attempts, well=_ended_well)
         if greedy:
             extra = self._attempt(
                 task, replace(sampling, temperature=0.0), group_id, len(tries), memo
             )
-            played, (baseline,) = await asyncio.gather(playing, first([extra], 1))
+            played, (baseline,) = await asyncio.gather(playing, gather_first([extra], 1))
             played.append([replace(row, use="baseline") for row in baseline])
         else:
             played = await playing
@@ -167,7 +172,7 @@ class RolloutManager:
             )
             for name, task in jobs
         ]
-        return await first(coroutines, len(coroutines) if wanted is None else wanted)
+        return await gather_first(coroutines, len(coroutines) if wanted is None else wanted)
 
     async def close(self) -> None:
         idle, self._idle = self._idle, []
@@ -175,14 +180,14 @@ class RolloutManager:
 
     async def _attempt(
         self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo
-    ) -> Rows:
+    ) -> AttemptRows:
         self.playing += 1
         try:
-            seeded = sampling.seeded(seed_for(sampling.seed, group_id, attempt))
+            seeded = sampling.seeded(derive_seed(sampling.seed, group_id, attempt))
             retries = 0
             with ACTIVITY.attempt(group_id, attempt):
                 rows = await self._play(task, seeded, attempt, memo)
-                while retries < self.retries and may_pass(rows[-1].outcome):
+                while retries < self.retries and is_retryable(rows[-1].outcome):
                     retries += 1
                     rows = await self._play(task, seeded, attempt, memo, fresh=True)
             if retries:
@@ -195,7 +200,7 @@ class RolloutManager:
 
     async def _play(
         self, task: Task, sampling: Sampling, attempt: int, memo: PromptMemo, *, fresh: bool = False
-    ) -> Rows:
+    ) -> AttemptRows:
         environment = self._idle.pop() if self._idle and not fresh else self.new_environment()
         ended = False
         try:
@@ -210,7 +215,7 @@ class RolloutManager:
             else:  # its state is unreliable after a failure
                 await _close(environment)
 
-    async def _judge_together(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
+    async def _judge_together(self, task: Task, played: Sequence[AttemptRows]) -> list[AttemptRows]:
         # A snapshot waits until no attempt is in flight, so judging counts as one.
         self.playing += 1
         try:
@@ -218,10 +223,10 @@ class RolloutManager:
         finally:
             self.playing -= 1
 
-    async def _judge(self, task: Task, played: Sequence[Rows]) -> list[Rows]:
+    async def _judge(self, task: Task, played: Sequence[AttemptRows]) -> list[AttemptRows]:
         """Judge the attempts that ended normally or were cut off; the others keep their outcome."""
         judged = list(played)
-        chosen = [i for i, rows in enumerate(played) if isinstance(rows[-1].outcome, OPEN)]
+        chosen = [i for i, rows in enumerate(played) if isinstance(rows[-1].outcome, JUDGEABLE)]
         if not chosen:
             return judged
         outcomes = await self._outcomes([played[i] for i in chosen], task)
@@ -231,7 +236,7 @@ class RolloutManager:
             judged[i] = [row.judged(outcome) for row in judged[i]]
         return judged
 
-    async def _outcomes(self, candidates: Sequence[Rows], task: Task) -> list[Outcome]:
+    async def _outcomes(self, candidates: Sequence[AttemptRows], task: Task) -> list[Outcome]:
         """Return an outcome for each attempt; the reward judges its last row, which has all
         messages.
 
@@ -241,7 +246,7 @@ class RolloutManager:
             return [_environment_outcome(rows, needed=self.needs_reward) for rows in candidates]
         outcomes = await self._score(self.reward, candidates, task)
         for _ in range(self.retries):
-            failed = [i for i, outcome in enumerate(outcomes) if may_pass(outcome)]
+            failed = [i for i, outcome in enumerate(outcomes) if is_retryable(outcome)]
             if not failed:
                 break
             retried = await self._score(self.reward, candidates, task)
@@ -249,13 +254,15 @@ class RolloutManager:
                 outcomes[i] = retried[i]
         return list(map(_with_turn_rewards, candidates, outcomes))
 
-    async def _score(self, reward: Reward, candidates: Sequence[Rows], task: Task) -> list[Outcome]:
+    async def _score(
+        self, reward: Reward, candidates: Sequence[AttemptRows], task: Task
+    ) -> list[Outcome]:
         try:
-            async with limited(self.judge_timeout_s):
+            async with limit_time(self.judge_timeout_s):
                 with waiting(
                     "attempts", "score", f"reward {type(reward).__name__}", self.judge_timeout_s
                 ):
-                    outcomes = await guarded(
+                    outcomes = await run_guarded(
                         lambda: reward.score([rows[-1] for rows in candidates], task)
                     )
             return [
@@ -268,7 +275,7 @@ class RolloutManager:
             return [Failed("reward", str(failure))] * len(candidates)
 
 
-async def first(
+async def gather_first(
     coroutines: Sequence[Coroutine[Any, Any, T]],
     n: int,
     *,
@@ -315,20 +322,20 @@ def _copy_task(task: Task) -> Task:
     User code may change them in place, which must affect neither other attempts nor the reward.
     This takes a third of the time of `replace` with deep copies.
     """
-    answer = task.answer if type(task.answer) in FIXED else copy.deepcopy(task.answer)
-    flat = type(task.meta) is dict and FIXED.issuperset(map(type, task.meta.values()))
+    answer = task.answer if type(task.answer) in IMMUTABLE_TYPES else copy.deepcopy(task.answer)
+    flat = type(task.meta) is dict and IMMUTABLE_TYPES.issuperset(map(type, task.meta.values()))
     meta = dict(task.meta) if flat else copy.deepcopy(task.meta)
     return Task(task.id, task.messages, answer, task.environment, task.seed, task.tag, meta)
 
 
-def _ended_well(rows: Rows) -> bool:
+def _ended_well(rows: AttemptRows) -> bool:
     return not isinstance(rows[-1].outcome, Failed)
 
 
 async def _close(environment: Environment) -> None:
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await guarded(environment.close)
+            await run_guarded(environment.close)
     except (TimeoutError, UserCodeFailed) as failure:
         log.warning(
             "an environment failed to close:\n%s",
@@ -336,7 +343,7 @@ async def _close(environment: Environment) -> None:
         )
 
 
-def _one_each(outcomes: Any, candidates: Sequence[Rows], reward: Reward) -> list[Any]:
+def _one_each(outcomes: Any, candidates: Sequence[AttemptRows], reward: Reward) -> list[Any]:
     """Return the outcomes, or raise UserCodeFailed unless there is one for each attempt."""
     name = type(reward).__name__
     # `list` comes first because `isinstance` is fast for it and slow for `Sequence`.
@@ -372,13 +379,13 @@ def _checked(outcome: Any, reward: Reward) -> Outcome:
     return outcome
 
 
-def _sum_turn_rewards(rows: Rows) -> float | None:
+def _sum_turn_rewards(rows: AttemptRows) -> float | None:
     """Return the sum of the environment's turn rewards, or None if it gave none."""
     turn_rewards = [turn.reward for row in rows for turn in row.turns if turn.reward is not None]
     return sum(turn_rewards) if turn_rewards else None
 
 
-def _environment_outcome(rows: Rows, *, needed: bool) -> Outcome:
+def _environment_outcome(rows: AttemptRows, *, needed: bool) -> Outcome:
     total = _sum_turn_rewards(rows)
     truncated = rows[-1].truncated
     if total is None and not needed:
@@ -392,7 +399,7 @@ def _environment_outcome(rows: Rows, *, needed: bool) -> Outcome:
     )
 
 
-def _with_turn_rewards(rows: Rows, outcome: Outcome) -> Outcome:
+def _with_turn_rewards(rows: AttemptRows, outcome: Outcome) -> Outcome:
     """Return the outcome with the environment's turn rewards added."""
     total = _sum_turn_rewards(rows)
     if total is not None and isinstance(outcome, Scored | Truncated) and outcome.reward is not None:

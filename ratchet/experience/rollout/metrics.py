@@ -19,7 +19,7 @@ from ratchet.types import Failed, Group, Scored, Trajectory
 # 0 and 1 for rewards.
 LENGTHS = Bins((0.0, *(2.0**i for i in range(21))))
 REWARDS = Bins(tuple(i / 10 for i in range(-20, 31)))
-SPREADS: Mapping[str, Reducer] = {  # over the attempts of a step
+DISTRIBUTION_REDUCERS: Mapping[str, Reducer] = {  # over the attempts of a step
     "length_p50": Percentile(50),
     "length_p95": Percentile(95),
     "length_histogram": LENGTHS,
@@ -71,7 +71,9 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     return numbers
 
 
-def spread_attempts(groups: Sequence[Group]) -> Iterator[tuple[Labels, dict[str, list[float]]]]:
+def iterate_attempt_samples(
+    groups: Sequence[Group],
+) -> Iterator[tuple[Labels, dict[str, list[float]]]]:
     """Yield the values of each sampled attempt: first of all groups, then by domain and
     environment.
 
@@ -152,7 +154,7 @@ def measure_redundancy(groups: Sequence[Group], begun: int) -> dict[str, float]:
     cancelled = [begun - len(rows) for rows in ended]
     if not any(kept):
         return {}
-    length = mean_length(kept, cancelled)
+    length = estimate_mean_length(kept, cancelled)
     mean = fmean(length for lengths in kept for length in lengths)
     share = sum(cancelled) / (begun * len(groups))
     return {
@@ -162,7 +164,7 @@ def measure_redundancy(groups: Sequence[Group], begun: int) -> dict[str, float]:
     }
 
 
-def mean_length(kept: Sequence[Sequence[float]], cancelled: Sequence[int]) -> float:
+def estimate_mean_length(kept: Sequence[Sequence[float]], cancelled: Sequence[int]) -> float:
     """Estimate the mean length of all attempts of several groups, cancelled ones included.
 
     A cancelled attempt is known to be longer than those of its group that were kept. The estimator

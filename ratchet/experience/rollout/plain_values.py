@@ -14,7 +14,7 @@ from ratchet import types
 from ratchet.errors import CheckpointError
 
 TAG = "is"
-STORED = {
+STORABLE_TYPES = {
     cls.__name__: cls
     for cls in (
         types.Cancelled,
@@ -34,39 +34,39 @@ STORED = {
 }
 
 
-def stored(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a value as plain values and arrays."""
     name = type(value).__name__
-    if name in STORED and isinstance(value, Enum):
+    if name in STORABLE_TYPES and isinstance(value, Enum):
         return {TAG: name, "value": value.value}
-    if name in STORED:
+    if name in STORABLE_TYPES:
         return {
             TAG: name,
-            **{field.name: stored(getattr(value, field.name)) for field in fields(value)},
+            **{field.name: to_plain(getattr(value, field.name)) for field in fields(value)},
         }
     if isinstance(value, Mapping):
-        return {key: stored(item) for key, item in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(stored(item) for item in value)
+        return type(value)(to_plain(item) for item in value)
     return value
 
 
-def restored(value: Any) -> Any:
+def from_plain(value: Any) -> Any:
     """Return the value that plain values describe.
 
     Raises:
         CheckpointError: A class is not one of `STORED`, or its fields are wrong.
     """
     if isinstance(value, Mapping) and TAG in value:
-        arguments = {key: restored(item) for key, item in value.items() if key != TAG}
+        arguments = {key: from_plain(item) for key, item in value.items() if key != TAG}
         try:
-            return STORED[value[TAG]](**arguments)
+            return STORABLE_TYPES[value[TAG]](**arguments)
         except (KeyError, TypeError, ValueError, AssertionError) as error:
             raise CheckpointError(
                 f"a stored {value[TAG]!r:.40} can't be read: {error!r}"
             ) from error
     if isinstance(value, Mapping):
-        return {key: restored(item) for key, item in value.items()}
+        return {key: from_plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(restored(item) for item in value)
+        return type(value)(from_plain(item) for item in value)
     return value

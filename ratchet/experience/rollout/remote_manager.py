@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from ratchet.errors import WorkerError
-from ratchet.experience.rollout.columns import Shipped
+from ratchet.experience.rollout.columns import PackedGroups
 from ratchet.observe.stall_report import GENERATE, waiting
 from ratchet.types import Group, Sampling, Task
 
@@ -19,7 +19,7 @@ LONGEST_S = 7 * 86_400.0
 CLOSE_S = 60.0
 
 
-class Players(Protocol):
+class RolloutWorkers(Protocol):
     """A group of workers, each with a generator that has the current weights."""
 
     async def call_each(
@@ -36,14 +36,14 @@ class Players(Protocol):
     def size(self) -> int: ...
 
 
-class Elsewhere:
+class RemoteRolloutManager:
     """A group player that calls `ratchet.training.rollout_workers.GroupRank`s. Implements
-    `PlaysGroups`.
+    `GroupPlayer`.
 
     `stage` holds the arguments of their `begin`.
     """
 
-    def __init__(self, players: Players, stage: Sequence[Any]) -> None:
+    def __init__(self, players: RolloutWorkers, stage: Sequence[Any]) -> None:
         self.players = players
         self.stage = stage
         self.playing = 0
@@ -77,7 +77,7 @@ class Elsewhere:
                     await self.players.call_each("begin", [self.stage] * size)
                     self._begun = True
                 arguments = [(share, sampling, attempts, greedy) for share in shares]
-                answers: list[Shipped] = await self.players.call_each(
+                answers: list[PackedGroups] = await self.players.call_each(
                     "play", arguments, timeout_s=LONGEST_S
                 )
         except BaseException as error:

@@ -43,12 +43,12 @@ class NoLimit:
 NO_LIMIT = NoLimit()
 
 
-def limited(seconds: float | None) -> Deadline | NoLimit:
+def limit_time(seconds: float | None) -> Deadline | NoLimit:
     """Return a timeout that stands still while a judged program runs, or `NO_LIMIT` for None."""
     return NO_LIMIT if seconds is None else Deadline(seconds)
 
 
-async def guarded(call: Callable[[], Awaitable[T]]) -> T:
+async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
     """Await user code, and raise UserCodeFailed for anything that it raises.
 
     The cancellation of the current task is raised unchanged.
@@ -64,6 +64,6 @@ async def guarded(call: Callable[[], Awaitable[T]]) -> T:
         raise UserCodeFailed(traceback.format_exc()) from error
 
 
-def may_pass(outcome: Outcome | None) -> bool:
+def is_retryable(outcome: Outcome | None) -> bool:
     """True if the attempt failed in a way that a retry may avoid."""
     return isinstance(outcome, Failed) and outcome.kind in INFRASTRUCTURE

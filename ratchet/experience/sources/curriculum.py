@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ratchet.config.experience import CurriculumConfig
 from ratchet.errors import DataError
-from ratchet.experience.seeds import seed_for
+from ratchet.experience.seeds import derive_seed
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Environment
 from ratchet.types import Group, Task
@@ -108,7 +108,9 @@ class Curriculum(TaskStream):
     def _at(self, position: int) -> Task:
         open_O = self._open(position)
         bounds_O = np.cumsum(self._weights(open_O))
-        point = random.Random(seed_for(self.seed, "curriculum", position)).random() * bounds_O[-1]
+        point = (
+            random.Random(derive_seed(self.seed, "curriculum", position)).random() * bounds_O[-1]
+        )
         return self._pool[
             open_O[min(int(np.searchsorted(bounds_O, point, side="right")), len(open_O) - 1)]
         ]

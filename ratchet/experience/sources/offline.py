@@ -16,7 +16,7 @@ from ratchet.protocols import Compares, Judges, OffersTools, Steps
 from ratchet.types import Group, Message, Scored, Task, Trajectory, Turn
 
 
-class Writer:
+class TextRenderer:
     """A renderer of existing text as trajectories.
 
     It raises DataError for text longer than the context. `temperature` is recorded as the sampling
@@ -90,11 +90,11 @@ def _naming_task(task: Task) -> Iterator[None]:
         raise DataError(f"{task.where}: {error}") from error
 
 
-class Rows(StreamSource):
+class SupervisedSource(StreamSource):
     """A source of supervised rows: each task with the messages that solve it."""
 
     def __init__(
-        self, stream: TaskStream, name: str, writer: Writer, *, train: Literal["all", "last"]
+        self, stream: TaskStream, name: str, writer: TextRenderer, *, train: Literal["all", "last"]
     ) -> None:
         super().__init__(stream, name)
         self.writer = writer
@@ -109,7 +109,7 @@ class Rows(StreamSource):
         return self.writer.row(task, environment.demonstration(task), train=self.train, tools=tools)
 
 
-class JudgedSource(StreamSource):
+class AnswerSource(StreamSource):
     """A source of answers that the environment supplies.
 
     `wants` is the protocol that the stream's environment must implement; otherwise ConfigError is
@@ -118,7 +118,7 @@ class JudgedSource(StreamSource):
 
     wants: type
 
-    def __init__(self, stream: TaskStream, name: str, writer: Writer) -> None:
+    def __init__(self, stream: TaskStream, name: str, writer: TextRenderer) -> None:
         super().__init__(stream, name)
         self.writer = writer
         if not isinstance(stream.environment, self.wants):
@@ -130,7 +130,7 @@ class JudgedSource(StreamSource):
             )
 
 
-class Pairs(JudgedSource):
+class PairSource(AnswerSource):
     """A source of a better and a worse answer to each task, the better one first."""
 
     wants = Compares
@@ -148,7 +148,7 @@ class Pairs(JudgedSource):
         )
 
 
-class Labelled(JudgedSource):
+class LabelledSource(AnswerSource):
     """A source of one answer with its reward for each task.
 
     With `reference_rows` each group also has the answer to another task of the draw, for KTO's
@@ -158,7 +158,7 @@ class Labelled(JudgedSource):
     wants = Judges
 
     def __init__(
-        self, stream: TaskStream, name: str, writer: Writer, *, reference_rows: bool
+        self, stream: TaskStream, name: str, writer: TextRenderer, *, reference_rows: bool
     ) -> None:
         super().__init__(stream, name, writer)
         self.reference_rows = reference_rows
@@ -191,7 +191,7 @@ def _another(index: int, prompts: Sequence[Sequence[Message]]) -> int:
     )
 
 
-class Stepped(JudgedSource):
+class SteppedSource(AnswerSource):
     """A source of one answer in labelled steps for each task."""
 
     wants = Steps

@@ -21,7 +21,7 @@ Event = Literal["issued", "ready", "trained", "replayed", "filtered", "again", "
 ENDS = ("trained", "filtered")
 
 
-class Ledger:
+class PromptLedger:
     """The ledger in a file.
 
     Lines are written at once; a crash of the machine loses at most those after the last `offset`.
@@ -82,7 +82,7 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def faults_of(
+def find_ledger_faults(
     lines: Iterator[dict[str, Any]], *, max_staleness: int, max_age: int = 0
 ) -> list[str]:
     """Return the violations in a ledger.

@@ -13,14 +13,14 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from ratchet.config.experience import ReplayConfig
-from ratchet.experience.rollout.plain_values import restored, stored
-from ratchet.experience.seeds import seed_for
-from ratchet.experience.sources.prompt_ledger import Ledger
+from ratchet.experience.rollout.plain_values import from_plain, to_plain
+from ratchet.experience.seeds import derive_seed
+from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.protocols import Adapts, Closeable, Measures, Source
 from ratchet.types import Group
 
 
-class Replay:
+class ReplayBuffer:
     """A source that adds replayed groups to those of another source.
 
     Groups are drawn without replacement with probabilities by their worth: those with the greatest
@@ -28,7 +28,9 @@ class Replay:
     and the group's id, so a resumed run draws the same groups.
     """
 
-    def __init__(self, source: Source, config: ReplayConfig, *, ledger: Ledger, seed: int) -> None:
+    def __init__(
+        self, source: Source, config: ReplayConfig, *, ledger: PromptLedger, seed: int
+    ) -> None:
         self.source = source
         self.config = config
         self.ledger = ledger
@@ -47,7 +49,7 @@ class Replay:
 
     def _chosen(self, step: int) -> list[Group]:
         def key(group: Group) -> float:
-            u = 1 - random.Random(seed_for(self.seed, step, group.id)).random()
+            u = 1 - random.Random(derive_seed(self.seed, step, group.id)).random()
             return math.log(u) / self._worth(group)
 
         return sorted(self._kept.values(), key=key, reverse=True)[: self.config.groups]
@@ -98,8 +100,8 @@ class Replay:
         kept = [
             {
                 "id": one.id,
-                "task": stored(one.task),
-                "trajectories": stored(one.trajectories),
+                "task": to_plain(one.task),
+                "trajectories": to_plain(one.trajectories),
                 "uses": one.uses,
             }
             for one in self._kept.values()
@@ -109,7 +111,7 @@ class Replay:
     async def restore(self, state: Mapping[str, Any]) -> None:
         await self.source.restore(state["source"])
         groups = [
-            Group(one["id"], restored(one["task"]), restored(one["trajectories"]), one["uses"])
+            Group(one["id"], from_plain(one["task"]), from_plain(one["trajectories"]), one["uses"])
             for one in state["kept"]
         ]
         self._drawn, self._kept = {}, {group.id: group for group in groups}

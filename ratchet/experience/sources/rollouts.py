@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ratchet.experience.rollout.manager import PlaysGroups
+from ratchet.experience.rollout.manager import GroupPlayer
 from ratchet.experience.rollout.metrics import measure_redundancy
-from ratchet.experience.sources.prompt_ledger import Event, Ledger
+from ratchet.experience.sources.prompt_ledger import Event, PromptLedger
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.types import Group, Sampling, Task
 
@@ -29,7 +29,7 @@ class StreamSource(ABC):
     def __init__(self, stream: TaskStream, name: str) -> None:
         self.stream = stream
         self.name = name
-        self.ledger = Ledger()
+        self.ledger = PromptLedger()
         self._pending: dict[str, tuple[int, Task]] = {}
         self._again: list[tuple[int, Task]] = []
 
@@ -94,7 +94,7 @@ class StreamSource(ABC):
         self._again = self.stream.restore(state)
 
 
-class Rollouts(StreamSource):
+class RolloutSource(StreamSource):
     """A source of the policy's attempts: `group_size` for each task, and one greedy with
     `greedy_baseline`.
 
@@ -108,7 +108,7 @@ class Rollouts(StreamSource):
         self,
         stream: TaskStream,
         name: str,
-        manager: PlaysGroups,
+        manager: GroupPlayer,
         *,
         sampling: Sampling,
         seed: int,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ratchet.errors import DataError
-from ratchet.experience.seeds import seed_for
+from ratchet.experience.seeds import derive_seed
 from ratchet.protocols import Environment
 from ratchet.types import Group, Message, Task
 
@@ -102,7 +102,7 @@ class TaskStream:
     def _order(self, epoch: int) -> list[int]:
         if epoch != self._epoch:
             self._epoch = epoch
-            self._shuffled = random.Random(seed_for(self.seed, "epoch", epoch)).sample(
+            self._shuffled = random.Random(derive_seed(self.seed, "epoch", epoch)).sample(
                 range(len(self._pool)), len(self._pool)
             )
         return self._shuffled

@@ -43,12 +43,12 @@ class DecodeAttention:
         self.positions_N = positions_N
         self.slots_N = torch.arange(self.rows, device=positions_N.device)
         inside = self.rows <= cache.rows and longest <= cache.capacity
-        is_plain = positions_N.dtype is torch.int64 and cpu.laid(positions_N, self.rows)
+        is_plain = positions_N.dtype is torch.int64 and cpu.has_layout(positions_N, self.rows)
         self.compiled = (
             inside
             and is_plain
             and cache.config.head_dim <= cpu.WIDEST_HEAD
-            and cpu.fits(cache.keys[0])
+            and cpu.is_supported(cache.keys[0])
         )
         if self.compiled:
             return

@@ -20,10 +20,11 @@ from ratchet.models.ops import linear
 CANDIDATES = (8, 16, 32, 64)
 REFERENCE_ROWS = 256
 Product = Callable[[Tensor, Tensor], Tensor]
-WIDEST = 4096  # maximum number of output columns that is tried; wider products use the same kernels
+# maximum number of output columns that is tried; wider products use the same kernels
+MAX_COLUMNS = 4096
 
 
-def stable_rows(decoder: Decoder) -> int:
+def measure_stable_rows(decoder: Decoder) -> int:
     """Return the smallest candidate whose multiples agree for every matrix shape of the model.
 
     If none agrees, the largest candidate is returned. On accelerators 1 is returned: they choose
@@ -33,7 +34,7 @@ def stable_rows(decoder: Decoder) -> int:
     if weight.device.type != "cpu":
         return 1
     shapes = {
-        (min(p.shape[-2], WIDEST), p.shape[-1])  # for stacked experts: the matrix of each
+        (min(p.shape[-2], MAX_COLUMNS), p.shape[-1])  # for stacked experts: the matrix of each
         for name, p in decoder.named_parameters()
         if p.dim() >= 2 and (p is weight or "embed" not in name)
     }

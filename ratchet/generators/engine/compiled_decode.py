@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import cpu
-from ratchet.models.decoder import Block, Decoder, GatedMLP
-from ratchet.models.parallel.sharding import Undivided
+from ratchet.models.decoder import Decoder, DecoderLayer, GatedMLP
+from ratchet.models.parallel.sharding import NoTPComm
 
 # Maximum number of entries of all matrices. For larger models PyTorch is better for a few rows: all
 # threads share each of its products.
-MOST = 2**24
-Layers = list[list[Tensor | None]]  # in the order of `Layer` in decoding.c
+MAX_ENTRIES = 2**24
+Layers = list[list[Tensor | None]]  # in the order of `MegatronLayer` in decoding.c
 
 
 class CompiledDecoder:
@@ -29,11 +29,13 @@ class CompiledDecoder:
         dense = [
             block
             for block in blocks
-            if isinstance(block, Block) and isinstance(block.mlp, GatedMLP)
+            if isinstance(block, DecoderLayer) and isinstance(block.mlp, GatedMLP)
         ]
         self._modules = [_modules(block) for block in dense]
         self._maps = [linear for _, linear in decoder.inner_maps]
-        small = sum(linear.in_features * linear.out_features for linear in self._maps) <= MOST
+        small = (
+            sum(linear.in_features * linear.out_features for linear in self._maps) <= MAX_ENTRIES
+        )
         self._possible = (
             len(dense) == len(blocks) and small and decoder.config.head_dim <= cpu.WIDEST_HEAD
         )
@@ -45,7 +47,7 @@ class CompiledDecoder:
         take a noticeable part of a small model's step.
         """
         decoder = self.decoder
-        if not self._possible or not cpu.used() or not isinstance(decoder.seams, Undivided):
+        if not self._possible or not cpu.is_enabled() or not isinstance(decoder.seams, NoTPComm):
             return None
         # A linear map's submodule is an adapter or a quantised matrix, which the kernel can't read.
         if any(child is not None for linear in self._maps for child in linear._modules.values()):
@@ -62,7 +64,7 @@ class CompiledDecoder:
         weights = [*ends, *(weight for layer in layers for weight in layer if weight is not None)]
         return (
             layers
-            if cpu.fits(*weights) and all(weight.is_contiguous() for weight in weights)
+            if cpu.is_supported(*weights) and all(weight.is_contiguous() for weight in weights)
             else None
         )
 
@@ -98,7 +100,7 @@ class CompiledDecoder:
         return x_Nd
 
 
-def _modules(block: Block) -> list[nn.Module | None]:
+def _modules(block: DecoderLayer) -> list[nn.Module | None]:
     attention, mlp = block.self_attn, block.mlp
     assert isinstance(mlp, GatedMLP)
     before = [

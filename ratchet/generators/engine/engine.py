@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from ratchet.errors import ModelError
-from ratchet.generators.async_engine import Front
+from ratchet.generators.async_engine import AsyncEngine
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.batch_invariance import stable_rows
-from ratchet.generators.engine.kv_cache import default_budget
-from ratchet.generators.engine.limits import Limits
+from ratchet.generators.engine.batch_invariance import measure_stable_rows
+from ratchet.generators.engine.kv_cache import get_default_budget
+from ratchet.generators.engine.limits import SchedulerLimits
 from ratchet.generators.engine.scheduler import GIB, Scheduler
 from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.models.decoder import Decoder
@@ -24,7 +24,7 @@ from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.weights.hf_weights import canonical_weights
 
 
-class Engine(Front):
+class EmbeddedEngine(AsyncEngine):
     """The embedded engine, a `Generator`; `generate_all` works without an event loop.
 
     model: the built-in decoder, or a policy around it. Raises ModelError for any other model.
@@ -52,13 +52,13 @@ class Engine(Front):
         device = decoder.head_weight.device
         auto_rows = config.row_multiple == "auto"
         auto_cache = config.kv_cache_gib == "auto"
-        limits = Limits(
+        limits = SchedulerLimits(
             max_running=config.max_running,
-            kv_bytes=default_budget(device)
+            kv_bytes=get_default_budget(device)
             if auto_cache
             else int(float(config.kv_cache_gib) * GIB),
             prefill_tokens=config.prefill_tokens,
-            row_multiple=stable_rows(decoder) if auto_rows else int(config.row_multiple),
+            row_multiple=measure_stable_rows(decoder) if auto_rows else int(config.row_multiple),
         )
         positions = decoder.config.max_positions
         super().__init__(

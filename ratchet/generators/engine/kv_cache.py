@@ -119,7 +119,7 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def default_budget(device: torch.device) -> int:
+def get_default_budget(device: torch.device) -> int:
     """Return the cache's bound in bytes if the user sets none."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2

@@ -8,18 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def ceil_to(n: int, multiple: int) -> int:
+def round_up_to(n: int, multiple: int) -> int:
     """Return n rounded up to a multiple."""
     return -(-n // multiple) * multiple
 
 
-def counting(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def concatenate_ranges(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return 0 .. n-1 for each length n, concatenated."""
     ends = np.cumsum(lengths)
     return np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
 
 
-def spans(lengths: NDArray[np.int64], budget: int) -> Iterator[slice]:
+def split_spans(lengths: NDArray[np.int64], budget: int) -> Iterator[slice]:
     """Yield consecutive ranges of entries whose lengths sum to at most `budget`.
 
     An entry longer than `budget` is a range by itself.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class SchedulerLimits:
     """The bounds of a scheduler."""
 
     max_running: int  # requests with a slot

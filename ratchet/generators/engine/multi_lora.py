@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder, Linear
-from ratchet.models.lora.decoder import adapter_weights, fit
-from ratchet.models.lora.files import Stored
-from ratchet.models.lora.layers import LowRank
+from ratchet.models.lora.decoder import adapter_weights, add_adapters
+from ratchet.models.lora.files import StoredAdapter
+from ratchet.models.lora.layers import FusedLoRA
 
 BASE = "base"  # adapter name that selects the base model without an adapter
 
@@ -28,25 +28,25 @@ Name = str | None  # None: the decoder's own adapter, if it has one
 Rows = tuple[Tensor, int] | None  # (int64 indices with padding, number before it). None: all rows
 
 
-class Choice:
+class AdapterRows:
     """The rows of each adapter in the forward in progress."""
 
     def __init__(self) -> None:
         self.rows: dict[Name, Rows] = {}
 
 
-class Served(LowRank):
+class MultiAdapter(FusedLoRA):
     """A linear map's adapter that applies several adapters, each to its own rows.
 
     default: the decoder's own adapter, if it has one. named: the added ones.
     """
 
     def __init__(
-        self, choice: Choice, default: LowRank | None, named: Mapping[str, LowRank]
+        self, choice: AdapterRows, default: FusedLoRA | None, named: Mapping[str, FusedLoRA]
     ) -> None:
         nn.Module.__init__(self)
         self.choice = choice
-        self.by_name: dict[Name, LowRank] = {**named}
+        self.by_name: dict[Name, FusedLoRA] = {**named}
         if default is not None:
             self.by_name[None] = default
 
@@ -64,14 +64,14 @@ class Served(LowRank):
         return out_To
 
 
-class Bank:
+class MultiLoRA:
     """The adapters that one decoder serves. row_multiple: see `engine.batch_invariance`."""
 
     def __init__(self, decoder: Decoder, row_multiple: int) -> None:
         self.source = decoder
         self.row_multiple = row_multiple
-        self._choice = Choice()
-        self._added: dict[str, dict[str, LowRank]] = {}  # by name, by path of the map
+        self._choice = AdapterRows()
+        self._added: dict[str, dict[str, FusedLoRA]] = {}  # by name, by path of the map
         self._view: Decoder | None = None
         # Identities of the source's adapters when the view was built.
         self._view_adapters: tuple[int, ...] = ()
@@ -81,12 +81,12 @@ class Bank:
         """Return the adapter names that requests may use."""
         return [BASE, *self._added]
 
-    def add(self, name: str, stored: Stored) -> None:
+    def add(self, name: str, stored: StoredAdapter) -> None:
         """Add an adapter. Raises ModelError for a name in use, or an adapter that doesn't fit."""
         if name in self.names:
             raise ModelError(f"an adapter '{name}' is served already: give this one another name")
         fresh = self._copy()
-        fit(fresh, stored.adapter)
+        add_adapters(fresh, stored.adapter)
         places = dict(adapter_weights(fresh))
         for key, weight in stored.weights.items():
             if key not in places or places[key].shape != weight.shape:
@@ -138,7 +138,7 @@ class Bank:
             named = {
                 name: adapters[path] for name, adapters in self._added.items() if path in adapters
             }
-            linear.adapter = Served(self._choice, source_maps[path].adapter, named)
+            linear.adapter = MultiAdapter(self._choice, source_maps[path].adapter, named)
         return view
 
     def _copy(self) -> Decoder:

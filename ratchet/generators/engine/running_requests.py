@@ -18,8 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratchet.generators.engine.sampling import SETTING, Draw, Settings, setting
-from ratchet.generators.request import Request
+from ratchet.generators.engine.sampling import (
+    SETTING,
+    SampledTokens,
+    SamplingSettings,
+    make_setting_row,
+)
+from ratchet.generators.request import GenerationRequest
 from ratchet.models.layers.expert_routing import UNKNOWN
 
 NO_STOP = -1
@@ -28,15 +33,15 @@ CHUNK_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
-class Chunk:
+class LogitsChunk:
     """A range of rows whose logits are in memory at the same time."""
 
     rows: slice
-    settings: Settings
+    settings: SamplingSettings
 
 
 @dataclass(frozen=True)
-class Active:
+class ActiveSlots:
     """A range of slots uploaded for decoding; valid until requests enter or leave.
 
     `feed` and `positions` end with padding rows, up to the multiple at which matrix products are
@@ -50,10 +55,10 @@ class Active:
     prompts_N: Tensor  # tokens of each prompt
     base_N: Tensor  # index of the slot's first token in the flat [R * C] histories
     stops_NS: Tensor | None
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[LogitsChunk, ...]
 
 
-class Slots:
+class RequestSlots:
     """The state of all running requests, a row per slot.
 
     routes: shape of a token's expert choices, (sparse layers, experts per token).
@@ -99,14 +104,14 @@ class Slots:
             setattr(self, name, new)
         self.rows, self.capacity = rows, capacity
 
-    def enter(self, requests: Sequence[Request], first: int) -> None:
+    def enter(self, requests: Sequence[GenerationRequest], first: int) -> None:
         """Write the host's state of new requests to the slots from `first` on.
 
         The prompts' tokens are written by `store`.
         """
         rows = slice(first, first + len(requests))
         self.settings[rows] = np.array(
-            [setting(r.sampling, self.vocab_size) for r in requests], dtype=SETTING
+            [make_setting_row(r.sampling, self.vocab_size) for r in requests], dtype=SETTING
         )
         self.prompts[rows] = self.lengths[rows] = [len(r.prompt) for r in requests]
         self.limits[rows] = [r.limit for r in requests]
@@ -184,7 +189,7 @@ class Slots:
         routes[-1] = UNKNOWN
         return routes
 
-    def active(self, first: int, end: int) -> Active:
+    def active(self, first: int, end: int) -> ActiveSlots:
         """Upload the state of slots first .. end-1 for a step."""
         padding = -(end - first) % self.row_multiple
         rows = torch.arange(first, end, device=self.device)
@@ -192,7 +197,7 @@ class Slots:
         feed_N = self.tokens_RC[rows, positions_N]
         stops_NS = self.stops[first:end]
         has_stops = bool((stops_NS != NO_STOP).any())
-        return Active(
+        return ActiveSlots(
             first=first,
             count=end - first,
             feed=torch.cat([feed_N, feed_N.new_zeros(padding)]),
@@ -203,20 +208,22 @@ class Slots:
             chunks=tuple(self._chunks(first, end)),
         )
 
-    def _chunks(self, first: int, end: int) -> list[Chunk]:
+    def _chunks(self, first: int, end: int) -> list[LogitsChunk]:
         step = max(CHUNK_ELEMENTS // self.vocab_size // self.row_multiple, 1) * self.row_multiple
         bounds = [
             slice(start, min(start + step, end - first)) for start in range(0, end - first, step)
         ]
         return [
-            Chunk(rows, Settings.from_table(self.settings[first:end][rows], self.device))
+            LogitsChunk(
+                rows, SamplingSettings.from_table(self.settings[first:end][rows], self.device)
+            )
             for rows in bounds
         ]
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device, copy=True)
 
-    def record(self, active: Active, draws: Sequence[Draw]) -> Tensor:
+    def record(self, active: ActiveSlots, draws: Sequence[SampledTokens]) -> Tensor:
         """Append the drawn tokens to the slots of the range; return them, int64 [N]."""
         count = active.count
         index_N = active.base_N + active.positions[:count] + 1

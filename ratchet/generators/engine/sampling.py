@@ -22,7 +22,7 @@ BITS = 24  # random bits of a uniform number: the precision of float32
 # --- randomness: a counter-based generator, so that a draw depends only on (seed, token index)
 
 
-def stream_of(seed: int, drawn: int = 0) -> int:
+def derive_stream(seed: int, drawn: int = 0) -> int:
     """Return the state of a seed's random stream, a signed 64-bit number.
 
     Seeds are scrambled, so neighbouring seeds give unrelated streams. drawn: how many numbers of
@@ -34,7 +34,7 @@ def stream_of(seed: int, drawn: int = 0) -> int:
     return _signed(((x ^ (x >> 31)) + drawn * GOLDEN) & (2**64 - 1))
 
 
-def uniforms(streams_N: Tensor, index_N: Tensor) -> Tensor:
+def draw_uniforms(streams_N: Tensor, index_N: Tensor) -> Tensor:
     """Return uniform numbers for token `index` of each stream (both int64 [N]).
 
     They are float32 in [0, 1) and multiples of 2^-24: SplitMix64 (Steele, Lea, Flood: Fast
@@ -70,12 +70,12 @@ SETTING = np.dtype(
 )
 
 
-def setting(
+def make_setting_row(
     sampling: Sampling, vocab_size: int
 ) -> tuple[int, int, float, float, float, bool, bool]:
     """Return a row of SETTING. A filter that is off has a value that removes no token."""
     return (
-        stream_of(sampling.seed, sampling.drawn),
+        derive_stream(sampling.seed, sampling.drawn),
         sampling.top_k or vocab_size,
         1.0 if sampling.greedy else sampling.temperature,
         # With top_p = 1, a float32 sum could reach 1 before the last token.
@@ -87,7 +87,7 @@ def setting(
 
 
 @dataclass(frozen=True)
-class Filters:
+class SamplingFilters:
     """The filters of F rows of a batch."""
 
     rows_F: Tensor  # index of each row in the batch
@@ -97,16 +97,16 @@ class Filters:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SamplingSettings:
     """The sampling settings of N rows. `greedy_N` and `filters` are None if no row needs them."""
 
     streams_N: Tensor
     temperature_N: Tensor
     greedy_N: Tensor | None
-    filters: Filters | None
+    filters: SamplingFilters | None
 
     @classmethod
-    def from_table(cls, table_N: NDArray[np.void], device: torch.device) -> Settings:
+    def from_table(cls, table_N: NDArray[np.void], device: torch.device) -> SamplingSettings:
         """Upload the settings of N rows. table_N: rows of dtype SETTING."""
 
         def column(name: str, rows: NDArray[np.int64] | slice = slice(None)) -> Tensor:
@@ -121,16 +121,16 @@ class Settings:
             streams_N=column("stream"),
             temperature_N=column("temperature"),
             greedy_N=column("greedy") if table_N["greedy"].any() else None,
-            filters=Filters(*picked) if len(rows) else None,
+            filters=SamplingFilters(*picked) if len(rows) else None,
         )
 
     @classmethod
     def from_samplings(
         cls, samplings: Sequence[Sampling], vocab_size: int, device: torch.device
-    ) -> Settings:
+    ) -> SamplingSettings:
         """Return the settings of some samplings on a device."""
         return cls.from_table(
-            np.array([setting(s, vocab_size) for s in samplings], dtype=SETTING), device
+            np.array([make_setting_row(s, vocab_size) for s in samplings], dtype=SETTING), device
         )
 
 
@@ -138,7 +138,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampledTokens:
     """The sampled tokens of N rows, with their logprobs."""
 
     tokens_N: Tensor  # int64
@@ -146,7 +146,7 @@ class Draw:
     log_kept_F: Tensor | None  # log of the mass that the filters of the rows F kept
 
 
-def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: Settings) -> Draw:
+def draw_tokens(logits_NV: Tensor, uniforms_N: Tensor, settings: SamplingSettings) -> SampledTokens:
     """Sample one token per row by inverting its cumulative distribution.
 
     logits: float32 or wider; overwritten. A row that isn't finite gives an arbitrary valid token
@@ -155,7 +155,7 @@ def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: Settings) -> Draw:
     scaled_NV = logits_NV.div_(settings.temperature_N[:, None])
     p_NV = scaled_NV.softmax(-1)
     cdf_NV = p_NV.cumsum(-1)
-    tokens_N = invert(cdf_NV, uniforms_N, cdf_NV[:, -1])
+    tokens_N = invert_cdf(cdf_NV, uniforms_N, cdf_NV[:, -1])
     # An accelerator's parallel scan may, by rounding, rise at a token whose probability is 0.
     if cdf_NV.device.type != "cpu":
         drawn_N = p_NV.gather(1, tokens_N[:, None])[:, 0]
@@ -168,10 +168,10 @@ def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: Settings) -> Draw:
     if settings.greedy_N is not None:
         tokens_N = torch.where(settings.greedy_N, scaled_NV.argmax(-1), tokens_N)
     chosen_N = scaled_NV.log_softmax(-1).gather(1, tokens_N[:, None])[:, 0]
-    return Draw(tokens_N, chosen_N.to(torch.float32), log_kept_F)
+    return SampledTokens(tokens_N, chosen_N.to(torch.float32), log_kept_F)
 
 
-def invert(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
+def invert_cdf(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
     """Return the first token whose cumulative mass exceeds `u * total`, int64 [N].
 
     The threshold stays below the total, so the sum rises at that token: its probability is above 0,
@@ -184,7 +184,9 @@ def invert(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
     )
 
 
-def draw_filtered(p_FV: Tensor, uniforms_F: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
+def draw_filtered(
+    p_FV: Tensor, uniforms_F: Tensor, filters: SamplingFilters
+) -> tuple[Tensor, Tensor]:
     """Sample from filtered rows and return (tokens [F], log of the kept mass [F]).
 
     Each filter keeps the most probable tokens of the distribution at the given temperature (equal
@@ -199,5 +201,5 @@ def draw_filtered(p_FV: Tensor, uniforms_F: Tensor, filters: Filters) -> tuple[T
         min=1, max=p_FV.shape[1]
     )
     total_F = cdf_FV.gather(1, kept_F[:, None] - 1)[:, 0]
-    rank_F = torch.minimum(invert(cdf_FV, uniforms_F, total_F), kept_F - 1)
+    rank_F = torch.minimum(invert_cdf(cdf_FV, uniforms_F, total_F), kept_F - 1)
     return order_FV.gather(1, rank_F[:, None])[:, 0], total_F.log().clamp_(max=0.0)

@@ -21,48 +21,48 @@ from ratchet.errors import ConfigError, ModelError, RequestFailed
 from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
 from ratchet.generators.engine.compiled_decode import CompiledDecoder
 from ratchet.generators.engine.kv_cache import KVCache
-from ratchet.generators.engine.layout import ceil_to, counting, spans
-from ratchet.generators.engine.limits import Limits
-from ratchet.generators.engine.multi_lora import Bank
-from ratchet.generators.engine.running_requests import Active, Slots
-from ratchet.generators.engine.sampling import draw, uniforms
-from ratchet.generators.faults import blame, first_broken, uncomputable
-from ratchet.generators.request import PromptKey, Request
+from ratchet.generators.engine.layout import concatenate_ranges, round_up_to, split_spans
+from ratchet.generators.engine.limits import SchedulerLimits
+from ratchet.generators.engine.multi_lora import MultiLoRA
+from ratchet.generators.engine.running_requests import ActiveSlots, RequestSlots
+from ratchet.generators.engine.sampling import draw_tokens, draw_uniforms
+from ratchet.generators.faults import explain_nonfinite, find_first_nonfinite, make_request_error
+from ratchet.generators.request import GenerationRequest, PromptKey
 from ratchet.models.decoder import Decoder
-from ratchet.models.layers.expert_routing import Record
+from ratchet.models.layers.expert_routing import RouteRecorder
 from ratchet.types import StopReason
 
 GIB = 2**30
-Ended = Mapping[int, StopReason | RequestFailed]  # by slot
+EndReasons = Mapping[int, StopReason | RequestFailed]  # by slot
 
 
 class Scheduler:
-    """An `Core` for the built-in decoder, whose own parameters it reads at every step.
+    """An `EngineCore` for the built-in decoder, whose own parameters it reads at every step.
 
     `prefilled_tokens` and `decoded_tokens` count the model's input tokens so far, without padding.
     """
 
-    def __init__(self, decoder: Decoder, limits: Limits) -> None:
+    def __init__(self, decoder: Decoder, limits: SchedulerLimits) -> None:
         weight = decoder.head_weight
         self.decoder = decoder
         self.limits = limits
         self.device = weight.device
         self.vocab_size = decoder.config.vocab_size
-        max_rows = ceil_to(limits.max_running, limits.row_multiple)
+        max_rows = round_up_to(limits.max_running, limits.row_multiple)
         self.cache = KVCache(
             decoder.config, max_rows=max_rows, dtype=weight.dtype, device=weight.device
         )
         routes = len(decoder.config.sparse_layers), decoder.config.experts_per_token
-        self.slots = Slots(
+        self.slots = RequestSlots(
             vocab_size=self.vocab_size,
             row_multiple=limits.row_multiple,
             device=weight.device,
             routes=routes,
         )
-        self.adapters = Bank(decoder, limits.row_multiple)
+        self.adapters = MultiLoRA(decoder, limits.row_multiple)
         self.compiled = CompiledDecoder(decoder)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # by slot
+        self.waiting: deque[GenerationRequest] = deque()
+        self.running: list[GenerationRequest] = []  # by slot
         self.version = 0
         # Maximum tokens of a request that has the cache to itself.
         self.longest = self.cache.stride if self._fits(1, self.cache.stride) else 0
@@ -71,7 +71,7 @@ class Scheduler:
         ):
             self.longest *= 2
         self.prefilled_tokens = self.decoded_tokens = 0
-        self._active: Active | None = None  # all running requests; None when they have changed
+        self._active: ActiveSlots | None = None  # all running requests; None when they have changed
         self._with_stop_strings = 0  # running requests with stop strings
         self._with_routes = 0  # running requests whose routes are recorded
         self._with_adapter = 0  # running requests that name an adapter
@@ -83,7 +83,7 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises ConfigError if the cache could never hold it."""
         if request.limit > self.longest:
             raise ConfigError(
@@ -93,7 +93,7 @@ class Scheduler:
             )
         self.waiting.append(request)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: GenerationRequest) -> None:
         if request in self.running:
             self._leave([self.running.index(request)])
         elif request in self.waiting:
@@ -109,7 +109,7 @@ class Scheduler:
             request = self.waiting.popleft()
             request.deliver(request.without_tokens(StopReason.ABORTED))
 
-    def reset(self) -> list[Request]:
+    def reset(self) -> list[GenerationRequest]:
         requests = [*self.running, *self.waiting]
         self.running = []
         self.waiting = deque()
@@ -141,7 +141,7 @@ class Scheduler:
         if self.running:
             self._decode()
 
-    def _admissible(self) -> list[Request]:
+    def _admissible(self) -> list[GenerationRequest]:
         """Return the waiting requests that may enter now, in order.
 
         Free slots, memory and the size of a forward bound them.
@@ -151,7 +151,7 @@ class Scheduler:
             self.cache.clear()
             self.slots.clear()
         tokens = 0
-        batch: list[Request] = []
+        batch: list[GenerationRequest] = []
         prompts: set[tuple[str | None, PromptKey]] = set()
         for request in islice(self.waiting, self.limits.max_running - len(self.running)):
             if request.key not in prompts:
@@ -170,7 +170,7 @@ class Scheduler:
 
     def _fits(self, rows: int, length: int) -> bool:
         return (
-            self.cache.bytes_for(ceil_to(rows, self.limits.row_multiple), length)
+            self.cache.bytes_for(round_up_to(rows, self.limits.row_multiple), length)
             <= self.limits.kv_bytes
         )
 
@@ -181,7 +181,7 @@ class Scheduler:
         self.slots.reserve(self.cache.rows, self.cache.capacity)
         return before != (self.cache.rows, self.cache.capacity)
 
-    def _enter(self, batch: list[Request]) -> None:
+    def _enter(self, batch: list[GenerationRequest]) -> None:
         """Start the first waiting requests.
 
         If computing them together raises, each is computed alone, and those that raise then fail:
@@ -189,7 +189,7 @@ class Scheduler:
         """
         longest = max(len(request.prompt) for request in batch)
         self._reserve(
-            ceil_to(len(self.running) + len(batch), self.limits.row_multiple), longest + 1
+            round_up_to(len(self.running) + len(batch), self.limits.row_multiple), longest + 1
         )
         try:
             hidden_Nd = self._compute_prompts(batch)
@@ -198,8 +198,8 @@ class Scheduler:
         else:
             self._start(batch, hidden_Nd)
 
-    def _enter_each(self, batch: list[Request]) -> None:
-        broken: dict[Request, Exception] = {}
+    def _enter_each(self, batch: list[GenerationRequest]) -> None:
+        broken: dict[GenerationRequest, Exception] = {}
         for request in batch:
             try:
                 hidden_Nd = self._compute_prompts([request])
@@ -210,9 +210,9 @@ class Scheduler:
                 self._start([request], hidden_Nd)
         others_work = len(broken) < len(batch) or bool(self.running)
         for request, error in broken.items():
-            request.fail(uncomputable(request, error) if others_work else error)
+            request.fail(make_request_error(request, error) if others_work else error)
 
-    def _compute_prompts(self, batch: list[Request]) -> Tensor:
+    def _compute_prompts(self, batch: list[GenerationRequest]) -> Tensor:
         """Return the hidden state of each request's last prompt token, [N, d] and padding rows.
 
         The requests get the next free slots, and each distinct prompt is computed once. They stay
@@ -229,7 +229,7 @@ class Scheduler:
             self._with_adapter = with_adapter
             raise
 
-    def _prefill_batch(self, batch: list[Request]) -> Tensor:
+    def _prefill_batch(self, batch: list[GenerationRequest]) -> Tensor:
         first = len(self.running)
         count = len(batch)
         # P = distinct prompts; which_N: the prompt of each request.
@@ -242,7 +242,7 @@ class Scheduler:
 
         lengths_N = lengths_P[which_N]
         rows = np.repeat(np.arange(first, first + count), lengths_N)
-        positions = counting(lengths_N)
+        positions = concatenate_ranges(lengths_N)
         sources = np.repeat(starts_P[which_N], lengths_N) + positions
         tokens_T = self._upload(np.concatenate(prompts))
         self.slots.store(
@@ -258,7 +258,7 @@ class Scheduler:
         padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
         return hidden_Td.index_select(0, self._upload(padded))
 
-    def _start(self, batch: list[Request], hidden_Nd: Tensor) -> None:
+    def _start(self, batch: list[GenerationRequest], hidden_Nd: Tensor) -> None:
         """Draw the first tokens of new requests from the result of `_compute_prompts`."""
         first = len(self.running)
         count = len(batch)
@@ -279,9 +279,9 @@ class Scheduler:
         """
         self._stale = False
         lengths = self.slots.lengths[: len(self.running)] - 1
-        for rows in spans(lengths, self.limits.prefill_tokens):
+        for rows in split_spans(lengths, self.limits.prefill_tokens):
             slots = np.repeat(np.arange(rows.start, rows.stop), lengths[rows])
-            positions = counting(lengths[rows])
+            positions = concatenate_ranges(lengths[rows])
             tokens_T = self.slots.tokens_RC[self._upload(slots), self._upload(positions)]
             adapters = [request.sampling.adapter for request in self.running[rows]]
             sources = np.arange(len(tokens_T))
@@ -295,7 +295,7 @@ class Scheduler:
         sources: NDArray[np.int64],
         slots: NDArray[np.int64],
         positions: NDArray[np.int64],
-        record: Record | None = None,
+        record: RouteRecorder | None = None,
     ) -> Tensor:
         """Return hidden states of sequences that lie end to end, [T, d] and padding rows.
 
@@ -307,7 +307,7 @@ class Scheduler:
         attend = PrefillAttention(self.cache, lengths, *places)
         self.prefilled_tokens += len(tokens_T)
         tokens_T = F.pad(tokens_T, padding)
-        positions_T = F.pad(self._upload(counting(lengths)), padding)
+        positions_T = F.pad(self._upload(concatenate_ranges(lengths)), padding)
         decoder = self._decoder(
             np.repeat(np.array(adapters, dtype=object), lengths).tolist()
             if self._with_adapter
@@ -321,13 +321,13 @@ class Scheduler:
         """Return the decoder for rows with these adapters, followed by padding."""
         return self.adapters.decoder(adapters) if self._with_adapter else self.decoder
 
-    def _record(self, tokens: int) -> Record | None:
+    def _record(self, tokens: int) -> RouteRecorder | None:
         """Return a record of routes for a forward of `tokens` rows and padding.
 
         None if no running request wants routes.
         """
-        rows = ceil_to(tokens, self.limits.row_multiple)
-        return Record(self.decoder.config, rows, self.device) if self._with_routes else None
+        rows = round_up_to(tokens, self.limits.row_multiple)
+        return RouteRecorder(self.decoder.config, rows, self.device) if self._with_routes else None
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -342,7 +342,7 @@ class Scheduler:
         self.decoded_tokens += active.count
         self._retire(self._emit(active, self._compute_next(active, longest)))
 
-    def _compute_next(self, active: Active, longest: int) -> Tensor:
+    def _compute_next(self, active: ActiveSlots, longest: int) -> Tensor:
         """Return hidden states of the requests' last tokens, [N, d] and padding rows.
 
         If the compiled step is available, every request without an adapter goes through it, even if
@@ -366,7 +366,7 @@ class Scheduler:
             )
         return hidden
 
-    def _decode_with_torch(self, active: Active, longest: int) -> Tensor:
+    def _decode_with_torch(self, active: ActiveSlots, longest: int) -> Tensor:
         """Return the same hidden states as `_compute_next`, computed by PyTorch's operations."""
         attend = DecodeAttention(self.cache, active.positions, longest)
         record = self._record(len(active.feed))
@@ -385,7 +385,7 @@ class Scheduler:
             self.slots.routes_RCLK.index_put_(at, record.experts_TLK[: active.count])
         return hidden
 
-    def _emit(self, active: Active, hidden_Nd: Tensor) -> Ended:
+    def _emit(self, active: ActiveSlots, hidden_Nd: Tensor) -> EndReasons:
         """Draw the next token of each slot in the range and return the slots that have ended.
 
         hidden_Nd: may end with padding rows.
@@ -395,19 +395,21 @@ class Scheduler:
         dtype = torch.promote_types(weight_Vd.dtype, torch.float32)
         weight_Vd = weight_Vd.to(dtype)
         count = active.count
-        u_N = uniforms(
+        u_N = draw_uniforms(
             torch.cat([chunk.settings.streams_N for chunk in active.chunks]),
             active.positions[:count] + 1 - active.prompts_N,
         )
         draws = []
         for chunk in active.chunks:
             rows = chunk.rows
-            padded = hidden_Nd[rows.start : ceil_to(rows.stop, self.limits.row_multiple)].to(dtype)
+            padded = hidden_Nd[rows.start : round_up_to(rows.stop, self.limits.row_multiple)].to(
+                dtype
+            )
             logits_NV = F.linear(padded, weight_Vd)[: rows.stop - rows.start]
-            draws.append(draw(logits_NV, u_N[rows], chunk.settings))
+            draws.append(draw_tokens(logits_NV, u_N[rows], chunk.settings))
         return self._find_ended(active, self.slots.record(active, draws))
 
-    def _find_ended(self, active: Active, tokens_N: Tensor) -> Ended:
+    def _find_ended(self, active: ActiveSlots, tokens_N: Tensor) -> EndReasons:
         """Return the slots that have ended, with the reason.
 
         Later reasons overwrite earlier ones: a stop id overrides a stop string, which overrides a
@@ -436,7 +438,7 @@ class Scheduler:
 
     # --- the end of a request
 
-    def _retire(self, ended: Ended) -> None:
+    def _retire(self, ended: EndReasons) -> None:
         """Deliver the results of these slots, or their errors, and free the slots.
 
         Raises ModelError as `blame` does.
@@ -450,7 +452,7 @@ class Scheduler:
             self.slots.read_routes(row) if self.running[row].sampling.routes else None
             for row in rows
         ]
-        at = [first_broken(logprobs) for _, logprobs, _ in results]
+        at = [find_first_nonfinite(logprobs) for _, logprobs, _ in results]
         broken = {
             request: index for request, index in zip(requests, at, strict=True) if index is not None
         }
@@ -465,11 +467,13 @@ class Scheduler:
             else:
                 request.deliver(request.complete(tokens, logprobs, kept, error, taken))
 
-    def _explain_errors(self, broken: Mapping[Request, int]) -> Mapping[Request, Exception]:
+    def _explain_errors(
+        self, broken: Mapping[GenerationRequest, int]
+    ) -> Mapping[GenerationRequest, Exception]:
         running = list(range(len(self.running)))
         all_rows = self.slots.broken(running) == running
         weights = self.decoder.named_parameters()
-        return blame(broken, all_rows=all_rows, weights=weights, version=self.version)
+        return explain_nonfinite(broken, all_rows=all_rows, weights=weights, version=self.version)
 
     @torch.inference_mode()
     def _leave(self, rows: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's two engines as cores of `Front`: one steps in this process, one runs in processes of
+"""vLLM's two engines as cores of `AsyncEngine`: one steps in this process, one runs in processes of
 its own.
 
 Both take and return token ids. Text, and with it stop strings, is handled on this side.
@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from ratchet.errors import RequestFailed, TrainingError
-from ratchet.generators.engine.sampling import stream_of
-from ratchet.generators.faults import first_broken
-from ratchet.generators.request import Core, Request
-from ratchet.generators.vllm.media import check_expanded, collapsed, media_of
+from ratchet.generators.engine.sampling import derive_stream
+from ratchet.generators.faults import find_first_nonfinite
+from ratchet.generators.request import EngineCore, GenerationRequest
+from ratchet.generators.vllm.media import check_expanded, collapse_placeholders, make_media_prompt
 from ratchet.types import Completion, StopReason
 
 ABORT_AGAIN_S = 0.01
@@ -33,8 +33,8 @@ LAST_WORDS_S = 10.0  # for a process to end before it is killed
 UNNAMED = "default"  # vLLM's label of weights that were not pushed
 
 
-class VLLMCore(Core, Protocol):
-    """The engine core that `VLLMGeneration` drives: generation, weight pushes and placement."""
+class VLLMCore(EngineCore, Protocol):
+    """The engine core that `VLLMGenerator` drives: generation, weight pushes and placement."""
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker and return all results."""
@@ -79,10 +79,10 @@ class VLLMCore(Core, Protocol):
     def close(self) -> None: ...
 
 
-class Answer:
+class PartialCompletion:
     """The partial completion of one request, extended by vLLM's outputs."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         self.request = request
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -123,7 +123,7 @@ class Answer:
         completion = self.request.complete(
             np.array(self.tokens, dtype=np.int64), logprobs, None, self.stop
         )
-        if (index := first_broken(logprobs)) is not None:
+        if (index := find_first_nonfinite(logprobs)) is not None:
             raise RequestFailed(
                 f"vLLM's logits of a request aren't finite (token {index}, weights version "
                 f"{completion.versions[index]}). Leave this prompt out; if every request fails so, "
@@ -132,7 +132,7 @@ class Answer:
         return completion
 
 
-def parameters_of(request: Request, *, streams: bool) -> Any:
+def make_sampling_params(request: GenerationRequest, *, streams: bool) -> Any:
     """Return vLLM's `SamplingParams` of a request.
 
     streams: True delivers tokens as they come, False all at the end.
@@ -141,7 +141,7 @@ def parameters_of(request: Request, *, streams: bool) -> Any:
     sampling = request.sampling
     return params.SamplingParams(
         temperature=sampling.temperature,
-        seed=stream_of(sampling.seed, sampling.drawn) % 2**63,
+        seed=derive_stream(sampling.seed, sampling.drawn) % 2**63,
         max_tokens=request.limit - len(request.prompt),
         stop_token_ids=list(sampling.stop_ids),
         ignore_eos=True,  # the caller names every id that ends a completion
@@ -153,7 +153,7 @@ def parameters_of(request: Request, *, streams: bool) -> Any:
     )
 
 
-class Loras(dict[str | None, Any]):
+class LoRARequests(dict[str | None, Any]):
     """A table of vLLM's `LoRARequest`s by the name in a request's sampling; None: the policy's."""
 
     def __init__(self) -> None:
@@ -171,14 +171,18 @@ class Loras(dict[str | None, Any]):
         )
 
 
-def prompt_of(request: Request, version: int) -> dict[str, Any]:
+def make_vllm_prompt(request: GenerationRequest, version: int) -> dict[str, Any]:
     """Return vLLM's prompt of a request.
 
     Its salt holds the version: vLLM shares prefix-cache blocks among requests of equal salt, so no
     request reads keys computed with other weights.
     """
     salt = f"weights {version}"
-    return {"prompt_token_ids": collapsed(request), "cache_salt": salt, **media_of(request, salt)}
+    return {
+        "prompt_token_ids": collapse_placeholders(request),
+        "cache_salt": salt,
+        **make_media_prompt(request, salt),
+    }
 
 
 # --- in this process
@@ -198,7 +202,7 @@ def _restore_torch_state() -> Iterator[None]:
         torch.set_num_threads = set_threads
 
 
-class Stepped:
+class InProcessCore:
     """A core on vLLM's `LLMEngine` in this process.
 
     Its coroutines never wait, so nothing else runs between the parts of a push.
@@ -218,21 +222,23 @@ class Stepped:
             self.llm: Any = engine(config, executor, log_stats=False, multiprocess_mode=False)
         has_read()
         self.version = 0
-        self.loras = Loras()
-        self._answers: dict[str, Answer] = {}
+        self.loras = LoRARequests()
+        self._answers: dict[str, PartialCompletion] = {}
         self._ids = map(str, itertools.count())
 
     @property
     def busy(self) -> bool:
         return bool(self._answers)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: GenerationRequest) -> None:
         request.marks.append((0, self.version))
         name = next(self._ids)
-        parameters = parameters_of(request, streams=True)
+        parameters = make_sampling_params(request, streams=True)
         lora = self.loras.get(request.sampling.adapter)
-        self.llm.add_request(name, prompt_of(request, self.version), parameters, lora_request=lora)
-        self._answers[name] = Answer(request)
+        self.llm.add_request(
+            name, make_vllm_prompt(request, self.version), parameters, lora_request=lora
+        )
+        self._answers[name] = PartialCompletion(request)
 
     def step(self) -> None:
         for output in self.llm.step():
@@ -257,7 +263,7 @@ class Stepped:
         if piece.finish_reason is None:
             self.llm.abort_request([name])
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: GenerationRequest) -> None:
         self._drop(name for name, answer in self._answers.items() if answer.request is request)
 
     def abort(self) -> None:
@@ -268,7 +274,7 @@ class Stepped:
             except RequestFailed as error:
                 answer.request.fail(error)
 
-    def reset(self) -> list[Request]:
+    def reset(self) -> list[GenerationRequest]:
         requests = [answer.request for answer in self._answers.values()]
         names = list(self._answers)
         self._answers = {}
@@ -277,7 +283,7 @@ class Stepped:
             self.llm.abort_request(names)
         return requests
 
-    def _drop(self, names: Iterable[str]) -> list[Answer]:
+    def _drop(self, names: Iterable[str]) -> list[PartialCompletion]:
         dropped = list(names)
         self.llm.abort_request(dropped)
         return [self._answers.pop(name) for name in dropped]
@@ -320,7 +326,7 @@ class Stepped:
 # --- in processes of its own
 
 
-class Apart:
+class MultiprocessCore:
     """A core on vLLM's `AsyncLLM`, whose engine and workers run in processes of their own.
 
     They step by themselves, so this core is never busy. Tokens get the version that vLLM's engine
@@ -343,15 +349,15 @@ class Apart:
             raise
         self._children = set(multiprocessing.active_children()) - before
         self.version = 0
-        self.loras = Loras()
+        self.loras = LoRARequests()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, GenerationRequest] = {}
         self._aborting: asyncio.Task[None] | None = None
         self._guarded = False
         self._has_read = has_read
         self._ids = map(str, itertools.count())
 
-    def add(self, request: Request) -> None:
+    def add(self, request: GenerationRequest) -> None:
         name = next(self._ids)
         self._requests[name] = request
         self._running[name] = asyncio.get_running_loop().create_task(self._run(name, request))
@@ -364,18 +370,18 @@ class Apart:
         if task.cancelled():
             request.deliver(request.without_tokens(StopReason.ABORTED))
 
-    async def _run(self, name: str, request: Request) -> None:
+    async def _run(self, name: str, request: GenerationRequest) -> None:
         try:
             request.deliver(await self._answer(name, request))
         except Exception as error:  # of any type: the request's caller gets it
             request.fail(error)
 
-    async def _answer(self, name: str, request: Request) -> Completion:
+    async def _answer(self, name: str, request: GenerationRequest) -> Completion:
         await self._guard()
-        answer = Answer(request)
+        answer = PartialCompletion(request)
         has_aborted = False
-        parameters = parameters_of(request, streams=request.watch is not None)
-        prompt = prompt_of(request, self.version)
+        parameters = make_sampling_params(request, streams=request.watch is not None)
+        prompt = make_vllm_prompt(request, self.version)
         lora = self.loras.get(request.sampling.adapter)
         async for output in self.llm.generate(
             prompt, parameters, request_id=name, lora_request=lora
@@ -400,7 +406,7 @@ class Apart:
             await self.llm.collective_rpc("end_with", args=(socket.gethostname(), os.getpid()))
             self._has_read()
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: GenerationRequest) -> None:
         for name in [name for name, other in self._requests.items() if other is request]:
             self._running[name].cancel()  # vLLM aborts a request whose reader is cancelled
 
@@ -424,7 +430,7 @@ class Apart:
 
     def step(self) -> None: ...
 
-    def reset(self) -> list[Request]:
+    def reset(self) -> list[GenerationRequest]:
         return []
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -474,6 +480,6 @@ def _parse_version(label: str) -> int:
 
 
 CORES: dict[str, Callable[[dict[str, Any], Callable[[], None]], VLLMCore]] = {
-    "sync": Stepped,
-    "async": Apart,
+    "sync": InProcessCore,
+    "async": MultiprocessCore,
 }

@@ -21,14 +21,14 @@ import torch
 
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ConfigError, MissingDependency, ModelError
-from ratchet.generators.async_engine import Front
+from ratchet.generators.async_engine import AsyncEngine
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.engine.multi_lora import BASE
 from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.generators.vllm.engines import CORES, VLLMCore
-from ratchet.generators.vllm.lora import RANKS, AdapterBox
-from ratchet.generators.vllm.media import arguments_of_media, check_installed
-from ratchet.generators.vllm.weights import Outbox
+from ratchet.generators.vllm.lora import RANKS, AdapterSender
+from ratchet.generators.vllm.media import check_installed, make_media_arguments
+from ratchet.generators.vllm.weights import WeightFileWriter
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import load_adapter
 from ratchet.models.policy import PolicyModel
@@ -43,7 +43,7 @@ SHARED_MEMORY = Path("/dev/shm")
 BACKEND = "ratchet.generators.vllm.worker_extension.VLLMBackend"
 
 
-class VLLMGeneration(Front):
+class VLLMGenerator(AsyncEngine):
     """A `Generator` and `Placeable` on vLLM.
 
     Equal requests give equal tokens, except where logits differ in their last bits, as in batches
@@ -67,7 +67,7 @@ class VLLMGeneration(Front):
             raise MissingDependency("vllm", extra="vllm", needed_for="generator.kind=vllm")
         on_cpu = import_module("vllm.platforms").current_platform.is_cpu()
         shapes = {name: tuple(weight.shape) for name, weight in model.canonical_weights()}
-        dtype = dtype_of(config, on_cpu=on_cpu)
+        dtype = choose_dtype(config, on_cpu=on_cpu)
         self.precision = config.quantise or str(dtype).removeprefix("torch.")
         max_context = min(config.max_context or model.max_positions, model.max_positions)
         self._folder = _folder(
@@ -75,18 +75,18 @@ class VLLMGeneration(Front):
         )
         self._directory = self._folder.path
         self.config = config
-        self._outbox = Outbox(self._directory, shapes, dtype)
-        self._adapters = AdapterBox(self._directory)
+        self._outbox = WeightFileWriter(self._directory, shapes, dtype)
+        self._adapters = AdapterSender(self._directory)
         self._broken = ""  # why the weights can't be used; "" if they can
         try:
             start = self._directory / "start"
             model.save(start)
-            if reason := misfit(config, read_json(start / "config.json"), on_cpu=on_cpu):
+            if reason := explain_misfit(config, read_json(start / "config.json"), on_cpu=on_cpu):
                 raise ModelError(reason)
-            arguments = engine_arguments(config, start, dtype, max_context, on_cpu=on_cpu)
+            arguments = make_engine_arguments(config, start, dtype, max_context, on_cpu=on_cpu)
             if model.reads_media:
                 self._prepare_media(tokenizer, start)
-                arguments |= arguments_of_media()
+                arguments |= make_media_arguments()
             core = CORES[config.engine](
                 arguments, partial(_remove_start_files, start, weights_alone=model.reads_media)
             )
@@ -124,7 +124,7 @@ class VLLMGeneration(Front):
     ) -> Completion:
         """Return the completion of a prompt.
 
-        Raises as `Front.generate` does, and ModelError after a push that failed while it was
+        Raises as `AsyncEngine.generate` does, and ModelError after a push that failed while it was
         loaded.
         """
         if sampling.truncates:
@@ -298,7 +298,7 @@ class VLLMGeneration(Front):
         self._folder.close()
 
 
-def engine_arguments(
+def make_engine_arguments(
     config: VLLMConfig, model: Path, dtype: torch.dtype, max_context: int, *, on_cpu: bool
 ) -> dict[str, Any]:
     """Return the keywords of vLLM's `EngineArgs`."""
@@ -344,14 +344,14 @@ def _adapter_arguments(config: VLLMConfig, *, on_cpu: bool) -> dict[str, Any]:
     }
 
 
-def dtype_of(config: VLLMConfig, *, on_cpu: bool) -> torch.dtype:
+def choose_dtype(config: VLLMConfig, *, on_cpu: bool) -> torch.dtype:
     """Return the dtype of vLLM's weights and KV cache."""
     if config.dtype == "auto":
         return torch.float32 if on_cpu else torch.bfloat16
     return getattr(torch, config.dtype)
 
 
-def misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool) -> str | None:
+def explain_misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool) -> str | None:
     """Return why vLLM can't run a model; None if it can, or if only vLLM itself can tell.
 
     model: the content of its `config.json`.

@@ -13,13 +13,13 @@ from xxhash import xxh3_128_hexdigest
 
 from ratchet.errors import ModelError
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.lora.files import WEIGHTS, Stored, save_adapter
+from ratchet.models.lora.files import WEIGHTS, StoredAdapter, save_adapter
 from ratchet.protocols import Shard
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks with which vLLM can be started
 
 
-class AdapterBox:
+class AdapterSender:
     """The sender of adapters, which collects their weights and writes them to files.
 
     The files of a push stay until the next push has been loaded: vLLM may read them again.
@@ -70,7 +70,7 @@ class AdapterBox:
             self.adapter, sorted({name.split(".")[-3] for name in self._tensors}), self._tensors
         )
 
-    def keep(self, stored: Stored) -> tuple[Path, str]:
+    def keep(self, stored: StoredAdapter) -> tuple[Path, str]:
         """Write an adapter that was read from a directory; return as `write` does.
 
         These files are not removed by a later push.
@@ -92,7 +92,7 @@ class AdapterBox:
         self.loaded = path
 
 
-def damage(path: str, checksum: str) -> str:
+def explain_adapter_damage(path: str, checksum: str) -> str:
     """Return what is wrong with a received adapter's file; "" if its checksum is right."""
     try:
         actual = xxh3_128_hexdigest((Path(path) / WEIGHTS).read_bytes())

@@ -13,7 +13,7 @@ from typing import Any
 from ratchet.config.media_limits import PILLOW_PIXELS, MediaLimits
 from ratchet.data.formats.media import image_of
 from ratchet.errors import ConfigError, ModelError
-from ratchet.generators.request import Request
+from ratchet.generators.request import GenerationRequest
 
 # The widest limits, because images were checked against the recipe's limits when they were read.
 LIMITS = MediaLimits(max_side=2**20, max_pixels=PILLOW_PIXELS, max_mib=2**12)
@@ -29,7 +29,7 @@ def check_installed() -> None:
         )
 
 
-def arguments_of_media() -> dict[str, Any]:
+def make_media_arguments() -> dict[str, Any]:
     """Return keywords of vLLM's `EngineArgs` for a model that reads images.
 
     Its processor needs the tokenizer, and hashes the images.
@@ -41,7 +41,7 @@ def arguments_of_media() -> dict[str, Any]:
     }
 
 
-def media_of(request: Request, salt: str) -> dict[str, Any]:
+def make_media_prompt(request: GenerationRequest, salt: str) -> dict[str, Any]:
     """Return the images of vLLM's prompt, by their placeholders' order; {} without media.
 
     salt: part of each image's cache key, because a cached encoding belongs to the weights that
@@ -66,7 +66,7 @@ def media_of(request: Request, salt: str) -> dict[str, Any]:
     }
 
 
-def collapsed(request: Request) -> list[int]:
+def collapse_placeholders(request: GenerationRequest) -> list[int]:
     """Return the prompt with a single placeholder token per image.
 
     Raises ModelError if the tokens of an image differ from one another.
@@ -86,7 +86,7 @@ def collapsed(request: Request) -> list[int]:
     return short + tokens[end:]
 
 
-def check_expanded(request: Request, expanded: Sequence[int] | None) -> None:
+def check_expanded(request: GenerationRequest, expanded: Sequence[int] | None) -> None:
     """Raise ModelError if vLLM's expanded prompt is not the learner's prompt.
 
     expanded: the prompt tokens that vLLM computed.

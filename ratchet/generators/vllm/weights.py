@@ -33,7 +33,7 @@ class _Assembled:
 
 
 @dataclass
-class Outbox:
+class WeightFileWriter:
     """The sender's side: it collects weights and writes them to a file.
 
     A push has all weights or none: vLLM fuses some of them, and would use uninitialised memory for
@@ -141,14 +141,14 @@ class Outbox:
 
 
 @dataclass(frozen=True)
-class Inbox:
+class WeightFileReader:
     """The receiver's side of one push: its file mapped into memory."""
 
     memory: mmap.mmap
     entries: Mapping[str, Mapping[str, Any]]
 
     @classmethod
-    def open(cls, manifest: Mapping[str, Any]) -> Inbox:
+    def open(cls, manifest: Mapping[str, Any]) -> WeightFileReader:
         """Map the file that a manifest names."""
         with Path(manifest["path"]).open("rb") as file:
             # The mapping is private and writable, because torch requires writable memory.

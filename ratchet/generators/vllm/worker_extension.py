@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratchet.generators.vllm.lora import damage
-from ratchet.generators.vllm.weights import Inbox
+from ratchet.generators.vllm.lora import explain_adapter_damage
+from ratchet.generators.vllm.weights import WeightFileReader
 
 LOOK_EVERY_S = 2.0
 
@@ -72,7 +72,7 @@ class VLLMBackend(_VLLMWorker):
     alone, so there a failure is raised.
     """
 
-    checked_push: Inbox | None = None
+    checked_push: WeightFileReader | None = None
     pushed_version: int = 0
 
     def check_push(self, manifest: Mapping[str, Any]) -> str:
@@ -82,7 +82,7 @@ class VLLMBackend(_VLLMWorker):
         """
         self.checked_push = None
         try:
-            inbox = Inbox.open(manifest)
+            inbox = WeightFileReader.open(manifest)
         except (OSError, ValueError) as error:
             return self._failed(f"{manifest['path']} can't be read: {error}")
         if damaged := inbox.damaged():
@@ -95,7 +95,7 @@ class VLLMBackend(_VLLMWorker):
 
     def check_adapter(self, path: str, checksum: str) -> str:
         """Return what is wrong with the file of an adapter; "" if nothing is."""
-        reason = damage(path, checksum)
+        reason = explain_adapter_damage(path, checksum)
         return self._failed(reason) if reason else ""
 
     def apply_push(self, version: int) -> str:

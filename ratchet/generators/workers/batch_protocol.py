@@ -18,7 +18,7 @@ FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestBatch:
     """A batch of requests, in which equal prompts and equal media are stored once."""
 
     numbers: Sequence[int] = ()  # number of each request
@@ -33,7 +33,7 @@ class Asked:
     @classmethod
     def from_requests(
         cls, requests: Mapping[int, tuple[NDArray[np.int64], PromptKey, Sampling, Sequence[Placed]]]
-    ) -> Asked:
+    ) -> RequestBatch:
         """Pack requests. requests: (prompt, prompt key, sampling, media) by number."""
         distinct = {key: (tokens, media) for tokens, key, _, media in requests.values()}
         places = {key: place for place, key in enumerate(distinct)}
@@ -75,7 +75,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
+class CompletionBatch:
     """A batch of completions, with their columns end to end, and of errors."""
 
     numbers: Sequence[int]  # number of each completion's request
@@ -89,7 +89,7 @@ class Answered:
     @classmethod
     def from_completions(
         cls, completions: Mapping[int, Completion], errors: Mapping[int, Exception]
-    ) -> Answered:
+    ) -> CompletionBatch:
         """Pack completions and errors, both by number of the request."""
         rows = list(completions.values())
         columns = ("tokens", "logprobs", "log_kept_mass", "versions")

@@ -12,10 +12,10 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import Slot
 
 
-class WorkersConfig(Section):
+class GeneratorWorkersConfig(Section):
     """A pool of generators in worker processes that balances requests over them."""
 
-    builds: ClassVar[str] = "ratchet.generators.workers.pool:Router"
+    builds: ClassVar[str] = "ratchet.generators.workers.pool:GeneratorPool"
 
     of: Annotated[SerializeAsAny[Section], Slot("generating")] = Field(
         description="The generator that each worker holds."
@@ -36,7 +36,7 @@ class WorkersConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _restarts(self) -> WorkersConfig:
+    def _restarts(self) -> GeneratorWorkersConfig:
         if self.plays == "groups" and self.recovery == "restart":
             raise ValueError(
                 "plays=groups begins no group a second time: set recovery=none, or plays=requests"

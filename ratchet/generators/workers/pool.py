@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from ratchet.errors import LinkError, RatchetError, WorkerError, WorkerRaised
 from ratchet.generators.engine.stop_strings import TextDecoder
-from ratchet.generators.workers.config import WorkersConfig
-from ratchet.generators.workers.worker_queue import Station, Wanted
+from ratchet.generators.workers.config import GeneratorWorkersConfig
+from ratchet.generators.workers.worker_queue import PendingRequest, WorkerQueue
 from ratchet.protocols import Shard, Workers
 from ratchet.types import Completion, Placed, Sampling
 
@@ -32,7 +32,7 @@ WAIT_S = 0.05
 TOGETHER = 64  # requests with the same prompt that one worker takes before others get some
 
 
-class Router:
+class GeneratorPool:
     """A `Generator`, `Placeable` and `ShowsWeights` on workers with a `GeneratorRank` each.
 
     Attributes that the weight sync uses:
@@ -42,7 +42,10 @@ class Router:
     """
 
     def __init__(
-        self, config: WorkersConfig, model: object = None, tokenizer: TextDecoder | None = None
+        self,
+        config: GeneratorWorkersConfig,
+        model: object = None,
+        tokenizer: TextDecoder | None = None,
     ) -> None:
         """Create the pool without workers; `start` starts them.
 
@@ -53,9 +56,9 @@ class Router:
         self.max_restarts = config.max_restarts if config.recovery == "restart" else 0
         self.restarts = 0
         self.version = 0
-        self.queues = [Station(rank) for rank in range(config.workers)]
+        self.queues = [WorkerQueue(rank) for rank in range(config.workers)]
         self.push_lock = asyncio.Lock()
-        self.catch_up: Callable[[Receivers], Awaitable[None]] | None = None
+        self.catch_up: Callable[[PoolReceivers], Awaitable[None]] | None = None
         self.on_restart: Callable[[], object] = lambda: None
         self.broken: Exception | None = None  # the error that ended the pool
         self.records_routes = False
@@ -63,7 +66,7 @@ class Router:
         self.hosts: set[str] = set()
         self._start: Callable[[int], Workers] | None = None
         self._numbers = itertools.count()
-        self._unplaced: dict[int, Wanted] = {}  # by number; while no worker can serve
+        self._unplaced: dict[int, PendingRequest] = {}  # by number; while no worker can serve
         self._recovery: asyncio.Task[None] | None = None
         self._pushed = self._paused = self._closed = False
 
@@ -86,9 +89,9 @@ class Router:
         self.hosts = {str(group.call_now("host")[0]) for group in self._groups}
 
     @property
-    def receivers(self) -> Receivers:
+    def receivers(self) -> PoolReceivers:
         """Return the receivers of weights at all workers."""
-        return Receivers(self, self.queues)
+        return PoolReceivers(self, self.queues)
 
     @property
     def _groups(self) -> list[Workers]:
@@ -106,7 +109,7 @@ class Router:
             raise self.broken
         return bool(lost_queues)
 
-    async def _replace(self, queue: Station) -> None:
+    async def _replace(self, queue: WorkerQueue) -> None:
         assert self._start is not None, "what never started can't be lost"
         lost_group = queue.lost_group
         queue.lost_group = None
@@ -148,7 +151,7 @@ class Router:
             request.deliver(self.broken)
         self._unplaced.clear()
 
-    def _outstanding(self) -> list[Wanted]:
+    def _outstanding(self) -> list[PendingRequest]:
         queued = [
             request
             for queue in self.queues
@@ -156,7 +159,7 @@ class Router:
         ]
         return [*queued, *self._unplaced.values()]
 
-    def mark_lost(self, queue: Station, group: Workers, error: Exception) -> None:
+    def mark_lost(self, queue: WorkerQueue, group: Workers, error: Exception) -> None:
         """Mark a worker as lost; later reports of the same loss are ignored."""
         if queue.group is not group or self._closed:
             return
@@ -189,10 +192,10 @@ class Router:
             self._end(error)
 
     @property
-    def _stale(self) -> list[Station]:
+    def _stale(self) -> list[WorkerQueue]:
         return [queue for queue in self.queues if queue.group is not None and not queue.current]
 
-    async def _update_weights(self, stale: Sequence[Station]) -> None:
+    async def _update_weights(self, stale: Sequence[WorkerQueue]) -> None:
         if not self._pushed:  # all workers still have the weights that they started with
             self.mark_current(stale)
             return
@@ -202,13 +205,13 @@ class Router:
                 "there is no weight sync"
             )
         try:
-            await self.catch_up(Receivers(self, stale))
+            await self.catch_up(PoolReceivers(self, stale))
         except LinkError:
             # If no worker was lost during the push, the weight sync itself failed.
             if all(queue.group is not None for queue in stale):
                 raise
 
-    def mark_current(self, queues: Sequence[Station], version: int | None = None) -> None:
+    def mark_current(self, queues: Sequence[WorkerQueue], version: int | None = None) -> None:
         """Mark workers as having the current weights, so that they serve.
 
         version: version that was pushed to them; None: no push was needed.
@@ -237,7 +240,7 @@ class Router:
             "generator.kind=workers starts with the run's other processes: call `start` first"
         )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = Wanted(
+        request = PendingRequest(
             next(self._numbers), np.array(tokens, dtype=np.int64), sampling, future, tuple(media)
         )
         self._assign(request)
@@ -248,7 +251,7 @@ class Router:
                 any(queue.cancel(request) for queue in self.queues)
             raise
 
-    def _assign(self, request: Wanted) -> None:
+    def _assign(self, request: PendingRequest) -> None:
         if self.broken is not None:
             request.deliver(self.broken)
             return
@@ -268,12 +271,12 @@ class Router:
         for request in unplaced.values():
             self._assign(request)
 
-    def _ensure_pump(self, queue: Station) -> None:
+    def _ensure_pump(self, queue: WorkerQueue) -> None:
         loop = asyncio.get_running_loop()
         if queue.pump is None or queue.pump.done() or queue.pump.get_loop() is not loop:
             queue.pump = loop.create_task(self._pump(queue))
 
-    async def _pump(self, queue: Station) -> None:
+    async def _pump(self, queue: WorkerQueue) -> None:
         """Exchange requests and completions with a worker while its queue is busy."""
         group = queue.group
         assert group is not None, "requests go to serving workers only"
@@ -336,7 +339,7 @@ class Router:
                 raise result
 
     async def call_worker(
-        self, queue: Station, method: str, *arguments: Any, timeout_s: float | None = None
+        self, queue: WorkerQueue, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> Any:
         """Call a method of one worker's component.
 
@@ -422,10 +425,10 @@ class Router:
         await asyncio.gather(*(asyncio.to_thread(group.close) for group in self._groups))
 
 
-class Receivers:
+class PoolReceivers:
     """The weight receivers at some of the workers, called together as `Ranks`."""
 
-    def __init__(self, pool: Router, queues: Sequence[Station]) -> None:
+    def __init__(self, pool: GeneratorPool, queues: Sequence[WorkerQueue]) -> None:
         self.pool = pool
         self.queues = list(queues)
 

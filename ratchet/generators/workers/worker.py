@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.errors import RatchetError, WorkerRaised
-from ratchet.generators.workers.batch_protocol import Answered, Asked
+from ratchet.generators.workers.batch_protocol import CompletionBatch, RequestBatch
 from ratchet.protocols import Closeable, Generator, Placeable, Shard, ShowsWeights
 from ratchet.types import Completion, Placed, Sampling
 
@@ -56,8 +56,8 @@ class GeneratorRank:
     # --- requests
 
     async def exchange(
-        self, requests: Asked, cancelled: Sequence[int], wait_s: float, abort: bool = False
-    ) -> Answered:
+        self, requests: RequestBatch, cancelled: Sequence[int], wait_s: float, abort: bool = False
+    ) -> CompletionBatch:
         """Start new requests, generate until some have ended, and return those.
 
         Args:
@@ -84,7 +84,7 @@ class GeneratorRank:
         self._done = {}
         results = {number: _result(task) for number, task in ended.items()}
         errors = {number: one for number, one in results.items() if isinstance(one, Exception)}
-        return Answered.from_completions(
+        return CompletionBatch.from_completions(
             {number: one for number, one in results.items() if isinstance(one, Completion)}, errors
         )
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.generators.request import PromptKey, prompt_key
-from ratchet.generators.workers.batch_protocol import Asked
+from ratchet.generators.request import PromptKey, make_prompt_key
+from ratchet.generators.workers.batch_protocol import RequestBatch
 from ratchet.protocols import Workers
 from ratchet.types import Completion, Placed, Sampling, StopReason
 
 
 @dataclass(eq=False)
-class Wanted:
+class PendingRequest:
     """A request whose caller waits for the completion."""
 
     number: int
@@ -28,7 +28,7 @@ class Wanted:
     key: PromptKey = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = prompt_key(self.tokens, self.media)
+        self.key = make_prompt_key(self.tokens, self.media)
 
     @property
     def cost(self) -> int:
@@ -53,15 +53,15 @@ class Wanted:
 
 
 @dataclass(eq=False)
-class Station:
+class WorkerQueue:
     """The requests of one worker, and its process."""
 
     rank: int  # among the workers
     group: Workers | None = None  # its process; None: it was lost
     current: bool = False  # it has the pool's version of the weights, so it may serve
     lost_group: Workers | None = None  # the lost process, until it is closed
-    waiting: dict[int, Wanted] = field(default_factory=dict)  # by number; not yet sent
-    sent: dict[int, Wanted] = field(default_factory=dict)  # by number; not yet answered
+    waiting: dict[int, PendingRequest] = field(default_factory=dict)  # by number; not yet sent
+    sent: dict[int, PendingRequest] = field(default_factory=dict)  # by number; not yet answered
     cancelled: list[int] = field(default_factory=list)  # numbers not yet sent as cancelled
     aborting: bool = False  # the next exchange aborts the sent requests
     load: int = 0  # maximum number of tokens of all waiting and sent requests
@@ -73,19 +73,19 @@ class Station:
         """True if there is something to exchange with the worker."""
         return bool(self.waiting or self.sent or self.cancelled)
 
-    def add(self, request: Wanted) -> None:
+    def add(self, request: PendingRequest) -> None:
         """Queue a request."""
         self.waiting[request.number] = request
         self.load += request.cost
         self.prompts[request.key] += 1
 
-    def take_batch(self) -> tuple[Asked, list[int], bool]:
+    def take_batch(self) -> tuple[RequestBatch, list[int], bool]:
         """Return what to send next, and mark it as sent.
 
         That is the waiting requests, the numbers of cancelled ones, and True if the requests sent
         before must be aborted.
         """
-        requests = Asked.from_requests(
+        requests = RequestBatch.from_requests(
             {
                 number: (request.tokens, request.key, request.sampling, request.media)
                 for number, request in self.waiting.items()
@@ -98,14 +98,14 @@ class Station:
         self.aborting = False
         return batch
 
-    def pop_sent(self, number: int) -> Wanted | None:
+    def pop_sent(self, number: int) -> PendingRequest | None:
         """Remove and return an answered request; None if it was cancelled meanwhile."""
         request = self.sent.pop(number, None)
         if request is not None:
             self._forget(request)
         return request
 
-    def cancel(self, request: Wanted) -> bool:
+    def cancel(self, request: PendingRequest) -> bool:
         """Remove a cancelled request. Returns True if it was in this queue."""
         if self.sent.pop(request.number, None) is not None:
             self.cancelled.append(request.number)
@@ -124,7 +124,7 @@ class Station:
             request.aborted = True
         self.aborting = bool(self.sent)
 
-    def lose(self) -> list[Wanted]:
+    def lose(self) -> list[PendingRequest]:
         """Mark the process as lost, and remove and return its unanswered requests."""
         unanswered = [*self.sent.values(), *self.waiting.values()]
         self.lost_group = self.group
@@ -139,7 +139,7 @@ class Station:
         self.prompts.clear()
         return unanswered
 
-    def _forget(self, request: Wanted) -> None:
+    def _forget(self, request: PendingRequest) -> None:
         self.load -= request.cost
         self.prompts[request.key] -= 1
         if not self.prompts[request.key]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def picked_logprobs(
+def compute_target_logprobs(
     hidden_nd: Tensor,
     matrix_Vd: Tensor,
     targets_n: Tensor,
@@ -37,7 +37,8 @@ def picked_logprobs(
 
 
 class _TargetLogprobs(Function):
-    """The autograd function of `picked_logprobs`, which recomputes logits in the backward."""
+    """The autograd function of `compute_target_logprobs`, which recomputes logits in the
+    backward."""
 
     @staticmethod
     def forward(

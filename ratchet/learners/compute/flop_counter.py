@@ -9,15 +9,15 @@ from operator import mul
 from torch import Tensor
 
 from ratchet.batch import Batch
-from ratchet.learners.compute.microbatching import weighing_rows
-from ratchet.learners.wrapper import Around
-from ratchet.models.flops import Work
+from ratchet.learners.compute.microbatching import select_weighted_rows
+from ratchet.learners.wrapper import LearnerWrapper
+from ratchet.models.flops import TokenCost
 from ratchet.observe.tracing.spans import ACTIVITY
 from ratchet.protocols import Fingerprinted, Learner, LossTerm
 
 
 @dataclass
-class Spent:
+class FlopCounter:
     """The FLOP of dense passes over the rows, whatever is shared, packed or recomputed.
 
     works: cost of a role's model. Roles whose shape is not known count nothing.
@@ -25,7 +25,7 @@ class Spent:
       weights), and one where weights are frozen beside an adapter.
     """
 
-    works: Mapping[str, Work]
+    works: Mapping[str, TokenCost]
     update: float = 3.0
     flop: float = 0.0
 
@@ -39,10 +39,10 @@ class Spent:
             self.flop += passes * work.forward_flop(tokens, pairs / tokens)
 
 
-class Metered(Around):
+class FlopCountedLearner(LearnerWrapper):
     """A learner whose FLOP and working times are counted."""
 
-    def __init__(self, inner: Learner, role: str, spent: Spent) -> None:
+    def __init__(self, inner: Learner, role: str, spent: FlopCounter) -> None:
         super().__init__(inner)
         self.role = role
         self.spent = spent
@@ -58,13 +58,15 @@ class Metered(Around):
         """Update the learner. Rows of weight 0 are not computed, and count nothing."""
         lengths = mini.lengths_S.tolist()
         self.spent.add(
-            self.role, [lengths[row] for row in weighing_rows(mini, terms)], self.spent.update
+            self.role,
+            [lengths[row] for row in select_weighted_rows(mini, terms)],
+            self.spent.update,
         )
         with ACTIVITY.work(self.role, "update"):
             return await super().update(mini, terms)
 
 
-class MeteredPrinted(Metered):
+class FlopCountedFingerprintedLearner(FlopCountedLearner):
     """A counted learner that has a fingerprint of its weights."""
 
     def fingerprint(self) -> str:
@@ -72,10 +74,12 @@ class MeteredPrinted(Metered):
         return self.inner.fingerprint()
 
 
-def metered(roles: Mapping[str, Learner], spent: Spent) -> dict[str, Learner]:
+def wrap_with_flop_counter(roles: Mapping[str, Learner], spent: FlopCounter) -> dict[str, Learner]:
     """Wrap the learners of all roles so that their FLOP are counted."""
     kinds = {
-        name: MeteredPrinted if isinstance(role, Fingerprinted) else Metered
+        name: FlopCountedFingerprintedLearner
+        if isinstance(role, Fingerprinted)
+        else FlopCountedLearner
         for name, role in roles.items()
     }
     return {name: kinds[name](role, name, spent) for name, role in roles.items()}

@@ -19,13 +19,13 @@ from ratchet.errors import ModelError
 from ratchet.learners.compute.token_outputs import (
     SCALARS,
     Head,
-    Wanted,
-    sequence_scores,
-    state_values,
-    token_columns,
+    TokenOutputSpec,
+    compute_state_values,
+    compute_token_columns,
+    select_sequence_scores,
 )
-from ratchet.models.layers.expert_routing import Routing, Watch
-from ratchet.models.lora.layers import dropping
+from ratchet.models.layers.expert_routing import RouterMonitor, Routing
+from ratchet.models.lora.layers import seed_dropout
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.protocols import LossTerm, Outputs, needed
@@ -97,19 +97,23 @@ class Forward:
         """
         micro = micro.to(self.device, self.dtype)
         watch = self.watch(terms)
-        with dropping(self.model, seed):
+        with seed_dropout(self.model, seed):
             total, numbers = self.losses(
                 micro, self.hidden(micro, watch, needed(terms)), terms, watch
             )
             total.backward()
         return numbers
 
-    def watch(self, terms: Sequence[LossTerm]) -> Watch | None:
+    def watch(self, terms: Sequence[LossTerm]) -> RouterMonitor | None:
         """Return a recorder of the routers, if a term reads their outputs; else None."""
-        return Watch() if any("routers" in term.needs for term in terms) else None
+        return RouterMonitor() if any("routers" in term.needs for term in terms) else None
 
     def losses(
-        self, micro: Batch, hidden_Td: Tensor, terms: Sequence[LossTerm], watch: Watch | None = None
+        self,
+        micro: Batch,
+        hidden_Td: Tensor,
+        terms: Sequence[LossTerm],
+        watch: RouterMonitor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return (the sum to differentiate, the losses and metrics as in `learn`).
 
@@ -144,7 +148,7 @@ class Forward:
 
         measured: the needs that are only measured, and get no gradient.
         """
-        wanted = Wanted.from_names(
+        wanted = TokenOutputSpec.from_names(
             needs,
             given_ids=micro.has("teacher_ids"),
             shared=self.shared_vocab,
@@ -171,14 +175,14 @@ class Forward:
 
         hidden_Td: the hidden states, if they are known; None: compute them.
         """
-        outputs = Wanted.from_names(wanted, top_k=top_k, shared=self.shared_vocab)
+        outputs = TokenOutputSpec.from_names(wanted, top_k=top_k, shared=self.shared_vocab)
         with torch.no_grad():
             micro = micro.to(self.device, self.dtype)
             hidden_Td = self.hidden(micro, needs=wanted) if hidden_Td is None else hidden_Td
             return self.columns(micro, hidden_Td, wanted, outputs)
 
     def hidden(
-        self, micro: Batch, watch: Watch | None = None, needs: Collection[str] = SCALARS
+        self, micro: Batch, watch: RouterMonitor | None = None, needs: Collection[str] = SCALARS
     ) -> Tensor:
         """Return the hidden states, [T, d].
 
@@ -204,13 +208,13 @@ class Forward:
         with self._autocast():
             return self.model(*inputs, read_T=read_T)
 
-    def routing(self, micro: Batch, watch: Watch | None = None) -> Routing | None:
+    def routing(self, micro: Batch, watch: RouterMonitor | None = None) -> Routing | None:
         """Return the routes to replay and the recorder of a micro-batch's forward, or None."""
         routes_TLK = micro.need(ROUTES) if self.replays and micro.has(ROUTES) else None
         return None if routes_TLK is None and watch is None else Routing(routes_TLK, watch)
 
     def columns(
-        self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], wanted: Wanted
+        self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], wanted: TokenOutputSpec
     ) -> dict[str, Tensor]:
         """Return the columns of a micro-batch, at `predicted_T`."""
         columns: dict[str, Tensor] = {}
@@ -219,15 +223,19 @@ class Forward:
         if not SCALARS.isdisjoint(needs):
             scalars_T = self.scalars(micro, hidden_Td)
             columns |= {
-                "values": state_values(scalars_T, micro.predicted_T),
-                "scores": sequence_scores(scalars_T, micro),
+                "values": compute_state_values(scalars_T, micro.predicted_T),
+                "scores": select_sequence_scores(scalars_T, micro),
             }
             columns["token_scores"] = scalars_T
         return columns
 
-    def predictions(self, micro: Batch, hidden_Td: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+    def predictions(
+        self, micro: Batch, hidden_Td: Tensor, wanted: TokenOutputSpec
+    ) -> dict[str, Tensor]:
         """Return the columns that the language head predicts."""
-        return token_columns(self.language_head, hidden_Td, micro, micro.predicted_T, wanted)
+        return compute_token_columns(
+            self.language_head, hidden_Td, micro, micro.predicted_T, wanted
+        )
 
     def scalars(self, micro: Batch, hidden_Td: Tensor) -> Tensor:
         """Return the output of the scalar head for each token, [T]."""
@@ -243,7 +251,7 @@ class Forward:
         return Head(
             self.model.logits,
             size,
-            rows_per_chunk(self.chunk_mib, size, self.dtype),
+            count_rows_per_chunk(self.chunk_mib, size, self.dtype),
             matrix=matrix if usable else None,
         )
 
@@ -261,12 +269,12 @@ def _predicting(micro: Batch) -> Tensor:
     return F.pad(micro.predicted_T[1:], (0, 1))
 
 
-def rows_per_chunk(mib: int, vocab_size: int, dtype: torch.dtype) -> int:
+def count_rows_per_chunk(mib: int, vocab_size: int, dtype: torch.dtype) -> int:
     """Return the number of rows of logits that fit into so many MiB, at least 1."""
     return max(1, mib * 2**20 // (vocab_size * dtype.itemsize))
 
 
-def logits_mib(mib: int | str, device: str) -> int:
+def resolve_chunk_mib(mib: int | str, device: str) -> int:
     """Return the MiB of logits that exist at a time; "auto" depends on the kind of device."""
     if mib == "auto":
         return CHUNK_MIB if device == "cpu" else CHUNK_MIB_GPU

@@ -16,7 +16,7 @@ from ratchet.types import Medium
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroBatch:
     """A micro-batch for one rank.
 
     rows: its rows of the batch. A filler has none: it repeats a row of the batch with weights of 0.
@@ -26,9 +26,9 @@ class Micro:
     batch: Batch
 
 
-def deal(
+def distribute_microbatches(
     batch: Batch, plan: Sequence[Sequence[int]], ranks: int, *, multiple: int = 1
-) -> list[list[Micro]]:
+) -> list[list[MicroBatch]]:
     """Distribute the micro-batches of a plan, and return those of each data rank.
 
     Neighbours in the plan, which have about the same size, are computed at the same time.
@@ -36,13 +36,13 @@ def deal(
     multiple: number of micro-batches that a rank takes at a time (a pipeline is filled with
     several).
     """
-    micros = [Micro(rows, part) for rows, part in zip(plan, batch.cut(plan), strict=True)]
+    micros = [MicroBatch(rows, part) for rows, part in zip(plan, batch.cut(plan), strict=True)]
     if micros:
         micros += [_filler(batch)] * (-len(micros) % (ranks * multiple))
     return [micros[rank::ranks] for rank in range(ranks)]
 
 
-def _filler(batch: Batch) -> Micro:
+def _filler(batch: Batch) -> MicroBatch:
     """Return a micro-batch of the shortest row, with weights of 0."""
     shortest = int(batch.lengths_S.argmin())
     row = batch.take([shortest])
@@ -50,10 +50,10 @@ def _filler(batch: Batch) -> Micro:
         name: weight._replace(values=torch.zeros_like(weight.values))
         for name, weight in row.weights.items()
     }
-    return Micro((), replace(row, weights=zero_weights))
+    return MicroBatch((), replace(row, weights=zero_weights))
 
 
-def light(batches: Sequence[Batch]) -> list[Batch]:
+def strip_media(batches: Sequence[Batch]) -> list[Batch]:
     """Return the batches with what a rank needs of their media.
 
     Each medium comes once, whatever objects hold it, and without the file that it was made from.

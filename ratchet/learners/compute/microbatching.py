@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ratchet.batch import ROUTES, Batch, Level
-from ratchet.models.layers.prefix_tree import Index, path_keys, shared_beginning
+from ratchet.models.layers.prefix_tree import Index, compute_path_keys, count_shared_prefix
 from ratchet.protocols import LossTerm
 
 # "auto": larger micro-batches gain nothing on a CPU, and take more memory.
@@ -19,7 +19,7 @@ MAX_TOKENS_GPU = 16384
 MIN_SAVED_SHARE = 0.1
 
 
-class Family(NamedTuple):
+class RowFamily(NamedTuple):
     """Rows that stay together in a micro-batch.
 
     tokens: number of tokens that the model computes for them.
@@ -31,14 +31,14 @@ class Family(NamedTuple):
     longest: int
 
 
-def most_tokens(limit: int | str, device: str) -> int:
+def resolve_micro_batch_tokens(limit: int | str, device: str) -> int:
     """Return the token limit of a micro-batch; "auto" depends on the kind of device."""
     if limit == "auto":
         return MAX_TOKENS if device == "cpu" else MAX_TOKENS_GPU
     return int(limit)
 
 
-def weighing_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
+def select_weighted_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
     """Return the sequences that have a weight in any term.
 
     The others add nothing to losses, gradients or metrics.
@@ -76,12 +76,12 @@ def plan_microbatches(
     rows_G: list[list[int]] = [[] for _ in range(batch.n_groups)]
     for row, group in enumerate(batch.group_S.tolist()):
         rows_G[group].append(row)
-    families: list[Family] = []
+    families: list[RowFamily] = []
     if not shares:
         units = rows_G if unit == "group" else [[row] for row in range(len(lengths))]
         families = [_family(rows, lengths, 0) for rows in units]
     else:
-        keys = path_keys(batch.tokens_T, batch.token_columns.get(ROUTES))
+        keys = compute_path_keys(batch.tokens_T, batch.token_columns.get(ROUTES))
         tokens = np.split(keys, np.cumsum(lengths)[:-1]) if lengths else []
         for rows in rows_G:
             families += _families(
@@ -110,10 +110,10 @@ def plan_microbatches(
     return plan
 
 
-def _family(rows: list[int], lengths: Sequence[int], common: int) -> Family:
+def _family(rows: list[int], lengths: Sequence[int], common: int) -> RowFamily:
     """Return the family of some rows that share a prefix of `common` tokens."""
     sizes = [lengths[row] for row in rows]
-    return Family(rows, sum(sizes) - common * (len(rows) - 1), max(sizes))
+    return RowFamily(rows, sum(sizes) - common * (len(rows) - 1), max(sizes))
 
 
 def _families(
@@ -123,13 +123,13 @@ def _families(
     *,
     whole: bool,
     max_tokens: int,
-) -> Iterator[Family]:
+) -> Iterator[RowFamily]:
     """Yield the families of one group's rows.
 
     Rows stay together, in as many pieces as `max_tokens` demands, or each is alone if their shared
     prefix is short.
     """
-    common = shared_beginning([tokens[row] for row in rows])
+    common = count_shared_prefix([tokens[row] for row in rows])
     if common * (len(rows) - 1) < MIN_SAVED_SHARE * sum(lengths[row] for row in rows):
         common = 0
     if whole:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ratchet.batch import Batch
-from ratchet.learners.compute.chunked_logprobs import picked_logprobs
+from ratchet.learners.compute.chunked_logprobs import compute_target_logprobs
 
 Logits = Callable[[Tensor], Tensor]  # [n, d] -> [n, V], float32 or better
 # Columns that a scalar head computes.
@@ -24,7 +24,7 @@ SCALARS = frozenset({"values", "scores", "token_scores"})
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TokenOutputSpec:
     """The outputs to compute for each prediction, beside the token's own log-probability.
 
     entropy: its entropy.
@@ -53,7 +53,7 @@ class Wanted:
         top_k: int = 0,
         shared: int | None = None,
         measured: Collection[str] = (),
-    ) -> Wanted:
+    ) -> TokenOutputSpec:
         """Return the outputs for the names of columns.
 
         given_ids: the batch says which tokens' log-probabilities to return.
@@ -115,7 +115,7 @@ class Vocabulary(Protocol):
         ...
 
 
-class OneVocabulary:
+class FullVocabulary:
     """A reader of log-probabilities that are all on this rank."""
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class OneVocabulary:
         return all_nV
 
 
-ONE_VOCABULARY = OneVocabulary()
+FULL_VOCABULARY = FullVocabulary()
 
 
 @dataclass(frozen=True)
@@ -155,16 +155,16 @@ class Head:
     logits: Logits
     size: int
     chunk_rows: int
-    vocabulary: Vocabulary = ONE_VOCABULARY
+    vocabulary: Vocabulary = FULL_VOCABULARY
     matrix: Tensor | None = None
 
 
-def token_columns(
+def compute_token_columns(
     head: Head,
     hidden_Td: Tensor,
     batch: Batch,
     mask_T: Tensor,
-    wanted: Wanted,
+    wanted: TokenOutputSpec,
     place_T: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the columns "logprobs", "entropy", "topk_ids" and "topk_logprobs" that are wanted.
@@ -199,7 +199,7 @@ def _predicted(
     targets_n: Tensor,
     ids_nK: Tensor,
     temperature_n: Tensor,
-    wanted: Wanted,
+    wanted: TokenOutputSpec,
 ) -> dict[str, Tensor]:
     """Return the columns of the predictions, by name."""
     bounds = range(0, max(1, len(hidden_nd)), head.chunk_rows)
@@ -211,7 +211,7 @@ def _predicted(
             temperature_n.to(head.matrix.dtype),
         )
         with torch.autocast(hidden_nd.device.type, enabled=False):  # as `PolicyModel.logits`
-            picked = picked_logprobs(*inputs, rows=head.chunk_rows, entropy=wanted.entropy)
+            picked = compute_target_logprobs(*inputs, rows=head.chunk_rows, entropy=wanted.entropy)
         return dict(zip(wanted.names, picked, strict=False))
     chunks: list[tuple[Tensor, ...]] = []
     for start in bounds:
@@ -238,7 +238,7 @@ def _chunk(
     targets_n: Tensor,
     ids_nK: Tensor,
     temperature_n: Tensor,
-    wanted: Wanted,
+    wanted: TokenOutputSpec,
 ) -> tuple[Tensor, ...]:
     """Return the columns of a chunk of predictions, in the order of `wanted.names`."""
     vocabulary = head.vocabulary
@@ -254,17 +254,19 @@ def _chunk(
         size = wanted.shared
         all_nV = vocabulary.first(all_nV, size)
     if wanted.of_ids:
-        columns.append(outcomes(vocabulary, all_nV, ids_nK, size))
+        columns.append(compute_outcome_logprobs(vocabulary, all_nV, ids_nK, size))
     elif 0 < wanted.top_k < size:
         ids_nK = vocabulary.top(all_nV, wanted.top_k)
-        columns.append(outcomes(vocabulary, all_nV, ids_nK, size))
+        columns.append(compute_outcome_logprobs(vocabulary, all_nV, ids_nK, size))
     else:
         ids_nK = torch.arange(size, device=all_nV.device).expand(len(all_nV), size)
         columns.append(vocabulary.whole(all_nV, size))
     return (*columns, ids_nK) if wanted.ids else tuple(columns)
 
 
-def outcomes(vocabulary: Vocabulary, all_nV: Tensor, ids_nK: Tensor, size: int) -> Tensor:
+def compute_outcome_logprobs(
+    vocabulary: Vocabulary, all_nV: Tensor, ids_nK: Tensor, size: int
+) -> Tensor:
     """Return log p of K tokens and, unless they are all, of "any other" in a last column.
 
     "Any other" is summed over the other tokens. 1 minus the rest would be 0 in float32 for a sharp
@@ -276,7 +278,7 @@ def outcomes(vocabulary: Vocabulary, all_nV: Tensor, ids_nK: Tensor, size: int) 
     return torch.cat([chosen_nK, vocabulary.rest(all_nV, ids_nK)[:, None]], dim=-1)
 
 
-def state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:
+def compute_state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:
     """Return the value of the state in which each token of the mask is chosen, 0 elsewhere. [T]
 
     It is the scalar head's output one token earlier.
@@ -285,6 +287,6 @@ def state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:
     return torch.zeros_like(scalars_T).index_put((index_n,), scalars_T[index_n - 1])
 
 
-def sequence_scores(scalars_T: Tensor, batch: Batch) -> Tensor:
+def select_sequence_scores(scalars_T: Tensor, batch: Batch) -> Tensor:
     """Return the scalar head's output at each sequence's last token. [S]"""
     return scalars_T[batch.starts_S + batch.lengths_S - 1]

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.learners.compute.forward import Forward
-from ratchet.learners.compute.token_outputs import Head, Wanted, token_columns
+from ratchet.learners.compute.token_outputs import Head, TokenOutputSpec, compute_token_columns
 from ratchet.learners.distributed.topology import Topology
-from ratchet.learners.optim.step_policy import Pace
-from ratchet.models.lora.layers import mask_seed
+from ratchet.learners.optim.step_policy import StepPolicy
+from ratchet.models.lora.layers import derive_mask_seed
 from ratchet.models.parallel.collectives import Group, sum_forward
-from ratchet.models.parallel.sharded_policy import SpreadPolicy
+from ratchet.models.parallel.sharded_policy import DistributedPolicy
 from ratchet.protocols import Exported, LossTerm, Shard
 
 
@@ -43,14 +43,18 @@ class RankForward(Forward):
         vocabulary = self.model.vocabulary
         return head if vocabulary is None else replace(head, vocabulary=vocabulary)
 
-    def predictions(self, micro: Batch, hidden_Td: Tensor, wanted: Wanted) -> dict[str, Tensor]:
+    def predictions(
+        self, micro: Batch, hidden_Td: Tensor, wanted: TokenOutputSpec
+    ) -> dict[str, Tensor]:
         local_tokens = self._local_tokens(micro)
         if local_tokens is None:
             return super().predictions(micro, hidden_Td, wanted)
         place_T, is_here_T, group = local_tokens
         # The state before a token predicts it. A sequence's last state predicts nothing.
         mask_T = micro.predicted_T & is_here_T.roll(1)
-        columns = token_columns(self.language_head, hidden_Td, micro, mask_T, wanted, place_T)
+        columns = compute_token_columns(
+            self.language_head, hidden_Td, micro, mask_T, wanted, place_T
+        )
         return {name: sum_forward(column, group) for name, column in columns.items()}
 
     def scalars(self, micro: Batch, hidden_Td: Tensor) -> Tensor:
@@ -72,9 +76,15 @@ class RankForward(Forward):
         """
         model = self.model
         division = (
-            model.division(micro.lengths_S.tolist()) if isinstance(model, SpreadPolicy) else None
+            model.division(micro.lengths_S.tolist())
+            if isinstance(model, DistributedPolicy)
+            else None
         )
-        if division is None or not isinstance(model, SpreadPolicy) or model.spread.context is None:
+        if (
+            division is None
+            or not isinstance(model, DistributedPolicy)
+            or model.spread.context is None
+        ):
             return None
         tokens = torch.from_numpy(division.tokens).to(self.device)
         place_T = torch.zeros(micro.n_tokens, dtype=torch.int64, device=self.device)
@@ -97,7 +107,7 @@ class RankLearner(ABC):
         topology: Topology,
         rank: int,
         sums: Group | None,
-        step_policy: Pace | None,
+        step_policy: StepPolicy | None,
     ) -> None:
         self.forward = forward
         self.topology = topology
@@ -160,7 +170,9 @@ class RankLearner(ABC):
         number: of the micro-batch among this rank's.
         """
         taken = 0 if self.step_policy is None else self.step_policy.steps_taken
-        return mask_seed(taken, number * self.topology.data + self.topology.data_rank(self.at))
+        return derive_mask_seed(
+            taken, number * self.topology.data + self.topology.data_rank(self.at)
+        )
 
     @abstractmethod
     def _score(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ratchet.errors import ConfigError, ModelError
 from ratchet.learners.config import DTensorConfig, MegatronConfig
-from ratchet.learners.distributed.topology import megatron_sizes, parts
-from ratchet.models.parallel.megatron_sizes import Fp8, require_megatron
+from ratchet.learners.distributed.topology import build_first_shard, build_megatron_sizes
+from ratchet.models.parallel.megatron_sizes import Fp8Format, require_megatron
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 
 
 def check_dtensor(section: DTensorConfig, model: PolicyModel) -> None:
     """Raise ModelError or ConfigError if FSDP2 can't divide the model so."""
     if isinstance(model, DecoderPolicy):
-        parts(section).check(model.shape)
+        build_first_shard(section).check(model.shape)
     else:
         _check_transformers(section, model)
 
@@ -25,9 +25,9 @@ def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
             "learner.kind=megatron has maps for models of Ratchet's own decoder, and transformers "
             "runs this one. Set learner.kind=dtensor."
         )
-    megatron_sizes(section).check(model.shape)
+    build_megatron_sizes(section).check(model.shape)
     if section.fp8 is not None:
-        Fp8(section.fp8, section.fp8_recipe).check_shape(model.shape, section.tensor_parallel)
+        Fp8Format(section.fp8, section.fp8_recipe).check_shape(model.shape, section.tensor_parallel)
 
 
 def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable
 import torch
 import torch.distributed as dist
 
-from ratchet.models.lora.files import bit_sum, fingerprint
+from ratchet.models.lora.files import fingerprint_weights, sum_bits
 from ratchet.protocols import Shard
 
 
-def fingerprint_of_ranks(
+def fingerprint_across_ranks(
     blocks: Iterable[Shard], names: Collection[str], device: torch.device
 ) -> str:
     """Return the fingerprint of the frozen weights, for checkpoints that leave them out.
@@ -24,9 +24,9 @@ def fingerprint_of_ranks(
     """
     sums = dict.fromkeys(sorted(names), 0)
     for block in blocks:
-        sums[block.name] += bit_sum(block.tensor)
+        sums[block.name] += sum_bits(block.tensor)
     totals = torch.tensor(
         [(total + 2**63) % 2**64 - 2**63 for total in sums.values()], device=device
     )
     dist.all_reduce(totals)
-    return fingerprint(dict(zip(sums, totals.tolist(), strict=True)))
+    return fingerprint_weights(dict(zip(sums, totals.tolist(), strict=True)))

@@ -25,31 +25,31 @@ from torch.distributed.fsdp import (
 )
 
 from ratchet.batch import Batch
-from ratchet.checkpoint.sharded import Blocks, save_blocks
+from ratchet.checkpoint.sharded import BlockFiles, save_blocks
 from ratchet.config.resolve import construct
 from ratchet.config.schema import OptimizerConfig
-from ratchet.learners.compute.forward import logits_mib
+from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.distributed.base import RankForward, RankLearner
-from ratchet.learners.distributed.frozen_fingerprint import fingerprint_of_ranks
+from ratchet.learners.distributed.frozen_fingerprint import fingerprint_across_ranks
 from ratchet.learners.distributed.mesh import Mesh
 from ratchet.learners.distributed.param_shards import (
+    collect_param_shards,
     complete_gradients,
-    fill_held,
-    global_norm,
-    held_parameters,
-    local,
+    compute_global_norm,
+    fill_param_shards,
+    get_local_tensor,
     scale_gradients,
 )
 from ratchet.learners.distributed.pipeline import Pipeline
 from ratchet.learners.export import export_blocks
-from ratchet.learners.offload import Residence
+from ratchet.learners.offload import Offloader
 from ratchet.learners.optim.adamw import AdamW
-from ratchet.learners.optim.step_policy import Pace
+from ratchet.learners.optim.step_policy import StepPolicy
 from ratchet.models.layers.moe import Experts
 from ratchet.models.lora.files import check_base
-from ratchet.models.lora.layers import dropping
-from ratchet.models.parallel.sharded_policy import SpreadPolicy
+from ratchet.models.lora.layers import seed_dropout
+from ratchet.models.parallel.sharded_policy import DistributedPolicy
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.protocols import Exported, LossTerm, Shard
@@ -123,7 +123,7 @@ class DTensorLearner(RankLearner):
         self.model = model
         self.head = head
         model.checkpointing = config.activation_checkpointing
-        mib = logits_mib(config.logprob_chunk_mib, device.type)
+        mib = resolve_chunk_mib(config.logprob_chunk_mib, device.type)
         forward = RankForward(
             model,
             head,
@@ -136,10 +136,10 @@ class DTensorLearner(RankLearner):
         step_policy = (
             None
             if optimizer is None
-            else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
+            else StepPolicy(optimizer, total=total_steps, max_bad=config.max_bad_steps)
         )
         super().__init__(forward, mesh.topology, mesh.rank, mesh.sums, step_policy)
-        self.param_shards = held_parameters(model, head, mesh)
+        self.param_shards = collect_param_shards(model, head, mesh)
         trained_ids = {
             id(parameter)
             for module in (model, head)
@@ -149,7 +149,7 @@ class DTensorLearner(RankLearner):
         self.frozen = [item for item in self.param_shards if id(item.parameter) not in trained_ids]
         self.trained = [item for item in self.param_shards if id(item.parameter) in trained_ids]
         self.pipeline = None
-        if isinstance(model, SpreadPolicy):
+        if isinstance(model, DistributedPolicy):
             for stage in model.runs:
                 # A pipeline runs the stages outside `Forward`, which else enters autocast.
                 stage.autocast = autocast
@@ -160,8 +160,8 @@ class DTensorLearner(RankLearner):
         self.optimizer: AdamW | None = None
         if optimizer is not None:
             named = [(item.name, item.parameter) for item in self.trained]
-            self.optimizer = construct(optimizer, named, local=local)
-        self._offloader = Residence([model, head], self.optimizer)
+            self.optimizer = construct(optimizer, named, local=get_local_tensor)
+        self._offloader = Offloader([model, head], self.optimizer)
 
     def _score(
         self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
@@ -185,7 +185,7 @@ class DTensorLearner(RankLearner):
 
     def _complete_gradient(self, loss: float) -> tuple[float, float]:
         complete_gradients(self.trained)
-        return global_norm(self.trained, loss, self.forward.device)
+        return compute_global_norm(self.trained, loss, self.forward.device)
 
     def _step(self, lr: float, factor: float) -> None:
         assert self.optimizer is not None, "a frozen role has none"
@@ -217,7 +217,7 @@ class DTensorLearner(RankLearner):
             pipeline.learn(on_device, loss)
         else:
             for number, micro in enumerate(on_device):
-                with dropping(self.model, self._seed(number)):
+                with seed_dropout(self.model, self._seed(number)):
                     loss(number, forward.hidden(micro, watches[number])).backward()
         return numbers
 
@@ -267,7 +267,7 @@ class DTensorLearner(RankLearner):
         All ranks read it at the same time.
         """
         names = {piece.name for item in self.frozen for piece in item.pieces}
-        return fingerprint_of_ranks(self.blocks("base"), names, self.forward.device)
+        return fingerprint_across_ranks(self.blocks("base"), names, self.forward.device)
 
     def save(self, directory: Path) -> None:
         numbers: dict[str, Any] = {}
@@ -294,7 +294,7 @@ class DTensorLearner(RankLearner):
             if optimizer is not None and item.name in optimizer.state:
                 for key, moment in optimizer.unquantised(item.name).items():
                     yield from (
-                        renamed(block, f"{key}/{block.name}") for block in item.blocks(moment)
+                        rename_block(block, f"{key}/{block.name}") for block in item.blocks(moment)
                     )
 
     def load(self, directory: Path) -> None:
@@ -302,10 +302,10 @@ class DTensorLearner(RankLearner):
 
         Raises CheckpointError if something is missing.
         """
-        stored = Blocks(directory)
+        stored = BlockFiles(directory)
         if self.frozen:
             check_base(directory, stored.numbers.get("base"), self.base)
-        fill_held(self.trained, stored.read)
+        fill_param_shards(self.trained, stored.read)
         if self.optimizer is not None and self.step_policy is not None:
             self.step_policy.steps_taken = stored.numbers["taken"]
             self.step_policy.bad_steps = stored.numbers["bad"]
@@ -329,6 +329,6 @@ def _trained_parameters(module: PolicyModel | ScalarHead) -> Iterator[nn.Paramet
     )
 
 
-def renamed(block: Shard, name: str) -> Shard:
+def rename_block(block: Shard, name: str) -> Shard:
     """Return the block under another name."""
     return Shard(name, block.shape, block.offsets, block.tensor)

@@ -11,46 +11,48 @@ from ratchet.config.resolve import resolve
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.distributed.fsdp import DTensorLearner, shard_model
 from ratchet.learners.distributed.mesh import Mesh
-from ratchet.learners.distributed.param_shards import fill_held, held_parameters
+from ratchet.learners.distributed.param_shards import collect_param_shards, fill_param_shards
 from ratchet.learners.distributed.stage_spec import RoleSpec
-from ratchet.learners.distributed.topology import topology_of
-from ratchet.models.load import of_transformers
-from ratchet.models.model_source import Origin
-from ratchet.models.parallel.sharded_policy import Spread, SpreadPolicy
+from ratchet.learners.distributed.topology import build_topology
+from ratchet.models.load import load_transformers_policy
+from ratchet.models.model_source import ModelSource
+from ratchet.models.parallel.sharded_policy import DistributedPolicy, DistributedShard
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
 
 
 class DTensorModels:
-    """Loads and copies models that FSDP2 divides (`Provider`)."""
+    """Loads and copies models that FSDP2 divides (`ModelProvider`)."""
 
     def __init__(self, config: DTensorConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self.device = device
         self.dtype = dtype
         self.autocast = device.type == "cuda"
-        self.mesh = Mesh(topology_of(config), device.type)
+        self.mesh = Mesh(build_topology(config), device.type)
 
-    def load(self, origin: Origin) -> PolicyModel:
+    def load(self, origin: ModelSource) -> PolicyModel:
         """Return the rank's part of a model, with its weights."""
         shape = origin.decoder()
         if shape is None:
             return self._transformers(origin)
         model = self._empty(shape)
-        fill_held(held_parameters(model, None, self.mesh), origin.reader())
+        fill_param_shards(collect_param_shards(model, None, self.mesh), origin.reader())
         return model
 
     def copy(self, policy: PolicyModel) -> PolicyModel:
         """Return a copy of the policy with its current weights."""
-        assert isinstance(policy, SpreadPolicy), "the driver refuses copies of a transformers model"
+        assert isinstance(policy, DistributedPolicy), (
+            "the driver refuses copies of a transformers model"
+        )
         model = self._empty(policy.decoder.config)
         if policy.adapter is not None:
             model.attach(policy.adapter)
             self._move_undivided(model)
-        sources = held_parameters(policy, None, self.mesh)
+        sources = collect_param_shards(policy, None, self.mesh)
         with torch.no_grad():
             for source, target in zip(
-                sources, held_parameters(model, None, self.mesh), strict=True
+                sources, collect_param_shards(model, None, self.mesh), strict=True
             ):
                 target.local.copy_(source.local)
         return model
@@ -82,7 +84,7 @@ class DTensorModels:
     def _empty(self, shape: Any) -> PolicyModel:
         """Return the rank's part of a model, divided, with uninitialised weights."""
         mesh = self.mesh
-        spread = Spread(
+        spread = DistributedShard(
             mesh.part,
             mesh.tensor,
             mesh.context,
@@ -90,7 +92,7 @@ class DTensorModels:
             sequence=self.config.sequence_parallel,
         )
         chunks = self.config.pipeline_chunks if mesh.topology.pipeline > 1 else 1
-        model = SpreadPolicy(shape, spread, device="meta", dtype=self.dtype, chunks=chunks)
+        model = DistributedPolicy(shape, spread, device="meta", dtype=self.dtype, chunks=chunks)
         for stage in model.runs:
             layers = list(stage.decoder.layers.values())
             shard_model(
@@ -106,10 +108,10 @@ class DTensorModels:
                 tensor.data = tensor.data.to(self.device)
         return model
 
-    def _transformers(self, origin: Origin) -> PolicyModel:
+    def _transformers(self, origin: ModelSource) -> PolicyModel:
         # Every rank loads the whole model into host memory first. Its device only gets its part.
         """Return the rank's part of a model that transformers runs."""
-        model = of_transformers(
+        model = load_transformers_policy(
             origin.directory(),
             dtype=self.dtype,
             trust_remote_code=origin.trust_remote_code,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ratchet.learners.distributed.topology import Coordinates, Topology
-from ratchet.models.parallel.sharding import Part, Share
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex
 
 Group = dist.ProcessGroup
 
@@ -41,14 +41,14 @@ class Mesh:
         self.sums = self._group(lambda c: (c.pipeline, c.tensor), topology.summands)
         place = self.at.shard * topology.context + self.at.context
         outer = ranks // topology.experts
-        self.part = Part(
-            Share(self.at.tensor, topology.tensor),
-            Share(self.at.pipeline, topology.pipeline),
-            Share(place % topology.experts, topology.experts),
+        self.part = ModelShard(
+            ShardIndex(self.at.tensor, topology.tensor),
+            ShardIndex(self.at.pipeline, topology.pipeline),
+            ShardIndex(place % topology.experts, topology.experts),
         )
         # This rank's share of the rows of every parameter, and of those of its experts.
-        self.share = Share(place, ranks)
-        self.expert_share = Share(place // topology.experts, outer)
+        self.share = ShardIndex(place, ranks)
+        self.expert_share = ShardIndex(place // topology.experts, outer)
         self.fsdp = self._fsdp_mesh(self._mesh, ranks)
         self.expert_fsdp = self.fsdp
         self.experts = None

@@ -6,18 +6,18 @@ from typing import Protocol
 
 from ratchet.learners.distributed.base import RankLearner
 from ratchet.learners.distributed.stage_spec import RoleSpec
-from ratchet.models.model_source import Origin
+from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import PolicyModel
 
 
-class Provider(Protocol):
+class ModelProvider(Protocol):
     """Loads and copies models on one rank: policy, reference, critic and reward model.
 
-    The section of a learner names it (`SpreadConfig.provider`). It is created from that
+    The section of a learner names it (`DistributedConfig.provider`). It is created from that
     section, the rank's device and the dtype of weights, once torch's process group exists.
     """
 
-    def load(self, origin: Origin) -> PolicyModel:
+    def load(self, origin: ModelSource) -> PolicyModel:
         """Return the rank's part of a model, with its weights.
 
         No rank ever holds the whole, unless transformers runs it.

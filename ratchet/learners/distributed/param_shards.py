@@ -11,19 +11,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ratchet.learners.distributed.mesh import Mesh
-from ratchet.models.lora.decoder import of_adapter
+from ratchet.models.lora.decoder import is_adapter_parameter
 from ratchet.models.parallel.collectives import Group
-from ratchet.models.parallel.sharded_policy import SpreadPolicy
-from ratchet.models.parallel.sharding import Share
+from ratchet.models.parallel.sharded_policy import DistributedPolicy
+from ratchet.models.parallel.sharding import ShardIndex
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
-from ratchet.models.transformers.tensor_parallel import Divided
-from ratchet.models.weights.weight_layout import Piece, divided, pieces, shards
+from ratchet.models.transformers.tensor_parallel import TPDivision
+from ratchet.models.weights.weight_layout import (
+    WeightPiece,
+    cut_blocks,
+    is_tensor_parallel,
+    list_pieces,
+)
 from ratchet.protocols import Shard
 
 
 @dataclass(frozen=True)
-class Held:
+class ParamShards:
     """The part of a parameter that this rank holds.
 
     rows: rows of the whole parameter that are here, if FSDP divides it; None: all of them.
@@ -37,7 +42,7 @@ class Held:
 
     name: str
     parameter: nn.Parameter
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
     rows: range | None
     copies: int
     partial: tuple[Group, ...]
@@ -47,19 +52,19 @@ class Held:
     @property
     def local(self) -> Tensor:
         """This rank's part of the parameter, without gradient."""
-        return local(self.parameter.detach())
+        return get_local_tensor(self.parameter.detach())
 
     def blocks(self, like: Tensor) -> Iterator[Shard]:
         """Yield the blocks of a tensor in the layout of the parameter's local part."""
-        return shards(self.pieces, like, self.rows)
+        return cut_blocks(self.pieces, like, self.rows)
 
 
-def local(x: Tensor) -> Tensor:
+def get_local_tensor(x: Tensor) -> Tensor:
     """Return this rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def own_rows(parameter: Tensor, share: Share) -> range | None:
+def compute_fsdp_rows(parameter: Tensor, share: ShardIndex) -> range | None:
     """Return the rows of a parameter that FSDP gives to this rank.
 
     Every rank gets as many rows as the first, as long as there are any.
@@ -71,7 +76,7 @@ def own_rows(parameter: Tensor, share: Share) -> range | None:
     return range(min(size * share.index, total), min(size * (share.index + 1), total))
 
 
-def complete_gradients(held: Sequence[Held]) -> None:
+def complete_gradients(held: Sequence[ParamShards]) -> None:
     """Add up gradients that are divided between ranks that hold the same parameter."""
     for item in held:
         # A tied embedding has no gradient on pipeline stages without the head.
@@ -79,40 +84,45 @@ def complete_gradients(held: Sequence[Held]) -> None:
             item.parameter.grad = torch.zeros_like(item.parameter)
         if item.parameter.grad is not None:
             for group in item.partial:
-                dist.all_reduce(local(item.parameter.grad), group=group)
+                dist.all_reduce(get_local_tensor(item.parameter.grad), group=group)
             if item.excess > 1:
-                local(item.parameter.grad).div_(item.excess)
+                get_local_tensor(item.parameter.grad).div_(item.excess)
 
 
-def scale_gradients(held: Sequence[Held], factor: float) -> None:
+def scale_gradients(held: Sequence[ParamShards], factor: float) -> None:
     """Multiply the gradients by a factor."""
     for item in held:
         if item.parameter.grad is not None and factor != 1.0:
-            local(item.parameter.grad).mul_(factor)
+            get_local_tensor(item.parameter.grad).mul_(factor)
 
 
-def global_norm(held: Sequence[Held], loss: float, device: torch.device) -> tuple[float, float]:
+def compute_global_norm(
+    held: Sequence[ParamShards], loss: float, device: torch.device
+) -> tuple[float, float]:
     """Return (norm of the whole gradient, sum over all ranks of `loss`), equal on every rank."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for item in held:
         if item.parameter.grad is not None:
             total[0] += (
-                torch.linalg.vector_norm(local(item.parameter.grad)).double().square() / item.copies
+                torch.linalg.vector_norm(get_local_tensor(item.parameter.grad)).double().square()
+                / item.copies
             )
     total[1] = loss
     dist.all_reduce(total)
     return float(total[0].sqrt()), float(total[1])
 
 
-def held_parameters(model: PolicyModel, head: ScalarHead | None, mesh: Mesh) -> list[Held]:
+def collect_param_shards(
+    model: PolicyModel, head: ScalarHead | None, mesh: Mesh
+) -> list[ParamShards]:
     """Return the shards of the model's parameters in their order.
 
     Those of the scalar head come last.
     """
-    param_shards: list[Held] = []
-    if isinstance(model, SpreadPolicy):
+    param_shards: list[ParamShards] = []
+    if isinstance(model, DistributedPolicy):
         for decoder in (stage.decoder for stage in model.runs):
-            where = pieces(decoder)
+            where = list_pieces(decoder)
             tied = decoder.config.tied
             for name, parameter in decoder.named_parameters():
                 param_shards.append(
@@ -140,27 +150,27 @@ def held_parameters(model: PolicyModel, head: ScalarHead | None, mesh: Mesh) -> 
 def _decoder_shard(
     name: str,
     parameter: nn.Parameter,
-    where: tuple[Piece, ...],
+    where: tuple[WeightPiece, ...],
     mesh: Mesh,
     *,
     sequence: bool,
     tied: bool,
-) -> Held:
+) -> ParamShards:
     """Return the shard of a parameter of Ratchet's decoder."""
     partial: tuple[Group, ...] = ()
-    if mesh.tensor is not None and not divided(name):
+    if mesh.tensor is not None and not is_tensor_parallel(name):
         # Each rank has these parameters whole, but their gradient only from some of the heads,
         # experts' outputs or tokens. An undivided matrix of an adapter meets a divided one: it
         # gets some outputs of a product, or a summand of its inputs.
         sees_some_heads = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
         partial = (
             (mesh.tensor,)
-            if sees_some_heads or of_adapter(name) or (sequence and "norm" in name)
+            if sees_some_heads or is_adapter_parameter(name) or (sequence and "norm" in name)
             else ()
         )
     is_expert = mesh.experts is not None and ".experts." in name
     shard = _param_shard(
-        name, parameter, where, mesh, partial, divided=divided(name), is_expert=is_expert
+        name, parameter, where, mesh, partial, divided=is_tensor_parallel(name), is_expert=is_expert
     )
     if mesh.ends is None or not (tied and name.startswith("embed_tokens")):
         return shard
@@ -170,8 +180,8 @@ def _decoder_shard(
 
 
 def _transformers_shard(
-    name: str, parameter: nn.Parameter, mesh: Mesh, divided: Divided | None
-) -> Held:
+    name: str, parameter: nn.Parameter, mesh: Mesh, divided: TPDivision | None
+) -> ParamShards:
     """Return the shard of a parameter of a model that transformers runs."""
     if divided is None or mesh.tensor is None:
         return _param_shard(name, parameter, _whole(name, parameter), mesh, ())
@@ -189,24 +199,24 @@ def _transformers_shard(
 def _param_shard(
     name: str,
     parameter: nn.Parameter,
-    where: tuple[Piece, ...],
+    where: tuple[WeightPiece, ...],
     mesh: Mesh,
     partial: tuple[Group, ...],
     *,
     divided: bool = False,
     is_expert: bool = False,
-) -> Held:
+) -> ParamShards:
     """Return the shard of a parameter.
 
     divided: True if the tensor-parallel ranks divide it.
     """
     excess = mesh.topology.experts if is_expert else 1
     # FSDP does not divide vectors and adapters.
-    if (parameter.dim() < 2 or of_adapter(name)) and mesh.sums is not None:
+    if (parameter.dim() < 2 or is_adapter_parameter(name)) and mesh.sums is not None:
         partial = (*partial, mesh.sums)
         excess = mesh.topology.summands
     share = mesh.expert_share if is_expert else mesh.share
-    rows = own_rows(parameter, share)
+    rows = compute_fsdp_rows(parameter, share)
     copies = (
         mesh.topology.replicas
         * (1 if divided else mesh.topology.tensor)
@@ -217,17 +227,17 @@ def _param_shard(
         and (divided or mesh.at.tensor == 0)
         and (rows is not None or share.index == 0)
     )
-    return Held(name, parameter, where, rows, copies, partial, excess, first)
+    return ParamShards(name, parameter, where, rows, copies, partial, excess, first)
 
 
-def _whole(name: str, parameter: Tensor) -> tuple[Piece, ...]:
+def _whole(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
     """Return the piece that is a whole parameter."""
     shape = tuple(parameter.shape)
-    return (Piece(name, shape, (0,) * len(shape), range(shape[0])),)
+    return (WeightPiece(name, shape, (0,) * len(shape), range(shape[0])),)
 
 
-def fill_held(
-    held: Sequence[Held], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]
+def fill_param_shards(
+    held: Sequence[ParamShards], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]
 ) -> None:
     """Copy every block of the parameters from `read`.
 

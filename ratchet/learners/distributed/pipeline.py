@@ -19,11 +19,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from ratchet.batch import Batch
 from ratchet.learners.distributed.mesh import Mesh
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.layers.packed_inputs import Feed
-from ratchet.models.parallel.sharded_policy import SpreadPolicy
+from ratchet.models.layers.packed_inputs import PackedInputs
+from ratchet.models.parallel.sharded_policy import DistributedPolicy
 
 # micro-batch -> the routing of its forward
-Router = Callable[[Batch], Routing | None]
+RoutingFunction = Callable[[Batch], Routing | None]
 # (number of the micro-batch, its hidden states [T, d]) -> the loss to differentiate
 Loss = Callable[[int, Tensor], Tensor]
 
@@ -38,10 +38,10 @@ class Pipeline:
     def __init__(
         self,
         mesh: Mesh,
-        model: SpreadPolicy,
+        model: DistributedPolicy,
         device: torch.device,
         dtype: torch.dtype,
-        routing: Router,
+        routing: RoutingFunction,
     ) -> None:
         assert mesh.pipeline is not None, "a pipeline of one rank"
         self.group = mesh.pipeline
@@ -84,7 +84,7 @@ class Pipeline:
             for number, hidden in zip(numbers_M, out.chunk(len(feeds)), strict=True)
         ]
 
-    def _feeds(self, micros: Sequence[Batch]) -> list[Feed]:
+    def _feeds(self, micros: Sequence[Batch]) -> list[PackedInputs]:
         """Return the packed inputs of the micro-batches."""
         return [
             self.model.feed(
@@ -93,12 +93,12 @@ class Pipeline:
             for micro in micros
         ]
 
-    def _unpad(self, feeds: Sequence[Feed], hidden_Td: Tensor, number: Tensor) -> Tensor:
+    def _unpad(self, feeds: Sequence[PackedInputs], hidden_Td: Tensor, number: Tensor) -> Tensor:
         """Return the hidden states of a micro-batch's own tokens."""
         feed = feeds[int(number)]
         return feed.unfold(hidden_Td[: len(feed.tokens_U)])
 
-    def _stage_input(self, feeds: Sequence[Feed]) -> tuple[Tensor, ...]:
+    def _stage_input(self, feeds: Sequence[PackedInputs]) -> tuple[Tensor, ...]:
         """Return the first stage's input, whose values are unused.
 
         The stage takes the tokens of the feeds.
@@ -106,7 +106,7 @@ class Pipeline:
         return (torch.zeros(len(feeds), device=self.device),) if self.mesh.at.pipeline == 0 else ()
 
     def _schedule(
-        self, feeds: Sequence[Feed], loss: Callable[[Tensor, Tensor], Tensor] | None
+        self, feeds: Sequence[PackedInputs], loss: Callable[[Tensor, Tensor], Tensor] | None
     ) -> tuple[Schedule1F1B | ScheduleInterleaved1F1B, Tensor]:
         """Return the schedule of a pass, and the numbers of its micro-batches."""
         spread = self.model.spread
@@ -124,7 +124,9 @@ class Pipeline:
             list(stages), len(feeds), loss_fn=loss, scale_grads=False
         ), numbers_M
 
-    def _stage(self, place: int, feeds: Sequence[Feed], tokens: int, between: int) -> PipelineStage:
+    def _stage(
+        self, place: int, feeds: Sequence[PackedInputs], tokens: int, between: int
+    ) -> PipelineStage:
         """Return the torch stage of one of this rank's runs of layers."""
         stage = self.model.runs[place]
         size = self.model.hidden_size

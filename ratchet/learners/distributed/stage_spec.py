@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.model_source import Origin
+from ratchet.models.model_source import ModelSource
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class RoleSpec:
     adapter: the adapter that it trains in place of its weights.
     """
 
-    origin: Origin | None = None
+    origin: ModelSource | None = None
     optimizer: Mapping[str, Any] | None = None
     total_steps: int = 1
     scalar: bool = False

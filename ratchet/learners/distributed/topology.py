@@ -12,9 +12,9 @@ from itertools import product
 from math import prod
 
 from ratchet.errors import ConfigError
-from ratchet.learners.config import MegatronConfig, SpreadConfig
-from ratchet.models.parallel.megatron_sizes import Sizes
-from ratchet.models.parallel.sharding import Part, Share
+from ratchet.learners.config import DistributedConfig, MegatronConfig
+from ratchet.models.parallel.megatron_sizes import MegatronSizes
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Topology:
         return at.pipeline == self.pipeline - 1 and at.context == 0 and at.tensor == 0
 
 
-def topology_of(config: SpreadConfig) -> Topology:
+def build_topology(config: DistributedConfig) -> Topology:
     """Return the topology of a section. Raises ConfigError if its sizes don't fit together."""
     *replicas, shards = (getattr(config, key) for key in config.rows)
     return Topology(
@@ -95,17 +95,19 @@ def topology_of(config: SpreadConfig) -> Topology:
     )
 
 
-def parts(config: SpreadConfig) -> Part:
+def build_first_shard(config: DistributedConfig) -> ModelShard:
     """Return the first rank's part of the model, to check if the model can be divided so."""
     stages = config.pipeline_parallel * config.pipeline_chunks
-    return Part(
-        Share(0, config.tensor_parallel), Share(0, stages), Share(0, config.expert_parallel)
+    return ModelShard(
+        ShardIndex(0, config.tensor_parallel),
+        ShardIndex(0, stages),
+        ShardIndex(0, config.expert_parallel),
     )
 
 
-def megatron_sizes(config: MegatronConfig) -> Sizes:
+def build_megatron_sizes(config: MegatronConfig) -> MegatronSizes:
     """Return the sizes of Megatron's parallelism for a section."""
-    return Sizes(
+    return MegatronSizes(
         tensor=config.tensor_parallel,
         context=config.context_parallel,
         pipeline=config.pipeline_parallel,

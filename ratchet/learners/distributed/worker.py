@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ratchet.algorithms.base import Algorithm, Term
+from ratchet.algorithms.base import Algorithm, AlgorithmTerm
 from ratchet.batch import Batch
 from ratchet.config.resolve import construct, imported, resolve
 from ratchet.learners.distributed.base import RankLearner
-from ratchet.learners.distributed.model_providers import Provider
+from ratchet.learners.distributed.model_providers import ModelProvider
 from ratchet.learners.distributed.stage_spec import RoleSpec
-from ratchet.models.model_source import Origin
+from ratchet.models.model_source import ModelSource
 from ratchet.protocols import Exported, Shard
 
 # Of a collective; the deadlines of the worker group are shorter.
 TIMEOUT = timedelta(minutes=30)
 
 
-class Seat(Protocol):
-    """The process that a rank runs in (`ratchet.executors.worker.Place`)."""
+class RankProcess(Protocol):
+    """The process that a rank runs in (`ratchet.executors.worker.WorkerPlace`)."""
 
     @property
     def rank(self) -> int: ...
@@ -43,11 +43,16 @@ class LearnerRank:
     """One rank of a distributed learner, called by the driver."""
 
     def __init__(
-        self, seat: Seat, *, learner: Mapping[str, Any], origin: Origin, double: bool = False
+        self,
+        seat: RankProcess,
+        *,
+        learner: Mapping[str, Any],
+        origin: ModelSource,
+        double: bool = False,
     ) -> None:
         """Join the other ranks and load the model's part.
 
-        learner: the values of a `SpreadConfig`.
+        learner: the values of a `DistributedConfig`.
         double: compute in float64.
         """
         config: Any = resolve("learner", learner)
@@ -63,7 +68,7 @@ class LearnerRank:
             world_size=seat.world_size,
             timeout=TIMEOUT,
         )
-        self.provider: Provider = imported(config.provider)(config, device, dtype)
+        self.provider: ModelProvider = imported(config.provider)(config, device, dtype)
         self.policy = self.provider.load(origin)
         self.learners: dict[str, RankLearner] = {}
         self.algorithm: Algorithm | None = None
@@ -97,7 +102,7 @@ class LearnerRank:
             model.requires_grad_(spec.optimizer is not None)
         return provider.learner(model, spec)
 
-    def _terms(self, role: str, names: Sequence[str]) -> list[Term]:
+    def _terms(self, role: str, names: Sequence[str]) -> list[AlgorithmTerm]:
         assert self.algorithm is not None, "no stage has begun"
         terms = {term.name: term for term in self.algorithm.losses[role]}
         return [terms[name] for name in names]

@@ -28,22 +28,22 @@ from torch import Tensor, nn
 
 from ratchet.batch import Batch
 from ratchet.config.schema import OptimizerConfig
-from ratchet.learners.compute.forward import logits_mib
+from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.config import MegatronConfig
 from ratchet.learners.distributed.base import RankForward, RankLearner
-from ratchet.learners.distributed.frozen_fingerprint import fingerprint_of_ranks
+from ratchet.learners.distributed.frozen_fingerprint import fingerprint_across_ranks
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.export import HEAD, export_blocks
 from ratchet.learners.megatron.state import load_state, save_state
-from ratchet.learners.optim.step_policy import Pace
+from ratchet.learners.optim.step_policy import StepPolicy
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.convert.megatron import Place, megatron_layout
-from ratchet.models.layers.expert_routing import Watch
-from ratchet.models.layers.packed_inputs import Feed
-from ratchet.models.megatron.blocks import of_model
+from ratchet.models.convert.megatron import MegatronShard, megatron_layout
+from ratchet.models.layers.expert_routing import RouterMonitor
+from ratchet.models.layers.packed_inputs import PackedInputs
+from ratchet.models.megatron.blocks import is_model_weight
 from ratchet.models.megatron.policy import MegatronPolicy
 from ratchet.models.scalar_head import ScalarHead
-from ratchet.models.weights.weight_layout import shards
+from ratchet.models.weights.weight_layout import cut_blocks
 from ratchet.protocols import Exported, LossTerm, Shard
 
 # (number of the micro-batch, its hidden states [T, d]) -> the last stage's result for the schedule
@@ -78,7 +78,7 @@ class MegatronLearner(RankLearner):
         forward = RankForward(
             model,
             head,
-            chunk_mib=logits_mib(config.logprob_chunk_mib, device.type),
+            chunk_mib=resolve_chunk_mib(config.logprob_chunk_mib, device.type),
             autocast=autocast,
             shared_vocab=shared_vocab,
             device=device,
@@ -87,7 +87,7 @@ class MegatronLearner(RankLearner):
         step_policy = (
             None
             if optimizer is None
-            else Pace(optimizer, total=total_steps, max_bad=config.max_bad_steps)
+            else StepPolicy(optimizer, total=total_steps, max_bad=config.max_bad_steps)
         )
         sums: Any = (
             parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -139,7 +139,7 @@ class MegatronLearner(RankLearner):
     def _run(
         self,
         micros: Sequence[Batch],
-        watches: Sequence[Watch | None],
+        watches: Sequence[RouterMonitor | None],
         ending: Callable[[int, Tensor], Any],
         *,
         forward_only: bool,
@@ -172,7 +172,7 @@ class MegatronLearner(RankLearner):
         )
         return list(results)
 
-    def _feed(self, micro: Batch, watch: Watch | None) -> Feed:
+    def _feed(self, micro: Batch, watch: RouterMonitor | None) -> PackedInputs:
         """Return the packed inputs of a micro-batch."""
         routing = self.forward.routing(micro, watch)
         return self.model.feed(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), routing)
@@ -215,8 +215,8 @@ class MegatronLearner(RankLearner):
     def blocks(self, part: Exported = "all") -> Iterator[Shard]:
         """Yield views of this rank's blocks; the scalar head's come with the adapter."""
         for item in self.owned:
-            if item.first and part in ("all", "base" if of_model(item.name) else "adapter"):
-                yield from shards(item.pieces, item.parameter.detach())
+            if item.first and part in ("all", "base" if is_model_weight(item.name) else "adapter"):
+                yield from cut_blocks(item.pieces, item.parameter.detach())
 
     def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
         assert not averaged, "the configuration refuses averages"
@@ -231,9 +231,9 @@ class MegatronLearner(RankLearner):
         """
         if self.model.adapter is None:
             return None
-        whole = megatron_layout(Dimensions.from_config(self.model.shape), Place())
+        whole = megatron_layout(Dimensions.from_config(self.model.shape), MegatronShard())
         names = {piece.name for pieces in whole.values() for piece in pieces}
-        return fingerprint_of_ranks(self.blocks("base"), names, self.forward.device)
+        return fingerprint_across_ranks(self.blocks("base"), names, self.forward.device)
 
     def save(self, directory: Path) -> None:
         save_state(directory, self.model, self.optimizer, self.step_policy, self.base)

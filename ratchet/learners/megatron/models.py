@@ -10,28 +10,28 @@ from ratchet.config.resolve import resolve
 from ratchet.errors import ModelError
 from ratchet.learners.config import MegatronConfig
 from ratchet.learners.distributed.stage_spec import RoleSpec
-from ratchet.learners.distributed.topology import megatron_sizes, topology_of
+from ratchet.learners.distributed.topology import build_megatron_sizes, build_topology
 from ratchet.learners.megatron.learner import MegatronLearner
-from ratchet.models.megatron.build import begin, end
+from ratchet.models.megatron.build import destroy_process_groups, init_process_groups
 from ratchet.models.megatron.policy import MegatronPolicy
-from ratchet.models.model_source import Origin
-from ratchet.models.parallel.megatron_sizes import Fp8
+from ratchet.models.model_source import ModelSource
+from ratchet.models.parallel.megatron_sizes import Fp8Format
 from ratchet.models.policy import PolicyModel
 
 
 class MegatronModels:
-    """Loads and copies models that Megatron Core divides (`Provider`)."""
+    """Loads and copies models that Megatron Core divides (`ModelProvider`)."""
 
     def __init__(self, config: MegatronConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self.device = device
         self.half = config.weights == "bfloat16"
         self.dtype = torch.bfloat16 if self.half else dtype
-        self.topology = topology_of(config)
-        self.sizes = megatron_sizes(config)
-        begin(self.sizes)
+        self.topology = build_topology(config)
+        self.sizes = build_megatron_sizes(config)
+        init_process_groups(self.sizes)
 
-    def load(self, origin: Origin) -> MegatronPolicy:
+    def load(self, origin: ModelSource) -> MegatronPolicy:
         """Return the rank's part of a model. Raises ModelError if Megatron has no such layers."""
         shape = origin.decoder()
         if shape is None:
@@ -75,11 +75,13 @@ class MegatronModels:
         )
 
     def close(self) -> None:
-        end()
+        destroy_process_groups()
 
     def _empty(self, shape: Any) -> MegatronPolicy:
         """Return the rank's part of a model, with uninitialised weights."""
-        fp8 = None if self.config.fp8 is None else Fp8(self.config.fp8, self.config.fp8_recipe)
+        fp8 = (
+            None if self.config.fp8 is None else Fp8Format(self.config.fp8, self.config.fp8_recipe)
+        )
         if fp8 is not None and self.device.type == "cuda":
             fp8.check(torch.cuda.get_device_capability(self.device))
         model = MegatronPolicy(

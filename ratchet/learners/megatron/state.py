@@ -23,9 +23,9 @@ from torch.distributed import checkpoint
 
 from ratchet.checkpoint.manifest import MEGATRON
 from ratchet.errors import CheckpointError
-from ratchet.learners.optim.step_policy import Pace
+from ratchet.learners.optim.step_policy import StepPolicy
 from ratchet.models.lora.files import check_base
-from ratchet.models.megatron.blocks import of_model
+from ratchet.models.megatron.blocks import is_model_weight
 from ratchet.models.megatron.policy import MegatronPolicy
 
 # Optimizer states are stored in the shapes of the weights, however ranks divide them.
@@ -33,7 +33,7 @@ KIND = "fully_reshardable"
 METADATA = {"distrib_optim_sharding_type": KIND, "chained_optim_avoid_prefix": True}
 
 
-class InPlace(TorchDistSaveShardedStrategy):
+class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
     """A save strategy that writes Megatron's files in this process.
 
     Megatron's own strategy forks processes for it, which is unsafe in a process with threads, and
@@ -60,7 +60,7 @@ def save_state(
     directory: Path,
     model: MegatronPolicy,
     optimizer: Any,
-    step_policy: Pace | None,
+    step_policy: StepPolicy | None,
     base: str | None,
 ) -> None:
     """Write a checkpoint. Every rank calls it, and all of them see the directory.
@@ -75,7 +75,7 @@ def save_state(
         state["pace"] = {"taken": step_policy.steps_taken, "bad": step_policy.bad_steps}
     if base is not None:
         state["base"] = base
-    dist_checkpointing.save(state, str(folder), InPlace())
+    dist_checkpointing.save(state, str(folder), InProcessSaveStrategy())
     dist.barrier()
 
 
@@ -83,7 +83,7 @@ def load_state(
     directory: Path,
     model: MegatronPolicy,
     optimizer: Any,
-    step_policy: Pace | None,
+    step_policy: StepPolicy | None,
     base: str | None,
 ) -> None:
     """Read a checkpoint.
@@ -153,7 +153,7 @@ def _state(model: MegatronPolicy, optimizer: Any, *, loading: bool) -> dict[str,
         f"model{number}": {
             name: entry
             for name, entry in chunk.sharded_state_dict(metadata=metadata).items()
-            if model.adapter is None or not of_model(name)
+            if model.adapter is None or not is_model_weight(name)
         }
         for number, chunk in enumerate(model.chunks)
     }

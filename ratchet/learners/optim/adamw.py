@@ -169,10 +169,10 @@ class AdamW:
         for name, p in self.named:
             if name in state:
                 for key, value in self.begin(name, p).items():
-                    value.copy_(kept(state[name], key, name))
+                    value.copy_(require_moment(state[name], key, name))
 
 
-def kept(moments: Mapping[str, Tensor], key: str, name: str) -> Tensor:
+def require_moment(moments: Mapping[str, Tensor], key: str, name: str) -> Tensor:
     """Return one of a parameter's moments in a checkpoint.
 
     Raises CheckpointError if the checkpoint lacks it.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ratchet.learners.optim.adamw import AdamW, Moments
-from ratchet.models.layers.lazy_bitsandbytes import bits
+from ratchet.models.layers.lazy_bitsandbytes import load_bitsandbytes
 
 # Numbers that share a scale, as in the paper.
 BLOCK = 256
@@ -37,9 +37,9 @@ class AdamW8bit(AdamW):
     """
 
     @cached_property
-    def codes(self) -> Codes:
+    def codes(self) -> MomentCodes:
         """The codes of the mean and of the root."""
-        return Codes()
+        return MomentCodes()
 
     def _update_group(
         self, group: Sequence[tuple[str, nn.Parameter]], lr: float, decay: float
@@ -126,7 +126,7 @@ class AdamW8bit(AdamW):
             quantised[f"{key}_scales"].copy_(scales_B)
 
 
-class Codes:
+class MomentCodes:
     """The 256 values of the mean, which has signs, and of the root, which has none.
 
     They lie between -1 and 1. The nearest value is searched here: the library's kernel for CPUs
@@ -135,7 +135,8 @@ class Codes:
 
     def __init__(self) -> None:
         self.values = {
-            key: bits().create_dynamic_map(signed=key == "mean") for key in ("mean", "root")
+            key: load_bitsandbytes().create_dynamic_map(signed=key == "mean")
+            for key in ("mean", "root")
         }
 
     def zero(self, key: str) -> int:
@@ -155,7 +156,7 @@ class Codes:
     def restore(self, codes_n: Tensor, scales_B: Tensor, key: str) -> Tensor:
         """Return the numbers of codes and scales, float32 [n]."""
         code = self._on(codes_n, key)
-        return bits().dequantize_blockwise(
+        return load_bitsandbytes().dequantize_blockwise(
             codes_n.contiguous(), absmax=scales_B, code=code, blocksize=BLOCK
         )
 

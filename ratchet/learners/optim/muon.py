@@ -72,7 +72,7 @@ class Muon(AdamW):
         update = gradient.add(momentum, alpha=config.momentum)
         p.mul_(1 - lr * config.weight_decay)
         for matrix, direction in zip(_stacks(p, rows), _stacks(update, rows), strict=True):
-            matrix.add_(orthogonalised(direction), alpha=-lr * 0.2 * max(matrix.shape[-2:]) ** 0.5)
+            matrix.add_(orthogonalise(direction), alpha=-lr * 0.2 * max(matrix.shape[-2:]) ** 0.5)
 
     def moments(self, name: str, local: Tensor) -> Moments:
         return (
@@ -82,7 +82,7 @@ class Muon(AdamW):
         )
 
 
-def orthogonalised(x: Tensor) -> Tensor:
+def orthogonalise(x: Tensor) -> Tensor:
     """Return about U V^T for each matrix U S V^T of [..., r, c], in its dtype.
 
     The products are in bfloat16 on an accelerator, as in the source, and in the matrix's own dtype

@@ -11,7 +11,7 @@ from typing import Literal
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 
 
-def lr_factor(
+def compute_lr_factor(
     step: int, *, total: int, warmup: int, schedule: Schedule, min_ratio: float, decay: int = 0
 ) -> float:
     """Return the factor on the peak rate for optimizer step `step` (from 0) of `total`.

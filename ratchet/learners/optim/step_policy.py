@@ -6,10 +6,10 @@ import math
 
 from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import TrainingError
-from ratchet.learners.optim.schedule import lr_factor
+from ratchet.learners.optim.schedule import compute_lr_factor
 
 
-class Pace:
+class StepPolicy:
     """The learning rate of each optimizer step, and the policy for non-finite steps.
 
     total: optimizer steps of the schedule.
@@ -28,7 +28,7 @@ class Pace:
     def begin(self) -> dict[str, float]:
         """Count the next step and return its metrics, with its learning rate."""
         config = self.config
-        factor = lr_factor(
+        factor = compute_lr_factor(
             self.steps_taken,
             total=self.total,
             warmup=config.warmup_steps,

@@ -30,25 +30,30 @@ from ratchet.models.convert.tables import (
     HEAD,
     TIED_HEAD,
     Rules,
-    table_of,
+    find_family_table,
 )
-from ratchet.models.model_source import Read
-from ratchet.models.parallel.sharding import Part, Share, check_even, nearest
-from ratchet.models.weights.hf_weights import some
-from ratchet.models.weights.weight_layout import Piece, shards
+from ratchet.models.model_source import ReadBlock
+from ratchet.models.parallel.sharding import (
+    ModelShard,
+    ShardIndex,
+    check_even,
+    find_nearest_divisor,
+)
+from ratchet.models.weights.hf_weights import summarize_names
+from ratchet.models.weights.weight_layout import WeightPiece, cut_blocks
 from ratchet.protocols import Shard
 
-Layout = Mapping[str, tuple[Piece, ...]]
+Layout = Mapping[str, tuple[WeightPiece, ...]]
 
 
 @dataclass(frozen=True)
-class Place(Part):
+class MegatronShard(ModelShard):
     """The shard of a Megatron rank, or of one of its chunks.
 
     With p pipeline ranks of v chunks each, chunk c of rank r is stage r + p * c of p * v.
     """
 
-    expert_tensor: Share | None = None  # of the columns of each expert; None: as `tensor`
+    expert_tensor: ShardIndex | None = None  # of the columns of each expert; None: as `tensor`
     engine: bool = False  # True if the layers are Transformer Engine's
 
     def check_megatron(self, dimensions: Dimensions) -> None:
@@ -75,7 +80,11 @@ class Place(Part):
         if self.experts.count > 1 and (
             not dimensions.experts or dimensions.experts % self.experts.count
         ):
-            fix = nearest(dimensions.experts, self.experts.count) if dimensions.experts else 1
+            fix = (
+                find_nearest_divisor(dimensions.experts, self.experts.count)
+                if dimensions.experts
+                else 1
+            )
             raise ModelError(
                 f"learner.expert_parallel={self.experts.count} doesn't divide the model's "
                 f"{dimensions.experts} experts: "
@@ -86,11 +95,11 @@ class Place(Part):
                 f"{self.pipeline.count} pipeline stages can't have equally many of "
                 f"{dimensions.layers} layers: set "
                 "learner.pipeline_parallel x pipeline_chunks to "
-                f"{nearest(dimensions.layers, self.pipeline.count)}"
+                f"{find_nearest_divisor(dimensions.layers, self.pipeline.count)}"
             )
 
 
-def megatron_layout(dimensions: Dimensions, place: Place) -> Layout:
+def megatron_layout(dimensions: Dimensions, place: MegatronShard) -> Layout:
     """Return the pieces of each parameter, and of the buffer `expert_bias`, in Megatron's order.
 
     On a last stage without the embedding a tied head is a second copy, with the embedding's pieces.
@@ -103,16 +112,18 @@ def megatron_layout(dimensions: Dimensions, place: Place) -> Layout:
     return dict(_parameters(dimensions, place))
 
 
-def _parameters(dimensions: Dimensions, place: Place) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+def _parameters(
+    dimensions: Dimensions, place: MegatronShard
+) -> Iterator[tuple[str, tuple[WeightPiece, ...]]]:
     """Yield (name, pieces) of each parameter, in Megatron's order of modules."""
 
-    def ends(rules: Rules) -> Iterator[tuple[str, tuple[Piece, ...]]]:
+    def ends(rules: Rules) -> Iterator[tuple[str, tuple[WeightPiece, ...]]]:
         for name, rule in rules.items():
             yield name, tuple(rule.pieces("", dimensions, place.tensor))
 
     if place.first:
         yield from ends(EMBEDDING)
-    table = table_of(dimensions)
+    table = find_family_table(dimensions)
     for local, layer in enumerate(place.pipeline.range(dimensions.layers)):
         rules = table.layer(dimensions.sparse(layer))
         for name, rule in rules.items():
@@ -130,17 +141,17 @@ def _parameters(dimensions: Dimensions, place: Place) -> Iterator[tuple[str, tup
             yield from ends(TIED_HEAD)
 
 
-def _as_built(name: str, rule: Rule, rules: Rules, place: Place) -> tuple[str, Share]:
+def _as_built(name: str, rule: Rule, rules: Rules, place: MegatronShard) -> tuple[str, ShardIndex]:
     """Return a parameter's name in the layers that the model uses, and this rank's share of it."""
     share = (place.expert_tensor or place.tensor) if "{expert}" in name else place.tensor
     if not place.engine:
         return name, share
     if name in FUSED and f"{FUSED[name]}.weight" in rules:
         return f"{FUSED[name]}.layer_norm_weight", share
-    return GROUPED.get(name, name), Share() if name in DUPLICATED else share
+    return GROUPED.get(name, name), ShardIndex() if name in DUPLICATED else share
 
 
-def fill(tensors: Mapping[str, Tensor], layout: Layout, read: Read) -> None:
+def fill_parameters(tensors: Mapping[str, Tensor], layout: Layout, read: ReadBlock) -> None:
     """Copy every block from `read` into the parameters; rows that pad the vocabulary become 0.
 
     Args:
@@ -151,12 +162,12 @@ def fill(tensors: Mapping[str, Tensor], layout: Layout, read: Read) -> None:
     check_names(tensors, layout)
     with torch.no_grad():
         for name, pieces in layout.items():
-            for block in shards(pieces, tensors[name]):
+            for block in cut_blocks(pieces, tensors[name]):
                 block.tensor.copy_(read(block.name, block.offsets, block.tensor.shape))
             tensors[name][pieces[-1].rows.stop if pieces else 0 :].zero_()
 
 
-def blocks(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[Shard]:
+def list_blocks(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[Shard]:
     """Yield the blocks of all parameters, as views.
 
     Several ranks may yield the same block, and a last stage yields the tied embedding again. The
@@ -164,18 +175,20 @@ def blocks(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[Shard]:
     """
     check_names(tensors, layout)
     for name, pieces in layout.items():
-        yield from shards(pieces, tensors[name].detach())
+        yield from cut_blocks(pieces, tensors[name].detach())
 
 
 def check_names(names: Collection[str], layout: Layout) -> None:
     """Raise ModelError if the parameters of a rank are not those of the layout."""
     if missing := [name for name in layout if name not in names]:
         raise ModelError(
-            f"the Megatron model lacks {some(missing)}, which the map has: build it from the same "
+            f"the Megatron model lacks {summarize_names(missing)}, which the map has: build it "
+            "from the same "
             "config.json"
         )
     if unknown := [name for name in names if name not in layout]:
         raise ModelError(
-            f"the Megatron model has {some(unknown)}, for which there is no map: build it from the "
+            f"the Megatron model has {summarize_names(unknown)}, for which there is no map: build "
+            "it from the "
             "same config.json"
         )

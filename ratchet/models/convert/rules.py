@@ -13,28 +13,28 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.parallel.sharding import Share
-from ratchet.models.weights.weight_layout import Piece
+from ratchet.models.parallel.sharding import ShardIndex
+from ratchet.models.weights.weight_layout import WeightPiece
 
 WRITTEN = re.compile(r"(\S+) \[(\w+(?:, \w+)*)\]")
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightSpec:
     """The name and shape of a Hugging Face weight."""
 
     name: str  # below the layer
     shape: tuple[str, ...]  # names of `Dimensions`
 
     @classmethod
-    def from_text(cls, text: str) -> Weight:
+    def from_text(cls, text: str) -> WeightSpec:
         """Parse the notation `"name [size, size]"`."""
         match = WRITTEN.fullmatch(text)
         assert match is not None, f"'{text}' is no weight with its shape"
         return cls(match[1], tuple(match[2].split(", ")))
 
 
-class Division(Enum):
+class ParamDivision(Enum):
     """The way tensor parallelism divides a parameter."""
 
     WHOLE = auto()  # each rank has the whole parameter
@@ -48,12 +48,12 @@ class Division(Enum):
 class Rule:
     """The weights that one Megatron parameter is made of, and how it is divided."""
 
-    weights: tuple[Weight, ...]
-    division: Division
+    weights: tuple[WeightSpec, ...]
+    division: ParamDivision
 
     def pieces(
-        self, prefix: str, dimensions: Dimensions, share: Share, expert: int = 0
-    ) -> Iterator[Piece]:
+        self, prefix: str, dimensions: Dimensions, share: ShardIndex, expert: int = 0
+    ) -> Iterator[WeightPiece]:
         """Yield the blocks in a rank's parameter, in the order of its rows.
 
         Rows behind the last piece pad the vocabulary.
@@ -71,19 +71,21 @@ class Rule:
             )
             for weight in self.weights
         ]
-        if self.division is Division.COLUMNS:
+        if self.division is ParamDivision.COLUMNS:
             ((name, shape, _),) = weights
-            yield Piece(name, shape, (0, share.range(shape[1]).start), range(shape[0]))
+            yield WeightPiece(name, shape, (0, share.range(shape[1]).start), range(shape[0]))
             return
         row = 0
-        effective_share = Share() if self.division is Division.WHOLE else share
-        groups = dimensions.kv_heads if self.division is Division.GROUPS else effective_share.count
+        effective_share = ShardIndex() if self.division is ParamDivision.WHOLE else share
+        groups = (
+            dimensions.kv_heads if self.division is ParamDivision.GROUPS else effective_share.count
+        )
         for group in effective_share.range(groups):
             for name, shape, word in weights:
-                rows = Share(group, groups).range(dimensions.divided(word))
+                rows = ShardIndex(group, groups).range(dimensions.divided(word))
                 count = max(0, min(rows.stop, shape[0]) - rows.start)
                 if count:
-                    yield Piece(
+                    yield WeightPiece(
                         name, shape, (rows.start, *(0,) * (len(shape) - 1)), range(row, row + count)
                     )
                 row += len(rows)
@@ -91,19 +93,19 @@ class Rule:
 
 def whole(weight: str) -> Rule:
     """Return the rule of a parameter that each rank has as a whole."""
-    return Rule((Weight.from_text(weight),), Division.WHOLE)
+    return Rule((WeightSpec.from_text(weight),), ParamDivision.WHOLE)
 
 
 def rows(*weights: str) -> Rule:
     """Return the rule of weights that are divided by rows."""
-    return Rule(tuple(map(Weight.from_text, weights)), Division.ROWS)
+    return Rule(tuple(map(WeightSpec.from_text, weights)), ParamDivision.ROWS)
 
 
 def groups(*weights: str) -> Rule:
     """Return the rule of weights that are divided by KV groups."""
-    return Rule(tuple(map(Weight.from_text, weights)), Division.GROUPS)
+    return Rule(tuple(map(WeightSpec.from_text, weights)), ParamDivision.GROUPS)
 
 
 def columns(weight: str) -> Rule:
     """Return the rule of a weight that is divided by columns."""
-    return Rule((Weight.from_text(weight),), Division.COLUMNS)
+    return Rule((WeightSpec.from_text(weight),), ParamDivision.COLUMNS)

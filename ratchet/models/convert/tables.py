@@ -107,7 +107,7 @@ SHARED_EXPERTS = {
 
 
 @dataclass(frozen=True)
-class Table:
+class FamilyTable:
     """The rules of one model family."""
 
     common: Rules  # of every layer
@@ -119,24 +119,24 @@ class Table:
         return {**self.common, **(self.sparse if sparse else self.dense)}
 
 
-LLAMA = Table(NORMS | ATTENTION)
-TABLES: Mapping[str, Table] = {
+LLAMA = FamilyTable(NORMS | ATTENTION)
+TABLES: Mapping[str, FamilyTable] = {
     "llama": LLAMA,
     "mistral": LLAMA,
-    "qwen2": Table(NORMS | ATTENTION | QKV_BIAS),
-    "qwen3": Table(NORMS | ATTENTION | QK_NORM),
-    "qwen3_moe": Table(NORMS | ATTENTION | QK_NORM, sparse=EXPERTS),
-    "mixtral": Table(NORMS | ATTENTION, sparse=MIXTRAL_EXPERTS),
-    "deepseek_v3": Table(
+    "qwen2": FamilyTable(NORMS | ATTENTION | QKV_BIAS),
+    "qwen3": FamilyTable(NORMS | ATTENTION | QK_NORM),
+    "qwen3_moe": FamilyTable(NORMS | ATTENTION | QK_NORM, sparse=EXPERTS),
+    "mixtral": FamilyTable(NORMS | ATTENTION, sparse=MIXTRAL_EXPERTS),
+    "deepseek_v3": FamilyTable(
         NORMS | LATENT_ATTENTION | LATENT_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS
     ),
 }
-WITHOUT_Q_RANK = Table(
+WITHOUT_Q_RANK = FamilyTable(
     NORMS | LATENT_ATTENTION | FULL_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS
 )
 
 
-def table_of(dimensions: Dimensions) -> Table:
+def find_family_table(dimensions: Dimensions) -> FamilyTable:
     """Return the table of a model's family."""
     if dimensions.kv_rank and not dimensions.q_rank:
         return WITHOUT_Q_RANK

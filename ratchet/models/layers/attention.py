@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ratchet.models.layers.prefix_tree import Index, PrefixTree, Segment
+from ratchet.models.layers.prefix_tree import Index, PrefixSegment, PrefixTree
 
 # Segments share a call if its cells (pairs of a query and a key), padding included, are at most
 # WASTE times the real cells plus FREE. On a CPU a separate call costs about as much as FREE cells.
 WASTE = 1.25
 FREE = 4096
 # Returns the indices of the keys and values of the tokens before a segment, in order.
-Past = Callable[[Segment], Index]
+Past = Callable[[PrefixSegment], Index]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _tokens(bucket: Bucket, out: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Branches:
+class BranchCall:
     """One attention call over consecutive segments of a prefix tree, each with a past."""
 
     queries: Bucket  # the segments' own tokens
@@ -113,7 +113,7 @@ class TreeAttention:
         roots = [segment for segment in tree.segments if not segment.begin]
         self.roots = sum(segment.length for segment in roots)
         self.whole = PackedAttention([segment.length for segment in roots], device)
-        self.branches = branches(tree.segments[len(roots) :], tree.past, device)
+        self.branches = plan_branch_calls(tree.segments[len(roots) :], tree.past, device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         first, *queries = q_THD.split(
@@ -125,7 +125,7 @@ class TreeAttention:
         return torch.cat(parts)
 
 
-def attend_past(branches: Branches, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+def attend_past(branches: BranchCall, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     """Return the attention of segments with a past: queries of the segments over all keys and
     values.
     """
@@ -176,7 +176,7 @@ class _Unpad(Function):
 
 def _runs(lengths: Sequence[int]) -> list[list[int]]:
     """Group consecutive lengths that share a call."""
-    segments = [Segment(row, 0, length) for row, length in enumerate(lengths)]
+    segments = [PrefixSegment(row, 0, length) for row, length in enumerate(lengths)]
     return [[segment.length for segment in run] for run in _shared_calls(segments)]
 
 
@@ -196,12 +196,12 @@ def _bucket(lengths: list[int], device: torch.device | str) -> Bucket:
     )
 
 
-def _shared_calls(segments: Sequence[Segment]) -> list[list[Segment]]:
+def _shared_calls(segments: Sequence[PrefixSegment]) -> list[list[PrefixSegment]]:
     """Group consecutive segments that share a call.
 
     A group ends where its padding would cost more than another call.
     """
-    runs: list[list[Segment]] = []
+    runs: list[list[PrefixSegment]] = []
     # of the last run: real cells, longest segment, longest past
     used = longest = longest_past = 0
     for segment in segments:
@@ -222,7 +222,9 @@ def _shared_calls(segments: Sequence[Segment]) -> list[list[Segment]]:
     return runs
 
 
-def branches(segments: Sequence[Segment], past: Past, device: torch.device | str) -> list[Branches]:
+def plan_branch_calls(
+    segments: Sequence[PrefixSegment], past: Past, device: torch.device | str
+) -> list[BranchCall]:
     """Return the attention calls for segments laid end to end.
 
     Segments in ascending order of begin and length need the fewest calls.
@@ -230,7 +232,9 @@ def branches(segments: Sequence[Segment], past: Past, device: torch.device | str
     return [_branches(run, past, device) for run in _shared_calls(segments)]
 
 
-def _branches(run: list[Segment], past_indices: Past, device: torch.device | str) -> Branches:
+def _branches(
+    run: list[PrefixSegment], past_indices: Past, device: torch.device | str
+) -> BranchCall:
     """Return the call over one run of segments."""
     bucket = _bucket([segment.length for segment in run], device)
     longest_past = max(segment.begin for segment in run)
@@ -247,4 +251,4 @@ def _branches(run: list[Segment], past_indices: Past, device: torch.device | str
         -1, bucket.longest, -1
     )
     seen = torch.cat([behind_RLP, causal_LL.expand(len(begin_R), -1, -1)], dim=-1)
-    return Branches(bucket, keys.to(device), seen[:, None].to(device))
+    return BranchCall(bucket, keys.to(device), seen[:, None].to(device))

@@ -24,7 +24,7 @@ from ratchet.models.config import DecoderConfig
 UNKNOWN = -1  # stands for an expert's number where the sampler has not routed the token
 
 
-class Route(Protocol):
+class RoutingHook(Protocol):
     """A function that decides which experts compute each token of a layer.
 
     It maps (index among the layers with experts, router logits [T, E], the K experts of each token
@@ -35,7 +35,7 @@ class Route(Protocol):
     def __call__(self, place: int, logits_TE: Tensor, chosen_TK: Tensor, /) -> Tensor: ...
 
 
-class Record:
+class RouteRecorder:
     """A `route` that keeps the routers' choice unchanged and records it in `experts_TLK`
     (int16).
     """
@@ -49,7 +49,7 @@ class Record:
         return chosen_TK
 
 
-class Seen(NamedTuple):
+class LayerRouting(NamedTuple):
     """The routing of one layer in one forward pass."""
 
     logits_TE: Tensor
@@ -57,7 +57,7 @@ class Seen(NamedTuple):
     used_TK: Tensor  # experts that computed the tokens
 
 
-class Watch:
+class RouterMonitor:
     """A monitor of the routers in one forward pass.
 
     Like `Routing` it is not a dataclass: FSDP copies dataclasses on their way to a layer, and what
@@ -65,7 +65,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.layers: dict[int, Seen] = {}
+        self.layers: dict[int, LayerRouting] = {}
         # index of each token among the computed ones; None: they are in order
         self.back_T: Tensor | None = None
 
@@ -83,7 +83,7 @@ class Watch:
             [self._layer(layer, sequence_T, n_sequences) for layer in self.layers.values()]
         ).mean(0)
 
-    def _layer(self, layer: Seen, sequence_T: Tensor, n_sequences: int) -> Tensor:
+    def _layer(self, layer: LayerRouting, sequence_T: Tensor, n_sequences: int) -> Tensor:
         logits_TE, chosen_TK, used_TK = (
             layer if self.back_T is None else (x.index_select(0, self.back_T) for x in layer)
         )
@@ -114,7 +114,9 @@ class Routing:
     monitored.
     """
 
-    def __init__(self, replayed_TLK: Tensor | None = None, watch: Watch | None = None) -> None:
+    def __init__(
+        self, replayed_TLK: Tensor | None = None, watch: RouterMonitor | None = None
+    ) -> None:
         """Create a route.
 
         Args:
@@ -131,7 +133,7 @@ class Routing:
             replayed_TK = self.replayed_TLK[:, place].to(torch.int64)
             used_TK = torch.where(replayed_TK[:, :1] < 0, chosen_TK, replayed_TK)
         if self.watch is not None:
-            self.watch.layers.setdefault(place, Seen(logits_TE, chosen_TK, used_TK))
+            self.watch.layers.setdefault(place, LayerRouting(logits_TE, chosen_TK, used_TK))
         return used_TK
 
     def check(self, config: DecoderConfig) -> None:

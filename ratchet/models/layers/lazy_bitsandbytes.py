@@ -9,7 +9,7 @@ from typing import Any
 
 
 @cache
-def bits() -> Any:
+def load_bitsandbytes() -> Any:
     """Return `bitsandbytes.functional`.
 
     Its warning about a missing CPU kernel, which is not used here, is suppressed.

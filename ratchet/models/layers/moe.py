@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ratchet.models.config import DecoderConfig
-from ratchet.models.layers.expert_routing import Route
+from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.ops import swiglu
 
 # Computes the experts: (rows [N, d] sorted by expert, rows of each expert [E]) -> [N, d].
@@ -26,7 +26,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 Exchange = Callable[[Compute, Tensor, Tensor], Tensor]
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """A router that picks K experts for each token by a softmax over all, in float32 or better."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -42,7 +42,7 @@ class Router(nn.Module):
         first.
 
         Args:
-            route: maps the logits and the chosen experts to the experts to use, see `Route`.
+            route: maps the logits and the chosen experts to the experts to use, see `RoutingHook`.
                 The weights, and so the router's gradient, always come from these logits.
         """
         logits_TE = F.linear(x_Td, self.weight)
@@ -73,8 +73,8 @@ class Experts(nn.Module):
         Args:
             counts_E: int64, rows of each expert; 0 is allowed.
         """
-        return products(
-            swiglu(products(x_Nd, self.gate_up_proj, counts_E)), self.down_proj, counts_E
+        return multiply_by_expert(
+            swiglu(multiply_by_expert(x_Nd, self.gate_up_proj, counts_E)), self.down_proj, counts_E
         )
 
 
@@ -90,14 +90,16 @@ class SparseMLP(nn.Module):
         """
         super().__init__()
         self.place = place
-        self.gate = Router(config)
+        self.gate = ExpertRouter(config)
         self.experts = Experts(held, config.hidden_size, config.expert_intermediate_size)
         self.n_experts = config.n_experts
         # Sends rows to the experts and returns their outputs. With expert parallelism it sends
         # every row to the rank of its expert.
-        self.exchange: Exchange = in_place
+        self.exchange: Exchange = compute_locally
 
-    def forward(self, x_Td: Tensor, row_multiple: int = 1, route: Route | None = None) -> Tensor:
+    def forward(
+        self, x_Td: Tensor, row_multiple: int = 1, route: RoutingHook | None = None
+    ) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts [T, d].
 
         Args:
@@ -108,19 +110,21 @@ class SparseMLP(nn.Module):
         weights_TK, experts_TK = self.gate(
             x_Td, None if route is None else partial(route, self.place)
         )
-        tokens_N, places_TK, counts_E = arrange(experts_TK, self.n_experts, row_multiple)
+        tokens_N, places_TK, counts_E = sort_by_expert(experts_TK, self.n_experts, row_multiple)
         y_Nd = self.exchange(self.experts, x_Td.index_select(0, tokens_N), counts_E)
         # Gather and sum, because index_add on CUDA would add in an undefined order.
         y_TKd = y_Nd.index_select(0, places_TK.flatten()).view(*places_TK.shape, x_Td.shape[1])
         return (y_TKd * weights_TK[..., None]).sum(1).to(x_Td.dtype)
 
 
-def in_place(compute: Compute, x_Nd: Tensor, counts_E: Tensor) -> Tensor:
+def compute_locally(compute: Compute, x_Nd: Tensor, counts_E: Tensor) -> Tensor:
     """Compute all experts on this rank."""
     return compute(x_Nd, counts_E)
 
 
-def arrange(experts_TK: Tensor, n_experts: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(
+    experts_TK: Tensor, n_experts: int, multiple: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the choices of all tokens by expert, then by token, and pad each expert's rows.
 
     Returns (the token of each row [N], the row of each choice [T, K], rows of each expert [E]), all
@@ -139,14 +143,14 @@ def arrange(experts_TK: Tensor, n_experts: int, multiple: int) -> tuple[Tensor, 
     return tokens_N, places_TK, counts_E
 
 
-def products(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
+def multiply_by_expert(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
     """Return each expert's rows times its matrix [N, O]."""
     # Autocast does not cover the grouped kernel.
     if x_Nd.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         x_Nd, weight_EOd = x_Nd.to(dtype), weight_EOd.to(dtype)
     if _groupable(x_Nd, weight_EOd):
-        return grouped(x_Nd, weight_EOd, counts_E)
+        return multiply_grouped(x_Nd, weight_EOd, counts_E)
     parts = x_Nd.split(counts_E.tolist())
     matrices = weight_EOd.unbind()
     outputs = [
@@ -157,7 +161,7 @@ def products(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
     return torch.cat(outputs or [F.linear(x_Nd, matrices[0])])
 
 
-def grouped(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
+def multiply_grouped(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
     """Return each expert's rows times its matrix, in one kernel without copying counts to the
     host.
     """

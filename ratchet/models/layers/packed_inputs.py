@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ratchet.models.decoder import Attend
+from ratchet.models.decoder import AttentionFn
 from ratchet.models.layers.attention import PackedAttention, TreeAttention
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.layers.prefix_tree import PrefixTree, path_keys
+from ratchet.models.layers.prefix_tree import PrefixTree, compute_path_keys
 
 # The tokens kept behind the first read one are rounded up to a multiple of this: on a CPU,
 # attention over 31 tokens takes longer than over 32.
@@ -28,14 +28,14 @@ WORTH = 0.9
 
 
 @dataclass(frozen=True)
-class Feed:
+class PackedInputs:
     """The inputs of a decoder for packed sequences: distinct tokens, in the order of its
     attention.
     """
 
     tokens_U: Tensor
     positions_U: Tensor
-    attend: Attend
+    attend: AttentionFn
     # int64: index of each of the T tokens among the computed states; None: they are in order
     back_T: Tensor | None = None
     routing: Routing | None = None
@@ -48,7 +48,7 @@ class Feed:
         """Return the hidden states of all tokens in their original order [T, d]."""
         return hidden_Ud if self.back_T is None else hidden_Ud.index_select(0, self.back_T)
 
-    def padded(self, tokens: int) -> Feed:
+    def padded(self, tokens: int) -> PackedInputs:
         """Return the inputs with padding tokens behind, up to `tokens` in all. Nothing reads their
         states.
         """
@@ -60,16 +60,16 @@ class Feed:
             self,
             tokens_U=F.pad(self.tokens_U, padding),
             positions_U=F.pad(self.positions_U, padding),
-            attend=Padded(self.attend, n_real),
+            attend=PaddedAttention(self.attend, n_real),
             routing=None if self.routing is None else self.routing.padded(tokens),
         )
 
 
 @dataclass(frozen=True)
-class Padded:
+class PaddedAttention:
     """An `attend` for hidden states with padding behind them, which it ignores."""
 
-    attend: Attend  # of the tokens before the padding
+    attend: AttentionFn  # of the tokens before the padding
     tokens: int  # number of tokens before the padding
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -77,14 +77,14 @@ class Padded:
         return F.pad(out, (0, 0, 0, 0, 0, len(q_THD) - self.tokens))
 
 
-def feed_of(
+def pack_inputs(
     tokens_T: Tensor,
     positions_T: Tensor,
     lengths: Sequence[int],
     routing: Routing | None = None,
     *,
     shares: bool = True,
-) -> Feed:
+) -> PackedInputs:
     """Return the decoder's inputs for packed sequences.
 
     Args:
@@ -97,27 +97,27 @@ def feed_of(
     )
     if len(lengths) > 1 and shares:
         replayed_TLK = None if routing is None else routing.replayed_TLK
-        tree = PrefixTree.from_sequences(path_keys(tokens_T, replayed_TLK), lengths)
+        tree = PrefixTree.from_sequences(compute_path_keys(tokens_T, replayed_TLK), lengths)
         if len(tree.tokens_U) <= WORTH * len(tokens_T):
             return _shared(tokens_T, positions_T, tree, routing)
     ascending = sorted(lengths)
     attend = PackedAttention(ascending, tokens_T.device)
     if ascending == list(lengths):
-        return Feed(tokens_T, positions_T, attend, routing=routing)
+        return PackedInputs(tokens_T, positions_T, attend, routing=routing)
     # Consecutive sequences of similar length share an attention call: sort by length once, not in
     # every layer.
     order_T, inverse_T = (index.to(tokens_T.device) for index in _by_length(lengths))
     return _reordered(tokens_T, positions_T, attend, order_T, inverse_T, routing)
 
 
-def reading_feed(
+def pack_read_inputs(
     tokens_T: Tensor,
     positions_T: Tensor,
     lengths: Sequence[int],
     read_T: Tensor,
     *,
     shares: bool = True,
-) -> Feed:
+) -> PackedInputs:
     """Return the decoder's inputs if only some final states are read.
 
     Tokens behind the last read one of a sequence are not computed. Of unread tokens before it only
@@ -129,7 +129,7 @@ def reading_feed(
     """
     kept_T, kept_S = _select_computed(lengths, read_T)
     kept_T = kept_T.to(tokens_T.device)
-    feed = feed_of(tokens_T[kept_T], positions_T[kept_T], kept_S, shares=shares)
+    feed = pack_inputs(tokens_T[kept_T], positions_T[kept_T], kept_S, shares=shares)
     back_T = kept_T.cumsum(0) - 1  # a token that is left out maps to the kept one before it
     if feed.back_T is not None:
         back_T = feed.back_T[back_T]
@@ -164,7 +164,7 @@ def _select_computed(lengths: Sequence[int], read_T: Tensor) -> tuple[Tensor, li
 
 def _shared(
     tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree, routing: Routing | None = None
-) -> Feed:
+) -> PackedInputs:
     """Return the inputs for the distinct tokens of a prefix tree."""
     tokens_U, distinct_T = (
         torch.from_numpy(x).to(tokens_T.device) for x in (tree.tokens_U, tree.distinct_T)
@@ -177,17 +177,17 @@ def _shared(
 def _reordered(
     tokens_T: Tensor,
     positions_T: Tensor,
-    attend: Attend,
+    attend: AttentionFn,
     order_U: Tensor,
     back_T: Tensor,
     routing: Routing | None,
-) -> Feed:
+) -> PackedInputs:
     """Return the inputs for the tokens order_U."""
     if routing is not None:
         routing = routing.rows(order_U)
         if routing.watch is not None:
             routing.watch.back_T = back_T
-    return Feed(tokens_T[order_U], positions_T[order_U], attend, back_T, routing)
+    return PackedInputs(tokens_T[order_U], positions_T[order_U], attend, back_T, routing)
 
 
 def _by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ SHORTEST = 4
 
 
 @dataclass(frozen=True)
-class Segment:
+class PrefixSegment:
     """Tokens [begin, end) of a sequence, which all sequences that contain the segment share."""
 
     row: int  # one of the sequences
@@ -45,7 +45,7 @@ class PrefixTree:
     own.
     """
 
-    segments: tuple[Segment, ...]  # in the order in which their tokens are laid end to end
+    segments: tuple[PrefixSegment, ...]  # in the order in which their tokens are laid end to end
     tokens_U: Index  # index among the T tokens of each distinct token
     distinct_T: Index  # index among the U distinct tokens of each token
     starts_S: Index  # index of the first token of each sequence
@@ -55,7 +55,7 @@ class PrefixTree:
         """Build the tree of packed sequences.
 
         Args:
-            tokens_T: tokens, or keys of `path_keys`.
+            tokens_T: tokens, or keys of `compute_path_keys`.
             lengths: tokens of each sequence, each at least 1; they sum to T.
         """
         ends_S = np.cumsum(np.asarray(lengths, dtype=np.int64))
@@ -65,15 +65,15 @@ class PrefixTree:
             for start, end in zip(starts_S.tolist(), ends_S.tolist(), strict=True)
         ]
         paths = _paths(rows)
-        segment_at: dict[tuple[int, int], Segment] = {
+        segment_at: dict[tuple[int, int], PrefixSegment] = {
             (segment.row, segment.begin): segment for path in paths for segment in path
         }
-        segments: list[Segment] = []
+        segments: list[PrefixSegment] = []
         start = 0
         for segment in sorted(
             segment_at.values(), key=lambda segment: (segment.begin, segment.length)
         ):
-            placed = Segment(segment.row, segment.begin, segment.end, start)
+            placed = PrefixSegment(segment.row, segment.begin, segment.end, start)
             segments.append(placed)
             segment_at[segment.row, segment.begin] = placed
             start += segment.length
@@ -90,13 +90,13 @@ class PrefixTree:
             )
         return cls(tuple(segments), tokens_U, distinct_T, starts_S)
 
-    def past(self, segment: Segment) -> Index:
+    def past(self, segment: PrefixSegment) -> Index:
         """Return the distinct tokens that come before a segment, in order."""
         start = int(self.starts_S[segment.row])
         return self.distinct_T[start : start + segment.begin]
 
 
-def path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Index:
+def compute_path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Index:
     """Return a key per token [T]: tokens with equal pasts and equal keys are one computation.
 
     The keys are the tokens, hashed with their experts if these are replayed. Different tokens share
@@ -115,7 +115,7 @@ def path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Index:
     return hashed.view(np.int64)
 
 
-def shared_beginning(rows: Sequence[Index]) -> int:
+def count_shared_prefix(rows: Sequence[Index]) -> int:
     """Return the number of first tokens that all rows have in common."""
     return min((_common_prefix(rows[0], row) for row in rows[1:]), default=len(rows[0]))
 
@@ -128,13 +128,13 @@ def _common_prefix(a: Index, b: Index) -> int:
     return first if shortest and differs[first] else shortest
 
 
-def _paths(rows: Sequence[Index]) -> list[list[Segment]]:
+def _paths(rows: Sequence[Index]) -> list[list[PrefixSegment]]:
     """Return the segments of each row, from its first token to its last."""
     # As big-endian bytes, rows sort as their numbers do. So rows with a common prefix become
     # neighbours.
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes())
     common_with_next = [_common_prefix(rows[a], rows[b]) for a, b in pairwise(order)]
-    paths: list[list[Segment]] = [[] for _ in rows]
+    paths: list[list[PrefixSegment]] = [[] for _ in rows]
     # (low, high, depth): neighbours whose first `depth` tokens are equal and have their segments
     waiting = [(0, len(order), 0)]
     while waiting:
@@ -142,11 +142,11 @@ def _paths(rows: Sequence[Index]) -> list[list[Segment]]:
         if high - low == 1:
             row = order[low]
             if len(rows[row]) > depth:
-                paths[row].append(Segment(row, depth, len(rows[row])))
+                paths[row].append(PrefixSegment(row, depth, len(rows[row])))
             continue
         common = min(common_with_next[low : high - 1])
         if common - depth >= SHORTEST:
-            segment, depth = Segment(order[low], depth, common), common
+            segment, depth = PrefixSegment(order[low], depth, common), common
             for place in range(low, high):
                 paths[order[place]].append(segment)
         cuts = [

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ratchet.models.layers.lazy_bitsandbytes import bits
+from ratchet.models.layers.lazy_bitsandbytes import load_bitsandbytes
 
-Form = Literal["nf4", "float8"]
+QuantFormat = Literal["nf4", "float8"]
 # How many numbers share a scale. A block of float8 lies in one row.
 NF4_BLOCK = 64
 FLOAT8_BLOCK = 128
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-class Quantised(nn.Module):
+class QuantizedMatrix(nn.Module):
     """A quantized matrix. Quantizing a restored matrix again changes no number.
 
     form "nf4": 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes. A number is off
@@ -33,7 +33,7 @@ class Quantised(nn.Module):
     codes: Tensor
     scales: Tensor
 
-    def __init__(self, plain: Tensor, form: Form) -> None:
+    def __init__(self, plain: Tensor, form: QuantFormat) -> None:
         super().__init__()
         self.form = form
         self.shape = plain.shape
@@ -89,7 +89,7 @@ class Quantised(nn.Module):
         """Return (codes, scales) of a plain matrix."""
         wide = plain.detach().float()
         if self.form == "nf4":
-            codes, state = bits().quantize_4bit(
+            codes, state = load_bitsandbytes().quantize_4bit(
                 wide.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4"
             )
             return codes, state.absmax
@@ -106,7 +106,7 @@ class _Product(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Quantised) -> Tensor:
+    def forward(ctx: Any, x: Tensor, matrix: QuantizedMatrix) -> Tensor:
         ctx.matrix, ctx.dtype = matrix, x.dtype
         return F.linear(x, matrix.plain())
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder
-from ratchet.models.lora.layers import LowRank, Switched
-from ratchet.models.lora.targets import targets_of
-from ratchet.models.weights.hf_weights import Savable
-from ratchet.models.weights.weight_layout import PEFT, Piece, pieces, shards
+from ratchet.models.lora.layers import FusedLoRA, SwitchableAdapter
+from ratchet.models.lora.targets import resolve_decoder_targets
+from ratchet.models.weights.hf_weights import SavableTensor
+from ratchet.models.weights.weight_layout import PEFT, WeightPiece, cut_blocks, list_pieces
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Adapter:
         return a.uniform_(-bound, bound, generator=generator)
 
 
-def size_of(weights: Mapping[str, Tensor], names: Iterable[str], rank: int) -> int:
+def count_adapter_parameters(weights: Mapping[str, Tensor], names: Iterable[str], rank: int) -> int:
     """Return the number of parameters of an adapter.
 
     Args:
@@ -74,22 +74,22 @@ def attach(decoder: Decoder, adapter: Adapter) -> None:
     """Add adapters as `fit` does, freeze all other weights, and quantize them if
     configured.
     """
-    targets_of(decoder.config, adapter.lora)
+    resolve_decoder_targets(decoder.config, adapter.lora)
     decoder.requires_grad_(False)
     if adapter.lora.base is not None:
         for _, linear in decoder.inner_maps:
             linear.quantise(adapter.lora.base)
-    fit(decoder, adapter)
+    add_adapters(decoder, adapter)
 
 
-def fit(decoder: Decoder, adapter: Adapter) -> None:
+def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
     """Add adapters with their initial values, which change no output yet.
 
-    Raises ConfigError as `targets_of` does.
+    Raises ConfigError as `resolve_decoder_targets` does.
     """
     lora = adapter.lora
-    target_names = targets_of(decoder.config, lora)
-    layout = pieces(decoder)
+    target_names = resolve_decoder_targets(decoder.config, lora)
+    layout = list_pieces(decoder)
     for place, (path, linear) in enumerate(decoder.inner_maps):
         spans = [
             piece.rows
@@ -98,21 +98,23 @@ def fit(decoder: Decoder, adapter: Adapter) -> None:
         ]
         if spans:
             weight = linear.weight if linear.quantised is None else linear.quantised
-            linear.adapter = LowRank(
+            linear.adapter = FusedLoRA(
                 weight, spans, rank=lora.rank, scale=lora.scale, dropout=lora.dropout, place=place
             )
-    begin(decoder, adapter, pieces(decoder))
+    init_adapters(decoder, adapter, list_pieces(decoder))
 
 
 @torch.no_grad()
-def begin(module: nn.Module, adapter: Adapter, layout: Mapping[str, tuple[Piece, ...]]) -> None:
+def init_adapters(
+    module: nn.Module, adapter: Adapter, layout: Mapping[str, tuple[WeightPiece, ...]]
+) -> None:
     """Fill the adapters in a module with their initial values, each with the blocks that lie here.
 
     Args:
         layout: pieces of each adapter parameter, by its name.
     """
     for name, parameter in adapter_parameters(module):
-        for block in shards(layout[name], parameter):
+        for block in cut_blocks(layout[name], parameter):
             whole = adapter.first(block.name, block.shape)
             block.tensor.copy_(
                 whole[
@@ -128,7 +130,7 @@ def merge(decoder: Decoder) -> None:
     """Add the adapters to the matrices, remove them, and unfreeze all weights."""
     for _, linear in decoder.inner_maps:
         linear.restore()
-        if isinstance(linear.adapter, LowRank):
+        if isinstance(linear.adapter, FusedLoRA):
             linear.adapter.merge_into(linear.weight)
             linear.adapter = None
     decoder.requires_grad_(True)
@@ -136,26 +138,30 @@ def merge(decoder: Decoder) -> None:
 
 def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Return the (name, parameter) pairs of the adapters in a module."""
-    return ((name, parameter) for name, parameter in module.named_parameters() if of_adapter(name))
+    return (
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if is_adapter_parameter(name)
+    )
 
 
-def of_adapter(name: str) -> bool:
+def is_adapter_parameter(name: str) -> bool:
     """Return True if a parameter's name is one of an adapter, ours or peft's."""
     return ".lora_A" in name or ".lora_B" in name
 
 
 def adapter_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield (peft's name, detached view into a parameter)."""
-    layout = pieces(decoder)
+    layout = list_pieces(decoder)
     for name, parameter in adapter_parameters(decoder):
-        for block in shards(layout[name], parameter.detach()):
+        for block in cut_blocks(layout[name], parameter.detach()):
             yield block.name, block.tensor
 
 
 @contextmanager
-def switched_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Switch a model's adapters off inside the context."""
-    adapters = [module for module in model.modules() if isinstance(module, Switched)]
+    adapters = [module for module in model.modules() if isinstance(module, SwitchableAdapter)]
     for module in adapters:
         module.off = True
     try:
@@ -169,15 +175,15 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedWeight:
     """A weight with its adapter added when the weight is read, in float32 or better.
 
-    It implements `Savable`.
+    It implements `SavableTensor`.
     """
 
-    base: Savable
-    a: Savable
-    b: Savable
+    base: SavableTensor
+    a: SavableTensor
+    b: SavableTensor
     scale: float
 
     def numel(self) -> int:
@@ -189,20 +195,20 @@ class Merged:
         return w.add_(b @ a, alpha=self.scale).to(dtype)
 
 
-def merged(
-    weights: Mapping[str, Savable], adapter: Mapping[str, Savable], scale: float
-) -> dict[str, Savable]:
+def merge_lazily(
+    weights: Mapping[str, SavableTensor], adapter: Mapping[str, SavableTensor], scale: float
+) -> dict[str, SavableTensor]:
     """Return the weights of a model, with the adapter added to those that it adapts.
 
     Raises ModelError if the adapter has a weight for a map that the model lacks.
     """
     unused = set(adapter)
-    merged_weights: dict[str, Savable] = {}
+    merged_weights: dict[str, SavableTensor] = {}
     for name, weight in weights.items():
         a, b = (f"{PEFT}{name.removesuffix('.weight')}.lora_{which}.weight" for which in "AB")
         is_adapted = a in adapter and b in adapter
         merged_weights[name] = (
-            Merged(weight, adapter[a], adapter[b], scale) if is_adapted else weight
+            MergedWeight(weight, adapter[a], adapter[b], scale) if is_adapted else weight
         )
         unused -= {a, b} if is_adapted else set()
     if unused:

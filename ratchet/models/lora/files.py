@@ -20,11 +20,11 @@ from xxhash import xxh3_128
 from ratchet.config.schema import LoRAConfig
 from ratchet.errors import CheckpointError, MissingDependency, ModelError
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.weights.hf_weights import Savable
+from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.models.weights.weight_layout import PEFT
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import atomic_path
-from ratchet.utils.terminal_text import first_line
+from ratchet.utils.terminal_text import get_first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 INITS: Mapping[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}  # in peft's words
@@ -66,7 +66,7 @@ def peft_config(adapter: Adapter, names: Sequence[str]) -> Any:
 
 
 def save_adapter(
-    directory: Path, adapter: Adapter, names: Sequence[str], weights: Mapping[str, Savable]
+    directory: Path, adapter: Adapter, names: Sequence[str], weights: Mapping[str, SavableTensor]
 ) -> None:
     """Write an adapter that `peft.PeftModel.from_pretrained` reads, in float32.
 
@@ -87,7 +87,7 @@ def save_adapter(
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredAdapter:
     """An adapter read from files."""
 
     adapter: Adapter
@@ -117,7 +117,7 @@ class Stored:
                 )
 
 
-def load_adapter(directory: Path) -> Stored:
+def load_adapter(directory: Path) -> StoredAdapter:
     """Return the adapter in a directory.
 
     Raises ModelError if it is damaged, or is not plain LoRA of linear maps.
@@ -133,7 +133,7 @@ def load_adapter(directory: Path) -> Stored:
         config: Any = PeftConfig.from_pretrained(str(directory))
         weights = load_file(directory / WEIGHTS)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
-        reason = first_line(str(error))
+        reason = get_first_line(str(error))
         raise ModelError(
             f"{directory} is no adapter that peft reads ({CONFIG}, {WEIGHTS}): {reason}"
         ) from None
@@ -165,12 +165,12 @@ def load_adapter(directory: Path) -> Stored:
         )
     except (ValueError, TypeError, OverflowError) as error:
         raise ModelError(
-            f"{directory / CONFIG} holds numbers that no adapter has: {first_line(str(error))}"
+            f"{directory / CONFIG} holds numbers that no adapter has: {get_first_line(str(error))}"
         ) from None
-    return Stored(Adapter(lora, base=config.base_model_name_or_path or ""), names, weights)
+    return StoredAdapter(Adapter(lora, base=config.base_model_name_or_path or ""), names, weights)
 
 
-def bit_sum(tensor: Tensor) -> int:
+def sum_bits(tensor: Tensor) -> int:
     """Return the sum of a tensor's bit patterns, modulo 2^64.
 
     The sums of a tensor's blocks add up to the tensor's own, however it is divided.
@@ -179,7 +179,7 @@ def bit_sum(tensor: Tensor) -> int:
     return int(tensor.detach().contiguous().view(words).sum(dtype=torch.int64))
 
 
-def fingerprint(sums: Mapping[str, int]) -> str:
+def fingerprint_weights(sums: Mapping[str, int]) -> str:
     """Return a hash of a model's weights, from the bit sum of each by name."""
     return xxh3_128(repr(sorted(sums.items())).encode()).hexdigest()
 

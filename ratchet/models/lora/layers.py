@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ratchet.models.layers.quantized import Quantised
+from ratchet.models.layers.quantized import QuantizedMatrix
 
 
 class SeededDropout(nn.Module):
@@ -38,12 +38,12 @@ class SeededDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.seed is None or not self.share:
             return x
-        generator = torch.Generator(x.device).manual_seed(mask_seed(self.seed, self.place))
+        generator = torch.Generator(x.device).manual_seed(derive_mask_seed(self.seed, self.place))
         kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.share
         return x * (kept / (1 - self.share)).to(x.dtype)
 
 
-def mask_seed(*names: int) -> int:
+def derive_mask_seed(*names: int) -> int:
     """Return the seed of a dropout mask, in [0, 2**63), from the numbers that identify it.
 
     The numbers are hashed, because their products and sums would collide, and because torch's CPU
@@ -53,13 +53,13 @@ def mask_seed(*names: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class Switched(nn.Module):
+class SwitchableAdapter(nn.Module):
     """A module that adapts a linear map, and has no effect while `off` is True."""
 
     off = False
 
 
-class LowRank(Switched):
+class FusedLoRA(SwitchableAdapter):
     """The adapter of one linear map of the built-in decoder.
 
     The map's matrix may fuse several canonical ones. Each part then has its own A and B, stacked in
@@ -68,7 +68,7 @@ class LowRank(Switched):
 
     def __init__(
         self,
-        weight: Tensor | Quantised,
+        weight: Tensor | QuantizedMatrix,
         spans: Sequence[range],
         *,
         rank: int,
@@ -102,7 +102,7 @@ class LowRank(Switched):
         parts = [
             F.linear(part_Tr, b) for part_Tr, (_, b) in zip(low_Tr, self.factors(), strict=True)
         ]
-        return side_by_side(list(zip(self.spans, parts, strict=True)), self.outputs)
+        return place_columns(list(zip(self.spans, parts, strict=True)), self.outputs)
 
     def factors(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (A, B) of each part."""
@@ -119,7 +119,7 @@ class LowRank(Switched):
             weight[span.start : span.stop] += (self.scale * (b @ a)).to(weight.dtype)
 
 
-def side_by_side(parts: Sequence[tuple[range, Tensor]], outputs: int) -> Tensor:
+def place_columns(parts: Sequence[tuple[range, Tensor]], outputs: int) -> Tensor:
     """Return a tensor [..., outputs] with each part in its columns, and zeros in all other columns.
 
     Args:
@@ -139,7 +139,7 @@ def side_by_side(parts: Sequence[tuple[range, Tensor]], outputs: int) -> Tensor:
 
 
 @contextmanager
-def dropping(model: nn.Module, seed: int) -> Iterator[None]:
+def seed_dropout(model: nn.Module, seed: int) -> Iterator[None]:
     """Set the dropout seed of a model's adapters inside the context."""
     dropouts = [module for module in model.modules() if isinstance(module, SeededDropout)]
     for module in dropouts:

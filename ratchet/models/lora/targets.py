@@ -14,13 +14,13 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def targets_of(config: DecoderConfig, lora: LoRAConfig) -> tuple[str, ...]:
+def resolve_decoder_targets(config: DecoderConfig, lora: LoRAConfig) -> tuple[str, ...]:
     """Return the names of the built-in decoder's linear maps that get an adapter.
 
     Raises ConfigError for an unknown name, and for maps of experts.
     """
     dense = len(config.sparse_layers) < config.n_layers
-    names = chosen(lora, (*ATTENTION, *MLP))
+    names = resolve_target_modules(lora, (*ATTENTION, *MLP))
     if (
         config.n_experts
         and (experts := [name for name in names if name in MLP])
@@ -34,7 +34,7 @@ def targets_of(config: DecoderConfig, lora: LoRAConfig) -> tuple[str, ...]:
     return names
 
 
-def chosen(lora: LoRAConfig, available: Iterable[str]) -> tuple[str, ...]:
+def resolve_target_modules(lora: LoRAConfig, available: Iterable[str]) -> tuple[str, ...]:
     """Return the names in `lora.target_modules`, or all of them for "all-linear".
 
     Args:

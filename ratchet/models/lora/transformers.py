@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ratchet.errors import ModelError
-from ratchet.models.lora.decoder import Adapter, adapter_parameters, of_adapter
+from ratchet.models.lora.decoder import Adapter, adapter_parameters, is_adapter_parameter
 from ratchet.models.lora.files import peft_config
 from ratchet.models.lora.layers import SeededDropout
 from ratchet.models.weights.weight_layout import PEFT
@@ -22,7 +22,7 @@ ADAPTER_NAME = "default"  # peft's name of an adapter without a name
 BASE_SUFFIX = ".base_layer"
 
 
-def linear_maps(layers: Sequence[nn.Module]) -> list[str]:
+def list_linear_maps(layers: Sequence[nn.Module]) -> list[str]:
     """Return the names of the linear maps in a model's layers: the last parts of their paths."""
     paths = (
         path
@@ -81,7 +81,7 @@ def merge(model: nn.Module) -> None:
 def canonical_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, detached tensor) of all weights but the adapter's."""
     for name, parameter in model.named_parameters():
-        if not of_adapter(name):
+        if not is_adapter_parameter(name):
             yield name.replace(f"{BASE_SUFFIX}.", "."), parameter.detach()
 
 
@@ -92,7 +92,7 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def switched_off(model: nn.Module) -> Iterator[None]:
+def disable_peft_adapters(model: nn.Module) -> Iterator[None]:
     """Switch a model's adapter off inside the context."""
     layers = _layers(model)
     for layer in layers:

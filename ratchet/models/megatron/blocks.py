@@ -12,42 +12,42 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.convert.megatron import Layout, Place, fill, megatron_layout
-from ratchet.models.lora.decoder import of_adapter
-from ratchet.models.megatron.build import Stage
-from ratchet.models.megatron.low_rank import Factors
-from ratchet.models.model_source import Read
-from ratchet.models.parallel.megatron_sizes import Sizes
-from ratchet.models.parallel.sharding import Share
-from ratchet.models.weights.weight_layout import Piece
+from ratchet.models.convert.megatron import Layout, MegatronShard, fill_parameters, megatron_layout
+from ratchet.models.lora.decoder import is_adapter_parameter
+from ratchet.models.megatron.build import MegatronStage
+from ratchet.models.megatron.low_rank import LoRAFactors
+from ratchet.models.model_source import ReadBlock
+from ratchet.models.parallel.megatron_sizes import MegatronSizes
+from ratchet.models.parallel.sharding import ShardIndex
+from ratchet.models.weights.weight_layout import WeightPiece
 
 SCALAR = "scalar."  # prefix of the scalar head's parameters in a stage
 
 
 @dataclass(frozen=True)
-class Owned:
+class OwnedParameter:
     """A parameter of a stage with its blocks."""
 
     name: str  # in its stage
     parameter: nn.Parameter
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
     first: bool  # True if this rank is responsible among those that hold the same
 
 
-def layout_of(stage: Stage, sizes: Sizes) -> Layout:
+def make_stage_layout(stage: MegatronStage, sizes: MegatronSizes) -> Layout:
     """Return the pieces of the model's own weights in a stage, by parameter name."""
-    place = Place(
-        tensor=Share(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),
+    place = MegatronShard(
+        tensor=ShardIndex(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),
         pipeline=stage.share,
-        experts=Share(parallel_state.get_expert_model_parallel_rank(), sizes.experts),
+        experts=ShardIndex(parallel_state.get_expert_model_parallel_rank(), sizes.experts),
     )
     return megatron_layout(Dimensions.from_config(stage.shape), place)
 
 
-def adapter_layout(stage: Stage) -> Layout:
+def make_adapter_layout(stage: MegatronStage) -> Layout:
     """Return the pieces of a stage's adapters, by parameter name."""
     factors = (
-        (path, module) for path, module in stage.named_modules() if isinstance(module, Factors)
+        (path, module) for path, module in stage.named_modules() if isinstance(module, LoRAFactors)
     )
     return {
         f"{path}.{factor}": pieces
@@ -56,10 +56,12 @@ def adapter_layout(stage: Stage) -> Layout:
     }
 
 
-def owned(stages: Sequence[Stage], sizes: Sizes) -> Iterator[Owned]:
+def list_owned_parameters(
+    stages: Sequence[MegatronStage], sizes: MegatronSizes
+) -> Iterator[OwnedParameter]:
     """Yield all parameters of the stages, in their order."""
     for stage in stages:
-        layout = {**layout_of(stage, sizes), **adapter_layout(stage)}
+        layout = {**make_stage_layout(stage, sizes), **make_adapter_layout(stage)}
         for name, parameter in stage.named_parameters():
             pieces = (
                 _whole_piece(f"head.{name[len(SCALAR) :]}", parameter)
@@ -68,21 +70,21 @@ def owned(stages: Sequence[Stage], sizes: Sizes) -> Iterator[Owned]:
             )
             # A tied head is a copy; the first stage is responsible for the embedding.
             copied = name == "output_layer.weight" and stage.shape.tied
-            yield Owned(name, parameter, pieces, not copied and _is_responsible(parameter))
+            yield OwnedParameter(name, parameter, pieces, not copied and _is_responsible(parameter))
 
 
-def fill_stages(stages: Sequence[Stage], sizes: Sizes, read: Read) -> None:
+def fill_stages(stages: Sequence[MegatronStage], sizes: MegatronSizes, read: ReadBlock) -> None:
     """Copy every block of the model's own weights from `read` into the stages."""
     for stage in stages:
         tensors: dict[str, Tensor] = {
-            name: p for name, p in stage.named_parameters() if of_model(name)
+            name: p for name, p in stage.named_parameters() if is_model_weight(name)
         }
-        fill(tensors, layout_of(stage, sizes), read)
+        fill_parameters(tensors, make_stage_layout(stage, sizes), read)
 
 
-def of_model(name: str) -> bool:
+def is_model_weight(name: str) -> bool:
     """Return True if a parameter is the model's own, neither an adapter's nor the scalar head's."""
-    return not (of_adapter(name) or name.startswith(SCALAR))
+    return not (is_adapter_parameter(name) or name.startswith(SCALAR))
 
 
 def _is_responsible(parameter: nn.Parameter) -> bool:
@@ -99,7 +101,7 @@ def _is_responsible(parameter: nn.Parameter) -> bool:
     return data_rank == 0 and (is_divided or parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
-def _whole_piece(name: str, parameter: Tensor) -> tuple[Piece, ...]:
+def _whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
     """Return the pieces of a parameter that is a whole weight."""
     shape = tuple(parameter.shape)
-    return (Piece(name, shape, (0,) * len(shape), range(shape[0])),)
+    return (WeightPiece(name, shape, (0,) * len(shape), range(shape[0])),)

@@ -21,17 +21,17 @@ from torch import Tensor
 
 from ratchet.models.config import DecoderConfig
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.layers.packed_inputs import Feed
+from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.layers.rope import RotaryTable
-from ratchet.models.megatron.parts import Packed, RMSNorm, layer_spec
+from ratchet.models.megatron.parts import MegatronRMSNorm, PackedForwardParams, layer_spec
 from ratchet.models.parallel.collectives import gather
-from ratchet.models.parallel.megatron_sizes import Fp8, Sizes, padded_vocabulary
+from ratchet.models.parallel.megatron_sizes import Fp8Format, MegatronSizes, padded_vocabulary
 from ratchet.models.scalar_head import ScalarHead
 
 TIMEOUT = timedelta(minutes=30)
 
 
-def begin(sizes: Sizes, seed: int = 0) -> None:
+def init_process_groups(sizes: MegatronSizes, seed: int = 0) -> None:
     """Create Megatron's process groups, after torch's: once per process, on all ranks together.
 
     Ranks are ordered as everywhere in Ratchet: tensor, context, data, pipeline.
@@ -47,12 +47,12 @@ def begin(sizes: Sizes, seed: int = 0) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def end() -> None:
+def destroy_process_groups() -> None:
     """Destroy Megatron's process groups."""
     parallel_state.destroy_model_parallel()
 
 
-class Stage(GPTModel):
+class MegatronStage(GPTModel):
     """Consecutive layers of a decoder, as a model of Megatron Core.
 
     The first stage has the embedding, the last the final norm and the language head. It returns
@@ -60,7 +60,7 @@ class Stage(GPTModel):
     """
 
     def __init__(
-        self, shape: DecoderConfig, sizes: Sizes, config: TransformerConfig, chunk: int
+        self, shape: DecoderConfig, sizes: MegatronSizes, config: TransformerConfig, chunk: int
     ) -> None:
         """Allocate one chunk of layers. Weights are uninitialised memory."""
         share = sizes.stage(parallel_state.get_pipeline_model_parallel_rank(), chunk)
@@ -71,14 +71,14 @@ class Stage(GPTModel):
                 layer_specs=[
                     layer_spec(shape, layer, fp8=config.fp8 is not None) for layer in layers
                 ],
-                layer_norm=RMSNorm,  # pyright: ignore[reportArgumentType]
+                layer_norm=MegatronRMSNorm,  # pyright: ignore[reportArgumentType]
             ),
             vocab_size=padded_vocabulary(shape.vocab_size, sizes.tensor),
             max_sequence_length=shape.max_positions,
             pre_process=share.index == 0,
             post_process=share.index == share.count - 1,
             share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="none",  # `Attention` rotates queries and keys
+            position_embedding_type="none",  # `PackedCoreAttention` rotates queries and keys
             vp_stage=chunk if sizes.chunks > 1 else None,
         )
         self.shape = shape  # of the whole model
@@ -105,7 +105,7 @@ class Stage(GPTModel):
         )
         return weight
 
-    def forward(self, feed: Feed) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, feed: PackedInputs) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the hidden states after these layers.
 
         The last stage returns [T, d], the same on all ranks of a tensor-parallel group. Other
@@ -113,7 +113,7 @@ class Stage(GPTModel):
         """
         dtype = torch.promote_types(self.config.params_dtype, torch.float32)
         cos_T1D, sin_T1C = self.rotary(feed.positions_U, dtype)
-        packed = Packed(
+        packed = PackedForwardParams(
             attend=feed.attend,
             cos_T1D=cos_T1D,
             sin_T1C=sin_T1C,
@@ -135,7 +135,7 @@ class Stage(GPTModel):
             else x_td
         )
 
-    def _route(self, feed: Feed) -> Routing | None:
+    def _route(self, feed: PackedInputs) -> Routing | None:
         """Return the routing of the tokens that this rank keeps under sequence parallelism."""
         routing = feed.routing
         if routing is None or self.tensor is None or not self.config.sequence_parallel:
@@ -147,12 +147,12 @@ class Stage(GPTModel):
 
 def build_stages(
     shape: DecoderConfig,
-    sizes: Sizes,
+    sizes: MegatronSizes,
     *,
     dtype: torch.dtype = torch.float32,
     recompute: str = "none",
-    fp8: Fp8 | None = None,
-) -> list[Stage]:
+    fp8: Fp8Format | None = None,
+) -> list[MegatronStage]:
     """Return this rank's stages, one per chunk of an interleaved pipeline. Call
     `begin` before.
 
@@ -165,7 +165,7 @@ def build_stages(
     """
     sizes.check(shape)
     config = transformer_config(shape, sizes, dtype=dtype, recompute=recompute, fp8=fp8)
-    return [Stage(shape, sizes, config, chunk) for chunk in range(sizes.chunks)]
+    return [MegatronStage(shape, sizes, config, chunk) for chunk in range(sizes.chunks)]
 
 
 RECOMPUTED: Mapping[str, Mapping[str, Any]] = {
@@ -190,11 +190,11 @@ def _keep_uninitialised(weight: Tensor) -> Tensor:
 
 def transformer_config(
     shape: DecoderConfig,
-    sizes: Sizes,
+    sizes: MegatronSizes,
     *,
     dtype: torch.dtype = torch.float32,
     recompute: str = "none",
-    fp8: Fp8 | None = None,
+    fp8: Fp8Format | None = None,
 ) -> TransformerConfig:
     """Return Megatron's configuration of a decoder."""
     options = {**_experts(shape, dtype), **RECOMPUTED[recompute]}

@@ -4,38 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ratchet.models.lora.decoder import Adapter, begin
-from ratchet.models.lora.targets import targets_of
-from ratchet.models.megatron.blocks import adapter_layout, layout_of
-from ratchet.models.megatron.build import Stage
-from ratchet.models.megatron.low_rank import Adapted, ParallelLowRank
-from ratchet.models.parallel.megatron_sizes import Sizes
-from ratchet.models.weights.weight_layout import Piece
+from ratchet.models.lora.decoder import Adapter, init_adapters
+from ratchet.models.lora.targets import resolve_decoder_targets
+from ratchet.models.megatron.blocks import make_adapter_layout, make_stage_layout
+from ratchet.models.megatron.build import MegatronStage
+from ratchet.models.megatron.low_rank import AdaptableLinear, ParallelLoRA
+from ratchet.models.parallel.megatron_sizes import MegatronSizes
+from ratchet.models.weights.weight_layout import WeightPiece
 
 
-def attach(stages: Sequence[Stage], sizes: Sizes, adapter: Adapter) -> None:
+def attach(stages: Sequence[MegatronStage], sizes: MegatronSizes, adapter: Adapter) -> None:
     """Add adapters to the stages and freeze all other weights.
 
-    Raises ConfigError as `targets_of` does.
+    Raises ConfigError as `resolve_decoder_targets` does.
     """
     for stage in stages:
-        target_names = targets_of(stage.shape, adapter.lora)
-        layout = layout_of(stage, sizes)
+        target_names = resolve_decoder_targets(stage.shape, adapter.lora)
+        layout = make_stage_layout(stage, sizes)
         stage.requires_grad_(False)
         maps = [
-            (path, module) for path, module in stage.named_modules() if isinstance(module, Adapted)
+            (path, module)
+            for path, module in stage.named_modules()
+            if isinstance(module, AdaptableLinear)
         ]
         for number, (path, linear) in enumerate(maps):
             targets = {} if linear.is_expert else _targets(layout[f"{path}.weight"], target_names)
             if targets:
                 place = stage.share.index + stage.share.count * number
-                linear.adapter = ParallelLowRank(linear, targets, adapter.lora, place)
-        begin(stage, adapter, adapter_layout(stage))
+                linear.adapter = ParallelLoRA(linear, targets, adapter.lora, place)
+        init_adapters(stage, adapter, make_adapter_layout(stage))
 
 
-def _targets(adapted: Iterable[Piece], target_names: Sequence[str]) -> dict[str, list[Piece]]:
+def _targets(
+    adapted: Iterable[WeightPiece], target_names: Sequence[str]
+) -> dict[str, list[WeightPiece]]:
     """Return the pieces of a matrix that an adapter covers, by the name of the canonical map."""
-    targets: dict[str, list[Piece]] = {}
+    targets: dict[str, list[WeightPiece]] = {}
     for piece in adapted:
         name = piece.name.split(".")[-2]
         if name in target_names:

@@ -29,14 +29,14 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from ratchet.config.schema import LoRAConfig
-from ratchet.models.lora.layers import SeededDropout, Switched, side_by_side
-from ratchet.models.weights.weight_layout import Piece, factor_of
+from ratchet.models.lora.layers import SeededDropout, SwitchableAdapter, place_columns
+from ratchet.models.weights.weight_layout import WeightPiece, make_factor_piece
 
 FACTORS = ("lora_A", "lora_B")
 
 
 @dataclass(frozen=True)
-class Way:
+class FactorSharding:
     """The way a kind of linear map is divided, and with it one of the factors of its adapter."""
 
     divided: str  # the factor that is divided
@@ -53,10 +53,10 @@ class Way:
 
 # The backward pass of each communication is the forward pass of its counterpart, so the gradient
 # of A x is complete on every rank.
-OUTPUTS = Way(
+OUTPUTS = FactorSharding(
     "lora_B", 0, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 )
-INPUTS = Way(
+INPUTS = FactorSharding(
     "lora_A",
     1,
     reduce_from_tensor_model_parallel_region,
@@ -64,26 +64,26 @@ INPUTS = Way(
 )
 
 
-class Factors(nn.Module):
+class LoRAFactors(nn.Module):
     """The factors A [r, i] and B [rows, r] of one target. They are uninitialised.
 
     The rows are those of the map's matrix that belong to the target.
     """
 
-    def __init__(self, weight: Tensor, adapted: Sequence[Piece], rank: int) -> None:
+    def __init__(self, weight: Tensor, adapted: Sequence[WeightPiece], rank: int) -> None:
         """Allocate the factors; `adapted` are the target's blocks in the map's matrix."""
         super().__init__()
         self.spans = [piece.rows for piece in adapted]
         empty = {"dtype": weight.dtype, "device": weight.device}
         self.lora_A = nn.Parameter(torch.empty(rank, weight.shape[1], **empty))
         self.lora_B = nn.Parameter(torch.empty(sum(map(len, self.spans)), rank, **empty))
-        b_pieces: list[Piece] = []
+        b_pieces: list[WeightPiece] = []
         for piece in adapted:
             b_pieces.append(
-                factor_of(piece, "lora_B", rank, b_pieces[-1].rows.stop if b_pieces else 0)
+                make_factor_piece(piece, "lora_B", rank, b_pieces[-1].rows.stop if b_pieces else 0)
             )
         self.pieces = {
-            "lora_A": (factor_of(adapted[0], "lora_A", rank),),
+            "lora_A": (make_factor_piece(adapted[0], "lora_A", rank),),
             "lora_B": tuple(b_pieces),
         }
 
@@ -93,11 +93,15 @@ class Factors(nn.Module):
         return list(zip(self.spans, out, strict=True))
 
 
-class ParallelLowRank(Switched):
+class ParallelLoRA(SwitchableAdapter):
     """The adapter of one parallel linear map, with factors for each target in its matrix."""
 
     def __init__(
-        self, linear: Adapted, targets: Mapping[str, Sequence[Piece]], lora: LoRAConfig, place: int
+        self,
+        linear: AdaptableLinear,
+        targets: Mapping[str, Sequence[WeightPiece]],
+        lora: LoRAConfig,
+        place: int,
     ) -> None:
         """Allocate the factors.
 
@@ -113,7 +117,7 @@ class ParallelLowRank(Switched):
         self.outputs = len(weight)
         self.scale = lora.scale
         self.targets = nn.ModuleDict(
-            {name: Factors(weight, pieces, lora.rank) for name, pieces in targets.items()}
+            {name: LoRAFactors(weight, pieces, lora.rank) for name, pieces in targets.items()}
         )
         # Ranks with different inputs need different masks.
         differs = self.sequence or self.way is INPUTS
@@ -130,7 +134,7 @@ class ParallelLowRank(Switched):
     def forward(self, x_t1i: Tensor, out_u1o: Tensor) -> Tensor:
         if self.off:
             return out_u1o
-        adapters = [cast(Factors, factors) for factors in self.targets.values()]
+        adapters = [cast(LoRAFactors, factors) for factors in self.targets.values()]
         a = torch.cat([factors.lora_A for factors in adapters])
         low = F.linear(self.dropout(x_t1i), a) * self.scale
         low = (self.way.sequence if self.sequence else self.way.alone)(low, group=self.group)
@@ -140,7 +144,7 @@ class ParallelLowRank(Switched):
             for factors, low_part in zip(adapters, low_parts, strict=True)
             for part in factors.parts(low_part)
         ]
-        return out_u1o + side_by_side(sorted(parts, key=lambda part: part[0].start), self.outputs)
+        return out_u1o + place_columns(sorted(parts, key=lambda part: part[0].start), self.outputs)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -159,10 +163,10 @@ class ParallelLowRank(Switched):
         return state
 
 
-class Adapted(nn.Module):
+class AdaptableLinear(nn.Module):
     """A mixin of Megatron's parallel linear maps that lets them have an adapter."""
 
-    way: Way
+    way: FactorSharding
     weight: Tensor
     is_expert: bool
     sequence_parallel: bool
@@ -170,7 +174,7 @@ class Adapted(nn.Module):
 
     def __init__(self, *arguments: Any, **keys: Any) -> None:
         super().__init__(*arguments, **keys)
-        self.adapter: ParallelLowRank | None = None
+        self.adapter: ParallelLoRA | None = None
 
     def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> tuple[Tensor, Any]:
         out, bias = super().forward(x, *arguments, **keys)  # pyright: ignore[reportAttributeAccessIssue]
@@ -186,13 +190,13 @@ class Adapted(nn.Module):
         return state
 
 
-class Column(Adapted, ColumnParallelLinear):
+class ColumnLinear(AdaptableLinear, ColumnParallelLinear):
     """A column-parallel linear map, whose outputs are divided."""
 
     way = OUTPUTS
 
 
-class Row(Adapted, RowParallelLinear):
+class RowLinear(AdaptableLinear, RowParallelLinear):
     """A row-parallel linear map, whose inputs are divided."""
 
     way = INPUTS

@@ -29,15 +29,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from ratchet.models.config import DecoderConfig
-from ratchet.models.decoder import Attend
-from ratchet.models.layers.expert_routing import Route
+from ratchet.models.decoder import AttentionFn
+from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.lora.layers import SeededDropout
-from ratchet.models.megatron.low_rank import Column, Row
+from ratchet.models.megatron.low_rank import ColumnLinear, RowLinear
 from ratchet.models.ops import rms_norm, rotate
 
 
 @dataclass
-class Packed(PackedSeqParams):
+class PackedForwardParams(PackedSeqParams):
     """The inputs that all layers of one forward pass share.
 
     They are an argument of each layer, so that a recomputed layer gets those of its own micro-batch
@@ -45,14 +45,14 @@ class Packed(PackedSeqParams):
     """
 
     qkv_format: str = "thd"
-    attend: Attend | None = None
+    attend: AttentionFn | None = None
     cos_T1D: Tensor | None = None
     sin_T1C: Tensor | None = None
-    route: Route | None = None
+    route: RoutingHook | None = None
     seed: int | None = None  # of adapter dropout
 
 
-class Attention(nn.Module):
+class PackedCoreAttention(nn.Module):
     """The `core_attention` of a layer: rotate queries and keys, then call the forward pass's
     `attend`.
     """
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         mask: None,
         /,
         *,
-        packed_seq_params: Packed,
+        packed_seq_params: PackedForwardParams,
         **others: Any,
     ) -> Tensor:
         packed = packed_seq_params
@@ -83,8 +83,8 @@ class Attention(nn.Module):
         return packed.attend(self.layer, q_THD, k_TKD, v_TKD).flatten(1)
 
 
-class RMSNorm(nn.Module):
-    """The built-in decoder's `RMSNorm` with Megatron's signature and marks."""
+class MegatronRMSNorm(nn.Module):
+    """The built-in decoder's `MegatronRMSNorm` with Megatron's signature and marks."""
 
     def __init__(
         self, *, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **others: Any
@@ -101,11 +101,11 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class Router(TopKRouter):
-    """A router that computes as `ratchet.models.layers.moe.Router` does."""
+class ReplayableRouter(TopKRouter):
+    """A router that computes as `ratchet.models.layers.moe.ExpertRouter` does."""
 
     place: int = 0  # index among the layers with experts
-    route: Route | None = None  # decides the experts during one forward pass of the layer
+    route: RoutingHook | None = None  # decides the experts during one forward pass of the layer
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (weights [T, E], 0 for experts that are not chosen; whether each is chosen [T,
@@ -126,10 +126,10 @@ class Router(TopKRouter):
         return weights_TE.to(logits.dtype), chosen_TE
 
 
-class Layer(TransformerLayer):
+class MegatronLayer(TransformerLayer):
     """A layer that passes the forward pass's routing to its router and the seed to its adapters."""
 
-    def forward(self, *args: Any, packed_seq_params: Packed, **others: Any) -> Any:
+    def forward(self, *args: Any, packed_seq_params: PackedForwardParams, **others: Any) -> Any:
         if isinstance(self.mlp, MoELayer):
             router: Any = self.mlp.router
             router.route = packed_seq_params.route
@@ -146,18 +146,20 @@ def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> Module
         fp8: True to use Transformer Engine's linear maps, which support such formats.
     """
     column, row = (
-        (te_linear.TEColumnParallelLinear, te_linear.TERowParallelLinear) if fp8 else (Column, Row)
+        (te_linear.TEColumnParallelLinear, te_linear.TERowParallelLinear)
+        if fp8
+        else (ColumnLinear, RowLinear)
     )
     mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
-    norm = RMSNorm if shape.qk_norm else IdentityOp
+    norm = MegatronRMSNorm if shape.qk_norm else IdentityOp
     if shape.is_sparse(layer):
         experts = ModuleSpec(module=SequentialMLP, submodules=mlp)
         block = ModuleSpec(
-            module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router)
+            module=MoELayer, submodules=MoESubmodules(experts=experts, router=ReplayableRouter)
         )
     else:
         block = ModuleSpec(module=MLP, submodules=mlp)
-    core: Any = Attention
+    core: Any = PackedCoreAttention
     add: Any = get_bias_dropout_add
     attention = SelfAttentionSubmodules(
         linear_qkv=column,
@@ -167,14 +169,14 @@ def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> Module
         k_layernorm=norm,
     )
     return ModuleSpec(
-        module=Layer,
+        module=MegatronLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=MegatronRMSNorm,
             self_attention=ModuleSpec(
                 SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
             self_attn_bda=add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=MegatronRMSNorm,
             mlp=block,
             mlp_bda=add,
         ),

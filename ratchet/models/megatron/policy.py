@@ -15,21 +15,21 @@ from torch import Tensor, nn
 
 from ratchet.models.config import DecoderConfig
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.layers.packed_inputs import Feed
+from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.megatron.blocks import Owned, fill_stages, owned
-from ratchet.models.megatron.build import Stage, build_stages
+from ratchet.models.megatron.blocks import OwnedParameter, fill_stages, list_owned_parameters
+from ratchet.models.megatron.build import MegatronStage, build_stages
 from ratchet.models.megatron.lora import attach
-from ratchet.models.model_source import Read
+from ratchet.models.model_source import ReadBlock
 from ratchet.models.parallel.collectives import Group, sum_backward
-from ratchet.models.parallel.megatron_sizes import Fp8, Sizes, padded_vocabulary
-from ratchet.models.parallel.sharded_policy import Spread, SpreadPolicy
-from ratchet.models.parallel.sharding import Part, Share
-from ratchet.models.parallel.tensor_parallel import DividedVocabulary
-from ratchet.models.weights.hf_weights import Savable, save_shape
+from ratchet.models.parallel.megatron_sizes import Fp8Format, MegatronSizes, padded_vocabulary
+from ratchet.models.parallel.sharded_policy import DistributedPolicy, DistributedShard
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex
+from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
+from ratchet.models.weights.hf_weights import SavableTensor, save_shape
 
 
-class PaddedVocabulary(DividedVocabulary):
+class PaddedVocabulary(VocabParallelLogits):
     """A divided vocabulary in which every rank has equally many rows; the last ones are padding."""
 
     def _rows(self, rank: int, size: int) -> range:
@@ -37,17 +37,17 @@ class PaddedVocabulary(DividedVocabulary):
         return range(min(height * rank, size), min(height * (rank + 1), size))
 
 
-class MegatronPolicy(SpreadPolicy):
+class MegatronPolicy(DistributedPolicy):
     """A policy whose decoder Megatron Core runs."""
 
     def __init__(
         self,
         shape: DecoderConfig,
-        sizes: Sizes,
+        sizes: MegatronSizes,
         *,
         dtype: torch.dtype = torch.float32,
         recompute: str = "none",
-        fp8: Fp8 | None = None,
+        fp8: Fp8Format | None = None,
     ) -> None:
         """Build the stages, after `begin`. Weights are uninitialised memory.
 
@@ -67,15 +67,15 @@ class MegatronPolicy(SpreadPolicy):
         return self._shape
 
     @property
-    def chunks(self) -> list[Stage]:
+    def chunks(self) -> list[MegatronStage]:
         """The stages on this rank."""
-        return [cast(Stage, stage) for stage in self.stages]
+        return [cast(MegatronStage, stage) for stage in self.stages]
 
-    def owned(self) -> Iterator[Owned]:
+    def owned(self) -> Iterator[OwnedParameter]:
         """Yield all parameters of this rank with their blocks."""
-        return owned(self.chunks, self.sizes)
+        return list_owned_parameters(self.chunks, self.sizes)
 
-    def fill(self, read: Read) -> None:
+    def fill(self, read: ReadBlock) -> None:
         """Load every weight; `read` returns its blocks."""
         fill_stages(self.chunks, self.sizes, read)
 
@@ -90,18 +90,18 @@ class MegatronPolicy(SpreadPolicy):
         )
 
     @property
-    def vocabulary(self) -> DividedVocabulary | None:
+    def vocabulary(self) -> VocabParallelLogits | None:
         return (
             None
             if self.spread.tensor is None
             else PaddedVocabulary(self.spread.tensor, self.vocab_size)
         )
 
-    def unpadded(self, feed: Feed, hidden_td: Tensor) -> Tensor:
+    def unpadded(self, feed: PackedInputs, hidden_td: Tensor) -> Tensor:
         """Return the last stage's output for a `fitted` feed in the order of the tokens [T, d]."""
         return feed.unfold(hidden_td[: len(feed.tokens_U)])
 
-    def fitted(self, feed: Feed, tokens: int = 1) -> Feed:
+    def fitted(self, feed: PackedInputs, tokens: int = 1) -> PackedInputs:
         """Return the feed padded to at least `tokens` tokens, and to a multiple that the ranks and
         fp8 need.
         """
@@ -139,23 +139,23 @@ class MegatronPolicy(SpreadPolicy):
         attach(self.chunks, self.sizes, adapter)
         self.adapter = adapter
 
-    def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
+    def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
         assert weights is not None, "a rank has blocks of weights"
         save_shape(self.shape, weights.items(), directory, next(self.parameters()).dtype)
 
 
-def _distributed_shard(sizes: Sizes) -> Spread:
+def _distributed_shard(sizes: MegatronSizes) -> DistributedShard:
     """Return this rank's shard and groups."""
-    part = Part(
-        Share(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),
-        Share(parallel_state.get_pipeline_model_parallel_rank(), sizes.pipeline),
-        Share(parallel_state.get_expert_model_parallel_rank(), sizes.experts),
+    part = ModelShard(
+        ShardIndex(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),
+        ShardIndex(parallel_state.get_pipeline_model_parallel_rank(), sizes.pipeline),
+        ShardIndex(parallel_state.get_expert_model_parallel_rank(), sizes.experts),
     )
 
     def group(process_group: Any, size: int) -> Group | None:
         return process_group if size > 1 else None
 
-    return Spread(
+    return DistributedShard(
         part,
         tensor=group(parallel_state.get_tensor_model_parallel_group(), sizes.tensor),
         context=group(parallel_state.get_context_parallel_group(), sizes.context),

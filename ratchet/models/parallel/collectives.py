@@ -68,7 +68,7 @@ def gather_columns(x: Tensor, group: Group) -> Tensor:
     return gather(x.movedim(-1, 0), group, alike=True).movedim(0, -1)
 
 
-def own_columns(x: Tensor, group: Group) -> Tensor:
+def take_own_columns(x: Tensor, group: Group) -> Tensor:
     """Return this rank's part of x in the last dimension, the inverse of `gather_columns`.
 
     x is equal on all ranks.
@@ -76,14 +76,14 @@ def own_columns(x: Tensor, group: Group) -> Tensor:
     return _OwnRows.apply(x.movedim(-1, 0), group).movedim(0, -1)
 
 
-def summed(x: Tensor, group: Group) -> Tensor:
+def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """Return the sum over the ranks, without gradient, as a new tensor."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out
 
 
-def largest(x: Tensor, group: Group) -> Tensor:
+def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     """Return the elementwise maximum over the ranks, without gradient, as a new tensor."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group)
@@ -107,7 +107,7 @@ def _scattered(x: Tensor, group: Group) -> Tensor:
 class _SumForward(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return summed(x, group)
+        return all_reduce_sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -122,7 +122,7 @@ class _SumBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return summed(grads[0], ctx.group), None
+        return all_reduce_sum(grads[0], ctx.group), None
 
 
 class _Gather(Function):

@@ -18,51 +18,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratchet.models.layers.attention import attend_past, branches
-from ratchet.models.layers.prefix_tree import Index, Segment
+from ratchet.models.layers.attention import attend_past, plan_branch_calls
+from ratchet.models.layers.prefix_tree import Index, PrefixSegment
 from ratchet.models.parallel.collectives import Group, gather_uneven
-from ratchet.models.parallel.sharding import Share
+from ratchet.models.parallel.sharding import ShardIndex
 
 
 @dataclass(frozen=True)
-class Division:
+class ContextSplit:
     """The tokens of packed sequences that each rank of a context-parallel group computes."""
 
     # This rank's segments in the order of computation. Their `start` counts the tokens of all
     # ranks, laid end to end.
-    segments: tuple[Segment, ...]
+    segments: tuple[PrefixSegment, ...]
     tokens: Index  # indices of this rank's tokens, in the order of computation
     sizes: tuple[int, ...]  # number of tokens of each rank
     place_T: Index  # index of each token among those of all ranks, laid end to end
     starts_S: Index  # index of the first token of each sequence
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], share: Share) -> Division:
+    def from_lengths(cls, lengths: Sequence[int], share: ShardIndex) -> ContextSplit:
         """Divide sequences of these lengths; `share` is this rank of the group."""
         starts_S = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
-        by_rank = [_segments(lengths, Share(rank, share.count)) for rank in range(share.count)]
+        by_rank = [_segments(lengths, ShardIndex(rank, share.count)) for rank in range(share.count)]
         tokens = [_tokens(segments, starts_S) for segments in by_rank]
         sizes = tuple(map(len, tokens))
         place_T = np.empty(sum(lengths), dtype=np.int64)
         place_T[np.concatenate(tokens)] = np.arange(sum(lengths))
-        placed: list[Segment] = []
+        placed: list[PrefixSegment] = []
         start = sum(sizes[: share.index])
         for segment in by_rank[share.index]:
-            placed.append(Segment(segment.row, segment.begin, segment.end, start))
+            placed.append(PrefixSegment(segment.row, segment.begin, segment.end, start))
             start += segment.length
         return cls(tuple(placed), tokens[share.index], sizes, place_T, starts_S)
 
-    def past(self, segment: Segment) -> Index:
+    def past(self, segment: PrefixSegment) -> Index:
         """Return the places of the tokens that come before a segment, in order."""
         start = int(self.starts_S[segment.row])
         return self.place_T[start : start + segment.begin]
 
 
-def _segments(lengths: Sequence[int], share: Share) -> list[Segment]:
+def _segments(lengths: Sequence[int], share: ShardIndex) -> list[PrefixSegment]:
     """Return the chunks of one rank, in ascending order of begin and length."""
     chunks = 2 * share.count
     segments = [
-        Segment(row, length * chunk // chunks, length * (chunk + 1) // chunks)
+        PrefixSegment(row, length * chunk // chunks, length * (chunk + 1) // chunks)
         for row, length in enumerate(lengths)
         for chunk in (share.index, chunks - 1 - share.index)
     ]
@@ -72,7 +72,7 @@ def _segments(lengths: Sequence[int], share: Share) -> list[Segment]:
     )
 
 
-def _tokens(segments: Sequence[Segment], starts_S: Index) -> Index:
+def _tokens(segments: Sequence[PrefixSegment], starts_S: Index) -> Index:
     spans = [np.arange(s.begin, s.end) + starts_S[s.row] for s in segments]
     return np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
 
@@ -80,9 +80,9 @@ def _tokens(segments: Sequence[Segment], starts_S: Index) -> Index:
 class ContextAttention:
     """The `attend` of `Decoder.forward` for the tokens of one context-parallel rank."""
 
-    def __init__(self, division: Division, group: Group, device: torch.device) -> None:
+    def __init__(self, division: ContextSplit, group: Group, device: torch.device) -> None:
         self.sizes, self.group = division.sizes, group
-        self.calls = branches(division.segments, division.past, device)
+        self.calls = plan_branch_calls(division.segments, division.past, device)
 
     def __call__(self, layer: int, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor) -> Tensor:
         k_TKD, v_TKD = gather_uneven(

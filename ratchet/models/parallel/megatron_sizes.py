@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from ratchet.errors import ConfigError, MissingDependency, ModelError
 from ratchet.models.config import DecoderConfig
-from ratchet.models.parallel.sharding import Part, Share
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex
 
 
 def require_megatron() -> None:
@@ -19,7 +19,7 @@ def require_megatron() -> None:
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8Format:
     """The fp8 format that Transformer Engine multiplies in."""
 
     format: str  # `MegatronConfig.fp8`
@@ -72,7 +72,7 @@ class Fp8:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MegatronSizes:
     """The number of ranks of each kind of parallelism. The remaining factor is data parallelism."""
 
     tensor: int = 1
@@ -82,16 +82,18 @@ class Sizes:
     chunks: int = 1  # stages per rank of an interleaved pipeline
     sequence: bool = False  # sequence parallelism, see `ratchet.models.parallel.tensor_parallel`
 
-    def stage(self, rank: int, chunk: int = 0) -> Share:
+    def stage(self, rank: int, chunk: int = 0) -> ShardIndex:
         """Return which share of the layers a chunk of a pipeline rank has."""
-        return Share(rank + self.pipeline * chunk, self.pipeline * self.chunks)
+        return ShardIndex(rank + self.pipeline * chunk, self.pipeline * self.chunks)
 
     def check(self, shape: DecoderConfig) -> None:
         """Raise ModelError if Megatron Core can't divide the decoder so, or lacks one of its
         layers.
         """
         stages = self.pipeline * self.chunks
-        Part(Share(0, self.tensor), Share(0, stages), Share(0, self.experts)).check(shape)
+        ModelShard(
+            ShardIndex(0, self.tensor), ShardIndex(0, stages), ShardIndex(0, self.experts)
+        ).check(shape)
         if shape.n_layers % stages:
             divisor = max(n for n in range(1, stages) if shape.n_layers % n == 0)
             raise ModelError(

@@ -13,52 +13,52 @@ from torch import Tensor, nn
 from ratchet.models.config import DecoderConfig
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.moe import SparseMLP
-from ratchet.models.layers.packed_inputs import Feed
+from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.parallel.collectives import Group, sum_backward
-from ratchet.models.parallel.context_parallel import ContextAttention, Division
+from ratchet.models.parallel.context_parallel import ContextAttention, ContextSplit
 from ratchet.models.parallel.expert_parallel import ExpertExchange
-from ratchet.models.parallel.sharding import Part, Share
-from ratchet.models.parallel.tensor_parallel import DividedVocabulary, TensorSeams
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex
+from ratchet.models.parallel.tensor_parallel import TensorParallelComm, VocabParallelLogits
 from ratchet.models.policy import DecoderPolicy
 from ratchet.models.weights.hf_weights import empty_decoder
 
 
 @dataclass(frozen=True)
-class Spread:
+class DistributedShard:
     """The shard of a decoder that this rank holds, and the groups that it computes with."""
 
-    part: Part
+    part: ModelShard
     tensor: Group | None = None  # None: the rank is alone; likewise below
     context: Group | None = None
     experts: Group | None = None
-    sequence: bool = False  # sequence parallelism, see `TensorSeams`
+    sequence: bool = False  # sequence parallelism, see `TensorParallelComm`
 
 
-class Stage(nn.Module):
+class DecoderStage(nn.Module):
     """Consecutive layers of a decoder, as a module that a pipeline schedule can run."""
 
     def __init__(
         self,
         config: DecoderConfig,
-        spread: Spread,
+        spread: DistributedShard,
         *,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.decoder = empty_decoder(config, part=spread.part, device=device, dtype=dtype)
-        self.feeds: Sequence[Feed] = ()  # inputs of the micro-batches that a pipeline runs
+        self.feeds: Sequence[PackedInputs] = ()  # inputs of the micro-batches that a pipeline runs
         self.autocast = False  # True: compute products in bfloat16
         if spread.tensor is not None:
             rows = spread.part.tensor.range(config.vocab_size)
-            self.decoder.join(TensorSeams(spread.tensor, rows, sequence=spread.sequence))
+            self.decoder.join(TensorParallelComm(spread.tensor, rows, sequence=spread.sequence))
         if spread.experts is not None:
             for module in self.decoder.modules():
                 if isinstance(module, SparseMLP):
                     module.exchange = ExpertExchange(spread.experts)
 
     def forward(
-        self, x: Tensor | None, number: Tensor | None = None, *, feed: Feed | None = None
+        self, x: Tensor | None, number: Tensor | None = None, *, feed: PackedInputs | None = None
     ) -> Tensor:
         """Return the hidden states after these layers.
 
@@ -77,7 +77,7 @@ class Stage(nn.Module):
             )
 
 
-class SpreadPolicy(DecoderPolicy):
+class DistributedPolicy(DecoderPolicy):
     """A policy whose decoder is divided over ranks.
 
     `hidden` returns the states of this rank's own tokens; `division` returns which these are.
@@ -86,7 +86,7 @@ class SpreadPolicy(DecoderPolicy):
     def __init__(
         self,
         config: DecoderConfig,
-        spread: Spread,
+        spread: DistributedShard,
         *,
         device: torch.device | str,
         dtype: torch.dtype,
@@ -100,23 +100,24 @@ class SpreadPolicy(DecoderPolicy):
         nn.Module.__init__(self)
         pipeline = spread.part.pipeline
         shares = [
-            Share(pipeline.index + pipeline.count * chunk, pipeline.count * chunks)
+            ShardIndex(pipeline.index + pipeline.count * chunk, pipeline.count * chunks)
             for chunk in range(chunks)
         ]
         spreads = [replace(spread, part=replace(spread.part, pipeline=share)) for share in shares]
         spreads[0].part.check(config)
         self.spread = spread
         self.stages = nn.ModuleList(
-            Stage(config, stage_spread, device=device, dtype=dtype) for stage_spread in spreads
+            DecoderStage(config, stage_spread, device=device, dtype=dtype)
+            for stage_spread in spreads
         )
         # `decoder` is the last stage's, which has the head. Setting it this way keeps torch from
         # registering it as a second submodule beside the stages.
         object.__setattr__(self, "decoder", self.runs[-1].decoder)
 
     @property
-    def runs(self) -> list[Stage]:
+    def runs(self) -> list[DecoderStage]:
         """The stages on this rank: one, or several of an interleaved pipeline."""
-        return [cast(Stage, stage) for stage in self.stages]
+        return [cast(DecoderStage, stage) for stage in self.stages]
 
     @property
     def checkpointing(self) -> bool:
@@ -133,18 +134,20 @@ class SpreadPolicy(DecoderPolicy):
         return self.spread.context is None
 
     @property
-    def vocabulary(self) -> DividedVocabulary | None:
+    def vocabulary(self) -> VocabParallelLogits | None:
         return (
             None
             if self.spread.tensor is None
-            else DividedVocabulary(self.spread.tensor, self.vocab_size)
+            else VocabParallelLogits(self.spread.tensor, self.vocab_size)
         )
 
-    def division(self, lengths: Sequence[int]) -> Division | None:
+    def division(self, lengths: Sequence[int]) -> ContextSplit | None:
         """Return the tokens of packed sequences that this rank computes; None: all."""
         group = self.spread.context
         return (
-            None if group is None else _division(tuple(lengths), Share(group.rank(), group.size()))
+            None
+            if group is None
+            else _division(tuple(lengths), ShardIndex(group.rank(), group.size()))
         )
 
     def hidden(
@@ -165,7 +168,7 @@ class SpreadPolicy(DecoderPolicy):
         positions_T: Tensor,
         lengths: Sequence[int],
         routing: Routing | None = None,
-    ) -> Feed:
+    ) -> PackedInputs:
         division, group = self.division(lengths), self.spread.context
         if division is None or group is None:
             return super().feed(tokens_T, positions_T, lengths, routing)
@@ -174,7 +177,7 @@ class SpreadPolicy(DecoderPolicy):
             routing.check(self.shape)
             routing = routing.rows(own_tokens)
         attend = ContextAttention(division, group, tokens_T.device)
-        return Feed(tokens_T[own_tokens], positions_T[own_tokens], attend, routing=routing)
+        return PackedInputs(tokens_T[own_tokens], positions_T[own_tokens], attend, routing=routing)
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         """Return the logits of this rank's part of the vocabulary."""
@@ -191,5 +194,5 @@ class SpreadPolicy(DecoderPolicy):
 # Cached because the forward pass and each column of a micro-batch use the same division, in a
 # pipeline some time later.
 @lru_cache(maxsize=64)
-def _division(lengths: tuple[int, ...], share: Share) -> Division:
-    return Division.from_lengths(lengths, share)
+def _division(lengths: tuple[int, ...], share: ShardIndex) -> ContextSplit:
+    return ContextSplit.from_lengths(lengths, share)

@@ -18,7 +18,7 @@ from ratchet.models.config import DecoderConfig
 
 
 @dataclass(frozen=True)
-class Share:
+class ShardIndex:
     """Number `index` of `count` parts of about equal size."""
 
     index: int = 0
@@ -30,13 +30,13 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelShard:
     """The shard of a decoder that a rank holds."""
 
-    tensor: Share = Share()  # of the heads, the MLPs and the vocabulary
+    tensor: ShardIndex = ShardIndex()  # of the heads, the MLPs and the vocabulary
     # of the layers; the first has the embedding, the last the final norm and the language head
-    pipeline: Share = Share()
-    experts: Share = Share()  # of the experts of each layer
+    pipeline: ShardIndex = ShardIndex()
+    experts: ShardIndex = ShardIndex()  # of the experts of each layer
 
     @property
     def first(self) -> bool:
@@ -84,7 +84,11 @@ class Part:
             raise ModelError(
                 f"learner.expert_parallel={self.experts.count} doesn't divide the model's "
                 f"{config.n_experts} experts: set it to "
-                + (str(nearest(config.n_experts, self.experts.count)) if config.n_experts else "1")
+                + (
+                    str(find_nearest_divisor(config.n_experts, self.experts.count))
+                    if config.n_experts
+                    else "1"
+                )
             )
         if self.pipeline.count > config.n_layers:
             raise ModelError(
@@ -102,21 +106,21 @@ def check_even(n: int, totals: Mapping[str, int]) -> None:
     """
     for what, total in totals.items():
         if total % n:
-            fix = f"set it to {nearest(total, n)}"
+            fix = f"set it to {find_nearest_divisor(total, n)}"
             raise ModelError(
                 f"learner.tensor_parallel={n} doesn't divide the model's {total} {what}: {fix}"
             )
 
 
-def nearest(total: int, n: int) -> int:
+def find_nearest_divisor(total: int, n: int) -> int:
     """Return the largest number below n that divides `total`."""
     return max(i for i in range(1, n) if total % i == 0)
 
 
-WHOLE = Part()
+WHOLE = ModelShard()
 
 
-class Seams(Protocol):
+class TPComm(Protocol):
     """The communication of hidden states within a tensor-parallel group."""
 
     def begin(self, tokens: int) -> None:
@@ -140,7 +144,7 @@ class Seams(Protocol):
         ...
 
 
-class Undivided:
+class NoTPComm:
     """The case of a single rank, which communicates nothing."""
 
     def begin(self, tokens: int) -> None: ...
@@ -154,4 +158,4 @@ class Undivided:
     leave = finish = enter
 
 
-UNDIVIDED: Seams = Undivided()
+NO_TP_COMM: TPComm = NoTPComm()

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from ratchet.models.parallel.collectives import (
     Group,
+    all_reduce_max,
     gather,
-    largest,
     scatter_sum,
     sum_backward,
     sum_forward,
 )
-from ratchet.models.parallel.sharding import Share
+from ratchet.models.parallel.sharding import ShardIndex
 
 
-class TensorSeams:
+class TensorParallelComm:
     """The communication of a decoder whose heads, MLPs and vocabulary are divided over ranks."""
 
     def __init__(self, group: Group, rows: range, *, sequence: bool) -> None:
@@ -60,7 +60,7 @@ class TensorSeams:
         return gather(x, self.group, alike=True)[: self.tokens].clone() if self.sequence else x
 
 
-class DividedVocabulary:
+class VocabParallelLogits:
     """Logits whose vocabulary is divided over the ranks of a group.
 
     It implements `ratchet.learners.compute.token_outputs.Vocabulary`. Only `whole` gathers the
@@ -74,7 +74,7 @@ class DividedVocabulary:
 
     def _rows(self, rank: int, size: int) -> range:
         """Return the tokens of a rank among the first `size`."""
-        rows = Share(rank, self.group.size()).range(self.size)
+        rows = ShardIndex(rank, self.group.size()).range(self.size)
         return range(min(rows.start, size), min(rows.stop, size))
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class DividedVocabulary:
 
     def _logsumexp(self, x_nV: Tensor) -> Tensor:
         top_n = x_nV.detach().amax(-1) if x_nV.shape[1] else x_nV.new_full((len(x_nV),), -torch.inf)
-        top_n = largest(top_n, self.group)
+        top_n = all_reduce_max(top_n, self.group)
         return self.sum((x_nV - top_n[:, None]).exp()).log() + top_n
 
     def _place(self, ids_nK: Tensor, all_nV: Tensor) -> tuple[Tensor, Tensor]:

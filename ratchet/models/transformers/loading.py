@@ -11,7 +11,7 @@ from typing import Any
 from ratchet.errors import ModelError, RatchetError
 from ratchet.models.config_json import SIZES
 from ratchet.utils import safe_read
-from ratchet.utils.terminal_text import first_line
+from ratchet.utils.terminal_text import get_first_line
 
 READ = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 # Ends of the names of sizes in any family's configuration, and what they may be at most.
@@ -29,7 +29,7 @@ ENDS: Mapping[str, int] = {
 
 
 @contextmanager
-def reading(directory: Path, what: str) -> Iterator[None]:
+def translate_errors(directory: Path, what: str) -> Iterator[None]:
     """Turn any error of transformers into a ModelError with its first line, after a look at the
     directory's files."""
     require_plausible(directory)
@@ -39,7 +39,7 @@ def reading(directory: Path, what: str) -> Iterator[None]:
         raise
     # its code is as many families as there are, each with errors of its own kinds
     except Exception as error:
-        reason = first_line(str(error) or type(error).__name__)
+        reason = get_first_line(str(error) or type(error).__name__)
         raise ModelError(f"transformers can't load {what} from {directory}: {reason}") from error
 
 

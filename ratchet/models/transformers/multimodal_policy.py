@@ -20,16 +20,21 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedConfig,
 
 from ratchet.config.media_limits import PROCESSOR_FILES
 from ratchet.errors import ModelError
-from ratchet.models.flops import Work
+from ratchet.models.flops import TokenCost
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.load import Towers
 from ratchet.models.lora import transformers as on_transformers
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.media import Seen, joined, probe_images
-from ratchet.models.transformers.loading import reading, refuse_missing_weights
-from ratchet.models.transformers.policy import TransformersPolicy, close, repeated, without_dropout
-from ratchet.models.transformers.tensor_parallel import Plan
-from ratchet.models.weights.hf_weights import Savable
+from ratchet.models.media import EncodedMedia, join_media_inputs, make_probe_images
+from ratchet.models.transformers.loading import refuse_missing_weights, translate_errors
+from ratchet.models.transformers.policy import (
+    TransformersPolicy,
+    find_largest_module_list,
+    is_close,
+    without_dropout,
+)
+from ratchet.models.transformers.tensor_parallel import TPPlan
+from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.types import MediaKind, Medium, Placed
 from ratchet.utils.atomic_files import atomic_path
 
@@ -42,7 +47,7 @@ AROUND = 3  # tokens of text on either side of a probe's medium
 Media = Sequence[Sequence[Placed]]  # of each sequence
 
 
-class VisionPolicy(TransformersPolicy):
+class MultimodalPolicy(TransformersPolicy):
     """Media that several sequences of a forward have in common are encoded once, where the
     architecture takes what its encoders gave. Positions of three axes (M-RoPE) are found for each
     sequence alone, so that packed ones have those that they'd have apart; with them goes a row of
@@ -84,7 +89,7 @@ class VisionPolicy(TransformersPolicy):
         towers: Towers = "frozen",
     ) -> Self:
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        with reading(directory, "a model of images and text"):
+        with translate_errors(directory, "a model of images and text"):
             saved = AutoConfig.from_pretrained(directory, **options)
             config = without_dropout(saved)
             model, loading = AutoModelForMultimodalLM.from_pretrained(
@@ -102,10 +107,10 @@ class VisionPolicy(TransformersPolicy):
             for name in PROCESSOR_FILES
             if (directory / name).is_file()
         }
-        probes = probe_images(directory, model) if files else []
+        probes = make_probe_images(directory, model) if files else []
         return cls(model, saved_config=saved, towers=towers, probes=probes, files=files)
 
-    def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
+    def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
         super().save(directory, weights)
         for name, content in self.files.items():
             with atomic_path(directory / name) as temporary:
@@ -116,7 +121,7 @@ class VisionPolicy(TransformersPolicy):
         return True
 
     @property
-    def work(self) -> Work | None:
+    def work(self) -> TokenCost | None:
         """What its towers take depends on each medium."""
         return None
 
@@ -132,9 +137,9 @@ class VisionPolicy(TransformersPolicy):
         return self.model.get_decoder()
 
     def layers(self) -> list[nn.Module]:
-        return repeated(self.language)
+        return find_largest_module_list(self.language)
 
-    def plan(self, ranks: int) -> Plan:
+    def plan(self, ranks: int) -> TPPlan:
         raise ModelError(
             f"learner.tensor_parallel={ranks}: a model that reads media is not divided so: set it "
             "to 1, and "
@@ -237,7 +242,7 @@ class VisionPolicy(TransformersPolicy):
             else:
                 options |= {
                     name: x.to(types_NL.device)
-                    for name, x in joined(own).items()
+                    for name, x in join_media_inputs(own).items()
                     if name in self.takes
                 }
         if outputs:
@@ -341,7 +346,7 @@ class VisionPolicy(TransformersPolicy):
                 own = slice(end - length, end)
                 grids = {
                     name: x
-                    for name, x in joined([one.medium for one in placed]).items()
+                    for name, x in join_media_inputs([one.medium for one in placed]).items()
                     if name in known
                 }
                 found, _ = find(tokens_T[own][None], mm_token_type_ids=types_T[own][None], **grids)
@@ -356,10 +361,10 @@ class VisionPolicy(TransformersPolicy):
             return hidden_Td
         return hidden_Td + sum(p.sum() * 0 for _, p in self.tower_parameters() if p.requires_grad)
 
-    def _encoded(self, media: Sequence[Medium]) -> dict[MediaKind, Seen]:
+    def _encoded(self, media: Sequence[Medium]) -> dict[MediaKind, EncodedMedia]:
         """What the encoders give for each medium, once, however often it is among them; nothing of
         a kind whose encoder the backbone has to call by itself."""
-        seen: dict[MediaKind, Seen] = {}
+        seen: dict[MediaKind, EncodedMedia] = {}
         for kind in {medium.kind: None for medium in media}:
             encode = getattr(self.backbone, f"get_{kind}_features", None)
             if (
@@ -372,13 +377,13 @@ class VisionPolicy(TransformersPolicy):
             known = inspect.signature(encode).parameters
             inputs = {
                 name: x.to(self.model.device)
-                for name, x in joined(list(unique.values())).items()
+                for name, x in join_media_inputs(list(unique.values())).items()
                 if name in known
             }
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.towers == "trained"):
                 output = encode(**inputs, return_dict=True)
             if len(output.pooler_output) == len(unique):
-                seen[kind] = Seen(output, tuple(unique))
+                seen[kind] = EncodedMedia(output, tuple(unique))
         return seen
 
     # --- probes, at load
@@ -436,7 +441,7 @@ class VisionPolicy(TransformersPolicy):
         )
         self.packs = True
         kept = slice(lengths[0], None)
-        return close(packed, alone, self.model.dtype) and close(
+        return is_close(packed, alone, self.model.dtype) and is_close(
             beside[kept], packed[kept], self.model.dtype
         )
 
@@ -446,7 +451,8 @@ class VisionPolicy(TransformersPolicy):
         rows, media = self._probe_rows(probes)
         row, own = rows[-1], media[-1]
         given: dict[str, Any] = {
-            name: x.to(row.device) for name, x in joined([one.medium for one in own]).items()
+            name: x.to(row.device)
+            for name, x in join_media_inputs([one.medium for one in own]).items()
         }
         given |= {
             name: self._types(row)[None]
@@ -457,7 +463,7 @@ class VisionPolicy(TransformersPolicy):
         ours = self.logits(
             self.hidden(row, torch.arange(len(row), device=row.device), [len(row)], media=[own])
         )
-        if not close(ours, theirs, self.model.dtype):
+        if not is_close(ours, theirs, self.model.dtype):
             raise ModelError(
                 f"{type(self.model).__name__}: what it makes of an image differs from its own "
                 "forward's"

@@ -20,17 +20,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ConfigError, ModelError
-from ratchet.models.flops import Work
-from ratchet.models.flops_transformers import work_of
+from ratchet.models.flops import TokenCost
+from ratchet.models.flops_transformers import estimate_token_cost
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.lora import transformers as on_transformers
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.lora.targets import chosen
-from ratchet.models.parallel.collectives import Group, summed
+from ratchet.models.lora.targets import resolve_target_modules
+from ratchet.models.parallel.collectives import Group, all_reduce_sum
 from ratchet.models.policy import UNLIMITED, PolicyModel
-from ratchet.models.transformers.loading import reading, refuse_missing_weights
-from ratchet.models.transformers.tensor_parallel import REMEDY, Plan, divide
-from ratchet.models.weights.hf_weights import Savable, remove_stale_weights
+from ratchet.models.transformers.loading import refuse_missing_weights, translate_errors
+from ratchet.models.transformers.tensor_parallel import REMEDY, TPPlan, divide_model
+from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
 from ratchet.utils.temp_dirs import TemporaryFolder
 
 PROBE_LENGTHS = (5, 1, 7, 3)
@@ -74,7 +74,7 @@ class TransformersPolicy(PolicyModel):
     ) -> TransformersPolicy:
         """Raises ModelError where transformers can't read the directory."""
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        with reading(directory, "a causal language model"):
+        with translate_errors(directory, "a causal language model"):
             saved_config = AutoConfig.from_pretrained(directory, **options)
             config = without_dropout(saved_config)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -143,10 +143,10 @@ class TransformersPolicy(PolicyModel):
 
     # --- tensor parallelism
 
-    def plan(self, ranks: int) -> Plan:
+    def plan(self, ranks: int) -> TPPlan:
         """By which tensor parallelism divides the model. Raises ModelError where there is none, or
         not for so many ranks."""
-        plan = Plan.of(self.model, self.model.tp_plan, self.head_name.removesuffix(".weight"))
+        plan = TPPlan.of(self.model, self.model.tp_plan, self.head_name.removesuffix(".weight"))
         counts = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}
         heads = {what: getattr(self.text_config, key, None) for what, key in counts.items()}
         plan.check(
@@ -158,7 +158,7 @@ class TransformersPolicy(PolicyModel):
         """Keeps this rank's part, on the device. Raises ModelError where the ranks together don't
         compute what it did whole."""
         plan, whole = self.plan(group.size()), self._probe()
-        self.divided = divide(self.model, plan, group)
+        self.divided = divide_model(self.model, plan, group)
         nn.Module.to(self.model, device)
         what = f"the plan of {type(self.model).__name__} for tensor parallelism"
         try:
@@ -171,8 +171,8 @@ class TransformersPolicy(PolicyModel):
                 rows = self.divided.vocabulary.rows
                 expected = expected[:, rows.start : rows.stop]
             if name in self.divided.partial:
-                own = summed(own, group)
-            if name not in self.divided.blocks and not close(
+                own = all_reduce_sum(own, group)
+            if name not in self.divided.blocks and not is_close(
                 own, expected, self.model.dtype, PROBE_ROUNDING
             ):
                 raise ModelError(f"{what} changes what it computes ({name}): {REMEDY}")
@@ -258,7 +258,7 @@ class TransformersPolicy(PolicyModel):
                     f"{type(self.model).__name__} can't be split into a backbone and a head: "
                     f"{error}"
                 ) from None
-        if not close(ours, own, self.model.dtype):
+        if not is_close(ours, own, self.model.dtype):
             raise ModelError(
                 f"{type(self.model).__name__}: logits aren't a function of its backbone's hidden "
                 "states alone"
@@ -281,7 +281,7 @@ class TransformersPolicy(PolicyModel):
             separate = torch.cat(
                 [self._run(row, torch.arange(len(row), device=row.device)) for row in rows]
             )
-        return close(perturbed[kept], packed[kept], self.model.dtype) and close(
+        return is_close(perturbed[kept], packed[kept], self.model.dtype) and is_close(
             packed, separate, self.model.dtype
         )
 
@@ -299,7 +299,7 @@ class TransformersPolicy(PolicyModel):
                 f"lora.base={lora.base} is for Ratchet's own decoder, and transformers runs this: "
                 "remove it"
             )
-        return chosen(lora, on_transformers.linear_maps(self.layers()))
+        return resolve_target_modules(lora, on_transformers.list_linear_maps(self.layers()))
 
     def attach(self, adapter: Adapter) -> None:
         on_transformers.attach(self.model, adapter, self.check_adapter(adapter.lora))
@@ -313,7 +313,7 @@ class TransformersPolicy(PolicyModel):
         return on_transformers.adapter_weights(self.model)
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        return on_transformers.switched_off(self.model)
+        return on_transformers.disable_peft_adapters(self.model)
 
     def matrices(self) -> Mapping[str, Sequence[int]]:
         """Without tensors of three dimensions: they may be experts, and may be the kernels of a
@@ -331,7 +331,7 @@ class TransformersPolicy(PolicyModel):
         }
 
     @property
-    def work(self) -> Work | None:
+    def work(self) -> TokenCost | None:
         """Of the whole model, without an adapter."""
         if self.divided is not None:
             return None
@@ -342,13 +342,15 @@ class TransformersPolicy(PolicyModel):
         weights = (
             p for module in modules for p in module.parameters(recurse=False) if p not in added
         )
-        return work_of(weights, self.model.get_parameter(self.head_name), self.text_config)
+        return estimate_token_cost(
+            weights, self.model.get_parameter(self.head_name), self.text_config
+        )
 
     def layers(self) -> list[nn.Module]:
         """The repeated blocks of the backbone, which hold most of the weights."""
-        return repeated(self.backbone)
+        return find_largest_module_list(self.backbone)
 
-    def save(self, directory: Path, weights: Mapping[str, Savable] | None = None) -> None:
+    def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
         given: dict[str, Any] = {}
         if weights is None and self.adapter is not None:
             weights = dict(self.canonical_weights())
@@ -381,7 +383,7 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def repeated(module: nn.Module) -> list[nn.Module]:
+def find_largest_module_list(module: nn.Module) -> list[nn.Module]:
     """Its largest list of modules."""
     lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
     return (
@@ -434,7 +436,7 @@ def _with_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Modul
     return clone
 
 
-def close(a: Tensor, b: Tensor, dtype: torch.dtype, times: float = 1) -> bool:
+def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, times: float = 1) -> bool:
     """Equal up to so many times a few roundings of a model in `dtype`, on the scale of the largest
     entry. What leaks moves it far more."""
     tolerance = (1e-5 if dtype.itemsize >= 4 else 3e-2) * times

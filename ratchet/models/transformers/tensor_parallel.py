@@ -19,13 +19,13 @@ from ratchet.errors import ModelError
 from ratchet.models.parallel.collectives import (
     Group,
     gather_columns,
-    own_columns,
     sum_backward,
     sum_forward,
+    take_own_columns,
 )
-from ratchet.models.parallel.sharding import Share, check_even
-from ratchet.models.parallel.tensor_parallel import DividedVocabulary
-from ratchet.models.weights.weight_layout import Piece
+from ratchet.models.parallel.sharding import ShardIndex, check_even
+from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
+from ratchet.models.weights.weight_layout import WeightPiece
 
 OUTPUTS = ("colwise",)  # each rank has some rows of the matrix, and computes some of its outputs
 GATHERED = ("colwise_gather_output", "colwise_rep")  # ... which all ranks need
@@ -38,14 +38,14 @@ REMEDY = "set learner.tensor_parallel to 1, and learner.dp_shard to the number o
 
 
 @dataclass(frozen=True)
-class Plan:
+class TPPlan:
     """styles: by the path of each module that has one. head: path of the output embedding."""
 
     styles: Mapping[str, str]
     head: str
 
     @classmethod
-    def of(cls, model: nn.Module, rules: Mapping[str, str], head: str) -> Plan:
+    def of(cls, model: nn.Module, rules: Mapping[str, str], head: str) -> TPPlan:
         """Raises ModelError where there is none, or it asks for what isn't here."""
         what = type(model).__name__
         paths = [path for path, _ in model.named_modules()] + [
@@ -91,29 +91,29 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Divided:
+class TPDivision:
     """What became of a model's parameters, by name. blocks: of those that are divided, what a rank
     has. partial: those that each rank has whole, with a summand of the gradient. vocabulary: how
     logits are read; None: each rank has all."""
 
-    blocks: Mapping[str, Piece]
+    blocks: Mapping[str, WeightPiece]
     partial: frozenset[str]
-    vocabulary: DividedVocabulary | None
+    vocabulary: VocabParallelLogits | None
 
 
-def divide(model: nn.Module, plan: Plan, group: Group) -> Divided:
+def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
     """Leaves this rank's blocks in the model, whose modules then exchange numbers with those of the
     other ranks. Raises ModelError where the plan divides a weight in some of the modules that share
     it only."""
     distinct = len(list(model.parameters()))
-    share = Share(group.rank(), group.size())
+    share = ShardIndex(group.rank(), group.size())
     cut: Cut = {}
     partial: set[Tensor] = set()
     vocabulary = None
     if plan.head in plan.styles:
         head = model.get_submodule(plan.head)
         assert isinstance(head, nn.Linear), "plans of another head are refused"
-        vocabulary = DividedVocabulary(group, len(head.weight))
+        vocabulary = VocabParallelLogits(group, len(head.weight))
         cut |= _divide_vocabulary(model, head, share, group)
     for path, style in plan.styles.items():
         module = model.get_submodule(path)
@@ -132,26 +132,28 @@ def divide(model: nn.Module, plan: Plan, group: Group) -> Divided:
             f"the plan of {type(model).__name__} divides weights that other modules share: {REMEDY}"
         )
     blocks = {name: replace(cut[p], name=name) for name, p in named.items() if p in cut}
-    return Divided(blocks, frozenset(name for name, p in named.items() if p in partial), vocabulary)
+    return TPDivision(
+        blocks, frozenset(name for name, p in named.items() if p in partial), vocabulary
+    )
 
 
-Cut = dict[Tensor, Piece]  # what each new parameter is of the old one; names come later
+Cut = dict[Tensor, WeightPiece]  # what each new parameter is of the old one; names come later
 
 
 def _is_linear(module: nn.Module | None) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _block(weight: Tensor, dim: int, share: Share) -> tuple[nn.Parameter, Piece]:
+def _block(weight: Tensor, dim: int, share: ShardIndex) -> tuple[nn.Parameter, WeightPiece]:
     """In memory of its own: the whole weight can go."""
     own = share.range(weight.shape[dim])
     block = weight.detach().narrow(dim, own.start, len(own)).clone()
     offsets = tuple(own.start if i == dim else 0 for i in range(weight.dim()))
-    return nn.Parameter(block), Piece("", tuple(weight.shape), offsets, range(len(block)))
+    return nn.Parameter(block), WeightPiece("", tuple(weight.shape), offsets, range(len(block)))
 
 
 def _divide_outputs(
-    linear: nn.Linear, share: Share, group: Group, *, gathered: bool = False
+    linear: nn.Linear, share: ShardIndex, group: Group, *, gathered: bool = False
 ) -> Cut:
     linear.weight, rows = _block(linear.weight, 0, share)
     cut: Cut = {linear.weight: rows}
@@ -168,12 +170,12 @@ def _divide_outputs(
     return cut
 
 
-def _divide_inputs(linear: nn.Linear, share: Share, group: Group, *, split: bool) -> Cut:
+def _divide_inputs(linear: nn.Linear, share: ShardIndex, group: Group, *, split: bool) -> Cut:
     linear.weight, columns = _block(linear.weight, 1, share)
 
     def forward(input: Tensor) -> Tensor:
         out = sum_forward(
-            F.linear(own_columns(input, group) if split else input, linear.weight), group
+            F.linear(take_own_columns(input, group) if split else input, linear.weight), group
         )
         return out if linear.bias is None else out + linear.bias
 
@@ -181,7 +183,7 @@ def _divide_inputs(linear: nn.Linear, share: Share, group: Group, *, split: bool
     return {linear.weight: columns}
 
 
-def _divide_vocabulary(model: nn.Module, head: nn.Linear, share: Share, group: Group) -> Cut:
+def _divide_vocabulary(model: nn.Module, head: nn.Linear, share: ShardIndex, group: Group) -> Cut:
     """The head, and the embedding that is tied to it."""
     whole = head.weight
     cut = _divide_outputs(head, share, group)
@@ -192,7 +194,7 @@ def _divide_vocabulary(model: nn.Module, head: nn.Linear, share: Share, group: G
     return cut
 
 
-def _divide_embedding(embedding: nn.Embedding, share: Share, group: Group) -> Cut:
+def _divide_embedding(embedding: nn.Embedding, share: ShardIndex, group: Group) -> Cut:
     rows = share.range(len(embedding.weight))
     embedding.weight, block = _block(embedding.weight, 0, share)
     if embedding.padding_idx is not None:  # the token that gives no gradient

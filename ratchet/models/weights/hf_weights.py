@@ -21,10 +21,10 @@ from torch import Tensor
 from ratchet.errors import ModelError
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
-from ratchet.models.layers.quantized import Quantised
+from ratchet.models.layers.quantized import QuantizedMatrix
 from ratchet.models.memory import require_memory
-from ratchet.models.parallel.sharding import WHOLE, Part
-from ratchet.models.weights.weight_layout import pieces, shards
+from ratchet.models.parallel.sharding import WHOLE, ModelShard
+from ratchet.models.weights.weight_layout import cut_blocks, list_pieces
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import atomic_path, write_json
 from ratchet.utils.object_store import stays_inside
@@ -42,12 +42,12 @@ def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     A tied head and adapters are left out. The views of a quantized matrix are of its restored
     numbers.
     """
-    layout = pieces(decoder)
+    layout = list_pieces(decoder)
     for name, weight in decoder.named_weights():
         if name.endswith((".lora_A", ".lora_B")):
             continue
-        for block in shards(
-            layout[name], weight.shown if isinstance(weight, Quantised) else weight.detach()
+        for block in cut_blocks(
+            layout[name], weight.shown if isinstance(weight, QuantizedMatrix) else weight.detach()
         ):
             yield block.name, block.tensor
 
@@ -72,16 +72,18 @@ def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> Non
             views[name].copy_(tensor)
             missing.discard(name)
     if missing:
-        raise ModelError(f"weights are missing: {some(sorted(missing))}")
+        raise ModelError(f"weights are missing: {summarize_names(sorted(missing))}")
     if unexpected:
-        raise ModelError(f"weights that this decoder has no place for: {some(unexpected)}")
+        raise ModelError(
+            f"weights that this decoder has no place for: {summarize_names(unexpected)}"
+        )
 
 
 def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape))
 
 
-def some(names: list[str]) -> str:
+def summarize_names(names: list[str]) -> str:
     """Return up to five of the names as text, and how many there are more."""
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + rest
@@ -154,7 +156,7 @@ class WeightFiles:
                 return cls(directory, dict.fromkeys(opened.keys(), WEIGHTS))
         others = [path.name for path in sorted(directory.glob("*.bin"))]
         hint = (
-            f" ({some(others)} would run code when read: convert it to safetensors)"
+            f" ({summarize_names(others)} would run code when read: convert it to safetensors)"
             if others
             else ""
         )
@@ -256,7 +258,11 @@ def _without_tied_copy(
 
 
 def empty_decoder(
-    config: DecoderConfig, *, dtype: torch.dtype, device: torch.device | str, part: Part = WHOLE
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    part: ModelShard = WHOLE,
 ) -> Decoder:
     """Return a decoder with uninitialised weights, allocated once in the given dtype and device.
 
@@ -276,7 +282,7 @@ def empty_decoder(
 # --- writing
 
 
-class Savable(Protocol):
+class SavableTensor(Protocol):
     """A tensor, or an object that computes one when its file is written."""
 
     def numel(self) -> int: ...
@@ -289,7 +295,7 @@ def save_decoder(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
-    weights: Mapping[str, Savable] | None = None,
+    weights: Mapping[str, SavableTensor] | None = None,
 ) -> None:
     """Write a directory that `load_decoder`, transformers and vLLM read.
 
@@ -312,7 +318,7 @@ def save_decoder(
 
 def save_shape(
     shape: DecoderConfig,
-    weights: Iterable[tuple[str, Savable]],
+    weights: Iterable[tuple[str, SavableTensor]],
     directory: Path,
     dtype: torch.dtype,
     *,
@@ -331,7 +337,7 @@ def save_shape(
 
 
 def save_weights(
-    weights: Iterable[tuple[str, Savable]],
+    weights: Iterable[tuple[str, SavableTensor]],
     directory: Path,
     dtype: torch.dtype,
     max_shard_bytes: int,
@@ -362,10 +368,10 @@ def save_weights(
 
 
 def _group_by_file(
-    weights: list[tuple[str, Savable]], dtype: torch.dtype, max_bytes: int
-) -> list[list[tuple[str, Savable]]]:
+    weights: list[tuple[str, SavableTensor]], dtype: torch.dtype, max_bytes: int
+) -> list[list[tuple[str, SavableTensor]]]:
     """Group weights into files of at most `max_bytes`."""
-    shards: list[list[tuple[str, Savable]]] = [[]]
+    shards: list[list[tuple[str, SavableTensor]]] = [[]]
     used = 0
     for name, tensor in weights:
         size = tensor.numel() * dtype.itemsize

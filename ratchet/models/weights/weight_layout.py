@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ratchet.models.config import FAMILIES, DecoderConfig, Sparse
+from ratchet.models.config import FAMILIES, DecoderConfig, MoEFormat
 from ratchet.models.decoder import Decoder
-from ratchet.models.lora.layers import LowRank
-from ratchet.models.parallel.sharding import Part
+from ratchet.models.lora.layers import FusedLoRA
+from ratchet.models.parallel.sharding import ModelShard
 from ratchet.protocols import Shard
 
 # Tensor parallelism divides the first by their outputs and the second by their inputs. Each rank
@@ -29,7 +29,7 @@ PEFT = "base_model.model."
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightPiece:
     """Consecutive rows of a parameter that are one block of a canonical weight."""
 
     name: str  # of the canonical weight
@@ -37,7 +37,7 @@ class Piece:
     offsets: tuple[int, ...]  # of the block in the weight
     rows: range  # of the parameter
 
-    def cut(self, rows: range) -> Piece | None:
+    def cut(self, rows: range) -> WeightPiece | None:
         """Return the part of the piece within `rows` of the parameter; None if there is none.
 
         The part's rows are counted from the start of `rows`.
@@ -50,11 +50,11 @@ class Piece:
         return replace(self, offsets=offsets, rows=range(start - rows.start, stop - rows.start))
 
 
-def pieces(decoder: Decoder) -> Mapping[str, tuple[Piece, ...]]:
+def list_pieces(decoder: Decoder) -> Mapping[str, tuple[WeightPiece, ...]]:
     """Return the pieces of each parameter of a decoder, by its name, in the order of its rows."""
-    layout: dict[str, tuple[Piece, ...]] = {}
+    layout: dict[str, tuple[WeightPiece, ...]] = {}
     adapters = {
-        path: module for path, module in decoder.named_modules() if isinstance(module, LowRank)
+        path: module for path, module in decoder.named_modules() if isinstance(module, FusedLoRA)
     }
     for name, parameter in decoder.named_weights():
         path, _, factor = name.rpartition(".")
@@ -72,7 +72,9 @@ def pieces(decoder: Decoder) -> Mapping[str, tuple[Piece, ...]]:
     return layout
 
 
-def shards(pieces: tuple[Piece, ...], local: Tensor, rows: range | None = None) -> Iterator[Shard]:
+def cut_blocks(
+    pieces: tuple[WeightPiece, ...], local: Tensor, rows: range | None = None
+) -> Iterator[Shard]:
     """Yield the blocks of a tensor that is laid out like a parameter, such as its gradient.
 
     Args:
@@ -93,7 +95,7 @@ def shards(pieces: tuple[Piece, ...], local: Tensor, rows: range | None = None) 
             )
 
 
-def divided(name: str) -> bool:
+def is_tensor_parallel(name: str) -> bool:
     """Return True if tensor parallelism divides the parameter, so that each rank has another
     block.
     """
@@ -112,7 +114,9 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def _adapter_pieces(adapter: LowRank, factor: str, adapted: tuple[Piece, ...]) -> Iterator[Piece]:
+def _adapter_pieces(
+    adapter: FusedLoRA, factor: str, adapted: tuple[WeightPiece, ...]
+) -> Iterator[WeightPiece]:
     """Yield the pieces of one factor of an adapter.
 
     Args:
@@ -121,12 +125,12 @@ def _adapter_pieces(adapter: LowRank, factor: str, adapted: tuple[Piece, ...]) -
     """
     start = 0
     for piece in (piece for piece in adapted if piece.rows in adapter.spans):
-        factor_piece = factor_of(piece, factor, adapter.rank, start)
+        factor_piece = make_factor_piece(piece, factor, adapter.rank, start)
         yield factor_piece
         start = factor_piece.rows.stop
 
 
-def factor_of(piece: Piece, which: str, rank: int, start: int = 0) -> Piece:
+def make_factor_piece(piece: WeightPiece, which: str, rank: int, start: int = 0) -> WeightPiece:
     """Return the piece of an adapter's factor that belongs to a piece of the adapted matrix.
 
     Args:
@@ -136,13 +140,13 @@ def factor_of(piece: Piece, which: str, rank: int, start: int = 0) -> Piece:
     name = f"{PEFT}{piece.name.removesuffix('.weight')}.{which}.weight"
     (outputs, inputs), (row, column) = piece.shape, piece.offsets
     if which == "lora_A":
-        return Piece(name, (rank, inputs), (0, column), range(start, start + rank))
-    return Piece(name, (outputs, rank), (row, 0), range(start, start + len(piece.rows)))
+        return WeightPiece(name, (rank, inputs), (0, column), range(start, start + rank))
+    return WeightPiece(name, (outputs, rank), (row, 0), range(start, start + len(piece.rows)))
 
 
 def _pieces(
-    name: str, shape: tuple[int, ...], config: DecoderConfig, part: Part
-) -> Iterator[Piece]:
+    name: str, shape: tuple[int, ...], config: DecoderConfig, part: ModelShard
+) -> Iterator[WeightPiece]:
     """Yield the pieces of one parameter of the decoder."""
     path, _, kind = name.rpartition(".")
     above, _, leaf = path.rpartition(".")
@@ -160,7 +164,7 @@ def _pieces(
         for piece, total in fused[leaf].items():
             local_rows = share.range(total)
             offsets = (local_rows.start, *(0,) * len(rest))
-            yield Piece(
+            yield WeightPiece(
                 f"{prefix}{piece}.{kind}",
                 (total, *rest),
                 offsets,
@@ -169,20 +173,20 @@ def _pieces(
             start += len(local_rows)
     elif leaf in BY_COLUMNS and rest:
         total = rest[0] * share.count
-        yield Piece(
+        yield WeightPiece(
             f"{prefix}{leaf}.{kind}", (rows, total), (0, share.range(total).start), range(rows)
         )
     elif leaf in BY_ROWS:
         local_rows = share.range(config.vocab_size)
         canonical = name if leaf == "lm_head" else f"{prefix}{leaf}.{kind}"
-        yield Piece(canonical, (config.vocab_size, *rest), (local_rows.start, 0), range(rows))
+        yield WeightPiece(canonical, (config.vocab_size, *rest), (local_rows.start, 0), range(rows))
     else:
-        yield Piece(f"{prefix}{leaf}.{kind}", shape, (0,) * len(shape), range(rows))
+        yield WeightPiece(f"{prefix}{leaf}.{kind}", shape, (0,) * len(shape), range(rows))
 
 
 def _experts(
-    prefix: str, kind: str, config: DecoderConfig, part: Part, sparse: Sparse
-) -> Iterator[Piece]:
+    prefix: str, kind: str, config: DecoderConfig, part: ModelShard, sparse: MoEFormat
+) -> Iterator[WeightPiece]:
     """Yield the pieces of an experts parameter [E, 2F, d] or [E, d, F]: matrices per expert, as
     rows.
     """
@@ -200,7 +204,7 @@ def _experts(
                 else ((hidden, size), (0, local_columns.start))
             )
             rows = range(start, start + (len(local_columns) if by_rows else hidden))
-            yield Piece(f"{prefix}.{expert}.{name}.weight", shape, offsets, rows)
+            yield WeightPiece(f"{prefix}.{expert}.{name}.weight", shape, offsets, rows)
             start = rows.stop
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ratchet.observe.records.media import restored, source_of
+from ratchet.observe.records.media import find_source, restored
 from ratchet.types import (
     Cancelled,
     Failed,
@@ -41,7 +41,7 @@ DTYPES: Mapping[str, type] = {
 }
 
 
-def groups_of(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> list[Group]:
+def read_groups(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> list[Group]:
     """Return the groups of one step, equal bit for bit to those that the batch was packed from.
 
     Media `inputs` are empty, since the processor computes them again. Values that JSON holds (an
@@ -112,7 +112,7 @@ def _media(
     for one in placed:
         if one["key"] not in media_by_key:
             media_by_key[one["key"]] = Medium(
-                one["key"], one["kind"], one["span"], {}, source_of(one["name"], sources)
+                one["key"], one["kind"], one["span"], {}, find_source(one["name"], sources)
             )
     return tuple(Placed(one["start"], media_by_key[one["key"]]) for one in placed)
 

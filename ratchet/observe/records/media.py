@@ -27,7 +27,7 @@ INLINE = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,(.*)", re.DOTALL)
 SHORT = re.compile(r"media:(\w+);([\w.+-]+/[\w.+-]+)")
 
 
-def name_of(source: bytes) -> str:
+def content_name(source: bytes) -> str:
     return xxh3_128_hexdigest(source)
 
 
@@ -44,7 +44,7 @@ def _taken_out(url: str) -> tuple[str, bytes] | None:
     except (binascii.Error, ValueError):
         return None
     whole = base64.b64encode(source).decode() == text
-    return (f"media:{name_of(source)};{form}", source) if whole else None
+    return (f"media:{content_name(source)};{form}", source) if whole else None
 
 
 def shortened(part: Part) -> str:
@@ -66,17 +66,17 @@ def restored(kind: str, value: str, sources: Mapping[str, bytes]) -> str:
     match = SHORT.fullmatch(value) if kind != "text" else None
     if match is None:
         return value
-    return f"data:{match[2]};base64,{base64.b64encode(source_of(match[1], sources)).decode()}"
+    return f"data:{match[2]};base64,{base64.b64encode(find_source(match[1], sources)).decode()}"
 
 
-def source_of(name: str, sources: Mapping[str, bytes]) -> bytes:
+def find_source(name: str, sources: Mapping[str, bytes]) -> bytes:
     """Return the bytes of a medium. Raises DataError if it is missing."""
     if name not in sources:
         raise DataError(f"medium {name} is not in the record: copy the run's steps/{MEDIA}/ too")
     return sources[name]
 
 
-def sources_of(groups: Sequence[Group], chosen: Iterable[int]) -> dict[str, bytes]:
+def collect_sources(groups: Sequence[Group], chosen: Iterable[int]) -> dict[str, bytes]:
     """Return all media of the chosen groups, by name."""
     sources: dict[str, bytes] = {}
     for at in chosen:
@@ -89,7 +89,7 @@ def sources_of(groups: Sequence[Group], chosen: Iterable[int]) -> dict[str, byte
 
 def _of(trajectory: Trajectory) -> dict[str, bytes]:
     return _inline(trajectory.messages) | {
-        name_of(medium.source): medium.source for _, medium in trajectory.media
+        content_name(medium.source): medium.source for _, medium in trajectory.media
     }
 
 
@@ -102,7 +102,7 @@ def _held(part: Part) -> Iterator[tuple[str, bytes]]:
         _taken_out(part.value) if part.type != "text" and part.value.startswith("data:") else None
     )
     if sources is not None:
-        yield name_of(sources[1]), sources[1]
+        yield content_name(sources[1]), sources[1]
 
 
 def _parts(messages: Sequence[Message]) -> Iterator[Part]:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from xxhash import xxh3_64
 
 from ratchet.errors import DataError
-from ratchet.observe.records.groups import groups_of
+from ratchet.observe.records.groups import read_groups
 from ratchet.observe.records.media import MEDIA, read_media
 from ratchet.observe.records.schema import ADDED, SCALARS, SCHEMA
 from ratchet.types import Group
@@ -171,7 +171,7 @@ class Record:
         return read_media(path)
 
     def groups(self, step: int) -> list[Group]:
-        """Return the whole of what a step drew; of media only their sources (see `groups_of`).
+        """Return the whole of what a step drew; of media only their sources (see `read_groups`).
 
         Raises DataError as `step` and `media` do, and where only a sample of the step was kept.
         """
@@ -183,21 +183,21 @@ class Record:
                 "(record.groups): it can be "
                 "looked at, and not computed again"
             )
-        return groups_of(table, self.media(step))
+        return read_groups(table, self.media(step))
 
     def verify(self, file: RecordFile) -> None:
         """Raise DataError if a file differs from what was written."""
         _verify(self.directory / file.name, file.sha256)
 
 
-def digest_of(path: Path) -> str:
+def file_digest(path: Path) -> str:
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _verify(path: Path, sha256: str) -> None:
     try:
-        digest = digest_of(path)
+        digest = file_digest(path)
     except OSError as error:
         raise DataError(f"{path} can't be read: {error}") from error
     if digest != sha256:

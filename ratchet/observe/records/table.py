@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ratchet.batch import ROUTES, Batch
-from ratchet.observe.records.media import name_of, shortened
+from ratchet.observe.records.media import content_name, shortened
 from ratchet.observe.records.schema import (
     LEARNED,
     MESSAGE,
@@ -63,7 +63,7 @@ class Row(NamedTuple):
     place: int | None
 
 
-def table_of(
+def build_table(
     step: int,
     stage: str,
     groups: Sequence[Group],
@@ -112,7 +112,9 @@ def _learned(
     columns_T |= {"trained": batch.trainable_T.cpu().numpy(), "weights": weights_T}
     places = [row.place for row in rows if row.place is not None]
     lengths_S, starts_S = batch.lengths_S.cpu().numpy(), batch.starts_S.cpu().numpy()
-    picked_N = None if len(places) == batch.n_sequences else _tokens_of(places, starts_S, lengths_S)
+    picked_N = (
+        None if len(places) == batch.n_sequences else _token_indices(places, starts_S, lengths_S)
+    )
     lengths_R = np.asarray(
         [0 if row.place is None else lengths_S[row.place] for row in rows], np.int32
     )
@@ -128,7 +130,7 @@ def _learned(
     return token_columns
 
 
-def _tokens_of(
+def _token_indices(
     places: Sequence[int], starts_S: NDArray[Any], lengths_S: NDArray[Any]
 ) -> NDArray[np.int64]:
     """Return the indices of the tokens of some sequences among all tokens."""
@@ -221,12 +223,12 @@ def _scalars(
         "newest_version": newest,
         "rollout_logprob": pa.array(said_R, pa.float64(), mask=_nulls_R(newest)),
     }
-    return {name: _array(column, SCALARS[name]) for name, column in values.items()} | _of_groups(
-        rows
-    )
+    return {
+        name: _array(column, SCALARS[name]) for name, column in values.items()
+    } | _group_columns(rows)
 
 
-def _of_groups(rows: Sequence[Row]) -> dict[str, pa.Array]:
+def _group_columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
     """Return the columns that all rows of a group share, computed once for each group."""
     groups = {row.group_index: row.group for row in rows}
     places = {at: place for place, at in enumerate(groups)}
@@ -354,7 +356,7 @@ def _media(ours: Sequence[Trajectory]) -> pa.Array:
         span=[medium.span for _, medium in placed],
         kind=[medium.kind for _, medium in placed],
         key=[medium.key for _, medium in placed],
-        name=[name_of(medium.source) for _, medium in placed],
+        name=[content_name(medium.source) for _, medium in placed],
     )
 
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from ratchet.batch import Batch
 from ratchet.config.schema import RecordConfig
 from ratchet.errors import DataError
-from ratchet.observe.records.media import MEDIA, sources_of, write_media
-from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts, digest_of, read_index
+from ratchet.observe.records.media import MEDIA, collect_sources, write_media
+from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts, file_digest, read_index
 from ratchet.observe.records.schema import LEARNED, SCHEMA
-from ratchet.observe.records.table import table_of
+from ratchet.observe.records.table import build_table
 from ratchet.observe.sinks import SINK_ERRORS
 from ratchet.observe.write_files import open_unshared, replace_text, sync
 from ratchet.protocols import Fingerprinted
@@ -158,9 +158,9 @@ class Recorder:
         prints: Mapping[str, str],
     ) -> None:
         chosen = self._choose(step, len(groups))
-        table = table_of(step, stage, groups, batch, weights(batch).numpy(), chosen=chosen)
+        table = build_table(step, stage, groups, batch, weights(batch).numpy(), chosen=chosen)
         self._tables.append(table)
-        self._media |= sources_of(groups, chosen)
+        self._media |= collect_sources(groups, chosen)
         self._facts.append(
             StepFacts(step, stage, table.num_rows, len(chosen), len(groups), dict(prints))
         )
@@ -249,7 +249,7 @@ def _written(path: Path, write: Callable[[Path], None]) -> tuple[int, str]:
     write(draft)
     sync(draft)
     draft.rename(path)
-    return path.stat().st_size, digest_of(path)
+    return path.stat().st_size, file_digest(path)
 
 
 def _write_table(path: Path, table: pa.Table) -> None:

@@ -58,7 +58,7 @@ class Subject:
     generated: Callable[[], float]
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """The fields read from an operation, a kernel or a range of the trace; times in nanoseconds.
     host: True on a CPU's thread. range: True for a phase or another named range."""
 
@@ -177,7 +177,7 @@ class Profiler:
         self._torch.start()
         self._generated = self.subject.generated()
 
-    def _found(self, events: Sequence[Event], peak: int) -> Profile:
+    def _found(self, events: Sequence[TraceEvent], peak: int) -> Profile:
         subject, wall = self.subject, self._wall_s - self._apart_s
         phases = {
             **self._phases,
@@ -224,7 +224,7 @@ class Profiler:
         ]
 
 
-def read_events(torch_profile: profile) -> list[Event]:
+def read_events(torch_profile: profile) -> list[TraceEvent]:
     """Return the events that are counted. PyTorch's `events()` builds a tree of all of them, which
     takes 20 times as long."""
     events = []
@@ -241,11 +241,13 @@ def read_events(torch_profile: profile) -> list[Event]:
             flop = 2 * math.prod(shapes[0]) * shapes[1][0]
         elif stepped and host:
             flop = int(name.removeprefix(STEP))
-        events.append(Event(name, start, start + event.duration_ns(), host, named, flop, shapes))
+        events.append(
+            TraceEvent(name, start, start + event.duration_ns(), host, named, flop, shapes)
+        )
     return events
 
 
-def count_work(events: Sequence[Event], phases: dict[str, Work], *, vocab_size: int) -> None:
+def count_work(events: Sequence[TraceEvent], phases: dict[str, Work], *, vocab_size: int) -> None:
     """Add the operations of each phase's ranges to its work, whatever thread they ran in.
 
     Operations outside phases go to OTHER, except those apart. A row counts where it enters an
@@ -271,7 +273,7 @@ def count_work(events: Sequence[Event], phases: dict[str, Work], *, vocab_size: 
             work.forwards += 1
 
 
-def kernel_seconds(events: Sequence[Event], *, apart: Collection[str]) -> float:
+def kernel_seconds(events: Sequence[TraceEvent], *, apart: Collection[str]) -> float:
     """Return the seconds in which the accelerator ran at least one kernel or copy, outside the
     host's ranges named in `apart`."""
     # they are drawn on the accelerator's rows too

@@ -10,7 +10,7 @@ from typing import Any
 
 from ratchet.errors import MissingDependency, RatchetError
 from ratchet.rewards.config import EndpointConfig
-from ratchet.utils.credentials import credential
+from ratchet.utils.credentials import get_credential
 
 TOO_EARLY_OR_BUSY = (408, 425, 429)  # beside all of 500 and above: worth another try
 MAX_WAIT_S = 60.0
@@ -63,7 +63,7 @@ class Endpoint:
         self._httpx, self.url, self.config = httpx, url, config
         self._headers = {"content-type": "application/json"}
         if config.api_key_env is not None:
-            self._headers["authorization"] = f"Bearer {credential(config.api_key_env)}"
+            self._headers["authorization"] = f"Bearer {get_credential(config.api_key_env)}"
         # Reading the certificates takes 20 ms: once.
         self._verify = httpx.create_ssl_context() if url.startswith("https") else False
         self._pace = Pace(config.requests_per_minute)

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ratchet.errors import RatchetError
-from ratchet.observe.exit_status import ended_how
+from ratchet.observe.exit_status import describe_exit
 from ratchet.observe.stall_report import waiting
 
 START_S = 120.0  # wall time for imports, on a machine that does much else
@@ -163,7 +163,7 @@ class _Worker:
             code = self.process.wait(5)
         except subprocess.TimeoutExpired:
             return _Died("it closed its pipes")
-        return _Died(ended_how(code)[0], by=-code)
+        return _Died(describe_exit(code)[0], by=-code)
 
     def kill(self) -> None:
         self.process.kill()

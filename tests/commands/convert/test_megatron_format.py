@@ -20,15 +20,15 @@ from ratchet.commands.convert.megatron_format import (
 )
 from ratchet.errors import CheckpointError
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.convert.megatron import Place, fill, megatron_layout
+from ratchet.models.convert.megatron import MegatronShard, fill_parameters, megatron_layout
 from ratchet.models.weights.hf_weights import WeightFiles
 from ratchet.protocols import Shard
 
 
 def _filled(directory, dimensions):
-    layout = megatron_layout(dimensions, Place())
-    own = empty(layout, Place(), dimensions)
-    fill(own, layout, WeightFiles.find(directory).block)
+    layout = megatron_layout(dimensions, MegatronShard())
+    own = empty(layout, MegatronShard(), dimensions)
+    fill_parameters(own, layout, WeightFiles.find(directory).block)
     return own
 
 

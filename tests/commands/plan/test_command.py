@@ -26,8 +26,8 @@ from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError, RatchetError, RunDirectoryError
 from ratchet.executors.datasheets import GIB, ClusterSpec
 from ratchet.executors.freeze import freeze
-from ratchet.models.flops import Cost
-from ratchet.models.presets import preset
+from ratchet.models.flops import DecoderCost
+from ratchet.models.presets import get_preset
 
 RECIPE = """
 threads: 1
@@ -51,13 +51,13 @@ def recipe(path: Path, text: str = RECIPE) -> Path:
 
 def planned(path: Path, *overrides: str, device: Device = CPU):
     config = freeze(load_config(recipe(path), list(overrides)))
-    return plan_stage(config, 0, Cost(shape_of(config)), device)
+    return plan_stage(config, 0, DecoderCost(shape_of(config)), device)
 
 
 def test_load_and_memory_by_hand(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     config = load_config(tmp_path / "recipe.yaml", [])
-    cost = Cost(shape_of(config))
+    cost = DecoderCost(shape_of(config))
     assert (plan.load.rows, plan.load.attempts) == (8, 8)
     assert plan.load.length == plan.load.prompt + 4
     held = plan.memory.held
@@ -87,7 +87,7 @@ def test_more_models_take_more(tmp_path: Path, override: str, part: str, factor:
     plan = planned(tmp_path, override)
     assert (
         plan.memory.held[part]
-        == factor * Cost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
+        == factor * DecoderCost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
     )
 
 
@@ -133,7 +133,7 @@ def test_checkpoints_that_are_written_beside_the_training_take_a_copy(tmp_path: 
     assert COPY not in plain.memory.held
     assert (
         beside.memory.held[COPY]
-        == 12 * Cost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
+        == 12 * DecoderCost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
     )
     assert COPY not in planned(tmp_path, "checkpoint={background: true, every: 0}").memory.held
 
@@ -222,7 +222,7 @@ def test_a_plan_waits_in_the_directory_of_its_run(tmp_path: Path) -> None:
 
 # --- clusters
 
-SHAPE = preset("qwen3-1.7b", vocab_size=151936)
+SHAPE = get_preset("qwen3-1.7b", vocab_size=151936)
 LOAD = Load(rows=1024, prompt=512, length=4096, attempts=1024, evaluated=0, passes=1, updates=1)
 
 
@@ -248,7 +248,7 @@ def test_a_cluster_is_read() -> None:
 def divided(spec: str, shape=SHAPE, load: Load = LOAD):
     from ratchet.config.schema import RunConfig
 
-    cost = Cost(shape)
+    cost = DecoderCost(shape)
     stage = RunConfig.model_validate(
         {
             "stages": [
@@ -277,7 +277,7 @@ def test_twice_the_accelerators_take_less_time_and_memory() -> None:
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
-    huge = preset(
+    huge = get_preset(
         "qwen3-1.7b", vocab_size=151936, n_layers=80, hidden_size=16384, intermediate_size=65536
     )
     with pytest.raises(

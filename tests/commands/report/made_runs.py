@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
-from ratchet.experience.sources.prompt_ledger import Ledger
+from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts
 from ratchet.observe.records.schema import SCHEMA
 from ratchet.observe.sinks import JsonlSink
@@ -40,7 +40,7 @@ def make_run(
     directory.sentinels.mkdir()
     alarm = {"step": 3, "sentinel": "entropy", "message": f"step 3: {say}", "history": []}
     (directory.sentinels / "step-00000003-entropy.json").write_text(json.dumps(alarm))
-    ledger = Ledger(directory.ledger)
+    ledger = PromptLedger(directory.ledger)
     ledger.note("issued", ["rl/0", "rl/1", "rl/2"], version=0)
     ledger.note("trained", ["rl/0"], step=0)
     ledger.close()

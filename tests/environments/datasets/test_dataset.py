@@ -18,7 +18,7 @@ from ratchet.environments.datasets.dataset import Dataset
 from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import OffersTools
 from ratchet.testing import check_environment
-from ratchet.training.checkpointing import files_of
+from ratchet.training.checkpointing import list_data_files
 from ratchet.types import Comparison, Judged, Message, ToolCall
 
 
@@ -647,4 +647,4 @@ def test_a_checkpoint_holds_the_fingerprint_of_every_file_here(tmp_path):
     )
     with fsspec.open("memory://elsewhere/d.jsonl", "wb") as file:
         file.write(b"{}\n")
-    assert [path.name for path in files_of(config)] == ["a.jsonl", "b.parquet", "c.jsonl"]
+    assert [path.name for path in list_data_files(config)] == ["a.jsonl", "b.parquet", "c.jsonl"]

@@ -15,7 +15,7 @@ from ratchet.data.chat.renderer import Renderer
 from ratchet.environments.config import PreferencesConfig
 from ratchet.environments.datasets.preferences import Preferences
 from ratchet.errors import DataError
-from ratchet.experience.sources.offline import Pairs, Writer
+from ratchet.experience.sources.offline import PairSource, TextRenderer
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing import check_environment
 from ratchet.training.from_config import build_policy, build_run
@@ -505,7 +505,9 @@ def test_the_published_pairs_render_with_chatml(shared_data):
     )
     tokenizer = byte_tokenizer()
     renderer = Renderer(tokenizer, "chatml")
-    pairs = Pairs(TaskStream(environment, seed=0), "p", Writer(renderer, max_context=10**6))
+    pairs = PairSource(
+        TaskStream(environment, seed=0), "p", TextRenderer(renderer, max_context=10**6)
+    )
     for group in asyncio.run(pairs.draw(25, version=0)):
         expected = environment.comparison(group.task)
         prompt = renderer.prompt(group.task.messages)

@@ -13,7 +13,7 @@ from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.environments.tool_use.environment import ToolUse
 from ratchet.errors import DataError
-from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.rewards.weighted_sum import composed
 from ratchet.sandbox import SandboxError
@@ -64,7 +64,7 @@ class Script:
 def played(environment, task, *turns, reward=None):
     tokenizer = character_tokenizer()
     script = Script(tokenizer, *turns)
-    player = Player(script, Renderer(tokenizer, TEMPLATE), max_context=2048)
+    player = EpisodePlayer(script, Renderer(tokenizer, TEMPLATE), max_context=2048)
     manager = RolloutManager(player, lambda: environment, reward)
     group = asyncio.run(manager.group(task, Sampling(), group_id="g", attempts=1))
     return group.trajectories[-1], script

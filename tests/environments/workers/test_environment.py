@@ -21,7 +21,7 @@ from ratchet.environments.workers.pool import rest_s
 from ratchet.environments.workers.process import Lost, Raised
 from ratchet.environments.workers.protocol import WRAPPED, packed, unpacked
 from ratchet.errors import DataError
-from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import Compares, Judges, Measures, OffersStops, OffersTools, Step, Steps
 from ratchet.testing import check_environment
@@ -318,7 +318,8 @@ def test_a_process_killed_from_outside_between_two_turns():
         assert watched.ends()
         with pytest.raises(
             Lost,
-            match=rf"{pid} died \(SIGKILL, by another process, or by the kernel for want of memory\)",
+            match=rf"{pid} died \(SIGKILL, by another process, or by the kernel for want of "
+            r"memory\)",
         ):
             await tell(environment, "say on")
 
@@ -469,7 +470,7 @@ class Codes(TextAlone):
 
 def rolled_out(environment, says, *, retries=0, timeout_s=None):
     generator = FakeGenerator(lambda tokens, sampling: [*map(ord, says), 0])
-    player = Player(generator, Codes(), max_context=64, timeout_s=timeout_s)
+    player = EpisodePlayer(generator, Codes(), max_context=64, timeout_s=timeout_s)
     manager = RolloutManager(player, lambda: copy.copy(environment), None, retries=retries)
 
     async def play():

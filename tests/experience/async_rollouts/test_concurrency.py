@@ -11,10 +11,10 @@ from experience.test_simulated import BATCH, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.experience.async_rollouts.concurrency import Concurrency
+from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
 from ratchet.experience.rollout.metrics import measure_staleness
-from ratchet.experience.seeds import seed_for
-from ratchet.experience.sources.prompt_ledger import faults_of, read_ledger
+from ratchet.experience.seeds import derive_seed
+from ratchet.experience.sources.prompt_ledger import find_ledger_faults, read_ledger
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.clock import simulate
 
@@ -22,7 +22,7 @@ from ratchet.testing.clock import simulate
 def test_by_hand():
     """Of 16 groups a step an eighth is 2: so many more where nothing of the target is used, one
     more where half is."""
-    held = Concurrency(per_step=16, most=48, staleness=2.0)
+    held = ConcurrencyController(per_step=16, most=48, staleness=2.0)
     assert held.groups == 16
     held.update(waited=True, staleness=0.0)
     assert held.level == 18.0
@@ -39,7 +39,7 @@ def test_by_hand():
 
 
 def test_the_target_that_is_nearer_decides():
-    held = Concurrency(per_step=16, most=48, staleness=2.0, mismatch=0.1)
+    held = ConcurrencyController(per_step=16, most=48, staleness=2.0, mismatch=0.1)
     held.update(waited=True, staleness=1.0, mismatch=0.0)
     assert held.level == 17.0
     held.update(waited=True, staleness=0.0, mismatch=0.075)
@@ -52,7 +52,7 @@ def test_the_target_that_is_nearer_decides():
 
 @pytest.mark.parametrize("mismatch", [None, math.nan])
 def test_a_step_that_was_not_measured_changes_nothing(mismatch):
-    held = Concurrency(per_step=16, most=48, mismatch=0.1)
+    held = ConcurrencyController(per_step=16, most=48, mismatch=0.1)
     held.update(waited=True, staleness=9.0, mismatch=mismatch)
     assert held.level == 16.0
     held.update(waited=True, staleness=9.0, mismatch=0.0)
@@ -70,7 +70,7 @@ def test_a_step_that_was_not_measured_changes_nothing(mismatch):
 def test_it_holds_a_target_that_answers_late(per_step, ahead, target, power, share):
     """What begins now is trained on when all that is before it has been. Mismatch grows with that,
     or with its square, by a factor that nobody knows."""
-    held = Concurrency(per_step=per_step, most=per_step * (ahead + 1), mismatch=target)
+    held = ConcurrencyController(per_step=per_step, most=per_step * (ahead + 1), mismatch=target)
     levels = deque([held.groups] * 40, maxlen=40)
     measured = []
     for _ in range(400):
@@ -95,7 +95,7 @@ class InParts:
         self.generator = generator
 
     async def play(self, task, environment, sampling, *, attempt, memo=None):
-        asked = [replace(sampling, seed=seed_for(sampling.seed, part)) for part in range(2)]
+        asked = [replace(sampling, seed=derive_seed(sampling.seed, part)) for part in range(2)]
         found = [await self.generator.generate([1], own) for own in asked]
         row = make_trajectory([1], [0, 0], attempt=attempt)
         row.versions[-2:] = [int(one.versions[0]) for one in found]
@@ -147,7 +147,7 @@ def test_what_a_step_takes_and_how_stale_it_is(
     targets = None if target is None else {"staleness": target}
     found = played(update_s, max_staleness, targets=targets, path=path)
     assert found == (pytest.approx(seconds, rel=0.01), pytest.approx(behind, abs=0.01))
-    assert not faults_of(read_ledger(path), max_staleness=max_staleness)
+    assert not find_ledger_faults(read_ledger(path), max_staleness=max_staleness)
 
 
 def test_the_same_course_each_time_and_never_more_than_the_bound_allows():

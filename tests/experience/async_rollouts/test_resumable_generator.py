@@ -5,10 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 
-from ratchet.experience.async_rollouts.resumable_generator import CURRENT, Interruptible, joined
-from ratchet.experience.async_rollouts.staleness_scheduler import Issue
+from ratchet.experience.async_rollouts.resumable_generator import (
+    CURRENT,
+    ResumableGenerator,
+    join_completions,
+)
+from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.types import Completion, Sampling, StopReason, Task
@@ -26,7 +30,7 @@ PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
 
 def engine():
-    return Engine(EngineConfig(), init_policy(SHAPE, seed=0))
+    return EmbeddedEngine(EngineConfig(), init_policy(SHAPE, seed=0))
 
 
 def sampling(i):
@@ -45,9 +49,9 @@ def test_an_interrupted_completion_ends_as_if_it_had_not_been(after):
 
     async def run(journals, after):
         inner = engine()
-        generator = Interruptible(inner)
+        generator = ResumableGenerator(inner)
         issues = [
-            Issue(i, 0, f"g/{i}", Task("t", ()), journal=journal)
+            ScheduledGroup(i, 0, f"g/{i}", Task("t", ()), journal=journal)
             for i, journal in enumerate(journals)
         ]
         asked = [
@@ -89,8 +93,8 @@ def test_an_interrupted_completion_ends_as_if_it_had_not_been(after):
 def test_tokens_keep_the_version_that_drew_them():
     async def run():
         inner = engine()
-        generator = Interruptible(inner)
-        issue = Issue(0, 0, "g/0", Task("t", ()))
+        generator = ResumableGenerator(inner)
+        issue = ScheduledGroup(0, 0, "g/0", Task("t", ()))
         asked = asyncio.create_task(in_issue(issue, generator.generate([1, 2], sampling(0))))
         for _ in range(6):
             await asyncio.sleep(0)
@@ -108,9 +112,11 @@ def test_tokens_keep_the_version_that_drew_them():
 def test_an_abort_by_somebody_else_ends_the_request():
     async def run():
         inner = engine()
-        generator = Interruptible(inner)
+        generator = ResumableGenerator(inner)
         asked = asyncio.create_task(
-            in_issue(Issue(0, 0, "g/0", Task("t", ())), generator.generate([1], sampling(0)))
+            in_issue(
+                ScheduledGroup(0, 0, "g/0", Task("t", ())), generator.generate([1], sampling(0))
+            )
         )
         for _ in range(6):
             await asyncio.sleep(0)
@@ -122,7 +128,7 @@ def test_an_abort_by_somebody_else_ends_the_request():
 
 def test_requests_of_no_group_pass_through():
     async def run():
-        generator = Interruptible(engine())
+        generator = ResumableGenerator(engine())
         await generator.close(lambda: 0)
         return await generator.generate([1], sampling(0))
 
@@ -138,6 +144,6 @@ def test_routes_are_those_of_the_first_forward():
             np.asarray(tokens), zeros, zeros, np.zeros(n, np.int32), StopReason.LENGTH, shape
         )
 
-    whole = joined(piece([5, 6], [1, 2, 3, -1]), piece([7], [9, 9, 9, 4, -1]))
+    whole = join_completions(piece([5, 6], [1, 2, 3, -1]), piece([7], [9, 9, 9, 4, -1]))
     assert whole.tokens.tolist() == [5, 6, 7]
     assert whole.routes[:, 0, 0].tolist() == [1, 2, 3, 4, -1]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.experience.async_rollouts.staleness_scheduler import GenerateScheduler
+from ratchet.experience.async_rollouts.staleness_scheduler import StalenessScheduler
 from ratchet.types import Group, Task
 
 TASK = Task("t", ())
@@ -43,7 +43,7 @@ def play(scheduler, durations, steps):
 def test_every_group_is_trained_on_once_and_in_time(
     per_step, max_staleness, order, durations, steps
 ):
-    scheduler = GenerateScheduler(
+    scheduler = StalenessScheduler(
         per_step=per_step, max_staleness=max_staleness, last_step=steps, order=order
     )
     taken = play(scheduler, durations, steps)
@@ -64,7 +64,7 @@ def test_every_group_is_trained_on_once_and_in_time(
 def test_without_staleness_a_step_takes_what_it_began():
     for order in ("issued", "ready"):
         taken = play(
-            GenerateScheduler(per_step=3, max_staleness=0, last_step=4, order=order), [5, 0, 9], 4
+            StalenessScheduler(per_step=3, max_staleness=0, last_step=4, order=order), [5, 0, 9], 4
         )
         assert [[issue.version for issue in chosen] for chosen in taken] == [
             [step] * 3 for step in range(4)
@@ -72,7 +72,7 @@ def test_without_staleness_a_step_takes_what_it_began():
 
 
 def test_the_ready_go_first_and_the_slow_are_waited_for_when_they_are_due():
-    scheduler = GenerateScheduler(per_step=2, max_staleness=2, last_step=10, order="ready")
+    scheduler = StalenessScheduler(per_step=2, max_staleness=2, last_step=10, order="ready")
     slow, *others = [scheduler.begin(0, f"g/{i}", TASK) for i in range(scheduler.room(0))]
     for issue in others:
         scheduler.ready(issue, Group(issue.id, TASK, ()))
@@ -85,7 +85,7 @@ def test_the_ready_go_first_and_the_slow_are_waited_for_when_they_are_due():
 
 @pytest.mark.parametrize("order", ["issued", "ready"])
 def test_what_is_dropped_makes_room(order):
-    scheduler = GenerateScheduler(per_step=2, max_staleness=0, last_step=3, order=order)
+    scheduler = StalenessScheduler(per_step=2, max_staleness=0, last_step=3, order=order)
     first, second = (scheduler.begin(0, f"g/{i}", TASK) for i in range(2))
     assert scheduler.room(0) == 0
     scheduler.drop(first)

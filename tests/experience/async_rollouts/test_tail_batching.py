@@ -12,10 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratchet.experience.async_rollouts import tail_batching
-from ratchet.experience.async_rollouts.tail_batching import Cuttable, Drawn, TailBatching
+from ratchet.experience.async_rollouts.tail_batching import (
+    AbortableGenerator,
+    DrawnTokens,
+    TailBatching,
+)
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.experience.sources.prompt_ledger import Ledger, faults_of, read_ledger
-from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_faults, read_ledger
+from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.clock import simulate
@@ -63,9 +67,9 @@ class Counts:
 
 def made(lengths, *, more, last_step, path=None, attempts=1):
     generator = Ticking()
-    asked = Cuttable(generator)
+    asked = AbortableGenerator(generator)
     manager = RolloutManager(Counts(asked, lengths), FakeEnvironment, None, needs_reward=False)
-    source = Rollouts(
+    source = RolloutSource(
         TaskStream(FakeEnvironment(), seed=0),
         "s",
         manager,
@@ -73,7 +77,7 @@ def made(lengths, *, more, last_step, path=None, attempts=1):
         seed=0,
         group_size=attempts,
     )
-    source.ledger = Ledger(path)
+    source.ledger = PromptLedger(path)
     return TailBatching(source, asked, more=more, last_step=last_step), generator
 
 
@@ -114,7 +118,7 @@ def test_by_hand(tmp_path):
         ([6, 7], 6.0, measured(0, 0, 0)),
     ]
     lines = list(read_ledger(path))
-    assert not faults_of(iter(lines), max_staleness=0)
+    assert not find_ledger_faults(iter(lines), max_staleness=0)
     assert [(line["event"], line["id"]) for line in lines[:6]] == [
         *(("issued", f"s/{i}") for i in range(3)), ("deferred", "s/1"), ("trained", "s/0"), ("trained", "s/2"),
     ]  # fmt: skip
@@ -155,7 +159,7 @@ def test_a_resumed_run_goes_on_with_those_that_were_deferred(tmp_path):
     path = tmp_path / "ledger.jsonl"
     assert simulate(killed_and_resumed(path)) == wanted
     lines = list(read_ledger(path))
-    assert not faults_of(iter(lines), max_staleness=0)
+    assert not find_ledger_faults(iter(lines), max_staleness=0)
     assert Counter(line["event"] for line in lines) == {
         "issued": 8 + 2,
         "deferred": 2,
@@ -189,7 +193,7 @@ def test_it_conforms_to_the_source_protocol():
 def test_requests_of_no_group_are_neither_counted_nor_held_up():
     async def scene():
         generator = Ticking()
-        asked = Cuttable(generator)
+        asked = AbortableGenerator(generator)
         await asked.cut()
         passed = await asked.generate([1], Sampling(max_new_tokens=3))
         return len(passed.tokens), generator.aborted.is_set()
@@ -203,7 +207,7 @@ def test_who_asks_after_the_cut_waits_until_it_is_cancelled():
 
     async def scene():
         generator = Ticking()
-        asked, drawn = Cuttable(generator), Drawn()
+        asked, drawn = AbortableGenerator(generator), DrawnTokens()
         tail_batching.CURRENT.set(drawn)
         running = asyncio.create_task(asked.generate([1], Sampling(max_new_tokens=9)))
         await asyncio.sleep(4)
@@ -229,8 +233,8 @@ def test_a_generator_that_does_not_answer_an_abort_is_not_waited_for(caplog):
         def abort(self): ...
 
     async def scene():
-        asked, clock = Cuttable(Deaf()), asyncio.get_running_loop().time
-        tail_batching.CURRENT.set(Drawn())
+        asked, clock = AbortableGenerator(Deaf()), asyncio.get_running_loop().time
+        tail_batching.CURRENT.set(DrawnTokens())
         running = asyncio.create_task(asked.generate([1], Sampling(max_new_tokens=10_000)))
         await asyncio.sleep(1)
         await asked.cut()

@@ -13,16 +13,16 @@ from ratchet.config.experience import ParityConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
 from ratchet.errors import ParityError
-from ratchet.experience.checks.logprob_parity import Ends, ParityGate, comparable
+from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair, select_comparable_rows
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import Sampling
-from ratchet.weight_sync.endpoints import Intake, OneRank, Outlet
+from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
 SHAPE = DecoderConfig(23, 16, 2, 4, 2, 8, 24, init_std=0.3)
@@ -37,9 +37,11 @@ class World:
         policy = init_policy(SHAPE, seed=0)
         self.learner = LocalLearner(LocalConfig(), policy)
         engine = init_policy(SHAPE, seed=1, dtype=dtype)
-        self.generator = Engine(EngineConfig(kv_cache_gib=0.01, row_multiple=1), engine)
+        self.generator = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01, row_multiple=1), engine)
         self.link = SharedMemoryLink(
-            OneRank(Outlet(self.learner)), OneRank(Intake(self.generator)), dtype=sent
+            LocalRank(WeightSender(self.learner)),
+            LocalRank(WeightReceiver(self.generator)),
+            dtype=sent,
         )
         asyncio.run(self.link.push(1))
         settings = {
@@ -51,7 +53,8 @@ class World:
             **options,
         }
         self.gate = ParityGate(
-            Ends(self.learner, self.generator, self.link, prints or {}), ParityConfig(**settings)
+            ParityPair(self.learner, self.generator, self.link, prints or {}),
+            ParityConfig(**settings),
         )
 
     def batch(self, *, temperature=1.0, recorded=None):
@@ -135,8 +138,8 @@ def test_another_tokenizer_is_found():
 
 def test_the_engine_shows_its_tokenizer():
     world, own, theirs = World(), character_tokenizer("0123456789="), character_tokenizer("abc")
-    engine = Engine(EngineConfig(kv_cache_gib=0.01), init_policy(SHAPE, seed=0), theirs)
-    ends = Ends.create(world.learner, engine, world.link, own)
+    engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01), init_policy(SHAPE, seed=0), theirs)
+    ends = ParityPair.create(world.learner, engine, world.link, own)
     assert ends.fingerprints == {"policy": own.fingerprint, "generator": theirs.fingerprint}
 
 
@@ -181,8 +184,8 @@ def test_only_rows_of_the_learners_version_are_compared():
     greedy = replace(row, use="baseline", attempt=2)
     given = replace(make_trajectory([1], [2, 3], reward=1.0, version=-1), attempt=3)
     batch = pack([make_group("g", [row, mixed, greedy, given])])
-    assert comparable(batch, 3) == [0]
-    assert comparable(batch, 4) == []
+    assert select_comparable_rows(batch, 3) == [0]
+    assert select_comparable_rows(batch, 4) == []
     assert World().check(batch, version=4) == {}
 
 

@@ -6,8 +6,8 @@ import copy
 import pytest
 
 from ratchet.config.schema import RunConfig
-from ratchet.experience.checks.reward_hacking import Probes
-from ratchet.experience.rollout.episode import Player
+from ratchet.experience.checks.reward_hacking import RewardHackingProbes
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextAlone
@@ -42,7 +42,9 @@ def group(name, *rewards):
 def test_a_second_opinion_by_hand():
     second = FakeReward(lambda row, task: float(row.completion_length > 1))
     found = asyncio.run(
-        Probes(1, 3, second).check([group("a", 1.0, 1.0), group("b", 0.5), group("c", 1.0)])
+        RewardHackingProbes(1, 3, second).check(
+            [group("a", 1.0, 1.0), group("b", 0.5), group("c", 1.0)]
+        )
     )
     # |1-0|, |1-1|, |0.5-0|
     assert found.metrics == {"second_opinion": {"reward": 1 / 3, "disagreement": 0.5}}
@@ -62,7 +64,7 @@ def test_it_does_not_see_the_first_opinion_and_what_fails_costs_nothing():
         make_trajectory([1], [2], outcome=Truncated(1.0), attempt=1),
         make_trajectory([1], [2], outcome=Failed("environment"), attempt=2),
     ]
-    found = asyncio.run(Probes(1, 8, FakeReward(judge)).check([make_group("a", rows)]))
+    found = asyncio.run(RewardHackingProbes(1, 8, FakeReward(judge)).check([make_group("a", rows)]))
     assert found.metrics == {}
     assert seen[0] is None
     assert Failed("environment") not in seen
@@ -77,12 +79,12 @@ def test_canaries_are_played_greedily_and_judged_by_the_reward():
         return [int(tokens[-1]), EOS]
 
     manager = RolloutManager(
-        Player(FakeGenerator(answer), Digits(), max_context=64),
+        EpisodePlayer(FakeGenerator(answer), Digits(), max_context=64),
         lambda: copy.copy(environment),
         FakeReward(lambda row, task: float(row.completion_length) / 4),
     )
     canaries = [task for task, _ in zip(environment.tasks("test", seed=0), range(3), strict=False)]
-    probes = Probes(
+    probes = RewardHackingProbes(
         2,
         3,
         manager=manager,

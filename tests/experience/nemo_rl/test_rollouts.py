@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl import BatchedDataDict, WithSampling, collate, make_datum
-from ratchet.experience.nemo_rl.metrics import percentile
+from ratchet.experience.nemo_rl.metrics import compute_percentile
 from ratchet.experience.nemo_rl.rollouts import (
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
@@ -102,9 +102,9 @@ def test_the_rules_by_hand():
 
 
 def test_percentiles_are_values_that_occurred():
-    assert percentile([3, 1, 2], 50) == 2
-    assert percentile(list(range(1, 101)), 95) == 95
-    assert percentile([7], 99) == 7
+    assert compute_percentile([3, 1, 2], 50) == 2
+    assert compute_percentile(list(range(1, 101)), 95) == 95
+    assert compute_percentile([7], 99) == 7
 
 
 @pytest.mark.parametrize("rollout", BOTH)

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.experience.openai_proxy.server import Proxy
-from ratchet.experience.openai_proxy.session import Session
+from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.testing.fakes import FakeGenerator
 from ratchet.types import Sampling
 
@@ -93,7 +93,7 @@ async def serving(
     generator, *, renderer=RENDERER, max_context=4096, max_turns=64, proxy=None, **sampled
 ):
     """(session, client of it)"""
-    session = Session(
+    session = AgentSession(
         generator, renderer, sampling(**sampled), max_context=max_context, max_turns=max_turns
     )
     async with (

@@ -13,7 +13,7 @@ from experience.openai_proxy.talk import EOS, RENDERER, Scripted, only, said, se
 from openai import AuthenticationError, BadRequestError, NotFoundError, RateLimitError
 
 from ratchet.errors import ConfigError
-from ratchet.experience.openai_proxy.server import LIMITS, Proxy, chat_app
+from ratchet.experience.openai_proxy.server import LIMITS, Proxy, make_chat_app
 from ratchet.testing.fakes import FakeGenerator
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
@@ -290,7 +290,7 @@ def test_a_key_that_samples_moves_no_weights():
 def test_there_are_two_routes_and_both_want_a_key():
     """Of attempts' server and `ratchet serve` alike: both are this app."""
     asked = []
-    app = chat_app(lambda key: asked.append(key))
+    app = make_chat_app(lambda key: asked.append(key))
     routes = {(method, route.path) for route in app.routes for method in route.methods}
     assert routes == {("GET", "/v1/models"), ("POST", "/v1/chat/completions")}
 

@@ -16,7 +16,7 @@ from experience.openai_proxy.talk import RENDERER, TEMPLATE, TOOLS, Scripted, sa
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.experience.openai_proxy.schema import MOST_MESSAGES
-from ratchet.experience.openai_proxy.session import Session
+from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.types import Message, Sampling
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
@@ -102,7 +102,7 @@ class Counted(Message):
 @pytest.mark.fault("S15")
 def test_finding_the_conversation_is_linear_in_messages() -> None:
     async def reads(count: int) -> int:
-        session = Session(Scripted(), RENDERER, Sampling(), max_context=10, max_turns=1)
+        session = AgentSession(Scripted(), RENDERER, Sampling(), max_context=10, max_turns=1)
         messages = [Counted("user", "x") for _ in range(count)]
         Counted.reads = 0
         assert session._parent(messages, [bytes([0])] * (count + 1)) is None

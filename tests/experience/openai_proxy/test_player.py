@@ -10,7 +10,7 @@ import pytest
 from experience.openai_proxy.talk import TOOLS, Scripted, converse, said, sampling
 from openai import AsyncOpenAI, OpenAI
 
-from ratchet.experience.openai_proxy.agents import MAX_OUTPUT, Command
+from ratchet.experience.openai_proxy.agents import MAX_OUTPUT, CommandAgent
 from ratchet.experience.openai_proxy.config import CommandConfig
 from ratchet.experience.openai_proxy.player import AgentPlayer
 from ratchet.experience.rollout.manager import RolloutManager
@@ -93,7 +93,7 @@ print(sorted(task), json.load(urllib.request.urlopen(request))["choices"][0]["me
 
 
 def command(program, **more):
-    return Command(CommandConfig(command=(sys.executable, "-c", program), **more))
+    return CommandAgent(CommandConfig(command=(sys.executable, "-c", program), **more))
 
 
 def test_a_program_plays_an_attempt(tmp_path):
@@ -114,7 +114,7 @@ def test_a_program_that_fails_floods_or_does_not_read_costs_its_attempt():
     assert row.outcome == Failed(
         "agent", "it ended without an answer of the policy: nothing can be learned from it"
     )
-    (row,) = play(Command(CommandConfig(command=("/no/such/program",))))
+    (row,) = play(CommandAgent(CommandConfig(command=("/no/such/program",))))
     assert "No such file" in row.outcome.detail
 
 

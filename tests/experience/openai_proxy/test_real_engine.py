@@ -14,13 +14,13 @@ from ratchet.config.schema import EvaluationConfig, OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.packing import pack
 from ratchet.experience.openai_proxy.player import AgentPlayer
-from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.models.load import init_policy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.testing.fakes import FakeEnvironment, FakeReward
 from ratchet.training.build import make_run
 from ratchet.training.loop import train
-from ratchet.training.stage import Arena, Plan, Policy
+from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Group, Message, Owner, Sampling, Scored, Task, ToolCall
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai"), pytest.mark.slow]
@@ -69,19 +69,19 @@ async def solve(task, base_url, api_key):
 
 
 def plan(name, steps, **more):
-    return Plan(name, steps, 4, evaluation=EvaluationConfig(tasks=0), **more)
+    return StageSpec(name, steps, 4, evaluation=EvaluationConfig(tasks=0), **more)
 
 
 @pytest.fixture(scope="module")
 def learned():
     """(policy that has learned the demonstration, its learner)"""
     tokenizer = byte_tokenizer()
-    shape = preset("tiny", vocab_size=tokenizer.vocab_size, max_positions=1024)
+    shape = get_preset("tiny", vocab_size=tokenizer.vocab_size, max_positions=1024)
     policy = Policy.create(init_policy(shape, seed=0), tokenizer, template=TEMPLATE)
     optimizer = OptimizerConfig(lr=5e-3, warmup_steps=5)
     run = make_run(
         policy,
-        Arena(Sums()),
+        EnvSetup(Sums()),
         construct(resolve("algorithm", {"kind": "sft"})),
         plan("sft", 150, optimizer=optimizer),
     )
@@ -193,14 +193,14 @@ def test_a_few_steps_of_grpo_by_the_agent(learned):
         # so that there is something to learn
         return float(trajectory.extras["result"] == "It is 7.") + 0.1 * (len(seen) % 3)
 
-    arena = Arena(Sums(), reward=FakeReward(judge), agent=solve)
+    arena = EnvSetup(Sums(), reward=FakeReward(judge), agent=solve)
     sampling = Sampling(temperature=1.0, max_new_tokens=100)
     first = policy.generator.version
     before = [parameter.detach().clone() for parameter in policy.model.parameters()]
     algorithm = construct(resolve("algorithm", {"kind": "grpo", "group_size": 3}))
     run = make_run(policy, arena, algorithm, plan("grpo", 2, sampling=sampling))
     assert isinstance(run.managers[0].player, AgentPlayer)
-    assert isinstance(run.batcher.source, Rollouts)
+    assert isinstance(run.batcher.source, RolloutSource)
     asyncio.run(train(run))
     assert len(seen) == 2 * 4 * 3
     assert all(row.outcome is None for row in seen)

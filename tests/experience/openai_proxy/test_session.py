@@ -207,11 +207,11 @@ def test_how_a_client_writes_the_same_history_does_not_matter():
 def test_a_stop_string_is_sampled_and_not_shown():
     """Random letters from a real engine: the string that ends the answer stays in the tokens."""
     from ratchet.models.load import init_policy
-    from ratchet.models.presets import preset
+    from ratchet.models.presets import get_preset
     from ratchet.training.stage import Policy
 
     tokenizer = byte_tokenizer()
-    shape = preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=16, n_layers=1)
+    shape = get_preset("tiny", vocab_size=tokenizer.vocab_size, hidden_size=16, n_layers=1)
     policy = Policy.create(init_policy(shape, seed=0), tokenizer, template=TEMPLATE)
 
     async def run():

@@ -8,7 +8,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from ratchet.experience.openai_proxy.schema import ApiError, Budget, Request
+from ratchet.experience.openai_proxy.schema import ApiError, ChatRequest, JsonValueBudget
 
 USER = {"role": "user", "content": "hi"}
 
@@ -33,7 +33,7 @@ def body(*messages: dict[str, object], **keys: object) -> bytes:
     ],
 )
 def test_values_outside_of_strings_are_counted(text: bytes, values: int) -> None:
-    budget = Budget()
+    budget = JsonValueBudget()
     budget.take(text)
     assert budget.values - budget.left == values
 
@@ -42,25 +42,25 @@ def test_values_outside_of_strings_are_counted(text: bytes, values: int) -> None
 def test_a_body_of_too_many_values_is_refused(piece: str) -> None:
     many = body(tools=[]).replace(b"[]", f"[{','.join([piece] * 2**17)}]".encode())
     with pytest.raises(ApiError, match="more than 65536 values of JSON") as refused:
-        Request.read(many)
+        ChatRequest.read(many)
     assert refused.value.status == 400
 
 
 def test_a_body_of_many_strings_is_refused_unsplit() -> None:
     with pytest.raises(ValueError, match="more than 4 values"):
-        Budget(4).take(b'""' * 9)
+        JsonValueBudget(4).take(b'""' * 9)
 
 
 def test_arguments_of_all_calls_share_the_budget() -> None:
     half = json.dumps({"a": [0] * 2**15})
-    assert Request.read(body(called(half)))
+    assert ChatRequest.read(body(called(half)))
     with pytest.raises(ApiError, match="more than 65536 values of JSON"):
-        Request.read(body(called(half), called(half)))
+        ChatRequest.read(body(called(half), called(half)))
 
 
 def test_long_texts_of_marks_are_no_values() -> None:
     code = '{"a": [1, 2, \\"x\\"]},' * 2**14
-    request = Request.read(
+    request = ChatRequest.read(
         body({"role": "user", "content": code}, called(json.dumps({"code": code})))
     )
     assert request.conversation[1].text == code
@@ -80,12 +80,14 @@ MISTAKES = {
 def test_many_mistakes_cost_no_more_than_one(wrong: dict[str, object]) -> None:
     """An error for each took three seconds for a MiB, in which no other request was answered."""
     with pytest.raises(ValidationError) as refused:
-        Request.model_validate({"model": "policy", "messages": [USER], **wrong}, context=Budget())
+        ChatRequest.model_validate(
+            {"model": "policy", "messages": [USER], **wrong}, context=JsonValueBudget()
+        )
     assert refused.value.error_count() <= 10
 
 
 def test_a_refusal_does_not_repeat_a_long_key() -> None:
     with pytest.raises(ApiError) as refused:
-        Request.read(body(**{"k" * 10_000: 1}))
+        ChatRequest.read(body(**{"k" * 10_000: 1}))
     assert len(str(refused.value)) < 300
     assert len(refused.value.param or "") <= 200

@@ -11,7 +11,7 @@ from oracles.cases import groups, rollouts
 from oracles.ragged import Row
 
 from ratchet.executors.protocol import pack, unpack
-from ratchet.experience.rollout.columns import Shipped
+from ratchet.experience.rollout.columns import PackedGroups
 from ratchet.types import Group, Trajectory
 
 
@@ -42,7 +42,7 @@ def test_groups_arrive_as_they_were(rows: list[Row], data: st.DataObject) -> Non
         for i, group in enumerate(groups(rows))
     ]
     sent.append(Group("without", sent[0].task, ()))
-    arrived = list(unpack(pack(Shipped.pack(sent))).groups([group.task for group in sent]))
+    arrived = list(unpack(pack(PackedGroups.pack(sent))).groups([group.task for group in sent]))
     assert [(group.id, group.uses, group.task) for group in arrived] == [
         (group.id, group.uses, group.task) for group in sent
     ]
@@ -55,4 +55,4 @@ def test_groups_arrive_as_they_were(rows: list[Row], data: st.DataObject) -> Non
 
 
 def test_nothing_is_sent_of_nothing() -> None:
-    assert list(Shipped.pack([]).groups([])) == []
+    assert list(PackedGroups.pack([]).groups([])) == []

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.protocols import Step
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, TextAlone
 from ratchet.types import (
@@ -40,7 +40,7 @@ class Digits(TextAlone):
 
 
 def play(generator, environment, *, task=None, sampling=None, max_context=64, max_turns=8):
-    player = Player(generator, Digits(), max_context=max_context, max_turns=max_turns)
+    player = EpisodePlayer(generator, Digits(), max_context=max_context, max_turns=max_turns)
     task = task or Task("t", (Message("user", "12"),), answer="2")
     sampling = sampling or Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=7, temperature=0.5)
     (trajectory,) = asyncio.run(player.play(task, environment, sampling, attempt=3))
@@ -184,7 +184,7 @@ def test_a_history_that_can_not_go_on_forks_into_a_trajectory_of_its_own():
         state_key=message.text,
         metrics={"moves": 2},
     )
-    player = Player(generator, Forgetful(), max_context=64)
+    player = EpisodePlayer(generator, Forgetful(), max_context=64)
     task = Task("t", (Message("user", "12"),))
     sampling = Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=7)
     rows = asyncio.run(player.play(task, FakeEnvironment(script), sampling, attempt=3))
@@ -209,7 +209,9 @@ def test_a_history_that_can_not_go_on_forks_into_a_trajectory_of_its_own():
 
 
 def test_a_forked_prompt_beyond_the_context_leaves_no_empty_trajectory():
-    player = Player(FakeGenerator(lambda tokens, sampling: [1, EOS]), Forgetful(), max_context=5)
+    player = EpisodePlayer(
+        FakeGenerator(lambda tokens, sampling: [1, EOS]), Forgetful(), max_context=5
+    )
     script = lambda task, message: Step((Message("user", "77777"),))  # noqa: E731
     task = Task("t", (Message("user", "12"),))
     rows = asyncio.run(

@@ -6,11 +6,11 @@ import pytest
 
 from ratchet.data.packing import pack
 from ratchet.errors import TrainingError
-from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.rollout.metrics import measure_groups
 from ratchet.experience.sources.batcher import Batcher
-from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Step
 from ratchet.testing.builders import make_group, make_trajectory
@@ -37,7 +37,7 @@ class Digits(TextAlone):
 
 def manager(*, script=None, answer=lambda tokens, sampling: [sampling.seed % 10, EOS], reward=None):
     environment = FakeEnvironment(script)
-    player = Player(FakeGenerator(answer), Digits(), max_context=64)
+    player = EpisodePlayer(FakeGenerator(answer), Digits(), max_context=64)
     return RolloutManager(
         player, lambda: copy.copy(environment), reward or FakeReward(lambda t, task: float(len(t)))
     )
@@ -96,7 +96,9 @@ def test_one_environment_instance_never_serves_two_attempts_at_once():
             return Step(done=True)
 
     environment = Alone()
-    player = Player(FakeGenerator(lambda tokens, sampling: [1, EOS]), Digits(), max_context=64)
+    player = EpisodePlayer(
+        FakeGenerator(lambda tokens, sampling: [1, EOS]), Digits(), max_context=64
+    )
     made = RolloutManager(player, lambda: copy.copy(environment), FakeReward(lambda t, task: 1.0))
     jobs = [(f"g/{i}", task) for i, task in enumerate(tasks(3))]
     for _ in range(2):
@@ -148,7 +150,7 @@ def unneeded(
 ):
     """Of an algorithm that reads no reward."""
     environment = FakeEnvironment(script)
-    player = Player(FakeGenerator(answer), Digits(), max_context=64)
+    player = EpisodePlayer(FakeGenerator(answer), Digits(), max_context=64)
     return RolloutManager(
         player, lambda: copy.copy(environment), reward, **{"needs_reward": False, **options}
     )
@@ -224,7 +226,7 @@ def test_rewards_of_the_environment_are_kept_where_none_is_read():
 
 
 def test_rollouts_conform_to_the_source_protocol():
-    source = Rollouts(
+    source = RolloutSource(
         TaskStream(FakeEnvironment(), seed=1),
         "s",
         manager(),
@@ -347,7 +349,7 @@ def test_a_forked_attempt_is_judged_once_and_all_its_trajectories_have_that_outc
     generator = FakeGenerator(lambda tokens, sampling: [1, EOS])
     environment = FakeEnvironment(lambda task, message: Step((Message("user", "7"),), reward=0.25))
     made = RolloutManager(
-        Player(generator, Forgetful(), max_context=64, max_turns=2),
+        EpisodePlayer(generator, Forgetful(), max_context=64, max_turns=2),
         lambda: copy.copy(environment),
         reward,
     )
@@ -375,7 +377,7 @@ def test_redundancy_says_how_much_shorter_is_what_was_kept():
 
     failed = make_trajectory([1], [2] * 50, outcome=Failed("timeout"), attempt=3)
     groups = [make_group("a", rows(2, 4)), make_group("b", [*rows(6, 8), failed])]
-    source = Rollouts(
+    source = RolloutSource(
         TaskStream(FakeEnvironment(), seed=0),
         "s",
         manager(),
@@ -391,8 +393,8 @@ def test_redundancy_says_how_much_shorter_is_what_was_kept():
         "redundancy/length_share": pytest.approx(5 / begun),
     }
     assert (
-        Rollouts(source.stream, "s", manager(), sampling=SAMPLING, seed=0, group_size=2).measure(
-            groups
-        )
+        RolloutSource(
+            source.stream, "s", manager(), sampling=SAMPLING, seed=0, group_size=2
+        ).measure(groups)
         == {}
     )

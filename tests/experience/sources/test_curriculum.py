@@ -8,9 +8,9 @@ import pytest
 
 from ratchet.config.experience import CurriculumConfig
 from ratchet.errors import DataError
-from ratchet.experience.async_rollouts.prefetch import teaches
+from ratchet.experience.async_rollouts.prefetch import has_learning_signal
 from ratchet.experience.sources.curriculum import Curriculum
-from ratchet.experience.sources.rollouts import Rollouts
+from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.fakes import FakeEnvironment
@@ -140,7 +140,7 @@ def test_a_difficulty_that_is_no_number_is_refused(name):
 def test_what_waits_keeps_its_tasks_whatever_was_learned_since():
     def source():
         stream = curriculum(memory=0.2)
-        return Rollouts(stream, "s", None, sampling=Sampling(), seed=0, group_size=2)  # pyright: ignore[reportArgumentType]
+        return RolloutSource(stream, "s", None, sampling=Sampling(), seed=0, group_size=2)  # pyright: ignore[reportArgumentType]
 
     async def run():
         first, second = source(), source()
@@ -169,4 +169,4 @@ def test_more_groups_teach(prefer, teach):
         rewards = [float(draw.random() < chances[task.answer]) for _ in range(8)]
         groups.append(ended(task, *rewards))
         stream.observe(groups[-1])
-    assert sum(map(teaches, groups)) / len(groups) == pytest.approx(teach, abs=0.02)
+    assert sum(map(has_learning_signal, groups)) / len(groups) == pytest.approx(teach, abs=0.02)

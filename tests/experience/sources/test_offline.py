@@ -13,7 +13,13 @@ from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
-from ratchet.experience.sources.offline import Labelled, Pairs, Rows, Stepped, Writer
+from ratchet.experience.sources.offline import (
+    LabelledSource,
+    PairSource,
+    SteppedSource,
+    SupervisedSource,
+    TextRenderer,
+)
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.fakes import FakeEnvironment
 from ratchet.types import Comparison, Judged, Message, Owner, Scored, Task, Turn
@@ -54,26 +60,26 @@ class Given(FakeEnvironment):
         return [(f"first {task.answer}\n", 1.0), (f"then {task.answer}\n", 0.25)]
 
 
-def writer(**settings) -> Writer:
-    return Writer(RENDERER, **{"max_context": 64, **settings})
+def writer(**settings) -> TextRenderer:
+    return TextRenderer(RENDERER, **{"max_context": 64, **settings})
 
 
-def pairs(environment=None, **settings) -> Pairs:
-    return Pairs(TaskStream(environment or Given(), seed=0), "p", writer(**settings))
+def pairs(environment=None, **settings) -> PairSource:
+    return PairSource(TaskStream(environment or Given(), seed=0), "p", writer(**settings))
 
 
-def labelled(reference_rows=True, **settings) -> Labelled:
-    return Labelled(
+def labelled(reference_rows=True, **settings) -> LabelledSource:
+    return LabelledSource(
         TaskStream(Given(), seed=0), "k", writer(**settings), reference_rows=reference_rows
     )
 
 
-def stepped(**settings) -> Stepped:
-    return Stepped(TaskStream(Given(), seed=0), "s", writer(**settings))
+def stepped(**settings) -> SteppedSource:
+    return SteppedSource(TaskStream(Given(), seed=0), "s", writer(**settings))
 
 
-def rows(train="all", **settings) -> Rows:
-    return Rows(TaskStream(Given(), seed=0), "r", writer(**settings), train=train)
+def rows(train="all", **settings) -> SupervisedSource:
+    return SupervisedSource(TaskStream(Given(), seed=0), "r", writer(**settings), train=train)
 
 
 SOURCES: dict[str, Any] = {"pairs": pairs, "labelled": labelled, "steps": stepped, "rows": rows}
@@ -236,9 +242,9 @@ def test_a_row_longer_than_the_context_is_refused_by_the_name_of_its_task(kind):
 @pytest.mark.parametrize(
     ("source", "method"),
     [
-        (Pairs, "comparison"),
-        (lambda *a: Labelled(*a, reference_rows=True), "judged"),
-        (Stepped, "steps"),
+        (PairSource, "comparison"),
+        (lambda *a: LabelledSource(*a, reference_rows=True), "judged"),
+        (SteppedSource, "steps"),
     ],
 )
 def test_an_environment_without_what_is_learned_from_is_refused_before_anything_is_drawn(

@@ -8,8 +8,8 @@ import pytest
 from ratchet.config.experience import ReplayConfig
 from ratchet.experience.rollout.metrics import measure_groups
 from ratchet.experience.sources.batcher import Batcher
-from ratchet.experience.sources.prompt_ledger import Ledger, faults_of, read_ledger
-from ratchet.experience.sources.replay_buffer import Replay
+from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_faults, read_ledger
+from ratchet.experience.sources.replay_buffer import ReplayBuffer
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeSource
 from ratchet.types import Failed
@@ -44,8 +44,8 @@ def number_of(name):
 
 
 def replay(path=None, **keys):
-    ledger = Ledger(path)
-    return Replay(Fresh(ledger), ReplayConfig(**keys), ledger=ledger, seed=0)
+    ledger = PromptLedger(path)
+    return ReplayBuffer(Fresh(ledger), ReplayConfig(**keys), ledger=ledger, seed=0)
 
 
 async def play(source, steps, first=0):
@@ -82,8 +82,8 @@ def test_what_is_too_old_is_not_replayed_and_the_ledger_holds_it(tmp_path):
     lines = list(read_ledger(path))
     ages = [line["step"] - line["version"] for line in lines if line["event"] == "replayed"]
     assert (min(ages), max(ages)) == (1, 2)
-    assert not faults_of(iter(lines), max_staleness=0, max_age=2)
-    assert faults_of(iter(lines), max_staleness=0, max_age=1)
+    assert not find_ledger_faults(iter(lines), max_staleness=0, max_age=2)
+    assert find_ledger_faults(iter(lines), max_staleness=0, max_age=1)
 
 
 def test_groups_without_a_signal_are_kept_only_where_any_will_do():
@@ -163,8 +163,8 @@ def test_metrics_and_the_share_of_failures_are_of_new_groups():
             return [*super().rows(number, version), *([fails] if version == 0 else [])]
 
     async def run():
-        ledger = Ledger()
-        source = Replay(
+        ledger = PromptLedger()
+        source = ReplayBuffer(
             Failing(ledger), ReplayConfig(groups=4, priority="uniform"), ledger=ledger, seed=0
         )
         batcher = Batcher(source, groups_per_step=4, max_failed_share=0.9)

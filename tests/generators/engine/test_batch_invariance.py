@@ -1,13 +1,13 @@
 import torch
 import torch.nn.functional as F
 
-from ratchet.generators.engine.batch_invariance import CANDIDATES, stable_rows
+from ratchet.generators.engine.batch_invariance import CANDIDATES, measure_stable_rows
 
 
 def test_the_probed_multiple_makes_products_of_any_size_agree(decoder):
     """Where a candidate works on this machine; where none does, the largest is taken and rounding
     differs."""
-    multiple = stable_rows(decoder)
+    multiple = measure_stable_rows(decoder)
     assert multiple in CANDIDATES
     x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
     weight = decoder.head_weight.detach()
@@ -19,4 +19,4 @@ def test_the_probed_multiple_makes_products_of_any_size_agree(decoder):
 
 
 def test_probing_is_deterministic(decoder):
-    assert stable_rows(decoder) == stable_rows(decoder)
+    assert measure_stable_rows(decoder) == measure_stable_rows(decoder)

@@ -97,7 +97,7 @@ def test_it_is_the_decoders_forward(shape, threads):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_is_for_processors_without_avx512(shape, kernels, monkeypatch):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-mno-avx512f"))
-    monkeypatch.setattr(cpu, "library", build.library.__wrapped__)
+    monkeypatch.setattr(cpu, "library", build.load_library.__wrapped__)
     kernels(True)
     decoder, (tokens, positions) = decoder_of(shape), fed(75)
     expected = decoder(tokens, positions, DecodeAttention(cache_of(shape), positions, 300))

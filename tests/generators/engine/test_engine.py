@@ -9,7 +9,7 @@ import torch
 
 from ratchet.errors import ConfigError, DataError, ModelError, RequestFailed
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers.attention import PackedAttention
@@ -49,7 +49,7 @@ def mixed_samplings(count, longest=40):
 
 
 def engine(decoder, tokenizer=None, **fields):
-    return Engine(EngineConfig(**fields), decoder, tokenizer)
+    return EmbeddedEngine(EngineConfig(**fields), decoder, tokenizer)
 
 
 def assert_same(a, b, exactly=True):

@@ -11,7 +11,7 @@ from models.lora.test_decoder import SHAPE, shaken
 from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ConfigError, ModelError
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.models.load import init_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import save_adapter
@@ -67,22 +67,22 @@ def test_an_adapter_that_is_not_finite_is_refused(adapters, tmp_path):
     made = policy(5)
     with torch.no_grad():
         next(iter(dict(made.adapter_weights()).values()))[0] = float("inf")
-    engine = Engine(CONFIG, policy())
+    engine = EmbeddedEngine(CONFIG, policy())
     with pytest.raises(ModelError, match=r"adapter 'bad': its weight '.*' isn't finite"):
         engine.add_adapter("bad", saved(made, tmp_path))
 
 
 def test_adapters_at_once_give_what_each_gives_alone(adapters):
-    engine = Engine(CONFIG, policy())
+    engine = EmbeddedEngine(CONFIG, policy())
     for name, (directory, _) in adapters.items():
         engine.add_adapter(name, directory)
     names = ["one", "two", None, "one"]
     together = ask(engine, names)
     for name, prompt, completion in zip(names, PROMPTS, together, strict=True):
         assert_same(ask(engine, [name], [prompt])[0], completion, 1e-6)
-        alone = Engine(CONFIG, policy() if name is None else adapters[name][1]).generate_all(
-            [prompt], [SAMPLING]
-        )[0]
+        alone = EmbeddedEngine(
+            CONFIG, policy() if name is None else adapters[name][1]
+        ).generate_all([prompt], [SAMPLING])[0]
         assert_same(alone, completion, 1e-5)
     assert together[0].tokens.tolist() != together[1].tokens.tolist(), (
         "equal prompts, other adapters"
@@ -90,7 +90,7 @@ def test_adapters_at_once_give_what_each_gives_alone(adapters):
 
 
 def test_a_request_without_one_has_the_same_bits_beside_others(adapters):
-    engine = Engine(CONFIG, policy())
+    engine = EmbeddedEngine(CONFIG, policy())
     alone = [ask(engine, [None], [prompt])[0] for prompt in PROMPTS]
     for name, (directory, _) in adapters.items():
         engine.add_adapter(name, directory)
@@ -111,12 +111,16 @@ def test_a_request_without_one_has_the_same_bits_beside_others(adapters):
 
 def test_the_policys_own_adapter_stays_apart_and_follows_its_updates(adapters):
     trained = policy(8)
-    engine = Engine(CONFIG, trained)
+    engine = EmbeddedEngine(CONFIG, trained)
     engine.add_adapter("one", adapters["one"][0])
     names = [None, "base", "one"]
     own, base, one = ask(engine, names, PROMPTS[:1] * 3)
-    assert_same(own, Engine(CONFIG, policy(8)).generate_all(PROMPTS[:1], [SAMPLING])[0], 1e-5)
-    assert_same(base, Engine(CONFIG, policy()).generate_all(PROMPTS[:1], [SAMPLING])[0], 1e-5)
+    assert_same(
+        own, EmbeddedEngine(CONFIG, policy(8)).generate_all(PROMPTS[:1], [SAMPLING])[0], 1e-5
+    )
+    assert_same(
+        base, EmbeddedEngine(CONFIG, policy()).generate_all(PROMPTS[:1], [SAMPLING])[0], 1e-5
+    )
     with torch.no_grad():
         for _, parameter in trained.trained():
             parameter.mul_(-1.5)
@@ -132,7 +136,7 @@ def test_the_policys_own_adapter_stays_apart_and_follows_its_updates(adapters):
 
 
 def test_a_request_that_moves_to_another_slot_keeps_its_adapter(adapters):
-    engine = Engine(CONFIG, policy())
+    engine = EmbeddedEngine(CONFIG, policy())
     for name, (directory, _) in adapters.items():
         engine.add_adapter(name, directory)
     samplings = [
@@ -146,7 +150,7 @@ def test_a_request_that_moves_to_another_slot_keeps_its_adapter(adapters):
 
 
 def test_names_that_are_not_there_and_adapters_that_do_not_fit(adapters, tmp_path):
-    engine = Engine(CONFIG, policy())
+    engine = EmbeddedEngine(CONFIG, policy())
     engine.add_adapter("one", adapters["one"][0])
     with pytest.raises(ConfigError, match="no adapter 'two': it serves base, one"):
         ask(engine, ["two"], PROMPTS[:1])

@@ -10,10 +10,10 @@ import torch
 
 from ratchet.errors import ConfigError
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers.attention import PackedAttention
-from ratchet.models.layers.expert_routing import Record
+from ratchet.models.layers.expert_routing import RouteRecorder
 from ratchet.types import Sampling
 
 EXPERTS = {
@@ -31,7 +31,7 @@ def sparse(decoder):
 
 
 def routes_of(decoder, tokens):
-    record = Record(decoder.config, len(tokens), torch.device("cpu"))
+    record = RouteRecorder(decoder.config, len(tokens), torch.device("cpu"))
     with torch.no_grad():
         decoder(
             torch.tensor(tokens),
@@ -49,7 +49,7 @@ def test_every_token_but_the_last_has_its_experts_whoever_comes_and_goes(sparse)
     samplings = [
         Sampling(max_new_tokens=1 + 5 * (i % 5), seed=i, routes=i % 3 != 2) for i in range(11)
     ]
-    made = Engine(EngineConfig(max_running=4, prefill_tokens=24), sparse)
+    made = EmbeddedEngine(EngineConfig(max_running=4, prefill_tokens=24), sparse)
     for prompt, sampling, found in zip(
         prompts, samplings, made.generate_all(prompts, samplings), strict=True
     ):
@@ -67,7 +67,7 @@ def test_every_token_but_the_last_has_its_experts_whoever_comes_and_goes(sparse)
 def test_recording_changes_nothing_else(sparse):
     prompts = [[1, 2, 3], [4, 5]]
     plain, recorded = (
-        Engine(EngineConfig(), sparse).generate_all(
+        EmbeddedEngine(EngineConfig(), sparse).generate_all(
             prompts, [Sampling(max_new_tokens=9, seed=i, routes=on) for i in range(2)]
         )
         for on in (False, True)
@@ -79,7 +79,7 @@ def test_recording_changes_nothing_else(sparse):
 
 def test_what_was_drawn_keeps_its_routes_when_new_weights_come(sparse):
     async def play():
-        made = Engine(EngineConfig(), sparse)
+        made = EmbeddedEngine(EngineConfig(), sparse)
         running = asyncio.ensure_future(
             made.generate([1, 2, 3], Sampling(max_new_tokens=8, seed=1, routes=True))
         )
@@ -100,4 +100,4 @@ def test_what_was_drawn_keeps_its_routes_when_new_weights_come(sparse):
 
 def test_a_model_without_experts_records_none(decoder):
     with pytest.raises(ConfigError, match="records none"):
-        Engine(EngineConfig(), decoder).generate_all([[1]], [Sampling(routes=True)])
+        EmbeddedEngine(EngineConfig(), decoder).generate_all([[1]], [Sampling(routes=True)])

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
-from ratchet.generators.engine.sampling import Settings, draw, invert, stream_of, uniforms
+from ratchet.generators.engine.sampling import (
+    SamplingSettings,
+    derive_stream,
+    draw_tokens,
+    draw_uniforms,
+    invert_cdf,
+)
 from ratchet.types import Sampling
 
 CPU = torch.device("cpu")
@@ -21,7 +27,9 @@ def one(p, u, sampling=None):
     `u`."""
     sampling = sampling or Sampling()
     logits = torch.tensor([p], dtype=torch.float32).log()
-    drawn = draw(logits, torch.tensor([u]), Settings.from_samplings([sampling], len(p), CPU))
+    drawn = draw_tokens(
+        logits, torch.tensor([u]), SamplingSettings.from_samplings([sampling], len(p), CPU)
+    )
     kept = 1.0 if drawn.log_kept_F is None else float(drawn.log_kept_F.exp())
     return int(drawn.tokens_N), float(drawn.logprobs_N.exp()), kept
 
@@ -86,7 +94,9 @@ def test_rows_with_different_settings_dont_touch_each_other():
         Sampling(top_p=0.5),
     ]
     u = torch.tensor([0.95, 0.95, 0.95, 0.5, 0.95])
-    drawn = draw(torch.tensor([P] * 5).log(), u, Settings.from_samplings(samplings, 4, CPU))
+    drawn = draw_tokens(
+        torch.tensor([P] * 5).log(), u, SamplingSettings.from_samplings(samplings, 4, CPU)
+    )
     assert drawn.tokens_N.tolist() == [3, 0, 0, 1, 1]
     roots = np.sqrt(P)
     assert drawn.logprobs_N[3].exp() == pytest.approx(roots[1] / roots.sum(), rel=1e-6)
@@ -104,7 +114,7 @@ def test_no_token_without_probability_is_ever_drawn(weights, u):
     p = torch.tensor([weights], dtype=torch.float32)
     p = p / p.sum()
     cdf = p.cumsum(-1)
-    token = int(invert(cdf, torch.tensor([u]), cdf[:, -1]))
+    token = int(invert_cdf(cdf, torch.tensor([u]), cdf[:, -1]))
     assert p[0, token] > 0
 
 
@@ -118,8 +128,12 @@ def test_no_token_without_probability_is_ever_drawn(weights, u):
 def test_no_token_that_a_filter_cut_is_ever_drawn(top_k, top_p, min_p, u, seed):
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(seed)) * 3
     p, order = logits.softmax(-1)[0].sort(descending=True, stable=True)
-    settings = Settings.from_samplings([Sampling(top_k=top_k, top_p=top_p, min_p=min_p)], 50, CPU)
-    rank = order.tolist().index(int(draw(logits.clone(), torch.tensor([u]), settings).tokens_N))
+    settings = SamplingSettings.from_samplings(
+        [Sampling(top_k=top_k, top_p=top_p, min_p=min_p)], 50, CPU
+    )
+    rank = order.tolist().index(
+        int(draw_tokens(logits.clone(), torch.tensor([u]), settings).tokens_N)
+    )
     assert rank < top_k
     assert float(p[:rank].sum()) < top_p + 1e-6
     assert p[rank] >= min_p * p[0] * (1 - 1e-6)
@@ -127,8 +141,8 @@ def test_no_token_that_a_filter_cut_is_ever_drawn(top_k, top_p, min_p, u, seed):
 
 def test_top_p_of_one_cuts_nothing_though_rounded_sums_pass_one_early():
     p = torch.full((1, 4096), 1 / 4096)
-    settings = Settings.from_samplings([Sampling(top_p=1.0, top_k=4096)], 4096, CPU)
-    assert int(draw(p.log(), torch.tensor([1 - 2.0**-24]), settings).tokens_N) == 4095
+    settings = SamplingSettings.from_samplings([Sampling(top_p=1.0, top_k=4096)], 4096, CPU)
+    assert int(draw_tokens(p.log(), torch.tensor([1 - 2.0**-24]), settings).tokens_N) == 4095
 
 
 FILTERS = {
@@ -160,10 +174,12 @@ def test_frequencies_follow_the_exact_filtered_distribution(name):
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
     kept = np.where(keeps(p), p, 0.0)
-    streams = torch.tensor([stream_of(seed) for seed in range(draws)])
-    settings = Settings.from_samplings([sampling] * draws, vocab, CPU)
-    drawn = draw(
-        logits.repeat(draws, 1), uniforms(streams, torch.zeros(draws, dtype=torch.int64)), settings
+    streams = torch.tensor([derive_stream(seed) for seed in range(draws)])
+    settings = SamplingSettings.from_samplings([sampling] * draws, vocab, CPU)
+    drawn = draw_tokens(
+        logits.repeat(draws, 1),
+        draw_uniforms(streams, torch.zeros(draws, dtype=torch.int64)),
+        settings,
     )
     counts = np.bincount(drawn.tokens_N.numpy(), minlength=vocab)
     assert counts[kept == 0].sum() == 0
@@ -178,9 +194,9 @@ def test_frequencies_follow_the_exact_filtered_distribution(name):
 
 
 def test_uniforms_are_uniform_over_seeds_and_over_tokens_and_differ():
-    streams = torch.tensor([stream_of(seed) for seed in range(5000)])
-    over_seeds = uniforms(streams, torch.zeros(5000, dtype=torch.int64))
-    over_tokens = uniforms(torch.full((5000,), stream_of(0)), torch.arange(5000))
+    streams = torch.tensor([derive_stream(seed) for seed in range(5000)])
+    over_seeds = draw_uniforms(streams, torch.zeros(5000, dtype=torch.int64))
+    over_tokens = draw_uniforms(torch.full((5000,), derive_stream(0)), torch.arange(5000))
     for values in (over_seeds, over_tokens):
         assert values.min() >= 0
         assert values.max() < 1
@@ -192,22 +208,22 @@ def test_uniforms_are_uniform_over_seeds_and_over_tokens_and_differ():
 def test_a_uniform_is_splitmix64_of_its_seed_and_index():
     def reference(seed, index):
         mask = 2**64 - 1
-        x = (stream_of(seed) + (index + 1) * 0x9E3779B97F4A7C15) & mask
+        x = (derive_stream(seed) + (index + 1) * 0x9E3779B97F4A7C15) & mask
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
         return ((x ^ (x >> 31)) >> 40) / 2**24
 
     pairs = [(0, 0), (1, 0), (0, 1), (2**63 - 1, 7), (12345, 100_000)]
-    streams = torch.tensor([stream_of(seed) for seed, _ in pairs])
-    ours = uniforms(streams, torch.tensor([index for _, index in pairs]))
+    streams = torch.tensor([derive_stream(seed) for seed, _ in pairs])
+    ours = draw_uniforms(streams, torch.tensor([index for _, index in pairs]))
     assert ours.tolist() == [reference(*pair) for pair in pairs]
 
 
 def test_a_row_that_is_not_finite_gives_a_valid_token_and_says_nan():
-    drawn = draw(
+    drawn = draw_tokens(
         torch.full((1, 5), float("nan")),
         torch.tensor([0.5]),
-        Settings.from_samplings([Sampling()], 5, CPU),
+        SamplingSettings.from_samplings([Sampling()], 5, CPU),
     )
     assert 0 <= int(drawn.tokens_N) < 5
     assert math.isnan(float(drawn.logprobs_N))

@@ -19,11 +19,21 @@ from ratchet.errors import ConfigError, MissingDependency, ModelError, RequestFa
 from ratchet.executors import env_vars
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.engine.stop_strings import StopStrings
-from ratchet.generators.request import Request
+from ratchet.generators.request import GenerationRequest
 from ratchet.generators.vllm import generator as vllm
-from ratchet.generators.vllm.engines import Answer, Apart, Loras, Stepped
-from ratchet.generators.vllm.generator import VLLMGeneration, dtype_of, engine_arguments, misfit
-from ratchet.generators.vllm.weights import Inbox, Outbox
+from ratchet.generators.vllm.engines import (
+    InProcessCore,
+    LoRARequests,
+    MultiprocessCore,
+    PartialCompletion,
+)
+from ratchet.generators.vllm.generator import (
+    VLLMGenerator,
+    choose_dtype,
+    explain_misfit,
+    make_engine_arguments,
+)
+from ratchet.generators.vllm.weights import WeightFileReader, WeightFileWriter
 from ratchet.generators.vllm.worker_extension import VLLMBackend
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.decoder import Adapter
@@ -34,7 +44,7 @@ from ratchet.testing.conformance import check_generator
 from ratchet.testing.fakes import FakeGenerator
 from ratchet.types import Sampling, StopReason
 from ratchet.utils.temp_dirs import OWNER
-from ratchet.weight_sync.factory import Between, make_link
+from ratchet.weight_sync.factory import SyncEndpoints, make_link
 from ratchet.weight_sync.in_process import SharedLink
 from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
@@ -49,7 +59,7 @@ def shards(scale=1.0):
 
 @pytest.fixture
 def outbox(tmp_path):
-    return Outbox(tmp_path, SHAPES, torch.float32)
+    return WeightFileWriter(tmp_path, SHAPES, torch.float32)
 
 
 # --- the section
@@ -93,11 +103,14 @@ SHAPE = {
     ],
 )
 def test_a_model_that_vllm_cannot_run_is_refused(keys, shape, reason):
-    found = misfit(VLLMConfig(**keys), {**SHAPE, **shape}, on_cpu=True)
+    found = explain_misfit(VLLMConfig(**keys), {**SHAPE, **shape}, on_cpu=True)
     assert (found is None) == (reason is None)
     assert reason is None or reason in found
-    assert misfit(VLLMConfig(pipeline_parallel=2), SHAPE, on_cpu=False) is None
-    assert misfit(VLLMConfig(), {"text_config": {**SHAPE, "head_dim": 16}}, on_cpu=False) is None
+    assert explain_misfit(VLLMConfig(pipeline_parallel=2), SHAPE, on_cpu=False) is None
+    assert (
+        explain_misfit(VLLMConfig(), {"text_config": {**SHAPE, "head_dim": 16}}, on_cpu=False)
+        is None
+    )
 
 
 RECIPE = """
@@ -129,8 +142,8 @@ def test_what_cannot_work_is_refused_with_the_recipe(tmp_path, override, named):
 
 def test_the_section_says_what_vllm_is_told(tmp_path):
     config = VLLMConfig(kv_cache_gib=0.5, tensor_parallel=2, dtype="bfloat16", block_size=64)
-    dtype = dtype_of(config, on_cpu=True)
-    told = engine_arguments(config, tmp_path, dtype, 160, on_cpu=True)
+    dtype = choose_dtype(config, on_cpu=True)
+    told = make_engine_arguments(config, tmp_path, dtype, 160, on_cpu=True)
     assert told["kv_cache_memory_bytes"] == 2**29
     assert (told["dtype"], told["max_model_len"], told["tensor_parallel_size"]) == (
         "bfloat16",
@@ -138,8 +151,8 @@ def test_the_section_says_what_vllm_is_told(tmp_path):
         2,
     )
     assert told["logprobs_mode"] == "processed_logprobs"
-    assert dtype_of(VLLMConfig(), on_cpu=True) is torch.float32
-    assert dtype_of(VLLMConfig(), on_cpu=False) is torch.bfloat16
+    assert choose_dtype(VLLMConfig(), on_cpu=True) is torch.float32
+    assert choose_dtype(VLLMConfig(), on_cpu=False) is torch.bfloat16
 
 
 def test_settings_of_the_environment_end_with_the_start(monkeypatch):
@@ -148,7 +161,7 @@ def test_settings_of_the_environment_end_with_the_start(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     before = dict(os.environ)
-    with env_vars.settings(VLLMConfig(engine="sync").environment):
+    with env_vars.set_env_defaults(VLLMConfig(engine="sync").environment):
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG", "what the user has set goes first"
         os.environ["LD_PRELOAD"] = "libfast.so"
@@ -158,7 +171,7 @@ def test_settings_of_the_environment_end_with_the_start(monkeypatch):
 def test_without_vllm_the_extra_is_named(monkeypatch, decoder):
     monkeypatch.setattr(vllm, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r"ratchet\[vllm\]"):
-        VLLMGeneration(VLLMConfig(), DecoderPolicy(decoder))
+        VLLMGenerator(VLLMConfig(), DecoderPolicy(decoder))
 
 
 # --- a push
@@ -166,7 +179,7 @@ def test_without_vllm_the_extra_is_named(monkeypatch, decoder):
 
 def test_a_push_arrives_restore_torch_state_sent_with_a_tied_head_twice(outbox):
     outbox.add(shards())
-    inbox = Inbox.open(outbox.manifest())
+    inbox = WeightFileReader.open(outbox.manifest())
     assert inbox.damaged() == []
     arrived = dict(inbox.weights())
     assert list(arrived) == [*SHAPES, "lm_head.weight"]
@@ -186,7 +199,7 @@ def test_a_push_in_pieces_and_in_another_precision(outbox):
             )
             for s in shards()
         )
-    arrived = dict(Inbox.open(outbox.manifest()).weights())
+    arrived = dict(WeightFileReader.open(outbox.manifest()).weights())
     for shard in shards():
         assert torch.equal(arrived[shard.name], shard.tensor.bfloat16())
 
@@ -266,7 +279,7 @@ def test_a_worker_refuses_a_damaged_push(outbox, damage):
 
 
 def request(**keys):
-    return Request(np.array([1, 2]), Sampling(max_new_tokens=4, **keys), 6, print, print)
+    return GenerationRequest(np.array([1, 2]), Sampling(max_new_tokens=4, **keys), 6, print, print)
 
 
 def piece(tokens, finish=None, stop=None, spans=None, logprob=-0.5):
@@ -290,7 +303,7 @@ def piece(tokens, finish=None, stop=None, spans=None, logprob=-0.5):
     ],
 )
 def test_reasons_are_translated(finish, stop, expected):
-    answer = Answer(request(stop_ids=(9,) if stop else ()))
+    answer = PartialCompletion(request(stop_ids=(9,) if stop else ()))
     answer.add(piece([8]))
     assert answer.stop is None
     answer.add(piece([9], finish, stop))
@@ -310,7 +323,7 @@ def test_tokens_after_a_stop_string_are_dropped():
 
     asked = request()
     asked.watch = StopStrings(("8,9,",), Numbers())
-    answer = Answer(asked)
+    answer = PartialCompletion(asked)
     answer.add(piece([8, 9, 5]))
     answer.add(piece([6], "abort"))
     asked.marks += [(0, 1), (1, 2)]
@@ -321,13 +334,13 @@ def test_tokens_after_a_stop_string_are_dropped():
 
 
 def test_logits_that_are_not_finite_and_errors_of_vllm_are_raised():
-    answer = Answer(request())
+    answer = PartialCompletion(request())
     answer.add(piece([8], "length", logprob=float("nan")))
     answer.request.marks += [(0, 2)]
     with pytest.raises(RequestFailed, match=r"aren't finite \(token 0, weights version 2\)"):
         answer.completion()
     with pytest.raises(TrainingError, match="'error'"):
-        Answer(request()).add(piece([8], "error"))
+        PartialCompletion(request()).add(piece([8], "error"))
 
 
 # --- the generator on a stand-in for vLLM's engine
@@ -373,7 +386,7 @@ def generation(monkeypatch, decoder):
         def of(arguments, has_read):
             made = object.__new__(core)
             made.llm, made.version, made._running, made._requests = FakeLLM(), 0, {}, {}
-            made._ids, made._guarded, made.loras = map(str, range(1000)), False, Loras()
+            made._ids, made._guarded, made.loras = map(str, range(1000)), False, LoRARequests()
             made._has_read = has_read
             made.close = lambda: None
             return made
@@ -386,7 +399,7 @@ def generation(monkeypatch, decoder):
         "import_module",
         lambda name: SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True)),
     )
-    monkeypatch.setattr(vllm, "CORES", {"async": make(Apart)})
+    monkeypatch.setattr(vllm, "CORES", {"async": make(MultiprocessCore)})
 
     def parameters(request, *, streams):
         sampling = request.sampling
@@ -396,8 +409,8 @@ def generation(monkeypatch, decoder):
             "stop_token_ids": sampling.stop_ids,
         }
 
-    monkeypatch.setattr("ratchet.generators.vllm.engines.parameters_of", parameters)
-    made = VLLMGeneration(VLLMConfig(), DecoderPolicy(decoder))
+    monkeypatch.setattr("ratchet.generators.vllm.engines.make_sampling_params", parameters)
+    made = VLLMGenerator(VLLMConfig(), DecoderPolicy(decoder))
     yield made
     asyncio.run(made.close())
     assert not made._directory.exists()
@@ -481,7 +494,7 @@ def test_a_generator_with_weights_of_its_own_is_sent_them(generation):
         FakeGenerator(lambda tokens, sampling: [1]): SharedMemoryLink,
     }
     for generator, kind in [*generators.items(), (sharing, SharedLink)]:
-        assert isinstance(make_link(resolve("link", {}), Between(learner, generator)), kind)
+        assert isinstance(make_link(resolve("link", {}), SyncEndpoints(learner, generator)), kind)
 
 
 def test_who_waits_for_an_engine_that_is_closed_is_told(generation):
@@ -496,7 +509,7 @@ def test_who_waits_for_an_engine_that_is_closed_is_told(generation):
         unstarted = asyncio.create_task(generation.generate([1, 3], Sampling(max_new_tokens=4)))
         await asyncio.sleep(0)
         assert len(core._running) == 2
-        Apart.close(core)
+        MultiprocessCore.close(core)
         return await asyncio.wait_for(asyncio.gather(started, unstarted), timeout=30)
 
     assert [completion.stop for completion in asyncio.run(run())] == [StopReason.ABORTED] * 2
@@ -507,8 +520,8 @@ def test_requests_of_an_engine_that_broke_are_given_back_though_it_can_not_be_to
     def broken(names):
         raise RuntimeError(f"the engine is dead, and {names} with it")
 
-    core, lost = object.__new__(Stepped), request()
-    core.llm, core._answers = SimpleNamespace(abort_request=broken), {"7": Answer(lost)}
+    core, lost = object.__new__(InProcessCore), request()
+    core.llm, core._answers = SimpleNamespace(abort_request=broken), {"7": PartialCompletion(lost)}
     assert core.reset() == [lost]
     assert not core.busy
     assert core.reset() == []
@@ -522,7 +535,7 @@ def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
         def decode(self, ids):
             raise KeyError(ids[0])
 
-    core, told, aborted = object.__new__(Stepped), [], []
+    core, told, aborted = object.__new__(InProcessCore), [], []
     requests = [
         replace(request(), deliver=told.append, fail=told.append, marks=[(0, 0)]) for _ in range(4)
     ]
@@ -538,7 +551,7 @@ def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
         for i, each in enumerate(pieces)
     ]
     core.llm = SimpleNamespace(step=lambda: outputs, abort_request=aborted.extend)
-    core._answers = {str(i): Answer(each) for i, each in enumerate(requests)}
+    core._answers = {str(i): PartialCompletion(each) for i, each in enumerate(requests)}
     core.step()
     assert [type(each) for each in told[:3]] == [RequestFailed, TrainingError, RequestFailed]
     assert told[3].tokens.tolist() == [8]
@@ -547,11 +560,11 @@ def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
 
 
 def test_an_abort_of_the_engine_in_this_process_tells_all_though_the_logits_of_one_were_broken():
-    core, found = object.__new__(Stepped), []
+    core, found = object.__new__(InProcessCore), []
     broken, whole = (replace(request(), deliver=found.append, fail=found.append) for _ in range(2))
     core.llm, core._answers = (
         SimpleNamespace(abort_request=lambda names: None),
-        {"1": Answer(broken), "2": Answer(whole)},
+        {"1": PartialCompletion(broken), "2": PartialCompletion(whole)},
     )
     core._answers["1"].add(piece([8], None, logprob=float("nan")))
     broken.marks.append((0, 0))
@@ -562,18 +575,20 @@ def test_an_abort_of_the_engine_in_this_process_tells_all_though_the_logits_of_o
 
 
 def test_it_starts_for_adapters_of_the_next_rank_that_vllm_knows():
-    dtype = dtype_of(VLLMConfig(), on_cpu=True)
-    asked = engine_arguments(VLLMConfig(lora_rank=9), Path("m"), dtype, 64, on_cpu=False)
+    dtype = choose_dtype(VLLMConfig(), on_cpu=True)
+    asked = make_engine_arguments(VLLMConfig(lora_rank=9), Path("m"), dtype, 64, on_cpu=False)
     assert {key: asked[key] for key in asked if "lora" in key} == {
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": 16,
     }
-    several = engine_arguments(
+    several = make_engine_arguments(
         VLLMConfig(lora_rank=9, lora_others=3), Path("m"), dtype, 64, on_cpu=True
     )
     assert several["max_loras"] == 5, "on a CPU one place is left empty"
-    assert "enable_lora" not in engine_arguments(VLLMConfig(), Path("m"), dtype, 64, on_cpu=True)
+    assert "enable_lora" not in make_engine_arguments(
+        VLLMConfig(), Path("m"), dtype, 64, on_cpu=True
+    )
 
 
 @pytest.mark.needs("peft")

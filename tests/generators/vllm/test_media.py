@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from ratchet.errors import ConfigError, ModelError
-from ratchet.generators.request import Request
-from ratchet.generators.vllm.engines import prompt_of
-from ratchet.generators.vllm.media import check_expanded, check_installed, collapsed
+from ratchet.generators.request import GenerationRequest
+from ratchet.generators.vllm.engines import make_vllm_prompt
+from ratchet.generators.vllm.media import check_expanded, check_installed, collapse_placeholders
 from ratchet.types import Medium, Placed, Sampling
 
 PLAY = Path(__file__).parent / "vllm_media_play.py"
@@ -28,7 +28,7 @@ def image(key, span, side=8):
 
 
 def request(tokens, *placed):
-    return Request(
+    return GenerationRequest(
         np.array(tokens), Sampling(max_new_tokens=4), len(tokens) + 4, print, print, media=placed
     )
 
@@ -37,19 +37,21 @@ TWO = request([1, 9, 9, 9, 2, 9, 9, 3], Placed(1, image("a", 3)), Placed(5, imag
 
 
 def test_each_image_is_one_placeholder_and_says_what_it_is():
-    given = prompt_of(TWO, 7)
+    given = make_vllm_prompt(TWO, 7)
     assert given["prompt_token_ids"] == [1, 9, 2, 9, 3]
     assert [one.size for one in given["multi_modal_data"]["image"]] == [(8, 8), (16, 16)]
     # Under other weights an image is encoded anew.
     assert given["multi_modal_uuids"] == {"image": ["a weights 7", "b weights 7"]}
-    assert prompt_of(request([1, 9, 2]), 7) == {
+    assert make_vllm_prompt(request([1, 9, 2]), 7) == {
         "prompt_token_ids": [1, 9, 2],
         "cache_salt": "weights 7",
     }
 
 
 def test_two_images_side_by_side_stay_two():
-    assert collapsed(request([9, 9, 9, 9], Placed(0, image("a", 2)), Placed(2, image("b", 2)))) == [
+    assert collapse_placeholders(
+        request([9, 9, 9, 9], Placed(0, image("a", 2)), Placed(2, image("b", 2)))
+    ) == [
         9,
         9,
     ]
@@ -65,9 +67,9 @@ def test_what_vllm_makes_of_a_prompt_is_compared():
 
 def test_what_it_is_not_given_is_refused():
     with pytest.raises(ConfigError, match="kind audio, and vLLM is given images alone"):
-        prompt_of(request([1, 9], Placed(1, Medium("a", "audio", 1, {}, b""))), 0)
+        make_vllm_prompt(request([1, 9], Placed(1, Medium("a", "audio", 1, {}, b""))), 0)
     with pytest.raises(ModelError, match="differ from one another"):
-        collapsed(request([1, 8, 9], Placed(1, image("a", 2))))
+        collapse_placeholders(request([1, 8, 9], Placed(1, image("a", 2))))
 
 
 @pytest.mark.slow

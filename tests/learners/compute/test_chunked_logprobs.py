@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ratchet.learners.compute.chunked_logprobs import picked_logprobs
+from ratchet.learners.compute.chunked_logprobs import compute_target_logprobs
 
 
 def made(seed=0):
@@ -21,7 +21,7 @@ def made(seed=0):
 @pytest.mark.parametrize("rows", [1, 4, 11, 100])
 def test_values_and_gradients_are_those_of_whole_logits(rows):
     hidden, matrix, targets, temperature, weight = made()
-    logprobs, entropies = picked_logprobs(
+    logprobs, entropies = compute_target_logprobs(
         hidden, matrix, targets, temperature, rows=rows, entropy=True
     )
     all_nV = (hidden @ matrix.T / temperature[:, None]).log_softmax(-1)
@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_whole_logits(rows):
 
 def test_entropy_costs_nothing_where_nobody_asks_and_has_no_gradient():
     hidden, matrix, targets, temperature, _ = made()
-    logprobs, entropies = picked_logprobs(
+    logprobs, entropies = compute_target_logprobs(
         hidden, matrix, targets, temperature, rows=4, entropy=False
     )
     assert logprobs.requires_grad
@@ -48,11 +48,13 @@ def test_a_matrix_that_rests_gets_no_gradient():
     hidden, matrix, targets, temperature, weight = made()
     resting = matrix.detach()
     (
-        picked_logprobs(hidden, resting, targets, temperature, rows=4, entropy=False)[0] * weight
+        compute_target_logprobs(hidden, resting, targets, temperature, rows=4, entropy=False)[0]
+        * weight
     ).sum().backward()
     moving, *_ = made()
     (
-        picked_logprobs(moving, matrix, targets, temperature, rows=4, entropy=False)[0] * weight
+        compute_target_logprobs(moving, matrix, targets, temperature, rows=4, entropy=False)[0]
+        * weight
     ).sum().backward()
     assert resting.grad is None
     assert torch.equal(hidden.grad, moving.grad)
@@ -60,7 +62,7 @@ def test_a_matrix_that_rests_gets_no_gradient():
 
 def test_logits_far_from_zero_stay_finite():
     hidden, matrix = torch.tensor([[1e4], [-1e4]]), torch.tensor([[1.0], [-1.0], [0.0]])
-    logprobs, _ = picked_logprobs(
+    logprobs, _ = compute_target_logprobs(
         hidden, matrix, torch.tensor([0, 0]), torch.ones(2), rows=1, entropy=False
     )
     assert logprobs.tolist() == [0.0, -2e4]

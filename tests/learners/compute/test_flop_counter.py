@@ -11,13 +11,13 @@ import torch
 
 from ratchet.batch import Weight
 from ratchet.data.packing import pack
-from ratchet.learners.compute.flop_counter import Spent, metered
-from ratchet.models.flops import Cost
-from ratchet.models.presets import preset
+from ratchet.learners.compute.flop_counter import FlopCounter, wrap_with_flop_counter
+from ratchet.models.flops import DecoderCost
+from ratchet.models.presets import get_preset
 from ratchet.protocols import Fingerprinted
 from ratchet.testing.builders import make_group, make_trajectory
 
-SHAPE = preset(
+SHAPE = get_preset(
     "tiny",
     vocab_size=10,
     hidden_size=8,
@@ -51,8 +51,8 @@ class Printed(Learner):
         return "abc"
 
 
-def spent(update: float = 3.0) -> Spent:
-    return Spent({"policy": Cost(SHAPE).work}, update=update)
+def spent(update: float = 3.0) -> FlopCounter:
+    return FlopCounter({"policy": DecoderCost(SHAPE).work}, update=update)
 
 
 def test_rows_by_hand():
@@ -79,7 +79,7 @@ def test_an_update_reads_the_rows_that_weigh(update: float):
     weights = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     batch.weights["pg"] = Weight("token", weights)  # pyright: ignore[reportIndexIssue]
     counted = spent(update)
-    (learner,) = metered({"policy": Learner()}, counted).values()  # pyright: ignore[reportArgumentType]
+    (learner,) = wrap_with_flop_counter({"policy": Learner()}, counted).values()  # pyright: ignore[reportArgumentType]
 
     class Term:
         name = "pg"
@@ -93,6 +93,6 @@ def test_an_update_reads_the_rows_that_weigh(update: float):
 
 
 def test_only_who_has_a_fingerprint_says_one():
-    roles = metered({"policy": Printed(), "critic": Learner()}, spent())  # pyright: ignore[reportArgumentType]
+    roles = wrap_with_flop_counter({"policy": Printed(), "critic": Learner()}, spent())  # pyright: ignore[reportArgumentType]
     assert [name for name, role in roles.items() if isinstance(role, Fingerprinted)] == ["policy"]
     assert roles["policy"].fingerprint() == "abc"  # pyright: ignore[reportAttributeAccessIssue]

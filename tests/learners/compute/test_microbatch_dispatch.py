@@ -5,7 +5,7 @@ import torch
 from learners.spread_cases import groups, weighed
 
 from ratchet.data.packing import pack
-from ratchet.learners.compute.microbatch_dispatch import deal, gather_columns
+from ratchet.learners.compute.microbatch_dispatch import distribute_microbatches, gather_columns
 from ratchet.learners.compute.microbatching import plan_microbatches
 
 
@@ -31,7 +31,7 @@ def test_a_batch_cut_into_parts_is_each_of_them_taken():
 def test_whole_columns_are_made_once(monkeypatch):
     batch = pack(groups(0, n=8))
     plan = plan_microbatches(batch, max_tokens=20)
-    micros = [micro for own in deal(batch, plan, ranks=2) for micro in own]
+    micros = [micro for own in distribute_microbatches(batch, plan, ranks=2) for micro in own]
     found = [{"logprobs": micro.batch.tokens_T.double()} for micro in micros]
     made, new_zeros = [], torch.Tensor.new_zeros
     monkeypatch.setattr(
@@ -47,7 +47,7 @@ def test_whole_columns_are_made_once(monkeypatch):
 def test_every_rank_has_as_many(micros, ranks, each):
     """What is missing computes a row again, which weighs nothing."""
     batch, _ = weighed(0)
-    dealt = deal(batch, [[row] for row in range(micros)], ranks)
+    dealt = distribute_microbatches(batch, [[row] for row in range(micros)], ranks)
     assert [len(own) for own in dealt] == [each] * ranks
     fillers = [micro for own in dealt for micro in own if not micro.rows]
     assert len(fillers) == each * ranks - micros

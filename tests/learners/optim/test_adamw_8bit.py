@@ -16,7 +16,7 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import CheckpointError
 from ratchet.learners.optim import adamw_8bit
 from ratchet.learners.optim.adamw import AdamW
-from ratchet.learners.optim.adamw_8bit import BLOCK, AdamW8bit, Codes
+from ratchet.learners.optim.adamw_8bit import BLOCK, AdamW8bit, MomentCodes
 from ratchet.learners.optim.config import AdamW8bitConfig
 from ratchet.testing.conformance import check_learner
 
@@ -42,7 +42,7 @@ def give_gradients(named, step):
 
 
 def test_what_was_restored_is_quantised_to_the_same_bits():
-    codes, generator = Codes(), torch.Generator().manual_seed(1)
+    codes, generator = MomentCodes(), torch.Generator().manual_seed(1)
     numbers = torch.randn(40 * BLOCK + 17, generator=generator)
     numbers[:BLOCK] = 0
     numbers[BLOCK : 2 * BLOCK] = -numbers[BLOCK : 2 * BLOCK].abs()

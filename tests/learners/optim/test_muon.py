@@ -18,7 +18,7 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import ConfigError
 from ratchet.learners.optim.adamw import AdamW
 from ratchet.learners.optim.config import MuonConfig
-from ratchet.learners.optim.muon import Muon, orthogonalised
+from ratchet.learners.optim.muon import Muon, orthogonalise
 from ratchet.models.transformers.policy import TransformersPolicy
 from ratchet.testing.conformance import check_learner
 
@@ -96,10 +96,10 @@ def test_all_else_takes_the_steps_of_adamw():
 def test_singular_values_come_near_1():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(3, 16, 40, generator=generator)
-    values = torch.linalg.svdvals(orthogonalised(x))
+    values = torch.linalg.svdvals(orthogonalise(x))
     assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
-    torch.testing.assert_close(orthogonalised(x.mT), orthogonalised(x).mT)
-    assert not orthogonalised(torch.zeros(3, 4)).any()
+    torch.testing.assert_close(orthogonalise(x.mT), orthogonalise(x).mT)
+    assert not orthogonalise(torch.zeros(3, 4)).any()
 
 
 def test_it_goes_on_from_its_state_as_if_nothing_had_been():

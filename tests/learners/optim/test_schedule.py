@@ -1,10 +1,10 @@
 import pytest
 
-from ratchet.learners.optim.schedule import lr_factor
+from ratchet.learners.optim.schedule import compute_lr_factor
 
 
 def factors(schedule, steps, **options):
-    return [lr_factor(step, schedule=schedule, **options) for step in steps]
+    return [compute_lr_factor(step, schedule=schedule, **options) for step in steps]
 
 
 def test_warmup_then_constant():

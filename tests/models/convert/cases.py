@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.convert.megatron import Layout, Place
-from ratchet.models.parallel.sharding import Share
+from ratchet.models.convert.megatron import Layout, MegatronShard
+from ratchet.models.parallel.sharding import ShardIndex
 
 BASE: dict[str, Any] = {
     "vocab_size": 50,
@@ -69,13 +69,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def places(tensor: int = 1, pipeline: int = 1, experts: int = 1, **fields: Any) -> Iterator[Place]:
+def places(
+    tensor: int = 1, pipeline: int = 1, experts: int = 1, **fields: Any
+) -> Iterator[MegatronShard]:
     """Every rank that holds something of its own."""
     for t, p, e in itertools.product(range(tensor), range(pipeline), range(experts)):
-        yield Place(Share(t, tensor), Share(p, pipeline), Share(e, experts), **fields)
+        yield MegatronShard(
+            ShardIndex(t, tensor), ShardIndex(p, pipeline), ShardIndex(e, experts), **fields
+        )
 
 
-def empty(layout: Layout, place: Place, dimensions: Dimensions) -> dict[str, Tensor]:
+def empty(layout: Layout, place: MegatronShard, dimensions: Dimensions) -> dict[str, Tensor]:
     """Parameters of the shapes that Megatron gives them, from the pieces' own shapes and the rank's
     share of columns."""
     made = {}

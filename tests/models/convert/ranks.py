@@ -18,29 +18,29 @@ def sample():
 
 def _policy(directory, **sizes):
     from ratchet.models.convert.dimensions import Dimensions
-    from ratchet.models.convert.megatron import Place, fill, megatron_layout
+    from ratchet.models.convert.megatron import MegatronShard, fill_parameters, megatron_layout
     from ratchet.models.megatron.policy import MegatronPolicy
-    from ratchet.models.parallel.megatron_sizes import Sizes
+    from ratchet.models.parallel.megatron_sizes import MegatronSizes
     from ratchet.models.weights.hf_weights import WeightFiles, read_config
 
     shape = read_config(Path(directory))
-    policy = MegatronPolicy(shape, Sizes(**sizes))
+    policy = MegatronPolicy(shape, MegatronSizes(**sizes))
     part = policy.spread.part
     layout = megatron_layout(
-        Dimensions.from_config(shape), Place(part.tensor, part.pipeline, part.experts)
+        Dimensions.from_config(shape), MegatronShard(part.tensor, part.pipeline, part.experts)
     )
     (stage,) = policy.chunks
-    fill(dict(stage.named_parameters()), layout, WeightFiles.find(Path(directory)).block)
+    fill_parameters(dict(stage.named_parameters()), layout, WeightFiles.find(Path(directory)).block)
     return policy, stage, layout
 
 
 def logits_alone(rank, directories):
     """By directory: the logits [T, V] of one rank of Megatron that has the whole model."""
-    from ratchet.models.megatron.build import begin
-    from ratchet.models.parallel.megatron_sizes import Sizes
+    from ratchet.models.megatron.build import init_process_groups
+    from ratchet.models.parallel.megatron_sizes import MegatronSizes
     from ratchet.models.weights.hf_weights import read_json
 
-    begin(Sizes())
+    init_process_groups(MegatronSizes())
     found = {}
     with torch.no_grad():
         for directory in directories:
@@ -60,15 +60,15 @@ def _latent(directory, hf):
     from models.convert.latent import latent_model
 
     from ratchet.models.convert.dimensions import Dimensions
-    from ratchet.models.convert.megatron import Place, fill, megatron_layout
+    from ratchet.models.convert.megatron import MegatronShard, fill_parameters, megatron_layout
     from ratchet.models.weights.hf_weights import WeightFiles
 
     model = latent_model(hf)
     biases = {
         name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")
     }
-    layout = megatron_layout(Dimensions.from_hf(hf), Place())
-    fill(
+    layout = megatron_layout(Dimensions.from_hf(hf), MegatronShard())
+    fill_parameters(
         {**dict(model.named_parameters()), **biases},
         layout,
         WeightFiles.find(Path(directory)).block,
@@ -80,9 +80,11 @@ def round_trip(rank, directory, written, saved, sizes):
     """(logits of this rank's rows of the vocabulary or None, whether Megatron reads `written` as
     what was filled, the blocks of this rank); and saves a checkpoint of Megatron's own to
     `saved`."""
-    from ratchet.models.convert.megatron import blocks
-    from ratchet.models.megatron.build import begin  # makes Megatron ready to be imported
-    from ratchet.models.parallel.megatron_sizes import Sizes
+    from ratchet.models.convert.megatron import list_blocks
+    from ratchet.models.megatron.build import (
+        init_process_groups,  # makes Megatron ready to be imported
+    )
+    from ratchet.models.parallel.megatron_sizes import MegatronSizes
 
     from megatron.core import dist_checkpointing, parallel_state  # isort: skip
     from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
@@ -90,7 +92,7 @@ def round_trip(rank, directory, written, saved, sizes):
     # so that Megatron, when it saves, may start a process
     multiprocessing.current_process()._config["daemon"] = False
 
-    begin(Sizes(**sizes))
+    init_process_groups(MegatronSizes(**sizes))
     policy, stage, layout = _policy(directory, **sizes)
     with torch.no_grad():
         logits = _logits(policy, stage, parallel_state)
@@ -106,7 +108,7 @@ def round_trip(rank, directory, written, saved, sizes):
     same = all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
     given = [
         (block.name, block.shape, block.offsets, block.tensor.numpy())
-        for block in blocks(own, layout)
+        for block in list_blocks(own, layout)
     ]
     return logits, same, given
 

@@ -12,8 +12,13 @@ from models.convert.cases import MODELS, empty, places
 
 from ratchet.errors import ModelError
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.convert.megatron import Place, blocks, fill, megatron_layout
-from ratchet.models.parallel.sharding import Share
+from ratchet.models.convert.megatron import (
+    MegatronShard,
+    fill_parameters,
+    list_blocks,
+    megatron_layout,
+)
+from ratchet.models.parallel.sharding import ShardIndex
 from ratchet.models.weights.hf_weights import WeightFiles
 
 DIVISIONS = {
@@ -22,7 +27,7 @@ DIVISIONS = {
     "TP2 x PP2": {"tensor": 2, "pipeline": 2},
     "PP4": {"pipeline": 4},
     "EP2": {"experts": 2},
-    "TP2 x EP2, experts whole": {"tensor": 2, "experts": 2, "expert_tensor": Share()},
+    "TP2 x EP2, experts whole": {"tensor": 2, "experts": 2, "expert_tensor": ShardIndex()},
     "TP2, Transformer Engine": {"tensor": 2, "engine": True},
 }
 SPARSE_TOO = ("mixtral", "deepseek_v3", "deepseek_v3-full-queries")
@@ -47,9 +52,9 @@ def test_there_and_back_is_bit_exact(written, weights, model, division):
     for place in places(**DIVISIONS[division]):
         layout = megatron_layout(dimensions, place)
         parameters = empty(layout, place, dimensions)
-        fill(parameters, layout, read)
+        fill_parameters(parameters, layout, read)
         assert not any(tensor.isnan().any() for tensor in parameters.values())
-        for block in blocks(parameters, layout):
+        for block in list_blocks(parameters, layout):
             assert block.shape == back[block.name].shape
             sizes = block.tensor.shape
             at = tuple(slice(a, a + n) for a, n in zip(block.offsets, sizes, strict=True))
@@ -73,7 +78,7 @@ def test_matrices_of_heads_and_mlps_lie_as_megatron_reads_them(written, weights)
         r = place.tensor.index
         layout = megatron_layout(dimensions, place)
         own = empty(layout, place, dimensions)
-        fill(own, layout, WeightFiles.find(written("qwen3")).block)
+        fill_parameters(own, layout, WeightFiles.find(written("qwen3")).block)
         layer = "decoder.layers.1"
         assert torch.equal(own[f"{layer}.self_attention.linear_qkv.weight"], qkv.chunk(2)[r])
         assert torch.equal(
@@ -94,7 +99,8 @@ def test_chunks_of_an_interleaved_pipeline_have_the_layers_that_megatron_gives_t
     held = [
         {piece.name for pieces in megatron_layout(dimensions, place).values() for piece in pieces}
         for place in (
-            Place(pipeline=Share(rank + ranks * chunk, ranks * chunks)) for chunk in range(chunks)
+            MegatronShard(pipeline=ShardIndex(rank + ranks * chunk, ranks * chunks))
+            for chunk in range(chunks)
         )
     ]
     layers = [
@@ -105,8 +111,8 @@ def test_chunks_of_an_interleaved_pipeline_have_the_layers_that_megatron_gives_t
 
 def test_a_tied_head_apart_from_its_embedding_is_a_copy(written):
     dimensions = _dimensions(written("llama-tied"))
-    whole = megatron_layout(dimensions, Place())
-    last = megatron_layout(dimensions, Place(pipeline=Share(1, 2)))
+    whole = megatron_layout(dimensions, MegatronShard())
+    last = megatron_layout(dimensions, MegatronShard(pipeline=ShardIndex(1, 2)))
     assert "output_layer.weight" not in whole
     assert last["output_layer.weight"] == whole["embedding.word_embeddings.weight"]
 
@@ -119,8 +125,8 @@ def test_rows_that_pad_the_vocabulary_are_zero_and_belong_to_no_weight(written):
         name = "embedding.word_embeddings.weight"
         layout = {name: megatron_layout(replace(dimensions, kv_heads=4), place)[name]}
         own = {name: torch.full((32, 32), float("nan"))}
-        fill(own, layout, read)
-        held = sum(len(block.tensor) for block in blocks(own, layout))
+        fill_parameters(own, layout, read)
+        held = sum(len(block.tensor) for block in list_blocks(own, layout))
         assert own[name][held:].eq(0).all()
         rows += held
     assert rows == dimensions.vocabulary == 50
@@ -128,13 +134,13 @@ def test_rows_that_pad_the_vocabulary_are_zero_and_belong_to_no_weight(written):
 
 def test_transformer_engine_fuses_norms_and_groups_experts(written):
     dimensions = _dimensions(written("qwen3_moe-dense-first"))
-    names = megatron_layout(dimensions, Place(engine=True))
+    names = megatron_layout(dimensions, MegatronShard(engine=True))
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in names
     assert "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight" in names
     assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in names
     latent = megatron_layout(
-        _dimensions(written("deepseek_v3")), Place(tensor=Share(1, 2), engine=True)
+        _dimensions(written("deepseek_v3")), MegatronShard(tensor=ShardIndex(1, 2), engine=True)
     )
     (whole,) = latent["decoder.layers.0.self_attention.linear_kv_down_proj.weight"]
     assert len(whole.rows) == whole.shape[0] == 20
@@ -144,11 +150,23 @@ def test_transformer_engine_fuses_norms_and_groups_experts(written):
 @pytest.mark.parametrize(
     ("model", "place", "message"),
     [
-        ("qwen3", Place(tensor=Share(0, 4)), "doesn't divide the model's 2 KV heads: set it to 2"),
-        ("qwen3", Place(pipeline=Share(0, 8)), "8 pipeline stages .* 4 layers: set .* to 4"),
-        ("qwen3", Place(pipeline=Share(0, 3)), "3 pipeline stages .* 4 layers: set .* to 2"),
-        ("qwen3", Place(experts=Share(0, 2)), "0 experts: set it to 1"),
-        ("mixtral", Place(experts=Share(0, 3)), "4 experts: set it to 2"),
+        (
+            "qwen3",
+            MegatronShard(tensor=ShardIndex(0, 4)),
+            "doesn't divide the model's 2 KV heads: set it to 2",
+        ),
+        (
+            "qwen3",
+            MegatronShard(pipeline=ShardIndex(0, 8)),
+            "8 pipeline stages .* 4 layers: set .* to 4",
+        ),
+        (
+            "qwen3",
+            MegatronShard(pipeline=ShardIndex(0, 3)),
+            "3 pipeline stages .* 4 layers: set .* to 2",
+        ),
+        ("qwen3", MegatronShard(experts=ShardIndex(0, 2)), "0 experts: set it to 1"),
+        ("mixtral", MegatronShard(experts=ShardIndex(0, 3)), "4 experts: set it to 2"),
     ],
 )
 def test_what_megatron_cannot_divide_is_refused(written, model, place, message):
@@ -158,11 +176,11 @@ def test_what_megatron_cannot_divide_is_refused(written, model, place, message):
 
 def test_a_model_of_other_parameters_is_refused(written):
     dimensions = _dimensions(written("qwen2"))
-    layout = megatron_layout(dimensions, Place())
-    parameters = empty(layout, Place(), dimensions)
+    layout = megatron_layout(dimensions, MegatronShard())
+    parameters = empty(layout, MegatronShard(), dimensions)
     del parameters["decoder.layers.2.self_attention.linear_qkv.bias"]
     with pytest.raises(ModelError, match=r"lacks decoder.layers.2.self_attention.linear_qkv.bias"):
-        fill(parameters, layout, WeightFiles.find(written("qwen2")).block)
+        fill_parameters(parameters, layout, WeightFiles.find(written("qwen2")).block)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from ratchet.data.packing import pack
 from ratchet.errors import DataError
 from ratchet.experience.rollout.episode import TokenRecord
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
-from ratchet.models.layers.expert_routing import Routing, Watch
-from ratchet.models.layers.prefix_tree import PrefixTree, path_keys
+from ratchet.models.layers.expert_routing import RouterMonitor, Routing
+from ratchet.models.layers.prefix_tree import PrefixTree, compute_path_keys
 from ratchet.models.policy import DecoderPolicy
 from ratchet.testing.builders import make_group
 from ratchet.types import Owner, Sampling, Scored
@@ -84,7 +84,7 @@ def sampled(policy, *, prompts=4, attempts=3, routes=True):
     samplings = [
         Sampling(max_new_tokens=4 + 5 * a, seed=10 * g + a, routes=routes) for g, a in asked
     ]
-    completions = Engine(EngineConfig(), policy).generate_all(
+    completions = EmbeddedEngine(EngineConfig(), policy).generate_all(
         [rows[g] for g, _ in asked], samplings
     )
     made = [[] for _ in rows]
@@ -198,13 +198,13 @@ def test_paths_part_where_routes_do():
     rows = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8]]
     tokens = torch.tensor([token for row in rows for token in row])
     routes = torch.zeros(14, 2, 2, dtype=torch.int16)
-    assert path_keys(tokens).tolist() == tokens.tolist()
-    shared = PrefixTree.from_sequences(path_keys(tokens, routes), [7, 7])
+    assert compute_path_keys(tokens).tolist() == tokens.tolist()
+    shared = PrefixTree.from_sequences(compute_path_keys(tokens, routes), [7, 7])
     assert len(shared.tokens_U) == 8
     routes[7 + 5, 1, 0] = 3
-    assert len(PrefixTree.from_sequences(path_keys(tokens, routes), [7, 7]).tokens_U) == 9
+    assert len(PrefixTree.from_sequences(compute_path_keys(tokens, routes), [7, 7]).tokens_U) == 9
     routes[7 + 1, 1, 0] = -1
-    assert len(PrefixTree.from_sequences(path_keys(tokens, routes), [7, 7]).tokens_U) == 14
+    assert len(PrefixTree.from_sequences(compute_path_keys(tokens, routes), [7, 7]).tokens_U) == 14
 
 
 def test_shared_beginnings_replay_as_sequences_alone_do():
@@ -237,7 +237,7 @@ def test_shared_beginnings_replay_as_sequences_alone_do():
 def plain_balance(policy, row, shape=QWEN):
     """arXiv:2412.19437 eq. 17-20 and arXiv:2202.08906 eq. 5 of one sequence, from the logits of
     each router."""
-    watch = Watch()
+    watch = RouterMonitor()
     policy(torch.tensor(row), torch.arange(len(row)), [len(row)], Routing(watch=watch))
     balances, zs = [], []
     for seen in watch.layers.values():
@@ -299,7 +299,7 @@ def test_even_routing_has_balance_one_and_the_loss_lowers_the_load_of_the_busies
     assert metrics[0]["router/balance"] > 1.05
     assert metrics[-1]["router/balance"] < metrics[0]["router/balance"] - 0.03
     assert metrics[-1]["router/max_load"] < metrics[0]["router/max_load"]
-    seen = Watch()
+    seen = RouterMonitor()
     logits = torch.zeros(4, 4)
     even = torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3]])
     Routing(even[:, None].to(torch.int16), seen)(0, logits, even.flip(0))

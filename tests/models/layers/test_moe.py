@@ -4,13 +4,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ratchet.models.layers.moe import Experts, SparseMLP, arrange, grouped, products
-from ratchet.models.presets import preset
+from ratchet.models.layers.moe import (
+    Experts,
+    SparseMLP,
+    multiply_by_expert,
+    multiply_grouped,
+    sort_by_expert,
+)
+from ratchet.models.presets import get_preset
 
 
 def layer(dtype=torch.float64, **overrides):
     made = SparseMLP(
-        preset("tiny-moe", 50, hidden_size=16, expert_intermediate_size=24, **overrides), 0, 4
+        get_preset("tiny-moe", 50, hidden_size=16, expert_intermediate_size=24, **overrides), 0, 4
     ).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -66,10 +72,10 @@ def test_no_tokens():
 
 def test_rows_are_arranged_by_expert_by_hand():
     experts = torch.tensor([[2, 0], [2, 3], [0, 2]])
-    source, places, counts = arrange(experts, 4, 1)
+    source, places, counts = sort_by_expert(experts, 4, 1)
     assert (source.tolist(), counts.tolist()) == ([0, 2, 0, 1, 2, 1], [2, 0, 3, 1])
     assert places.tolist() == [[2, 0], [3, 5], [1, 4]]
-    source, places, counts = arrange(experts, 4, 2)
+    source, places, counts = sort_by_expert(experts, 4, 2)
     assert (source.tolist(), counts.tolist()) == ([0, 2, 0, 1, 2, 0, 1, 0], [2, 0, 4, 2])
     assert places.tolist() == [[2, 0], [3, 6], [1, 4]]
 
@@ -129,7 +135,7 @@ def test_the_grouped_kernel_is_called_rightly(counts):
     )
     counts = torch.tensor(counts)
     ends = []
-    for product in (products, grouped):
+    for product in (multiply_by_expert, multiply_grouped):
         rows, matrices = x.clone().requires_grad_(), weight.clone().requires_grad_()
         out = product(rows, matrices, counts)
         out.square().sum().backward()

@@ -14,7 +14,7 @@ from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers import packed_inputs
 from ratchet.models.layers.packed_inputs import _shared
-from ratchet.models.layers.prefix_tree import SHORTEST, PrefixTree, shared_beginning
+from ratchet.models.layers.prefix_tree import SHORTEST, PrefixTree, count_shared_prefix
 from ratchet.models.policy import DecoderPolicy
 
 CONFIG = DecoderConfig(
@@ -82,7 +82,7 @@ def test_what_is_shared_by_hand():
         (9, 10),
         (9, 11),
     ]
-    assert shared_beginning([np.array([1, 2]), np.array([1, 2, 3])]) == 2
+    assert count_shared_prefix([np.array([1, 2]), np.array([1, 2, 3])]) == 2
     assert SHORTEST == 4
 
 

@@ -6,7 +6,7 @@ import torch
 
 from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
-from ratchet.models.layers.quantized import FLOAT8_BLOCK, NF4_BLOCK, Quantised
+from ratchet.models.layers.quantized import FLOAT8_BLOCK, NF4_BLOCK, QuantizedMatrix
 from ratchet.models.weights.hf_weights import canonical_weights
 
 FORMS = ["float8", pytest.param("nf4", marks=pytest.mark.needs("bitsandbytes"))]
@@ -34,7 +34,7 @@ def test_float8_is_within_the_bound_of_its_format(shape):
     """e4m3 keeps 3 bits behind the leading one, and halves of 2^-9 below 2^-6; a scale leaves its
     largest above 224."""
     plain = matrix(*shape)
-    off = (Quantised(plain, "float8").plain() - plain).abs()
+    off = (QuantizedMatrix(plain, "float8").plain() - plain).abs()
     assert (off <= torch.maximum(plain.abs() / 16, largest(plain, FLOAT8_BLOCK) * 2**-17)).all()
     assert off.any()
 
@@ -42,21 +42,21 @@ def test_float8_is_within_the_bound_of_its_format(shape):
 @pytest.mark.needs("bitsandbytes")
 def test_nf4_is_within_half_of_its_widest_gap():
     plain = matrix(24, 256)
-    off = (Quantised(plain, "nf4").plain() - plain).abs()
+    off = (QuantizedMatrix(plain, "nf4").plain() - plain).abs()
     assert (off <= 0.16 * largest(plain, NF4_BLOCK)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_was_restored_is_quantised_to_the_same_numbers(form, dtype):
-    once = Quantised(matrix(12, 200).to(dtype), form).plain()
+    once = QuantizedMatrix(matrix(12, 200).to(dtype), form).plain()
     assert once.dtype == dtype
-    assert torch.equal(Quantised(once, form).plain(), once)
+    assert torch.equal(QuantizedMatrix(once, form).plain(), once)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_it_takes_its_bits_and_a_scale_for_each_block(form):
-    quantised = Quantised(matrix(64, 512), form)
+    quantised = QuantizedMatrix(matrix(64, 512), form)
     numbers, blocks = 64 * 512, {"float8": FLOAT8_BLOCK, "nf4": NF4_BLOCK}
     assert (
         quantised.codes.nbytes + quantised.scales.nbytes
@@ -68,7 +68,10 @@ def test_it_takes_its_bits_and_a_scale_for_each_block(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_and_its_gradient_are_those_of_the_restored_matrix(form, autocast):
     generator = torch.Generator().manual_seed(2)
-    quantised, bias = Quantised(matrix(12, 40) / 100, form), torch.randn(12, generator=generator)
+    quantised, bias = (
+        QuantizedMatrix(matrix(12, 40) / 100, form),
+        torch.randn(12, generator=generator),
+    )
     x = torch.randn(5, 40, generator=generator, requires_grad=True)
     y = x.detach().clone().requires_grad_()
     kept = []
@@ -87,13 +90,13 @@ def test_a_product_and_its_gradient_are_those_of_the_restored_matrix(form, autoc
 
 @pytest.mark.parametrize("form", FORMS)
 def test_new_numbers_count_once_it_is_shut(form):
-    quantised, other = Quantised(matrix(8, 128), form), matrix(8, 128, seed=1)
+    quantised, other = QuantizedMatrix(matrix(8, 128), form), matrix(8, 128, seed=1)
     before = quantised.plain()
     quantised.open()
     quantised.shown.copy_(other)
     assert torch.equal(quantised.plain(), before)
     quantised.shut()
-    assert torch.equal(quantised.plain(), Quantised(other, form).plain())
+    assert torch.equal(quantised.plain(), QuantizedMatrix(other, form).plain())
     assert quantised.opened is None
 
 

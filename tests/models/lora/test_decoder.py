@@ -9,9 +9,9 @@ from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ConfigError, ModelError
 from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.lora.decoder import Adapter, size_of
+from ratchet.models.lora.decoder import Adapter, count_adapter_parameters
 from ratchet.models.lora.files import load_adapter, save_adapter
-from ratchet.models.lora.layers import SeededDropout, dropping, mask_seed
+from ratchet.models.lora.layers import SeededDropout, derive_mask_seed, seed_dropout
 
 SHAPE = DecoderConfig(29, 16, 2, 4, 2, 8, 24, init_std=0.3)
 TOKENS = torch.tensor([1, 5, 9, 2, 28, 7, 7])
@@ -108,7 +108,9 @@ def test_names_and_sizes_are_those_of_peft():
     assert weights[f"{q}.lora_A.weight"].shape == (2, 16)
     assert weights[f"{q}.lora_B.weight"].shape == (32, 2)
     assert len(weights) == 2 * 7 * 2
-    count = size_of(dict(policy.canonical_weights()), policy.check_adapter(LoRAConfig()), 2)
+    count = count_adapter_parameters(
+        dict(policy.canonical_weights()), policy.check_adapter(LoRAConfig()), 2
+    )
     assert count == sum(weight.numel() for weight in weights.values())
 
 
@@ -171,9 +173,9 @@ def test_a_model_of_transformers_has_the_same_adapter(tmp_path):
 def test_dropout_is_a_function_of_its_seed():
     policy = adapted(dropout=0.5)
     plain = logits(policy)
-    with dropping(policy, 1):
+    with seed_dropout(policy, 1):
         first, again = logits(policy), logits(policy)
-    with dropping(policy, 2):
+    with seed_dropout(policy, 2):
         other = logits(policy)
     assert torch.equal(first, again)
     assert not torch.equal(first, plain)
@@ -190,7 +192,7 @@ def test_masks_of_steps_micro_batches_and_places_differ():
         for number in range(16):
             for place in range(6):
                 dropout = SeededDropout(0.5, place)
-                dropout.seed = mask_seed(step, number)
+                dropout.seed = derive_mask_seed(step, number)
                 masks.add(bytes((dropout(x) > 0).flatten().tolist()))
     assert len(masks) == len(steps) * 16 * 6
 

@@ -14,8 +14,8 @@ from ratchet.models import memory
 from ratchet.models.config import DecoderConfig
 from ratchet.models.config_json import SIZES
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.presets import preset
-from ratchet.models.transformers.loading import reading, require_plausible
+from ratchet.models.presets import get_preset
+from ratchet.models.transformers.loading import require_plausible, translate_errors
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def base(tmp_path_factory):
     tokenizer = character_tokenizer("0123456789")
     folder = tmp_path_factory.mktemp("model") / "base"
     init_policy(
-        preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0
+        get_preset("tiny", vocab_size=tokenizer.vocab_size, n_layers=1, hidden_size=32), seed=0
     ).save(folder)
     tokenizer.save(folder)
     return folder
@@ -69,7 +69,7 @@ def test_a_template_in_the_configuration_must_be_text(base, tmp_path):
 @pytest.mark.fault("M13")
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 def test_a_model_beyond_memory_is_refused_by_arithmetic(device, monkeypatch):
-    shape = preset("tiny", vocab_size=2**20)
+    shape = get_preset("tiny", vocab_size=2**20)
     monkeypatch.setattr(memory, "memory_bytes", lambda device: 256 << 20)
     with pytest.raises(
         ModelError, match=r"weights take 0\.3 GiB in float32, and cpu has 0\.2 GiB of memory"
@@ -109,10 +109,13 @@ def test_sizes_of_other_families_are_bounded(tmp_path):
 def test_any_error_of_the_library_is_a_model_error(tmp_path):
     with (
         pytest.raises(ModelError, match=r"transformers can't load a model from .*: first"),
-        reading(tmp_path, "a model"),
+        translate_errors(tmp_path, "a model"),
     ):
         raise AssertionError("\nfirst\nsecond")
-    with pytest.raises(ModelError, match="ZeroDivisionError"), reading(tmp_path, "a model"):
+    with (
+        pytest.raises(ModelError, match="ZeroDivisionError"),
+        translate_errors(tmp_path, "a model"),
+    ):
         raise ZeroDivisionError
 
 

@@ -13,17 +13,17 @@ from ratchet.config.schema import LoRAConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, ModelError
 from ratchet.generators.config import EngineConfig
-from ratchet.generators.engine.engine import Engine
+from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.compute.forward import Forward
 from ratchet.learners.config import DTensorConfig, MegatronConfig
 from ratchet.learners.distributed.checks import check_dtensor
 from ratchet.models.load import load_policy
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.media import joined, probe_images
-from ratchet.models.transformers.multimodal_policy import VisionPolicy
+from ratchet.models.media import join_media_inputs, make_probe_images
+from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
 from ratchet.testing.builders import make_group
 from ratchet.types import Trajectory
-from ratchet.utils.thread_pool import Crew
+from ratchet.utils.thread_pool import ThreadPool
 
 
 def row(family, messages, number=0):
@@ -41,7 +41,7 @@ def batch_of(family, order=(0, 1, 2)):
 
 def policy_of(family, dtype=torch.float32, **options):
     found = load_policy(model_directory(family), dtype=dtype, **options)
-    assert isinstance(found, VisionPolicy)
+    assert isinstance(found, MultimodalPolicy)
     return found
 
 
@@ -234,7 +234,7 @@ def test_what_is_saved_is_the_model_with_its_processor(family, tmp_path):
         "the head is the embedding, and there is one of them"
     )
     again = load_policy(tmp_path)
-    assert isinstance(again, VisionPolicy)
+    assert isinstance(again, MultimodalPolicy)
     assert again.packs
     with torch.no_grad():
         assert torch.equal(hidden_of(again, batch), hidden_of(policy, batch))
@@ -243,7 +243,7 @@ def test_what_is_saved_is_the_model_with_its_processor(family, tmp_path):
         torch.equal(theirs.get_parameter(name), weight)
         for name, weight in policy.canonical_weights()
     )
-    assert [one.span for one in probe_images(tmp_path, theirs)] == [24, 12]
+    assert [one.span for one in make_probe_images(tmp_path, theirs)] == [24, 12]
 
 
 def test_threads_share_a_model_as_one_would_run_it():
@@ -255,7 +255,7 @@ def test_threads_share_a_model_as_one_would_run_it():
     with torch.no_grad():
         expected = [hidden_of(policy, batch) for batch in batches]
     hands = [forward, forward.with_own_gradients(), forward.with_own_gradients()]
-    scored = Crew(3).run(
+    scored = ThreadPool(3).run(
         [
             partial(hand.score, batch, ["logprobs"])
             for hand, batch in zip(hands, batches, strict=True)
@@ -276,7 +276,7 @@ def test_what_can_t_be_done_with_such_a_model_is_refused(tmp_path):
         with pytest.raises(error, match=words):
             check_dtensor(section, policy)
     with pytest.raises(ModelError, match=r"set generator\.kind to hf"):
-        Engine(EngineConfig(), policy)
+        EmbeddedEngine(EngineConfig(), policy)
     with pytest.raises(ConfigError, match="q_prok"):
         policy.check_adapter(LoRAConfig(target_modules=("q_prok",)))
     with pytest.raises(ConfigError, match="qkv"):  # of the tower
@@ -290,7 +290,7 @@ def test_media_of_one_kind_must_fit_together():
     medium = renderer().media(tokens, [asked(picture(1))])[0].medium
     other = replace(medium, inputs={name: value[:, :2] for name, value in medium.inputs.items()})
     with pytest.raises(ModelError, match="different shapes"):
-        joined([medium, other])
+        join_media_inputs([medium, other])
 
 
 def test_a_model_of_text_alone_is_given_no_media(reference, tmp_path):

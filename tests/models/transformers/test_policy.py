@@ -10,7 +10,7 @@ from ratchet.learners.compute.forward import Forward
 from ratchet.models.load import load_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.transformers.policy import TransformersPolicy
-from ratchet.utils.thread_pool import Crew
+from ratchet.utils.thread_pool import ThreadPool
 
 GPT2 = {
     "vocab_size": 50,
@@ -129,7 +129,9 @@ def test_twins_in_two_threads_each_have_the_gradients_of_one(loaded, ragged):
         return found
 
     expected = backward(own)
-    for found in Crew(2).run([partial(backward, hand) for hand in (own, own.with_own_gradients())]):
+    for found in ThreadPool(2).run(
+        [partial(backward, hand) for hand in (own, own.with_own_gradients())]
+    ):
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             assert (one is None) == (other is None)

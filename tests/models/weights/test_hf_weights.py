@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
-from ratchet.models.presets import preset
+from ratchet.models.presets import get_preset
 from ratchet.models.weights.hf_weights import (
     canonical_weights,
     load_decoder,
@@ -36,7 +36,7 @@ VARIANTS = {
 
 
 def small(seed=0, **overrides):
-    return Decoder(preset("tiny", 50, **overrides)).init_weights(seed)
+    return Decoder(get_preset("tiny", 50, **overrides)).init_weights(seed)
 
 
 def logits(decoder, tokens, positions, lengths):
@@ -65,7 +65,7 @@ def test_canonical_weights_are_views_that_cover_every_parameter_once():
 )
 def test_experts_have_views_of_their_own(family, up):
     shape = {"qk_norm": family == "qwen3_moe", "expert_intermediate_size": 192}
-    decoder = Decoder(preset("tiny-moe", 50, family=family, **shape)).init_weights(0)
+    decoder = Decoder(get_preset("tiny-moe", 50, family=family, **shape)).init_weights(0)
     weights = dict(canonical_weights(decoder))
     assert sum(w.numel() for w in weights.values()) == sum(p.numel() for p in decoder.parameters())
     weights[f"model.layers.1.{up}.weight"].fill_(7.0)

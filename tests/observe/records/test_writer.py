@@ -15,11 +15,11 @@ from ratchet.config.schema import RecordConfig
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
 from ratchet.observe.records import writer as recording
-from ratchet.observe.records.groups import groups_of
-from ratchet.observe.records.media import MEDIA, name_in, restored, shortened, sources_of
+from ratchet.observe.records.groups import read_groups
+from ratchet.observe.records.media import MEDIA, collect_sources, name_in, restored, shortened
 from ratchet.observe.records.reader import INDEX, Record
 from ratchet.observe.records.schema import SCALARS, SCHEMA
-from ratchet.observe.records.table import table_of
+from ratchet.observe.records.table import build_table
 from ratchet.observe.records.writer import MOST_STEPS, Recorder
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import (
@@ -106,7 +106,7 @@ def ones(batch):
 def table(step=5, groups=None, **more):
     groups = some_groups() if groups is None else groups
     batch = columned(groups)
-    return table_of(step, "rl", groups, batch, ones(batch).numpy(), **more)
+    return build_table(step, "rl", groups, batch, ones(batch).numpy(), **more)
 
 
 def assert_same_batch(a, b):
@@ -130,7 +130,7 @@ def assert_same_batch(a, b):
 
 def test_groups_come_back_as_they_were():
     groups = some_groups()
-    back = groups_of(table(), sources_of(groups, range(len(groups))))
+    back = read_groups(table(), collect_sources(groups, range(len(groups))))
     assert_same_batch(pack(groups), pack(back))
     for was, found in zip(groups, back, strict=True):
         assert (found.id, found.task, found.uses) == (was.id, was.task, was.uses)
@@ -368,7 +368,7 @@ def test_a_medium_that_is_gone_or_was_changed_says_so(tmp_path):
     with pytest.raises(
         DataError, match=r"medium \w+ is not in the record: copy the run's steps/media/ too"
     ):
-        groups_of(found.step(1))
+        read_groups(found.step(1))
     assert found.table(["reward"]).num_rows == 3  # what has no need of them goes on
 
 

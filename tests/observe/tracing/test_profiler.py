@@ -13,12 +13,18 @@ import torch
 
 from ratchet.observe.matmul_rate import Gemm, gemm_rate
 from ratchet.observe.tracing.profile_table import Profile, Work
-from ratchet.observe.tracing.profiler import Event, Profiler, Subject, count_work, kernel_seconds
-from ratchet.utils.thread_pool import Crew
+from ratchet.observe.tracing.profiler import (
+    Profiler,
+    Subject,
+    TraceEvent,
+    count_work,
+    kernel_seconds,
+)
+from ratchet.utils.thread_pool import ThreadPool
 
 
-def span(name: str, start: int, end: int) -> Event:
-    return Event(name, start, end, range=True)
+def span(name: str, start: int, end: int) -> TraceEvent:
+    return TraceEvent(name, start, end, range=True)
 
 
 # --- what is counted where
@@ -31,14 +37,14 @@ def test_an_operation_counts_for_the_phase_that_it_began_in() -> None:
         span("update", 200, 300),
         span("evaluate", 400, 500),
         span("Optimizer.step#AdamW.step", 250, 260),  # torch's own: no phase
-        Event("aten::mm", 10, 20, flop=7),
-        Event("aten::addmm", 99, 130, flop=11),  # ends later
-        Event("aten::bmm", 255, 256, flop=13),
-        Event("aten::mm", 150, 160, flop=17),  # between the phases
-        Event("aten::mm", 450, 460, flop=1000),  # apart
-        Event("aten::embedding", 50, 51, shapes=[[12, 4], [6]]),
-        Event("aten::embedding", 60, 61, shapes=[[12, 4], [2, 5]]),
-        Event("aten::embedding", 70, 71, shapes=[[99, 4], [6]]),  # a table of positions
+        TraceEvent("aten::mm", 10, 20, flop=7),
+        TraceEvent("aten::addmm", 99, 130, flop=11),  # ends later
+        TraceEvent("aten::bmm", 255, 256, flop=13),
+        TraceEvent("aten::mm", 150, 160, flop=17),  # between the phases
+        TraceEvent("aten::mm", 450, 460, flop=1000),  # apart
+        TraceEvent("aten::embedding", 50, 51, shapes=[[12, 4], [6]]),
+        TraceEvent("aten::embedding", 60, 61, shapes=[[12, 4], [2, 5]]),
+        TraceEvent("aten::embedding", 70, 71, shapes=[[99, 4], [6]]),  # a table of positions
     ]
     count_work(events, phases, vocab_size=12)
     assert {name: work.flop for name, work in phases.items()} == {
@@ -51,8 +57,8 @@ def test_an_operation_counts_for_the_phase_that_it_began_in() -> None:
 
 
 def test_kernels_that_overlap_count_once_and_those_of_an_evaluation_do_not() -> None:
-    def kernel(start: int, end: int, name: str = "gemm") -> Event:
-        return Event(name, start, end, host=False)
+    def kernel(start: int, end: int, name: str = "gemm") -> TraceEvent:
+        return TraceEvent(name, start, end, host=False)
 
     events = [
         span("update", 0, 1000),
@@ -208,7 +214,7 @@ def test_steps_before_and_after_are_not_in_the_trace(tmp_path: Path) -> None:
 
 
 def test_threads_that_were_there_before_are_in_it(tmp_path: Path) -> None:
-    crew = Crew(2)
+    crew = ThreadPool(2)
     crew.run([lambda: None] * 2)
     made = profiler(tmp_path, asked=1, left=1)
     made.begin_step()

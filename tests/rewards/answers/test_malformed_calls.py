@@ -9,7 +9,7 @@ import pytest
 from ratchet.config.resolve import resolve
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
-from ratchet.experience.rollout.episode import Player
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.rollout.metrics import measure_groups
 from ratchet.protocols import Step
@@ -60,7 +60,7 @@ def play(*lines, attempts=1, max_turns=8):
     """Every attempt says `lines` in turn."""
     says = lambda tokens, sampling: [*RENDERER.tokenizer.encode(next(script)), RENDERER.stop_ids[0]]  # noqa: E731
     script = iter(lines * attempts)
-    player = Player(FakeGenerator(says), RENDERER, max_context=4096, max_turns=max_turns)
+    player = EpisodePlayer(FakeGenerator(says), RENDERER, max_context=4096, max_turns=max_turns)
     manager = RolloutManager(player, lambda: copy.copy(Adder()), penalised(0.25))
     sampling = Sampling(max_new_tokens=128, stop_ids=RENDERER.stop_ids)
 
