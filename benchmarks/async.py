@@ -121,7 +121,7 @@ def seconds_asked(ledger: Path, seed: int, steps: range) -> float:
     """Of all requests that these steps trained on."""
     from ratchet.experience.seeds import derive_seed
     from ratchet.experience.sources.prompt_ledger import read_ledger
-    from ratchet.testing.simulated import seconds_of
+    from ratchet.testing.simulated import draw_seconds
 
     base = derive_seed(seed, "simulated", "rollouts")
     trained = [
@@ -131,7 +131,7 @@ def seconds_asked(ledger: Path, seed: int, steps: range) -> float:
     ]
     assert len(trained) == BATCH * len(steps)
     seeds = (derive_seed(base, name, attempt) for name in trained for attempt in range(ATTEMPTS))
-    return sum(seconds_of(own, MEAN_S, SIGMA) for own in seeds)
+    return sum(draw_seconds(own, MEAN_S, SIGMA) for own in seeds)
 
 
 def possible(rollouts: dict[str, Any], busy_s: float) -> float:
@@ -139,10 +139,10 @@ def possible(rollouts: dict[str, Any], busy_s: float) -> float:
     so many seconds a step."""
     from ratchet.experience.async_rollouts.staleness_scheduler import StalenessScheduler
     from ratchet.experience.seeds import derive_seed
-    from ratchet.testing.simulated import seconds_of, undisturbed
+    from ratchet.testing.simulated import draw_seconds, undisturbed
 
     def seconds(group: int, attempt: int) -> float:
-        return seconds_of(derive_seed("possible", group, attempt), MEAN_S, SIGMA)
+        return draw_seconds(derive_seed("possible", group, attempt), MEAN_S, SIGMA)
 
     scheduler = StalenessScheduler(
         per_step=BATCH, last_step=LONG, **{"max_staleness": 0, **rollouts}

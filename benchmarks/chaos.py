@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import yaml
 
-from ratchet.testing.kill_and_resume import Verdict, chaos
+from ratchet.testing.kill_and_resume import TrialVerdict, chaos
 
 TINY: dict[str, Any] = {
     "threads": 1,
@@ -65,7 +65,7 @@ class Result:
 
     recipe: str
     passages: Counter[str]
-    verdicts: list[Verdict]
+    verdicts: list[TrialVerdict]
 
     def cells(self, point: str) -> str:
         rows = [verdict for verdict in self.verdicts if verdict.trial.point == point]

@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ratchet.algorithms.config.policy_gradient": ("GRPOConfig",),
+    "ratchet.algorithms.config.named_policy_gradients": ("GRPOConfig",),
     "ratchet.algorithms.config.sft": ("SFTConfig",),
     "ratchet.training.build": ("make_run",),
     "ratchet.config.resolve": ("construct",),
     "ratchet.config.loader": ("load_config",),
     "ratchet.config.schema": ("EvaluationConfig", "OptimizerConfig"),
     "ratchet.data.chat.builtin_tokenizers": ("character_tokenizer",),
-    "ratchet.data.chat.tokenizer": ("load_tokenizer",),
+    "ratchet.data.chat.tokenizer_loading": ("load_tokenizer",),
     "ratchet.environments.toy.arithmetic": ("Arithmetic",),
     "ratchet.environments.config": (
         "ArithmeticConfig",
@@ -69,7 +69,7 @@ _HOMES = {
     "ratchet.learners.optim.config": ("MuonConfig",),
     "ratchet.training.loop": ("train",),
     "ratchet.models.load": ("init_policy", "load_policy"),
-    "ratchet.models.presets": ("preset",),
+    "ratchet.models.presets": ("get_preset",),
     "ratchet.rewards.base": ("as_reward",),
     "ratchet.training.stage": ("EnvSetup", "Policy", "StageSpec"),
     "ratchet.types": ("Group", "Message", "Sampling", "Task", "Trajectory"),

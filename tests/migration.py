@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from ratchet.commands.migrate.importer import PEERS, Item, read_config
-from ratchet.commands.migrate.table import Peer, Row
+from ratchet.commands.migrate.table import KeyRow, Peer
 from ratchet.config.yaml_tree import write_text
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "migrate.md"
@@ -196,7 +196,7 @@ def keys() -> str:
     return "\n".join(parts)
 
 
-def _line(row: Row) -> str:
+def _line(row: KeyRow) -> str:
     ours = (
         ", ".join(f"`{key}`" for key in row.ours.split(", "))
         if row.ours

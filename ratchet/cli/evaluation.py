@@ -85,7 +85,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and whether
     it beats another."""
-    from ratchet.commands.eval import Asked, Evaluation, evaluate_target
+    from ratchet.commands.eval import EndpointSettings, Evaluation, evaluate_target
 
     evaluation = Evaluation(
         recipe=recipe,
@@ -100,7 +100,7 @@ def evaluate(
         seed=seed,
         generator=generator,
         step=step,
-        asked=Asked(model, api_key_env, concurrency, timeout_s, _object(body)),
+        asked=EndpointSettings(model, api_key_env, concurrency, timeout_s, _object(body)),
     )
     evaluate_target(target, evaluation, against=against, out=out)
 

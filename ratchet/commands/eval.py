@@ -17,7 +17,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from ratchet.algorithms.base import Algorithm
-from ratchet.commands.model_target import Target, checkpoint_of, open_target, require_config
+from ratchet.commands.model_target import Target, open_target, parse_checkpoint_path, require_config
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
@@ -61,7 +61,7 @@ MAX_NEW_TOKENS = 2048  # where no recipe says how long answers are
 
 
 @dataclass(frozen=True)
-class Asked:
+class EndpointSettings:
     """The endpoint that a target names by its address. model: its name there. body: further keys of
     each request."""
 
@@ -92,7 +92,7 @@ class Evaluation:
     seed: int = 0
     generator: str | None = None
     step: int | None = None
-    asked: Asked = Asked()
+    asked: EndpointSettings = EndpointSettings()
 
 
 def evaluate_target(
@@ -124,7 +124,7 @@ def evaluate_target(
 
 def _results(target: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
     if is_endpoint(target):
-        return _of_endpoint(target, evaluation)
+        return _evaluate_endpoint(target, evaluation)
     path = fetch_run_model(target, evaluation.step)
     if evaluation.step is not None and not RunDirectory(path).used:
         raise ConfigError(
@@ -132,7 +132,7 @@ def _results(target: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
         )
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return EvalResults.read(path)
-    return _of_model(path, target, evaluation)
+    return _evaluate_model(path, target, evaluation)
 
 
 def _read_here(target: str) -> str:
@@ -152,7 +152,7 @@ def _settle(found: EvalResults, target: str, out: Path | None, console: Console)
         return
     title = f"{found.about.get('on')} by {found.about.get('target', target)}"
     console.print(Markdown(format_report(found, title)))
-    within = checkpoint_of(path)
+    within = parse_checkpoint_path(path)
     run = RunDirectory(path if within is None else within[0])
     directory = out or _numbered(
         (run.evals if run.used else Path("evals")) / str(found.about.get("on")).replace(":", ".")
@@ -165,7 +165,7 @@ def _settle(found: EvalResults, target: str, out: Path | None, console: Console)
         raise RatchetError(f"no attempt has a reward; the first: {why[-500:]}")
 
 
-def _of_model(path: Path, called: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
+def _evaluate_model(path: Path, called: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
     arena, plan = where(config, evaluation)
@@ -183,7 +183,7 @@ def _of_model(path: Path, called: str, evaluation: Evaluation) -> EvalResults | 
     )
 
 
-def _of_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
+def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
     asked = evaluation.asked
     if asked.model is None:
         raise ConfigError("--model is missing: the name by which the endpoint knows the model")

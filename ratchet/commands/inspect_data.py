@@ -110,9 +110,9 @@ def inspect(
     Raises ConfigError or DataError if the recipe or the data can't be used.
     """
     data = (
-        _of_recipe(target, words, stage)
+        _inspect_recipe(target, words, stage)
         if target.endswith((".yaml", ".yml"))
-        else _of_file(target, words)
+        else _inspect_file(target, words)
     )
     if tokenizer is not None or template is not None:
         loaded = data.renderer.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
@@ -143,7 +143,7 @@ def _once(tasks: Iterator[Task]) -> Iterator[Task]:
 # --- where rows come from
 
 
-def _of_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Inspected:
+def _inspect_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Inspected:
     config = load_config(recipe, words)
     chosen = _stage(config, stage)
     tokenizer = construct(config.tokenizer, config.model.path)
@@ -174,7 +174,7 @@ def _stage(config: RunConfig, name: str | None) -> StageConfig:
     return found
 
 
-def _of_file(target: str, words: Sequence[str]) -> Inspected:
+def _inspect_file(target: str, words: Sequence[str]) -> Inspected:
     """Return a file, directory, address or preset by name; the words are keys of the environment
     `dataset`."""
     key = "preset" if target in PUBLISHED and not Path(target).exists() else "train"

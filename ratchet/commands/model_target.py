@@ -50,7 +50,7 @@ class Target:
     exported: TemporaryFolder | None = None
 
 
-def checkpoint_of(path: Path) -> tuple[Path, int] | None:
+def parse_checkpoint_path(path: Path) -> tuple[Path, int] | None:
     """Return (run, step) of a checkpoint's directory; None for any other."""
     run, step = path.parent.parent, STEP.fullmatch(path.name)
     if step is None or RunDirectory(run).checkpoints != path.parent or not RunDirectory(run).used:
@@ -72,7 +72,7 @@ def open_target(
         RunDirectoryError: The run has no finished model yet.
         CheckpointError: The checkpoint is missing or damaged.
     """
-    if step is None and (found := checkpoint_of(path)) is not None:
+    if step is None and (found := parse_checkpoint_path(path)) is not None:
         path, step = found
     run_recipe = path / "config.yaml"
     if step is not None:

@@ -145,7 +145,7 @@ async def _score(
     if isinstance(values, DataError):
         return Score(line, name, Failed("row", str(values)), 0.0)
     try:
-        task, trajectory = attempt_of(values, name)
+        task, trajectory = make_attempt(values, name)
     except DataError as error:
         return Score(line, name, Failed("row", f"{path}, {name}: {error}"), 0.0)
     async with turns:
@@ -162,7 +162,7 @@ async def _score(
 # --- from a row to what a reward judges
 
 
-def attempt_of(values: Mapping[str, Any], name: str) -> tuple[Task, Trajectory]:
+def make_attempt(values: Mapping[str, Any], name: str) -> tuple[Task, Trajectory]:
     """Return the task and its answered conversation, which is text alone and holds no tokens.
     Raises DataError."""
     messages = _messages(values, "messages") if "messages" in values else _prompted(values)

@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.checks.model import context_of
+from ratchet.config.checks.model import known_context
 from ratchet.config.checks.staleness import cautions
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.utils.object_store import is_address
@@ -27,7 +27,7 @@ def describe(config: RunConfig) -> str:
     """Return the batch arithmetic of every stage, a few lines each."""
     model = config.model
     source = f"preset {model.preset}, random weights" if model.preset else f"{model.path}"
-    context = context_of(model)
+    context = known_context(model)
     head = [
         ROW.format("run", f"{config.name}, seed {config.seed}, device {config.device}"),
         ROW.format("model", source + (f", context {_count(context, 'token')}" if context else "")),

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from ratchet.config.key_paths import Key, children_of, keys, model_at
+from ratchet.config.key_paths import Key, keys, list_children, model_at
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import shorten_text
 
 if TYPE_CHECKING:
-    from ratchet.config.yaml_tree import Node, Origin
+    from ratchet.config.yaml_tree import Node, ValueOrigin
 
 Location = Sequence[str | int]
 
@@ -24,10 +24,10 @@ MAX_VALUE_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class RecipeProblem:
     """One error in a recipe. `message` follows the key's path."""
 
-    origin: Origin
+    origin: ValueOrigin
     message: str
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Problem:
         return f"{self.origin}: {key}{shorten_text(self.message, MAX_CHARS)}"
 
 
-def report(problems: Iterable[Problem]) -> ConfigError:
+def report(problems: Iterable[RecipeProblem]) -> ConfigError:
     """Return one error of the first MAX_SHOWN problems in the order of files and lines, with the
     number of the others.
 
@@ -49,7 +49,7 @@ def report(problems: Iterable[Problem]) -> ConfigError:
     return ConfigError("\n  ".join([f"{len(ordered):,} problems:", *lines, *rest]))
 
 
-def _place_in_files(origin: Origin) -> tuple[str, int, str]:
+def _place_in_files(origin: ValueOrigin) -> tuple[str, int, str]:
     return origin.file, origin.line or 0, origin.path
 
 
@@ -68,7 +68,7 @@ def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
     return node, []
 
 
-def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Problem]:
+def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[RecipeProblem]:
     """Yield pydantic's errors in the words of a recipe. A value that fits no branch of a union is
     one problem.
 
@@ -82,7 +82,7 @@ def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Pr
     places = [(*_origin_at(tree, place), place, lines) for place, lines in by_place.items()]
     places.sort(key=lambda item: _place_in_files(item[0]))
     for index, (origin, missing, place, lines) in enumerate(places):
-        yield Problem(
+        yield RecipeProblem(
             origin,
             _explained(origin, missing, place, lines, tree, model)
             if index < MAX_SHOWN
@@ -90,7 +90,7 @@ def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Pr
         )
 
 
-def _origin_at(tree: Node, place: Location) -> tuple[Origin, list[str]]:
+def _origin_at(tree: Node, place: Location) -> tuple[ValueOrigin, list[str]]:
     node, missing = locate(tree, place)
     origin = node.origin
     for key in missing:
@@ -99,7 +99,7 @@ def _origin_at(tree: Node, place: Location) -> tuple[Origin, list[str]]:
 
 
 def _explained(
-    origin: Origin,
+    origin: ValueOrigin,
     left: list[str],
     place: Location,
     lines: Sequence[Mapping[str, Any]],
@@ -210,7 +210,7 @@ def unlike(word: str, known: Iterable[str]) -> str:
 def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
     """Return where the key belongs if it exists elsewhere, else the nearest known key, else all
     keys known here."""
-    siblings = children_of(model, place, tree)
+    siblings = list_children(model, place, tree)
     everywhere = list(keys(model))
     elsewhere = [k for k in everywhere if k.name == key]
     near = get_close_matches(key, siblings, n=1)

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from ratchet.config.base import Section
-from ratchet.config.diagnostics import Problem, explain, report
+from ratchet.config.diagnostics import RecipeProblem, explain, report
 from ratchet.config.layers import as_layer
 from ratchet.config.resolve import section_class
-from ratchet.config.yaml_tree import COMMAND_LINE, Node, Origin, read_text
+from ratchet.config.yaml_tree import COMMAND_LINE, Node, ValueOrigin, read_text
 from ratchet.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Secti
 
 def _keys(words: Sequence[str]) -> Node:
     parsed: dict[tuple[str, ...], Node] = {}
-    problems: list[Problem] = []
+    problems: list[RecipeProblem] = []
     for text in words:
         key, equals, value = text.partition("=")
         path = tuple(key.strip().split("."))
@@ -40,7 +40,7 @@ def _keys(words: Sequence[str]) -> Node:
         node, problems_here = read_text(value, COMMAND_LINE, ".".join(path))
         parsed[path] = replace(node, origin=replace(node.origin, line=None))
         problems += problems_here
-    keys = as_layer(parsed, Node({}, Origin(COMMAND_LINE, None, "")), problems)
+    keys = as_layer(parsed, Node({}, ValueOrigin(COMMAND_LINE, None, "")), problems)
     if problems:
         raise report(problems)
     return keys

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from ratchet.config.base import Section
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import Slot, kind_of, section_class
+from ratchet.config.resolve import Slot, read_kind, section_class
 from ratchet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,15 +46,15 @@ class Key:
         return ", ".join(re.findall(r"\[(.*?)\]", self.path))
 
 
-def slot_of(field: FieldInfo) -> Slot | None:
+def find_slot(field: FieldInfo) -> Slot | None:
     return next((mark for mark in field.metadata if isinstance(mark, Slot)), None)
 
 
-def section_of(annotation: Any) -> type[Section] | None:
+def find_section(annotation: Any) -> type[Section] | None:
     """Return the section in an annotation, within tuple, union or Annotated."""
     if isclass(annotation) and issubclass(annotation, Section):
         return annotation
-    return next((found for part in get_args(annotation) if (found := section_of(part))), None)
+    return next((found for part in get_args(annotation) if (found := find_section(part))), None)
 
 
 @cache
@@ -66,7 +66,7 @@ def keys(model: type[Section], prefix: str = "") -> tuple[Key, ...]:
 def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
-        slot, inner = slot_of(field), section_of(field.annotation)
+        slot, inner = find_slot(field), find_section(field.annotation)
         if name == "kind":
             continue
         yield Key(path, leaf=inner is None)
@@ -98,7 +98,7 @@ def model_at(model: type[Section], place: Sequence[str | int], tree: Node) -> ty
         else:
             field = current.model_fields[part]
             node = inner.get(part) if isinstance(inner, dict) else None
-            slot, current = slot_of(field), section_of(field.annotation)
+            slot, current = find_slot(field), find_section(field.annotation)
         if slot is not None and node is not None and node.is_section:
             current = _chosen(slot, node)
     return current
@@ -106,19 +106,19 @@ def model_at(model: type[Section], place: Sequence[str | int], tree: Node) -> ty
 
 def _chosen(slot: Slot, node: Node) -> type[Section] | None:
     try:
-        return section_class(slot.name, kind_of(slot.name, node.plain()))
+        return section_class(slot.name, read_kind(slot.name, node.plain()))
     except ConfigError:
         return None
 
 
-def children_of(model: type[Section], place: Sequence[str | int], tree: Node) -> list[str]:
+def list_children(model: type[Section], place: Sequence[str | int], tree: Node) -> list[str]:
     """Return the keys that may stand at a location; at the top those of a stage too."""
     section = model_at(model, place, tree)
     if section is None:
         return []
     names = list(section.model_fields)
     if not place and STAGES in section.model_fields:
-        stage = section_of(section.model_fields[STAGES].annotation)
+        stage = find_section(section.model_fields[STAGES].annotation)
         assert stage is not None
         names += ["extends", *(key for key in stage.model_fields if key != "name")]
     return names

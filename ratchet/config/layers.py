@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ratchet.config.diagnostics import Problem, unlike
+from ratchet.config.diagnostics import RecipeProblem, unlike
 from ratchet.config.key_paths import STAGES
 from ratchet.config.registry import DEFAULT_KIND
 from ratchet.config.resolve import section_class
@@ -17,7 +17,12 @@ Path = tuple[str, ...]
 
 
 def merge(
-    base: Node, over: Node, problems: list[Problem], *, key: str = "", names: Sequence[str] = ()
+    base: Node,
+    over: Node,
+    problems: list[RecipeProblem],
+    *,
+    key: str = "",
+    names: Sequence[str] = (),
 ) -> Node:
     """Deep. Sections join; one whose `kind` differs replaces. A section over a list changes single
     items of it, by position or by one of `names`. Everything else replaces. What can't be meant is
@@ -35,7 +40,9 @@ def merge(
     return replace(base, value=joined)
 
 
-def _merge_items(base: Node, over: Node, problems: list[Problem], names: Sequence[str]) -> Node:
+def _merge_items(
+    base: Node, over: Node, problems: list[RecipeProblem], names: Sequence[str]
+) -> Node:
     items = list(base.value)
     places = {str(index): index for index in range(len(items))}
     if base.origin.path == STAGES:
@@ -47,7 +54,7 @@ def _merge_items(base: Node, over: Node, problems: list[Problem], names: Sequenc
         else:
             labels = names if base.origin.path == STAGES else list(places)
             problems.append(
-                Problem(child.origin, f"there is no '{label}' here{unlike(label, labels)}")
+                RecipeProblem(child.origin, f"there is no '{label}' here{unlike(label, labels)}")
             )
     return replace(base, value=items)
 
@@ -82,7 +89,7 @@ def _stage_name(stage: Node, root: Node) -> str | None:
     return None
 
 
-def expand(root: Node, problems: list[Problem]) -> Node:
+def expand(root: Node, problems: list[RecipeProblem]) -> Node:
     """Return the resolved tree: each stage laid over the stage keys at the top, and named. Without
     `stages` there is one stage."""
     defaults = Node(
@@ -110,7 +117,7 @@ def _refuse_product(defaults: Node, stages: Sequence[Node]) -> None:
         )
 
 
-def _complete(stage: Node, defaults: Node, problems: list[Problem]) -> Node:
+def _complete(stage: Node, defaults: Node, problems: list[RecipeProblem]) -> Node:
     if not stage.is_section:
         return stage
     whole = replace(merge(defaults, stage, problems), origin=stage.origin)
@@ -123,7 +130,7 @@ def _complete(stage: Node, defaults: Node, problems: list[Problem]) -> Node:
 # --- a layer: a recipe over the one that it extends, or all overrides over a recipe
 
 
-def lay(base: Node, layer: Node, problems: list[Problem]) -> Node:
+def lay(base: Node, layer: Node, problems: list[RecipeProblem]) -> Node:
     """Merge whole recipes.
 
     `stages` as a section changes stages by name (`stages.grpo.steps`), as a list it replaces them.
@@ -134,11 +141,13 @@ def lay(base: Node, layer: Node, problems: list[Problem]) -> Node:
     if stages is None or stages.is_section:
         _refuse_shadowed(base, layer, problems)
     if stages is not None and stages.is_section and STAGES not in base.value:
-        layer = _of_single_stage(base, layer, stages, problems)
+        layer = _address_single_stage(base, layer, stages, problems)
     return merge(base, layer, problems, names=stage_names(base))
 
 
-def _of_single_stage(base: Node, layer: Node, stages: Node, problems: list[Problem]) -> Node:
+def _address_single_stage(
+    base: Node, layer: Node, stages: Node, problems: list[RecipeProblem]
+) -> Node:
     """Apply `stages.grpo.steps` to a recipe without `stages`, whose one stage has its keys at the
     top."""
     name = _stage_name(Node({}, base.origin), base) or "0"
@@ -146,16 +155,16 @@ def _of_single_stage(base: Node, layer: Node, stages: Node, problems: list[Probl
     for label, child in stages.value.items():
         if label not in (name, "0"):
             problems.append(
-                Problem(child.origin, f"there is no '{label}' here{unlike(label, [name])}")
+                RecipeProblem(child.origin, f"there is no '{label}' here{unlike(label, [name])}")
             )
         elif not child.is_section:
-            problems.append(Problem(child.origin, "must be a section: keys and values"))
+            problems.append(RecipeProblem(child.origin, "must be a section: keys and values"))
         else:
             rest = merge(rest, child, problems)
     return rest
 
 
-def _refuse_shadowed(base: Node, layer: Node, problems: list[Problem]) -> None:
+def _refuse_shadowed(base: Node, layer: Node, problems: list[RecipeProblem]) -> None:
     names = stage_names(base)
     stages = dict(zip(names, base.value[STAGES].value, strict=True)) if names else {}
     if stages:
@@ -174,7 +183,7 @@ def _refuse_shadowed(base: Node, layer: Node, problems: list[Problem]) -> None:
                 )
                 fix = " or ".join(".".join((STAGES, name, *path)) for name in able)
                 problems.append(
-                    Problem(
+                    RecipeProblem(
                         leaf.origin,
                         f"has no effect, the stages set it themselves: set {fix} instead",
                     )
@@ -225,7 +234,7 @@ def _has_key(stage: Node, path: Path) -> bool:
         return True
 
 
-def as_layer(overrides: Mapping[Path, Node], root: Node, problems: list[Problem]) -> Node:
+def as_layer(overrides: Mapping[Path, Node], root: Node, problems: list[RecipeProblem]) -> Node:
     """Return all overrides as one layer, so that their order does not matter (`kind` may come after
     its keys)."""
     whole = root

@@ -17,14 +17,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from ratchet.config.checks.stages import conflicts
-from ratchet.config.diagnostics import REDACTED, Problem, explain, is_secret, locate, report
+from ratchet.config.diagnostics import REDACTED, RecipeProblem, explain, is_secret, locate, report
 from ratchet.config.layers import as_layer, expand, lay
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import (
     COMMAND_LINE,
     Budget,
     Node,
-    Origin,
+    ValueOrigin,
     read_file,
     read_text,
     write_text,
@@ -39,7 +39,7 @@ MAX_FILES = 32  # of a recipe and those that it extends
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the resolved and checked configuration of a recipe. Raises ConfigError with everything
     that is wrong with it."""
-    problems: list[Problem] = []
+    problems: list[RecipeProblem] = []
     root = _read(Path(path), problems)
     if overrides:
         root = lay(root, _overrides(overrides, problems), problems)
@@ -60,7 +60,7 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return _tidy(config.model_dump(mode="json"))
 
 
-def _build(tree: Node, problems: Sequence[Problem]) -> RunConfig:
+def _build(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
     try:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
@@ -78,13 +78,13 @@ def _build(tree: Node, problems: Sequence[Problem]) -> RunConfig:
         origin = node.origin
         for key in missing:
             origin = origin.below(key)
-        unique.append(Problem(origin, conflict.message))
+        unique.append(RecipeProblem(origin, conflict.message))
     if unique:
         raise report(unique)
     return config
 
 
-def _read(path: Path, problems: list[Problem]) -> Node:
+def _read(path: Path, problems: list[RecipeProblem]) -> Node:
     """Return a recipe laid over all that it extends. Raises ConfigError."""
     layers: list[Node] = []
     chain: list[Path] = []
@@ -128,7 +128,7 @@ def _read(path: Path, problems: list[Problem]) -> Node:
     return whole
 
 
-def _overrides(texts: Sequence[str], problems: list[Problem]) -> Node:
+def _overrides(texts: Sequence[str], problems: list[RecipeProblem]) -> Node:
     parsed: dict[tuple[str, ...], Node] = {}
     for text in texts:
         path, equals, value = text.partition("=")
@@ -146,7 +146,7 @@ def _overrides(texts: Sequence[str], problems: list[Problem]) -> Node:
         problems += duplicates
         parsed.pop(keys, None)  # the last one of a key counts, and comes last
         parsed[keys] = _without_lines(node)
-    return as_layer(parsed, Node({}, Origin(COMMAND_LINE, None, "")), problems)
+    return as_layer(parsed, Node({}, ValueOrigin(COMMAND_LINE, None, "")), problems)
 
 
 def _without_lines(node: Node) -> Node:

@@ -46,10 +46,10 @@ def resolve(slot: str, values: Mapping[str, Any]) -> Section:
 
     Raises ConfigError for an unknown or unusable kind, pydantic's ValidationError for wrong values.
     """
-    return section_class(slot, kind_of(slot, values)).model_validate(dict(values))
+    return section_class(slot, read_kind(slot, values)).model_validate(dict(values))
 
 
-def kind_of(slot: str, values: Mapping[str, Any]) -> str:
+def read_kind(slot: str, values: Mapping[str, Any]) -> str:
     kind = values.get("kind", DEFAULT_KIND.get(slot))
     if kind is None:
         raise ConfigError(
@@ -66,7 +66,7 @@ def section_class(slot: str, kind: str) -> type[Section]:
     """Return the class that validates `kind`, with `kind` among its fields, so that a saved section
     names its kind."""
     if ":" in kind:
-        target_class = _of_import_path(slot, kind)
+        target_class = _section_from_path(slot, kind)
         _require_methods(slot, kind)
     elif kind in KINDS[slot]:
         target_class = imported(KINDS[slot][kind])
@@ -155,7 +155,7 @@ def imported(path: str) -> Any:
     return getattr(loaded, name)
 
 
-def _of_import_path(slot: str, kind: str) -> type[Section]:
+def _section_from_path(slot: str, kind: str) -> type[Section]:
     target = imported(kind)
     if _is_section(target):
         return target
@@ -163,7 +163,7 @@ def _of_import_path(slot: str, kind: str) -> type[Section]:
         raise ConfigError(f"'{kind}' is neither a class nor a function")
     config = getattr(target, "Config", None)
     if config is None:
-        return _of_signature(slot, kind, target)
+        return _section_from_signature(slot, kind, target)
     if not _is_section(config):
         raise ConfigError(f"{kind}.Config must derive from ratchet.config.base.Section")
     return _built_by(kind, config)
@@ -192,8 +192,8 @@ def _built_by(kind: str, config: type[Section]) -> type[Section]:
 
 
 class Unpacked(Section):
-    """A section for a class or function without `Config`: its fields are the parameters, passed by
-    name."""
+    """A section for a class or function without `PeerConfig`: its fields are the parameters, passed
+    by name."""
 
     builds: ClassVar[str] = "ratchet.config.resolve:call_unpacked"
     target: ClassVar[str] = ""
@@ -222,7 +222,7 @@ FUNCTION_ARGUMENTS = {
 }
 
 
-def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Section]:
+def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Section]:
     binds = slot in FUNCTION_ARGUMENTS and inspect.isfunction(target)
     owner = target.__init__ if inspect.isclass(target) else target
     try:
@@ -244,7 +244,7 @@ def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Sect
         ):
             raise ConfigError(
                 f"'{kind}' takes '{parameter}', which has no keys: name its parameters, or give it "
-                "a `Config`"
+                "a `PeerConfig`"
             )
         if (
             parameter.name == "kind"
@@ -261,7 +261,7 @@ def _of_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Sect
         unpacked = create_model(kind.partition(":")[2], __base__=Unpacked, **fields)
     except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
         raise ConfigError(
-            f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `Config`"
+            f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `PeerConfig`"
         ) from error
     unpacked.target, unpacked.parameters, unpacked.binds = kind, frozenset(fields), binds
     return unpacked

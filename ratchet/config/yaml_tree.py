@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from ratchet.config.diagnostics import Problem
+from ratchet.config.diagnostics import RecipeProblem
 from ratchet.errors import ConfigError
 from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import shorten_text
@@ -32,7 +32,7 @@ MAX_DIGITS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ValueOrigin:
     """The place of a value. `file` is a path or "command line"; `path` is the dotted path as an
     override would write it."""
 
@@ -43,7 +43,7 @@ class Origin:
     def __str__(self) -> str:
         return self.file if self.line is None else f"{self.file}:{self.line}"
 
-    def below(self, key: str) -> Origin:
+    def below(self, key: str) -> ValueOrigin:
         return replace(self, path=f"{self.path}.{key}" if self.path else key)
 
 
@@ -52,7 +52,7 @@ class Node:
     """A value of the tree. `value`: a dict of nodes by key, a list of nodes, or a scalar."""
 
     value: Any
-    origin: Origin
+    origin: ValueOrigin
 
     @property
     def is_section(self) -> bool:
@@ -122,7 +122,7 @@ class Budget:
                 "into files of data"
             )
 
-    def take_node(self, where: Origin) -> None:
+    def take_node(self, where: ValueOrigin) -> None:
         """Raise ConfigError where anchors make more values than MAX_NODES."""
         self.nodes -= 1
         if self.nodes < 0:
@@ -150,7 +150,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _refuse_depth(where: Origin | str) -> NoReturn:
+def _refuse_depth(where: ValueOrigin | str) -> NoReturn:
     raise ConfigError(
         f"{where}: values are nested more than {MAX_DEPTH} deep: no recipe needs that"
     )
@@ -163,7 +163,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _scalar(node: yaml.ScalarNode, where: Origin) -> Any:
+def _scalar(node: yaml.ScalarNode, where: ValueOrigin) -> Any:
     """Return a scalar's value. Raises ConfigError for a tag outside the core schema, and for a
     number that no key can take."""
     text = node.value
@@ -187,7 +187,7 @@ def _scalar(node: yaml.ScalarNode, where: Origin) -> Any:
             )
 
 
-def _integer(text: str, where: Origin) -> int:
+def _integer(text: str, where: ValueOrigin) -> int:
     # Python converts at most 4,300 digits, and a float holds at most 308.
     if len(text) > MAX_DIGITS:
         raise ConfigError(
@@ -207,12 +207,12 @@ def _integer(text: str, where: Origin) -> int:
 class _Reader:
     file: str
     budget: Budget
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[RecipeProblem] = field(default_factory=list)
     # of the branch being read, against an anchor within itself
     open_nodes: list[int] = field(default_factory=list)
 
     def read(self, node: yaml.Node, path: str) -> Node:
-        origin = Origin(self.file, node.start_mark.line + 1, path)
+        origin = ValueOrigin(self.file, node.start_mark.line + 1, path)
         if id(node) in self.open_nodes:
             raise ConfigError(f"{origin}: an anchor contains itself")
         self.budget.take_node(origin)
@@ -232,7 +232,7 @@ class _Reader:
         self.open_nodes.pop()
         return Node(value, origin)
 
-    def _section(self, node: yaml.MappingNode, origin: Origin) -> dict[str, Node]:
+    def _section(self, node: yaml.MappingNode, origin: ValueOrigin) -> dict[str, Node]:
         merged: dict[str, Node] = {}
         children: dict[str, Node] = {}
         for key_node, value_node in node.value:
@@ -252,12 +252,14 @@ class _Reader:
             if key in children:
                 first = children[key].origin.line
                 self.problems.append(
-                    Problem(child.origin, f"is set twice, here and in line {first}: remove one")
+                    RecipeProblem(
+                        child.origin, f"is set twice, here and in line {first}: remove one"
+                    )
                 )
             children[key] = child
         return merged | children
 
-    def _merged(self, node: yaml.Node, origin: Origin) -> dict[str, Node]:
+    def _merged(self, node: yaml.Node, origin: ValueOrigin) -> dict[str, Node]:
         """Content of `<<: *anchor` or `<<: [*a, *b]`, where earlier ones win."""
         read = self.read(node, origin.path)
         merged: dict[str, Node] = {}
@@ -279,7 +281,7 @@ def _label(item: yaml.Node, index: int) -> str:
 
 def read_text(
     text: str, file: str, path: str = "", budget: Budget | None = None
-) -> tuple[Node, list[Problem]]:
+) -> tuple[Node, list[RecipeProblem]]:
     """Return the tree of one YAML document, and its duplicate keys. Raises ConfigError for text
     that is not YAML or exceeds the budget."""
     budget = budget or Budget()
@@ -291,7 +293,7 @@ def read_text(
         detail = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise ConfigError(f"{where}: is not YAML: {_without_content(detail)}") from error
     if root is None:
-        return Node(None, Origin(file, None, path)), []
+        return Node(None, ValueOrigin(file, None, path)), []
     reader = _Reader(file, budget)
     return reader.read(root, path), reader.problems
 
@@ -309,7 +311,7 @@ def _is_mark(word: str) -> bool:
     return len(word) <= 2 or word.startswith("<")
 
 
-def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Problem]]:
+def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[RecipeProblem]]:
     """Return the tree of a file. Raises ConfigError for a file that is missing (naming one nearby),
     unreadable, empty, too large, or no mapping of keys."""
     budget = budget or Budget()

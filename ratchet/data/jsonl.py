@@ -35,7 +35,7 @@ CHUNK_BYTES = 1 << 20
 MAX_ROW_BYTES = 64 << 20
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """line: 1-based, as editors count; of a file without lines, the number of the row, as `unit`
     says."""
 
@@ -48,7 +48,7 @@ class Row(NamedTuple):
         return f"{self.unit} {self.line}"
 
 
-def read_jsonl(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[Row]:
+def read_jsonl(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[DataRow]:
     """The rows of `path` in order. `columns` gives the keys that each row must have and their types
     (str, int, float, bool, list or dict; an integer is also a number); other keys are kept,
     unchecked.
@@ -58,7 +58,7 @@ def read_jsonl(path: str | Path, columns: Mapping[str, type] | None = None) -> I
     for line, values in each_line(path, columns):
         if isinstance(values, DataError):
             raise values
-        yield Row(line, values)
+        yield DataRow(line, values)
 
 
 def each_line(
@@ -136,7 +136,8 @@ def parse(text: str, path: str | Path, line: int, columns: Mapping[str, type]) -
     values = parse_json(text, path, line)
     if not isinstance(values, dict):
         raise DataError(
-            f'{path}, line {line}: holds {kind_of(values)}, must be an object such as {{"key": '
+            f"{path}, line {line}: holds {describe_type(values)}, must be an object such as "
+            f'{{"key": '
             f"...}}"
         )
     check_columns(values, columns, f"{path}, line {line}")
@@ -182,7 +183,7 @@ def _check(values: Mapping[str, Any], name: str, wanted: type, where: str) -> No
     accepted = (int, float) if wanted is float else wanted
     if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
         raise DataError(
-            f"{where}: column '{name}' is {kind_of(value)}, must be {TYPE_NAMES[wanted]}"
+            f"{where}: column '{name}' is {describe_type(value)}, must be {TYPE_NAMES[wanted]}"
         )
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
         raise DataError(
@@ -196,5 +197,5 @@ def names(values: Iterable[Any]) -> str:
     return shorten_text(", ".join(str(name) for name in islice(values, 100)), 400) or "no columns"
 
 
-def kind_of(value: Any) -> str:
+def describe_type(value: Any) -> str:
     return "null" if value is None else TYPE_NAMES.get(type(value), f"a {type(value).__name__}")

@@ -20,7 +20,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from ratchet.config.media_limits import PROCESSOR_FILES, MediaConfig
-from ratchet.data.formats.media import audio_of, fetch, image_of, shown, video_of
+from ratchet.data.formats.media import decode_audio, decode_image, decode_video, fetch, shown
 from ratchet.errors import DataError, ModelError
 from ratchet.types import MediaKind, Medium, Part
 from ratchet.utils.safe_read import require_file
@@ -126,12 +126,12 @@ class Processor:
 
     def _decoded(self, kind: MediaKind, source: bytes, where: str) -> dict[str, Any]:
         if kind == "image":
-            return {"images": [image_of(source, where=where, limits=self.limits)]}
+            return {"images": [decode_image(source, where=where, limits=self.limits)]}
         if kind == "audio":
             rate = self.inner.feature_extractor.sampling_rate
-            clip = audio_of(source, where=where, limits=self.limits, rate_hz=rate)
+            clip = decode_audio(source, where=where, limits=self.limits, rate_hz=rate)
             return {"audio": [clip.samples_N], "sampling_rate": rate}
-        return {"videos": [video_of(source, where=where, limits=self.limits)]}
+        return {"videos": [decode_video(source, where=where, limits=self.limits)]}
 
     def _reads(self, kind: MediaKind) -> bool:
         return any(getattr(self.inner, name, None) is not None for name in PARTS[kind])

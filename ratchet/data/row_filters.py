@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from ratchet.config.base import Section
-from ratchet.data.jsonl import kind_of, names
+from ratchet.data.jsonl import describe_type, names
 from ratchet.errors import DataError
 
 Scalar = str | int | float | bool
@@ -82,7 +82,7 @@ def value_at(values: Mapping[str, Any], name: str, where: str) -> Any:
             value = value[int(part)] if int(part) < len(value) else None
         else:
             inside = f"'{'.'.join(name.split('.')[:depth])}' of the row" if depth else "the row"
-            has = names(value) if isinstance(value, Mapping) else kind_of(value)
+            has = names(value) if isinstance(value, Mapping) else describe_type(value)
             raise DataError(
                 f"{where}: no column '{name}'; {inside} has {has or 'no columns'}: name yours in "
                 "`columns`"
@@ -98,7 +98,8 @@ def fill(template: str, values: Mapping[str, Any], where: str) -> str:
         value = value_at(values, match[1], where)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(
-                f"{where}: column '{match[1]}' is {kind_of(value)}, must be text or a number to "
+                f"{where}: column '{match[1]}' is {describe_type(value)}, must be text or a number "
+                "to "
                 "stand in a prompt"
             )
         return str(value)

@@ -23,10 +23,10 @@ import numpy as np
 from ratchet.data.files import expand, open_binary, reading
 from ratchet.data.jsonl import (
     MAX_ROW_BYTES,
-    Row,
+    DataRow,
     check_columns,
     decode,
-    kind_of,
+    describe_type,
     parse,
     parse_json,
     raw_lines,
@@ -43,7 +43,7 @@ class Table(Protocol):
     @property
     def blocks(self) -> Sequence[int]: ...
     def __len__(self) -> int: ...
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> DataRow:
         """Raises DataError naming file and row."""
         ...
 
@@ -75,11 +75,11 @@ def _open_file(path: str | Path) -> Table:
     return JsonLines(path)
 
 
-def rows_of(table: Table) -> Iterator[Row]:
+def iter_rows(table: Table) -> Iterator[DataRow]:
     return (table.row(index) for index in range(len(table)))
 
 
-def read_rows(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[Row]:
+def read_rows(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[DataRow]:
     """The rows of one file of any form, in order; `columns` as in
     `ratchet.data.jsonl.read_jsonl`."""
     table = open_table(path)
@@ -128,12 +128,12 @@ class JsonLines(_ByOffset):
             (line, offset) for line, offset, raw in raw_lines(file, self.path) if not raw.isspace()
         )
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> DataRow:
         line, offset = int(self.lines[index]), int(self.starts[index])
         with reading(self.path):
             self._file.seek(offset)
             raw = self._file.readline(MAX_ROW_BYTES + 1)
-        return Row(line, parse(decode(raw, self.path, line, offset), self.path, line, {}))
+        return DataRow(line, parse(decode(raw, self.path, line, offset), self.path, line, {}))
 
 
 class CsvFile(_ByOffset):
@@ -159,13 +159,13 @@ class CsvFile(_ByOffset):
                 yield start
             start = lines.line + 1, lines.offset
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> DataRow:
         line, offset = int(self.lines[index]), int(self.starts[index])
         with reading(self.path):
             self._file.seek(offset)
             record = next(_records(_Lines(self._file, self.path, line - 1, offset)))
         self._check(record, line)
-        return Row(
+        return DataRow(
             line, {name: value or None for name, value in zip(self.header, record, strict=True)}
         )
 
@@ -230,14 +230,15 @@ class JsonArray:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> DataRow:
         values = self.rows[index]
         if not isinstance(values, dict):
             raise DataError(
-                f'{self.where(index)}: holds {kind_of(values)}, must be an object such as {{"key": '
+                f"{self.where(index)}: holds {describe_type(values)}, must be an object such as "
+                f'{{"key": '
                 f"...}}"
             )
-        return Row(index + 1, values, "row")
+        return DataRow(index + 1, values, "row")
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index + 1}"
@@ -269,7 +270,7 @@ class Joined:
     def __len__(self) -> int:
         return self.ends[-1]
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> DataRow:
         table, inside = self._place(index)
         return table.row(inside)
 

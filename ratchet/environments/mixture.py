@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from ratchet.config.resolve import construct
-from ratchet.environments.mixture_config import MixtureConfig, tag_of
+from ratchet.environments.mixture_config import MixtureConfig, get_part_tag
 from ratchet.errors import DataError
 from ratchet.protocols import (
     Compares,
@@ -30,7 +30,7 @@ from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 def mixture(config: MixtureConfig) -> Mixture:
     """One that offers tools where a part of it does: who plays it must know then how the policy
     calls them."""
-    parts = {tag_of(part): construct(part) for part in config.parts}
+    parts = {get_part_tag(part): construct(part) for part in config.parts}
     offers = any(isinstance(part, OffersTools) for part in parts.values())
     return (MixtureWithTools if offers else Mixture)(config, parts)
 

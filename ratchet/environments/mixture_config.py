@@ -25,7 +25,7 @@ class MixtureConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _distinct(self) -> MixtureConfig:
-        tags = [tag_of(part) for part in self.parts]
+        tags = [get_part_tag(part) for part in self.parts]
         repeated = next((tag for tag in tags if tags.count(tag) > 1), None)
         if repeated is not None:
             raise ValueError(
@@ -36,7 +36,7 @@ class MixtureConfig(EnvironmentConfig):
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Each part's own, by its tag; nothing where all of them judge by their steps."""
-        own = {tag_of(part): getattr(part, "default_reward", "") for part in self.parts}
+        own = {get_part_tag(part): getattr(part, "default_reward", "") for part in self.parts}
         if not any(own.values()):
             return ""
         return {
@@ -59,5 +59,5 @@ class MixtureConfig(EnvironmentConfig):
         return all(getattr(part, "judges", True) for part in self.parts)
 
 
-def tag_of(part: Section) -> str:
+def get_part_tag(part: Section) -> str:
     return getattr(part, "tag", "") or str(getattr(part, "kind", "")).rpartition(":")[2]

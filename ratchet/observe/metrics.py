@@ -18,7 +18,7 @@ OF_THE_MACHINE = ("time/", "system/")  # metrics in which two runs of one recipe
 Samples = float | Sequence[float] | NDArray[np.floating]
 
 
-class Origin(NamedTuple):
+class MetricOrigin(NamedTuple):
     """The source of a metric and the rule that merges its samples. A name has one origin for a
     whole run."""
 
@@ -52,7 +52,7 @@ class MetricsManager:
         self._root = f"{stage}/" if stage else ""
         self._clock = clock
         self._declared: dict[tuple[str, str], Reducer] = {}
-        self._origins: dict[str, Origin] = {}
+        self._origins: dict[str, MetricOrigin] = {}
         self._partials: dict[str, Partial] = {}
 
     def declare(self, prefix: str, reducers: Mapping[str, Reducer]) -> None:
@@ -92,7 +92,9 @@ class MetricsManager:
         for key, values in numbers.items():
             name = f"{self._root}{prefix}/{labels}{key}"
             declared = self._declared.get((prefix, key))
-            origin = Origin(f"{prefix}/{labels}".rstrip("/"), key, merge or declared or "mean")
+            origin = MetricOrigin(
+                f"{prefix}/{labels}".rstrip("/"), key, merge or declared or "mean"
+            )
             self._claim(name, origin)
             if declared is not None and declared != origin.reducer:
                 raise ValueError(
@@ -103,14 +105,14 @@ class MetricsManager:
                     self._partials[name] = partial(origin.reducer)
                 self._partials[name].add(samples, weight)
 
-    def partials(self) -> dict[str, tuple[Origin, Partial]]:
+    def partials(self) -> dict[str, tuple[MetricOrigin, Partial]]:
         """Return and clear what is known of the step in progress, for `merge` of another
         manager."""
         partials = {name: (self._origins[name], known) for name, known in self._partials.items()}
         self._partials = {}
         return partials
 
-    def merge(self, partials: Mapping[str, tuple[Origin, Partial]]) -> None:
+    def merge(self, partials: Mapping[str, tuple[MetricOrigin, Partial]]) -> None:
         """Add what another rank or micro-batch knows of the same step. Raises ValueError as `add`
         does."""
         for name, (origin, samples) in partials.items():
@@ -145,7 +147,7 @@ class MetricsManager:
         self._partials = {}
         return StepMetrics(numbers, histograms)
 
-    def _claim(self, name: str, origin: Origin) -> None:
+    def _claim(self, name: str, origin: MetricOrigin) -> None:
         registered = self._origins.setdefault(name, origin)
         if registered != origin:
             raise ValueError(
@@ -163,5 +165,5 @@ def _samples(name: str, values: Samples) -> list[float]:
     return [float(sample) for sample in samples]
 
 
-def _describe(origin: Origin) -> str:
+def _describe(origin: MetricOrigin) -> str:
     return f"the {origin.reducer} of '{origin.key}' under '{origin.prefix}'"

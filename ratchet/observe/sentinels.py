@@ -39,7 +39,7 @@ NORMAL = 1.4826
 
 
 @dataclass(frozen=True)
-class Memory:
+class MetricMemory:
     """The finite values of a metric: the first `window` ones, and the latest after those. streak:
     how many of the last values the rule held for."""
 
@@ -51,7 +51,7 @@ class Memory:
         return (*self.first, *self.recent)[-n:]
 
 
-def holds(sentinel: SentinelConfig, memory: Memory, value: float | None) -> bool:
+def holds(sentinel: SentinelConfig, memory: MetricMemory, value: float | None) -> bool:
     """Return True if the rule holds for a value after those in memory. value: None for one that is
     not finite."""
     if value is None:
@@ -59,17 +59,19 @@ def holds(sentinel: SentinelConfig, memory: Memory, value: float | None) -> bool
     return _RULES[sentinel.rule](value, memory, sentinel.threshold, sentinel.window)
 
 
-def update_memory(sentinel: SentinelConfig, memory: Memory, value: float | None) -> Memory:
+def update_memory(
+    sentinel: SentinelConfig, memory: MetricMemory, value: float | None
+) -> MetricMemory:
     """Return the memory with one more value."""
     streak = memory.streak + 1 if holds(sentinel, memory, value) else 0
     if value is None:
         return replace(memory, streak=streak)
     if len(memory.first) < sentinel.window:
-        return Memory((*memory.first, value), (), streak)
-    return Memory(memory.first, (*memory.recent, value)[-sentinel.window :], streak)
+        return MetricMemory((*memory.first, value), (), streak)
+    return MetricMemory(memory.first, (*memory.recent, value)[-sentinel.window :], streak)
 
 
-def _spikes(value: float, memory: Memory, threshold: float, window: int) -> bool:
+def _spikes(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
     before = memory.latest(window)
     if len(before) < window:
         return False
@@ -79,28 +81,28 @@ def _spikes(value: float, memory: Memory, threshold: float, window: int) -> bool
     return value - middle > threshold * deviation
 
 
-def _now_and_first(value: float, memory: Memory, window: int) -> tuple[float, float] | None:
+def _now_and_first(value: float, memory: MetricMemory, window: int) -> tuple[float, float] | None:
     """Return the medians of the latest and of the first window, or None while they overlap."""
     now = (*memory.recent, value)[-window:]
     return (median(now), median(memory.first)) if len(memory.first) == len(now) == window else None
 
 
-def _grows(value: float, memory: Memory, threshold: float, window: int) -> bool:
+def _grows(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
     pair = _now_and_first(value, memory, window)
     return pair is not None and pair[0] > threshold * pair[1] > 0
 
 
-def _shrinks(value: float, memory: Memory, threshold: float, window: int) -> bool:
+def _shrinks(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
     pair = _now_and_first(value, memory, window)
     return pair is not None and pair[0] < threshold * pair[1]
 
 
-def _rises(value: float, memory: Memory, threshold: float, window: int) -> bool:
+def _rises(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
     pair = _now_and_first(value, memory, window)
     return pair is not None and pair[0] > pair[1] + threshold
 
 
-_RULES: Mapping[str, Callable[[float, Memory, float, int], bool]] = {
+_RULES: Mapping[str, Callable[[float, MetricMemory, float, int], bool]] = {
     "above": lambda value, memory, threshold, window: value > threshold,
     "below": lambda value, memory, threshold, window: value < threshold,
     "spike": _spikes,
@@ -232,7 +234,7 @@ class Sentinels:
 
     config: SentinelsConfig
     directory: Path | None = None
-    memories: dict[str, Memory] = field(default_factory=dict)
+    memories: dict[str, MetricMemory] = field(default_factory=dict)
 
     def see(
         self,
@@ -252,7 +254,7 @@ class Sentinels:
             if named_value is None:
                 continue
             metric, value = named_value
-            before = self.memories.get(name, Memory())
+            before = self.memories.get(name, MetricMemory())
             memory = self.memories[name] = update_memory(sentinel, before, value)
             if memory.streak == sentinel.patience:
                 chosen = (shown or {}).get(metric) or list(exhibits(sentinel, groups))
@@ -269,7 +271,7 @@ class Sentinels:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.memories = {
-            name: Memory(tuple(kept["first"]), tuple(kept["recent"]), kept["streak"])
+            name: MetricMemory(tuple(kept["first"]), tuple(kept["recent"]), kept["streak"])
             for name, kept in state.items()
         }
 

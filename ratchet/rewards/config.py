@@ -352,7 +352,7 @@ class ChatJudgeConfig(EndpointConfig):
 class JudgeConfig(ChatJudgeConfig):
     """A language model scores each answer by a rubric; the scale becomes 0 to 1."""
 
-    builds: ClassVar[str] = "ratchet.rewards.llm.judge:Judge"
+    builds: ClassVar[str] = "ratchet.rewards.llm.judge:RubricJudge"
     placeholders: ClassVar[tuple[str, ...]] = ("{response}",)
 
     scale: tuple[float, float] = Field((1.0, 10.0), description="Lowest and highest score.")

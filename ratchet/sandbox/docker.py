@@ -37,6 +37,7 @@ from ratchet.sandbox.base import (
 )
 from ratchet.sandbox.config import DockerSandboxConfig
 from ratchet.sandbox.docker_api import DockerEngine, DockerNotFound, DockerStream, EngineUnavailable
+from ratchet.sandbox.docker_outputs import CommandOutputs
 from ratchet.sandbox.reaper import OWNER, identify_process, reap
 
 T = TypeVar("T")
@@ -346,46 +347,6 @@ class DockerSession:
         if not self._end.alive:
             raise SandboxError("this session is closed")
         return await self._sandbox._call(work, lambda: self._sandbox.stop(self.container))
-
-
-class CommandOutputs:
-    """The two outputs of one command, each up to the limit."""
-
-    def __init__(self, max_bytes: int, end: str) -> None:
-        self.texts = {1: bytearray(), 2: bytearray()}
-        self._max_bytes = max_bytes
-        self._end = end.encode()
-
-    def listen(self, stream: DockerStream, deadline: float) -> Reason | None:
-        """Read until both outputs are complete or the stream ends.
-
-        Returns Reason.WALL or Reason.OUTPUT if a limit was exceeded, else None.
-        """
-        try:
-            for kind, data in stream.frames(deadline):
-                text = self.texts[2 if kind == 2 else 1]
-                text += data
-                if len(text) > self._max_bytes + len(self._end):
-                    return Reason.OUTPUT
-                if self.complete:
-                    break
-        except TimeoutError:
-            return Reason.WALL
-        return (
-            Reason.OUTPUT
-            if any(len(text) > self._max_bytes for text in self.texts_without_end())
-            else None
-        )
-
-    @property
-    def complete(self) -> bool:
-        return all(text.endswith(self._end) for text in self.texts.values())
-
-    def texts_without_end(self) -> tuple[bytes, bytes]:
-        first, second = (
-            bytes(text).removesuffix(self._end)[: self._max_bytes] for text in self.texts.values()
-        )
-        return first, second
 
 
 class _Ticket:

@@ -26,14 +26,14 @@ from ratchet.protocols import OF_SEQUENCES
 from ratchet.testing.harness import require
 from ratchet.testing.synthetic import Draw
 from ratchet.testing.synthetic_update import (
-    Found,
+    LossAndSlopes,
     Update,
+    compute_row_values,
     differentiated,
     gathered,
     measured,
     same,
-    tokens_of,
-    values_of,
+    token_indices,
 )
 
 SEEDS = (0, 1, 2)
@@ -119,7 +119,7 @@ class Case:
             ):
                 yield self.whole.mini(mini)
 
-    def found(self) -> Iterator[tuple[Update, str, Found]]:
+    def found(self) -> Iterator[tuple[Update, str, LossAndSlopes]]:
         """Each update by each role, in one piece."""
         for update in self.minis:
             for role in self.algorithm.losses:
@@ -203,8 +203,10 @@ def _order(case: Case) -> None:
         )
 
 
-def _total(update: Update, role: str, pieces: Sequence[Sequence[int]]) -> Found:
-    return sum((differentiated(update, role, rows) for rows in pieces), Found.zero(update, role))
+def _total(update: Update, role: str, pieces: Sequence[Sequence[int]]) -> LossAndSlopes:
+    return sum(
+        (differentiated(update, role, rows) for rows in pieces), LossAndSlopes.zero(update, role)
+    )
 
 
 def _learns(cases: Sequence[Case]) -> None:
@@ -284,13 +286,13 @@ def _isolated(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
 def _check_isolated(
     term: AlgorithmTerm, update: Update, other: Update, role: str, row: int
 ) -> None:
-    x, slopes = values_of(term, update, role, row)
-    moved_x, moved_slopes = values_of(term, other, role, row)
+    x, slopes = compute_row_values(term, update, role, row)
+    moved_x, moved_slopes = compute_row_values(term, other, role, row)
     _hold(
         _close(x, moved_x),
         f"term '{term.name}' gives a row another value when other rows' tokens change",
     )
-    places = {"tokens": tokens_of(update.batch, [row]), "rows": torch.tensor([row])}
+    places = {"tokens": token_indices(update.batch, [row]), "rows": torch.tensor([row])}
     for name, slope in slopes.items():
         own = places["rows" if name in OF_SEQUENCES else "tokens"]
         leaks = slope.index_fill(0, own, 0.0).any()

@@ -67,7 +67,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TrialVerdict:
     """different: what is not as in the run that nobody broke, in words. missed: the last kill never
     came, as the run was over before. starts: processes that it took to the end."""
 
@@ -121,10 +121,10 @@ class Chaos:
             for _ in range(n)
         ]
 
-    def verdicts(self, trials: Iterable[Trial]) -> Iterator[Verdict]:
+    def verdicts(self, trials: Iterable[Trial]) -> Iterator[TrialVerdict]:
         return map(self.play, trials)
 
-    def play(self, trial: Trial) -> Verdict:
+    def play(self, trial: Trial) -> TrialVerdict:
         run = self.folder / "run"
         status, starts = KILLED, 0
         for starts, kill in enumerate((*trial.kills, ""), start=1):  # noqa: B007
@@ -138,7 +138,7 @@ class Chaos:
             run.rename(self.folder / f"different-{sum(1 for _ in self.folder.glob('different-*'))}")
         else:
             self._remove(run)
-        return Verdict(trial, tuple(different), starts <= len(trial.kills), starts)
+        return TrialVerdict(trial, tuple(different), starts <= len(trial.kills), starts)
 
     def start(self, run: Path, kill: str | float) -> int:
         """Begins the run, or goes on with it. Returns the status, or minus the signal that ended

@@ -48,7 +48,7 @@ class SlowGenerator(FakeGenerator):
         async with self._slots:
             with suppress(TimeoutError):
                 async with asyncio.timeout(
-                    seconds_of(sampling.seed, self.config.mean_s, self.config.sigma)
+                    draw_seconds(sampling.seed, self.config.mean_s, self.config.sigma)
                 ):
                     await aborted.wait()
         done = await super().generate(tokens, sampling, media)
@@ -67,7 +67,7 @@ def _without_tokens(done: Completion) -> Completion:
     return replace(done, stop=StopReason.ABORTED, **none)
 
 
-def seconds_of(seed: int, mean_s: float, sigma: float) -> float:
+def draw_seconds(seed: int, mean_s: float, sigma: float) -> float:
     return random.Random(seed).lognormvariate(0.0, sigma) * mean_s / math.exp(sigma**2 / 2)
 
 

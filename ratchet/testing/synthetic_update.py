@@ -141,7 +141,7 @@ def _ran(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 @dataclass(frozen=True)
-class Found:
+class LossAndSlopes:
     """Of some rows of an update: the loss, its slopes by output (columns of the whole batch, 0 for
     other rows), the metrics."""
 
@@ -150,16 +150,16 @@ class Found:
     metrics: Mapping[str, float]
 
     @classmethod
-    def zero(cls, update: Update, role: str) -> Found:
+    def zero(cls, update: Update, role: str) -> LossAndSlopes:
         return cls(
             0.0,
             {name: torch.zeros_like(column) for name, column in update.columns[role].items()},
             {},
         )
 
-    def __add__(self, other: Found) -> Found:
+    def __add__(self, other: LossAndSlopes) -> LossAndSlopes:
         names = {**self.metrics, **other.metrics}
-        return Found(
+        return LossAndSlopes(
             self.loss + other.loss,
             {name: slope + other.slopes[name] for name, slope in self.slopes.items()},
             {name: self.metrics.get(name, 0.0) + other.metrics.get(name, 0.0) for name in names},
@@ -168,11 +168,11 @@ class Found:
 
 def differentiated(
     update: Update, role: str, rows: Sequence[int], terms: Sequence[AlgorithmTerm] | None = None
-) -> Found:
+) -> LossAndSlopes:
     """The loss of some rows as a learner sums it: of all terms of the role, or of some."""
     batch = update.batch.take(rows)
     places = {
-        "tokens": tokens_of(update.batch, rows),
+        "tokens": token_indices(update.batch, rows),
         "rows": torch.tensor(list(rows), dtype=torch.int64),
     }
     leaves = _leaves(update, role, places)
@@ -191,10 +191,10 @@ def differentiated(
         require(bool(slope.isfinite().all()), f"the gradient by {name} is not finite")
         whole = torch.zeros_like(update.columns[role][name])
         slopes[name] = whole.index_copy(0, _place(name, places), slope)
-    return Found(float(loss.detach()), slopes, metrics)
+    return LossAndSlopes(float(loss.detach()), slopes, metrics)
 
 
-def values_of(
+def compute_row_values(
     term: AlgorithmTerm, update: Update, role: str, row: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(a row's own values of a term before their weights, the slopes of their sum by the outputs of
@@ -204,7 +204,7 @@ def values_of(
     leaves = _leaves(update, role, places)
     x, _ = term.fn(_outputs(batch, leaves, term), batch)
     place = {
-        "token": tokens_of(batch, [row]),
+        "token": token_indices(batch, [row]),
         "sequence": torch.tensor([row]),
         "group": batch.group_S[[row]],
     }[term.level]
@@ -222,22 +222,25 @@ def measured(term: AlgorithmTerm, update: Update, role: str) -> dict[str, Tensor
     return {name: metric[active].detach() for name, metric in metrics.items()}
 
 
-def tokens_of(batch: Batch, rows: Sequence[int]) -> Tensor:
+def token_indices(batch: Batch, rows: Sequence[int]) -> Tensor:
     """Where the tokens of some rows are, row by row."""
     starts, lengths = batch.starts_S.tolist(), batch.lengths_S.tolist()
     parts = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
-def gathered(found: Found, batch: Batch, rows: Sequence[int]) -> Found:
+def gathered(found: LossAndSlopes, batch: Batch, rows: Sequence[int]) -> LossAndSlopes:
     """With the slopes of a batch's rows in another order."""
-    places = {"tokens": tokens_of(batch, rows), "rows": torch.tensor(list(rows), dtype=torch.int64)}
+    places = {
+        "tokens": token_indices(batch, rows),
+        "rows": torch.tensor(list(rows), dtype=torch.int64),
+    }
     return replace(
         found, slopes={name: slope[_place(name, places)] for name, slope in found.slopes.items()}
     )
 
 
-def same(found: Found, expected: Found, how: str) -> None:
+def same(found: LossAndSlopes, expected: LossAndSlopes, how: str) -> None:
     """Raises AssertionError where they differ by more than rounding."""
     require(
         _near(found.loss, expected.loss),

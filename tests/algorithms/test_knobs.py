@@ -14,7 +14,7 @@ import pytest
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.algorithms.scoring import fill_columns
 from ratchet.config.base import Section
-from ratchet.config.key_paths import section_of, slot_of
+from ratchet.config.key_paths import find_section, find_slot
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import construct, resolve, section_class
 from ratchet.config.schema import OptimizerConfig
@@ -361,7 +361,7 @@ def declared(model: type[Section]) -> Iterator[tuple[type[Section], str]]:
         owner = next(
             c for c in reversed(model.__mro__) if name in getattr(c, "__annotations__", {})
         )
-        slot, inner = slot_of(field), section_of(field.annotation)
+        slot, inner = find_slot(field), find_section(field.annotation)
         if slot is not None:
             for kind in KINDS[slot.name]:
                 yield from declared(section_class(slot.name, kind))
@@ -375,7 +375,7 @@ def turned(model: type[Section], options: Any, key: str) -> tuple[type[Section],
     """Which declared key a case turns."""
     first, _, rest = key.partition(".")
     field = model.model_fields[first]
-    slot, inner = slot_of(field), section_of(field.annotation)
+    slot, inner = find_slot(field), find_section(field.annotation)
     if not rest:
         return next(
             c for c in reversed(model.__mro__) if first in getattr(c, "__annotations__", {})

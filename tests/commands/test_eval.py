@@ -14,7 +14,7 @@ import torch
 import yaml
 from rewards.fake_http import Answer, chat, serve
 
-from ratchet.commands.eval import Asked, Evaluation, evaluate_target, where
+from ratchet.commands.eval import EndpointSettings, Evaluation, evaluate_target, where
 from ratchet.commands.model_target import Target, open_target
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError
@@ -36,7 +36,9 @@ RECIPE: dict[str, Any] = {
     "evaluation": {"tasks": 4, "environment": {"kind": "sorting", "digits": 3}},
 }
 FEW = Evaluation(tasks=3, samples=2)
-SORTING = Evaluation(on="sorting", words=["digits=2"], tasks=4, samples=2, asked=Asked(model="m"))
+SORTING = Evaluation(
+    on="sorting", words=["digits=2"], tasks=4, samples=2, asked=EndpointSettings(model="m")
+)
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +202,7 @@ def test_a_benchmark_is_asked_whole_and_has_its_subjects(
         on="mmlu",
         words=[f"test={tmp_path / 'test.jsonl'}"],
         samples=0,
-        asked=Asked(model="m", concurrency=64),
+        asked=EndpointSettings(model="m", concurrency=64),
     )
     with serve(lambda body, _: chat("Surely the answer is A.")) as fake:
         evaluate_target(f"{fake.url}/v1", chosen, out=tmp_path / "out")
@@ -229,16 +231,16 @@ def test_mistakes_with_an_api(tmp_path: Path):
     with pytest.raises(ConfigError, match="--model is missing"):
         evaluate_target("http://localhost:1/v1", Evaluation(on="sorting"))
     with pytest.raises(ConfigError, match="add --on KIND, or --recipe"):
-        evaluate_target("http://localhost:1/v1", Evaluation(asked=Asked(model="m")))
+        evaluate_target("http://localhost:1/v1", Evaluation(asked=EndpointSettings(model="m")))
     with pytest.raises(ConfigError, match="--generator vllm is of models that run here"):
         evaluate_target(
             "http://localhost:1/v1",
-            Evaluation(on="sorting", generator="vllm", asked=Asked(model="m")),
+            Evaluation(on="sorting", generator="vllm", asked=EndpointSettings(model="m")),
         )
     with pytest.raises(ConfigError, match="leave no attempt"):
         evaluate_target(
             "http://localhost:1/v1",
-            Evaluation(on="sorting", greedy=False, samples=0, asked=Asked(model="m")),
+            Evaluation(on="sorting", greedy=False, samples=0, asked=EndpointSettings(model="m")),
         )
 
 

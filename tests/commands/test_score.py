@@ -16,7 +16,7 @@ from ratchet.commands.score import (
     AHEAD,
     Score,
     Summary,
-    attempt_of,
+    make_attempt,
     reward_section,
     score_file,
     scores,
@@ -132,14 +132,14 @@ def test_bytes_that_are_no_text_cost_their_row(tmp_path, capsys):
 
 def test_messages_in_place_of_prompt_and_response():
     said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    task, trajectory = attempt_of(
+    task, trajectory = make_attempt(
         {"messages": said, "answer": 4, "tag": "maths", "task_id": 7}, "line 1"
     )
     assert task.messages == (Message("user", "2+2?"),)
     assert trajectory.messages == (Message("user", "2+2?"), Message("assistant", "4"))
     assert (task.id, task.answer, task.tag, len(trajectory)) == ("7", 4, "maths", 0)
     assert task.meta == {"answer": 4, "tag": "maths", "task_id": 7}
-    task, _ = attempt_of({"prompt": said[:1], "response": "4"}, "line 1")
+    task, _ = make_attempt({"prompt": said[:1], "response": "4"}, "line 1")
     assert task.messages == (Message("user", "2+2?"),)
 
 

@@ -23,7 +23,7 @@ from sandbox.fake_remote import FakeRemote
 from ratchet.config.media_limits import MediaConfig
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import construct, imported, resolve, section_class
-from ratchet.data.formats.media import audio_of, fetch, video_of
+from ratchet.data.formats.media import decode_audio, decode_video, fetch
 from ratchet.data.processor import load_processor
 from ratchet.environments.games.games_config import GameConfig
 from ratchet.errors import DataError
@@ -102,12 +102,12 @@ def media() -> None:
         file.setparams((1, 2, 8000, 0, "NONE", ""))
         file.writeframes(b"\0\0" * 80)
     limits = made.limits.model_copy(update={"urls": True})
-    audio_of(
+    decode_audio(
         fetch("clip.wav", where="here", limits=limits, root=limits.root),
         where="here",
         limits=limits,
     )
-    video_of([b64decode(picture(1).value.partition(",")[2])], where="here", limits=limits)
+    decode_video([b64decode(picture(1).value.partition(",")[2])], where="here", limits=limits)
     with pytest.raises(DataError):
         fetch("https://localhost:9/a.png", where="here", limits=limits)
 

@@ -1,4 +1,4 @@
-from ratchet.config.key_paths import keys, leaf_keys, section_of
+from ratchet.config.key_paths import find_section, keys, leaf_keys
 from ratchet.config.resolve import section_class
 from ratchet.config.schema import STAGE_KEYS, RunConfig
 
@@ -51,7 +51,7 @@ def _field(path):
             slot = next(mark for mark in field.metadata if hasattr(mark, "many"))
             model = section_class(slot.name, kind.rstrip("]"))
         else:
-            model = section_of(field.annotation) or model
+            model = find_section(field.annotation) or model
     return field
 
 

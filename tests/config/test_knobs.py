@@ -21,7 +21,7 @@ import ratchet.learners.compute.forward
 import ratchet.models.decoder
 from ratchet.config.base import Section
 from ratchet.config.experience import SamplingConfig
-from ratchet.config.key_paths import leaf_keys, section_of, slot_of
+from ratchet.config.key_paths import find_section, find_slot, leaf_keys
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import section_class
 from ratchet.config.schema import RunConfig
@@ -125,9 +125,9 @@ def place_of(key: str) -> tuple[type[Section], str]:
         name, _, kind = part.rstrip("]").partition("[")
         owner, field = model, model.model_fields[name]
         model = (
-            section_class(slot_of(field).name, kind)
+            section_class(find_slot(field).name, kind)
             if kind
-            else section_of(field.annotation) or model
+            else find_section(field.annotation) or model
         )
     return owner, name
 

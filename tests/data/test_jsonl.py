@@ -2,7 +2,7 @@ import hashlib
 
 import pytest
 
-from ratchet.data.jsonl import Row, fingerprint, read_jsonl
+from ratchet.data.jsonl import DataRow, fingerprint, read_jsonl
 from ratchet.errors import DataError
 
 QA = {"question": str, "answer": str}
@@ -20,8 +20,8 @@ def test_rows_carry_their_line_numbers_and_keep_unasked_columns(tmp_path):
         b'{"question": "1+1", "answer": "2", "level": 3}\n\n{"question": "2+2", "answer": "4"}',
     )
     assert list(read_jsonl(path, QA)) == [
-        Row(1, {"question": "1+1", "answer": "2", "level": 3}),
-        Row(3, {"question": "2+2", "answer": "4"}),
+        DataRow(1, {"question": "1+1", "answer": "2", "level": 3}),
+        DataRow(3, {"question": "2+2", "answer": "4"}),
     ]
 
 

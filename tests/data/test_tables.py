@@ -17,7 +17,7 @@ from ratchet.data import jsonl
 from ratchet.data.files import expand, open_binary
 from ratchet.data.formats import arrow_tables
 from ratchet.data.shuffle import WINDOW, Order
-from ratchet.data.tables import open_table, read_rows, rows_of
+from ratchet.data.tables import iter_rows, open_table, read_rows
 from ratchet.errors import DataError, MissingDependency
 
 ROWS = [{"question": f"{i}?", "answer": str(i)} for i in range(10)]
@@ -80,7 +80,7 @@ def test_every_form_gives_the_same_rows_in_any_order(name, place):
     path = place(name, FORMS[name])
     table = open_table(path)
     assert len(table) == 10
-    assert [row.values for row in rows_of(table)] == ROWS
+    assert [row.values for row in iter_rows(table)] == ROWS
     assert [table.row(i).values for i in (7, 0, 9, 3)] == [ROWS[i] for i in (7, 0, 9, 3)]
     assert [row.values for row in read_rows(path, {"question": str})] == ROWS
     assert sum(table.blocks) == 10
@@ -213,7 +213,7 @@ BROKEN = [
 def test_a_broken_file_is_named_with_its_row(name, content, message, place):
     path = place(name, content)
     with pytest.raises(DataError) as caught:
-        list(rows_of(open_table(path)))
+        list(iter_rows(open_table(path)))
     assert str(caught.value).startswith(f"{path}{message}")
 
 

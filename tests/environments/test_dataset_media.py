@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from ratchet.config.resolve import construct, resolve
-from ratchet.data.formats.media import MediaLimits, fetch, image_of
+from ratchet.data.formats.media import MediaLimits, decode_image, fetch
 from ratchet.environments.datasets.dataset import Dataset
 from ratchet.errors import DataError
 from ratchet.testing import check_environment
@@ -54,7 +54,9 @@ def tasks(environment, count):
 def shows(part):
     """Which of the images above a part holds."""
     assert part.type == "image"
-    image = image_of(fetch(part.value, where="here", limits=LIMITS), where="here", limits=LIMITS)
+    image = decode_image(
+        fetch(part.value, where="here", limits=LIMITS), where="here", limits=LIMITS
+    )
     return np.asarray(image)[0, 0, 0] // 10
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ratchet.config.resolve import construct, resolve
-from ratchet.data.formats.media import MediaLimits, fetch, image_of
+from ratchet.data.formats.media import MediaLimits, decode_image, fetch
 from ratchet.environments.games.frozen_lake import SNOW, WATER
 from ratchet.environments.games.game import BoardGame
 from ratchet.environments.games.rendering import COLOURS
@@ -29,7 +29,7 @@ def tasks(game, split="train", count=12):
 
 def pixels(part):
     source = fetch(part.value, where="here", limits=MediaLimits())
-    return np.asarray(image_of(source, where="here", limits=MediaLimits()))
+    return np.asarray(decode_image(source, where="here", limits=MediaLimits()))
 
 
 def colours(image, row, column, cell):

@@ -14,7 +14,7 @@ import pytest
 from ratchet.config.resolve import construct, resolve
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.environments.tool_use.base import (
-    Answer,
+    ToolAnswer,
     Toolbox,
     ToolError,
     ToolUnavailable,
@@ -194,7 +194,7 @@ def test_the_wait_for_the_sandbox_is_no_error_of_a_program():
     answer = asyncio.run(
         Toolbox([python], timeout_s=0.5).answer(ToolCall("1", "python", {"code": "print(6 * 7)"}))
     )
-    assert answer == Answer("42\n")
+    assert answer == ToolAnswer("42\n")
     python.sandbox.close()
 
 

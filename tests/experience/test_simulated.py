@@ -26,7 +26,7 @@ from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.clock import simulate
 from ratchet.testing.fakes import FakeEnvironment
-from ratchet.testing.simulated import SlowGenerator, seconds_of, undisturbed
+from ratchet.testing.simulated import SlowGenerator, draw_seconds, undisturbed
 from ratchet.types import Sampling
 
 BATCH, ATTEMPTS, SLOTS = 8, 4, 32  # a step's requests fill all slots once
@@ -41,7 +41,7 @@ class Asks:
 
     async def play(self, task, environment, sampling, *, attempt, memo=None):
         found = await self.generator.generate([1], sampling)
-        seconds = seconds_of(sampling.seed, MEAN_S, self.sigma)
+        seconds = draw_seconds(sampling.seed, MEAN_S, self.sigma)
         row = make_trajectory(
             [1], found.tokens.tolist(), attempt=attempt, version=int(found.versions[0])
         )
@@ -162,7 +162,7 @@ def ends_undisturbed(steps, update_s, slots, *, max_staleness=4, sigma=1.0):
     )
 
     def seconds(group, attempt):
-        return seconds_of(derive_seed(0, f"sim/{group}", attempt), MEAN_S, sigma)
+        return draw_seconds(derive_seed(0, f"sim/{group}", attempt), MEAN_S, sigma)
 
     return undisturbed(
         scheduler, attempts=ATTEMPTS, slots=slots, update_s=update_s, seconds=seconds
@@ -295,7 +295,7 @@ def test_redundant_groups_leave_out_no_more_than_so_many():
 def seconds_begun(groups):
     """Of the attempts of the first so many groups, whether they were trained on or not."""
     return [
-        seconds_of(derive_seed(0, f"sim/{group}", attempt), MEAN_S, 1.0)
+        draw_seconds(derive_seed(0, f"sim/{group}", attempt), MEAN_S, 1.0)
         for group in range(groups)
         for attempt in range(ATTEMPTS)
     ]

@@ -58,8 +58,8 @@ class Holder:
 
 
 class Here:
-    """Implements what a router calls of `Workers`, in this process. exchanges: after so many it is
-    dead; None: it lives.
+    """Implements what a router calls of `RewardWorkers`, in this process. exchanges: after so many
+    it is dead; None: it lives.
 
     asked: the prompts of each exchange.
     """

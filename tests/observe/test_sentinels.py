@@ -14,7 +14,7 @@ from ratchet.config.sentinels import Rule, SentinelConfig, SentinelsConfig
 from ratchet.observe.sentinels import (
     EXHIBITS,
     Exhibit,
-    Memory,
+    MetricMemory,
     Sentinels,
     measure_repetition,
     repetition,
@@ -108,8 +108,8 @@ def test_numbers_that_are_not_finite():
     assert series("below", 1.0, [2, None]) == []
     assert series("nonfinite", 0.0, [0, None, None, 1, None]) == [2, 5]
     assert update_memory(
-        SentinelConfig(metric="x", rule="spike", window=2), Memory((1.0,)), None
-    ) == Memory((1.0,), (), 1)
+        SentinelConfig(metric="x", rule="spike", window=2), MetricMemory((1.0,)), None
+    ) == MetricMemory((1.0,), (), 1)
 
 
 def test_a_step_without_the_metric_is_passed_over_but_where_its_absence_says_something():

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from ratchet.sandbox import Isolation, Limits, Reason, SandboxError, output_matc
 from ratchet.sandbox.base import TooLarge
 from ratchet.sandbox.config import DockerSandboxConfig
 from ratchet.sandbox.docker import DockerSandbox
+from ratchet.sandbox.docker_outputs import CommandOutputs
 from ratchet.sandbox.reaper import OWNER
 from ratchet.testing import answered
 from ratchet.types import Failed, Message, Task
@@ -366,3 +368,12 @@ def test_it_may_be_collected_in_one_of_its_own_threads(sandbox):
     sandbox._threads.submit(sandbox.close).result(60)
     with pytest.raises(SandboxError, match="closed"):
         run(sandbox, "pass")
+
+
+@pytest.mark.parametrize(("size", "reason"), [(10, None), (11, Reason.OUTPUT)])
+def test_output_above_the_limit_without_its_end_is_told(size, reason):
+    """The end of a command that was killed is missing, and its output is not short of the limit."""
+    stream = SimpleNamespace(frames=lambda deadline: iter([(1, b"x" * size)]))
+    outputs = CommandOutputs(10, "END")
+    assert outputs.listen(stream, deadline=0.0) is reason
+    assert outputs.texts_without_end() == (b"x" * 10, b"")

@@ -21,10 +21,10 @@ from ratchet.commands.convert.formats import (
     FORMS,
     READABLE,
     Config,
-    Entry,
     Record,
     Weights,
-    form_of,
+    WriteEntry,
+    detect_form,
 )
 from ratchet.commands.convert.merge_lora import with_adapter
 from ratchet.commands.convert.verify import TOKENS, sample_logits, why_not
@@ -68,7 +68,7 @@ class StoredModel:
 @dataclass(frozen=True)
 class File:
     path: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[WriteEntry, ...]
 
     @property
     def note(self) -> Path:
@@ -141,7 +141,7 @@ def find_stored(source: str, config: Path | None = None) -> StoredModel:
     shape is unknown."""
     run = (Path(source) / "config.yaml").is_file()
     directory = find_model(Path(source) / MODEL if run else source)
-    form, beside = form_of(directory), config or directory
+    form, beside = detect_form(directory), config or directory
     if not (beside / "config.json").exists():
         raise ModelError(
             f"{beside} has no config.json: name a Hugging Face directory of this model by --config "
@@ -212,10 +212,10 @@ def _settle(work: Path, plan: Mapping[str, Any]) -> None:
 
 
 def _plan(
-    entries: Iterator[Entry], work: Path, name: Callable[[int, int], str], file_bytes: int
+    entries: Iterator[WriteEntry], work: Path, name: Callable[[int, int], str], file_bytes: int
 ) -> list[File]:
     """Put as many entries into each file as fit, in their order."""
-    runs: list[list[Entry]] = []
+    runs: list[list[WriteEntry]] = []
     room = 0
     for entry in entries:
         if not runs or entry.bytes > room:
@@ -227,7 +227,7 @@ def _plan(
 
 
 def _write_files(
-    files: Sequence[File], write: Callable[[Path, Sequence[Entry]], list[Record]], say: Say
+    files: Sequence[File], write: Callable[[Path, Sequence[WriteEntry]], list[Record]], say: Say
 ) -> list[Record]:
     written: list[Record] = []
     there = [file.records() for file in files]

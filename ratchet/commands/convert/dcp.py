@@ -139,10 +139,10 @@ def _chunks(index: dcp.Metadata) -> dict[str, tuple[Chunk, ...]]:
         for key, found in index.state_dict_metadata.items()
         if isinstance(found, dcp.TensorStorageMetadata)
     }
-    return {key: tuple(_of_tensor(key, found, lies)) for key, found in tensors.items()}
+    return {key: tuple(_tensor_chunks(key, found, lies)) for key, found in tensors.items()}
 
 
-def _of_tensor(
+def _tensor_chunks(
     key: str, found: dcp.TensorStorageMetadata, lies: Mapping[Any, Any]
 ) -> Iterator[Chunk]:
     for chunk in found.chunks:

@@ -62,7 +62,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Entry:
+class WriteEntry:
     """A tensor to be written, or a chunk of one. weights: the weights whose numbers it has."""
 
     key: str
@@ -86,7 +86,7 @@ class Readable(Protocol):
 
 
 class Form(Readable, Protocol):
-    def entries(self, weights: Weights, config: Config) -> Iterator[Entry]:
+    def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
         """Yield the entries to write. Raises ModelError for a weight without a place, or a missing
         one."""
         ...
@@ -95,7 +95,7 @@ class Form(Readable, Protocol):
         """Return the name of a file, counted from 0."""
         ...
 
-    def write(self, path: Path, entries: Sequence[Entry]) -> list[Record]: ...
+    def write(self, path: Path, entries: Sequence[WriteEntry]) -> list[Record]: ...
     def finish(self, directory: Path, records: Sequence[Record], config: Config) -> None:
         """Write what completes the directory."""
         ...
@@ -113,13 +113,13 @@ class HuggingFace:
             Weights(shapes, {name: dtype for name, _, dtype in headers}, files.block), config
         )
 
-    def entries(self, weights: Weights, config: Config) -> Iterator[Entry]:
+    def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
         return _each_weight(weights)
 
     def file(self, number: int, of: int) -> str:
         return WEIGHTS if of == 1 else f"model-{number + 1:05}-of-{of:05}.safetensors"
 
-    def write(self, path: Path, entries: Sequence[Entry]) -> list[Record]:
+    def write(self, path: Path, entries: Sequence[WriteEntry]) -> list[Record]:
         with atomic_path(path) as temporary:
             save_file(
                 {entry.key: entry.make().contiguous() for entry in entries},
@@ -167,13 +167,13 @@ class Dcp:
             Weights(shapes, {name: files.dtype(key) for name, key in keys.items()}, read), config
         )
 
-    def entries(self, weights: Weights, config: Config) -> Iterator[Entry]:
+    def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
         return _each_weight(weights)
 
     def file(self, number: int, of: int) -> str:
         return f"__{number}_0.distcp"
 
-    def write(self, path: Path, entries: Sequence[Entry]) -> list[Record]:
+    def write(self, path: Path, entries: Sequence[WriteEntry]) -> list[Record]:
         shards = (
             Shard(entry.key, entry.shape, entry.offsets, entry.make().reshape(entry.sizes))
             for entry in entries
@@ -197,7 +197,7 @@ class Megatron(Dcp):
             files.shapes, {name: files.dtype(name) for name in files.shapes}, files.block
         )
 
-    def entries(self, weights: Weights, config: Config) -> Iterator[Entry]:
+    def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
         dimensions = Dimensions.from_hf(config)
         layout = megatron_layout(dimensions, MegatronShard())
         _check_weights(
@@ -207,7 +207,7 @@ class Megatron(Dcp):
             shape = (pieces[-1].rows.stop, *pieces[0].shape[1:])
             names = tuple(dict.fromkeys(piece.name for piece in pieces))
             for spot in megatron_format.written_spots(parameter, dimensions):
-                yield Entry(
+                yield WriteEntry(
                     spot.key,
                     (*spot.of, *shape),
                     (*spot.index, *(0,) * len(shape)),
@@ -250,7 +250,7 @@ FORMS: Mapping[str, Form] = {"hf": HuggingFace(), "megatron": Megatron(), "dcp":
 READABLE: Mapping[str, Readable] = {**FORMS, "learner": LearnerBlocks()}
 
 
-def form_of(directory: Path) -> str:
+def detect_form(directory: Path) -> str:
     """Return the form of a directory. Raises CheckpointError if it has none."""
     found = next((name for name, form in READABLE.items() if form.is_in(directory)), None)
     if found is None:
@@ -262,10 +262,10 @@ def form_of(directory: Path) -> str:
     return found
 
 
-def _each_weight(weights: Weights) -> Iterator[Entry]:
+def _each_weight(weights: Weights) -> Iterator[WriteEntry]:
     for name, shape in weights.shapes.items():
         at = (0,) * len(shape)
-        yield Entry(
+        yield WriteEntry(
             name,
             shape,
             at,

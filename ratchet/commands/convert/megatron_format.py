@@ -105,7 +105,7 @@ class MegatronFiles:
             spot
             for spelled in spellings(parameter)
             for stacked in (True, False)
-            if (spot := spot_of(spelled, dimensions, stacked=stacked)).key in self.files.tensors
+            if (spot := find_spot(spelled, dimensions, stacked=stacked)).key in self.files.tensors
         ]
         if not tried:
             raise CheckpointError(
@@ -133,7 +133,7 @@ def spellings(parameter: str) -> list[str]:
     return [parameter, f"decoder.layers.{inside[1]}.{FUSED[inside[2]]}.layer_norm_weight"]
 
 
-def spot_of(parameter: str, dimensions: Dimensions, *, stacked: bool) -> Spot:
+def find_spot(parameter: str, dimensions: Dimensions, *, stacked: bool) -> Spot:
     """Return the place of a parameter. stacked: True if layers lie along the first dimension."""
     inside = IN_LAYER.fullmatch(parameter)
     if inside is None:
@@ -155,13 +155,13 @@ def written_spots(parameter: str, dimensions: Dimensions) -> Iterator[Spot]:
     """Yield the places of a parameter for any kind of layers: norms, which are small, under both
     names."""
     stacked = not dimensions.experts
-    yield spot_of(parameter, dimensions, stacked=stacked)
+    yield find_spot(parameter, dimensions, stacked=stacked)
     inside = IN_LAYER.fullmatch(parameter)
     if inside is None or inside[2] not in FUSED:
         return
     rules = find_family_table(dimensions).layer(dimensions.sparse(int(inside[1])))
     if f"{FUSED[inside[2]]}.weight" in rules:
-        yield spot_of(spellings(parameter)[1], dimensions, stacked=stacked)
+        yield find_spot(spellings(parameter)[1], dimensions, stacked=stacked)
 
 
 def empty_states(dimensions: Dimensions) -> list[str]:

@@ -13,14 +13,23 @@ from pydantic import ValidationError
 
 from ratchet.commands.migrate.nemo_rl import NEMO_RL
 from ratchet.commands.migrate.numbers import Misread
-from ratchet.commands.migrate.read_config import Source, read_source
+from ratchet.commands.migrate.read_config import FlatConfig, read_source
 from ratchet.commands.migrate.roll import ROLL
-from ratchet.commands.migrate.table import ABSENT, Config, Idle, Method, Peer, Row, Sets, Without
+from ratchet.commands.migrate.table import (
+    ABSENT,
+    Idle,
+    KeyRow,
+    Method,
+    Peer,
+    PeerConfig,
+    Sets,
+    Without,
+)
 from ratchet.commands.migrate.trl import TRL
-from ratchet.commands.migrate.used_keys import Runs
+from ratchet.commands.migrate.used_keys import ConversionRuns
 from ratchet.commands.migrate.verl import VERL
 from ratchet.config.checks.stages import conflicts
-from ratchet.config.diagnostics import Problem, explain, locate
+from ratchet.config.diagnostics import RecipeProblem, explain, locate
 from ratchet.config.layers import expand
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import read_text, write_text
@@ -90,7 +99,7 @@ class Imported:
     unset: list[str] = field(default_factory=list)
     unread: Mapping[str, str] = field(default_factory=dict)
     repeated: Mapping[str, str] = field(default_factory=dict)
-    refused: list[Problem] = field(default_factory=list)
+    refused: list[RecipeProblem] = field(default_factory=list)
     told: set[str] = field(default_factory=lambda: {"name", "algorithm.kind", "environment.kind"})
 
     def fated(self, fate: Fate) -> list[Item]:
@@ -154,13 +163,13 @@ def read_config(path: Path, peer: str | None = None) -> Imported:
     return result
 
 
-def convert(peer: Peer, name: str, source: Source) -> Imported:
+def convert(peer: Peer, name: str, source: FlatConfig) -> Imported:
     """Return what a method's table makes of a source, before `ratchet check` has seen it."""
     method = peer.methods[name]
     result = Imported(
         peer, name, [], dict(method.fixed), unread=source.unread, repeated=source.repeated
     )
-    _apply(result, method, Config(source.values, method.defaults))
+    _apply(result, method, PeerConfig(source.values, method.defaults))
     return result
 
 
@@ -174,7 +183,7 @@ def _told(values: Mapping[str, Any], path: Path) -> Peer:
     return ranked[0]
 
 
-def _apply(result: Imported, method: Method, config: Config) -> None:
+def _apply(result: Imported, method: Method, config: PeerConfig) -> None:
     """Apply rows in the table's order, so that later ones override earlier ones."""
     places = {row.theirs: place for place, row in enumerate(method.rows)}
     keys = [(key, value, method.row(key), False) for key, value in config.values.items()]
@@ -183,7 +192,7 @@ def _apply(result: Imported, method: Method, config: Config) -> None:
         for key, value in config.defaults.items()
         if key not in config.values
     ]
-    runs = Runs()
+    runs = ConversionRuns()
     laid_by: dict[str, str] = {}
     for key, value, row, assumed in sorted(
         keys, key=lambda entry: places[entry[2].theirs] if entry[2] else -1
@@ -209,7 +218,7 @@ def _apply(result: Imported, method: Method, config: Config) -> None:
     _account(result, runs, laid_by, config)
 
 
-def _item(row: Row, key: str, value: Any, config: Config, assumed: bool) -> Item:
+def _item(row: KeyRow, key: str, value: Any, config: PeerConfig, assumed: bool) -> Item:
     if value is None:
         return Item(key, None, {row.ours: row.null}, row.note, assumed)
     if row.within:
@@ -254,7 +263,9 @@ def lay(flat: dict[str, Any], key: str, value: Any) -> None:
 # --- the account: what each key did in the end
 
 
-def _account(result: Imported, runs: Runs, laid_by: Mapping[str, str], config: Config) -> None:
+def _account(
+    result: Imported, runs: ConversionRuns, laid_by: Mapping[str, str], config: PeerConfig
+) -> None:
     """Correct what the table says of each key by what the conversions did with its value, and by
     what stands in the end."""
     recipe = result.recipe
@@ -291,7 +302,9 @@ def _stands(recipe: Mapping[str, Any], key: str, value: Any) -> bool:
     return place == value and type(place) is type(value)
 
 
-def _effective(item: Item, by_key: Mapping[str, Item], runs: Runs, config: Config) -> Item:
+def _effective(
+    item: Item, by_key: Mapping[str, Item], runs: ConversionRuns, config: PeerConfig
+) -> Item:
     """Return the item, as what it is if no conversion made anything of its value."""
     if not item.within and item.theirs not in runs.ran:
         return item
@@ -366,8 +379,8 @@ def _less(item: Item, key: str, message: str) -> Item:
     )
 
 
-def _problems(recipe: Mapping[str, Any]) -> Iterator[Problem]:
-    problems: list[Problem] = []
+def _problems(recipe: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+    problems: list[RecipeProblem] = []
     tree = expand(read_text(write_text(recipe), "the recipe")[0], problems)
     try:
         config = RunConfig.model_validate(tree.plain())
@@ -379,4 +392,4 @@ def _problems(recipe: Mapping[str, Any]) -> Iterator[Problem]:
         located = [locate(tree, key) for key in conflict.keys]
         # the first that was written
         node = next((node for node, left in located if not left), located[0][0])
-        yield Problem(node.origin, conflict.message)
+        yield RecipeProblem(node.origin, conflict.message)

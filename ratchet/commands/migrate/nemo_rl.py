@@ -10,9 +10,9 @@ from ratchet.commands.migrate import nemo_rl_values as to
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate.nemo_rl_values import DTENSOR, GENERATION, MEGATRON
 from ratchet.commands.migrate.table import (
+    KeyRow,
     Method,
     Peer,
-    Row,
     at_least_0,
     choose,
     flag,
@@ -36,97 +36,99 @@ EVERY = "greedy accuracy on evaluation.tasks held-out tasks; 0 is only before an
 
 COMMON = (
     *nothing(shared.BASE, "--config*"),
-    Row("policy.model_name", "model.path"),
-    Row(
+    KeyRow("policy.model_name", "model.path"),
+    KeyRow(
         "policy.tokenizer.name",
         "tokenizer.path",
         how=to.tokenizer,
     ),
-    Row(
+    KeyRow(
         "policy.tokenizer.chat_template",
         "tokenizer.template",
         "the path of a .jinja file here",
         shared.template,
     ),
-    Row("policy.optimizer.name", "optimizer.kind", how=to.of_megatron(False, to.optimizer)),
-    Row("policy.optimizer.kwargs.lr", "optimizer.lr", how=to.of_megatron(False, number)),
-    Row(
+    KeyRow("policy.optimizer.name", "optimizer.kind", how=to.when_megatron(False, to.optimizer)),
+    KeyRow("policy.optimizer.kwargs.lr", "optimizer.lr", how=to.when_megatron(False, number)),
+    KeyRow(
         "policy.optimizer.kwargs.weight_decay",
         "optimizer.weight_decay",
         "on matrices only",
-        to.of_megatron(False, number),
+        to.when_megatron(False, number),
     ),
-    Row("policy.optimizer.kwargs.betas", "optimizer.betas", how=to.of_megatron(False)),
-    Row("policy.optimizer.kwargs.eps", "optimizer.eps", how=to.of_megatron(False, number)),
-    Row("policy.scheduler", "optimizer.warmup_steps", how=to.of_megatron(False, to.warmup)),
-    Row("policy.max_grad_norm", "optimizer.max_grad_norm", how=shared.norm, null=None),
-    Row(f"{MEGATRON}.optimizer.lr", "optimizer.lr", how=to.of_megatron(True, number)),
-    Row(
+    KeyRow("policy.optimizer.kwargs.betas", "optimizer.betas", how=to.when_megatron(False)),
+    KeyRow("policy.optimizer.kwargs.eps", "optimizer.eps", how=to.when_megatron(False, number)),
+    KeyRow("policy.scheduler", "optimizer.warmup_steps", how=to.when_megatron(False, to.warmup)),
+    KeyRow("policy.max_grad_norm", "optimizer.max_grad_norm", how=shared.norm, null=None),
+    KeyRow(f"{MEGATRON}.optimizer.lr", "optimizer.lr", how=to.when_megatron(True, number)),
+    KeyRow(
         f"{MEGATRON}.optimizer.weight_decay",
         "optimizer.weight_decay",
         "on matrices only",
-        to.of_megatron(True, number),
+        to.when_megatron(True, number),
     ),
-    Row(
+    KeyRow(
         f"{MEGATRON}.optimizer.adam_beta1",
         "optimizer.betas",
-        how=to.of_megatron(
+        how=to.when_megatron(
             True,
             shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2"),
         ),
     ),
-    Row(
+    KeyRow(
         f"{MEGATRON}.optimizer.adam_beta2",
         "optimizer.betas",
-        how=to.of_megatron(
+        how=to.when_megatron(
             True,
             shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2"),
         ),
     ),
-    Row(f"{MEGATRON}.optimizer.adam_eps", "optimizer.eps", how=to.of_megatron(True, number)),
-    Row(
+    KeyRow(f"{MEGATRON}.optimizer.adam_eps", "optimizer.eps", how=to.when_megatron(True, number)),
+    KeyRow(
         f"{MEGATRON}.scheduler.lr_warmup_iters",
         "optimizer.warmup_steps",
         f"{to.RISES}; the rate rises from 0 here",
-        to.of_megatron(True, to.batches),
+        to.when_megatron(True, to.batches),
     ),
-    Row(
+    KeyRow(
         f"{MEGATRON}.scheduler.lr_decay_style",
         "optimizer.schedule",
-        how=to.of_megatron(
+        how=to.when_megatron(
             True, choose({"constant": "constant", "linear": "linear", "cosine": "cosine"})
         ),
     ),
-    Row(f"{MEGATRON}.enabled", "learner.kind", how=to.megatron_learner),
-    Row(
-        f"{MEGATRON}.sequence_parallel", "learner.sequence_parallel", how=to.of_megatron(True, flag)
+    KeyRow(f"{MEGATRON}.enabled", "learner.kind", how=to.megatron_learner),
+    KeyRow(
+        f"{MEGATRON}.sequence_parallel",
+        "learner.sequence_parallel",
+        how=to.when_megatron(True, flag),
     ),
-    Row(
+    KeyRow(
         f"{MEGATRON}.activation_checkpointing",
         "learner.recompute",
-        how=to.of_megatron(True, choose({True: "full", False: "none"})),
+        how=to.when_megatron(True, choose({True: "full", False: "none"})),
     ),
-    Row(f"{DTENSOR}.enabled", "learner.kind", how=to.dtensor),
-    Row(
+    KeyRow(f"{DTENSOR}.enabled", "learner.kind", how=to.dtensor),
+    KeyRow(
         f"{DTENSOR}.sequence_parallel",
         "learner.sequence_parallel",
-        how=to.of_megatron(False, to.spread),
+        how=to.when_megatron(False, to.spread),
     ),
-    Row(
+    KeyRow(
         f"{DTENSOR}.activation_checkpointing",
         "learner.activation_checkpointing",
-        how=to.of_megatron(False, flag),
+        how=to.when_megatron(False, flag),
     ),
-    Row(
+    KeyRow(
         f"{DTENSOR}.cpu_offload",
         "learner.cpu_offload",
-        how=to.of_megatron(False, to.spread),
+        how=to.when_megatron(False, to.spread),
     ),
-    Row(f"{DTENSOR}.lora_cfg.dim", "lora.rank", how=to.lora(whole)),
-    Row(f"{DTENSOR}.lora_cfg.alpha", "lora.alpha", how=to.lora(real)),
-    Row(f"{DTENSOR}.lora_cfg.dropout", "lora.dropout", how=to.lora(number)),
-    Row(f"{DTENSOR}.lora_cfg.target_modules", "lora.target_modules", how=to.lora(to.targets)),
-    Row(
+    KeyRow(f"{DTENSOR}.lora_cfg.dim", "lora.rank", how=to.lora(whole)),
+    KeyRow(f"{DTENSOR}.lora_cfg.alpha", "lora.alpha", how=to.lora(real)),
+    KeyRow(f"{DTENSOR}.lora_cfg.dropout", "lora.dropout", how=to.lora(number)),
+    KeyRow(f"{DTENSOR}.lora_cfg.target_modules", "lora.target_modules", how=to.lora(to.targets)),
+    KeyRow(
         "policy.sequence_packing.train_mb_tokens",
         "learner.micro_batch_tokens",
         how=when(
@@ -135,23 +137,25 @@ COMMON = (
             "sequence_packing is off there",
         ),
     ),
-    Row("policy.sequence_packing.enabled", within="policy.sequence_packing.train_mb_tokens"),
-    Row("checkpointing.save_period", "checkpoint.every", how=whole),
-    Row(
+    KeyRow("policy.sequence_packing.enabled", within="policy.sequence_packing.train_mb_tokens"),
+    KeyRow("checkpointing.save_period", "checkpoint.every", how=whole),
+    KeyRow(
         "checkpointing.keep_top_k",
         "checkpoint.keep_best",
         "the best by checkpoint.metric; the newest checkpoint.keep stay too",
         positive("the newest are kept, as many as checkpoint.keep says"),
     ),
-    Row("checkpointing.checkpoint_dir", "run_dir"),
-    Row("checkpointing.checkpoint_must_save_by", note="checkpoint.limit_s is in seconds: set it"),
-    Row("logger.tensorboard_enabled", "logging.tensorboard", how=flag),
+    KeyRow("checkpointing.checkpoint_dir", "run_dir"),
+    KeyRow(
+        "checkpointing.checkpoint_must_save_by", note="checkpoint.limit_s is in seconds: set it"
+    ),
+    KeyRow("logger.tensorboard_enabled", "logging.tensorboard", how=flag),
     *(
-        Row(f"logger.{name}_enabled", "logging.sinks", how=to.project_of(name))
+        KeyRow(f"logger.{name}_enabled", "logging.sinks", how=to.convert_project(name))
         for name in shared.TRACKERS
     ),
-    Row("cluster.num_nodes", "cluster", how=to.nodes_of),
-    Row("cluster.gpus_per_node", within=f"{DTENSOR}.enabled"),
+    KeyRow("cluster.num_nodes", "cluster", how=to.convert_nodes),
+    KeyRow("cluster.gpus_per_node", within=f"{DTENSOR}.enabled"),
     *nothing("accelerators are shared out by learner and generator", "cluster.*"),
     *nothing(
         "a metric here is eval/accuracy, or any other that is logged: checkpoint.metric",
@@ -185,9 +189,9 @@ COMMON = (
     *idle(shared.CACHE, f"{GENERATION}.vllm_cfg.gpu_memory_utilization"),
     *within(f"{DTENSOR}.enabled", f"{DTENSOR}.*_parallel_size"),
     *within(f"{MEGATRON}.enabled", f"{MEGATRON}.*_parallel_size"),
-    Row(f"{MEGATRON}.optimizer.clip_grad", note="policy.max_grad_norm counts, which it repeats"),
-    Row(f"{DTENSOR}.lora_cfg.enabled", within=f"{DTENSOR}.lora_cfg.dim"),
-    Row(f"{DTENSOR}.lora_cfg.match_all_linear", within=f"{DTENSOR}.lora_cfg.target_modules"),
+    KeyRow(f"{MEGATRON}.optimizer.clip_grad", note="policy.max_grad_norm counts, which it repeats"),
+    KeyRow(f"{DTENSOR}.lora_cfg.enabled", within=f"{DTENSOR}.lora_cfg.dim"),
+    KeyRow(f"{DTENSOR}.lora_cfg.match_all_linear", within=f"{DTENSOR}.lora_cfg.target_modules"),
     *nothing(
         "is an adapter's own way of doing it, without a key",
         f"{DTENSOR}.lora_cfg.*",
@@ -197,12 +201,12 @@ COMMON = (
         "a switch of their engine, which the learner has not", f"{DTENSOR}.*", f"{MEGATRON}.*"
     ),
     *nothing(shared.NUMERICS, "policy.*"),
-    Row("data.train.split", "environment.train_split"),
-    Row("data.train.input_key", "environment.columns", how=to.column("prompt")),
-    Row("data.default.input_key", "environment.columns", how=to.column("prompt")),
-    Row("data.train.output_key", "environment.columns", how=to.column("answer")),
-    Row("data.default.output_key", "environment.columns", how=to.column("answer")),
-    Row("data.validation.data_path", "environment.test", how=shared.listed),
+    KeyRow("data.train.split", "environment.train_split"),
+    KeyRow("data.train.input_key", "environment.columns", how=to.column("prompt")),
+    KeyRow("data.default.input_key", "environment.columns", how=to.column("prompt")),
+    KeyRow("data.train.output_key", "environment.columns", how=to.column("answer")),
+    KeyRow("data.default.output_key", "environment.columns", how=to.column("answer")),
+    KeyRow("data.validation.data_path", "environment.test", how=shared.listed),
     *nothing(shared.LOADER, "data.shuffle", "data.num_workers", "data.add_*", "data.*"),
     *within("logger.wandb_enabled", "logger.wandb.*"),
     *within("logger.mlflow_enabled", "logger.mlflow.*"),
@@ -224,18 +228,18 @@ COMMON = (
 )
 
 
-def _common(section: str) -> tuple[Row, ...]:
+def _common(section: str) -> tuple[KeyRow, ...]:
     """Return the rows of keys that every trainer of NeMo RL has, with the trainer's own section."""
     return (
-        Row(
+        KeyRow(
             f"{section}.max_num_steps",
             "steps",
             "or fewer there, where max_num_epochs ends before",
             positive(shared.EPOCHS),
         ),
-        Row(f"{section}.max_num_epochs", note=shared.EPOCHS),
-        Row(f"{section}.val_period", "evaluation.every", EVERY, at_least_0, default=10),
-        Row(f"{section}.seed", "seed", how=whole, default=42),
+        KeyRow(f"{section}.max_num_epochs", note=shared.EPOCHS),
+        KeyRow(f"{section}.val_period", "evaluation.every", EVERY, at_least_0, default=10),
+        KeyRow(f"{section}.seed", "seed", how=whole, default=42),
         *nothing(
             "is before and after each stage here (evaluation)",
             f"{section}.val_at_start",
@@ -251,17 +255,17 @@ def _common(section: str) -> tuple[Row, ...]:
 
 
 GRPO = (
-    Row(
+    KeyRow(
         "grpo.use_leave_one_out_baseline",
         "algorithm.kind, algorithm.advantage.scale",
         how=to.advantage,
         default=True,
     ),
-    Row("grpo.normalize_rewards", within="grpo.use_leave_one_out_baseline", default=True),
-    Row("grpo.adv_estimator.name", "algorithm.kind", how=to.estimator),
+    KeyRow("grpo.normalize_rewards", within="grpo.use_leave_one_out_baseline", default=True),
+    KeyRow("grpo.adv_estimator.name", "algorithm.kind", how=to.estimator),
     *within("grpo.adv_estimator.name", "grpo.adv_estimator.*"),
-    Row("grpo.advantage_clip_low", "algorithm.advantage_clip", how=to.advantage_clip),
-    Row("grpo.advantage_clip_high", "algorithm.advantage_clip", how=to.advantage_clip),
+    KeyRow("grpo.advantage_clip_low", "algorithm.advantage_clip", how=to.advantage_clip),
+    KeyRow("grpo.advantage_clip_high", "algorithm.advantage_clip", how=to.advantage_clip),
     *nothing(
         "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex",
         "grpo.penalize_*",
@@ -299,19 +303,19 @@ GRPO = (
         "evaluation.samples says how many attempts a held-out task has",
         "grpo.num_val_generations_per_prompt",
     ),
-    Row(
+    KeyRow(
         "grpo.dynamic_sampling_oversample_ratio",
         note="groups are replaced one by one here: no more are begun than needed",
     ),
-    Row("grpo.num_prompts_per_step", "batch_size", how=whole, default=32),
-    Row("grpo.num_generations_per_prompt", "algorithm.group_size", how=whole, default=16),
-    Row("policy.train_global_batch_size", "algorithm.minibatches", ANSWERS, to.minibatches),
-    Row("grpo.max_rollout_turns", "rollouts.max_turns", how=whole),
-    Row(
+    KeyRow("grpo.num_prompts_per_step", "batch_size", how=whole, default=32),
+    KeyRow("grpo.num_generations_per_prompt", "algorithm.group_size", how=whole, default=16),
+    KeyRow("policy.train_global_batch_size", "algorithm.minibatches", ANSWERS, to.minibatches),
+    KeyRow("grpo.max_rollout_turns", "rollouts.max_turns", how=whole),
+    KeyRow(
         "grpo.overlong_filtering", "algorithm.truncated", how=choose({True: "drop", False: "keep"})
     ),
-    Row("grpo.use_dynamic_sampling", "rollouts.dynamic_sampling", how=flag),
-    Row(
+    KeyRow("grpo.use_dynamic_sampling", "rollouts.dynamic_sampling", how=flag),
+    KeyRow(
         "grpo.dynamic_sampling_max_gen_batches",
         "rollouts.max_replaced",
         "groups replaced a step over batch_size; then they stay, where there the run stops",
@@ -321,12 +325,12 @@ GRPO = (
             "use_dynamic_sampling is false there",
         ),
     ),
-    Row(
+    KeyRow(
         "grpo.batch_multiplier",
         note="groups are replaced one by one here: no more are begun than needed",
     ),
-    Row("grpo.reward_shaping.enabled", "algorithm.shaping", how=to.overlong),
-    Row(
+    KeyRow("grpo.reward_shaping.enabled", "algorithm.shaping", how=to.overlong),
+    KeyRow(
         "grpo.async_grpo.max_trajectory_age_steps",
         "rollouts.max_staleness",
         how=when(
@@ -334,16 +338,16 @@ GRPO = (
         ),
     ),
     *within("grpo.reward_shaping.enabled", "grpo.reward_shaping.*"),
-    Row("grpo.async_grpo.enabled", within="grpo.async_grpo.max_trajectory_age_steps"),
+    KeyRow("grpo.async_grpo.enabled", within="grpo.async_grpo.max_trajectory_age_steps"),
     *nothing("algorithm.shaping has scale and clip", "grpo.reward_scaling.*"),
     *nothing(
         "weights arrive at running requests when they are pushed; generator.keep_kv keeps their "
         "old cache",
         "grpo.async_grpo.*",
     ),
-    Row("loss_fn.ratio_clip_min", "algorithm.loss", how=to.clip, default=0.2),
-    Row("loss_fn.ratio_clip_max", "algorithm.loss", how=to.clip, default=0.2),
-    Row(
+    KeyRow("loss_fn.ratio_clip_min", "algorithm.loss", how=to.clip, default=0.2),
+    KeyRow("loss_fn.ratio_clip_max", "algorithm.loss", how=to.clip, default=0.2),
+    KeyRow(
         "loss_fn.ratio_clip_c",
         "algorithm.loss.dual_clip",
         how=when(
@@ -354,24 +358,24 @@ GRPO = (
             "acts on the clipped ratio alone there",
         ),
     ),
-    Row(
+    KeyRow(
         "loss_fn.token_level_loss",
         "algorithm.weighting",
         how=choose({True: "token_mean", False: "sequence_mean"}),
         default=True,
     ),
-    Row("loss_fn.reference_policy_kl_penalty", "algorithm.kl", how=to.kl, default=0.01),
-    Row(
+    KeyRow("loss_fn.reference_policy_kl_penalty", "algorithm.kl", how=to.kl, default=0.01),
+    KeyRow(
         "loss_fn.reference_policy_kl_type",
         within="loss_fn.reference_policy_kl_penalty",
         default="k3",
     ),
-    Row("loss_fn.use_importance_sampling_correction", "algorithm.correction", how=to.correction),
-    Row(
+    KeyRow("loss_fn.use_importance_sampling_correction", "algorithm.correction", how=to.correction),
+    KeyRow(
         "loss_fn.force_on_policy_ratio",
         note="with minibatches and epochs of 1 all ratios are 1, and nothing is computed twice",
     ),
-    Row("loss_fn.positive_example_nll_weight", "algorithm.positive_nll_coef", how=number),
+    KeyRow("loss_fn.positive_example_nll_weight", "algorithm.positive_nll_coef", how=number),
     *within(
         "loss_fn.ratio_clip_min",
         "loss_fn.disable_ppo_ratio",
@@ -384,31 +388,31 @@ GRPO = (
         f"{to.TIS}_ratio",
         f"{to.TIS}_ratio_min",
     ),
-    Row("loss_fn.use_kl_in_reward", within="loss_fn.reference_policy_kl_penalty"),
+    KeyRow("loss_fn.use_kl_in_reward", within="loss_fn.reference_policy_kl_penalty"),
     *nothing(
         "the ratio to the sampler's policy weighs the KL here, without clamps",
         "loss_fn.use_on_policy_kl_approximation",
         "loss_fn.kl_*",
     ),
-    Row(f"{GENERATION}.max_new_tokens", "sampling.max_new_tokens", how=whole),
-    Row(f"{GENERATION}.temperature", "sampling.temperature", how=real),
-    Row(f"{GENERATION}.top_p", "sampling.top_p", how=real),
-    Row(f"{GENERATION}.top_k", "sampling.top_k", how=at_least_0),
-    Row(f"{GENERATION}.stop_strings", "sampling.stop", how=shared.listed),
-    Row(
+    KeyRow(f"{GENERATION}.max_new_tokens", "sampling.max_new_tokens", how=whole),
+    KeyRow(f"{GENERATION}.temperature", "sampling.temperature", how=real),
+    KeyRow(f"{GENERATION}.top_p", "sampling.top_p", how=real),
+    KeyRow(f"{GENERATION}.top_k", "sampling.top_k", how=at_least_0),
+    KeyRow(f"{GENERATION}.stop_strings", "sampling.stop", how=shared.listed),
+    KeyRow(
         f"{GENERATION}.stop_token_ids",
         note="a model's own end tokens end an answer; others as text in sampling.stop",
     ),
-    Row(f"{GENERATION}.backend", "generator", how=to.generator_of),
-    Row(
+    KeyRow(f"{GENERATION}.backend", "generator", how=to.convert_generator),
+    KeyRow(
         f"{GENERATION}.vllm_cfg.enforce_eager",
         note="generator.enforce_eager, or generator.of.enforce_eager where workers hold it",
     ),
     *nothing("counted in generator, or without a switch", f"{GENERATION}.*"),
-    Row("data.train.dataset_name", "environment", note=shared.ROWS, how=to.rows),
-    Row("data.train.data_path", "environment", note=shared.ROWS, how=to.rows),
-    Row("data.dataset_name", "environment", note=shared.ROWS, how=to.rows),
-    Row(
+    KeyRow("data.train.dataset_name", "environment", note=shared.ROWS, how=to.rows),
+    KeyRow("data.train.data_path", "environment", note=shared.ROWS, how=to.rows),
+    KeyRow("data.dataset_name", "environment", note=shared.ROWS, how=to.rows),
+    KeyRow(
         "data.default.prompt_file",
         note="environment.prompt is the text around a question: '{problem}\nThink first.'",
     ),
@@ -422,42 +426,44 @@ GRPO = (
 )
 
 
-def _given(section: str, note: str) -> tuple[Row, ...]:
+def _given(section: str, note: str) -> tuple[KeyRow, ...]:
     return (
-        Row("policy.train_global_batch_size", "batch_size", how=whole),
-        Row("data.train.dataset_name", "environment", note=note, how=to.rows),
-        Row("data.train.data_path", "environment", note=note, how=to.rows),
-        Row("data.dataset_name", "environment", note=note, how=to.rows),
+        KeyRow("policy.train_global_batch_size", "batch_size", how=whole),
+        KeyRow("data.train.dataset_name", "environment", note=note, how=to.rows),
+        KeyRow("data.train.data_path", "environment", note=note, how=to.rows),
+        KeyRow("data.dataset_name", "environment", note=note, how=to.rows),
         *_common(section),
     )
 
 
 DPO = (
-    Row("dpo.reference_policy_kl_penalty", "algorithm.beta", "the beta of DPO", real, default=0.05),
-    Row(
+    KeyRow(
+        "dpo.reference_policy_kl_penalty", "algorithm.beta", "the beta of DPO", real, default=0.05
+    ),
+    KeyRow(
         "dpo.preference_average_log_probs",
         "algorithm.normalize",
         how=choose({True: "mean", False: "sum"}),
     ),
-    Row(
+    KeyRow(
         "dpo.sft_loss_weight",
         "algorithm.sft_coef",
         "over preference_loss_weight",
         to.sft_coef,
     ),
-    Row(
+    KeyRow(
         "dpo.preference_loss_weight",
         note="the loss has weight 1 here, and sft_coef is over it: scale optimizer.lr by it",
         default=1,
     ),
-    Row(
+    KeyRow(
         "dpo.sft_average_log_probs",
         note="the likelihood of the chosen answers is a mean over their tokens",
     ),
     *_given("dpo", shared.PAIRS),
 )
 SFT = (
-    Row("sft.only_unmask_final", "algorithm.train", how=choose({True: "last", False: "all"})),
+    KeyRow("sft.only_unmask_final", "algorithm.train", how=choose({True: "last", False: "all"})),
     *_given("sft", shared.ROWS),
 )
 

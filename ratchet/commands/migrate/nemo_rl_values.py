@@ -7,7 +7,7 @@ from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.numbers import Misread
-from ratchet.commands.migrate.table import Config, Convert, Idle, Sets, Without, when
+from ratchet.commands.migrate.table import Convert, Idle, PeerConfig, Sets, Without, when
 
 GENERATION, DTENSOR, MEGATRON = "policy.generation", "policy.dtensor_cfg", "policy.megatron_cfg"
 TIS = "loss_fn.truncated_importance_sampling"
@@ -15,7 +15,7 @@ SCALES = ("tensor", "pipeline", "expert", "context")
 RISES = "counted in batches there, in optimizer steps here (x minibatches)"
 
 
-def tokenizer(value: Any, config: Config) -> Any:
+def tokenizer(value: Any, config: PeerConfig) -> Any:
     return (
         Idle("the model's own, as here by default")
         if value == config["policy.model_name"]
@@ -23,7 +23,7 @@ def tokenizer(value: Any, config: Config) -> Any:
     )
 
 
-def megatron(config: Config) -> bool:
+def megatron(config: PeerConfig) -> bool:
     return config.flag(f"{MEGATRON}.enabled")
 
 
@@ -31,13 +31,13 @@ def off(backend: str) -> str:
     return f"{backend} is not enabled there"
 
 
-def _estimated(name: str, config: Config) -> bool:
+def _estimated(name: str, config: PeerConfig) -> bool:
     """Return a switch of the estimator: from its section, which goes first, or from beside it."""
     inside = f"grpo.adv_estimator.{name}"
     return config.flag(f"grpo.{name}" if config[inside] is None else inside)
 
 
-def advantage(value: Any, config: Config) -> Any:
+def advantage(value: Any, config: PeerConfig) -> Any:
     scale = {
         "algorithm.advantage.scale": "std" if _estimated("normalize_rewards", config) else "none"
     }
@@ -51,7 +51,7 @@ def advantage(value: Any, config: Config) -> Any:
     return Sets({"algorithm.kind": "rloo", **scale}, note)
 
 
-def estimator(value: Any, config: Config) -> Any:
+def estimator(value: Any, config: PeerConfig) -> Any:
     if value == "grpo":
         return Idle("read into algorithm.kind with its baseline")
     if value == "reinforce_plus_plus":
@@ -66,7 +66,7 @@ def estimator(value: Any, config: Config) -> Any:
     )
 
 
-def updates(config: Config) -> int:
+def updates(config: PeerConfig) -> int:
     """Return the optimizer steps of a batch."""
     answers = config.whole("grpo.num_prompts_per_step") * config.whole(
         "grpo.num_generations_per_prompt"
@@ -78,11 +78,11 @@ def updates(config: Config) -> int:
     )
 
 
-def minibatches(value: Any, config: Config) -> int:
+def minibatches(value: Any, config: PeerConfig) -> int:
     return updates(config)
 
 
-def clip(value: Any, config: Config) -> Any:
+def clip(value: Any, config: PeerConfig) -> Any:
     if config.flag("loss_fn.disable_ppo_ratio"):
         return Sets({"algorithm.loss.kind": "reinforce"})
     low, high = config.number("loss_fn.ratio_clip_min"), config.number("loss_fn.ratio_clip_max")
@@ -101,7 +101,7 @@ def clip(value: Any, config: Config) -> Any:
     )
 
 
-def kl(value: Any, config: Config) -> Any:
+def kl(value: Any, config: PeerConfig) -> Any:
     coef = numbers.real(value)
     if not coef:
         return Sets({"algorithm.kl.coef": 0.0})
@@ -115,7 +115,7 @@ def kl(value: Any, config: Config) -> Any:
     return Sets({"algorithm.kl.coef": coef, "algorithm.kl.estimator": kind}, note)
 
 
-def correction(value: Any, config: Config) -> Any:
+def correction(value: Any, config: PeerConfig) -> Any:
     """Convert weights by the ratio to the sampler: clamped to [min, max] (tis), or 0 outside of it
     (icepop, seq-mask-tis)."""
     if not numbers.flag(value):
@@ -153,7 +153,7 @@ def correction(value: Any, config: Config) -> Any:
     return Sets({"algorithm.correction": masked})
 
 
-def overlong(value: Any, config: Config) -> Any:
+def overlong(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
         return Idle("off there")
     section = "grpo.reward_shaping"
@@ -174,17 +174,17 @@ def overlong(value: Any, config: Config) -> Any:
     )
 
 
-def gpus(config: Config) -> int:
+def gpus(config: PeerConfig) -> int:
     return config.whole("cluster.gpus_per_node", 1) * config.whole("cluster.num_nodes", 1)
 
 
-def separate(config: Config) -> bool:
+def separate(config: PeerConfig) -> bool:
     """Return whether generation has accelerators of its own."""
     key = f"{GENERATION}.colocated.enabled"
     return config[key] is not None and not config.flag(key)
 
 
-def of_learner(config: Config) -> int:
+def learner_accelerators(config: PeerConfig) -> int:
     """Return the accelerators that train, if generation has its own."""
     if not separate(config):
         return gpus(config)
@@ -198,18 +198,18 @@ def of_learner(config: Config) -> int:
     )
 
 
-def ranks(config: Config, ways: int) -> int:
+def ranks(config: PeerConfig, ways: int) -> int:
     return numbers.quotient(
-        of_learner(config), ways, "the learner's accelerators over its parallel sizes"
+        learner_accelerators(config), ways, "the learner's accelerators over its parallel sizes"
     )
 
 
-def dtensor(value: Any, config: Config) -> Any:
+def dtensor(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value) or megatron(config):
         return Idle(
             off("dtensor_cfg") if not numbers.flag(value) else "megatron_cfg is enabled there"
         )
-    if of_learner(config) == 1:
+    if learner_accelerators(config) == 1:
         return Sets(
             {"learner.kind": "local"}, "one accelerator: the learner is in the run's own process"
         )
@@ -226,7 +226,7 @@ def dtensor(value: Any, config: Config) -> Any:
     )
 
 
-def megatron_learner(value: Any, config: Config) -> Any:
+def megatron_learner(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
         return Idle(off("megatron_cfg"))
     sizes = {
@@ -246,7 +246,7 @@ def megatron_learner(value: Any, config: Config) -> Any:
     )
 
 
-def of_megatron(condition: bool, how: Convert | None = None) -> Convert:
+def when_megatron(condition: bool, how: Convert | None = None) -> Convert:
     """Return a conversion that applies where Megatron trains, or where it does not."""
     return when(
         lambda config: megatron(config) == condition,
@@ -255,15 +255,15 @@ def of_megatron(condition: bool, how: Convert | None = None) -> Convert:
     )
 
 
-def spread(value: Any, config: Config) -> Any:
+def spread(value: Any, config: PeerConfig) -> Any:
     return (
         numbers.flag(value)
-        if of_learner(config) > 1
+        if learner_accelerators(config) > 1
         else Idle("learner.kind=local, on one accelerator, has no such key")
     )
 
 
-def generator_of(value: Any, config: Config) -> Any:
+def convert_generator(value: Any, config: PeerConfig) -> Any:
     if value != "vllm":
         return Without(
             "generator.kind is engine, vllm or hf here: the recipe has the engine that is built in"
@@ -277,7 +277,7 @@ def generator_of(value: Any, config: Config) -> Any:
     if config[f"{GENERATION}.vllm_cfg.max_model_len"] is not None:
         keys["max_context"] = config.whole(f"{GENERATION}.vllm_cfg.max_model_len")
     is_separate = separate(config)
-    devices = gpus(config) - of_learner(config) if is_separate else gpus(config)
+    devices = gpus(config) - learner_accelerators(config) if is_separate else gpus(config)
     copies = max(1, devices // (keys["tensor_parallel"] * pipeline))
     generator = {"kind": "workers", "workers": copies, "of": keys} if copies > 1 else keys
     turns = {} if is_separate or megatron(config) else {"cluster.colocated": True}
@@ -290,7 +290,7 @@ def generator_of(value: Any, config: Config) -> Any:
     return Sets({"generator": generator, **turns}, note)
 
 
-def nodes_of(value: Any, config: Config) -> Any:
+def convert_nodes(value: Any, config: PeerConfig) -> Any:
     count = numbers.whole(value, least=1)
     if count == 1:
         return Idle("one node: cluster.kind=local, with every accelerator that it sees")
@@ -298,7 +298,7 @@ def nodes_of(value: Any, config: Config) -> Any:
     return Sets({"cluster.kind": "ray", "cluster.nodes": count, "cluster.gpus_per_node": per_node})
 
 
-def batches(value: Any, config: Config) -> int:
+def batches(value: Any, config: PeerConfig) -> int:
     """Return steps of their scheduler, one for each batch, in optimizer steps."""
     several = (
         config["grpo.num_prompts_per_step"] is not None
@@ -307,7 +307,7 @@ def batches(value: Any, config: Config) -> int:
     return numbers.whole(value, least=0) * (updates(config) if several else 1)
 
 
-def warmup(value: Any, config: Config) -> Any:
+def warmup(value: Any, config: PeerConfig) -> Any:
     """Convert torch's chain of schedulers: a warm-up, then a constant rate or a cosine.
 
     `milestones` repeats the warm-up's end.
@@ -363,13 +363,13 @@ def _whole(value: Any) -> Any:
     return value if value is None else numbers.whole(value, "total_iters")
 
 
-def _least(value: Any, config: Config) -> Any:
+def _least(value: Any, config: PeerConfig) -> Any:
     """Return the rate at a cosine's end over the rate at its beginning."""
     end = numbers.number(value, "eta_min")
     return end / config.number("policy.optimizer.kwargs.lr") if end else 0.0
 
 
-def optimizer(value: Any, config: Config) -> Any:
+def optimizer(value: Any, config: PeerConfig) -> Any:
     name = str(value).rpartition(".")[2].lower()
     if name == "adam" and config["policy.optimizer.kwargs.weight_decay"]:
         return Sets(
@@ -391,13 +391,13 @@ def lora(how: Convert | None = None) -> Convert:
     )
 
 
-def targets(value: Any, config: Config) -> Any:
+def targets(value: Any, config: PeerConfig) -> Any:
     key = f"{DTENSOR}.lora_cfg.match_all_linear"
     every = config[key] is None or config.flag(key)
     return "all-linear" if every or not value else shared.listed(value, config)
 
 
-def rows(value: Any, config: Config) -> Any:
+def rows(value: Any, config: PeerConfig) -> Any:
     """Convert the data: a path overrides the name of its reader."""
     return shared.rows(
         config["data.train.data_path"] or config["data.train_data_path"] or value, config
@@ -408,8 +408,8 @@ def column(usual: str) -> Convert:
     return lambda value, config: Sets({f"environment.columns.{usual}": value})
 
 
-def project_of(tracker: str) -> Convert:
-    def how(value: Any, config: Config) -> Any:
+def convert_project(tracker: str) -> Convert:
+    def how(value: Any, config: PeerConfig) -> Any:
         trackers = [name for name in shared.TRACKERS if config.flag(f"logger.{name}_enabled")]
         if not numbers.flag(value):
             return Idle("off there")
@@ -432,11 +432,11 @@ def project_of(tracker: str) -> Convert:
     return how
 
 
-def sft_coef(value: Any, config: Config) -> float:
+def sft_coef(value: Any, config: PeerConfig) -> float:
     return numbers.number(value) / config.number("dpo.preference_loss_weight")
 
 
-def advantage_clip(value: Any, config: Config) -> Any:
+def advantage_clip(value: Any, config: PeerConfig) -> Any:
     low, high = (config[f"grpo.advantage_clip_{side}"] for side in ("low", "high"))
     if low is None or high is None or numbers.number(low) != -numbers.number(high):
         return Without(

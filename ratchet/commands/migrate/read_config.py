@@ -11,7 +11,7 @@ from typing import Any
 
 from ratchet.commands.migrate.hydra_overrides import NotRead, Script, parse
 from ratchet.commands.migrate.numbers import Misread, hydra, number
-from ratchet.commands.migrate.yaml_dialects import Dialect, Reader
+from ratchet.commands.migrate.yaml_dialects import ConfigReader, Dialect
 from ratchet.errors import ConfigError
 
 MISSING = "???"  # OmegaConf's sign for a value that the command line must give
@@ -30,7 +30,7 @@ MAX_TEXT = 20_000  # characters and items of a value once its ${...} are filled 
 
 
 @dataclass
-class Source:
+class FlatConfig:
     """A peer's configuration. `values`: by dotted key; a list is a value. `unread`: what could not
     be resolved, by key, each with what to do. `repeated`: by key, what a script says first of what
     it says twice."""
@@ -40,11 +40,11 @@ class Source:
     repeated: dict[str, str] = field(default_factory=dict)
 
 
-def read_source(path: Path, dialect: Dialect = "omegaconf") -> Source:
+def read_source(path: Path, dialect: Dialect = "omegaconf") -> FlatConfig:
     """Read a file. Raises ConfigError if it is missing, or neither YAML nor JSON nor a script with
     overrides."""
-    source = Source({})
-    reader = Reader(dialect)
+    source = FlatConfig({})
+    reader = ConfigReader(dialect)
     if path.suffix in (".sh", ".bash", ".txt"):
         try:
             script = Script(unread=source.unread, repeated=source.repeated)
@@ -68,7 +68,9 @@ def read_source(path: Path, dialect: Dialect = "omegaconf") -> Source:
     return source
 
 
-def _yaml(path: Path, source: Source, reader: Reader, chain: tuple[Path, ...]) -> dict[str, Any]:
+def _yaml(
+    path: Path, source: FlatConfig, reader: ConfigReader, chain: tuple[Path, ...]
+) -> dict[str, Any]:
     """Return the file's keys, with those of the files that its `defaults` names beside it."""
     resolved = path.resolve()
     if resolved in chain:
@@ -147,7 +149,7 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 class _Resolver:
     """A resolver of interpolations. It resolves each key once: its value, or why it has none."""
 
-    source: Source
+    source: FlatConfig
     resolved: dict[str, Any] = field(default_factory=dict)
     under_way: list[str] = field(default_factory=list)
 

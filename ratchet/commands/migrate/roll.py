@@ -10,9 +10,9 @@ from ratchet.commands.migrate import roll_values as to
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate.table import (
     Convert,
+    KeyRow,
     Method,
     Peer,
-    Row,
     at_least_0,
     choose,
     flag,
@@ -30,30 +30,31 @@ COUNTED = (
     "optimizer steps a batch has"
 )
 ROWS_COUNTED = "rows over all data ranks here, of one of them there"
+SAMPLED = "actor_infer.generating_args"
 CUT = "there the learner's probabilities are not cut alike"
 LENGTHS = ("sequence_length", "prompt_length", "response_length")
 EVERY = "greedy accuracy on evaluation.tasks held-out tasks"
 
 
-def _train(role: str) -> tuple[Row, ...]:
+def _train(role: str) -> tuple[KeyRow, ...]:
     """Return the rows of the role that trains."""
     return (*_optimizer(role), *_model_and_engine(role))
 
 
-def _batch_rows(role: str, ours: str, note: str, how: Convert) -> tuple[Row, ...]:
+def _batch_rows(role: str, ours: str, note: str, how: Convert) -> tuple[KeyRow, ...]:
     """Return the rows of the two keys whose product is the batch of a rank."""
     defaults = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     return tuple(
-        Row(f"{role}.training_args.{key}", ours, note, how, default=default)
+        KeyRow(f"{role}.training_args.{key}", ours, note, how, default=default)
         for key, default in defaults.items()
     )
 
 
-def _optimizer(role: str) -> tuple[Row, ...]:
+def _optimizer(role: str) -> tuple[KeyRow, ...]:
     args = f"{role}.training_args"
     return (
-        Row(f"{args}.learning_rate", "optimizer.lr", how=number, default=5e-5),
-        Row(
+        KeyRow(f"{args}.learning_rate", "optimizer.lr", how=number, default=5e-5),
+        KeyRow(
             f"{args}.lr_scheduler_type",
             "optimizer.schedule",
             "their default is linear, ours constant",
@@ -67,60 +68,60 @@ def _optimizer(role: str) -> tuple[Row, ...]:
             ),
             default="linear",
         ),
-        Row(f"{args}.weight_decay", "optimizer.weight_decay", "on matrices only", number),
-        Row(
+        KeyRow(f"{args}.weight_decay", "optimizer.weight_decay", "on matrices only", number),
+        KeyRow(
             f"{args}.adam_beta1",
             "optimizer.betas",
             how=shared.betas(f"{args}.adam_beta1", f"{args}.adam_beta2"),
             default=0.9,
         ),
-        Row(
+        KeyRow(
             f"{args}.adam_beta2",
             "optimizer.betas",
             how=shared.betas(f"{args}.adam_beta1", f"{args}.adam_beta2"),
             default=0.999,
         ),
-        Row(f"{args}.warmup_steps", "optimizer.warmup_steps", how=whole),
-        Row(f"{args}.warmup_ratio", note="optimizer.warmup_steps counts steps: set it"),
-        Row(f"{args}.num_train_epochs", note=shared.EPOCHS),
+        KeyRow(f"{args}.warmup_steps", "optimizer.warmup_steps", how=whole),
+        KeyRow(f"{args}.warmup_ratio", note="optimizer.warmup_steps counts steps: set it"),
+        KeyRow(f"{args}.num_train_epochs", note=shared.EPOCHS),
     )
 
 
-def _model_and_engine(role: str) -> tuple[Row, ...]:
+def _model_and_engine(role: str) -> tuple[KeyRow, ...]:
     args, model = f"{role}.training_args", f"{role}.model_args"
     return (
-        Row(f"{model}.model_name_or_path", "model.path"),
-        Row(
+        KeyRow(f"{model}.model_name_or_path", "model.path"),
+        KeyRow(
             f"{model}.disable_gradient_checkpointing",
             "learner.activation_checkpointing",
             how=to.checkpointing(role),
             default=False,
         ),
-        Row(
+        KeyRow(
             f"{role}.strategy_args.strategy_config.recompute_granularity",
             "learner.recompute",
             how=choose({"full": "full", "selective": "attention"}),
         ),
-        Row(
+        KeyRow(
             f"{role}.strategy_args.strategy_config.use_distributed_optimizer",
             "learner.distributed_optimizer",
             how=flag,
         ),
-        Row(
+        KeyRow(
             f"{role}.strategy_args.strategy_config.sequence_parallel",
             "learner.sequence_parallel",
             how=flag,
         ),
-        Row(
+        KeyRow(
             f"{role}.strategy_args.strategy_name",
             "learner",
             how=to.learner(role),
             default="fsdp2_train",
         ),
-        Row(f"{model}.lora_target", "lora.target_modules", how=to.lora(role, to.targets)),
-        Row(f"{model}.lora_rank", "lora.rank", how=to.lora(role, whole), default=8),
-        Row(f"{model}.lora_alpha", "lora.alpha", how=to.lora(role, real)),
-        Row(f"{model}.lora_dropout", "lora.dropout", how=to.lora(role, number)),
+        KeyRow(f"{model}.lora_target", "lora.target_modules", how=to.lora(role, to.targets)),
+        KeyRow(f"{model}.lora_rank", "lora.rank", how=to.lora(role, whole), default=8),
+        KeyRow(f"{model}.lora_alpha", "lora.alpha", how=to.lora(role, real)),
+        KeyRow(f"{model}.lora_dropout", "lora.dropout", how=to.lora(role, number)),
         *within(
             f"{role}.strategy_args.strategy_name",
             f"{role}.device_mapping",
@@ -161,19 +162,15 @@ COMMON = (
         "*_agent_*",
         "env_manager_cls",
     ),
-    Row("pretrain", "model.path"),
-    Row("exp_name", "name", how=shared.run_name),
-    Row("seed", "seed", how=whole, default=42),
-    Row("max_steps", "steps", how=whole, default=500),
-    Row("save_steps", "checkpoint.every", how=whole, default=50),
-    Row(
-        "max_ckpt_to_keep",
-        "checkpoint.keep",
-        how=to.kept,
-    ),
-    Row("eval_steps", "evaluation.every", EVERY, at_least_0, default=10),
-    Row("max_grad_norm", "optimizer.max_grad_norm", how=number),
-    Row("track_with", "logging.sinks", how=to.tracker),
+    KeyRow("pretrain", "model.path"),
+    KeyRow("exp_name", "name", how=shared.run_name),
+    KeyRow("seed", "seed", how=whole, default=42),
+    KeyRow("max_steps", "steps", how=whole, default=500),
+    KeyRow("save_steps", "checkpoint.every", how=whole, default=50),
+    KeyRow("max_ckpt_to_keep", "checkpoint.keep", how=to.kept),
+    KeyRow("eval_steps", "evaluation.every", EVERY, at_least_0, default=10),
+    KeyRow("max_grad_norm", "optimizer.max_grad_norm", how=number),
+    KeyRow("track_with", "logging.sinks", how=to.tracker),
     *nothing("a tracker's keys are those of logging.sinks", "tracker_kwargs.*"),
     *nothing(
         "a run has a directory of its own, with checkpoints, logs and metrics in it: run_dir",
@@ -215,128 +212,115 @@ COMMON = (
 )
 
 RLVR = (
-    Row("adv_estimator", "algorithm.kind", how=to.estimator, default="gae"),
-    Row("rollout_batch_size", "batch_size", how=whole, default=128),
-    Row("num_return_sequences_in_group", "algorithm.group_size", how=whole, default=1),
+    KeyRow("adv_estimator", "algorithm.kind", how=to.estimator, default="gae"),
+    KeyRow("rollout_batch_size", "batch_size", how=whole, default=128),
+    KeyRow("num_return_sequences_in_group", "algorithm.group_size", how=whole, default=1),
     *_batch_rows("actor_train", "algorithm.minibatches", COUNTED, to.minibatches),
-    Row("ppo_epochs", "algorithm.epochs", how=whole),
-    Row("response_length", within="actor_infer.generating_args.max_new_tokens"),
-    Row(
-        "actor_infer.generating_args.max_new_tokens",
-        "sampling.max_new_tokens",
-        how=to.longest,
-        default=8192,
-    ),
-    Row("sequence_length", within="actor_infer.generating_args.max_new_tokens"),
-    Row("prompt_length", within="actor_infer.generating_args.max_new_tokens", default=1024),
-    Row("actor_infer.generating_args.temperature", "sampling.temperature", how=real, default=0.95),
-    Row(
-        "actor_infer.generating_args.top_p",
-        "sampling.top_p",
-        CUT,
-        number,
-        default=0.7,
-    ),
-    Row(
-        "actor_infer.generating_args.top_k",
-        "sampling.top_k",
-        CUT,
-        at_least_0,
-        default=50,
-    ),
-    Row("actor_infer.generating_args.stop_strings", "sampling.stop"),
-    Row("pg_clip", "algorithm.loss", how=to.clip, default=0.2),
-    Row("use_pg_clip_range", "algorithm.loss", how=to.clip),
-    Row("pg_clip_low", within="pg_clip", default=0.2),
-    Row("pg_clip_high", within="pg_clip", default=0.2),
+    KeyRow("ppo_epochs", "algorithm.epochs", how=whole),
+    KeyRow("response_length", within=f"{SAMPLED}.max_new_tokens"),
+    KeyRow(f"{SAMPLED}.max_new_tokens", "sampling.max_new_tokens", how=to.longest, default=8192),
+    KeyRow("sequence_length", within=f"{SAMPLED}.max_new_tokens"),
+    KeyRow("prompt_length", within=f"{SAMPLED}.max_new_tokens", default=1024),
+    KeyRow(f"{SAMPLED}.temperature", "sampling.temperature", how=real, default=0.95),
+    KeyRow(f"{SAMPLED}.top_p", "sampling.top_p", CUT, number, default=0.7),
+    KeyRow(f"{SAMPLED}.top_k", "sampling.top_k", CUT, at_least_0, default=50),
+    KeyRow(f"{SAMPLED}.stop_strings", "sampling.stop"),
+    KeyRow("pg_clip", "algorithm.loss", how=to.clip, default=0.2),
+    KeyRow("use_pg_clip_range", "algorithm.loss", how=to.clip),
+    KeyRow("pg_clip_low", within="pg_clip", default=0.2),
+    KeyRow("pg_clip_high", within="pg_clip", default=0.2),
     *within("pg_clip", "importance_sampling", "dual_clip_loss"),
     *within("adv_estimator", "norm_mean_type", "norm_std_type"),
-    Row("step_reward_gamma", within="adv_estimator", default=0.95),
-    Row("gamma", within="adv_estimator", default=1),
-    Row("lambd", within="adv_estimator", default=0.95),
-    Row("loss_agg_mode", "algorithm.weighting", how=to.aggregation, default="seq-mean-token-mean"),
-    Row("whiten_advantages", "algorithm.whiten", how=flag),
-    Row("advantage_clip", "algorithm.advantage_clip", how=real),
-    Row(
+    KeyRow("step_reward_gamma", within="adv_estimator", default=0.95),
+    KeyRow("gamma", within="adv_estimator", default=1),
+    KeyRow("lambd", within="adv_estimator", default=0.95),
+    KeyRow(
+        "loss_agg_mode", "algorithm.weighting", how=to.aggregation, default="seq-mean-token-mean"
+    ),
+    KeyRow("whiten_advantages", "algorithm.whiten", how=flag),
+    KeyRow("advantage_clip", "algorithm.advantage_clip", how=real),
+    KeyRow(
         "reward_clip",
         "algorithm.shaping",
         "rewards are kept within it on both sides, before anything else",
         to.clipped_reward,
     ),
-    Row(
+    KeyRow(
         "value_clip",
         "algorithm.critic.value_clip",
         how=when(lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"),
     ),
-    Row(
+    KeyRow(
         "critic_warmup",
         "algorithm.critic.warmup_steps",
         how=when(lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"),
     ),
-    Row(
+    KeyRow(
         "critic.training_args.learning_rate",
         "algorithm.critic.lr",
         how=when(lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"),
     ),
     *nothing("the critic is a copy of the policy with a scalar head", "critic.*"),
-    Row("use_kl_loss", "algorithm.kl", how=to.kl_loss),
-    Row("kl_loss_coef", within="use_kl_loss", default=0.0),
-    Row("add_token_level_kl", "algorithm.kl", how=to.kl_reward),
-    Row("init_kl_coef", within="add_token_level_kl", default=0.2),
-    Row("target_kl", within="add_token_level_kl"),
+    KeyRow("use_kl_loss", "algorithm.kl", how=to.kl_loss),
+    KeyRow("kl_loss_coef", within="use_kl_loss", default=0.0),
+    KeyRow("add_token_level_kl", "algorithm.kl", how=to.kl_reward),
+    KeyRow("init_kl_coef", within="add_token_level_kl", default=0.2),
+    KeyRow("target_kl", within="add_token_level_kl"),
     *nothing(
         "the penalty in the reward is k1, and algorithm.kl.rate is the speed of its adaptation",
         "kl_horizon",
         "kl_penalty",
     ),
-    Row("entropy_loss_coef", "algorithm.entropy_coef", how=real),
-    Row(
+    KeyRow("entropy_loss_coef", "algorithm.entropy_coef", how=real),
+    KeyRow(
         "postive_loss_coef",
         "algorithm.positive_nll_coef",
         "the likelihood of answers that earned more than 0",
         real,
     ),
-    Row(
+    KeyRow(
         "positive_loss_coef",
         "algorithm.positive_nll_coef",
         "the likelihood of answers that earned more than 0",
         real,
     ),
-    Row(
+    KeyRow(
         "max_len_mask",
         "algorithm.truncated",
         "drop: answers that were cut off count in the statistics, and don't train",
         choose({True: "drop", False: "keep"}),
     ),
-    Row("async_generation_ratio", "rollouts.max_staleness", how=to.ahead),
-    Row("max_running_requests", note="generator.max_running bounds requests of one engine"),
-    Row(
+    KeyRow("async_generation_ratio", "rollouts.max_staleness", how=to.ahead),
+    KeyRow("max_running_requests", note="generator.max_running bounds requests of one engine"),
+    KeyRow(
         "train_infer_correction.is_weight.enabled", "algorithm.correction.weight", how=to.correction
     ),
-    Row(
+    KeyRow(
         "train_infer_correction.is_weight.weight_type",
         within="train_infer_correction.is_weight.enabled",
         default="token",
     ),
-    Row(
+    KeyRow(
         "train_infer_correction.is_weight.upper_bound",
         within="train_infer_correction.is_weight.enabled",
         default=1.2,
     ),
-    Row("train_infer_correction.filters", "algorithm.correction.mask", how=to.filters),
+    KeyRow("train_infer_correction.filters", "algorithm.correction.mask", how=to.filters),
     *nothing(
         "algorithm.correction has one weight and one mask, both without gradients",
         "train_infer_correction.*",
     ),
-    Row("actor_train.data_args.file_name", "environment.train", how=to.files),
-    Row("validation.data_args.file_name", "environment.test", how=shared.listed),
-    Row(
+    KeyRow("actor_train.data_args.file_name", "environment.train", how=to.files),
+    KeyRow("validation.data_args.file_name", "environment.test", how=shared.listed),
+    KeyRow(
         "actor_train.data_args.domain_interleave_probs.*",
         note="environment.kind=mixture has parts with weights",
     ),
-    Row("actor_infer.strategy_args.strategy_name", "generator", how=to.generator_of),
-    Row("train_env_manager.num_env_groups", "batch_size", "groups of attempts at one task", whole),
-    Row("train_env_manager.group_size", "algorithm.group_size", how=whole),
+    KeyRow("actor_infer.strategy_args.strategy_name", "generator", how=to.convert_generator),
+    KeyRow(
+        "train_env_manager.num_env_groups", "batch_size", "groups of attempts at one task", whole
+    ),
+    KeyRow("train_env_manager.group_size", "algorithm.group_size", how=whole),
     *nothing(
         "an environment of many turns is chosen by environment.kind, by its path where it is yours "
         "(docs/environments.md)",
@@ -353,8 +337,8 @@ RLVR = (
         "groups are whole whatever they hold: no row is copied or left out to fill a batch",
         "batch_adjust_mode",
     ),
-    Row("rewards.*.worker_cls", "rewards", how=to.rewards),
-    Row("rewards.*.tag_included", within="rewards.*.worker_cls"),
+    KeyRow("rewards.*.worker_cls", "rewards", how=to.rewards),
+    KeyRow("rewards.*.tag_included", within="rewards.*.worker_cls"),
     *nothing(
         "a reward's own keys are in docs/rewards.md; it runs in the run's own processes, on "
         "no accelerator",
@@ -426,10 +410,10 @@ RLVR = (
 )
 
 
-def _given(role: str) -> tuple[Row, ...]:
+def _given(role: str) -> tuple[KeyRow, ...]:
     return (
         *_batch_rows(role, "batch_size", ROWS_COUNTED, to.rows(role)),
-        Row(f"{role}.data_args.file_name", "environment.train", how=shared.rows),
+        KeyRow(f"{role}.data_args.file_name", "environment.train", how=shared.rows),
         *nothing("a row is never cut: the model's context is the bound", *LENGTHS),
         *_train(role),
         *COMMON,
@@ -437,29 +421,29 @@ def _given(role: str) -> tuple[Row, ...]:
 
 
 DPO = (
-    Row("ipo", "algorithm.kind", how=choose({True: "ipo", False: "dpo"})),
-    Row(
+    KeyRow("ipo", "algorithm.kind", how=choose({True: "ipo", False: "dpo"})),
+    KeyRow(
         "beta",
         "algorithm.beta",
         "taken here; ROLL 0.3 does not hand it to its loss, which has 0.1",
         real,
         default=0.1,
     ),
-    Row(
+    KeyRow(
         "label_smoothing",
         "algorithm.label_smoothing",
         "taken here; ROLL 0.3 does not hand it to its loss",
         when(lambda config: not config.flag("ipo"), real, "ipo has none"),
     ),
-    Row("chosen_key", "environment.columns", how=to.column("chosen"), default="chosen"),
-    Row("rejected_key", "environment.columns", how=to.column("rejected"), default="rejected"),
+    KeyRow("chosen_key", "environment.columns", how=to.column("chosen"), default="chosen"),
+    KeyRow("rejected_key", "environment.columns", how=to.column("rejected"), default="rejected"),
     *_given("actor_train"),
 )
 SFT = (
-    Row("prompt_key", "environment.columns", how=to.column("prompt"), default="instruction"),
-    Row("response_key", "environment.columns", how=to.column("solution"), default="output"),
-    Row("system_key", "environment.columns", how=to.column("system")),
-    Row(
+    KeyRow("prompt_key", "environment.columns", how=to.column("prompt"), default="instruction"),
+    KeyRow("response_key", "environment.columns", how=to.column("solution"), default="output"),
+    KeyRow("system_key", "environment.columns", how=to.column("system")),
+    KeyRow(
         "query_key",
         note="environment.prompt makes one prompt of several columns: '{instruction}\n{input}'",
     ),

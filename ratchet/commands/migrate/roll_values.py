@@ -8,7 +8,7 @@ from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.numbers import Misread
-from ratchet.commands.migrate.table import Config, Convert, Idle, Sets, Without, when
+from ratchet.commands.migrate.table import Convert, Idle, PeerConfig, Sets, Without, when
 
 RANGE = re.compile(r"(?:list\()?range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?(?:,\s*(\d+)\s*)?\)\)?")
 LIST = re.compile(r"(?:list\()?\[([\d,\s]*)\]\)?")
@@ -22,7 +22,7 @@ JUDGES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def accelerators(role: str, config: Config) -> int:
+def accelerators(role: str, config: PeerConfig) -> int:
     """Return the accelerators of a role, by its device_mapping: a sum of Python's ranges and lists
     that is read and not run."""
     key = f"{role}.device_mapping"
@@ -46,22 +46,22 @@ def _places(text: str, key: str) -> int:
     )
 
 
-def ways_of(role: str, part: str, config: Config) -> int:
+def parallel_ways(role: str, part: str, config: PeerConfig) -> int:
     return config.whole(f"{role}.strategy_args.strategy_config.{part}", 1)
 
 
-def data_ranks(role: str, config: Config) -> int:
+def data_ranks(role: str, config: PeerConfig) -> int:
     parts = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     ways = 1
     for part in parts:
-        ways *= ways_of(role, part, config)
+        ways *= parallel_ways(role, part, config)
     ways *= config.whole(f"{role}.model_args.ulysses_size", 1)
     return numbers.quotient(
         accelerators(role, config), ways, f"{role}'s accelerators over its parallel sizes"
     )
 
 
-def step(role: str, config: Config) -> int:
+def step(role: str, config: PeerConfig) -> int:
     """Return the rows of an optimizer step."""
     args = f"{role}.training_args"
     rows_of_rank = config.whole(f"{args}.per_device_train_batch_size") * config.whole(
@@ -70,7 +70,7 @@ def step(role: str, config: Config) -> int:
     return rows_of_rank * data_ranks(role, config)
 
 
-def minibatches(value: Any, config: Config) -> int:
+def minibatches(value: Any, config: PeerConfig) -> int:
     answers = config.whole("rollout_batch_size") * config.whole("num_return_sequences_in_group")
     count = numbers.quotient(
         answers, step("actor_train", config), "a batch's answers over those of an optimizer step"
@@ -87,7 +87,7 @@ def rows(role: str) -> Convert:
     return lambda value, config: step(role, config)
 
 
-def estimator(value: Any, config: Config) -> Any:
+def estimator(value: Any, config: PeerConfig) -> Any:
     if value == "gae":
         return Sets(
             {
@@ -142,7 +142,7 @@ def estimator(value: Any, config: Config) -> Any:
     return Sets(turns, note)
 
 
-def clip(value: Any, config: Config) -> Any:
+def clip(value: Any, config: PeerConfig) -> Any:
     if config.flag("use_pg_clip_range"):
         low, high = config.number("pg_clip_low"), config.number("pg_clip_high")
     else:
@@ -166,7 +166,7 @@ def clip(value: Any, config: Config) -> Any:
     )
 
 
-def aggregation(value: Any, config: Config) -> Any:
+def aggregation(value: Any, config: PeerConfig) -> Any:
     whole = "the mean is over the whole optimizer step"
     if value == "token-mean":
         return Sets({"algorithm.weighting": "token_mean"}, whole)
@@ -194,7 +194,7 @@ def aggregation(value: Any, config: Config) -> Any:
     )
 
 
-def kl_loss(value: Any, config: Config) -> Any:
+def kl_loss(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
         return Idle("off there, and here by default")
     coef = numbers.real(config["kl_loss_coef"], "kl_loss_coef")
@@ -203,7 +203,7 @@ def kl_loss(value: Any, config: Config) -> Any:
     return Sets({"algorithm.kl.coef": coef, "algorithm.kl.objective": "forward"}, shared.KL_FORWARD)
 
 
-def kl_reward(value: Any, config: Config) -> Any:
+def kl_reward(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
         return Idle("off there, and here by default")
     adaptive = (
@@ -219,11 +219,11 @@ def kl_reward(value: Any, config: Config) -> Any:
     )
 
 
-def ahead(value: Any, config: Config) -> Any:
+def ahead(value: Any, config: PeerConfig) -> Any:
     return numbers.number(value) or Idle("0 there: nothing is drawn ahead")
 
 
-def correction(value: Any, config: Config) -> Any:
+def correction(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
         return Idle("off there")
     level, bound = (
@@ -241,7 +241,7 @@ def correction(value: Any, config: Config) -> Any:
     )
 
 
-def filters(value: Any, config: Config) -> Any:
+def filters(value: Any, config: PeerConfig) -> Any:
     """Convert one filter by the ratio to the mask; there may be several there, or by
     differences."""
     on = [
@@ -273,7 +273,7 @@ def filters(value: Any, config: Config) -> Any:
     return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()}, note)
 
 
-def rewards(value: Any, config: Config) -> Any:
+def rewards(value: Any, config: PeerConfig) -> Any:
     """Return the rewards of all domains together."""
     domains: dict[str, Any] = {}
     unknown: list[str] = []
@@ -303,7 +303,7 @@ def rewards(value: Any, config: Config) -> Any:
 
 
 def learner(role: str) -> Convert:
-    def how(value: Any, config: Config) -> Any:
+    def how(value: Any, config: PeerConfig) -> Any:
         if value not in ("megatron_train", "fsdp2_train"):
             return Without("learner.kind is local, dtensor (FSDP2) or megatron here")
         if value == "fsdp2_train":
@@ -321,10 +321,10 @@ def learner(role: str) -> Convert:
                 }
             )
         sizes = {
-            f"learner.{part}_parallel": ways_of(role, f"{part}_model_parallel_size", config)
+            f"learner.{part}_parallel": parallel_ways(role, f"{part}_model_parallel_size", config)
             for part in ("tensor", "pipeline", "expert")
         }
-        sizes["learner.context_parallel"] = ways_of(role, "context_parallel_size", config)
+        sizes["learner.context_parallel"] = parallel_ways(role, "context_parallel_size", config)
         divided = {key: size for key, size in sizes.items() if size > 1}
         return Sets(
             {
@@ -337,12 +337,12 @@ def learner(role: str) -> Convert:
     return how
 
 
-def generator_of(value: Any, config: Config) -> Any:
+def convert_generator(value: Any, config: PeerConfig) -> Any:
     if value != "vllm":
         return Without(
             "generator.kind is engine, vllm or hf here: the recipe has the engine that is built in"
         )
-    ways = ways_of("actor_infer", "tensor_parallel_size", config)
+    ways = parallel_ways("actor_infer", "tensor_parallel_size", config)
     keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": ways}
     length = "actor_infer.strategy_args.strategy_config.max_model_len"
     if config[length] is not None:
@@ -358,7 +358,7 @@ def generator_of(value: Any, config: Config) -> Any:
     return Sets({"generator": generator}, note)
 
 
-def files(value: Any, config: Config) -> Any:
+def files(value: Any, config: PeerConfig) -> Any:
     columns = {"environment.columns.prompt": "prompt", "environment.columns.answer": "ground_truth"}
     rows = shared.rows(value, config)
     return Sets(
@@ -371,7 +371,7 @@ def column(usual: str) -> Convert:
     return lambda value, config: Sets({f"environment.columns.{usual}": value})
 
 
-def tracker(value: Any, config: Config) -> Any:
+def tracker(value: Any, config: PeerConfig) -> Any:
     return shared.sinks(value, config["tracker_kwargs.project"])
 
 
@@ -383,7 +383,7 @@ def lora(role: str, how: Convert | None = None) -> Convert:
     )
 
 
-def targets(value: Any, config: Config) -> Any:
+def targets(value: Any, config: PeerConfig) -> Any:
     return (
         "all-linear"
         if value in ("all-linear", "all")
@@ -392,7 +392,7 @@ def targets(value: Any, config: Config) -> Any:
 
 
 def checkpointing(role: str) -> Convert:
-    def plain(config: Config) -> bool:
+    def plain(config: PeerConfig) -> bool:
         return config[f"{role}.strategy_args.strategy_name"] != "megatron_train"
 
     return when(
@@ -402,19 +402,19 @@ def checkpointing(role: str) -> Convert:
     )
 
 
-def kept(value: Any, config: Config) -> Any:
+def kept(value: Any, config: PeerConfig) -> Any:
     count = numbers.whole(value, least=0)
     return count or Without("0 there keeps all: checkpoint.keep_every does")
 
 
-def _clip(config: Config) -> list[dict[str, Any]]:
+def _clip(config: PeerConfig) -> list[dict[str, Any]]:
     if config["reward_clip"] is None:
         return []
     bound = numbers.real(config["reward_clip"], "reward_clip")
     return [{"kind": "clip", "low": -bound, "high": bound}]
 
 
-def clipped_reward(value: Any, config: Config) -> Any:
+def clipped_reward(value: Any, config: PeerConfig) -> Any:
     """Return the clip, as the first part of what the estimator sets to shape rewards, if it
     does."""
     estimated = estimator(config["adv_estimator"], config)
@@ -422,7 +422,7 @@ def clipped_reward(value: Any, config: Config) -> Any:
     return whole or _clip(config)
 
 
-def longest(value: Any, config: Config) -> Any:
+def longest(value: Any, config: PeerConfig) -> Any:
     """Return what sequence_length leaves after prompt_length, else response_length; they go over
     generating_args.
 

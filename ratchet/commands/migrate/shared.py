@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ratchet.commands.migrate import numbers
-from ratchet.commands.migrate.table import Config, Sets, Without
+from ratchet.commands.migrate.table import PeerConfig, Sets, Without
 from ratchet.data.presets.datasets import PRESETS
 
 FLOAT32 = (
@@ -65,22 +65,22 @@ def betas(first: str, second: str) -> Any:
     return lambda value, config: [config.number(first), config.number(second)]
 
 
-def model(value: Any, config: Config) -> Any:
+def model(value: Any, config: PeerConfig) -> Any:
     return str(value)
 
 
-def template(value: Any, config: Config) -> Any:
+def template(value: Any, config: PeerConfig) -> Any:
     if str(value).endswith(".jinja"):
         return value
     return Without("its text goes into a .jinja file, and that file's path into tokenizer.template")
 
 
-def norm(value: Any, config: Config) -> Any:
+def norm(value: Any, config: PeerConfig) -> Any:
     """Convert a norm: theirs clips nothing at 0, ours at null."""
     return numbers.number(value) or None
 
 
-def run_name(value: Any, config: Config) -> str:
+def run_name(value: Any, config: PeerConfig) -> str:
     """Convert a name to one that a directory may have."""
     return re.sub(r"[^\w.+-]+", "-", str(value)).lstrip("_.+-") or "run"
 
@@ -109,7 +109,7 @@ def sinks(value: Any, project: Any) -> Any:
     return Sets(values, f"{', '.join(others)} has no sink here (logging.sinks)" if others else "")
 
 
-def rows(value: Any, config: Config) -> Any:
+def rows(value: Any, config: PeerConfig) -> Any:
     """Convert data named by files, by a published dataset, or by an id of the hub."""
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if all(FILE.search(name) for name in names):
@@ -130,7 +130,7 @@ def rows(value: Any, config: Config) -> Any:
     )
 
 
-def listed(value: Any, config: Config) -> Any:
+def listed(value: Any, config: PeerConfig) -> Any:
     return value if isinstance(value, list) else [value]
 
 

@@ -16,7 +16,7 @@ ABSENT: Any = object()
 
 
 @dataclass(frozen=True)
-class Config:
+class PeerConfig:
     """A peer's configuration, flat: `values` by dotted key as the file has them, `defaults` as the
     peer would add them.
 
@@ -74,11 +74,11 @@ class Idle:
     why: str
 
 
-Convert = Callable[[Any, Config], Any]
+Convert = Callable[[Any, PeerConfig], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class KeyRow:
     """A key of a peer.
 
     `theirs`: a dotted key; `*` in it stands for any characters. `ours`: key of a recipe; "" if
@@ -106,13 +106,13 @@ class Method:
     them."""
 
     fixed: Mapping[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[KeyRow, ...]
 
     @property
     def defaults(self) -> dict[str, Any]:
         return {row.theirs: row.default for row in self.rows if row.default is not ABSENT}
 
-    def row(self, key: str) -> Row | None:
+    def row(self, key: str) -> KeyRow | None:
         """Return that of the key itself, else the narrowest that stands for several; None: the key
         is unknown."""
         if key not in self._found:
@@ -122,12 +122,12 @@ class Method:
         return self._found[key]
 
     @cached_property
-    def _found(self) -> dict[str, Row | None]:
+    def _found(self) -> dict[str, KeyRow | None]:
         """Hold rows by key: those that name it, and what was looked up."""
         return {row.theirs: row for row in self.rows}
 
     @cached_property
-    def _wide(self) -> list[tuple[re.Pattern[str], Row]]:
+    def _wide(self) -> list[tuple[re.Pattern[str], KeyRow]]:
         """Return the rows that stand for several keys, narrowest first."""
         wide = sorted(
             (row for row in self.rows if "*" in row.theirs),
@@ -160,7 +160,7 @@ class Peer:
 def choose(choices: Mapping[Any, Any]) -> Convert:
     """Return a conversion by value; an unlisted value has no counterpart."""
 
-    def how(value: Any, config: Config) -> Any:
+    def how(value: Any, config: PeerConfig) -> Any:
         if isinstance(next(iter(choices)), bool):
             value = numbers.flag(value)
         if not isinstance(value, str | bool):
@@ -174,10 +174,10 @@ def choose(choices: Mapping[Any, Any]) -> Convert:
     return how
 
 
-def when(condition: Callable[[Config], Any], how: Convert | None, why: str) -> Convert:
+def when(condition: Callable[[PeerConfig], Any], how: Convert | None, why: str) -> Convert:
     """Return `how` restricted to where another key makes this one count."""
 
-    def checked(value: Any, config: Config) -> Any:
+    def checked(value: Any, config: PeerConfig) -> Any:
         if not condition(config):
             return Idle(why)
         return value if how is None else how(value, config)
@@ -188,28 +188,28 @@ def when(condition: Callable[[Config], Any], how: Convert | None, why: str) -> C
 def alone(name: str, why: str) -> Convert:
     """Convert a key of which one value needs no counterpart, and others have none."""
 
-    def how(value: Any, config: Config) -> Any:
+    def how(value: Any, config: PeerConfig) -> Any:
         return Idle(why) if value == name or value == [name] else Without(why)
 
     return how
 
 
-def number(value: Any, config: Config) -> int | float:
+def number(value: Any, config: PeerConfig) -> int | float:
     """Return a number as it stands."""
     return numbers.number(value)
 
 
-def real(value: Any, config: Config) -> float:
+def real(value: Any, config: PeerConfig) -> float:
     """Return a number in floating point."""
     return numbers.real(value)
 
 
-def whole(value: Any, config: Config) -> int:
+def whole(value: Any, config: PeerConfig) -> int:
     """Return a whole number as it stands."""
     return numbers.whole(value)
 
 
-def flag(value: Any, config: Config) -> bool:
+def flag(value: Any, config: PeerConfig) -> bool:
     """Return a truth value."""
     return numbers.flag(value)
 
@@ -217,29 +217,29 @@ def flag(value: Any, config: Config) -> bool:
 def positive(why: str) -> Convert:
     """Convert a whole number above 0; others have no effect, for a reason."""
 
-    def how(value: Any, config: Config) -> Any:
+    def how(value: Any, config: PeerConfig) -> Any:
         count = numbers.whole(value)
         return count if count > 0 else Idle(why)
 
     return how
 
 
-def at_least_0(value: Any, config: Config) -> int:
+def at_least_0(value: Any, config: PeerConfig) -> int:
     """Return a whole number; -1 there is 0 here."""
     return max(0, numbers.whole(value, least=-1))
 
 
-def within(key: str, *keys: str) -> Iterator[Row]:
+def within(key: str, *keys: str) -> Iterator[KeyRow]:
     """Yield rows of keys that the conversion of another one reads."""
-    return (Row(name, within=key) for name in keys)
+    return (KeyRow(name, within=key) for name in keys)
 
 
-def nothing(why: str, *keys: str) -> Iterator[Row]:
+def nothing(why: str, *keys: str) -> Iterator[KeyRow]:
     """Yield rows of keys without a counterpart, for one reason."""
-    return (Row(key, note=why) for key in keys)
+    return (KeyRow(key, note=why) for key in keys)
 
 
-def idle(why: str, *keys: str) -> Iterator[Row]:
+def idle(why: str, *keys: str) -> Iterator[KeyRow]:
     """Yield rows of keys that need no counterpart, as nothing that they say changes a result here,
     for one reason."""
-    return (Row(key, note=why, idle=True) for key in keys)
+    return (KeyRow(key, note=why, idle=True) for key in keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate import trl_values as to
 from ratchet.commands.migrate.table import (
-    Row,
+    KeyRow,
     choose,
     flag,
     idle,
@@ -29,54 +29,56 @@ HUB = (
 
 
 TRAINING = (
-    Row("model_name_or_path", "model.path"),
-    Row("model_revision", "model.revision"),
-    Row("trust_remote_code", "model.trust_remote_code", how=flag),
-    Row("lr_scheduler_type", "optimizer.schedule", how=to.schedule, default="linear"),
-    Row("warmup_steps", "optimizer.warmup_steps", how=to.warmup),
-    Row("warmup_ratio", "optimizer.warmup_steps", how=to.warmup),
-    Row("weight_decay", "optimizer.weight_decay", "on matrices only", number),
-    Row("adam_beta1", "optimizer.betas", how=shared.betas("adam_beta1", "adam_beta2"), default=0.9),
-    Row(
+    KeyRow("model_name_or_path", "model.path"),
+    KeyRow("model_revision", "model.revision"),
+    KeyRow("trust_remote_code", "model.trust_remote_code", how=flag),
+    KeyRow("lr_scheduler_type", "optimizer.schedule", how=to.schedule, default="linear"),
+    KeyRow("warmup_steps", "optimizer.warmup_steps", how=to.warmup),
+    KeyRow("warmup_ratio", "optimizer.warmup_steps", how=to.warmup),
+    KeyRow("weight_decay", "optimizer.weight_decay", "on matrices only", number),
+    KeyRow(
+        "adam_beta1", "optimizer.betas", how=shared.betas("adam_beta1", "adam_beta2"), default=0.9
+    ),
+    KeyRow(
         "adam_beta2", "optimizer.betas", how=shared.betas("adam_beta1", "adam_beta2"), default=0.999
     ),
-    Row("adam_epsilon", "optimizer.eps", how=number),
-    Row("max_grad_norm", "optimizer.max_grad_norm", how=shared.norm, null=None),
-    Row("optim", "optimizer.kind", how=to.optimizer),
-    Row("seed", "seed", how=whole, default=42),
-    Row("gradient_checkpointing", "learner.activation_checkpointing", how=flag, default=True),
-    Row(
+    KeyRow("adam_epsilon", "optimizer.eps", how=number),
+    KeyRow("max_grad_norm", "optimizer.max_grad_norm", how=shared.norm, null=None),
+    KeyRow("optim", "optimizer.kind", how=to.optimizer),
+    KeyRow("seed", "seed", how=whole, default=42),
+    KeyRow("gradient_checkpointing", "learner.activation_checkpointing", how=flag, default=True),
+    KeyRow(
         "save_steps",
         "checkpoint.every",
         how=to.every("save_strategy", "checkpoint.every"),
         default=500,
     ),
-    Row("save_total_limit", "checkpoint.keep", how=to.kept),
-    Row(
+    KeyRow("save_total_limit", "checkpoint.keep", how=to.kept),
+    KeyRow(
         "eval_steps",
         "evaluation.every",
         "what is evaluated is `evaluation` here: greedy accuracy on held-out tasks",
         to.every("eval_strategy", "evaluation.every"),
     ),
-    Row("run_name", "name", how=shared.run_name),
-    Row("output_dir", "run_dir"),
-    Row("report_to", "logging.sinks", how=to.reports),
-    Row("lora_r", "lora.rank", how=to.lora(whole), default=16),
-    Row("lora_alpha", "lora.alpha", how=to.lora(real), default=32),
-    Row("lora_dropout", "lora.dropout", how=to.lora(number), default=0.05),
-    Row(
+    KeyRow("run_name", "name", how=shared.run_name),
+    KeyRow("output_dir", "run_dir"),
+    KeyRow("report_to", "logging.sinks", how=to.reports),
+    KeyRow("lora_r", "lora.rank", how=to.lora(whole), default=16),
+    KeyRow("lora_alpha", "lora.alpha", how=to.lora(real), default=32),
+    KeyRow("lora_dropout", "lora.dropout", how=to.lora(number), default=0.05),
+    KeyRow(
         "lora_target_modules",
         "lora.target_modules",
         how=to.lora(to.targets),
         default=["q_proj", "v_proj"],
     ),
-    Row("use_rslora", "lora.rslora", how=to.lora(flag)),
-    Row("load_in_4bit", "lora.base", how=to.lora(choose({True: "nf4"}))),
-    Row("save_strategy", within="save_steps", default="steps"),
-    Row("eval_strategy", within="eval_steps", default="no"),
-    Row("use_peft", within="lora_r"),
+    KeyRow("use_rslora", "lora.rslora", how=to.lora(flag)),
+    KeyRow("load_in_4bit", "lora.base", how=to.lora(choose({True: "nf4"}))),
+    KeyRow("save_strategy", within="save_steps", default="steps"),
+    KeyRow("eval_strategy", within="eval_steps", default="no"),
+    KeyRow("use_peft", within="lora_r"),
     *within("lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_kwargs.*"),
-    Row("project", within="report_to"),
+    KeyRow("project", within="report_to"),
     *nothing(
         shared.FLOAT32, "dtype", "torch_dtype", "bf16", "fp16", "tf32", "cast_lm_head_to_fp32"
     ),
@@ -199,9 +201,9 @@ TRAINING = (
     *nothing(shared.NUMERICS, "liger_kernel_config", "use_cache", "debug"),
     *nothing(shared.LOADER, "length_column_name", "train_sampling_strategy"),
     *nothing("logging.sinks has {kind: trackio, space: ...}", "trackio_*"),
-    Row("dataset_config", "environment.subset"),
-    Row("dataset_train_split", "environment.train_split"),
-    Row("dataset_test_split", "environment.test_split"),
+    KeyRow("dataset_config", "environment.subset"),
+    KeyRow("dataset_train_split", "environment.train_split"),
+    KeyRow("dataset_test_split", "environment.test_split"),
     *nothing(
         "environment.kind=mixture mixes several, each with its columns",
         "datasets",

@@ -12,9 +12,9 @@ from typing import Any
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate import trl_values as to
 from ratchet.commands.migrate.table import (
+    KeyRow,
     Method,
     Peer,
-    Row,
     alone,
     at_least_0,
     choose,
@@ -45,94 +45,94 @@ ROWS_COUNTED = "counted for one process there: multiply batch_size by the proces
 
 
 ATTEMPTS = (
-    Row("loss_type", "algorithm.kind, algorithm.weighting", how=to.loss, default="dapo"),
-    Row("num_generations", "algorithm.group_size", how=whole, default=8),
-    Row("per_device_train_batch_size", "batch_size", COUNTED, to.prompts, default=8),
-    Row("gradient_accumulation_steps", "batch_size", COUNTED, to.prompts, default=1),
-    Row(
+    KeyRow("loss_type", "algorithm.kind, algorithm.weighting", how=to.loss, default="dapo"),
+    KeyRow("num_generations", "algorithm.group_size", how=whole, default=8),
+    KeyRow("per_device_train_batch_size", "batch_size", COUNTED, to.prompts, default=8),
+    KeyRow("gradient_accumulation_steps", "batch_size", COUNTED, to.prompts, default=1),
+    KeyRow(
         "generation_batch_size",
         "algorithm.minibatches, algorithm.minibatches_of",
         OVER_ALL,
         to.divided,
     ),
-    Row(
+    KeyRow(
         "steps_per_generation",
         "algorithm.minibatches, algorithm.minibatches_of",
         COUNTED,
         to.divided,
     ),
-    Row("num_iterations", "algorithm.epochs", how=whole, default=1),
-    Row(
+    KeyRow("num_iterations", "algorithm.epochs", how=whole, default=1),
+    KeyRow(
         "max_steps",
         "steps",
         "steps are batches here and optimizer steps there: theirs over minibatches x epochs",
         to.batches,
     ),
-    Row("num_train_epochs", note=shared.EPOCHS, how=to.epochs),
-    Row("max_completion_length", "sampling.max_new_tokens", how=whole, default=512),
-    Row("temperature", "sampling.temperature", how=number, default=1.0),
-    Row("top_p", "sampling.top_p", how=number),
-    Row("top_k", "sampling.top_k", how=at_least_0),
-    Row("min_p", "sampling.min_p", how=number),
-    Row("beta", "algorithm.kl.coef, algorithm.kl.objective", how=to.kl, default=0.0),
-    Row("scale_rewards", "algorithm.advantage.scale", how=to.reward_scale, default="group"),
-    Row(
+    KeyRow("num_train_epochs", note=shared.EPOCHS, how=to.epochs),
+    KeyRow("max_completion_length", "sampling.max_new_tokens", how=whole, default=512),
+    KeyRow("temperature", "sampling.temperature", how=number, default=1.0),
+    KeyRow("top_p", "sampling.top_p", how=number),
+    KeyRow("top_k", "sampling.top_k", how=at_least_0),
+    KeyRow("min_p", "sampling.min_p", how=number),
+    KeyRow("beta", "algorithm.kl.coef, algorithm.kl.objective", how=to.kl, default=0.0),
+    KeyRow("scale_rewards", "algorithm.advantage.scale", how=to.reward_scale, default="group"),
+    KeyRow(
         "delta",
         note="algorithm.loss.dual_clip bounds negative advantages alone, at any sign "
         "theirs: set it if that will do",
     ),
-    Row(
+    KeyRow(
         "mask_truncated_completions",
         "algorithm.truncated",
         how=choose({True: "drop", False: "keep"}),
     ),
-    Row("entropy_coef", "algorithm.entropy_coef", how=number),
-    Row("reward_funcs", "rewards", how=to.rewards),
-    Row("use_vllm", "generator.kind, cluster.colocated", how=to.vllm),
-    Row(
+    KeyRow("entropy_coef", "algorithm.entropy_coef", how=number),
+    KeyRow("reward_funcs", "rewards", how=to.rewards),
+    KeyRow("use_vllm", "generator.kind, cluster.colocated", how=to.vllm),
+    KeyRow(
         "vllm_tensor_parallel_size",
         "generator.tensor_parallel",
         how=when(lambda config: config.flag("use_vllm"), whole, "use_vllm is false there"),
     ),
-    Row(
+    KeyRow(
         "vllm_max_model_length",
         "generator.max_context",
         how=when(lambda config: config.flag("use_vllm"), whole, "use_vllm is false there"),
     ),
-    Row(
+    KeyRow(
         "vllm_importance_sampling_correction",
         "algorithm.correction",
         how=to.correction,
         default=True,
     ),
-    Row("max_tool_calling_iterations", "rollouts.max_turns", how=whole),
-    Row("dataset_name", "environment", shared.ROWS, shared.rows),
-    Row(
+    KeyRow("max_tool_calling_iterations", "rollouts.max_turns", how=whole),
+    KeyRow("dataset_name", "environment", shared.ROWS, shared.rows),
+    KeyRow(
         "off_policy_mask_threshold",
         note="set algorithm.correction.mask: geometric, which masks by the mean ratio of an answer",
     ),
-    Row(
+    KeyRow(
         "multi_objective_aggregation",
         "algorithm.advantage.kind",
         how=choose({"normalize_then_sum": "gdpo", "sum_then_normalize": "group_relative"}),
     ),
-    Row("use_bias_correction_kl", within="beta", default=True),
-    Row(
+    KeyRow("use_bias_correction_kl", within="beta", default=True),
+    KeyRow(
         "vllm_importance_sampling_mode",
         within="vllm_importance_sampling_correction",
         default="sequence_mask",
     ),
-    Row(
+    KeyRow(
         "vllm_importance_sampling_clip_max",
         within="vllm_importance_sampling_correction",
         default=3.0,
     ),
     *within("vllm_importance_sampling_correction", "vllm_importance_sampling_*"),
-    Row("vllm_mode", within="use_vllm", default="colocate"),
-    Row("epsilon", within="loss_type", default=0.2),
-    Row("sapo_temperature_pos", within="loss_type", default=1.0),
-    Row("sapo_temperature_neg", within="loss_type", default=1.05),
-    Row("reward_weights", within="reward_funcs"),
+    KeyRow("vllm_mode", within="use_vllm", default="colocate"),
+    KeyRow("epsilon", within="loss_type", default=0.2),
+    KeyRow("sapo_temperature_pos", within="loss_type", default=1.0),
+    KeyRow("sapo_temperature_neg", within="loss_type", default=1.05),
+    KeyRow("reward_weights", within="reward_funcs"),
     *nothing(
         "path of a model with a scalar head goes into rewards: [{kind: reward_model, path: ...}]",
         "reward_model_name_or_path",
@@ -174,10 +174,10 @@ ATTEMPTS = (
 )
 
 GIVEN = (
-    Row("per_device_train_batch_size", "batch_size", ROWS_COUNTED, to.rows, default=8),
-    Row("gradient_accumulation_steps", "batch_size", ROWS_COUNTED, to.rows, default=1),
-    Row("max_steps", "steps", how=to.batches),
-    Row("num_train_epochs", note=shared.EPOCHS, how=to.epochs),
+    KeyRow("per_device_train_batch_size", "batch_size", ROWS_COUNTED, to.rows, default=8),
+    KeyRow("gradient_accumulation_steps", "batch_size", ROWS_COUNTED, to.rows, default=1),
+    KeyRow("max_steps", "steps", how=to.batches),
+    KeyRow("num_train_epochs", note=shared.EPOCHS, how=to.epochs),
     *nothing(
         "rows are never cut: the model's context is the bound, and a longer row is an error that "
         "names it",
@@ -192,12 +192,12 @@ GIVEN = (
 
 
 PREFERENCES = (
-    Row("loss_type", "algorithm.kind", how=to.preference, default=["sigmoid"]),
-    Row("beta", within="loss_type", default=0.1),
-    Row("label_smoothing", within="loss_type"),
-    Row("loss_weights", within="loss_type"),
-    Row("learning_rate", "optimizer.lr", how=number, default=1e-6),
-    Row("dataset_name", "environment", shared.PAIRS, shared.rows),
+    KeyRow("loss_type", "algorithm.kind", how=to.preference, default=["sigmoid"]),
+    KeyRow("beta", within="loss_type", default=0.1),
+    KeyRow("label_smoothing", within="loss_type"),
+    KeyRow("loss_weights", within="loss_type"),
+    KeyRow("learning_rate", "optimizer.lr", how=number, default=1e-6),
+    KeyRow("dataset_name", "environment", shared.PAIRS, shared.rows),
     *nothing(
         "the divergence of DPO is the reverse KL here",
         "f_divergence_type",
@@ -210,56 +210,56 @@ PREFERENCES = (
 )
 
 SUPERVISED = (
-    Row("learning_rate", "optimizer.lr", how=number, default=2e-5),
-    Row("dataset_name", "environment", shared.ROWS, shared.rows),
-    Row(
+    KeyRow("learning_rate", "optimizer.lr", how=number, default=2e-5),
+    KeyRow("dataset_name", "environment", shared.ROWS, shared.rows),
+    KeyRow(
         "assistant_only_loss",
         "algorithm.train",
         "only assistant messages ever train here: all of them, or the last",
         choose({True: "all"}),
     ),
-    Row(
+    KeyRow(
         "completion_only_loss",
         "algorithm.train",
         "only assistant messages ever train here: all of them, or the last",
         choose({True: "last"}),
     ),
-    Row("loss_type", how=alone("nll", "the loss is the likelihood of the given tokens")),
+    KeyRow("loss_type", how=alone("nll", "the loss is the likelihood of the given tokens")),
     *GIVEN,
 )
 
 REWARD_MODEL = (
-    Row("learning_rate", "optimizer.lr", how=number, default=1e-4),
-    Row("dataset_name", "environment", shared.PAIRS, shared.rows),
-    Row("center_rewards_coefficient", note="scores are not pulled towards 0"),
+    KeyRow("learning_rate", "optimizer.lr", how=number, default=1e-4),
+    KeyRow("dataset_name", "environment", shared.PAIRS, shared.rows),
+    KeyRow("center_rewards_coefficient", note="scores are not pulled towards 0"),
     *GIVEN,
 )
 
 LABELLED = "labelled answers are read by their columns prompt, completion and label here"
 KTO = (
-    Row("learning_rate", "optimizer.lr", how=number, default=1e-6),
-    Row("beta", "algorithm.beta", how=real, default=0.1),
-    Row("desirable_weight", "algorithm.desirable", how=number),
-    Row("undesirable_weight", "algorithm.undesirable", how=number),
-    Row("dataset_name", "environment", LABELLED, shared.rows),
-    Row("loss_type", how=alone("kto", "the loss is KTO's own")),
+    KeyRow("learning_rate", "optimizer.lr", how=number, default=1e-6),
+    KeyRow("beta", "algorithm.beta", how=real, default=0.1),
+    KeyRow("desirable_weight", "algorithm.desirable", how=number),
+    KeyRow("undesirable_weight", "algorithm.undesirable", how=number),
+    KeyRow("dataset_name", "environment", LABELLED, shared.rows),
+    KeyRow("loss_type", how=alone("kto", "the loss is KTO's own")),
     *GIVEN,
 )
 
 OTHERWISE = ("loss_type", "num_generations", "beta", "epsilon", "epsilon_high", "scale_rewards")
 RLOO = (
-    Row("num_generations", "algorithm.group_size", how=whole, default=2),
-    Row(
+    KeyRow("num_generations", "algorithm.group_size", how=whole, default=2),
+    KeyRow(
         "beta",
         "algorithm.kl",
         "a penalty in the reward of each token, as there of the whole answer",
         to.kl_in_reward,
         default=0.05,
     ),
-    Row("epsilon", "algorithm.loss.clip_low", how=number, default=0.2),
-    Row("epsilon_high", "algorithm.loss.clip_high", how=number),
-    Row("normalize_advantages", "algorithm.whiten", how=flag),
-    Row(
+    KeyRow("epsilon", "algorithm.loss.clip_low", how=number, default=0.2),
+    KeyRow("epsilon_high", "algorithm.loss.clip_high", how=number),
+    KeyRow("normalize_advantages", "algorithm.whiten", how=flag),
+    KeyRow(
         "reward_clip_range",
         "algorithm.shaping",
         how=to.clipped,
@@ -319,7 +319,7 @@ def _method(values: Mapping[str, Any]) -> str:
 
 DATA = {"environment.kind": "dataset"}
 JUDGED = {**DATA, "rewards": [{"kind": "math"}]}
-LR = Row("learning_rate", "optimizer.lr", how=number, default=1e-6)
+LR = KeyRow("learning_rate", "optimizer.lr", how=number, default=1e-6)
 TRL = Peer(
     "trl",
     "TRL",

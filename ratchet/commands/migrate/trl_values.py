@@ -8,7 +8,7 @@ from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.numbers import Misread
-from ratchet.commands.migrate.table import Config, Convert, Idle, Sets, Without, choose, when
+from ratchet.commands.migrate.table import Convert, Idle, PeerConfig, Sets, Without, choose, when
 
 CORRECTION = "vllm_importance_sampling"
 WHOLE = (
@@ -29,12 +29,12 @@ SCHEDULES = {
 }
 
 
-def micro(config: Config) -> int:
+def micro(config: PeerConfig) -> int:
     """Return the answers of an optimizer step, of one process."""
     return config.whole("per_device_train_batch_size") * config.whole("gradient_accumulation_steps")
 
 
-def answers(config: Config) -> int:
+def answers(config: PeerConfig) -> int:
     """Return the answers in a generation batch, of one process."""
     if config["generation_batch_size"] is not None:
         return config.whole("generation_batch_size")
@@ -46,19 +46,19 @@ def answers(config: Config) -> int:
     return config.whole("per_device_train_batch_size") * config.whole(steps)
 
 
-def prompts(value: Any, config: Config) -> int:
+def prompts(value: Any, config: PeerConfig) -> int:
     return numbers.quotient(
         answers(config), config.whole("num_generations"), "answers of a batch over num_generations"
     )
 
 
-def minibatches(config: Config) -> int:
+def minibatches(config: PeerConfig) -> int:
     return numbers.quotient(
         answers(config), micro(config), "answers of a batch over those of an optimizer step"
     )
 
 
-def divided(value: Any, config: Config) -> Sets:
+def divided(value: Any, config: PeerConfig) -> Sets:
     """Convert minibatches; answers are shuffled there before a batch is divided."""
     count = minibatches(config)
     return Sets(
@@ -69,12 +69,12 @@ def divided(value: Any, config: Config) -> Sets:
     )
 
 
-def updates(config: Config) -> int:
+def updates(config: PeerConfig) -> int:
     """Return the optimizer steps of a batch."""
     return minibatches(config) * config.whole("num_iterations") if config["num_generations"] else 1
 
 
-def batches(value: Any, config: Config) -> Any:
+def batches(value: Any, config: PeerConfig) -> Any:
     steps, each = numbers.whole(value, least=-1), updates(config)
     if steps <= 0:
         return Idle(shared.EPOCHS)
@@ -86,7 +86,7 @@ def batches(value: Any, config: Config) -> Any:
     )
 
 
-def epochs(value: Any, config: Config) -> Any:
+def epochs(value: Any, config: PeerConfig) -> Any:
     return (
         Idle("max_steps goes first")
         if config["max_steps"] is not None and config.number("max_steps") > 0
@@ -94,12 +94,12 @@ def epochs(value: Any, config: Config) -> Any:
     )
 
 
-def rows(value: Any, config: Config) -> int:
+def rows(value: Any, config: PeerConfig) -> int:
     return micro(config)
 
 
 def every(strategy: str, ours: str) -> Convert:
-    def how(value: Any, config: Config) -> Any:
+    def how(value: Any, config: PeerConfig) -> Any:
         if config[strategy] != "steps":
             return Without(
                 f"{strategy} is {config[strategy]} there, and counted in steps here: 0 is only at "
@@ -119,7 +119,7 @@ def every(strategy: str, ours: str) -> Convert:
     return how
 
 
-def warmup(value: Any, config: Config) -> Any:
+def warmup(value: Any, config: PeerConfig) -> Any:
     """Convert optimizer steps, cut to a whole number, or below 1 a share of them, rounded up."""
     number = numbers.number(value)
     if number < 0:
@@ -130,7 +130,7 @@ def warmup(value: Any, config: Config) -> Any:
     return shared.share(value, steps if steps and steps > 0 else None, math.ceil)
 
 
-def schedule(value: Any, config: Config) -> Any:
+def schedule(value: Any, config: PeerConfig) -> Any:
     if value == "cosine_with_min_lr" and "min_lr_rate" in (options := _options(config)):
         return Sets(
             {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": options["min_lr_rate"]},
@@ -149,7 +149,7 @@ def schedule(value: Any, config: Config) -> Any:
     return choose(SCHEDULES)(value, config)
 
 
-def _options(config: Config) -> Mapping[str, Any]:
+def _options(config: PeerConfig) -> Mapping[str, Any]:
     """Return the keys of lr_scheduler_kwargs, which stand below it, or in it where it is one
     value."""
     inside = config["lr_scheduler_kwargs"]
@@ -166,7 +166,7 @@ def _left(options: Mapping[str, Any], taken: str) -> str:
     return f"lr_scheduler_kwargs' {unused} has no counterpart" if unused else ""
 
 
-def optimizer(value: Any, config: Config) -> Any:
+def optimizer(value: Any, config: PeerConfig) -> Any:
     return choose(OPTIMIZERS)(str(value), config)
 
 
@@ -178,15 +178,15 @@ def lora(how: Convert | None = None) -> Convert:
     )
 
 
-def reports(value: Any, config: Config) -> Any:
+def reports(value: Any, config: PeerConfig) -> Any:
     return shared.sinks(value, config["project"])
 
 
-def _high(config: Config) -> int | float:
+def _high(config: PeerConfig) -> int | float:
     return config.number("epsilon" if config["epsilon_high"] is None else "epsilon_high")
 
 
-def loss(value: Any, config: Config) -> Any:
+def loss(value: Any, config: PeerConfig) -> Any:
     if value == "sapo":
         taus = {
             "algorithm.loss.tau_pos": config.number("sapo_temperature_pos"),
@@ -233,7 +233,7 @@ def loss(value: Any, config: Config) -> Any:
     )
 
 
-def reward_scale(value: Any, config: Config) -> Any:
+def reward_scale(value: Any, config: PeerConfig) -> Any:
     if value in (True, "group", "none", False):
         scale = "std" if value in (True, "group") else "none"
         return Sets({"algorithm.advantage.scale": scale, "algorithm.advantage.epsilon": 1e-4})
@@ -246,7 +246,7 @@ def reward_scale(value: Any, config: Config) -> Any:
     return Without("algorithm.advantage.scale has std and none")
 
 
-def rewards(value: Any, config: Config) -> Any:
+def rewards(value: Any, config: PeerConfig) -> Any:
     conversions: Mapping[str, Any] = {
         "accuracy_reward": {"kind": "math"},
         "reasoning_accuracy_reward": {"kind": "math", "require_marker": True},
@@ -285,7 +285,7 @@ def rewards(value: Any, config: Config) -> Any:
     return Sets(values, "; ".join(notes))
 
 
-def kl(value: Any, config: Config) -> Any:
+def kl(value: Any, config: PeerConfig) -> Any:
     coef = numbers.real(value)
     if not coef:
         return Sets({"algorithm.kl.coef": 0.0})
@@ -294,7 +294,7 @@ def kl(value: Any, config: Config) -> Any:
     return Sets({"algorithm.kl.coef": coef, "algorithm.kl.objective": "forward"}, shared.KL_FORWARD)
 
 
-def correction(value: Any, config: Config) -> Any:
+def correction(value: Any, config: PeerConfig) -> Any:
     if not (numbers.flag(value) and config.flag("use_vllm")):
         return Idle("use_vllm is false there, or it is off")
     mode = config[f"{CORRECTION}_mode"]
@@ -319,7 +319,7 @@ def correction(value: Any, config: Config) -> Any:
     return Sets({"algorithm.correction": {"weight": level, "weight_high": None, **masks}})
 
 
-def vllm(value: Any, config: Config) -> Any:
+def vllm(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
         return Idle("the engine that is built in generates, or generator.kind=hf")
     colocated = {"cluster.colocated": True} if config["vllm_mode"] == "colocate" else {}
@@ -327,7 +327,7 @@ def vllm(value: Any, config: Config) -> Any:
     return Sets({"generator.kind": "vllm", **adapter, **colocated})
 
 
-def preference(value: Any, config: Config) -> Any:
+def preference(value: Any, config: PeerConfig) -> Any:
     first = value[0] if isinstance(value, list) and len(value) == 1 else value
     beta = {"algorithm.beta": numbers.real(config["beta"], "beta")}
     if first == "sigmoid":
@@ -372,21 +372,21 @@ def preference(value: Any, config: Config) -> Any:
     return Without("there are dpo, ipo, rpo, simpo, orpo and kto here: the recipe is dpo's own")
 
 
-def kept(value: Any, config: Config) -> Any:
+def kept(value: Any, config: PeerConfig) -> Any:
     count = numbers.whole(value)
     return count if count > 0 else Idle("not above 0 there keeps one: checkpoint.keep does too")
 
 
-def targets(value: Any, config: Config) -> Any:
+def targets(value: Any, config: PeerConfig) -> Any:
     names = shared.listed(value, config)
     return names[0] if names == ["all-linear"] else names
 
 
-def clipped(value: Any, config: Config) -> Any:
+def clipped(value: Any, config: PeerConfig) -> Any:
     low, high = (numbers.real(bound, "reward_clip_range") for bound in value)
     return [{"kind": "clip", "low": low, "high": high}]
 
 
-def kl_in_reward(value: Any, config: Config) -> Sets:
+def kl_in_reward(value: Any, config: PeerConfig) -> Sets:
     coef = numbers.real(value)
     return Sets({"algorithm.kl": {"coef": coef, "place": "reward"} if coef else {}})

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ratchet.commands.migrate.numbers import Looked, Unseen
-from ratchet.commands.migrate.table import Config, Convert, Sets
+from ratchet.commands.migrate.table import Convert, PeerConfig, Sets
 
 
-def looks_at(how: Convert, key: str, theirs: str, value: Any, config: Config) -> bool:
+def looks_at(how: Convert, key: str, theirs: str, value: Any, config: PeerConfig) -> bool:
     """Return whether the conversion of `theirs` (its value: `value`) depends on what the file says
     of `key`."""
     hidden = Unseen()
     values: Mapping[str, Any] = {**config.values, key: hidden}
     try:
-        result = how(hidden if key == theirs else value, Config(values, config.defaults))
+        result = how(hidden if key == theirs else value, PeerConfig(values, config.defaults))
     except Looked:
         return True
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
@@ -41,7 +41,7 @@ def _holds(content: Any, hidden: Any) -> bool:
 
 
 @dataclass
-class Runs:
+class ConversionRuns:
     """The conversions that made something: by their key, what ran with which value, and the keys
     that each asked for."""
 
@@ -54,7 +54,7 @@ class Runs:
         for key in asked | {theirs}:
             self.asked.setdefault(key, []).append(theirs)
 
-    def users(self, key: str, config: Config) -> list[str]:
+    def users(self, key: str, config: PeerConfig) -> list[str]:
         """Return the keys whose conversions depend on `key`."""
         return [
             theirs

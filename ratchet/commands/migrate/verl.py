@@ -9,9 +9,9 @@ from typing import Any
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate import verl_values as to
 from ratchet.commands.migrate.table import (
+    KeyRow,
     Method,
     Peer,
-    Row,
     at_least_0,
     choose,
     flag,
@@ -31,17 +31,17 @@ EVERY = "-1 is never there; here 0 is only at the end"
 
 
 ALGORITHM = (
-    Row("algorithm.adv_estimator", "algorithm.kind", how=to.estimator_of, default="gae"),
-    Row(
+    KeyRow("algorithm.adv_estimator", "algorithm.kind", how=to.choose_estimator, default="gae"),
+    KeyRow(
         f"{ACTOR}.policy_loss.loss_mode", "algorithm.loss.kind", how=to.loss_mode, default="vanilla"
     ),
-    Row(f"{ACTOR}.clip_ratio", within=f"{ACTOR}.policy_loss.loss_mode", default=0.2),
-    Row(f"{ACTOR}.clip_ratio_low", within=f"{ACTOR}.policy_loss.loss_mode"),
-    Row(f"{ACTOR}.clip_ratio_high", within=f"{ACTOR}.policy_loss.loss_mode"),
-    Row(f"{ACTOR}.tau_pos", within=f"{ACTOR}.policy_loss.loss_mode", default=1.0),
-    Row(f"{ACTOR}.tau_neg", within=f"{ACTOR}.policy_loss.loss_mode", default=1.05),
-    Row(f"{ACTOR}.loss_scale_factor", within=f"{ACTOR}.loss_agg_mode"),
-    Row(
+    KeyRow(f"{ACTOR}.clip_ratio", within=f"{ACTOR}.policy_loss.loss_mode", default=0.2),
+    KeyRow(f"{ACTOR}.clip_ratio_low", within=f"{ACTOR}.policy_loss.loss_mode"),
+    KeyRow(f"{ACTOR}.clip_ratio_high", within=f"{ACTOR}.policy_loss.loss_mode"),
+    KeyRow(f"{ACTOR}.tau_pos", within=f"{ACTOR}.policy_loss.loss_mode", default=1.0),
+    KeyRow(f"{ACTOR}.tau_neg", within=f"{ACTOR}.policy_loss.loss_mode", default=1.05),
+    KeyRow(f"{ACTOR}.loss_scale_factor", within=f"{ACTOR}.loss_agg_mode"),
+    KeyRow(
         f"{ACTOR}.clip_ratio_c",
         "algorithm.loss.dual_clip",
         DUAL,
@@ -52,47 +52,53 @@ ALGORITHM = (
         ),
         default=3.0,
     ),
-    Row(f"{ACTOR}.loss_agg_mode", "algorithm.weighting", how=to.aggregation, default="token-mean"),
-    Row(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", how=real),
-    Row(f"{ACTOR}.use_kl_loss", "algorithm.kl", how=to.kl_loss, default=False),
-    Row(f"{ACTOR}.kl_loss_coef", within=f"{ACTOR}.use_kl_loss", default=0.001),
-    Row(f"{ACTOR}.kl_loss_type", within=f"{ACTOR}.use_kl_loss", default="low_var_kl"),
-    Row(f"{ACTOR}.ppo_mini_batch_size", "algorithm.minibatches", how=to.minibatches, default=256),
-    Row(f"{ACTOR}.ppo_epochs", "algorithm.epochs", how=whole, default=1),
-    Row(
+    KeyRow(
+        f"{ACTOR}.loss_agg_mode", "algorithm.weighting", how=to.aggregation, default="token-mean"
+    ),
+    KeyRow(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", how=real),
+    KeyRow(f"{ACTOR}.use_kl_loss", "algorithm.kl", how=to.kl_loss, default=False),
+    KeyRow(f"{ACTOR}.kl_loss_coef", within=f"{ACTOR}.use_kl_loss", default=0.001),
+    KeyRow(f"{ACTOR}.kl_loss_type", within=f"{ACTOR}.use_kl_loss", default="low_var_kl"),
+    KeyRow(
+        f"{ACTOR}.ppo_mini_batch_size", "algorithm.minibatches", how=to.minibatches, default=256
+    ),
+    KeyRow(f"{ACTOR}.ppo_epochs", "algorithm.epochs", how=whole, default=1),
+    KeyRow(
         "algorithm.gamma",
         "algorithm.advantage.gamma",
         how=when(to.ppo, real, "read by gae alone"),
         default=1.0,
     ),
-    Row(
+    KeyRow(
         "algorithm.lam",
         "algorithm.advantage.lam",
         how=when(to.ppo, real, "read by gae alone"),
         default=1.0,
     ),
-    Row(
+    KeyRow(
         "algorithm.norm_adv_by_std_in_grpo",
         "algorithm.advantage.scale",
         how=when(to.grpo, choose({True: "std", False: "none"}), "read by grpo alone"),
     ),
-    Row("algorithm.use_kl_in_reward", "algorithm.kl", how=to.kl_reward, default=False),
-    Row("algorithm.kl_ctrl.kl_coef", within="algorithm.use_kl_in_reward", default=0.001),
-    Row("algorithm.kl_ctrl.type", within="algorithm.use_kl_in_reward", default="fixed"),
-    Row("algorithm.kl_ctrl.target_kl", within="algorithm.use_kl_in_reward", default=0.1),
-    Row("algorithm.kl_ctrl.horizon", note="algorithm.kl.rate is the speed of the adaptation here"),
-    Row(
+    KeyRow("algorithm.use_kl_in_reward", "algorithm.kl", how=to.kl_reward, default=False),
+    KeyRow("algorithm.kl_ctrl.kl_coef", within="algorithm.use_kl_in_reward", default=0.001),
+    KeyRow("algorithm.kl_ctrl.type", within="algorithm.use_kl_in_reward", default="fixed"),
+    KeyRow("algorithm.kl_ctrl.target_kl", within="algorithm.use_kl_in_reward", default=0.1),
+    KeyRow(
+        "algorithm.kl_ctrl.horizon", note="algorithm.kl.rate is the speed of the adaptation here"
+    ),
+    KeyRow(
         "algorithm.kl_penalty",
         note="the penalty in the reward is k1, whose gradient alone is a divergence's "
         "(algorithm.kl.place)",
     ),
-    Row(
+    KeyRow(
         "algorithm.filter_groups.enable",
         "rollouts.dynamic_sampling",
         "groups of equal rewards are replaced; there by the metric of filter_groups.metric",
         flag,
     ),
-    Row(
+    KeyRow(
         "algorithm.filter_groups.max_num_gen_batches",
         "rollouts.max_replaced",
         "groups replaced a step over batch_size; then they stay, where there the run stops",
@@ -100,15 +106,15 @@ ALGORITHM = (
             lambda config: config.flag("algorithm.filter_groups.enable"), to.replaced, "off there"
         ),
     ),
-    Row(f"{CORRECTION}.rollout_is", "algorithm.correction.weight", how=to.weight),
-    Row(f"{CORRECTION}.rollout_is_threshold", within=f"{CORRECTION}.rollout_is", default=2.0),
-    Row(f"{CORRECTION}.rollout_rs", "algorithm.correction.mask", how=to.mask),
+    KeyRow(f"{CORRECTION}.rollout_is", "algorithm.correction.weight", how=to.weight),
+    KeyRow(f"{CORRECTION}.rollout_is_threshold", within=f"{CORRECTION}.rollout_is", default=2.0),
+    KeyRow(f"{CORRECTION}.rollout_rs", "algorithm.correction.mask", how=to.mask),
     *within(
         f"{CORRECTION}.rollout_rs",
         f"{CORRECTION}.rollout_rs_threshold",
         f"{CORRECTION}.rollout_rs_threshold_lower",
     ),
-    Row(
+    KeyRow(
         f"{CORRECTION}.bypass_mode",
         note="the old policy's probabilities are computed here, and the correction is apart from "
         "the clip (decoupled)",
@@ -128,24 +134,24 @@ ALGORITHM = (
             ("reward.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.max_resp_len"),
         )
         for row in (
-            Row(f"{section}.enable", "algorithm.shaping", how=to.overlong(section, length)),
-            Row(f"{section}.log", note="what shaping took is in the metrics", idle=True),
+            KeyRow(f"{section}.enable", "algorithm.shaping", how=to.overlong(section, length)),
+            KeyRow(f"{section}.log", note="what shaping took is in the metrics", idle=True),
             *within(f"{section}.enable", f"{section}.len", f"{section}.penalty_factor", length),
         )
     ),
-    Row(
+    KeyRow(
         "critic.optim.lr",
         "algorithm.critic.lr",
         how=when(to.ppo, number, "only gae has a critic"),
         default=1e-5,
     ),
-    Row(
+    KeyRow(
         "critic.cliprange_value",
         "algorithm.critic.value_clip",
         how=when(to.ppo, number, "only gae has a critic"),
         default=0.5,
     ),
-    Row(
+    KeyRow(
         "trainer.critic_warmup",
         "algorithm.critic.warmup_steps",
         how=when(to.ppo, whole, "only gae has a critic"),
@@ -165,94 +171,94 @@ ALGORITHM = (
 )
 
 RUN = (
-    Row("data.train_batch_size", "batch_size", how=whole, default=1024),
-    Row(f"{ROLLOUT}.n", "algorithm.group_size", how=whole, default=1),
-    Row("data.max_response_length", "sampling.max_new_tokens", how=whole, default=512),
-    Row(f"{ROLLOUT}.temperature", "sampling.temperature", how=real, default=1.0),
-    Row(f"{ROLLOUT}.top_p", "sampling.top_p", how=real),
-    Row(f"{ROLLOUT}.top_k", "sampling.top_k", how=at_least_0),
-    Row("data.train_files", "environment.train", how=to.files),
-    Row("data.val_files", "environment.test", how=shared.listed),
-    Row(f"{MODEL}.path", "model.path", how=shared.model),
-    Row(f"{MODEL}.trust_remote_code", "model.trust_remote_code", how=flag),
-    Row(
+    KeyRow("data.train_batch_size", "batch_size", how=whole, default=1024),
+    KeyRow(f"{ROLLOUT}.n", "algorithm.group_size", how=whole, default=1),
+    KeyRow("data.max_response_length", "sampling.max_new_tokens", how=whole, default=512),
+    KeyRow(f"{ROLLOUT}.temperature", "sampling.temperature", how=real, default=1.0),
+    KeyRow(f"{ROLLOUT}.top_p", "sampling.top_p", how=real),
+    KeyRow(f"{ROLLOUT}.top_k", "sampling.top_k", how=at_least_0),
+    KeyRow("data.train_files", "environment.train", how=to.files),
+    KeyRow("data.val_files", "environment.test", how=shared.listed),
+    KeyRow(f"{MODEL}.path", "model.path", how=shared.model),
+    KeyRow(f"{MODEL}.trust_remote_code", "model.trust_remote_code", how=flag),
+    KeyRow(
         f"{MODEL}.custom_chat_template",
         "tokenizer.template",
         "the path of a .jinja file here",
         shared.template,
     ),
-    Row(
+    KeyRow(
         f"{MODEL}.enable_gradient_checkpointing",
         "learner.activation_checkpointing",
         how=when(to.no_megatron, flag, "learner.recompute is attention or full with megatron"),
         default=True,
     ),
-    Row(f"{MODEL}.lora_rank", "lora.rank", how=positive("0 there: no adapter")),
-    Row(
+    KeyRow(f"{MODEL}.lora_rank", "lora.rank", how=positive("0 there: no adapter")),
+    KeyRow(
         f"{MODEL}.lora_alpha",
         "lora.alpha",
         how=when(to.lora, real, "lora_rank is 0 there"),
         default=16,
     ),
-    Row(
+    KeyRow(
         f"{MODEL}.target_modules",
         "lora.target_modules",
         how=when(to.lora, None, "lora_rank is 0 there"),
     ),
-    Row(f"{ACTOR}.optim.lr", "optimizer.lr", how=number, default=1e-6),
-    Row(f"{ACTOR}.optim.lr_warmup_steps_ratio", "optimizer.warmup_steps", how=to.warmup_ratio),
-    Row(f"{ACTOR}.optim.lr_warmup_steps", "optimizer.warmup_steps", how=to.warmup),
-    Row(f"{ACTOR}.optim.warmup_style", "optimizer.schedule", how=to.schedule),
-    Row(f"{ACTOR}.optim.lr_scheduler_type", "optimizer.schedule", how=to.schedule),
-    Row(f"{ACTOR}.optim.min_lr_ratio", "optimizer.min_lr_ratio", how=number),
-    Row(f"{ACTOR}.optim.num_cycles", within=f"{ACTOR}.optim.lr_scheduler_type"),
-    Row(f"{ACTOR}.optim.betas", "optimizer.betas", how=to.betas, default=[0.9, 0.999]),
-    Row(
+    KeyRow(f"{ACTOR}.optim.lr", "optimizer.lr", how=number, default=1e-6),
+    KeyRow(f"{ACTOR}.optim.lr_warmup_steps_ratio", "optimizer.warmup_steps", how=to.warmup_ratio),
+    KeyRow(f"{ACTOR}.optim.lr_warmup_steps", "optimizer.warmup_steps", how=to.warmup),
+    KeyRow(f"{ACTOR}.optim.warmup_style", "optimizer.schedule", how=to.schedule),
+    KeyRow(f"{ACTOR}.optim.lr_scheduler_type", "optimizer.schedule", how=to.schedule),
+    KeyRow(f"{ACTOR}.optim.min_lr_ratio", "optimizer.min_lr_ratio", how=number),
+    KeyRow(f"{ACTOR}.optim.num_cycles", within=f"{ACTOR}.optim.lr_scheduler_type"),
+    KeyRow(f"{ACTOR}.optim.betas", "optimizer.betas", how=to.betas, default=[0.9, 0.999]),
+    KeyRow(
         f"{ACTOR}.optim.weight_decay",
         "optimizer.weight_decay",
         "on matrices only",
         number,
         default=0.01,
     ),
-    Row(f"{ACTOR}.grad_clip", "optimizer.max_grad_norm", how=number),
-    Row("trainer.total_training_steps", "steps", how=whole),
-    Row("trainer.total_epochs", note=shared.EPOCHS),
-    Row("trainer.save_freq", "checkpoint.every", EVERY, at_least_0, default=-1),
-    Row("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", how=whole),
-    Row(
+    KeyRow(f"{ACTOR}.grad_clip", "optimizer.max_grad_norm", how=number),
+    KeyRow("trainer.total_training_steps", "steps", how=whole),
+    KeyRow("trainer.total_epochs", note=shared.EPOCHS),
+    KeyRow("trainer.save_freq", "checkpoint.every", EVERY, at_least_0, default=-1),
+    KeyRow("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", how=whole),
+    KeyRow(
         "trainer.test_freq",
         "evaluation.every",
         f"greedy accuracy on evaluation.tasks held-out tasks; {EVERY}",
         at_least_0,
         default=-1,
     ),
-    Row(
+    KeyRow(
         f"{ROLLOUT}.val_kwargs.n",
         "evaluation.samples",
         "sampled attempts beside the greedy one",
         to.samples,
     ),
-    Row(
+    KeyRow(
         f"{ROLLOUT}.val_kwargs.temperature",
         "evaluation.temperature",
         how=to.evaluated,
     ),
-    Row("trainer.experiment_name", "name", how=shared.run_name),
-    Row(
+    KeyRow("trainer.experiment_name", "name", how=shared.run_name),
+    KeyRow(
         "trainer.logger",
         "logging.sinks",
         how=lambda value, config: shared.sinks(value, config["trainer.project_name"]),
     ),
-    Row("trainer.default_local_dir", "run_dir", how=shared.model),
-    Row("data.seed", "seed", how=whole),
-    Row("data.prompt_key", within="data.train_files", default="prompt"),
-    Row(f"{ACTOR}.strategy", "learner", how=to.learner, default="fsdp"),
-    Row(
+    KeyRow("trainer.default_local_dir", "run_dir", how=shared.model),
+    KeyRow("data.seed", "seed", how=whole),
+    KeyRow("data.prompt_key", within="data.train_files", default="prompt"),
+    KeyRow(f"{ACTOR}.strategy", "learner", how=to.learner, default="fsdp"),
+    KeyRow(
         f"{ACTOR}.fsdp_config.param_offload",
         "learner.cpu_offload",
         how=when(to.spread, flag, "learner.kind=dtensor alone has cpu_offload"),
     ),
-    Row(
+    KeyRow(
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         "learner.micro_batch_tokens",
         how=when(
@@ -261,16 +267,18 @@ RUN = (
             "use_dynamic_bsz is false there",
         ),
     ),
-    Row(f"{ROLLOUT}.name", "generator", how=to.generator, default="vllm"),
-    Row(f"{ROLLOUT}.tensor_model_parallel_size", within=f"{ROLLOUT}.name", default=2),
-    Row(f"{ROLLOUT}.multi_turn.max_assistant_turns", "rollouts.max_turns", how=whole),
-    Row(f"{ROLLOUT}.multi_turn.max_turns", "rollouts.max_turns", how=whole),
-    Row("trainer.n_gpus_per_node", within=f"{ACTOR}.strategy", default=8),
-    Row("trainer.nnodes", "cluster", how=to.nodes, default=1),
-    Row("reward_model.enable", "rewards", how=to.learned("reward_model.model.path")),
-    Row("reward_model.model.path", within="reward_model.enable"),
-    Row("reward.reward_model.enable", "rewards", how=to.learned("reward.reward_model.model_path")),
-    Row("reward.reward_model.model_path", within="reward.reward_model.enable"),
+    KeyRow(f"{ROLLOUT}.name", "generator", how=to.generator, default="vllm"),
+    KeyRow(f"{ROLLOUT}.tensor_model_parallel_size", within=f"{ROLLOUT}.name", default=2),
+    KeyRow(f"{ROLLOUT}.multi_turn.max_assistant_turns", "rollouts.max_turns", how=whole),
+    KeyRow(f"{ROLLOUT}.multi_turn.max_turns", "rollouts.max_turns", how=whole),
+    KeyRow("trainer.n_gpus_per_node", within=f"{ACTOR}.strategy", default=8),
+    KeyRow("trainer.nnodes", "cluster", how=to.nodes, default=1),
+    KeyRow("reward_model.enable", "rewards", how=to.learned("reward_model.model.path")),
+    KeyRow("reward_model.model.path", within="reward_model.enable"),
+    KeyRow(
+        "reward.reward_model.enable", "rewards", how=to.learned("reward.reward_model.model_path")
+    ),
+    KeyRow("reward.reward_model.model_path", within="reward.reward_model.enable"),
     *nothing(shared.OWN_REWARD, "custom_reward_function.*", "reward.custom_reward_function.*"),
     *nothing(
         "rewards are chosen by kind here; the recipe has math, which judges what verl's own do for "
@@ -301,9 +309,9 @@ REST = (
         "gdpo takes all named parts of a reward, and rewards have weights",
         "algorithm.gdpo_reward_keys",
     ),
-    Row("model_engine", within=f"{ACTOR}.strategy"),
+    KeyRow("model_engine", within=f"{ACTOR}.strategy"),
     *within(f"{ROLLOUT}.name", f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.max_num_seqs"),
-    Row(f"{ACTOR}.use_dynamic_bsz", within=f"{ACTOR}.ppo_max_token_len_per_gpu"),
+    KeyRow(f"{ACTOR}.use_dynamic_bsz", within=f"{ACTOR}.ppo_max_token_len_per_gpu"),
     *idle(
         shared.MICRO,
         f"{ACTOR}.ppo_micro_batch_size*",
@@ -362,7 +370,7 @@ REST = (
         "trainer.log_val_generations",
         "trainer.*_data_dir",
     ),
-    Row("trainer.project_name", within="trainer.logger"),
+    KeyRow("trainer.project_name", within="trainer.logger"),
     *nothing(
         "done by itself, or said by cluster",
         "trainer.*",

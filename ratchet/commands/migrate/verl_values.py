@@ -8,7 +8,7 @@ from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.numbers import Misread
-from ratchet.commands.migrate.table import Config, Convert, Idle, Sets, Without, choose
+from ratchet.commands.migrate.table import Convert, Idle, PeerConfig, Sets, Without, choose
 
 ARR = "actor_rollout_ref"
 CORRECTION = "algorithm.rollout_correction"
@@ -28,11 +28,11 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def ppo(config: Config) -> bool:
+def ppo(config: PeerConfig) -> bool:
     return config["algorithm.adv_estimator"] == "gae"
 
 
-def estimator_of(value: Any, config: Config) -> Any:
+def choose_estimator(value: Any, config: PeerConfig) -> Any:
     if value not in ESTIMATORS:
         return Without(f"there are {', '.join(ESTIMATORS)} here: the recipe is grpo's own")
     note = (
@@ -44,7 +44,7 @@ def estimator_of(value: Any, config: Config) -> Any:
     return Sets(ESTIMATORS[value], note)
 
 
-def loss_mode(value: Any, config: Config) -> Any:
+def loss_mode(value: Any, config: PeerConfig) -> Any:
     if value == "sapo":
         taus = {
             f"algorithm.loss.tau_{sign}": config.number(f"{ACTOR}.tau_{sign}")
@@ -67,12 +67,12 @@ def loss_mode(value: Any, config: Config) -> Any:
     )
 
 
-def _side(key: str, config: Config) -> int | float:
+def _side(key: str, config: PeerConfig) -> int | float:
     """Return a side's own bound, else that of both."""
     return config.number(f"{ACTOR}.clip_ratio" if config[key] is None else key)
 
 
-def aggregation(value: Any, config: Config) -> Any:
+def aggregation(value: Any, config: PeerConfig) -> Any:
     whole = (
         "the mean is over the whole optimizer step here; older versions there take it over "
         "each micro-batch"
@@ -104,7 +104,7 @@ def aggregation(value: Any, config: Config) -> Any:
     )
 
 
-def kl_loss(value: Any, config: Config) -> Any:
+def kl_loss(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
         return Idle("off there, and algorithm.kl.coef is 0 here by default")
     coef, kind = (
@@ -133,7 +133,7 @@ def kl_loss(value: Any, config: Config) -> Any:
     return Sets({"algorithm.kl.coef": coef}, note)
 
 
-def kl_reward(value: Any, config: Config) -> Any:
+def kl_reward(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
         return Idle("off there, and here by default")
     coef = numbers.real(config["algorithm.kl_ctrl.kl_coef"], "algorithm.kl_ctrl.kl_coef")
@@ -148,21 +148,21 @@ def kl_reward(value: Any, config: Config) -> Any:
     )
 
 
-def minibatches(value: Any, config: Config) -> int:
+def minibatches(value: Any, config: PeerConfig) -> int:
     part = numbers.whole(value, f"{ACTOR}.ppo_mini_batch_size", 1)
     return numbers.quotient(
         config.whole("data.train_batch_size"), part, "train_batch_size over ppo_mini_batch_size"
     )
 
 
-def updates(config: Config) -> int:
+def updates(config: PeerConfig) -> int:
     """Return the optimizer steps of a batch. Their scheduler counts batches."""
     return minibatches(config[f"{ACTOR}.ppo_mini_batch_size"], config) * config.whole(
         f"{ACTOR}.ppo_epochs"
     )
 
 
-def warmup(value: Any, config: Config) -> Any:
+def warmup(value: Any, config: PeerConfig) -> Any:
     steps = numbers.whole(value)
     if steps <= 0:
         return Idle("not above 0 there: the ratio beside it counts")
@@ -172,7 +172,7 @@ def warmup(value: Any, config: Config) -> Any:
     )
 
 
-def warmup_ratio(value: Any, config: Config) -> Any:
+def warmup_ratio(value: Any, config: PeerConfig) -> Any:
     key = f"{ACTOR}.optim.lr_warmup_steps"
     if config[key] is not None and config.whole(key, least=-1) > 0:
         return Idle("lr_warmup_steps goes first")
@@ -185,18 +185,18 @@ def warmup_ratio(value: Any, config: Config) -> Any:
     return batches * updates(config) if isinstance(batches, int) and batches else batches
 
 
-def schedule(value: Any, config: Config) -> Any:
+def schedule(value: Any, config: PeerConfig) -> Any:
     """Convert a schedule; their cosine goes on by num_cycles, and half a period is ours."""
     if value == "cosine" and config[f"{ACTOR}.optim.num_cycles"] not in (None, 0.5):
         return Without("a cosine of other than half a period (num_cycles): set optimizer.schedule")
     return choose({"constant": "constant", "cosine": "cosine"})(value, config)
 
 
-def gpus(config: Config) -> int:
+def gpus(config: PeerConfig) -> int:
     return config.whole("trainer.n_gpus_per_node") * config.whole("trainer.nnodes")
 
 
-def engine(config: Config) -> Any:
+def engine(config: PeerConfig) -> Any:
     """Return what trains: actor.strategy, else model_engine, else as the name of the configuration
     begun with says."""
     if config.values.get(f"{ACTOR}.strategy") is not None:
@@ -210,7 +210,7 @@ def engine(config: Config) -> Any:
     )
 
 
-def learner(value: Any, config: Config) -> Any:
+def learner(value: Any, config: PeerConfig) -> Any:
     """Convert the engine, over all accelerators, as verl's hybrid engine uses them."""
     value = engine(config)
     what = "the accelerators over the learner's parallel sizes"
@@ -247,7 +247,7 @@ def learner(value: Any, config: Config) -> Any:
     )
 
 
-def generator(value: Any, config: Config) -> Any:
+def generator(value: Any, config: PeerConfig) -> Any:
     if value not in ("vllm", "hf"):
         return Without(
             "generator.kind is engine, vllm or hf here: the recipe has the engine that is built in"
@@ -272,7 +272,7 @@ def generator(value: Any, config: Config) -> Any:
     return Sets({"generator": keys, **turns}, note)
 
 
-def nodes(value: Any, config: Config) -> Any:
+def nodes(value: Any, config: PeerConfig) -> Any:
     count = numbers.whole(value, least=1)
     if count == 1:
         return Idle("one node: cluster.kind=local, with every accelerator that it sees")
@@ -285,7 +285,7 @@ def nodes(value: Any, config: Config) -> Any:
     )
 
 
-def files(value: Any, config: Config) -> Any:
+def files(value: Any, config: PeerConfig) -> Any:
     columns = {
         "environment.columns.prompt": config["data.prompt_key"],
         "environment.columns.answer": "reward_model.ground_truth",
@@ -301,7 +301,7 @@ def overlong(section: str, length: str) -> Convert:
     """Convert DAPO's penalty of one of the sections that had it. length: their key of the longest
     answer."""
 
-    def how(value: Any, config: Config) -> Any:
+    def how(value: Any, config: PeerConfig) -> Any:
         if not numbers.flag(value):
             return Idle("off there")
         longest = config.whole("data.max_response_length" if config[length] is None else length)
@@ -320,7 +320,7 @@ def overlong(section: str, length: str) -> Convert:
     return how
 
 
-def weight(value: Any, config: Config) -> Any:
+def weight(value: Any, config: PeerConfig) -> Any:
     """Convert weights: `rollout_is_threshold` is an upper bound, or text "lower_upper".
 
     Outside of two bounds the weight is 0 there (IcePop).
@@ -364,7 +364,7 @@ MASKS: Mapping[str, str] = {
 OLDER = ("token", "sequence", "geometric")
 
 
-def mask(value: Any, config: Config) -> Any:
+def mask(value: Any, config: PeerConfig) -> Any:
     """Convert a rejection; their k1 is -log(ratio), so its bounds are those of 1/ratio.
 
     The names without k1, of older versions, bound the ratio itself.
@@ -400,20 +400,20 @@ def mask(value: Any, config: Config) -> Any:
     return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()}, note)
 
 
-def grpo(config: Config) -> bool:
+def grpo(config: PeerConfig) -> bool:
     return config["algorithm.adv_estimator"] == "grpo"
 
 
-def no_megatron(config: Config) -> bool:
+def no_megatron(config: PeerConfig) -> bool:
     return engine(config) != "megatron"
 
 
-def spread(config: Config) -> bool:
+def spread(config: PeerConfig) -> bool:
     return gpus(config) > 1 and no_megatron(config)
 
 
 def learned(path: str) -> Convert:
-    def how(value: Any, config: Config) -> Any:
+    def how(value: Any, config: PeerConfig) -> Any:
         if not numbers.flag(value):
             return Idle("off there")
         return Sets({"rewards": [{"kind": "reward_model", "path": str(config[path])}]})
@@ -421,27 +421,27 @@ def learned(path: str) -> Convert:
     return how
 
 
-def replaced(value: Any, config: Config) -> int:
+def replaced(value: Any, config: PeerConfig) -> int:
     """Return the bound of replaced groups; there a number not above 0 is none."""
     count = numbers.whole(value)
     return count if count > 0 else 1000
 
 
-def lora(config: Config) -> bool:
+def lora(config: PeerConfig) -> bool:
     return config.whole(f"{MODEL}.lora_rank", 0, least=0) > 0
 
 
-def betas(value: Any, config: Config) -> list[int | float]:
+def betas(value: Any, config: PeerConfig) -> list[int | float]:
     return [numbers.number(beta, f"{ACTOR}.optim.betas") for beta in shared.listed(value, config)]
 
 
-def samples(value: Any, config: Config) -> int:
+def samples(value: Any, config: PeerConfig) -> int:
     """Return the sampled attempts; one there is the greedy one that is always made here."""
     count = numbers.whole(value, least=0)
     return count if count > 1 else 0
 
 
-def evaluated(value: Any, config: Config) -> Any:
+def evaluated(value: Any, config: PeerConfig) -> Any:
     temperature = numbers.real(value)
     if temperature < 0:
         raise Misread(

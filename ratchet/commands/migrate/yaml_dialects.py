@@ -73,7 +73,7 @@ LOADERS: dict[Dialect, type[yaml.SafeLoader]] = {"omegaconf": _OmegaConf, "yaml"
 
 
 @dataclass
-class Reader:
+class ConfigReader:
     """A reader of the files of one configuration; its bounds hold for all of them together."""
 
     dialect: Dialect

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ratchet.commands.plan.command import MASTER, Load, Memory
+from ratchet.commands.plan.command import MASTER, Load, MemoryPlan
 from ratchet.config.schema import StageConfig
 from ratchet.errors import ConfigError
 from ratchet.executors.datasheets import (
@@ -67,7 +67,7 @@ class ClusterPlan:
     bound: what limits the longest phase."""
 
     division: Division
-    memory: Memory
+    memory: MemoryPlan
     seconds: Mapping[str, float]
     bound: str
 
@@ -121,7 +121,9 @@ def _divisions(cost: DecoderCost, load: Load, spec: ClusterSpec) -> Iterator[Div
             )
 
 
-def _memory(cost: DecoderCost, load: Load, trained: int, frozen: int, division: Division) -> Memory:
+def _memory(
+    cost: DecoderCost, load: Load, trained: int, frozen: int, division: Division
+) -> MemoryPlan:
     ranks = division.tensor * division.shards
     micro = min(division.micro_batch_tokens, load.tokens)
     layer = cost.parameters / max(1, cost.shape.n_layers) / division.tensor
@@ -149,7 +151,7 @@ def _memory(cost: DecoderCost, load: Load, trained: int, frozen: int, division: 
     sample |= (
         {"generator's weights": cost.parameters * HALF // division.generator_tensor} if rows else {}
     )
-    return Memory(held, {"update": update, "sample": sample}, by_turns=True)
+    return MemoryPlan(held, {"update": update, "sample": sample}, by_turns=True)
 
 
 def _seconds(

@@ -62,7 +62,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryPlan:
     """Bytes by purpose. held: always; the phases: on top of it.
 
     by_turns: True if each phase frees its memory before the next; else they add up, as the engine
@@ -87,7 +87,7 @@ class StagePlan:
     name: str
     steps: int
     load: Load
-    memory: Memory
+    memory: MemoryPlan
     flop: Mapping[str, float]
     recorded: int
 
@@ -129,9 +129,9 @@ def plan_stage(config: RunConfig, index: int, cost: DecoderCost, device: Device)
     can't be read."""
     stage = config.stages[index]
     algorithm: Algorithm = construct(stage.algorithm)
-    load = load_of(config, index, algorithm, cost.shape)
+    load = measure_load(config, index, algorithm, cost.shape)
     memory, recorded = (
-        memory_of(stage, algorithm, cost, device, load),
+        estimate_memory(stage, algorithm, cost, device, load),
         recorded_steps(stage, config.record, load),
     )
     if recorded:
@@ -162,7 +162,7 @@ def recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
     return min(recorded, MOST_STEPS, -(-MOST_TOKENS // load.tokens))
 
 
-def shape_of(config: RunConfig) -> DecoderConfig:
+def read_shape(config: RunConfig) -> DecoderConfig:
     """Return the shape of the model that the run begins with. Raises ConfigError for an
     architecture of unknown cost."""
     source = config.model
@@ -180,9 +180,9 @@ def shape_of(config: RunConfig) -> DecoderConfig:
         ) from error
 
 
-def load_of(config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig) -> Load:
+def measure_load(config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig) -> Load:
     stage = config.stages[index]
-    prompt, length = lengths_of(config, index, algorithm, shape)
+    prompt, length = measure_lengths(config, index, algorithm, shape)
     rows = stage.batch_size * stage.attempts * (2 if algorithm.source == "pairs" else 1)
     at_most = getattr(stage.generator, "max_running", 2**30)
     played = (
@@ -201,7 +201,7 @@ def load_of(config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderC
     )
 
 
-def lengths_of(
+def measure_lengths(
     config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig
 ) -> tuple[int, int]:
     """Return (tokens of the longest prompt, tokens of the longest sequence) of a few tasks."""
@@ -245,9 +245,9 @@ def answers(stage: StageConfig, algorithm: Algorithm) -> bool:
     return bool(stage.yardstick) or algorithm.source == "rollouts"
 
 
-def memory_of(
+def estimate_memory(
     stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, device: Device, load: Load
-) -> Memory:
+) -> MemoryPlan:
     learner, shape = stage.learner, cost.shape
     hands = getattr(learner, "workers", 1)
     hands = int(hands) if device.kind == "cpu" and hands != "auto" else 1
@@ -276,7 +276,7 @@ def memory_of(
             "histories": slots * SLOT,
             "logits": CHUNKS * logits * MASTER,
         }
-    return Memory({"process": device.fixed, **_roles(stage, algorithm, cost, device)}, phases)
+    return MemoryPlan({"process": device.fixed, **_roles(stage, algorithm, cost, device)}, phases)
 
 
 def trained_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:

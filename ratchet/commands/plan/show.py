@@ -12,12 +12,12 @@ from rich.table import Table
 from ratchet.commands.plan.cluster import ClusterPlan, plan_cluster
 from ratchet.commands.plan.command import (
     Device,
-    Memory,
+    MemoryPlan,
     StagePlan,
     frozen_parameters,
     plan_stage,
+    read_shape,
     run_peak,
-    shape_of,
     trained_parameters,
 )
 from ratchet.commands.plan.probe import Probed, empty_process, probe
@@ -57,7 +57,7 @@ def show_plan(
         directory.expect(recipe)
     config, spec = freeze(config), None if cluster is None else ClusterSpec.parse(cluster)
     cost, stages = (
-        DecoderCost(shape_of(config), config.kernels == "compiled"),
+        DecoderCost(read_shape(config), config.kernels == "compiled"),
         range(len(config.stages)),
     )
     device = Device(config.device, empty_process(config) if spec is None else 0)
@@ -149,7 +149,7 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
 
 
-def _memory_table(memory: Memory, title: str) -> Table:
+def _memory_table(memory: MemoryPlan, title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("when")
     table.add_column("what")

@@ -43,7 +43,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplayVerdict:
     """The result for a step.
 
     begun_at: the step of the checkpoint that it was played from; 0: the start of the run. compared:
@@ -87,7 +87,7 @@ def replay_steps(
 
 async def verdicts(
     replay: Replay, steps: Sequence[int], changes: Sequence[str] = ()
-) -> AsyncIterator[Verdict]:
+) -> AsyncIterator[ReplayVerdict]:
     """Yield one verdict for each step, in increasing order. Raises as `ReplayBuffer` does."""
     rows = {row["step"]: row for row in read_jsonl(replay.directory.metrics)}
     for step in sorted(set(steps)):
@@ -101,7 +101,7 @@ async def verdicts(
         recorded = {name: value for name, value in rows.get(step, {}).items() if name != "step"}
         unequal = list(differences(replay, played, recorded))
         compared = sum(name in recorded for name in comparable(played))
-        yield Verdict(played, replay.begun_at, recorded, compared, unequal, earlier, changed)
+        yield ReplayVerdict(played, replay.begun_at, recorded, compared, unequal, earlier, changed)
 
 
 def comparable(played: Played) -> list[str]:
@@ -169,7 +169,7 @@ def _distance(a: Any, b: Any) -> str:
 # --- what it says
 
 
-def as_plain(verdict: Verdict) -> dict[str, Any]:
+def as_plain(verdict: ReplayVerdict) -> dict[str, Any]:
     """Return what `--json` writes."""
     played = verdict.played
     return {
@@ -188,7 +188,7 @@ def as_plain(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def show(verdict: Verdict, changes: Sequence[str], console: Console) -> None:
+def show(verdict: ReplayVerdict, changes: Sequence[str], console: Console) -> None:
     played = verdict.played
     origin = (
         f"the checkpoint of step {verdict.begun_at}" if verdict.begun_at else "the start of the run"
@@ -216,7 +216,7 @@ def show(verdict: Verdict, changes: Sequence[str], console: Console) -> None:
         console.print(_side_by_side(verdict, changes))
 
 
-def _side_by_side(verdict: Verdict, changes: Sequence[str]) -> Table:
+def _side_by_side(verdict: ReplayVerdict, changes: Sequence[str]) -> Table:
     assert verdict.changed is not None, "there is something to compare"
     now, other = verdict.played.metrics, verdict.changed.metrics
     table = Table(

@@ -43,7 +43,7 @@ from ratchet.types import Group, Medium, Placed
 
 
 class Recorded:
-    """A `Source` of the groups that a step had."""
+    """A `FlatConfig` of the groups that a step had."""
 
     def __init__(self, record: Record, processor: Processor | None) -> None:
         self.record, self.processor = record, processor

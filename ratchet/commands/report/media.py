@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ratchet.config.media_limits import MediaConfig
-from ratchet.data.formats.media import embedded, image_of
+from ratchet.data.formats.media import decode_image, embedded
 from ratchet.errors import RatchetError
 from ratchet.observe.records.media import name_in
 from ratchet.types import MediaKind
@@ -48,7 +48,7 @@ def named_parts(
     ]
 
 
-def names_of(details: Iterable[Mapping[str, Any]]) -> dict[str, MediaKind]:
+def collect_names(details: Iterable[Mapping[str, Any]]) -> dict[str, MediaKind]:
     """Return the kind of each medium that some rollouts show, by name."""
     parts = (
         part
@@ -59,7 +59,7 @@ def names_of(details: Iterable[Mapping[str, Any]]) -> dict[str, MediaKind]:
     return {part["media"]: part["type"] for part in parts if part.get("media")}
 
 
-def url_of(kind: MediaKind, source: bytes) -> str | None:
+def data_url(kind: MediaKind, source: bytes) -> str | None:
     """Return the URL; None for what browsers don't show, can't be read, or is too large."""
     try:
         if kind == "image" and len(source) > AS_IT_IS:
@@ -71,7 +71,7 @@ def url_of(kind: MediaKind, source: bytes) -> str | None:
 
 
 def _scaled(source: bytes) -> bytes:
-    image = image_of(source, where="the record", limits=MediaConfig())
+    image = decode_image(source, where="the record", limits=MediaConfig())
     image.thumbnail((MOST_SIDE, MOST_SIDE))
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=85)

@@ -27,7 +27,7 @@ MOST_PLACES = 64  # in the file, of which it is known which step ends there
 TIMES = ("time/step_s", "time/processor_s")
 
 
-class Part(NamedTuple):
+class MetricsPart(NamedTuple):
     """Columns over some steps, "step" among them, NaN where a step has no such number. has_more:
     True if further steps exist."""
 
@@ -47,7 +47,7 @@ class MetricsFile:
         self._places: dict[int, int] = {}
         self._times = {name: array("d") for name in ("step", *TIMES)}
 
-    def part(self, after: int = -1, *, most_cells: int | None = MOST_CELLS) -> Part:
+    def part(self, after: int = -1, *, most_cells: int | None = MOST_CELLS) -> MetricsPart:
         """Return the steps after `after`, as many as `most_cells` allow (None: all), at least
         one."""
         columns = {"step": array("d")}
@@ -65,7 +65,7 @@ class MetricsFile:
                     column.append(number)
         if end:
             self._remember(last, end)
-        return Part(_arrays(columns), has_more)
+        return MetricsPart(_arrays(columns), has_more)
 
     def times(self) -> Mapping[str, NDArray[np.float64]]:
         """Return the columns `step` and `TIMES` of all steps: 24 bytes of each stay in memory."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from ratchet.commands.report.media import names_of
+from ratchet.commands.report.media import collect_names
 from ratchet.commands.report.runs import RunReader
 from ratchet.commands.report.schema import pack
 from ratchet.types import MediaKind
@@ -79,7 +79,7 @@ def _media(run: RunReader, sample: Sequence[Mapping[str, Any]]) -> dict[str, str
     urls: dict[str, str] = {}
     for detail in sample:
         new: dict[str, MediaKind] = {
-            name: kind for name, kind in names_of([detail]).items() if name not in urls
+            name: kind for name, kind in collect_names([detail]).items() if name not in urls
         }
         urls |= run.rollouts.media(detail["facts"]["step"], new) if new else {}
         if sum(map(len, urls.values())) > MOST_MEDIA:

@@ -16,9 +16,9 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ratchet.commands.report.media import named_parts, url_of
+from ratchet.commands.report.media import data_url, named_parts
 from ratchet.commands.report.schema import pack
-from ratchet.commands.report.texts import TokenTexts, tokenizer_of
+from ratchet.commands.report.texts import TokenTexts, find_tokenizer
 from ratchet.errors import DataError
 from ratchet.observe.records.reader import INDEX, Record, RecordFile
 from ratchet.observe.records.schema import SCALARS, SCHEMA
@@ -152,7 +152,7 @@ class Rollouts:
                 self._media = (file.name, {})
         sources = self._media[1]
         urls = {
-            name: url_of(kind, sources[name]) for name, kind in kinds.items() if name in sources
+            name: data_url(kind, sources[name]) for name, kind in kinds.items() if name in sources
         }
         return {name: url for name, url in urls.items() if url is not None}
 
@@ -196,7 +196,7 @@ class Rollouts:
 
     @cached_property
     def _texts(self) -> TokenTexts:
-        return TokenTexts(tokenizer_of(self.directory))
+        return TokenTexts(find_tokenizer(self.directory))
 
     def _detail(self, place: int, row: Mapping[str, Any], total: float) -> dict[str, Any]:
         facts = {name: _finite(row[name]) for name in SCALARS if name in row}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from ratchet.commands.report.media import names_of
+from ratchet.commands.report.media import collect_names
 from ratchet.commands.report.page import live_page
 from ratchet.commands.report.runs import RunReader, find_runs
 from ratchet.commands.report.schema import pack
@@ -37,7 +37,7 @@ TEXT = "text/plain; charset=utf-8"
 Query = Mapping[str, str]
 
 
-class Runs:
+class RunReaders:
     """The runs below a directory, by name, including those that appear later."""
 
     def __init__(self, root: Path) -> None:
@@ -78,7 +78,7 @@ class Runs:
 
     def media(self, query: Query) -> tuple[str, bytes]:
         rollouts, step = self[query["run"]].rollouts, int(query["step"])
-        kinds = names_of(
+        kinds = collect_names(
             rollouts.details(
                 step, [int(place) for place in query["places"].split(",")][:MOST_OPENED]
             )
@@ -98,7 +98,7 @@ class Pages:
     """The ASGI application. Answers of `runs` are made one after another in a thread, since readers
     share state."""
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: RunReaders) -> None:
         self._answers: dict[str, Callable[[Query], tuple[str, bytes]]] = {
             "/": lambda query: (HTML, live_page().encode()),
             "/api/runs": runs.listed,
@@ -146,7 +146,7 @@ class Pages:
 def pages(root: Path) -> Guard:
     """Return the application over the runs in a directory. Raises RunDirectoryError."""
     # A page of another site, whose name was made to lead here, could otherwise read the runs.
-    return Guard(Pages(Runs(root)), names=LOOPBACK)
+    return Guard(Pages(RunReaders(root)), names=LOOPBACK)
 
 
 def bind(port: int) -> socket.socket:

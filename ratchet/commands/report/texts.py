@@ -62,7 +62,7 @@ def _something(tokenizer: Tokenizer) -> list[int]:
     return []
 
 
-def tokenizer_of(directory: RunDirectory) -> Tokenizer | None:
+def find_tokenizer(directory: RunDirectory) -> Tokenizer | None:
     """Return the trained model's tokenizer, else the recipe's, if it is built in or on this
     machine's disk. Reading a run neither downloads anything nor runs code that the run names."""
     try:

@@ -127,7 +127,7 @@ def shape_fields() -> dict[str, Any]:
     }
 
 
-def context_of(model: ModelConfig) -> int | None:
+def known_context(model: ModelConfig) -> int | None:
     """Return the model's context in tokens, if the recipe alone tells it."""
     shape = presets().get(model.preset or "")
     if shape is None:

@@ -10,7 +10,7 @@ from ratchet.config.checks.async_rollouts import AHEAD_CHECKS
 from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.checks.curriculum import CHOICE_CHECKS
 from ratchet.config.checks.lora import LORA_CHECKS
-from ratchet.config.checks.model import address_conflicts, context_of, model_conflicts, presets
+from ratchet.config.checks.model import address_conflicts, known_context, model_conflicts, presets
 from ratchet.config.checks.placement import PLACE_CHECKS
 from ratchet.config.checks.precision import PRECISION_CHECKS
 from ratchet.config.checks.sizes import SIZE_CHECKS
@@ -145,7 +145,7 @@ def _sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _context(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    context = context_of(config.model)
+    context = known_context(config.model)
     asked = {
         "sampling.max_new_tokens": stage.sampling.max_new_tokens,
         "evaluation.max_new_tokens": stage.evaluation.max_new_tokens or 0,

@@ -19,7 +19,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from ratchet.data.chat.template_limits import WORK, MeteredEnvironment, Work
+from ratchet.data.chat.template_limits import WORK, MeteredEnvironment, TemplateWork
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import DataError
 from ratchet.types import Message, Role
@@ -246,7 +246,7 @@ class ChatTemplate:
             "add_generation_prompt": prompt,
         }
         try:
-            return self._template.render({**variables, WORK: Work(len(messages), chars)})
+            return self._template.render({**variables, WORK: TemplateWork(len(messages), chars)})
         except (
             jinja2.TemplateError,
             TypeError,

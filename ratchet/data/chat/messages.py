@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ratchet.data.formats.media_columns import read_content
-from ratchet.data.jsonl import kind_of
+from ratchet.data.jsonl import describe_type
 from ratchet.errors import DataError
 from ratchet.types import Message, Part, Role, ToolCall
 from ratchet.utils.safe_read import parse_json
@@ -29,7 +29,7 @@ def read_messages(value: Any, where: str) -> tuple[Message, ...]:
     """where: the file, the row and the column, for errors. Raises DataError for what can't be read
     as it is meant."""
     if not isinstance(value, list) or not value:
-        what = "an empty array" if value == [] else kind_of(value)
+        what = "an empty array" if value == [] else describe_type(value)
         raise DataError(
             f'{where} is {what}, must be an array of messages such as {{"role": "user", "content": '
             f'"..."}}'
@@ -46,7 +46,8 @@ def read_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
         return ()
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise DataError(
-            f"{where} is {kind_of(value)}, must be an array of the functions that may be called, "
+            f"{where} is {describe_type(value)}, must be an array of the functions that may be "
+            "called, "
             "or its JSON"
         )
     for index, tool in enumerate(value):
@@ -64,7 +65,8 @@ def read_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
 def _message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
         raise DataError(
-            f'{where} is {kind_of(item)}, must be an object such as {{"role": "user", "content": '
+            f'{where} is {describe_type(item)}, must be an object such as {{"role": "user", '
+            '"content": '
             f'"..."}}'
         )
     more = next((key for key, value in item.items() if key not in READ and value), None)
@@ -82,7 +84,7 @@ def _message(item: Any, where: str) -> Message:
     written = item.get("tool_calls") or []
     if not isinstance(written, list):
         raise DataError(
-            f"{where} has {kind_of(written)} as 'tool_calls', must be an array of calls"
+            f"{where} has {describe_type(written)} as 'tool_calls', must be an array of calls"
         )
     calls = tuple(_call(call, index, where) for index, call in enumerate(written))
     if calls and role != "assistant":
@@ -116,7 +118,7 @@ def _content(item: Mapping[str, Any], where: str, *, empty: bool) -> str | tuple
         what = (
             "has no 'content'"
             if "content" not in item and "value" not in item
-            else f"has {kind_of(content)} as 'content'"
+            else f"has {describe_type(content)} as 'content'"
         )
         raise DataError(f"{where} {what}: write it as a string")
     if any("\ud800" <= c <= "\udfff" for c in said):
@@ -140,7 +142,7 @@ def _call(call: Any, index: int, where: str) -> ToolCall:
         arguments = _json(arguments, where) if arguments.strip() else {}
     if not isinstance(arguments, dict):
         raise DataError(
-            f"{where} has {kind_of(arguments)} as arguments, must be an object, or its JSON"
+            f"{where} has {describe_type(arguments)} as arguments, must be an object, or its JSON"
         )
     name = call.get("id")
     return ToolCall(

@@ -102,7 +102,7 @@ SLOW = frozenset(
 )
 
 
-class Work:
+class TemplateWork:
     """The steps that one rendering has left."""
 
     __slots__ = ("allowed", "left")

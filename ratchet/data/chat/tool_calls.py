@@ -27,7 +27,7 @@ MAX_DEPTH = 32
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
-class Found(NamedTuple):
+class ParsedCalls(NamedTuple):
     """content: the text without the calls; all of it where one call is malformed, and then there
     are none."""
 
@@ -46,15 +46,15 @@ class ToolFormat:
     marks: tuple[str, ...]
     call_id: str = "call_{}"
 
-    def read(self, text: str, tools: Tools = ()) -> Found:
+    def read(self, text: str, tools: Tools = ()) -> ParsedCalls:
         """Calls in the reasoning are not meant: they stay there. `tools` tell the types of
         arguments that are written bare."""
         reasoning, answer = split_reasoning(text)
         content, found = self.reader(answer, tools)
         calls = tuple(call for call in found if call is not None)
         if len(calls) < len(found):
-            return Found(text, (), len(found) - len(calls))
-        return Found((reasoning + content).rstrip() if calls else text, calls)
+            return ParsedCalls(text, (), len(found) - len(calls))
+        return ParsedCalls((reasoning + content).rstrip() if calls else text, calls)
 
     def numbered(self, calls: Sequence[Call], first: int) -> tuple[ToolCall, ...]:
         return tuple(

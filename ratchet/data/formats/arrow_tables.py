@@ -17,7 +17,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from ratchet.data.files import open_binary, reading
-from ratchet.data.jsonl import Row
+from ratchet.data.jsonl import DataRow
 from ratchet.data.shuffle import WINDOW
 from ratchet.errors import DataError
 from ratchet.utils.object_store import is_address
@@ -73,7 +73,7 @@ class ArrowTable:
     def __len__(self) -> int:
         return self.ends[-1]
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> DataRow:
         block = bisect_right(self.ends, index)
         first = self.ends[block - 1] if block else 0
         try:
@@ -83,7 +83,7 @@ class ArrowTable:
             raise DataError(
                 f"{self.where(index)}: can't be read: {error}: make the file again"
             ) from error
-        return Row(index + 1, values, "row")
+        return DataRow(index + 1, values, "row")
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index + 1}"

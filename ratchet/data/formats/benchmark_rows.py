@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ratchet.data.jsonl import Row, check_columns, kind_of
+from ratchet.data.jsonl import DataRow, check_columns, describe_type
 from ratchet.data.tables import Table
 from ratchet.errors import DataError
 from ratchet.utils.safe_read import parse_json
@@ -50,7 +50,7 @@ class Shaped:
     def __len__(self) -> int:
         return len(self.table)
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> DataRow:
         """Raises DataError for a row that is not of the form."""
         row = self.table.row(index)
         return row._replace(values=dict(self.shape(row.values, self.where(index))))
@@ -297,7 +297,7 @@ def _tests(text: str, where: str) -> list[dict[str, str]]:
         for test in found
     ):
         raise DataError(
-            f"{where}: its tests are {kind_of(found)}, must be an array of objects with "
+            f"{where}: its tests are {describe_type(found)}, must be an array of objects with "
             f"{', '.join(columns)}"
         )
     return found

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ratchet.data.jsonl import Row
+from ratchet.data.jsonl import DataRow
 from ratchet.errors import DataError, MissingDependency
 
 
@@ -42,8 +42,8 @@ class HubTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def row(self, index: int) -> Row:
-        return Row(index + 1, self._rows[index], "row")
+    def row(self, index: int) -> DataRow:
+        return DataRow(index + 1, self._rows[index], "row")
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"

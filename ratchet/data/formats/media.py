@@ -203,7 +203,7 @@ def _refuse_size(name: str, limits: MediaLimits) -> None:
 # --- from bytes to what a processor reads
 
 
-def image_of(source: bytes, *, where: str, limits: MediaLimits) -> Image:
+def decode_image(source: bytes, *, where: str, limits: MediaLimits) -> Image:
     """RGB, decoded whole, turned as its camera was held; what is transparent lies on white.
 
     where: row and file, for errors. Raises DataError for what is no image, is cut off, or passes
@@ -213,14 +213,16 @@ def image_of(source: bytes, *, where: str, limits: MediaLimits) -> Image:
         return _decoded(image)
 
 
-def video_of(source: bytes | Sequence[bytes], *, where: str, limits: MediaLimits) -> list[Image]:
+def decode_video(
+    source: bytes | Sequence[bytes], *, where: str, limits: MediaLimits
+) -> list[Image]:
     """Frames in RGB: of an animated GIF, WebP or PNG, or of images that are a frame each. Errors as
-    `image_of`."""
+    `decode_image`."""
     if not isinstance(source, bytes):
         if not source:
             raise DataError(f"{where}: the video has no frames: give it some, or drop the row")
         taken = _spread(len(source), limits.max_frames)
-        return [image_of(source[i], where=f"{where}, frame {i}", limits=limits) for i in taken]
+        return [decode_image(source[i], where=f"{where}, frame {i}", limits=limits) for i in taken]
     if source[4:8] == b"ftyp" or (
         source[:4] in (b"\x1aE\xdf\xa3", b"RIFF") and source[8:12] != b"WEBP"
     ):
@@ -236,7 +238,7 @@ def video_of(source: bytes | Sequence[bytes], *, where: str, limits: MediaLimits
     return frames
 
 
-def audio_of(
+def decode_audio(
     source: bytes, *, where: str, limits: MediaLimits, rate_hz: int | None = None
 ) -> Audio:
     """A WAV file of whole numbers, its channels averaged; at `rate_hz` where given. Other forms
@@ -248,9 +250,9 @@ def audio_of(
     if not source:
         raise DataError(f"{where}: the file is empty: copy it again, or drop the row")
     samples, rate = (
-        _of_wave(source, where, limits)
+        _read_wave(source, where, limits)
         if _is_plain_wave(source)
-        else _of_soundfile(source, where, limits)
+        else _read_soundfile(source, where, limits)
     )
     if not len(samples):
         raise DataError(f"{where}: the clip holds no samples: copy it again, or drop the row")
@@ -387,7 +389,7 @@ def _is_plain_wave(source: bytes) -> bool:
     )
 
 
-def _of_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[np.float64], int]:
+def _read_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[np.float64], int]:
     """[samples, channels] in [-1, 1], and the rate in Hz."""
     try:
         with wave.open(io.BytesIO(source)) as file:
@@ -419,7 +421,7 @@ def _of_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[np
     return values.reshape(-1, channels), rate
 
 
-def _of_soundfile(
+def _read_soundfile(
     source: bytes, where: str, limits: MediaLimits
 ) -> tuple[NDArray[np.float64], int]:
     try:

@@ -17,7 +17,7 @@ from typing import Any
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.files import reading
 from ratchet.data.formats.media import check, embedded, fetch, located, shown
-from ratchet.data.jsonl import kind_of
+from ratchet.data.jsonl import describe_type
 from ratchet.errors import DataError
 from ratchet.types import MediaKind, Message, Part
 
@@ -53,14 +53,17 @@ def _part(item: Any, where: str) -> Part:
     if kind not in PART_TYPES:
         known = ", ".join(("text", *PART_TYPES))
         raise DataError(
-            f"{where} is {kind_of(item)} of type '{kind:.40}', must be an object whose type is one "
+            f"{where} is {describe_type(item)} of type '{kind:.40}', must be an object whose type "
+            "is one "
             f"of {known}"
         )
     given = [values[key] for key in (kind, *PART_TYPES, *SOURCES) if values.get(key) is not None]
-    return Part(PART_TYPES[kind], reference_of(PART_TYPES[kind], given[0], where) if given else "")
+    return Part(
+        PART_TYPES[kind], media_reference(PART_TYPES[kind], given[0], where) if given else ""
+    )
 
 
-def reference_of(kind: MediaKind, value: Any, where: str) -> str:
+def media_reference(kind: MediaKind, value: Any, where: str) -> str:
     """The path, `data:` URL or address of one medium: text, bytes, or an object with them, as
     `datasets` writes images."""
     if isinstance(value, str):
@@ -75,9 +78,9 @@ def reference_of(kind: MediaKind, value: Any, where: str) -> str:
             (value[key] for key in ("bytes", "url", "path") if value.get(key) is not None), None
         )
         if found is not None:
-            return reference_of(kind, found, where)
+            return media_reference(kind, found, where)
     raise DataError(
-        f"{where} is {kind_of(value)}, must be a path, an address, bytes, or an object with "
+        f"{where} is {describe_type(value)}, must be a path, an address, bytes, or an object with "
         "'bytes' or 'path'"
     )
 
@@ -86,7 +89,7 @@ def read_column(kind: MediaKind, value: Any, where: str) -> list[Part]:
     """One medium or several; null is none."""
     values = [] if value is None else value if isinstance(value, list) else [value]
     return [
-        Part(kind, reference_of(kind, one, f"{where}, item {index}"))
+        Part(kind, media_reference(kind, one, f"{where}, item {index}"))
         for index, one in enumerate(values)
     ]
 
@@ -155,7 +158,7 @@ class Placing:
 
     def check(self, messages: Iterable[Message], where: str) -> None:
         """Looks at the headers of what lies on this machine. Raises DataError."""
-        for part in media_of(messages):
+        for part in list_media(messages):
             if "://" not in part.value:
                 check(part, where=where, limits=self.limits)
 
@@ -170,7 +173,7 @@ class Placing:
         ]
 
 
-def media_of(messages: Iterable[Message]) -> list[Part]:
+def list_media(messages: Iterable[Message]) -> list[Part]:
     said = (message.content for message in messages if not isinstance(message.content, str))
     return [part for content in said for part in content if part.type != "text"]
 

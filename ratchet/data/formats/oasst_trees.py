@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ratchet.data.jsonl import Row, names
+from ratchet.data.jsonl import DataRow, names
 from ratchet.data.row_filters import number_in
 from ratchet.data.tables import Table
 from ratchet.errors import DataError
@@ -61,13 +61,13 @@ class Trees:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> DataRow:
         """The columns of its first message, and `messages`."""
         rows = [self.table.row(place) for place in self.paths[index]]
         messages: list[Mapping[str, Any]] = [
             {"role": row.values["role"], "content": row.values["text"]} for row in rows
         ]
-        return Row(rows[0].line, {**rows[0].values, "messages": messages}, rows[0].unit)
+        return DataRow(rows[0].line, {**rows[0].values, "messages": messages}, rows[0].unit)
 
     def where(self, index: int) -> str:
         return self.table.where(self.paths[index][0])

@@ -12,7 +12,7 @@ from ratchet.errors import ConfigError
 PUBLISHED = {**PRESETS, **MEDIA_PRESETS, **BENCHMARKS}
 
 
-def preset_of(name: str) -> Preset:
+def find_dataset_preset(name: str) -> Preset:
     """Raises ConfigError, with the nearest name, for one that is unknown."""
     if name not in PUBLISHED:
         near = get_close_matches(name, PUBLISHED, n=1, cutoff=0.4)

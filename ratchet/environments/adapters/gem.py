@@ -8,7 +8,7 @@ from typing import Any
 
 from ratchet.config.resolve import imported
 from ratchet.environments.adapters.config import GemConfig
-from ratchet.environments.adapters.reset_step import Answer, Seeded
+from ratchet.environments.adapters.reset_step import Observation, Seeded
 from ratchet.errors import ConfigError
 
 
@@ -18,23 +18,23 @@ class GemEnvironment(Seeded):
     def __init__(self, config: GemConfig) -> None:
         super().__init__(config, config.id or str(config.path))
         self.config = config
-        self.factory = _of_gem(config.id) if config.id else imported(str(config.path))
+        self.factory = _from_gem(config.id) if config.id else imported(str(config.path))
 
     def make(self) -> Any:
         return self.factory(**self.config.kwargs)
 
-    def first(self, observation: Any, info: Mapping[str, Any]) -> Answer:
+    def first(self, observation: Any, info: Mapping[str, Any]) -> Observation:
         instruction = info.get("env_instruction")
         told = "\n".join(str(text) for text in (instruction, _text(observation, info)) if text)
-        return Answer(told, str(observation))
+        return Observation(told, str(observation))
 
-    def act(self, text: str) -> Answer:
+    def act(self, text: str) -> Observation:
         observation, reward, terminated, truncated, info = self.inner.step(text)
         given = {**info, **info.get("metrics", {})}
         numbers = {
             name: float(value) for name, value in given.items() if isinstance(value, int | float)
         }
-        return Answer(
+        return Observation(
             text=_text(observation, info),
             state=str(observation),
             reward=float(reward),
@@ -48,7 +48,7 @@ def _text(observation: Any, info: Mapping[str, Any]) -> str:
     return "\n".join(str(text) for text in (observation, info.get("suffix")) if text)
 
 
-def _of_gem(name: str) -> Any:
+def _from_gem(name: str) -> Any:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.environments.adapters.config import GymnasiumConfig
-from ratchet.environments.adapters.reset_step import Answer, Seeded
+from ratchet.environments.adapters.reset_step import Observation, Seeded
 from ratchet.errors import ConfigError, MissingDependency
 
 
@@ -66,17 +66,17 @@ class GymnasiumEnvironment(Seeded):
                 "ansi}"
             )
 
-    def first(self, observation: Any, info: Mapping[str, Any]) -> Answer:
+    def first(self, observation: Any, info: Mapping[str, Any]) -> Observation:
         self._seen = observation
-        return Answer(self._filled(self.config.prompt), str(observation))
+        return Observation(self._filled(self.config.prompt), str(observation))
 
-    def act(self, text: str) -> Answer:
+    def act(self, text: str) -> Observation:
         action = self._action(text)
         if action is None:
             told = "There is no such action.\n" + self._filled(self.config.reply)
-            return Answer(told, str(self._seen), metrics=_metrics(illegal=True))
+            return Observation(told, str(self._seen), metrics=_metrics(illegal=True))
         self._seen, reward, terminated, truncated, _ = self.inner.step(action)
-        return Answer(
+        return Observation(
             text=self._filled(self.config.reply),
             state=str(self._seen),
             reward=float(reward),

@@ -25,7 +25,7 @@ T = TypeVar("T")
 ONE_AT_A_TIME = threading.Lock()
 
 
-class Answer(NamedTuple):
+class Observation(NamedTuple):
     """text: what the policy is told. state: what names the state that it is in now."""
 
     text: str
@@ -50,10 +50,10 @@ class Seeded(ABC):
     def make(self) -> Any: ...
 
     @abstractmethod
-    def first(self, observation: Any, info: Mapping[str, Any]) -> Answer: ...
+    def first(self, observation: Any, info: Mapping[str, Any]) -> Observation: ...
 
     @abstractmethod
-    def act(self, text: str) -> Answer: ...
+    def act(self, text: str) -> Observation: ...
 
     def __copy__(self) -> Self:
         twin = type(self).__new__(type(self))
@@ -111,7 +111,7 @@ class Seeded(ABC):
         if hasattr(inner, "close"):
             await asyncio.to_thread(inner.close)
 
-    def _begin(self, seed: int) -> Answer:
+    def _begin(self, seed: int) -> Observation:
         if self.inner is None:
             self.inner = self.make()
         return self.first(*self.inner.reset(seed=seed))

@@ -8,7 +8,7 @@ from ratchet.config.resolve import construct
 from ratchet.environments.code.config import CodeRepairConfig
 from ratchet.environments.tool_use.python import failure
 from ratchet.protocols import Environment, Step
-from ratchet.rewards.code.extract_program import program_of, right_output
+from ratchet.rewards.code.extract_program import extract_program, right_output
 from ratchet.rewards.code.function_tests import FunctionTask
 from ratchet.rewards.code.reward import Code, given_tests, io_tests
 from ratchet.rewards.deadline import Programs
@@ -72,7 +72,7 @@ class CodeRepair:
 
     async def _error(self, text: str, task: Task) -> str:
         judge = self.config.judge
-        program = program_of(text, judge.blocks, require_block=judge.require_block)
+        program = extract_program(text, judge.blocks, require_block=judge.require_block)
         if program is None:
             return "There is no program in your answer: write it between ```python and ```."
         tests = given_tests(task)

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from ratchet.data.formats.benchmark_rows import Shaped
 from ratchet.data.formats.hf_datasets import HubTable
-from ratchet.data.formats.media_columns import COLUMNS, media_of, without_media
+from ratchet.data.formats.media_columns import COLUMNS, list_media, without_media
 from ratchet.data.formats.oasst_trees import Trees
-from ratchet.data.jsonl import TYPE_NAMES, Row
+from ratchet.data.jsonl import TYPE_NAMES, DataRow
 from ratchet.data.shuffle import Order
 from ratchet.data.tables import Table, open_table
 from ratchet.environments.datasets.dataset_config import DatasetConfig
-from ratchet.environments.datasets.dataset_rows import Given, Reader
+from ratchet.environments.datasets.dataset_rows import DatasetRowReader, Given
 from ratchet.environments.datasets.preference_rows import LabelledSteps
 from ratchet.environments.datasets.preferences import GOOD_STEP
 from ratchet.environments.single_turn import SingleTurn
@@ -46,7 +46,7 @@ def dataset(config: DatasetConfig) -> Dataset:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SplitRows:
     """The rows of one split: numbers in its table, in order; None: all of them."""
 
     table: Table
@@ -73,7 +73,7 @@ class Dataset(SingleTurn):
     def __init__(self, config: DatasetConfig) -> None:
         self.config = config
         self.name = config.preset or "dataset"
-        self.reader = Reader(config)
+        self.reader = DatasetRowReader(config)
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         """Raises DataError, before iterating, for rows that can't be used (unless `scan: false`)
@@ -91,13 +91,13 @@ class Dataset(SingleTurn):
         )
         return self._endless(rows, order, start)
 
-    def _endless(self, rows: Part, order: Order, start: int) -> Iterator[Task]:
+    def _endless(self, rows: SplitRows, order: Order, start: int) -> Iterator[Task]:
         position = start
         while True:
             yield self._task("train", rows, order.at(position))
             position += 1
 
-    def rows(self, split: Split) -> Part | tuple[()]:
+    def rows(self, split: Split) -> SplitRows | tuple[()]:
         return self._splits.get(split, ())
 
     # --- what an algorithm learns from
@@ -159,11 +159,11 @@ class Dataset(SingleTurn):
     def _given(self, task: Task) -> Given:
         """Read again: a task holds its row, and travels as plain data."""
         values = {name: value for name, value in task.meta.items() if name != READ_FROM}
-        return self.reader.read_again(Row(0, values), task.where)
+        return self.reader.read_again(DataRow(0, values), task.where)
 
     # --- rows
 
-    def _task(self, split: Split, rows: Part, index: int) -> Task:
+    def _task(self, split: Split, rows: SplitRows, index: int) -> Task:
         number = rows.number(index)
         given = self.reader.read(rows.table.row(number), rows.table.where(number))
         difficulty = {} if given.difficulty is None else {"difficulty": given.difficulty}
@@ -179,7 +179,7 @@ class Dataset(SingleTurn):
     def _meta(self, given: Given) -> Mapping[str, Any]:
         """The row, whose images and clips are in the task's messages and need not be there
         twice."""
-        if not media_of(given.prompt):
+        if not list_media(given.prompt):
             return _plain(given.values)
         held = {self.reader.names.get(usual) for usual in COLUMNS}
         return _plain(
@@ -192,7 +192,7 @@ class Dataset(SingleTurn):
         return self.name if domain is None else str(domain)
 
     @cached_property
-    def _splits(self) -> Mapping[str, Part]:
+    def _splits(self) -> Mapping[str, SplitRows]:
         """Opened when tasks are first asked for: an instance that only plays attempts reads
         nothing."""
         config = self.config
@@ -202,14 +202,14 @@ class Dataset(SingleTurn):
             name: table for name, table in (("train", train), ("test", test)) if table is not None
         }
         if not config.scan:
-            return {name: Part(table, None) for name, table in tables.items()}
+            return {name: SplitRows(table, None) for name, table in tables.items()}
         if train is None:
             return {name: self._selected(table) for name, table in tables.items()}
         if test is None:
             kept, prompts, out = self._scanned(train)
             return {
                 "train": self._without(train, kept[~out], prompts[~out], prompts[out]),
-                "test": Part(train, kept[out]),
+                "test": SplitRows(train, kept[out]),
             }
         return self._apart(train, test)
 
@@ -227,10 +227,10 @@ class Dataset(SingleTurn):
             table = Shaped(table, known.shape)
         return Trees(table) if known is not None and known.trees else table
 
-    def _selected(self, table: Table) -> Part:
-        return Part(table, self._scanned(table)[0])
+    def _selected(self, table: Table) -> SplitRows:
+        return SplitRows(table, self._scanned(table)[0])
 
-    def _apart(self, train: Table, test: Table) -> Mapping[str, Part]:
+    def _apart(self, train: Table, test: Table) -> Mapping[str, SplitRows]:
         """Raises DataError for a prompt that is in both, unless those are to be left out of what
         trains."""
         held, asked, _ = self._scanned(test)
@@ -244,7 +244,7 @@ class Dataset(SingleTurn):
                 f"({train.where(one)}), so for {int(both.sum())} "
                 "rows there: remove them, or set overlap: drop"
             )
-        return {"train": self._without(train, kept, prompts, asked), "test": Part(test, held)}
+        return {"train": self._without(train, kept, prompts, asked), "test": SplitRows(test, held)}
 
     def _without(
         self,
@@ -252,7 +252,7 @@ class Dataset(SingleTurn):
         kept: NDArray[np.int64],
         prompts: NDArray[np.uint64],
         asked: NDArray[np.uint64],
-    ) -> Part:
+    ) -> SplitRows:
         """Rows with a prompt of the test split don't train: with other ids they may be on either
         side of one file."""
         both = np.isin(prompts, asked)
@@ -261,7 +261,7 @@ class Dataset(SingleTurn):
                 "%d rows for training have a prompt of the test split and are left out",
                 int(both.sum()),
             )
-        return Part(train, kept[~both])
+        return SplitRows(train, kept[~both])
 
     def _scanned(
         self, table: Table

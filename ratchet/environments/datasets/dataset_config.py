@@ -13,7 +13,7 @@ from ratchet.config.media_limits import FileLimits
 from ratchet.data.files import DataFile, expand
 from ratchet.data.formats.media_columns import COLUMNS as OF_MEDIA
 from ratchet.data.presets.datasets import Preset
-from ratchet.data.presets.lookup import preset_of
+from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.data.row_filters import KeepConfig
 from ratchet.environments.config import ALL_SOURCES, EnvironmentConfig, PreferencesConfig
 from ratchet.errors import ConfigError
@@ -161,7 +161,7 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def published(self) -> Preset | None:
-        return None if self.preset is None else preset_of(self.preset)
+        return None if self.preset is None else find_dataset_preset(self.preset)
 
     @property
     def names(self) -> Mapping[str, str]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.chat.messages import read_messages, read_tools
-from ratchet.data.formats.media_columns import COLUMNS, Placing, media_of, read_column
-from ratchet.data.jsonl import Row, kind_of
+from ratchet.data.formats.media_columns import COLUMNS, Placing, list_media, read_column
+from ratchet.data.jsonl import DataRow, describe_type
 from ratchet.data.row_filters import KeepConfig, fill, number_in, value_at
 from ratchet.environments.config import PreferencesConfig
 from ratchet.environments.datasets.dataset_config import OF_EITHER_RESPONSE, DatasetConfig
@@ -42,7 +42,7 @@ class Given:
     has: tuple[str, ...] = field(default=())
 
 
-class Reader:
+class DatasetRowReader:
     """Reads rows as a configuration, and the preset that it names, say."""
 
     def __init__(self, config: DatasetConfig) -> None:
@@ -72,16 +72,16 @@ class Reader:
             *config.keep,
         )
 
-    def keeps(self, row: Row, where: str) -> bool:
+    def keeps(self, row: DataRow, where: str) -> bool:
         return all(one.keeps(row.values, where) for one in self.keep)
 
-    def read(self, row: Row, where: str) -> Given:
+    def read(self, row: DataRow, where: str) -> Given:
         """Raises DataError for a row that lacks what it is declared to have, or says something that
         can't be used."""
         row_of = _RowOf(self, row, where)
         given = row_of.given()
         prompt = self.placing.place(given.prompt, row_of.media(), where)
-        if self.config.needs_media and not media_of(prompt):
+        if self.config.needs_media and not list_media(prompt):
             has = ", ".join(given.has)
             raise DataError(
                 f"{where}: no image and no clip; the row has {has}: name its column in `columns`: "
@@ -89,14 +89,14 @@ class Reader:
             )
         return replace(given, prompt=prompt)
 
-    def read_again(self, row: Row, where: str) -> Given:
+    def read_again(self, row: DataRow, where: str) -> Given:
         """Of a task's row, whose media are in its messages and nowhere else: what is said about
         answers to the prompt."""
         return _RowOf(self, row, where).given()
 
 
 class _RowOf:
-    def __init__(self, reader: Reader, row: Row, where: str) -> None:
+    def __init__(self, reader: DatasetRowReader, row: DataRow, where: str) -> None:
         self.reader, self.row, self.where = reader, row, where
         self.has = tuple(name for name, value in row.values.items() if value is not None)
 
@@ -169,7 +169,7 @@ class _RowOf:
             }
         if self.reader.template:
             values[names["prompt"]] = fill(self.reader.template, self.row.values, self.where)
-        entry = RowReader(names, "\n", media=True).read(Row(self.row.line, values), self.where)
+        entry = RowReader(names, "\n", media=True).read(DataRow(self.row.line, values), self.where)
         return self.with_system(entry.prompt), entry.about
 
     def ordered(self) -> tuple[str, str]:
@@ -225,7 +225,8 @@ class _RowOf:
             value = json.dumps(value)  # a bounding box
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(
-                f"{self.where}: column '{self.reader.names['answer']}' is {kind_of(value)}, must "
+                f"{self.where}: column '{self.reader.names['answer']}' is {describe_type(value)}, "
+                "must "
                 "be text or a number: "
                 "name one inside it with dots in `columns`"
             )
@@ -253,7 +254,8 @@ class _RowOf:
         value = self.get(usual)
         if value is not None and not isinstance(value, str):
             raise DataError(
-                f"{self.where}: column '{self.reader.names[usual]}' is {kind_of(value)}, must be a "
+                f"{self.where}: column '{self.reader.names[usual]}' is {describe_type(value)}, "
+                "must be a "
                 "string"
             )
         if value is not None and any("\ud800" <= c <= "\udfff" for c in value):

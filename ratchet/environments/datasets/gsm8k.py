@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ratchet.data.files import DataFile
-from ratchet.data.jsonl import Row
+from ratchet.data.jsonl import DataRow
 from ratchet.data.tables import read_rows
 from ratchet.environments.config import GSM8KConfig
 from ratchet.environments.single_turn import Rows, held_out
@@ -75,7 +75,7 @@ class GSM8K(Rows):
             test = [_example(self.config.test, row) for row in read_rows(self.config.test, columns)]
         return train, test
 
-    def _is_test(self, row: Row) -> bool:
+    def _is_test(self, row: DataRow) -> bool:
         if self.config.test:
             return False
         column = self.config.split_column
@@ -113,7 +113,7 @@ class GSM8K(Rows):
         )
 
 
-def _example(path: DataFile, row: Row) -> Example:
+def _example(path: DataFile, row: DataRow) -> Example:
     solution = row.values["answer"]
     _, mark, result = solution.rpartition("####")
     if not mark or read_number(result) is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
 from ratchet.data.formats.media_columns import read_content
-from ratchet.data.jsonl import TYPE_NAMES, Row
+from ratchet.data.jsonl import TYPE_NAMES, DataRow
 from ratchet.errors import DataError
 from ratchet.types import Comparison, Judged, Message, Role
 
@@ -27,7 +27,7 @@ SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PreferenceRow:
     """where: the file and the line, for errors. has: the columns that are not null."""
 
     where: str
@@ -47,7 +47,7 @@ class RowReader:
     # messages may have parts that are no text, which the caller puts at their places
     media: bool = False
 
-    def read(self, row: Row, where: str) -> Entry:
+    def read(self, row: DataRow, where: str) -> PreferenceRow:
         """Raises DataError for a row of no format, of two, or with a value that can't be used."""
         return _RowOf(self, where, row).entry()
 
@@ -55,13 +55,13 @@ class RowReader:
 class _RowOf:
     """The values of one row, by the columns' usual names; one that is null counts as absent."""
 
-    def __init__(self, reader: RowReader, where: str, row: Row) -> None:
+    def __init__(self, reader: RowReader, where: str, row: DataRow) -> None:
         self.reader, self.where, self.line = reader, where, row.line
         self.has = tuple(name for name, value in row.values.items() if value is not None)
         given = {usual: row.values.get(name) for usual, name in reader.names.items()}
         self.values = {usual: value for usual, value in given.items() if value is not None}
 
-    def entry(self) -> Entry:
+    def entry(self) -> PreferenceRow:
         formats = [
             names
             for names in (("chosen", "rejected"), ("completion",), ("completions",))
@@ -84,7 +84,7 @@ class _RowOf:
         prompt, about = {"chosen": self.pair, "completion": self.judged, "completions": self.steps}[
             formats[0][0]
         ]()
-        return Entry(self.where, self.line, prompt, about, self.has)
+        return PreferenceRow(self.where, self.line, prompt, about, self.has)
 
     # --- the formats
 

@@ -15,7 +15,12 @@ from typing import NoReturn
 from ratchet.data.files import DataFile
 from ratchet.data.tables import read_rows
 from ratchet.environments.config import PreferencesConfig
-from ratchet.environments.datasets.preference_rows import Entry, LabelledSteps, Messages, RowReader
+from ratchet.environments.datasets.preference_rows import (
+    LabelledSteps,
+    Messages,
+    PreferenceRow,
+    RowReader,
+)
 from ratchet.environments.single_turn import Rows, held_out
 from ratchet.errors import DataError
 from ratchet.types import Comparison, Judged, Message, Split, Task
@@ -76,7 +81,7 @@ class Preferences(Rows):
             "such rows"
         )
 
-    def _refuse(self, entry: Entry, column: str, wanted: str) -> NoReturn:
+    def _refuse(self, entry: PreferenceRow, column: str, wanted: str) -> NoReturn:
         has = ", ".join(entry.has)
         raise DataError(
             f"{entry.where}: no column '{self._names[column]}'; the row has {has}, but this "
@@ -104,11 +109,11 @@ class Preferences(Rows):
             "test": [self._task("test", e) for e in test],
         }
 
-    def _read(self, path: DataFile) -> list[Entry]:
+    def _read(self, path: DataFile) -> list[PreferenceRow]:
         reader = RowReader(self._names, self.config.separator)
         return [reader.read(row, f"{path}, {row.where}") for row in read_rows(path)]
 
-    def _refuse_overlap(self, train: list[Entry], test: list[Entry]) -> None:
+    def _refuse_overlap(self, train: list[PreferenceRow], test: list[PreferenceRow]) -> None:
         seen = {entry.prompt: entry.line for entry in train}
         shared = [entry for entry in test if entry.prompt in seen]
         if shared:
@@ -120,7 +125,7 @@ class Preferences(Rows):
                 "prompt in ten is held out"
             )
 
-    def _task(self, split: Split, entry: Entry) -> Task:
+    def _task(self, split: Split, entry: PreferenceRow) -> Task:
         return Task(
             id=f"{self.name}/{split}/{entry.line}",
             messages=entry.prompt,
@@ -130,10 +135,10 @@ class Preferences(Rows):
         )
 
 
-def _entry(task: Task) -> Entry:
-    return Entry(prompt=task.messages, **task.meta)
+def _entry(task: Task) -> PreferenceRow:
+    return PreferenceRow(prompt=task.messages, **task.meta)
 
 
-def _key(entry: Entry) -> str:
+def _key(entry: PreferenceRow) -> str:
     """The prompt as one text, from which rows that share a prompt fall into the same split."""
     return json.dumps([[message.role, message.content] for message in entry.prompt])

@@ -52,7 +52,7 @@ class Tool(Protocol):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
     text: str
     error: bool = False
 
@@ -99,7 +99,7 @@ class Toolbox:
             errors += answer.error
         return messages, errors
 
-    async def answer(self, call: ToolCall) -> Answer:
+    async def answer(self, call: ToolCall) -> ToolAnswer:
         """Raises RatchetError where the machinery failed."""
         try:
             tool = self._tools.get(call.name)
@@ -108,9 +108,9 @@ class Toolbox:
                     f"there is no tool '{call.name}'; there are {', '.join(self._tools)}"
                 )
             check_arguments(tool.parameters, call.arguments)
-            return Answer(self._cut(str(await self._called(tool, call.arguments))))
+            return ToolAnswer(self._cut(str(await self._called(tool, call.arguments))))
         except ToolError as error:
-            return Answer(self._cut(f"Error: {error}"), error=True)
+            return ToolAnswer(self._cut(f"Error: {error}"), error=True)
 
     async def _called(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
         try:

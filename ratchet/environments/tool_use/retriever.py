@@ -142,10 +142,10 @@ def read_passages(path: Path) -> list[Passage]:
 def embedder(name: str) -> Embed:
     """The function of an import path, or the mean of the hidden states of a model in a
     directory."""
-    return imported(name) if ":" in name else _of_model(name)
+    return imported(name) if ":" in name else _load_embedder(name)
 
 
-def _of_model(directory: str) -> Embed:
+def _load_embedder(directory: str) -> Embed:
     import torch
 
     from ratchet.data.chat.tokenizer_loading import load_tokenizer

@@ -19,7 +19,7 @@ from typing import Any
 
 from ratchet.config.resolve import construct
 from ratchet.data.files import DataFile
-from ratchet.data.jsonl import Row
+from ratchet.data.jsonl import DataRow
 from ratchet.data.tables import read_rows
 from ratchet.environments.single_turn import Rows, held_out
 from ratchet.environments.tool_use.terminal_config import TerminalConfig
@@ -105,7 +105,7 @@ class Terminal(Rows):
         ]
         return {"train": read, "test": test}
 
-    def _read(self, path: DataFile, row: Row) -> Task:
+    def _read(self, path: DataFile, row: DataRow) -> Task:
         where, meta = (
             f"{path}, {row.where}",
             {"goal": row.values["goal"], "check": row.values["check"]},
@@ -167,7 +167,7 @@ class Terminal(Rows):
     async def step(self, message: Message) -> Step:
         attempt = self._attempt
         assert attempt is not None, "step before reset"
-        commands = commands_of(message)
+        commands = extract_commands(message)
         answers: list[Message] = []
         for call, command in commands[: self.config.commands - attempt.used]:
             attempt.used += 1
@@ -218,7 +218,7 @@ class Terminal(Rows):
             await attempt.session.close()
 
 
-def commands_of(message: Message) -> list[tuple[str, str | None]]:
+def extract_commands(message: Message) -> list[tuple[str, str | None]]:
     """(id of the tool call, or "", and the command; None where the call is none of ours). The last
     block of a text counts."""
     if message.tool_calls:

@@ -35,7 +35,7 @@ class Thing(NamedTuple):
         return f"{self.colour} {self.shape}"
 
 
-class Asked(NamedTuple):
+class ShapeQuestion(NamedTuple):
     """answers: all that the question could have; the right one among them."""
 
     question: str
@@ -48,7 +48,9 @@ class Shapes(OneRightAnswer, Procedural):
 
     def __init__(self, config: ShapesConfig) -> None:
         self.config = config
-        self.questions: Mapping[str, Callable[[Sequence[Thing], random.Random], Asked | None]] = {
+        self.questions: Mapping[
+            str, Callable[[Sequence[Thing], random.Random], ShapeQuestion | None]
+        ] = {
             "count": self._count,
             "colour": self._colour,
             "shape": self._shape,
@@ -110,7 +112,7 @@ class Shapes(OneRightAnswer, Procedural):
 
     # --- questions
 
-    def _count(self, things: Sequence[Thing], rng: random.Random) -> Asked:
+    def _count(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion:
         colour, shape = (
             rng.choice((None, *self.config.colours)),
             rng.choice((None, *self.config.shapes)),
@@ -119,25 +121,25 @@ class Shapes(OneRightAnswer, Procedural):
             colour in (None, thing.colour) and shape in (None, thing.shape) for thing in things
         )
         what = f"{colour or ''} {f'{shape}s' if shape else 'things'}".strip()
-        return Asked(
+        return ShapeQuestion(
             f"How many {what} are there?",
             str(number),
             [str(n) for n in range(self.config.things[1] + 1)],
         )
 
-    def _colour(self, things: Sequence[Thing], rng: random.Random) -> Asked | None:
+    def _colour(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion | None:
         thing = _only(things, "shape", rng)
-        return thing and Asked(
+        return thing and ShapeQuestion(
             f"What colour is the {thing.shape}?", thing.colour, self.config.colours
         )
 
-    def _shape(self, things: Sequence[Thing], rng: random.Random) -> Asked | None:
+    def _shape(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion | None:
         thing = _only(things, "colour", rng)
-        return thing and Asked(
+        return thing and ShapeQuestion(
             f"What shape is the {thing.colour} thing?", thing.shape, self.config.shapes
         )
 
-    def _position(self, things: Sequence[Thing], rng: random.Random) -> Asked | None:
+    def _position(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion | None:
         """Which side of another thing one is on: of two that differ in name, in rows or in
         columns."""
         names = Counter(thing.name for thing in things)
@@ -156,7 +158,7 @@ class Shapes(OneRightAnswer, Procedural):
         asked = (
             f"Is the {one.name} {words[0]} or {words[1]}{' of' if across else ''} the {other.name}?"
         )
-        return Asked(asked, words[place > its], words)
+        return ShapeQuestion(asked, words[place > its], words)
 
 
 def _moved(rng: random.Random, room: int) -> tuple[int, int]:

@@ -16,14 +16,14 @@ from ratchet.protocols import Compares, Judges, Measures, OffersStops, OffersToo
 from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 
-def workers(config: WorkersConfig) -> Workers:
+def workers(config: WorkersConfig) -> WorkerEnvironment:
     """One that offers what the environment itself offers."""
     here = construct(config.of)
     bases = tuple(made for protocol, made in OFFERS.items() if isinstance(here, protocol))
-    return type(f"{type(here).__name__}InWorkers", (*bases, Workers), {})(config, here)
+    return type(f"{type(here).__name__}InWorkers", (*bases, WorkerEnvironment), {})(config, here)
 
 
-class Workers:
+class WorkerEnvironment:
     """Copies share the processes. An instance has its place in one of them from its first attempt
     until it is closed."""
 
@@ -70,38 +70,38 @@ class Workers:
         await self._pool.close(self._who)
 
 
-class _OffersTools(Workers):
+class _OffersTools(WorkerEnvironment):
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
         return self._said["tools"] if task == self._task else self.here.tools(task)
 
 
-class _OffersStops(Workers):
+class _OffersStops(WorkerEnvironment):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return self._said.get("stops", ())
 
 
-class _Measures(Workers):
+class _Measures(WorkerEnvironment):
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         return self.here.measure(groups)
 
 
-class _Compares(Workers):
+class _Compares(WorkerEnvironment):
     def comparison(self, task: Task) -> Comparison:
         return self.here.comparison(task)
 
 
-class _Judges(Workers):
+class _Judges(WorkerEnvironment):
     def judged(self, task: Task) -> Judged:
         return self.here.judged(task)
 
 
-class _Steps(Workers):
+class _Steps(WorkerEnvironment):
     def steps(self, task: Task) -> Sequence[tuple[str, float]]:
         return self.here.steps(task)
 
 
-OFFERS: Mapping[type, type[Workers]] = {
+OFFERS: Mapping[type, type[WorkerEnvironment]] = {
     OffersTools: _OffersTools,
     OffersStops: _OffersStops,
     Measures: _Measures,

@@ -308,13 +308,12 @@ class Scheduler:
         self.prefilled_tokens += len(tokens_T)
         tokens_T = F.pad(tokens_T, padding)
         positions_T = F.pad(self._upload(concatenate_ranges(lengths)), padding)
-        decoder = self._decoder(
-            np.repeat(np.array(adapters, dtype=object), lengths).tolist()
-            if self._with_adapter
-            else ()
-        )
-        return decoder(
-            tokens_T, positions_T, attend, row_multiple=self.limits.row_multiple, route=record
+        each_T: Sequence[str | None] = ()
+        if self._with_adapter:
+            each_T = np.repeat(np.array(adapters, dtype=object), lengths).tolist()
+        multiple = self.limits.row_multiple
+        return self._decoder(each_T)(
+            tokens_T, positions_T, attend, row_multiple=multiple, route=record
         )
 
     def _decoder(self, adapters: Sequence[str | None]) -> Decoder:
@@ -373,13 +372,8 @@ class Scheduler:
         decoder = self._decoder(
             [request.sampling.adapter for request in self.running] if self._with_adapter else ()
         )
-        hidden = decoder(
-            active.feed,
-            active.positions,
-            attend,
-            row_multiple=self.limits.row_multiple,
-            route=record,
-        )
+        multiple = self.limits.row_multiple
+        hidden = decoder(active.feed, active.positions, attend, row_multiple=multiple, route=record)
         if record is not None:
             at = attend.slots_N[: active.count], active.positions[: active.count]
             self.slots.routes_RCLK.index_put_(at, record.experts_TLK[: active.count])

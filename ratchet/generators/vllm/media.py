@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ratchet.config.media_limits import PILLOW_PIXELS, MediaLimits
-from ratchet.data.formats.media import image_of
+from ratchet.data.formats.media import decode_image
 from ratchet.errors import ConfigError, ModelError
 from ratchet.generators.request import GenerationRequest
 
@@ -59,7 +59,8 @@ def make_media_prompt(request: GenerationRequest, salt: str) -> dict[str, Any]:
     return {
         "multi_modal_data": {
             "image": [
-                image_of(medium.source, where="a prompt's image", limits=LIMITS) for medium in media
+                decode_image(medium.source, where="a prompt's image", limits=LIMITS)
+                for medium in media
             ]
         },
         "multi_modal_uuids": {"image": [f"{medium.key} {salt}" for medium in media]},

@@ -52,7 +52,7 @@ OUTCOMES: Mapping[type, str] = {
 }
 
 
-class Row(NamedTuple):
+class TrajectoryRow(NamedTuple):
     """One trajectory of the table. place: its index in the batch; None if it is not in the
     batch."""
 
@@ -85,14 +85,14 @@ def build_table(
     return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def _rows(groups: Sequence[Group], chosen: Sequence[int] | None) -> list[Row]:
+def _rows(groups: Sequence[Group], chosen: Sequence[int] | None) -> list[TrajectoryRow]:
     kept = range(len(groups)) if chosen is None else frozenset(chosen)
-    rows, place = list[Row](), 0
+    rows, place = list[TrajectoryRow](), 0
     for at, group in enumerate(groups):
         for number, trajectory in enumerate(group.trajectories):
             counts = trajectory.counts
             if at in kept:
-                rows.append(Row(at, group, number, trajectory, place if counts else None))
+                rows.append(TrajectoryRow(at, group, number, trajectory, place if counts else None))
             place += counts
     return rows
 
@@ -101,7 +101,7 @@ def _rows(groups: Sequence[Group], chosen: Sequence[int] | None) -> list[Row]:
 
 
 def _learned(
-    rows: Sequence[Row], batch: Batch, weights_T: NDArray[np.float64]
+    rows: Sequence[TrajectoryRow], batch: Batch, weights_T: NDArray[np.float64]
 ) -> dict[str, pa.Array]:
     there = [
         name
@@ -192,7 +192,7 @@ def _means(sums: pa.Array, counts: pa.Array) -> pa.Array:
 
 
 def _scalars(
-    step: int, stage: str, rows: Sequence[Row], entries: Mapping[str, pa.Array]
+    step: int, stage: str, rows: Sequence[TrajectoryRow], entries: Mapping[str, pa.Array]
 ) -> dict[str, pa.Array]:
     ours = [row.trajectory for row in rows]
     outcomes = [t.outcome for t in ours]
@@ -228,7 +228,7 @@ def _scalars(
     } | _group_columns(rows)
 
 
-def _group_columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
+def _group_columns(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
     """Return the columns that all rows of a group share, computed once for each group."""
     groups = {row.group_index: row.group for row in rows}
     places = {at: place for place, at in enumerate(groups)}
@@ -272,7 +272,7 @@ def _failure(outcome: Outcome | None) -> str | None:
     return outcome.reason if isinstance(outcome, Cancelled) else None
 
 
-def _sampled(rows: Sequence[Row], batch: Batch) -> dict[str, pa.Array]:
+def _sampled(rows: Sequence[TrajectoryRow], batch: Batch) -> dict[str, pa.Array]:
     ours = [row.trajectory for row in rows]
     lengths_R, none = np.asarray([len(t) for t in ours], np.int32), np.zeros(len(ours), np.bool_)
     laid = {name: _joined(getattr(t, name) for t in ours) for name in ("owner", "trainable")}
@@ -321,7 +321,7 @@ def _some(columns: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.Array
 # --- the words
 
 
-def _details(rows: Sequence[Row]) -> dict[str, pa.Array]:
+def _details(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
     ours = [row.trajectory for row in rows]
     return {
         "reward_parts": _maps([t.reward_parts for t in ours]),

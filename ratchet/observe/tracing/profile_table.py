@@ -11,7 +11,7 @@ GENERATES = "sample"
 
 
 @dataclass
-class Work:
+class PhaseWork:
     """The work of one phase over all profiled steps. rows: passed through the model's embedding.
     tokens: requested of the model, 0 where they are not counted. flop: of matrix products."""
 
@@ -41,7 +41,7 @@ class Profile:
     first: int
     steps: int
     asked: int
-    phases: Mapping[str, Work]
+    phases: Mapping[str, PhaseWork]
     generated: float
     wall_s: float
     apart_s: float

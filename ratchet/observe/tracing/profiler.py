@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ratchet.kernels.cpu import STEP
 from ratchet.observe.matmul_rate import Gemm, gemm_rate
-from ratchet.observe.tracing.profile_table import OTHER, Profile, Work
+from ratchet.observe.tracing.profile_table import OTHER, PhaseWork, Profile
 from ratchet.observe.write_files import replace_text
 
 WARM_UP = 3  # steps in which caches, pools and the allocator get the size that they keep
@@ -94,7 +94,7 @@ class Profiler:
         self.profile: Profile | None = None  # what was found
         self._before: list[float] = []  # seconds of the steps of the warm-up
         self._torch: profile | None = None
-        self._phases: dict[str, Work] = {}
+        self._phases: dict[str, PhaseWork] = {}
         self._wall_s = self._busy_s = self._apart_s = self._apart_busy_s = self._generated = 0.0
         self._step_from = self._step_busy_from = self._step_apart_s = 0.0
 
@@ -134,7 +134,7 @@ class Profiler:
                 self._apart_s += seconds
                 self._apart_busy_s += time.process_time() - busy
             return
-        work = self._phases.setdefault(name, Work())
+        work = self._phases.setdefault(name, PhaseWork())
         work.seconds += seconds
         work.tokens += self.subject.asked() - asked
 
@@ -181,7 +181,7 @@ class Profiler:
         subject, wall = self.subject, self._wall_s - self._apart_s
         phases = {
             **self._phases,
-            OTHER: Work(wall - sum(work.seconds for work in self._phases.values())),
+            OTHER: PhaseWork(wall - sum(work.seconds for work in self._phases.values())),
         }
         count_work(events, phases, vocab_size=subject.vocab_size)
         if subject.device.type == "cuda":
@@ -206,7 +206,7 @@ class Profiler:
             gemm=self._gemm_rates(phases),
         )
 
-    def _gemm_rates(self, phases: Mapping[str, Work]) -> list[tuple[str, float]]:
+    def _gemm_rates(self, phases: Mapping[str, PhaseWork]) -> list[tuple[str, float]]:
         """Return the rates of a large product and of the model's largest layer with the usual
         number of rows."""
         subject = self.subject
@@ -247,7 +247,9 @@ def read_events(torch_profile: profile) -> list[TraceEvent]:
     return events
 
 
-def count_work(events: Sequence[TraceEvent], phases: dict[str, Work], *, vocab_size: int) -> None:
+def count_work(
+    events: Sequence[TraceEvent], phases: dict[str, PhaseWork], *, vocab_size: int
+) -> None:
     """Add the operations of each phase's ranges to its work, whatever thread they ran in.
 
     Operations outside phases go to OTHER, except those apart. A row counts where it enters an

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.formats.media import check
-from ratchet.data.formats.media_columns import media_of
+from ratchet.data.formats.media_columns import list_media
 from ratchet.errors import DataError
 from ratchet.rewards.answers.final_answer import marked_answer
 from ratchet.rewards.answers.numeric import last_match
@@ -133,7 +133,7 @@ class BoundingBox(FinalAnswer):
             and min(width, height) > 0
         ):
             return float(width), float(height)
-        image = next((part for part in media_of(task.messages) if part.type == "image"), None)
+        image = next((part for part in list_media(task.messages) if part.type == "image"), None)
         size = None if image is None else check(image, where=task.where, limits=MediaLimits())
         if size is None:
             raise DataError(

@@ -31,7 +31,7 @@ class IFEval(AnswerReward):
         """1 or 0; with credit "share" a part for each instruction, which sum to the share that is
         followed."""
         readings = loosely_read(text) if self.config.loose else [text]
-        ids, arguments = instructions_of(task)
+        ids, arguments = list_instructions(task)
         followed = [
             any(follows(reading, one, given) for reading in readings)
             for one, given in zip(ids, arguments, strict=True)
@@ -51,7 +51,7 @@ def loosely_read(text: str) -> list[str]:
     return [reading for cut in (text, *cuts) for reading in (cut, cut.replace("*", ""))]
 
 
-def instructions_of(task: Task) -> tuple[Sequence[str], Sequence[Mapping[str, Any]]]:
+def list_instructions(task: Task) -> tuple[Sequence[str], Sequence[Mapping[str, Any]]]:
     """Raises DataError where the task has none, or not as many arguments as instructions."""
     row = task.meta if "instruction_id_list" in task.meta else _row(task.answer)
     ids, arguments = row.get("instruction_id_list"), row.get("kwargs")

@@ -38,7 +38,7 @@ def compared(count: int, relation: str, threshold: int) -> bool:
     raise DataError(f"the relation '{relation}' is neither 'less than' nor 'at least'")
 
 
-def language_of(text: str) -> str | None:
+def detect_language(text: str) -> str | None:
     """ISO 639-1 code, as langdetect gives it; None where it can't tell."""
     from langdetect import DetectorFactory, LangDetectException, detect
 
@@ -102,16 +102,16 @@ def _occurrences(keyword: str, text: str) -> int:
 
 
 def response_language(text: str, language: str) -> bool:
-    found = language_of(text)
+    found = detect_language(text)
     return found is not None and language in (found, found.partition("-")[0])  # zh-cn is zh
 
 
 def english_capital(text: str) -> bool:
-    return text.isupper() and language_of(text) == "en"
+    return text.isupper() and detect_language(text) == "en"
 
 
 def english_lowercase(text: str) -> bool:
-    return text.islower() and language_of(text) == "en"
+    return text.islower() and detect_language(text) == "en"
 
 
 def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:

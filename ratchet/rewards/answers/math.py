@@ -19,7 +19,7 @@ from ratchet.rewards.answers.final_answer import (
 from ratchet.rewards.answers.numeric import NUMBER, last_match, whole_number
 from ratchet.rewards.base import FinalAnswer
 from ratchet.rewards.config import MathConfig
-from ratchet.rewards.process_pool.pool import OutOfTime, Workers
+from ratchet.rewards.process_pool.pool import OutOfTime, RewardWorkers
 from ratchet.types import Task
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Math(FinalAnswer):
         if config.symbolic == "never":
             return
         if find_spec(PACKAGE) is not None:
-            self._workers = Workers(
+            self._workers = RewardWorkers(
                 "ratchet.rewards.answers.math_worker:equal", cpu_s=config.timeout_s
             )
         elif config.symbolic == "required":

@@ -7,7 +7,7 @@ from collections.abc import Awaitable
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
 from ratchet.rewards.config import RegexConfig
-from ratchet.rewards.process_pool.pool import OutOfTime, Workers
+from ratchet.rewards.process_pool.pool import OutOfTime, RewardWorkers
 from ratchet.types import Task
 
 
@@ -20,7 +20,7 @@ class Regex(AnswerReward):
 
     def __init__(self, config: RegexConfig) -> None:
         self.config = config
-        self._workers = Workers(
+        self._workers = RewardWorkers(
             "ratchet.rewards.answers.regex_worker:match", cpu_s=config.timeout_s
         )
 

@@ -15,7 +15,7 @@ NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
 MAX_NUMBER_BYTES = 64
 
 
-def program_of(text: str, blocks: Blocks, *, require_block: bool) -> str | None:
+def extract_program(text: str, blocks: Blocks, *, require_block: bool) -> str | None:
     """The fenced blocks that are marked as Python, else those without a mark: the last, the first,
     or all joined. Without any the whole text, or None where a block is required. A block that is
     never closed ends with the text."""

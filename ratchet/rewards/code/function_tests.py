@@ -40,7 +40,7 @@ class FunctionTask:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CodeVerdict:
     """How the tests of a function ended.
 
     Args:
@@ -119,7 +119,7 @@ class FunctionJudge:
         self._plans: OrderedDict[FunctionTask, asyncio.Future[Plan]] = OrderedDict()
         self._endless: set[str] = set()
 
-    async def judge(self, text: str, task: FunctionTask) -> Verdict:
+    async def judge(self, text: str, task: FunctionTask) -> CodeVerdict:
         """Raises DataError where the tests are broken whatever the program, SandboxError where the
         sandbox is."""
         plan = await self._plan(task)
@@ -132,7 +132,7 @@ class FunctionJudge:
             answers = answers[:sure] + _lines(result)[sure : len(calls)]
             found = await self._try(task, calls, answers)
             if found is None:  # plain values that take the tests for ever, or all the memory
-                return Verdict("limit")
+                return CodeVerdict("limit")
             if found["end"] == "unknown":
                 # The call after the sure ones follows from their answers, and was answered. Not
                 # asked again, it was drawn.
@@ -145,17 +145,17 @@ class FunctionJudge:
                 following += sum(AWAITING in call for call in calls[sure : found["sure"]])
                 calls, sure = found["calls"], found["sure"]
                 if programs.is_over:
-                    return Verdict("limit")
+                    return CodeVerdict("limit")
                 if following > MAX_FOLLOWING:
                     break
                 continue
             end = found["end"]
             if end == "lost":
                 end = "limit" if result.reason in LIMITED else "crashed"
-            return Verdict(end, found["held"], found["broken"], found["call"])
+            return CodeVerdict(end, found["held"], found["broken"], found["call"])
         return self._endless_calls(task, plan)
 
-    def _endless_calls(self, task: FunctionTask, plan: Plan) -> Verdict:
+    def _endless_calls(self, task: FunctionTask, plan: Plan) -> CodeVerdict:
         """Return the verdict on a program whose answers led to ever more calls.
 
         Raises DataError where the tests make as many by themselves. Elsewhere it is the program
@@ -176,7 +176,7 @@ class FunctionJudge:
                 task.label,
                 limit,
             )
-        return Verdict("limit")
+        return CodeVerdict("limit")
 
     async def explain(self, text: str, task: FunctionTask, call: str) -> Explained:
         """Run the program on `call` alone: the one process that holds it never holds a test."""
@@ -226,7 +226,7 @@ class FunctionJudge:
     async def _try(
         self, task: FunctionTask, calls: list[str], answers: list[str]
     ) -> dict[str, Any] | None:
-        """What `Judge.run` says; None where the tests did not come to an end."""
+        """What `RubricJudge.run` says; None where the tests did not come to an end."""
         request = {
             **_program_columns(task),
             "test": task.test,

@@ -8,7 +8,7 @@ from typing import Any
 from ratchet.config.resolve import construct
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
-from ratchet.rewards.code.extract_program import program_of, right_output
+from ratchet.rewards.code.extract_program import extract_program, right_output
 from ratchet.rewards.code.function_tests import LIMITED, FunctionJudge, FunctionTask
 from ratchet.rewards.config import CodeConfig
 from ratchet.rewards.deadline import Programs
@@ -48,7 +48,7 @@ class Code(AnswerReward):
         tests or broken ones, SandboxError where the sandbox failed."""
         row = given_tests(task)
         tests = row if isinstance(row, FunctionTask) else io_tests(row["tests"], task.id)
-        program = program_of(text, self.config.blocks, require_block=self.config.require_block)
+        program = extract_program(text, self.config.blocks, require_block=self.config.require_block)
         if program is None:
             return self._scored({"wrong": 1}, 1)
         if isinstance(tests, FunctionTask):

@@ -45,10 +45,10 @@ FEWEST_AWAITING = 16  # calls made of answers that are awaited, looked ahead in 
 
 def tests() -> NoReturn:
     """Reads {"prompt", "entry_point", "test", "calls", "answers", "share"}; writes how the tests
-    ended, see `Judge.run`."""
+    ended, see `RubricJudge.run`."""
     channel = take_stdout()
     request = json.load(sys.stdin.buffer)
-    send(channel, json.dumps(Judge(**request).run()))
+    send(channel, json.dumps(AssertionJudge(**request).run()))
     os._exit(0)
 
 
@@ -89,7 +89,7 @@ class CountAsserts(ast.NodeTransformer):
         return ast.copy_location(wrapped, node)
 
 
-class Judge:
+class AssertionJudge:
     """calls: those that the program was asked, as text. answers: to the first of them; where they
     are fewer, the program ended before it gave the next. share: go on after an assertion that
     breaks."""

@@ -27,7 +27,7 @@ VERDICT = re.compile(
 TIES = ("tie", "c")
 
 
-class Judge(PerTrajectory):
+class RubricJudge(PerTrajectory):
     """A score by a rubric, from 0 (the low end of the scale) to 1."""
 
     name = "judge"

@@ -37,12 +37,12 @@ class OutOfTime(RatchetError):
     """The call took more processor time than it may."""
 
 
-class WorkerError(RatchetError):
+class PoolWorkerError(RatchetError):
     """The function raised, or its process died twice; the message holds the traceback or says
     how."""
 
 
-class Workers:
+class RewardWorkers:
     """Calls `function` ("module:name"; JSON in, JSON out) in at most `size` processes, started when
     they are needed.
 
@@ -80,11 +80,13 @@ class Workers:
                         f"{self.function} took more than {self.cpu_s:g} s of processor time"
                     ) from None
                 if last:
-                    raise WorkerError(f"the process of {self.function} died ({death})") from None
+                    raise PoolWorkerError(
+                        f"the process of {self.function} died ({death})"
+                    ) from None
                 continue
             self._give_back(worker)
             if "error" in answer:
-                raise WorkerError(f"{self.function} raised:\n{answer['error']}")
+                raise PoolWorkerError(f"{self.function} raised:\n{answer['error']}")
             return answer["value"]
         raise AssertionError("unreachable")
 
@@ -129,7 +131,7 @@ class _Worker:
             self._receive(START_S)
         except _Died as death:
             self.kill()
-            raise WorkerError(f"the process of {function} did not start ({death})") from None
+            raise PoolWorkerError(f"the process of {function} did not start ({death})") from None
 
     def ask(self, request: str) -> dict[str, Any]:
         """Raises _Died."""

@@ -24,7 +24,7 @@ from ratchet.cli.main import main
 from ratchet.commands.convert import command as tool
 from ratchet.commands.convert import verify as sample_logits
 from ratchet.commands.convert.command import convert
-from ratchet.commands.convert.formats import FORMS, form_of
+from ratchet.commands.convert.formats import FORMS, detect_form
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import init_policy
 from ratchet.protocols import Shard
@@ -62,7 +62,7 @@ def test_every_direction(written, tmp_path, before, after):
     heard = run(tmp_path / "before", tmp_path / "after", after)
     assert "compared: all 77 weights have the checksums of the source" in heard
     assert "logits of 16 tokens, vocabulary 50: max difference" in heard
-    assert form_of(tmp_path / "after") == after
+    assert detect_form(tmp_path / "after") == after
     run(tmp_path / "after", tmp_path / "back", "hf", file_bytes=10**9)
     assert_same_model(tmp_path / "back", original)
     assert {path.name for path in tmp_path.iterdir()} == {"before", "after", "back"}, (

@@ -14,8 +14,8 @@ from models.convert.conftest import written as written
 from ratchet.commands.convert.dcp import write_chunks, write_index
 from ratchet.commands.convert.megatron_format import (
     MegatronFiles,
+    find_spot,
     spellings,
-    spot_of,
     written_spots,
 )
 from ratchet.errors import CheckpointError
@@ -64,7 +64,7 @@ def _assert_read(files, original):
 def test_stacked_experts_and_norms_by_the_names_of_transformer_engine(written, tmp_path):
     dimensions = _dimensions(written("mixtral"))
     spots = [
-        (spot_of(spellings(name)[-1], dimensions, stacked=True), tensor)
+        (find_spot(spellings(name)[-1], dimensions, stacked=True), tensor)
         for name, tensor in _filled(written("mixtral"), dimensions).items()
     ]
     _save(
@@ -91,7 +91,7 @@ def test_a_padded_vocabulary_loses_its_padding(written, tmp_path):
         own[name] = torch.cat([own[name], torch.full((14, 32), 9.0)])
     _save(
         tmp_path / "made",
-        [_chunk(spot_of(name, dimensions, stacked=True), tensor) for name, tensor in own.items()],
+        [_chunk(find_spot(name, dimensions, stacked=True), tensor) for name, tensor in own.items()],
     )
     _assert_read(MegatronFiles(tmp_path / "made", dimensions), written("llama"))
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_another_model_is_refused(written, tmp_path):
     own = _filled(written("llama"), dimensions)
     _save(
         tmp_path / "made",
-        [_chunk(spot_of(name, dimensions, stacked=True), tensor) for name, tensor in own.items()],
+        [_chunk(find_spot(name, dimensions, stacked=True), tensor) for name, tensor in own.items()],
     )
     with pytest.raises(
         CheckpointError, match=r"lacks 'decoder.layers.0.self_attention.q_layernorm.weight'"

@@ -9,8 +9,8 @@ import pytest
 
 from ratchet.commands.migrate.command import account, recipe_text
 from ratchet.commands.migrate.importer import PEERS, Imported, Item, convert, read_config
-from ratchet.commands.migrate.read_config import Source
-from ratchet.commands.migrate.table import Config
+from ratchet.commands.migrate.read_config import FlatConfig
+from ratchet.commands.migrate.table import PeerConfig
 from ratchet.commands.migrate.used_keys import Looked, Unseen
 from ratchet.config.loader import load_config
 
@@ -24,7 +24,7 @@ def item(result: Imported, key: str) -> Item:
 
 
 def from_keys(peer: str, method: str, values: dict[str, Any]) -> Imported:
-    return convert(PEERS[peer], method, Source(values))
+    return convert(PEERS[peer], method, FlatConfig(values))
 
 
 def verl(values: dict[str, Any]) -> Imported:
@@ -393,7 +393,7 @@ def test_a_hidden_value_sees_every_use(use: Any) -> None:
 
 
 def test_configuration_keeps_what_is_asked_for() -> None:
-    config = Config({"a": None, "b": 2.0}, {"a": 1, "c": 3})
+    config = PeerConfig({"a": None, "b": 2.0}, {"a": 1, "c": 3})
     assert (config["a"], config.whole("b"), config["c"], config["d"]) == (None, 2, 3, None)
     assert config.looked_up == {"a", "b", "c", "d"}
 

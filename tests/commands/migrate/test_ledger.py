@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ratchet.commands.migrate.importer import PEERS, Imported, convert
-from ratchet.commands.migrate.read_config import Source
-from ratchet.commands.migrate.table import Row
+from ratchet.commands.migrate.read_config import FlatConfig
+from ratchet.commands.migrate.table import KeyRow
 from tests.commands.migrate.facts import KEYS, flat
 from tests.commands.migrate.profiles import EXEMPT, PROFILES
 
@@ -26,9 +26,9 @@ class Case:
     values: dict[str, Any]
 
     def result(self, **changed: Any) -> Imported:
-        return convert(PEERS[self.peer], self.method, Source({**self.values, **changed}))
+        return convert(PEERS[self.peer], self.method, FlatConfig({**self.values, **changed}))
 
-    def row(self, key: str) -> Row | None:
+    def row(self, key: str) -> KeyRow | None:
         return PEERS[self.peer].methods[self.method].row(key)
 
     def converting(self) -> Case:

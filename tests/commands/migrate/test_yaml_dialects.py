@@ -14,7 +14,7 @@ from ratchet.cli.main import app
 from ratchet.commands.migrate.hydra_overrides import Script
 from ratchet.commands.migrate.importer import read_config
 from ratchet.commands.migrate.read_config import read_source
-from ratchet.commands.migrate.yaml_dialects import MAX_BYTES, Dialect, Reader
+from ratchet.commands.migrate.yaml_dialects import MAX_BYTES, ConfigReader, Dialect
 from ratchet.errors import ConfigError
 
 BOTH = {
@@ -63,7 +63,7 @@ def test_scalars_are_those_of_the_peers_loader(
     """Expected values are those of omegaconf 2.3.1 and PyYAML 6.0.3 (SafeLoader)."""
     path = tmp_path / "a.yaml"
     path.write_text(f"key: {text}\n")
-    read = Reader(dialect).yaml(path)["key"]
+    read = ConfigReader(dialect).yaml(path)["key"]
     assert read == value
     assert type(read) is type(value)
 

@@ -15,11 +15,11 @@ from ratchet.commands.plan.command import (
     COPY,
     Device,
     Load,
-    Memory,
+    MemoryPlan,
     StagePlan,
     plan_stage,
+    read_shape,
     run_peak,
-    shape_of,
 )
 from ratchet.commands.plan.probe import Probe, Probed, probe
 from ratchet.config.loader import load_config
@@ -51,13 +51,13 @@ def recipe(path: Path, text: str = RECIPE) -> Path:
 
 def planned(path: Path, *overrides: str, device: Device = CPU):
     config = freeze(load_config(recipe(path), list(overrides)))
-    return plan_stage(config, 0, DecoderCost(shape_of(config)), device)
+    return plan_stage(config, 0, DecoderCost(read_shape(config)), device)
 
 
 def test_load_and_memory_by_hand(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     config = load_config(tmp_path / "recipe.yaml", [])
-    cost = DecoderCost(shape_of(config))
+    cost = DecoderCost(read_shape(config))
     assert (plan.load.rows, plan.load.attempts) == (8, 8)
     assert plan.load.length == plan.load.prompt + 4
     held = plan.memory.held
@@ -87,7 +87,7 @@ def test_more_models_take_more(tmp_path: Path, override: str, part: str, factor:
     plan = planned(tmp_path, override)
     assert (
         plan.memory.held[part]
-        == factor * DecoderCost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
+        == factor * DecoderCost(read_shape(load_config(tmp_path / "recipe.yaml", []))).parameters
     )
 
 
@@ -104,9 +104,9 @@ def test_workers_have_gradients_of_their_own(tmp_path: Path) -> None:
 
 
 def test_what_is_used_by_turns_is_not_added() -> None:
-    memory = Memory({"a": 1}, {"x": {"b": 5}, "y": {"c": 3}})
+    memory = MemoryPlan({"a": 1}, {"x": {"b": 5}, "y": {"c": 3}})
     assert memory.peak == 9
-    assert Memory(memory.held, memory.phases, by_turns=True).peak == 6
+    assert MemoryPlan(memory.held, memory.phases, by_turns=True).peak == 6
 
 
 @pytest.mark.parametrize(
@@ -133,14 +133,14 @@ def test_checkpoints_that_are_written_beside_the_training_take_a_copy(tmp_path: 
     assert COPY not in plain.memory.held
     assert (
         beside.memory.held[COPY]
-        == 12 * DecoderCost(shape_of(load_config(tmp_path / "recipe.yaml", []))).parameters
+        == 12 * DecoderCost(read_shape(load_config(tmp_path / "recipe.yaml", []))).parameters
     )
     assert COPY not in planned(tmp_path, "checkpoint={background: true, every: 0}").memory.held
 
 
 def test_what_a_short_run_did_not_see_is_added_by_hand() -> None:
     def stage(recorded: int, held: dict[str, int]) -> StagePlan:
-        return StagePlan("s", 100, LOAD, Memory({"process": 1000, **held}, {}), {}, recorded)
+        return StagePlan("s", 100, LOAD, MemoryPlan({"process": 1000, **held}, {}), {}, recorded)
 
     def probed(tables: float, recorded: int) -> Probed:
         return Probed(recorded, {}, 0.0, tables, recorded)

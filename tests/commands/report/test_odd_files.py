@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.commands.report.metrics import MOST_LINE
-from ratchet.commands.report.server import Runs
+from ratchet.commands.report.server import RunReaders
 
 HERE = os.uname().nodename
 CONTENTS = [
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def answered(run: Path) -> None:
-    runs = Runs(run.parent)
+    runs = RunReaders(run.parent)
     listed = json.loads(runs.listed({})[1])
     assert set(listed) == {"x", "y"}
     assert runs.run({"run": "x"})[1]
@@ -90,7 +90,7 @@ def test_steps_and_lines_beyond_all_bounds_are_damaged(run: Path) -> None:
     ]
     (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "a": 1}', ""]))
     answered(run)
-    assert list(Runs(run.parent)["x"].metrics.part().columns["step"]) == [3]
+    assert list(RunReaders(run.parent)["x"].metrics.part().columns["step"]) == [3]
 
 
 @pytest.mark.fault("S20")
@@ -109,6 +109,6 @@ def test_directories_that_are_odd_hide_no_run(run: Path, monkeypatch: pytest.Mon
         return iterdir(path)
 
     monkeypatch.setattr(Path, "iterdir", guarded)
-    runs = Runs(root)
+    runs = RunReaders(root)
     assert set(json.loads(runs.listed({})[1])) == {"x", "y", "z\\udcff"}
     assert runs.run({"run": "z\\udcff"})[1]

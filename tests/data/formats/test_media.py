@@ -21,13 +21,13 @@ from scipy.signal import resample
 
 from ratchet.data.formats.media import (
     MediaLimits,
-    audio_of,
+    decode_audio,
+    decode_image,
+    decode_video,
     embed,
     embedded,
     fetch,
-    image_of,
     shown,
-    video_of,
 )
 from ratchet.errors import DataError
 
@@ -194,7 +194,7 @@ def test_errors_do_not_hold_the_file_itself() -> None:
 @pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "PPM", "GIF", "JPEG", "WEBP"])
 def test_an_image_of_every_form_is_rgb(form: str) -> None:
     image = Image.new("RGB", (20, 10), (250, 0, 5))
-    read = image_of(encoded(image, form), where=WHERE, limits=LIMITS)
+    read = decode_image(encoded(image, form), where=WHERE, limits=LIMITS)
     assert (read.mode, read.size) == ("RGB", (20, 10))
     assert np.abs(np.asarray(read).astype(int) - np.asarray(image)).max() <= 6  # JPEG
 
@@ -204,7 +204,7 @@ def test_an_embedded_image_is_the_same_pixels_and_always_the_same_bytes() -> Non
     assert part == embed(noise())
     assert part.type == "image"
     assert part.value.startswith("data:image/png;base64,")
-    read = image_of(fetch(part.value, where=WHERE, limits=LIMITS), where=WHERE, limits=LIMITS)
+    read = decode_image(fetch(part.value, where=WHERE, limits=LIMITS), where=WHERE, limits=LIMITS)
     assert (np.asarray(read) == np.asarray(noise())).all()
     assert embedded("image", encoded(noise(), "WEBP")).value.startswith("data:image/webp;base64,")
     assert embedded("audio", wav(b"\0\0")).value.startswith("data:audio/wav;base64,")
@@ -213,13 +213,13 @@ def test_an_embedded_image_is_the_same_pixels_and_always_the_same_bytes() -> Non
 def test_transparent_lies_on_white_and_sixteen_bits_keep_their_upper_half() -> None:
     clear = Image.new("RGBA", (2, 1), (10, 20, 30, 255))
     clear.putpixel((1, 0), (10, 20, 30, 0))
-    read = image_of(encoded(clear), where=WHERE, limits=LIMITS)
+    read = decode_image(encoded(clear), where=WHERE, limits=LIMITS)
     assert [read.getpixel((x, 0)) for x in (0, 1)] == [(10, 20, 30), (255, 255, 255)]
     deep = Image.fromarray(np.array([[0, 256 * 77, 65535]], np.uint16))
-    read = image_of(encoded(deep), where=WHERE, limits=LIMITS)
+    read = decode_image(encoded(deep), where=WHERE, limits=LIMITS)
     assert [read.getpixel((x, 0)) for x in range(3)] == [(0,) * 3, (77,) * 3, (255,) * 3]
     with pytest.raises(DataError, match="32 bits"):
-        image_of(
+        decode_image(
             encoded(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF"),
             where=WHERE,
             limits=LIMITS,
@@ -229,7 +229,9 @@ def test_transparent_lies_on_white_and_sixteen_bits_keep_their_upper_half() -> N
 def test_a_photograph_is_turned_as_the_camera_was_held() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by a quarter
-    assert image_of(encoded(noise(32, 24), "JPEG", exif=exif), where=WHERE, limits=LIMITS).size == (
+    assert decode_image(
+        encoded(noise(32, 24), "JPEG", exif=exif), where=WHERE, limits=LIMITS
+    ).size == (
         24,
         32,
     )
@@ -245,7 +247,7 @@ def test_a_file_that_is_cut_off_anywhere_is_an_error_or_whole(form: str) -> None
             DataError,
             match=rf"^{place}: (the file is empty|is no whole image|the image is damaged)",
         ):
-            image_of(whole[:end], where=place, limits=LIMITS)
+            decode_image(whole[:end], where=place, limits=LIMITS)
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
@@ -256,7 +258,7 @@ def test_changed_bytes_never_raise_anything_but_a_data_error(form: str) -> None:
         for _ in range(rng.randint(1, 8)):
             changed[rng.randrange(min(len(changed), 200))] = rng.randrange(256)
         with suppress(DataError):
-            assert image_of(bytes(changed), where=WHERE, limits=LIMITS).mode == "RGB"
+            assert decode_image(bytes(changed), where=WHERE, limits=LIMITS).mode == "RGB"
 
 
 @pytest.mark.fault("D13")
@@ -265,7 +267,7 @@ def test_what_is_empty_or_no_image_is_an_error() -> None:
         DataError,
         match=r"^rows.jsonl, line 3: a\.png: the file is empty: copy it again, or drop the row",
     ):
-        image_of(b"", where=f"{WHERE}: a.png", limits=LIMITS)
+        decode_image(b"", where=f"{WHERE}: a.png", limits=LIMITS)
     for other in (
         b"hello",
         b"%PDF-1.7 ...",
@@ -275,7 +277,7 @@ def test_what_is_empty_or_no_image_is_an_error() -> None:
         with pytest.raises(
             DataError, match="is no whole image of a form that is read: give PNG, JPEG"
         ):
-            image_of(other, where=WHERE, limits=LIMITS)
+            decode_image(other, where=WHERE, limits=LIMITS)
 
 
 @pytest.mark.fault("D14")
@@ -283,9 +285,9 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(
         DataError, match=r"is 20000 x 4 pixels, 8192 at most on a side.*raise max_side"
     ):
-        image_of(encoded(Image.new("1", (20_000, 4))), where=WHERE, limits=LIMITS)
+        decode_image(encoded(Image.new("1", (20_000, 4))), where=WHERE, limits=LIMITS)
     wide = MediaLimits(max_side=30_000)
-    assert image_of(encoded(Image.new("1", (20_000, 4))), where=WHERE, limits=wide).size == (
+    assert decode_image(encoded(Image.new("1", (20_000, 4))), where=WHERE, limits=wide).size == (
         20_000,
         4,
     )
@@ -293,12 +295,12 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
         DataError,
         match=r"declares 8000 x 8001 = 64008000 pixels, 64000000 at most.*raise max_pixels",
     ):
-        image_of(png_that_declares(8000, 8001), where=WHERE, limits=LIMITS)
+        decode_image(png_that_declares(8000, 8001), where=WHERE, limits=LIMITS)
     # Beyond its first limit Pillow only warns, and decodes; beyond its second it raises an error of
     # its own.
     for side in (10_000, 14_000, 30_000):
         with pytest.raises(DataError, match=r"pixels"):
-            image_of(png_that_declares(side, side), where=WHERE, limits=wide)
+            decode_image(png_that_declares(side, side), where=WHERE, limits=wide)
 
 
 # --- videos
@@ -313,17 +315,17 @@ def test_the_frames_of_an_animation_in_order(form: str) -> None:
     first, *rest = frames(4)
     options = {"lossless": True} if form == "WEBP" else {}
     source = encoded(first, form, save_all=True, append_images=rest, **options)
-    assert [frame.getpixel((0, 0)) for frame in video_of(source, where=WHERE, limits=LIMITS)] == [
+    assert [frame.getpixel((0, 0)) for frame in decode_video(source, where=WHERE, limits=LIMITS)] == [
         (0, 0, 0), (20, 0, 0), (40, 0, 0), (60, 0, 0),
     ]  # fmt: skip
 
 
 def test_of_a_longer_video_frames_are_taken_at_even_distances() -> None:
     images = [encoded(frame) for frame in frames(9)]
-    read = video_of(images, where=WHERE, limits=MediaLimits(max_frames=3))
+    read = decode_video(images, where=WHERE, limits=MediaLimits(max_frames=3))
     assert [frame.getpixel((0, 0)) for frame in read] == [(0, 0, 0), (80, 0, 0), (160, 0, 0)]
     first, *rest = frames(9)
-    read = video_of(
+    read = decode_video(
         encoded(first, "GIF", save_all=True, append_images=rest),
         where=WHERE,
         limits=MediaLimits(max_frames=3),
@@ -333,15 +335,15 @@ def test_of_a_longer_video_frames_are_taken_at_even_distances() -> None:
 
 def test_a_bad_video_is_an_error_that_says_which_frame() -> None:
     with pytest.raises(DataError, match=rf"^{WHERE}, frame 1: the file is empty"):
-        video_of([encoded(noise()), b""], where=WHERE, limits=LIMITS)
+        decode_video([encoded(noise()), b""], where=WHERE, limits=LIMITS)
     with pytest.raises(DataError, match="has no frames"):
-        video_of([], where=WHERE, limits=LIMITS)
+        decode_video([], where=WHERE, limits=LIMITS)
     with pytest.raises(DataError, match=r"MP4.*give the frames as images"):
-        video_of(b"\0\0\0\x18ftypmp42" + bytes(40), where=WHERE, limits=LIMITS)
+        decode_video(b"\0\0\0\x18ftypmp42" + bytes(40), where=WHERE, limits=LIMITS)
     first, *rest = frames(4)
     whole = encoded(first, "GIF", save_all=True, append_images=rest)
     with pytest.raises(DataError, match=r"damaged|no whole image"):
-        video_of(whole[:40], where=WHERE, limits=LIMITS)
+        decode_video(whole[:40], where=WHERE, limits=LIMITS)
 
 
 # --- audio
@@ -355,14 +357,14 @@ def test_samples_of_every_width_are_between_minus_one_and_one() -> None:
             raw = bytes(value + 128 for value in values)
         else:
             raw = b"".join(value.to_bytes(width, "little", signed=True) for value in values)
-        audio = audio_of(wav(raw, width=width), where=WHERE, limits=LIMITS)
+        audio = decode_audio(wav(raw, width=width), where=WHERE, limits=LIMITS)
         np.testing.assert_allclose(audio.samples_N, [-1, -0.5, 0, 0.5, (top - 1) / top], atol=1e-7)
         assert (audio.samples_N.dtype, audio.rate_hz) == (np.float32, 8000)
 
 
 def test_channels_are_averaged() -> None:
     raw = np.array([[16384, 0], [-16384, 16384]], "<i2").tobytes()
-    assert audio_of(wav(raw, channels=2), where=WHERE, limits=LIMITS).samples_N.tolist() == [
+    assert decode_audio(wav(raw, channels=2), where=WHERE, limits=LIMITS).samples_N.tolist() == [
         0.25,
         0.0,
     ]
@@ -372,7 +374,7 @@ def test_channels_are_averaged() -> None:
 def test_another_rate_as_scipy_resamples(wanted: int) -> None:
     t = np.arange(801)
     samples = (9000 * np.sin(t / 5) + 5000 * np.cos(t / 7) * np.exp(-t / 300)).astype("<i2")
-    audio = audio_of(wav(samples.tobytes()), where=WHERE, limits=LIMITS, rate_hz=wanted)
+    audio = decode_audio(wav(samples.tobytes()), where=WHERE, limits=LIMITS, rate_hz=wanted)
     expected = resample(samples / 32768, round(801 * wanted / 8000))
     assert audio.rate_hz == wanted
     np.testing.assert_allclose(audio.samples_N, expected, atol=1e-4)
@@ -389,9 +391,9 @@ def test_a_bad_clip_is_an_error() -> None:
         (b"hello", "no WAV file of whole numbers|is no audio"),
     ):
         with pytest.raises(DataError, match=why) as caught:
-            audio_of(broken, where=WHERE, limits=LIMITS)
+            decode_audio(broken, where=WHERE, limits=LIMITS)
         assert str(caught.value).startswith(WHERE)
     with pytest.raises(
         DataError, match=r"declares 1000 samples at 8000 Hz, 0\.1 s at most.*raise max_audio_s"
     ):
-        audio_of(whole, where=WHERE, limits=MediaLimits(max_audio_s=0.1))
+        decode_audio(whole, where=WHERE, limits=MediaLimits(max_audio_s=0.1))

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ratchet.config.resolve import construct, resolve
 from ratchet.data.presets.datasets import PRESETS
-from ratchet.data.presets.lookup import preset_of
+from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.environments.datasets.dataset import Dataset
 from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import OffersTools
@@ -625,7 +625,7 @@ def test_settings_that_can_t_work_are_refused():
         with pytest.raises(ValidationError, match=message):
             made(**settings)
     with pytest.raises(ConfigError, match="did you mean 'hh_rlhf'"):
-        preset_of("hh-rlhf")
+        find_dataset_preset("hh-rlhf")
 
 
 def test_a_tree_without_answers_or_columns_is_refused(tmp_path):

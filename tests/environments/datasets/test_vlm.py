@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from ratchet.config.resolve import construct, resolve
-from ratchet.data.formats.media import MediaLimits, audio_of, fetch, image_of
+from ratchet.data.formats.media import MediaLimits, decode_audio, decode_image, fetch
 from ratchet.data.presets.media_datasets import MEDIA_PRESETS
 from ratchet.errors import DataError
 from ratchet.types import Comparison, Message, Trajectory
@@ -122,9 +122,9 @@ def test_a_published_set_in_its_own_form(tmp_path, name, kind):
     assert (text.value, task.answer) == (asked, answer)
     source = fetch(medium.value, where="here", limits=LIMITS)
     if medium.type == "image":
-        assert np.asarray(image_of(source, where="here", limits=LIMITS))[0, 0, 0] == 30
+        assert np.asarray(decode_image(source, where="here", limits=LIMITS))[0, 0, 0] == 30
     else:
-        assert audio_of(source, where="here", limits=LIMITS).samples_N[0] == pytest.approx(
+        assert decode_audio(source, where="here", limits=LIMITS).samples_N[0] == pytest.approx(
             300 / 32768
         )
     if answer is None:

@@ -11,7 +11,7 @@ from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.test_attacks import need
 
 from ratchet.config.resolve import construct, resolve
-from ratchet.environments.tool_use.terminal import commands_of, shown
+from ratchet.environments.tool_use.terminal import extract_commands, shown
 from ratchet.errors import DataError
 from ratchet.sandbox import Isolation, Reason, Result, SandboxError
 from ratchet.testing import check_environment
@@ -181,8 +181,8 @@ def test_bad_rows_are_named(made, bad, why):
 
 
 def test_what_is_a_command_and_what_is_shown():
-    assert commands_of(Message("assistant", "```python\n1\n```")) == []
-    assert commands_of(Message("assistant", "```\nls\n```\nor\n```bash\npwd\ncd /\n```")) == [
+    assert extract_commands(Message("assistant", "```python\n1\n```")) == []
+    assert extract_commands(Message("assistant", "```\nls\n```\nor\n```bash\npwd\ncd /\n```")) == [
         ("", "pwd\ncd /\n")
     ]
     assert (

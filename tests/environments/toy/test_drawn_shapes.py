@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.config.resolve import construct, resolve
-from ratchet.data.formats.media import MediaLimits, fetch, image_of
+from ratchet.data.formats.media import MediaLimits, decode_image, fetch
 from ratchet.environments.games.rendering import COLOURS, SHAPES, blank, board, draw
 from ratchet.environments.toy.drawn_shapes import Shapes, Thing
 from ratchet.rewards.answers.exact_match import ExactMatch
@@ -29,7 +29,7 @@ def pixels(task):
     (picture, text) = task.messages[0].content
     assert (picture.type, text.type) == ("image", "text")
     source = fetch(picture.value, where=task.id, limits=MediaLimits())
-    return np.asarray(image_of(source, where=task.id, limits=MediaLimits()))
+    return np.asarray(decode_image(source, where=task.id, limits=MediaLimits()))
 
 
 def question(task):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ratchet.observe.matmul_rate import Gemm, gemm_rate
-from ratchet.observe.tracing.profile_table import Profile, Work
+from ratchet.observe.tracing.profile_table import PhaseWork, Profile
 from ratchet.observe.tracing.profiler import (
     Profiler,
     Subject,
@@ -31,7 +31,7 @@ def span(name: str, start: int, end: int) -> TraceEvent:
 
 
 def test_an_operation_counts_for_the_phase_that_it_began_in() -> None:
-    phases = {"sample": Work(), "update": Work(), "other": Work()}
+    phases = {"sample": PhaseWork(), "update": PhaseWork(), "other": PhaseWork()}
     events = [
         span("sample", 0, 100),
         span("update", 200, 300),
@@ -81,10 +81,10 @@ PROFILE = Profile(
     steps=2,
     asked=3,
     phases={
-        "sample": Work(seconds=1.0, rows=500, forwards=10, tokens=400, flop=4e9),
-        "update": Work(seconds=0.5, rows=300, forwards=3, tokens=600, flop=6e9),
-        "sync": Work(seconds=0.1),
-        "other": Work(seconds=0.4),
+        "sample": PhaseWork(seconds=1.0, rows=500, forwards=10, tokens=400, flop=4e9),
+        "update": PhaseWork(seconds=0.5, rows=300, forwards=3, tokens=600, flop=6e9),
+        "sync": PhaseWork(seconds=0.1),
+        "other": PhaseWork(seconds=0.4),
     },
     generated=320,
     wall_s=2.0,
@@ -126,7 +126,7 @@ def test_the_table_by_hand() -> None:
 def test_a_supervised_step_without_a_warm_up_has_a_table_too() -> None:
     nothing = replace(
         PROFILE,
-        phases={"sample": Work(), "other": Work(2.0)},
+        phases={"sample": PhaseWork(), "other": PhaseWork(2.0)},
         generated=0,
         unprofiled_s=None,
         asked=1,

@@ -7,7 +7,7 @@ from ratchet.errors import MissingDependency
 from ratchet.rewards.answers import math as module
 from ratchet.rewards.answers.math import Math, last_formula
 from ratchet.rewards.config import MathConfig
-from ratchet.rewards.process_pool.pool import Workers
+from ratchet.rewards.process_pool.pool import RewardWorkers
 from ratchet.testing import answered, check_reward
 from ratchet.types import Failed, Message, Task, Truncated
 
@@ -144,11 +144,11 @@ def test_hostile_mathematics_earns_0_and_leaves_the_reward_at_work():
 
 def test_an_answer_that_takes_too_long_earns_0_and_a_broken_worker_fails_the_attempt(monkeypatch):
     slow, broken = Math(MathConfig(symbolic="never")), Math(MathConfig(symbolic="never"))
-    slow._workers = Workers("math:factorial", cpu_s=0.05)
+    slow._workers = RewardWorkers("math:factorial", cpu_s=0.05)
     monkeypatch.setattr(
-        slow._workers, "call", lambda answer, gold: Workers.call(slow._workers, 10**7)
+        slow._workers, "call", lambda answer, gold: RewardWorkers.call(slow._workers, 10**7)
     )
-    broken._workers = Workers("no_such_module:equal", cpu_s=0.05)
+    broken._workers = RewardWorkers("no_such_module:equal", cpu_s=0.05)
     assert rewards(slow, [(r"\boxed{x}", "y")]) == [0.0]
     (outcome,) = outcomes(broken, [(r"\boxed{x}", "y")])
     assert isinstance(outcome, Failed)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from ratchet.config.resolve import construct, resolve
 from ratchet.errors import DataError
-from ratchet.rewards.code.extract_program import fenced, program_of, right_output
+from ratchet.rewards.code.extract_program import extract_program, fenced, right_output
 from ratchet.rewards.code.reward import Code, given_tests, io_tests
 from ratchet.rewards.config import CodeConfig
 from ratchet.rewards.deadline import CURRENT, Deadline
@@ -84,12 +84,12 @@ def parts(**shares):
     ],
 )
 def test_the_program_in_an_answer(text, blocks, wanted):
-    assert program_of(text, blocks, require_block=False) == wanted
+    assert extract_program(text, blocks, require_block=False) == wanted
 
 
 def test_a_block_may_be_required():
-    assert program_of("a = 1", "last", require_block=True) is None
-    assert program_of("```\na = 1\n```", "last", require_block=True) == "a = 1\n"
+    assert extract_program("a = 1", "last", require_block=True) is None
+    assert extract_program("```\na = 1\n```", "last", require_block=True) == "a = 1\n"
     assert fenced("no block") == []
 
 

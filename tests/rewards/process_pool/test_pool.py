@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.rewards.process_pool.pool import OutOfTime, WorkerError, Workers
+from ratchet.rewards.process_pool.pool import OutOfTime, PoolWorkerError, RewardWorkers
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def importable(monkeypatch):
 
 
 def called(name, *arguments, cpu_s=0.3, **named):
-    return asyncio.run(Workers(f"targets:{name}", cpu_s=cpu_s, **named).call(*arguments))
+    return asyncio.run(RewardWorkers(f"targets:{name}", cpu_s=cpu_s, **named).call(*arguments))
 
 
 def test_arguments_and_results_travel_whole_and_chatter_does_not_count():
@@ -25,7 +25,7 @@ def test_arguments_and_results_travel_whole_and_chatter_does_not_count():
 
 def test_a_call_that_never_ends_is_killed_and_the_next_one_served():
     async def both():
-        workers = Workers("targets:spin", cpu_s=0.2, size=1)
+        workers = RewardWorkers("targets:spin", cpu_s=0.2, size=1)
         with pytest.raises(OutOfTime, match=r"targets:spin took more than 0.2 s"):
             await workers.call(1)
         return await workers.call(0)
@@ -39,20 +39,20 @@ def test_a_regular_expression_that_backtracks_for_ever_is_killed_inside_c_code()
 
 
 def test_an_exception_comes_back_with_its_traceback():
-    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+    with pytest.raises(PoolWorkerError, match="ZeroDivisionError"):
         called("divide", 1, 0)
 
 
 @pytest.mark.fault("P21")
 def test_memory_is_bounded():
-    with pytest.raises(WorkerError, match="MemoryError"):
+    with pytest.raises(PoolWorkerError, match="MemoryError"):
         called("devour", 900, memory_mib=512)
 
 
 def test_a_worker_writes_no_file_and_sees_no_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "42")
     assert "SECRET" not in called("environment")
-    with pytest.raises(WorkerError):
+    with pytest.raises(PoolWorkerError):
         called("write", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists() or (tmp_path / "out").stat().st_size == 0
 
@@ -62,17 +62,17 @@ def test_a_worker_killed_from_outside_is_replaced_once(tmp_path):
     marker = tmp_path / "marker"
     marker.touch()
     assert called("die_once", str(marker)) == "alive"
-    with pytest.raises(WorkerError, match="died"):
+    with pytest.raises(PoolWorkerError, match="died"):
         called("die")
 
 
 def test_a_module_that_is_missing_says_so():
-    with pytest.raises(WorkerError, match="did not start"):
-        asyncio.run(Workers("no_such_module:f", cpu_s=1.0).call())
+    with pytest.raises(PoolWorkerError, match="did not start"):
+        asyncio.run(RewardWorkers("no_such_module:f", cpu_s=1.0).call())
 
 
 def test_workers_are_kept_between_calls_and_loops_and_end_with_their_owner():
-    workers = Workers("targets:pid", cpu_s=1.0, size=1)
+    workers = RewardWorkers("targets:pid", cpu_s=1.0, size=1)
     first, second = asyncio.run(workers.call()), asyncio.run(workers.call())
     assert first == second
     del workers
@@ -83,7 +83,7 @@ def test_workers_are_kept_between_calls_and_loops_and_end_with_their_owner():
 
 def test_calls_of_a_group_run_side_by_side():
     async def group():
-        workers = Workers("targets:echo", cpu_s=1.0, size=2)
+        workers = RewardWorkers("targets:echo", cpu_s=1.0, size=2)
         return await asyncio.gather(*(workers.call(i) for i in range(20)))
 
     assert asyncio.run(group()) == [[i] for i in range(20)]
