@@ -129,7 +129,7 @@ class Batch:
         return replace(self, sequence_columns={**self.sequence_columns, **columns})
 
     def note(self, **numbers: float) -> Batch:
-        """With further metrics."""
+        """Return the batch with further metrics."""
         return replace(self, metrics={**self.metrics, **numbers})
 
     def sequence_sum(self, x_T: Tensor) -> Tensor:

@@ -40,8 +40,8 @@ OF_SEQUENCES = frozenset({"scores", "routers"})
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a learner computes for a term on one micro-batch, with gradient. A quantity that no term
-    `needs` is None.
+    """The outputs of a learner for a term on one micro-batch, with gradient. A quantity that no
+    term `needs` is None.
 
     `logprobs` [T]: log p(token | tokens before it in its sequence) under the row's temperature, 0
     where a token does not train. `old_logprobs` [T], detached: the batch's column, or, where the
@@ -80,12 +80,12 @@ class Shard:
     shape: tuple[int, ...]  # of the whole weight
     offsets: tuple[int, ...]  # where the piece starts, per dimension
     tensor: Tensor
-    rests: bool = False  # no update changes it: who has it once need not get it again
+    rests: bool = False  # frozen: receivers need it only once
 
 
 class LossTerm(Protocol):
-    """What a learner needs to know of a term (`ratchet.algorithms.base.AlgorithmTerm` is the
-    implementation)."""
+    """The part of a term that a learner uses (`ratchet.algorithms.base.AlgorithmTerm` implements
+    it)."""
 
     @property
     def name(self) -> str: ...
@@ -97,7 +97,7 @@ class LossTerm(Protocol):
 
 
 def needed(terms: Iterable[LossTerm]) -> frozenset[str]:
-    """What any of them reads."""
+    """Return the outputs that any of the terms reads."""
     return frozenset[str]().union(*(term.needs for term in terms))
 
 
@@ -122,7 +122,7 @@ class Learner(Protocol):
 
     def weights(self) -> Iterator[Shard]: ...
     def save(self, directory: Path) -> None:
-        """Everything that a bit-equal continuation needs: weights, optimizer, schedule."""
+        """Save everything that a bit-equal continuation needs: weights, optimizer, schedule."""
         ...
 
     def load(self, directory: Path) -> None: ...
@@ -181,20 +181,23 @@ class ShowsWeights(Protocol):
 
 @runtime_checkable
 class Adopts(Protocol):
-    """A generator that may use weights where it received them, if whoever pushes them says that
-    they last (`lasting` in the manifest of `prepare`: they stay as they are after the commit, until
-    the next one)."""
+    """A generator that may use pushed weights where it received them, if the sender marks them as
+    lasting.
+
+    `lasting` in the manifest of `prepare` says that they stay as they are after the commit, until
+    the next one.
+    """
 
     @property
     def adopted(self) -> bool:
-        """Whether it uses any of the last push's."""
+        """Return True if the generator uses any memory of the last push."""
         ...
 
 
 @runtime_checkable
 class Placeable(Protocol):
-    """What can leave its accelerator to others, and come back. Both do nothing where it is already
-    so."""
+    """A component that can release its accelerator to others, and take it back. Both calls do
+    nothing if it is already so."""
 
     async def onload(self) -> None: ...
     async def offload(self) -> None: ...
@@ -202,7 +205,7 @@ class Placeable(Protocol):
 
 @runtime_checkable
 class Closeable(Protocol):
-    """What has started or opened something."""
+    """A component that has started or opened something."""
 
     async def close(self) -> None: ...
 
@@ -321,7 +324,8 @@ class Votes(Protocol):
     counted by it."""
 
     def vote(self, trajectory: Trajectory, task: Task) -> str | None:
-        """The same text for answers that say the same; None where the attempt gives none."""
+        """Return a text that is equal for answers that mean the same; None if the attempt gives
+        none."""
         ...
 
 
@@ -345,8 +349,8 @@ class Adapts(Protocol):
     """A source that goes by how its groups did."""
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
-        """After the step that trained on them. measured: means over its optimizer steps, under the
-        names of the metrics."""
+        """Adapt after the step that trained on the groups. measured: means over its optimizer
+        steps, under the names of the metrics."""
         ...
 
 
@@ -385,13 +389,13 @@ class Workers(Ranks, Protocol):
         ...
 
     def within(self, timeout_s: float, *, owner: str = "driver") -> Workers:
-        """The same, whose calls have another deadline."""
+        """Return the same workers with another deadline for calls."""
         ...
 
     async def call(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]: ...
     async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
     def call_now(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]:
-        """For whoever can't await."""
+        """Call and wait, for callers that can't await."""
         ...
 
     def build_now(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None: ...

@@ -1,4 +1,4 @@
-"""How one completion is drawn, and with which numbers that can be done.
+"""The sampling of one completion, and the numbers with which it can be computed.
 
 A recipe, a request and Python all construct a `Sampling`, which checks itself. No other place
 states a bound, except one that is narrower for a reason of its own.
@@ -29,15 +29,15 @@ _set = object.__setattr__  # as a frozen dataclass sets its own fields
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one completion is drawn. `temperature=0` is greedy. Filters act after the temperature, in
-    the order top_k, top_p, min_p (each on the distribution that the temperature gives, renormalised
-    at the end).
+    """The sampling of one completion. `temperature=0` is greedy. Filters act after the temperature,
+    in the order top_k, top_p, min_p (each on the distribution that the temperature gives,
+    renormalised at the end).
 
     `top_k=0`, `top_p=1` and `min_p=0` are off. `stop_ids` end a completion and belong to it; so do
     `stop` strings. Equal (tokens, sampling, weights) give equal completions, whatever else is being
     generated. `routes`: record which experts compute each token, for a mixture of experts. `drawn`:
     so many tokens at the end of the prompt are the beginning of this completion, which was
-    interrupted, and goes on as if it had not been. `adapter`: which of those that the generator
+    interrupted, and continues as if it had not been. `adapter`: one of those that the generator
     serves; None: the policy's own, "base": none.
 
     Raises SamplingError for a value with which nothing can be drawn. Numbers of numpy become
@@ -101,7 +101,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens can be cut from the distribution (then `log_kept_mass` is not all
+        """Return True if tokens can be cut from the distribution (then `log_kept_mass` is not all
         zero)."""
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 

@@ -85,7 +85,7 @@ class Message:
 
     @property
     def media(self) -> tuple[str, ...]:
-        """Where its images, clips and videos are."""
+        """Return the paths or URLs of its images, clips and videos."""
         return (
             ()
             if isinstance(self.content, str)
@@ -111,14 +111,14 @@ class Task:
 
     @property
     def where(self) -> str:
-        """What an error calls it: its file and row, where it has such."""
+        """Return the name of the task in errors: its file and row, if it has such."""
         return str(self.meta.get(READ_FROM, f"task {self.id}"))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two ways to go on from a task's messages, the better one first; `rewards` of both where
-    somebody scored them."""
+    """Two continuations of a task's messages, the better one first; `rewards` of both if they were
+    scored."""
 
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
@@ -148,13 +148,14 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a generator returns, per new token: id, logprob under the temperature alone (at
+    """The result of a generator, per new token: id, logprob under the temperature alone (at
     temperature 0: under 1), log of the probability mass that the filters kept, and the version of
     the weights that produced it.
 
     `routes`, where the sampling asks for them: of each token of prompt and completion, the experts
     that computed it in each layer that has some; -1 for the last token, which nothing has computed
-    yet."""
+    yet.
+    """
 
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
@@ -167,7 +168,7 @@ class Completion:
 
 
 class Owner(IntEnum):
-    """Who wrote a token."""
+    """The writer of a token."""
 
     PROMPT = 0
     POLICY = 1
@@ -196,7 +197,7 @@ NUMBER = float | Real
 
 
 def finite(number: Any) -> bool:
-    """Whether it can be a reward, a part of one, or a metric."""
+    """Return True if a value can be a reward, a part of one, or a metric."""
     return isinstance(number, NUMBER) and math.isfinite(number)
 
 
@@ -212,8 +213,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """Cut off by a token or turn budget. `reward=None` when nobody could judge the unfinished
-    attempt."""
+    """An attempt cut off by a token or turn budget. `reward=None` if the unfinished attempt could
+    not be judged."""
 
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -297,7 +298,7 @@ class Trajectory:
 
     @property
     def counts(self) -> bool:
-        """Whether the trajectory may enter statistics, baselines and gradients."""
+        """Return True if the trajectory may enter statistics, baselines and gradients."""
         return self.outcome is None or isinstance(self.outcome, Unjudged) or self.reward is not None
 
     @property
@@ -318,8 +319,8 @@ class Trajectory:
 
     @property
     def sampled(self) -> bool:
-        """Whether a policy wrote any of it: what it writes has its weights' version, and given text
-        has none."""
+        """Return True if a policy wrote any of it: its tokens have their weights' version, and
+        given text has none."""
         # a third of the time of any()
         return bool(len(self.versions)) and bool(self.versions[self.versions.argmax()] >= 0)
 
@@ -351,7 +352,7 @@ class Trajectory:
         )
 
     def judged(self, outcome: Outcome) -> Trajectory:
-        """As `replace` would give it, which takes three times as long."""
+        """Return what `replace` would give, in a third of the time."""
         return Trajectory(
             self.tokens,
             self.owner,
@@ -387,7 +388,7 @@ class Group:
     def attempts(self) -> list[list[Trajectory]]:
         """The trajectories by attempt, in order: several for one whose history forked, the last
         with all its messages."""
-        found: dict[int, list[Trajectory]] = {}
+        attempts: dict[int, list[Trajectory]] = {}
         for trajectory in self.trajectories:
-            found.setdefault(trajectory.attempt, []).append(trajectory)
-        return list(found.values())
+            attempts.setdefault(trajectory.attempt, []).append(trajectory)
+        return list(attempts.values())

@@ -107,11 +107,11 @@ def evaluate(
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        found = parse_json(text)
+        body = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"--body is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(body, dict):
         raise ConfigError(
             f'--body must be an object, such as {{"reasoning_effort": "low"}}, not {text:.80}'
         )
-    return found
+    return body

@@ -165,13 +165,13 @@ def _inspect_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Ins
 def _stage(config: RunConfig, name: str | None) -> StageConfig:
     if name is None:
         return config.stages[0]
-    found = next((stage for stage in config.stages if stage.name == name), None)
-    if found is None:
+    chosen = next((stage for stage in config.stages if stage.name == name), None)
+    if chosen is None:
         raise ConfigError(
             f"there is no stage '{name}': there are "
             f"{', '.join(stage.name for stage in config.stages)}"
         )
-    return found
+    return chosen
 
 
 def _inspect_file(target: str, words: Sequence[str]) -> Inspected:
@@ -288,8 +288,10 @@ def _coloured(one: Shown, renderer: Renderer, *, marks: bool) -> Text:
     text = Text()
     for trains, start, end in one.spans():
         # rich drops a bell
-        said = escape_controls(renderer.tokenizer.decode(one.tokens[start:end], skip_special=False))
+        decoded = escape_controls(
+            renderer.tokenizer.decode(one.tokens[start:end], skip_special=False)
+        )
         text.append(
-            f"⟦{said}⟧" if trains and marks else said, style="bold green" if trains else "dim"
+            f"⟦{decoded}⟧" if trains and marks else decoded, style="bold green" if trains else "dim"
         )
     return text

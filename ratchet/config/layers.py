@@ -214,11 +214,11 @@ def _sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
         for root in (stage, layer, base)
         if (section := root.get(key)) is not None
     ]
-    own = stage.get(key)
-    if own is None or own.scalar("kind") is None:
+    stage_section = stage.get(key)
+    if stage_section is None or stage_section.scalar("kind") is None:
         return False
     default = next((kind for kind in kinds[1:] if kind is not None), DEFAULT_KIND.get(key))
-    return own.scalar("kind") != default
+    return stage_section.scalar("kind") != default
 
 
 def _has_key(stage: Node, path: Path) -> bool:

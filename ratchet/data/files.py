@@ -81,7 +81,7 @@ def open_binary(path: str | Path) -> IO[bytes]:
 
 
 def _unpacked(packed: IO[bytes]) -> IO[bytes]:
-    plain = tempfile.TemporaryFile()  # noqa: SIM115 - closed by whoever reads it
+    plain = tempfile.TemporaryFile()  # noqa: SIM115 - closed by its reader
     try:
         with packed, gzip.open(packed) as content:
             _copy_unpacked(content, plain, packed)
@@ -123,8 +123,8 @@ def _expanded(place: str | Path) -> list[str | Path]:
         with reading(place):
             if not pattern and not system.isdir(inside):
                 return [place]
-            found = system.glob(inside if pattern else f"{inside.rstrip('/')}/**")
-        named = [str(system.unstrip_protocol(name)) for name in sorted(found)]
+            paths = system.glob(inside if pattern else f"{inside.rstrip('/')}/**")
+        named = [str(system.unstrip_protocol(name)) for name in sorted(paths)]
     else:
         path = Path(place)
         if path.exists() and not path.is_dir():

@@ -64,10 +64,9 @@ def read_jsonl(path: str | Path, columns: Mapping[str, type] | None = None) -> I
 def each_line(
     path: str | Path, columns: Mapping[str, type] | None = None
 ) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
-    """As `read_jsonl`, for who goes on after a bad line: (its number, its values or what is wrong
-    with it).
+    """Yield (line number, its values or its error), for callers that continue after a bad line.
 
-    Raises DataError where the file as a whole can't be read.
+    Raises DataError if the file as a whole can't be read. See `read_jsonl`.
     """
     rows = 0
     with open_binary(path) as file, reading(path):
@@ -95,7 +94,7 @@ def raw_lines(file: IO[bytes], path: str | Path) -> Iterator[tuple[int, int, byt
 def _line(
     raw: bytes, path: str | Path, line: int, offset: int, columns: Mapping[str, type]
 ) -> dict[str, Any] | DataError | None:
-    """None for a blank line."""
+    """Return the values of a line, or its error; None for a blank line."""
     try:
         text = decode(raw, path, line, offset)
         return parse(text, path, line, columns) if text and not text.isspace() else None
@@ -145,7 +144,7 @@ def parse(text: str, path: str | Path, line: int, columns: Mapping[str, type]) -
 
 
 def parse_json(text: str, path: str | Path, line: int) -> Any:
-    """What is written from `line` on. Raises DataError naming line and column."""
+    """Parse the text that begins on `line`. Raises DataError naming line and column."""
     try:
         return safe_read.parse_json(
             text, object_pairs_hook=_object, parse_constant=_refuse_constant
@@ -172,8 +171,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def check_columns(values: Mapping[str, Any], columns: Mapping[str, type], where: str) -> None:
     """Raises DataError for one that is missing, of another type, or no text."""
-    for name, wanted in columns.items():
-        _check(values, name, wanted, where)
+    for name, expected in columns.items():
+        _check(values, name, expected, where)
 
 
 def _check(values: Mapping[str, Any], name: str, wanted: type, where: str) -> None:

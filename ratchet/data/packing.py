@@ -106,8 +106,8 @@ def _check(trajectory: Trajectory, group_id: str) -> None:
 
 @dataclass(frozen=True)
 class _Spans:
-    """What turns say of the tokens: columns [T], filled turn by turn. starts: of each of the rows
-    (group, trajectory)."""
+    """The columns [T] that turns fill. starts: the first token of each of the rows (group,
+    trajectory)."""
 
     rows: Sequence[tuple[int, Trajectory]]
     starts: Sequence[int]
@@ -130,12 +130,12 @@ class _Spans:
 
     def states(self) -> np.ndarray:
         """Numbers the (group, state key) pairs of the whole batch in order of appearance."""
-        known: dict[tuple[int, str], int] = {}
+        state_numbers: dict[tuple[int, str], int] = {}
         state_T = np.full(self.total, -1, dtype=np.int64)
         for start, (group, trajectory) in zip(self.starts, self.rows, strict=True):
             for turn in trajectory.turns:
                 if turn.state_key:
-                    number = known.setdefault((group, turn.state_key), len(known))
+                    number = state_numbers.setdefault((group, turn.state_key), len(state_numbers))
                     state_T[start + turn.start : start + turn.end] = number
         return state_T
 

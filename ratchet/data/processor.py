@@ -1,9 +1,8 @@
-"""What a model's processor makes of images, audio clips and videos: each medium alone, once,
-whoever asks for it again.
+"""A model's processor of images, audio clips and videos: each medium is processed alone, and once.
 
-A processor of transformers turns a whole conversation into tokens and arrays. Here it is shown
-nothing but the placeholder of one medium and that medium: what the placeholder becomes is put into
-the conversation's tokens where its own was, so that text keeps the tokens that it was written or
+A processor of transformers turns a whole conversation into tokens and arrays. Here it gets nothing
+but the placeholder of one medium and that medium: what the placeholder becomes is put into the
+conversation's tokens in place of its own, so that text keeps the tokens that it was written or
 sampled in.
 """
 
@@ -77,12 +76,17 @@ class Processor:
     def reserved(self) -> frozenset[int]:
         """Tokens that mean nothing without a medium: placeholders, and what of them stands in a
         sequence."""
-        own = {getattr(self.inner, f"{kind}_token_id", None) for kind in KINDS}
-        return frozenset(self.placeholders) | {int(token) for token in own if token is not None}
+        token_ids = {getattr(self.inner, f"{kind}_token_id", None) for kind in KINDS}
+        return frozenset(self.placeholders) | {
+            int(token) for token in token_ids if token is not None
+        }
 
     def expanded(self, part: Part, *, where: str) -> Expanded:
-        """Equal media are one object, as long as it is remembered. where: who refers to it, for
-        errors. Raises DataError for one that can't be read, or that the model doesn't read."""
+        """Return the processed medium; equal media are one object, as long as it is cached.
+
+        where: the place that refers to it, for errors. Raises DataError for a medium that can't be
+        read, or that the model doesn't read.
+        """
         kind = part.type
         if kind == "text" or kind not in self.placeholders.values():
             kinds = " and ".join(self.placeholders.values())
@@ -95,25 +99,25 @@ class Processor:
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-        made = self._made(key, kind, source, f"{where}: {shown(part.value)}")
+        expanded = self._made(key, kind, source, f"{where}: {shown(part.value)}")
         with self._lock:
-            return self._remember(made)
+            return self._remember(expanded)
 
     def _remember(self, made: Expanded) -> Expanded:
-        known = self._known.setdefault(made.medium.key, made)
-        if known is made:
+        remembered = self._known.setdefault(made.medium.key, made)
+        if remembered is made:
             self._size += _bytes(made)
             while self._size > self._room and len(self._known) > 1:
                 _, forgotten = self._known.popitem(last=False)
                 self._size -= _bytes(forgotten)
-        return known
+        return remembered
 
     def _made(self, key: str, kind: MediaKind, source: bytes, where: str) -> Expanded:
-        given = self._decoded(kind, source, where)
+        decoded = self._decoded(kind, source, where)
         token = str(getattr(self.inner, f"{kind}_token"))
         try:
             found = dict(
-                self.inner(text=[token], return_tensors="np", add_special_tokens=False, **given)
+                self.inner(text=[token], return_tensors="np", add_special_tokens=False, **decoded)
             )
         except (ValueError, TypeError, IndexError, KeyError, ImportError) as error:
             reason = get_first_line(str(error) or type(error).__name__)
@@ -138,8 +142,8 @@ class Processor:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What decides which inputs it makes of media: equal where a model can take what another's
-        processor prepared."""
+        """Return the settings that decide the inputs of media: they are equal if a model can use
+        what another's processor prepared."""
         parts = {
             name: getattr(self.inner, name, None) for names in PARTS.values() for name in names
         }
@@ -153,8 +157,8 @@ def _bytes(one: Expanded) -> int:
 def load_processor(
     directory: str | Path, *, media: MediaConfig | None = None, trust_remote_code: bool = False
 ) -> Processor | None:
-    """That of a model's directory; None where it has none. Raises ModelError where transformers
-    can't read it."""
+    """Return the processor of a model's directory; None if it has none. Raises ModelError if
+    transformers can't read it."""
     directory = Path(directory)
     files = [directory / name for name in PROCESSOR_FILES if (directory / name).is_file()]
     if not files:

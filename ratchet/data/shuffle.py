@@ -1,5 +1,5 @@
-"""In which order rows are met: pass after pass, each in another order, which is a pure function of
-(seed, position)."""
+"""The order of rows: pass after pass, each in another order, which is a pure function of (seed,
+position)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOW = 4  # blocks that are mixed with one another: as many are held in memory
 
 
 class Order:
-    """Which of `sum(blocks)` rows comes at each position, over and over.
+    """The row at each position, over and over, among `sum(blocks)` rows.
 
     Blocks, which are read together, come in a drawn order, and the rows of WINDOW consecutive ones
     in a drawn order among themselves; rows of one block alone are in any order whatever. So any

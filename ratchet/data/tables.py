@@ -98,10 +98,10 @@ class _ByOffset:
     def __init__(self, path: str | Path) -> None:
         self.path = path
         with open_binary(path) as file, reading(path):
-            found = np.fromiter(self._starts(file), dtype=np.dtype((np.int64, 2)))
-        if not len(found):
+            starts = np.fromiter(self._starts(file), dtype=np.dtype((np.int64, 2)))
+        if not len(starts):
             raise DataError(f"{path}: the file holds no rows")
-        self.lines, self.starts = found[:, 0], found[:, 1]
+        self.lines, self.starts = starts[:, 0], starts[:, 1]
 
     @property
     def blocks(self) -> Sequence[int]:

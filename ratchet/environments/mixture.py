@@ -28,8 +28,8 @@ from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 
 def mixture(config: MixtureConfig) -> Mixture:
-    """One that offers tools where a part of it does: who plays it must know then how the policy
-    calls them."""
+    """Build the environment. It offers tools if one of its parts does, since the player must then
+    know how the policy calls them."""
     parts = {get_part_tag(part): construct(part) for part in config.parts}
     offers = any(isinstance(part, OffersTools) for part in parts.values())
     return (MixtureWithTools if offers else Mixture)(config, parts)
@@ -51,9 +51,9 @@ class Mixture:
     def __copy__(self) -> Mixture:
         """Parts keep in attributes what belongs to one attempt: each copy plays with copies of its
         own."""
-        made = object.__new__(type(self))
-        made.__dict__ |= {**self.__dict__, "_own": {}, "_playing": None}
-        return made
+        copied = object.__new__(type(self))
+        copied.__dict__ |= {**self.__dict__, "_own": {}, "_playing": None}
+        return copied
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         if split == "test":
@@ -76,17 +76,18 @@ class Mixture:
             yield self._stamped(tags[part], task)
 
     def _test(self, seed: int) -> Iterator[Task]:
-        """By the same shares, as long as a part has tasks; the others go on without it."""
-        left = dict(enumerate(part.tasks("test", seed=seed) for part in self._parts.values()))
+        """Yield test tasks by the same shares, as long as a part has tasks; the others continue
+        without it."""
+        streams = dict(enumerate(part.tasks("test", seed=seed) for part in self._parts.values()))
         tags = list(self._parts)
         for position in itertools.count():
             part, _ = place(position, self._shares)
-            task = next(left[part], None) if part in left else None
+            task = next(streams[part], None) if part in streams else None
             if task is not None:
                 yield self._stamped(tags[part], task)
                 continue
-            left.pop(part, None)
-            if not left:
+            streams.pop(part, None)
+            if not streams:
                 return
 
     def _stamped(self, tag: str, task: Task) -> Task:
@@ -112,8 +113,8 @@ class Mixture:
         return await self._playing.step(message)
 
     async def close(self) -> None:
-        own, self._own = self._own, {}
-        for part in own.values():
+        own_metrics, self._own = self._own, {}
+        for part in own_metrics.values():
             await part.close()
 
     @property
@@ -121,14 +122,14 @@ class Mixture:
         return self._playing.stop_strings if isinstance(self._playing, OffersStops) else ()
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Also how many of the prompts were each part's: filters and curricula may change its
-        share."""
+        """Return metrics, with each part's share of the prompts, which filters and curricula may
+        change."""
         numbers: dict[str, float] = {}
         for tag, part in self._parts.items():
-            own = [group for group in groups if group.task.tag == tag]
-            numbers[f"prompts/{tag}"] = float(len(own))
+            own_groups = [group for group in groups if group.task.tag == tag]
+            numbers[f"prompts/{tag}"] = float(len(own_groups))
             if isinstance(part, Measures):
-                numbers |= part.measure(own)
+                numbers |= part.measure(own_groups)
         return numbers
 
     # --- given text
@@ -169,11 +170,11 @@ def place(position: int, shares: Sequence[Fraction]) -> tuple[int, int]:
     every part has its share to within one task per part before it, and nothing has to be counted
     from the start.
     """
-    left = sum(shares, Fraction(0))
+    remaining = sum(shares, Fraction(0))
     for part, share in enumerate(shares):
-        taken = math.ceil(position * share / left)
-        if math.ceil((position + 1) * share / left) > taken:
+        taken = math.ceil(position * share / remaining)
+        if math.ceil((position + 1) * share / remaining) > taken:
             return part, taken
         position -= taken
-        left -= share
+        remaining -= share
     raise AssertionError("the last part takes all that is left")

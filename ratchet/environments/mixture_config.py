@@ -36,23 +36,27 @@ class MixtureConfig(EnvironmentConfig):
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Each part's own, by its tag; nothing where all of them judge by their steps."""
-        own = {get_part_tag(part): getattr(part, "default_reward", "") for part in self.parts}
-        if not any(own.values()):
+        default_rewards = {
+            get_part_tag(part): getattr(part, "default_reward", "") for part in self.parts
+        }
+        if not any(default_rewards.values()):
             return ""
         return {
             "kind": "by_tag",
-            "domains": {tag: [{"kind": kind}] if kind else [] for tag, kind in own.items()},
+            "domains": {
+                tag: [{"kind": kind}] if kind else [] for tag, kind in default_rewards.items()
+            },
         }
 
     @property
     def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What all parts have; nothing is said of those that somebody else wrote."""
-        given = [
+        """Return what all parts offer; parts from other packages do not count."""
+        tags = [
             frozenset(found)
             for part in self.parts
             if (found := getattr(part, "gives", None)) is not None
         ]
-        return frozenset.intersection(*given) if given else EnvironmentConfig.gives
+        return frozenset.intersection(*tags) if tags else EnvironmentConfig.gives
 
     @property
     def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

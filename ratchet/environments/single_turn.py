@@ -21,7 +21,7 @@ TRIES = 10_000  # fruitless draws in a row after which a procedural environment 
 
 
 def held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to the test split: one in ten, by a hash of its own text.
+    """Return True if a prompt belongs to the test split: one in ten, by a hash of its own text.
 
     No seed, no position and no size of the data enters, so a prompt never changes sides and the
     splits can't overlap. BLAKE2 rather than a CRC: the parity of a CRC is a parity of the text's

@@ -1,1 +1,1 @@
-"""From tasks to training groups: rollouts, data sources, asynchronous scheduling and checks."""
+"""Training groups from tasks: rollouts, data sources, asynchronous scheduling and checks."""

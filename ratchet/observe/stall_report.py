@@ -36,13 +36,13 @@ MOST = 256
 class Wait:
     """A context that lists a wait in the table while it lasts.
 
-    owner: the component that waits. name: the operation. whom: the components still waited for, in
-    words. timeout_s: the deadline that another part of the code enforces.
+    owner: the component that waits. name: the operation. `awaited`: the awaited components, in words.
+    timeout_s: the deadline that another part of the code enforces.
     """
 
     owner: str
     name: str
-    whom: Callable[[], str] | str
+    awaited: Callable[[], str] | str
     timeout_s: float
     since: float = field(default_factory=time.monotonic)
 
@@ -52,15 +52,17 @@ class Wait:
 
     @property
     def of(self) -> str:
-        return self.whom if isinstance(self.whom, str) else self.whom()
+        return self.awaited if isinstance(self.awaited, str) else self.awaited()
 
     def __enter__(self) -> None:
         begin(self)
 
     def __exit__(self, raised: object, *_: object) -> None:
         end(self)
-        if isinstance(self.whom, str):
-            note(self.whom, f"ended '{self.name}'" if raised is None else f"failed '{self.name}'")
+        if isinstance(self.awaited, str):
+            note(
+                self.awaited, f"ended '{self.name}'" if raised is None else f"failed '{self.name}'"
+            )
 
 
 class Event(NamedTuple):
@@ -89,23 +91,23 @@ def end(wait: Wait) -> None:
             ACTIVITY.end()
 
 
-def waiting(owner: str, name: str, whom: str, timeout_s: float | None) -> Wait:
+def waiting(owner: str, name: str, awaited: str, timeout_s: float | None) -> Wait:
     """Return a wait that keeps its own deadline; None: it has no deadline."""
-    return Wait(owner, name, whom, math.inf if timeout_s is None else timeout_s)
+    return Wait(owner, name, awaited, math.inf if timeout_s is None else timeout_s)
 
 
-def note(who: str, what: str) -> None:
+def note(component: str, what: str) -> None:
     """Record the latest event of a component."""
     with _lock:
-        _events.pop(who, None)
-        _events[who] = Event(what, time.monotonic())
+        _events.pop(component, None)
+        _events[component] = Event(what, time.monotonic())
         if len(_events) > MOST:
             del _events[next(iter(_events))]
 
 
-def forget(who: str) -> None:
+def forget(component: str) -> None:
     with _lock:
-        _events.pop(who, None)
+        _events.pop(component, None)
 
 
 def table() -> str:
@@ -117,13 +119,13 @@ def table() -> str:
     for wait in waits:
         alike.setdefault((wait.owner, wait.of, wait.name), []).append(wait)
     rows = [("waiting", "waits for", "to", "since", "at most")]
-    for (owner, whom, name), same in alike.items():
+    for (owner, awaited, name), same in alike.items():
         waiter = owner if len(same) == 1 else f"{owner} ({len(same)})"
         timeout_s = same[0].timeout_s
         rows.append(
             (
                 waiter,
-                whom,
+                awaited,
                 name,
                 f"{same[0].seconds:.1f} s",
                 "" if math.isinf(timeout_s) else f"{timeout_s:g} s",

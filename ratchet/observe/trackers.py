@@ -214,7 +214,7 @@ class MlflowSink:
                 self._tell(run.settings)
 
     def _tell(self, settings: Mapping[str, Any]) -> None:
-        """In portions of as many as a server takes at once, as below."""
+        """Send settings in portions as large as a server takes at once, as below."""
         entries = [self._param(_allowed(name), str(value)[:6000]) for name, value in flat(settings)]
         for begin in range(0, len(entries), 100):
             self._client.log_batch(self._id, params=entries[begin : begin + 100])

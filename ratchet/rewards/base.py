@@ -137,7 +137,7 @@ class FinalAnswer(AnswerReward):
 
     @abstractmethod
     def answer(self, text: str) -> str | None:
-        """In one spelling for what says the same; None where there is none."""
+        """Return the answer in one spelling for what means the same; None if there is none."""
 
     def vote(self, trajectory: Trajectory, task: Task) -> str | None:
         return (
@@ -148,7 +148,8 @@ class FinalAnswer(AnswerReward):
 
 
 def voter(reward: Reward | None, task: Task) -> Votes | None:
-    """Who says which answers the attempts at this task give; None where that can't be told."""
+    """Return the part of a reward that names the answers of attempts at this task; None if there is
+    none."""
     if isinstance(reward, Votes):
         return reward
     delegate = getattr(reward, "voter", None)

@@ -35,11 +35,11 @@ class ByTag:
         """Failed("reward") for a task whose tag has no rewards."""
         reward = self._domains.get(task.tag, self._domains.get(ANY))
         if reward is None:
-            known = ", ".join(sorted(self._domains))
+            names = ", ".join(sorted(self._domains))
             reason = Failed(
                 "reward",
                 f"by_tag: task '{task.id}' has the tag '{task.tag}', and there are rewards for "
-                f"{known}",
+                f"{names}",
             )
             return [
                 t.outcome if isinstance(t.outcome, Failed | Cancelled) else reason
@@ -49,7 +49,7 @@ class ByTag:
 
 
 class OwnSteps:
-    """Of a domain whose environment judges turn by turn: nothing is added to that."""
+    """The reward of a domain whose environment judges turn by turn: it adds nothing."""
 
     together = False
 

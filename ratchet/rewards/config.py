@@ -97,8 +97,8 @@ class MultipleChoiceConfig(Section):
 
 
 class BoundingBoxConfig(Section):
-    """How well the box that the answer gives covers the task's: intersection over union, from 0 to
-    1, or GIoU, from -1."""
+    """The overlap of the answer's box with the task's: intersection over union, from 0 to 1, or
+    GIoU, from -1."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.bounding_box:BoundingBox"
 
@@ -166,21 +166,21 @@ class RegexConfig(Section):
 
     @model_validator(mode="after")
     def _group_exists(self) -> RegexConfig:
-        known = re.compile(self.pattern)
+        compiled = re.compile(self.pattern)
         if isinstance(self.group, str):
-            exists = self.group in known.groupindex
+            exists = self.group in compiled.groupindex
         else:
-            exists = self.group is None or 0 <= self.group <= known.groups
+            exists = self.group is None or 0 <= self.group <= compiled.groups
         if not exists:
             raise ValueError(
-                f"group={self.group!r} is not in the pattern: it has {known.groups}, named "
-                f"{[*known.groupindex]}"
+                f"group={self.group!r} is not in the pattern: it has {compiled.groups}, named "
+                f"{[*compiled.groupindex]}"
             )
         return self
 
 
 class SimilarityConfig(Section):
-    """How similar the answer is to the task's, from 0 to 1."""
+    """The similarity of the answer to the task's, from 0 to 1."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.similarity:Similarity"
 
@@ -298,7 +298,7 @@ Url = Annotated[str, AfterValidator(_is_url)]
 
 
 class EndpointConfig(Section):
-    """What all rewards that ask over HTTP have in common."""
+    """The keys that all rewards over HTTP share."""
 
     api_key_env: str | None = Field(
         None,
@@ -319,7 +319,7 @@ class EndpointConfig(Section):
 
 
 class ChatJudgeConfig(EndpointConfig):
-    """What both kinds of judge have in common."""
+    """The keys that both kinds of judge share."""
 
     placeholders: ClassVar[tuple[str, ...]] = ()
 
@@ -397,7 +397,7 @@ class PairwiseJudgeConfig(ChatJudgeConfig):
 
 
 class RemoteConfig(EndpointConfig):
-    """As an HTTP endpoint of yours says."""
+    """The reward that an HTTP endpoint of yours returns."""
 
     builds: ClassVar[str] = "ratchet.rewards.remote:Remote"
 

@@ -122,7 +122,7 @@ def _load(config: RewardModelConfig) -> tuple[PolicyModel, ScalarHead, Renderer]
 def _batches(
     rows: Sequence[tuple[int, list[int]]], batch_tokens: int
 ) -> Iterator[list[tuple[int, list[int]]]]:
-    """In order; a row that is longer than a batch may be is one alone."""
+    """Yield batches in order; a row that is longer than a batch may be is a batch alone."""
     batch: list[tuple[int, list[int]]] = []
     for row in rows:
         if batch and sum(len(tokens) for _, tokens in batch) + len(row[1]) > batch_tokens:

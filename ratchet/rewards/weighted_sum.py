@@ -55,7 +55,7 @@ class WeightedSum:
             if isinstance(outcome, Cancelled | Unjudged):
                 return outcome
             cut = cut or isinstance(outcome, Truncated)
-            # nobody could judge a part of this unfinished attempt, so nobody can the whole
+            # a part of this unfinished attempt has no judgement, so the whole has none
             if outcome.reward is None:
                 total = None
                 continue
@@ -80,7 +80,7 @@ def composed(sections: Sequence[Section]) -> WeightedSum:
             "once"
         )
     named = dict(zip(names, sections, strict=True))
-    made = {name: as_reward(construct(section), name) for name, section in named.items()}
+    rewards = {name: as_reward(construct(section), name) for name, section in named.items()}
     return WeightedSum(
-        made, {name: getattr(section, "weight", 1.0) for name, section in named.items()}
+        rewards, {name: getattr(section, "weight", 1.0) for name, section in named.items()}
     )

@@ -1,4 +1,4 @@
-"""What a container's command writes, within limits."""
+"""The outputs of a container's command, within limits."""
 
 from __future__ import annotations
 

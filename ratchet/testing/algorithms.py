@@ -1,4 +1,4 @@
-"""What every Algorithm must do, as one call: `check_algorithm(algorithm)`.
+"""The checks of every Algorithm, as one call: `check_algorithm(algorithm)`.
 
 The kit's batches are ragged and synthetic, its models tiny, everything in float64. Losses are
 differentiated with respect to what the models say of each token, not to parameters: there, errors
@@ -166,12 +166,12 @@ def _shards(case: Case) -> None:
         units = case.units(update.batch)
         ranks = [[row for unit in units[rank::3] for row in unit] for rank in range(3)]
         try:
-            found = _total(update, role, [*ranks, []])
+            total = _total(update, role, [*ranks, []])
         except (RuntimeError, IndexError, ValueError) as error:
             raise AssertionError(
                 f"a rank without rows can't compute the loss ({type(error).__name__}: {error})"
             ) from error
-        same(found, whole, "sharded over ranks, one of them without rows")
+        same(total, whole, "sharded over ranks, one of them without rows")
 
 
 def _order(case: Case) -> None:
@@ -196,10 +196,10 @@ def _order(case: Case) -> None:
     update, other = Update.of(algorithm, groups), Update.of(algorithm, shuffled)
     places = [moved.index(id(row)) for row in rows]
     for role in algorithm.losses:
-        found = differentiated(other, role, range(len(rows)))
+        slopes = differentiated(other, role, range(len(rows)))
         expected = differentiated(update, role, range(len(rows)))
         same(
-            gathered(found, other.batch, places), expected, "with groups and rows in another order"
+            gathered(slopes, other.batch, places), expected, "with groups and rows in another order"
         )
 
 
@@ -212,9 +212,9 @@ def _total(update: Update, role: str, pieces: Sequence[Sequence[int]]) -> LossAn
 def _learns(cases: Sequence[Case]) -> None:
     """Or the invariances would hold of nothing."""
     for role in cases[0].algorithm.losses:
-        found = (differentiated(c.whole, role, range(c.whole.batch.n_sequences)) for c in cases)
+        results = (differentiated(c.whole, role, range(c.whole.batch.n_sequences)) for c in cases)
         require(
-            any(slope.any() for one in found for slope in one.slopes.values()),
+            any(slope.any() for one in results for slope in one.slopes.values()),
             f"no batch gives role {role} a gradient",
         )
 
@@ -294,12 +294,12 @@ def _check_isolated(
     )
     places = {"tokens": token_indices(update.batch, [row]), "rows": torch.tensor([row])}
     for name, slope in slopes.items():
-        own = places["rows" if name in OF_SEQUENCES else "tokens"]
-        leaks = slope.index_fill(0, own, 0.0).any()
+        indices = places["rows" if name in OF_SEQUENCES else "tokens"]
+        leaks = slope.index_fill(0, indices, 0.0).any()
         _hold(
             not leaks, f"term '{term.name}' gives a row's value a slope by the {name} of other rows"
         )
-        same_slope = _close(slope[own], moved_slopes[name][own])
+        same_slope = _close(slope[indices], moved_slopes[name][indices])
         _hold(
             same_slope,
             f"term '{term.name}' gives a row another slope when other rows' tokens change",
@@ -307,7 +307,8 @@ def _check_isolated(
 
 
 def _on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
-    """By difference to advantages of 0, so that penalties beside the policy gradient drop out."""
+    """Check the policy gradient by the difference to advantages of 0, so that other penalties drop
+    out."""
     terms = algorithm.losses.get("policy", ())
     moved = False
     for draw in draws:
@@ -316,8 +317,10 @@ def _on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
         without = update.with_columns(advantages=torch.zeros_like(advantages_T))
         for term in terms:
             rows = range(update.batch.n_sequences)
-            found, base = (differentiated(one, "policy", rows, [term]) for one in (update, without))
-            gained = {name: slope - base.slopes[name] for name, slope in found.slopes.items()}
+            result, base = (
+                differentiated(one, "policy", rows, [term]) for one in (update, without)
+            )
+            gained = {name: slope - base.slopes[name] for name, slope in result.slopes.items()}
             if any(slope.any() for slope in gained.values()):
                 moved = True
                 _check_policy_gradient(term, update, gained)
@@ -339,10 +342,10 @@ def _check_policy_gradient(term: AlgorithmTerm, update: Update, gained: dict[str
         advantages_T = (batch.sequence_sum(advantages_T) / count_S)[batch.sequence_T]
     expected_T = -batch.weights[term.name].coef * weight_T * advantages_T
     for name, slope in gained.items():
-        wanted = expected_T if name == "logprobs" else torch.zeros_like(slope)
-        off = float((slope - wanted).abs().max())
+        expected = expected_T if name == "logprobs" else torch.zeros_like(slope)
+        off = float((slope - expected).abs().max())
         _hold(
-            _close(slope, wanted),
+            _close(slope, expected),
             f"on policy, the gradient of term '{term.name}' by {name} is not -weight * A but off "
             f"by up to {off:.2g}",
         )

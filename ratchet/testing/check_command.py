@@ -52,15 +52,16 @@ def check_named(path: str, overrides: Sequence[str] = ()) -> tuple[str, bool]:
 
 
 def _slot(target: object) -> str:
-    """What it is, by its methods; a function of (trajectory, task, ...) is a reward."""
-    made = target
+    """Return the slot of an object by its methods; a function of (trajectory, task, ...) is a
+    reward."""
+    checked = target
     if inspect.isclass(target) and issubclass(target, Section) and target.builds:
-        made = imported(target.builds)
-    if all(hasattr(made, method) for method in ("tasks", "reset", "step")):
+        checked = imported(target.builds)
+    if all(hasattr(checked, method) for method in ("tasks", "reset", "step")):
         return "environment"
-    if hasattr(made, "score") or hasattr(made, "judge"):
+    if hasattr(checked, "score") or hasattr(checked, "judge"):
         return "rewards"
-    if inspect.isfunction(made) and list(inspect.signature(made).parameters)[1:2] == ["task"]:
+    if inspect.isfunction(checked) and list(inspect.signature(checked).parameters)[1:2] == ["task"]:
         return "rewards"
     return "algorithm"
 
@@ -68,12 +69,12 @@ def _slot(target: object) -> str:
 def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, bool]:
     target = imported(path)
     ready = not callable(target)  # an instance, complete as it stands
-    made = target if ready else construct(section_from_words(slot, path, overrides))
+    instance = target if ready else construct(section_from_words(slot, path, overrides))
     points: Mapping[str, Callable[[Calls], None]]
     points = (
-        environment_points(made)
+        environment_points(instance)
         if slot == "environment"
-        else reward_points(as_reward(made), SAMPLE)
+        else reward_points(as_reward(instance), SAMPLE)
     )
     width = max(len(name) for name in points)
     lines, broken = [f"{path}: {'an environment' if slot == 'environment' else 'a reward'}", ""], ""
@@ -83,7 +84,7 @@ def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, boo
             continue
         try:
             supervised(check, DEADLINE_S)
-        except Exception as error:  # anybody's code: what it raises is the finding
+        except Exception as error:  # user code: what it raises is the finding
             broken = (
                 f"{error}"
                 if isinstance(error, AssertionError)
@@ -112,10 +113,10 @@ def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
             f"'{path}' is {_article(target)}: name an Algorithm, a section, or a function that "
             "makes an Algorithm"
         )
-    made = construct(section_from_words("algorithm", path, overrides))
-    if not isinstance(made, Algorithm):
-        raise ConfigError(f"'{path}' makes {_article(made)}, not an Algorithm")
-    return made
+    algorithm = construct(section_from_words("algorithm", path, overrides))
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(f"'{path}' makes {_article(algorithm)}, not an Algorithm")
+    return algorithm
 
 
 def table(algorithm: Algorithm, findings: Sequence[Finding]) -> str:

@@ -20,14 +20,14 @@ class _Jumping(selectors.SelectSelector):
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        found = super().select(0 if timeout is not None else None)
-        if not found and timeout is not None:
+        events = super().select(0 if timeout is not None else None)
+        if not events and timeout is not None:
             self.now += max(0.0, timeout)
-        return found
+        return events
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """For what lives in one thread: another's result would come at any time."""
+    """An event loop for code in one thread: results of other threads would come at any time."""
 
     def __init__(self) -> None:
         self._jumping = _Jumping()

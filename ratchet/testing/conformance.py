@@ -1,7 +1,7 @@
-"""What every implementation of a protocol must satisfy, as functions that raise AssertionError with
-the broken promise.
+"""The checks of every implementation of a protocol, as functions that raise AssertionError with the
+broken promise.
 
-They take ready instances, so that an outsider's backend is checked as ours are.
+They take ready instances, so that a backend from another package is checked as ours are.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ async def check_source(source: Source) -> None:
     source.ack([middle_id], 1)  # out of order
     source.nack([last_id], "lost")
     await source.restore(json.loads(json.dumps(await source.snapshot())))
-    left = await source.draw(2, 1)
-    assert {g.id for g in left} == {first_id, last_id}, (
+    remaining = await source.draw(2, 1)
+    assert {g.id for g in remaining} == {first_id, last_id}, (
         "an acknowledged group came again, or a refused one was lost"
     )
 

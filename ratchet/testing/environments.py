@@ -1,4 +1,4 @@
-"""What every Environment must do, as one call: `check_environment(Maze(config))` in a test, for
+"""The checks of every Environment, as one call: `check_environment(Maze(config))` in a test, for
 built-in and own ones alike."""
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def check_environment(
     earn `full_reward`. An environment must end an episode by itself within `max_turns` empty
     answers, or at the end of its demonstration; each call must give way within `deadline_s`.
     """
-    made: Environment = (
+    instance: Environment = (
         construct(section_from_words("environment", environment))
         if isinstance(environment, str)
         else environment
     )
     for check in environment_points(
-        made, reward=reward, full_reward=full_reward, n=n, max_turns=max_turns
+        instance, reward=reward, full_reward=full_reward, n=n, max_turns=max_turns
     ).values():
         supervised(check, deadline_s)
 
@@ -196,13 +196,13 @@ async def _check_demonstration(
     answers = [message for message in demonstration if message.role == "assistant"]
     require(bool(answers), f"demonstration('{task.id}') has no assistant message")
     messages = list(await calls(f"reset('{task.id}')", lambda: environment.reset(task)))
-    done = False
+    is_done = False
     for answer in answers:
-        require(not done, f"demonstration('{task.id}') goes on after the episode's end")
+        require(not is_done, f"demonstration('{task.id}') goes on after the episode's end")
         step = await _step(calls, environment, task, answer)
-        done = step.done
-        messages += [answer] if done else [answer, *step.messages]
-    require(done, f"the episode of '{task.id}' does not end with its demonstration")
+        is_done = step.done
+        messages += [answer] if is_done else [answer, *step.messages]
+    require(is_done, f"the episode of '{task.id}' does not end with its demonstration")
     if reward is not None:
         (outcome,) = await reward.score([conversation(messages)], task)
         earned = getattr(outcome, "reward", None)

@@ -31,7 +31,7 @@ from ratchet.types import (
 
 
 class TextAlone:
-    """What a renderer made for a test says of media, where it knows none."""
+    """The answer of a test's renderer about media: it knows none."""
 
     def media(self, tokens: Sequence[int], messages: Sequence[Message]) -> tuple[Placed, ...]:
         return ()

@@ -27,8 +27,7 @@ CLOSED = 4  # instances, beyond the first, that must leave nothing behind
 
 @dataclass(frozen=True)
 class Said:
-    """What the policy says in an episode of `task`: its demonstration, or nothing, again and
-    again."""
+    """The script of an episode of `task`: its demonstration, or nothing, again and again."""
 
     task: Task
     answers: tuple[Message, ...]
@@ -59,7 +58,7 @@ async def trace(calls: Calls, environment: Environment, said: Said) -> Trace:
 
 
 async def played(calls: Calls, environment: Environment, said: Said) -> Trace:
-    """By an instance of its own, which is closed."""
+    """Play an episode by an instance of its own, which is then closed."""
     instance = copy.copy(environment)
     try:
         return await trace(calls, instance, said)
@@ -68,52 +67,52 @@ async def played(calls: Calls, environment: Environment, said: Said) -> Trace:
 
 
 def check_replay(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
-    """An episode is a function of its task and of what is said: whoever plays it, after what, and
-    beside whom."""
+    """Check that an episode is a function of its task and its script, whatever is played before it
+    or beside it."""
     if not environment.replayable:
         return
 
     async def play() -> None:
-        alone = [await played(calls, environment, said) for said in script]
-        again = [await trace(calls, environment, said) for said in script]
-        beside = await asyncio.gather(*(played(calls, environment, said) for said in script))
-        for said, one, two in zip(script, alone, again, strict=True):
+        alone = [await played(calls, environment, line) for line in script]
+        again = [await trace(calls, environment, line) for line in script]
+        beside = await asyncio.gather(*(played(calls, environment, line) for line in script))
+        for line, one, two in zip(script, alone, again, strict=True):
             require(
                 two == one,
-                f"'{said.task.id}' played again, after others, differs: `reset` must reset all of "
+                f"'{line.task.id}' played again, after others, differs: `reset` must reset all of "
                 "it",
             )
-        for said, one, three in zip(script, alone, beside, strict=True):
+        for line, one, three in zip(script, alone, beside, strict=True):
             require(
                 three == one,
-                f"'{said.task.id}' played beside others differs: copies share what is an attempt's",
+                f"'{line.task.id}' played beside others differs: copies share what is an attempt's",
             )
         await calls("close", environment.close)
 
-    before = copy.deepcopy([said.task for said in script])
+    before = copy.deepcopy([line.task for line in script])
     asyncio.run(play())
-    for said, task in zip(script, before, strict=True):
-        require(task == said.task, f"an episode changed its task '{said.task.id}'")
+    for line, task in zip(script, before, strict=True):
+        require(task == line.task, f"an episode changed its task '{line.task.id}'")
 
 
 def check_faults(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
-    """Where services and processes are out of reach, or die, an attempt fails by an exception, or
-    ends as it would have."""
+    """Check that an attempt fails by an exception, or ends as it would have, when services and
+    processes are out of reach or die."""
     if not environment.replayable:
         return
 
     async def play(said: Said) -> None:
         clean = (await played(calls, environment, said))[1]
-        mine = children()
+        before_children = children()
         for fault in ("out of reach", "killed"):
             instance = copy.copy(environment)
             try:
-                found = await _under(calls, instance, said, fault, mine)
+                trace = await _under(calls, instance, said, fault, before_children)
             except BrokenRule:
                 raise
             except Exception:  # it may: the attempt has failed, and has no reward
-                found = []
-            _compare(said, found, clean, fault)
+                trace = []
+            _compare(said, trace, clean, fault)
             with suppress(Exception):
                 await calls("close", instance.close)
         after = (await played(calls, environment, said))[1]
@@ -172,14 +171,15 @@ def check_cancelling(calls: Calls, environment: Environment, script: Sequence[Sa
             await asyncio.wait({task}, timeout=calls.deadline_s)
         require(task.done(), f"{where} goes on after it was cancelled: a deadline must end it")
         if not task.cancelled():
-            task.exception()  # seen: it is nobody's any more
+            task.exception()  # seen, so that asyncio does not report it
         await calls("close", instance.close)
 
     asyncio.run(play(script[0]))
 
 
 def check_release(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
-    """What an instance opens for an attempt, `close` closes. What all share may stay."""
+    """Check that `close` closes what an instance opens for an attempt. What all instances share may
+    stay."""
 
     async def play() -> None:
         instance = copy.copy(environment)
@@ -192,14 +192,14 @@ def check_release(calls: Calls, environment: Environment, script: Sequence[Said]
     before = held()
     for _ in range(CLOSED):
         asyncio.run(play())
-    left = {
+    leaked = {
         name: count - before[name]
         for name, count in held().items()
         if count - before[name] >= CLOSED
     }
-    listed = ", ".join(f"{count} {name}" for name, count in left.items())
+    listed = ", ".join(f"{count} {name}" for name, count in leaked.items())
     require(
-        not left,
+        not leaked,
         f"{CLOSED} instances left {listed} behind: `close` must release what `reset` and `step` "
         "open",
     )

@@ -62,7 +62,7 @@ class Forks:
         pid = self._read()
         if self._ends_within(limit_s if kill_after_s is None else kill_after_s):
             return self._read()
-        # nobody else waits for it: until the server says so, the number is its own
+        # it has no other waiter: until the server says so, the number is its own
         os.kill(pid, signal.SIGKILL)
         status = self._read()
         if kill_after_s is None:
@@ -109,7 +109,7 @@ def _say(number: int) -> None:
 
 
 def _serve_one(function: str, arguments: Sequence[Any], log: str) -> None:
-    """In the new process, which never comes back from here."""
+    """Run the call in the new process, which never returns from here."""
     status = 1
     try:
         nothing, output = (

@@ -1,5 +1,5 @@
-"""What the kits for anybody's code stand on: calls with a deadline, services that break, and what a
-process still holds."""
+"""The base of the kits for user code: calls with a deadline, services that break, and open
+resources of a process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 PROC = Path("/proc")  # absent outside of Linux, where nothing is counted and nothing is killed
 LOOKS_S = 0.02
-# the standard library's own process, which outlives whoever asked for it
+# the standard library's own process, which outlives its user
 HELPER = b"resource_tracker"
 
 
 class BrokenRule(AssertionError):
-    """Of a kit: not to be taken for an assertion of the code that it checks."""
+    """An error of a kit, not to be taken for an assertion of the code that it checks."""
 
 
 def require(rule: bool, broken: str) -> None:
@@ -73,20 +73,20 @@ def supervised(check: Callable[[Calls], T], deadline_s: float) -> T:
     then left behind.
 
     Raises BrokenRule there, and whatever `check` raises."""
-    calls, found = Calls(deadline_s), Future[T]()
+    calls, future = Calls(deadline_s), Future[T]()
 
     def run() -> None:
         try:
-            found.set_result(check(calls))
+            future.set_result(check(calls))
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="check").start()
     while True:
         with suppress(TimeoutError):
-            return found.result(timeout=LOOKS_S)
-        if found.done():  # a TimeoutError of its own
-            return found.result()
+            return future.result(timeout=LOOKS_S)
+        if future.done():  # a TimeoutError of its own
+            return future.result()
         running = calls.running
         if running is not None and time.monotonic() - running[1] > 2 * deadline_s:
             raise BrokenRule(
@@ -99,7 +99,8 @@ def supervised(check: Callable[[Calls], T], deadline_s: float) -> T:
 
 @contextmanager
 def broken_services() -> Iterator[None]:
-    """In it no connection and no process can be begun: each try raises OSError."""
+    """Make every attempt to open a connection or start a process raise OSError, inside the
+    block."""
 
     def refuse(*arguments: Any, **named: Any) -> Any:
         raise OSError(errno.EAGAIN, "broken by the check: services and processes are out of reach")
@@ -119,7 +120,7 @@ def broken_services() -> Iterator[None]:
 
 def children() -> set[int]:
     """Processes that this one has begun and not yet buried."""
-    found: set[int] = set()
+    pids: set[int] = set()
     for status in PROC.glob("[0-9]*/stat"):
         with suppress(OSError):
             name, _, rest = status.read_text(encoding="utf-8", errors="replace").rpartition(")")
@@ -127,8 +128,8 @@ def children() -> set[int]:
                 int(rest.split()[1]) == os.getpid()
                 and HELPER not in (status.parent / "cmdline").read_bytes()
             ):
-                found.add(int(name.split(" ", 1)[0]))
-    return found
+                pids.add(int(name.split(" ", 1)[0]))
+    return pids
 
 
 def kill(processes: set[int]) -> None:
@@ -138,7 +139,7 @@ def kill(processes: set[int]) -> None:
 
 
 def held() -> dict[str, int]:
-    """What this process has open now."""
+    """Return what this process has open now."""
     gc.collect()
     files = PROC / "self" / "fd"
     return {

@@ -50,25 +50,25 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Trial:
-    """Where a training is killed: its first process by the first of `kills`, the one that goes on
-    by the second, ...
+    """The kills of a training: its first process dies by the first of `kills`, the resumed one by
+    the second, and so on.
 
     A kill is a failpoint as `ratchet.utils.failpoints.arm` reads it ("checkpoint.begin:2:kill"), or
-    so many seconds after the start.
+    seconds after the start.
     """
 
     kills: tuple[str | float, ...]
 
     @property
     def point(self) -> str:
-        """Of the last kill, which is the one that is tried: its failpoint, or "random"."""
+        """Return the last kill, which is the one under test: its failpoint, or "random"."""
         last = self.kills[-1]
         return last.partition(":")[0] if isinstance(last, str) else "random"
 
 
 @dataclass(frozen=True)
 class TrialVerdict:
-    """different: what is not as in the run that nobody broke, in words. missed: the last kill never
+    """different: differences to the undisturbed run, in words. missed: True if the last kill never
     came, as the run was over before. starts: processes that it took to the end."""
 
     trial: Trial
@@ -110,8 +110,8 @@ class Chaos:
         """A trial for passages of every point, at most so many of each, the first and the last
         among them: in the first process, and for points that only a resumed one passes, in that."""
         trials = [Trial((spec,)) for spec in _specs(self.passed, most)]
-        own = [name for name in self.passed_resuming if name not in set(self.passed)]
-        return trials + [Trial((resume_after, spec)) for spec in _specs(own, most)]
+        resumed_only = [name for name in self.passed_resuming if name not in set(self.passed)]
+        return trials + [Trial((resume_after, spec)) for spec in _specs(resumed_only, most)]
 
     def at_random(self, n: int, *, seed: int) -> list[Trial]:
         """Each is killed once to three times, any time within what an undisturbed run takes."""
@@ -165,13 +165,13 @@ def chaos(recipe: Path, folder: Path, *, resume_after: str) -> Iterator[Chaos]:
     """Recorded and ready for trials. resume_after: where the run is killed whose resumption is
     recorded."""
     with Forks(MODULES, log=folder / "output.log") as forks:
-        made = Chaos(recipe, folder, forks)
-        made.record(resume_after=resume_after)
-        yield made
+        prepared = Chaos(recipe, folder, forks)
+        prepared.record(resume_after=resume_after)
+        yield prepared
 
 
 def train_here(recipe: str, run: str, spec: str) -> int:
-    """What each process of a trial does. Without a fault it leaves a list of the failpoints that it
+    """Train in a process of a trial. Without a fault it leaves a list of the failpoints that it
     passed beside the run."""
     path = Path(run)
     failpoints.arm(spec)
@@ -204,7 +204,7 @@ def _specs(passed: Sequence[str], most: int) -> list[str]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most `most` of 1 ... count, evenly, with both ends."""
+    """Return at most `most` of 1 ... count, evenly, with both ends."""
     if count <= most:
         return list(range(1, count + 1))
     if most == 1:
@@ -213,25 +213,25 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def differences(a: Path, b: Path) -> list[str]:
-    """What two finished runs of a recipe don't have in common: files, weights and learner state by
+    """Return the differences of two finished runs of a recipe: files, weights and learner state by
     bit, metrics and summary but for times, what the checkpoints say of the data."""
-    found = [f"only one has {name}" for name in sorted(_files(a) ^ _files(b))]
-    found += [
+    unequal = [f"only one has {name}" for name in sorted(_files(a) ^ _files(b))]
+    unequal += [
         f"{name} differs"
         for name in sorted(_files(a) & _files(b))
         if (a / name).read_bytes() != (b / name).read_bytes()
     ]
-    found += [f"metrics of step {row[0]} differ" for row in _unequal(_metrics(a), _metrics(b))]
-    found += [f"the summary differs: {row}" for row in _unequal(_summary(a), _summary(b))]
-    return found + [
+    unequal += [f"metrics of step {row[0]} differ" for row in _unequal(_metrics(a), _metrics(b))]
+    unequal += [f"the summary differs: {row}" for row in _unequal(_summary(a), _summary(b))]
+    return unequal + [
         f"the last checkpoint differs: {row}"
         for row in _unequal(_last_position(a), _last_position(b))
     ]
 
 
 def _files(run: Path) -> set[str]:
-    """Those that are compared as they are: all but what lies in APART, and the files of checkpoints
-    but for the manifests."""
+    """Return the files that are compared as they are: all but what lies in APART, and the files of
+    checkpoints but for the manifests."""
     names = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     return {
         name

@@ -1,4 +1,4 @@
-"""What every Reward must do, as one call: `check_reward(reward, task, good="85", bad="86")`."""
+"""The checks of every Reward, as one call: `check_reward(reward, task, good="85", bad="86")`."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def check_reward(
     the rest with made-up ones, and without a task of yours to the question "37+48=". Each call must
     give way within `deadline_s`.
     """
-    made: Any = (
+    instance: Any = (
         as_reward(construct(section_from_words("rewards", reward)))
         if isinstance(reward, str)
         else reward
     )
-    for check in reward_points(made, task or SAMPLE, good, bad).values():
+    for check in reward_points(instance, task or SAMPLE, good, bad).values():
         supervised(check, deadline_s)
 
 
@@ -135,8 +135,8 @@ class _Judging:
         )
 
     async def faults(self, calls: Calls) -> None:
-        """Where services and processes are out of reach, or have died, an attempt is Failed, or
-        earns what it does else."""
+        """Check that an attempt is Failed, or earns what it does else, when services and processes
+        are out of reach or have died."""
         group = [self.one, self.two, self.one]
         clean = await self.score(calls, group)
         with broken_services():
@@ -165,14 +165,15 @@ class _Judging:
     async def recovers(
         self, calls: Calls, group: Sequence[Trajectory], clean: Sequence[Outcome]
     ) -> None:
-        found = clean
+        outcomes = clean
         for _ in range(RECOVERS):
-            found = await self.under(calls, group)
-            if list(found) == list(clean):
+            outcomes = await self.under(calls, group)
+            if list(outcomes) == list(clean):
                 return
         require(
             False,
-            f"{RECOVERS} calls after a fault has passed it still gives {found[0]}, not {clean[0]}",
+            f"{RECOVERS} calls after a fault has passed it still gives {outcomes[0]}, not "
+            f"{clean[0]}",
         )
 
     def unmoved(self, clean: Sequence[Outcome], found: Sequence[Outcome], fault: str) -> None:
@@ -197,7 +198,7 @@ class _Judging:
         return outcomes
 
     async def rewards(self, calls: Calls, trajectories: Sequence[Trajectory]) -> list[float]:
-        found: list[float] = []
+        totals: list[float] = []
         for outcome in await self.score(calls, trajectories):
             hint = (
                 "; give a task that it can judge, and answers"
@@ -210,5 +211,5 @@ class _Judging:
                 math.isfinite(part) for part in outcome.parts.values()
             )
             require(finite, f"{outcome} is not finite")
-            found.append(outcome.reward)
-        return found
+            totals.append(outcome.reward)
+        return totals

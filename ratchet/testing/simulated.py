@@ -51,8 +51,8 @@ class SlowGenerator(FakeGenerator):
                     draw_seconds(sampling.seed, self.config.mean_s, self.config.sigma)
                 ):
                     await aborted.wait()
-        done = await super().generate(tokens, sampling, media)
-        return _without_tokens(done) if aborted.is_set() else done
+        completion = await super().generate(tokens, sampling, media)
+        return _without_tokens(completion) if aborted.is_set() else completion
 
     def abort(self) -> None:
         aborted, self._aborted = self._aborted, asyncio.Event()
@@ -91,14 +91,14 @@ def undisturbed(
     update_s: float,
     seconds: Callable[[int, int], float],
 ) -> list[float]:
-    """When each step ends, in seconds, of a run in which nothing takes time but requests and
-    updates: what the bound on staleness alone leaves. Any free slot serves any request, and a group
-    begins only when one is free, with the latest weights.
+    """Return when each step ends, in seconds, in a run in which only requests and updates take
+    time: the limit that the bound on staleness alone sets.
 
-    attempts: of a group. seconds: of a request, by the numbers of its group and attempt.
+    Any free slot serves any request, and a group begins only when one is free, with the latest
+    weights. attempts: of a group. seconds: of a request, by the numbers of its group and attempt.
     """
     clock, free, training = 0.0, slots, False
-    ends, left = list[float](), dict[ScheduledGroup, int]()
+    ends, attempts_left = list[float](), dict[ScheduledGroup, int]()
     waiting, ordinals = deque[tuple[ScheduledGroup, int]](), itertools.count()
     # (when, in which order, whose request ends; None: the update)
     coming: list[tuple[float, int, ScheduledGroup | None]] = []
@@ -108,7 +108,7 @@ def undisturbed(
         while free and (waiting or scheduler.room(step) > training * scheduler.per_step):
             if not waiting:
                 issue = scheduler.begin(step, str(scheduler.count), Task(str(scheduler.count), ()))
-                left[issue] = attempts
+                attempts_left[issue] = attempts
                 waiting.extend((issue, attempt) for attempt in range(attempts))
             issue, attempt = waiting.popleft()
             free -= 1
@@ -123,7 +123,7 @@ def undisturbed(
             training = False
             continue
         free += 1
-        left[ended] -= 1
-        if not left[ended]:
+        attempts_left[ended] -= 1
+        if not attempts_left[ended]:
             scheduler.ready(ended, Group(ended.id, ended.task, ()))
     return ends

@@ -69,24 +69,24 @@ class TinyRole:
     async def score(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        found = self._columns(
+        columns = self._columns(
             batch, batch.predicted_T, wanted, TokenOutputSpec.from_names(wanted, top_k=top_k)
         )
         if "spans" in wanted:
             pairs_T = batch.starts_S[batch.sequence_T] + batch.positions_T // 2
-            found["spans"] = torch.where(batch.predicted_T, pairs_T, -1)
-        return {name: found[name] for name in wanted}
+            columns["spans"] = torch.where(batch.predicted_T, pairs_T, -1)
+        return {name: columns[name] for name in wanted}
 
     def outputs(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
-        """What `Outputs` holds for an update, without the old logprobs."""
+        """Return the contents of `Outputs` for an update, without the old logprobs."""
         named = {"logprobs"} | set(needs) if "old_logprobs" in needs else set(needs)
-        found = self._columns(
+        columns = self._columns(
             batch,
             batch.predicted_T,
             named,
             TokenOutputSpec.from_names(needs, given_ids=batch.has("teacher_ids")),
         )
-        return {name: column for name, column in found.items() if name in named}
+        return {name: column for name, column in columns.items() if name in named}
 
     def _columns(
         self, batch: Batch, mask_T: Tensor, names: Collection[str], wanted: TokenOutputSpec
@@ -121,8 +121,10 @@ def part_names(algorithm: Algorithm) -> tuple[str, ...]:
     def named(value: Any) -> set[str]:
         if isinstance(value, functools.partial):
             weights = value.keywords.get("weights")
-            own = set(weights) if isinstance(weights, Mapping) else set[str]()
-            return own.union(*(named(item) for item in (*value.args, *value.keywords.values())))
+            weight_names = set(weights) if isinstance(weights, Mapping) else set[str]()
+            return weight_names.union(
+                *(named(item) for item in (*value.args, *value.keywords.values()))
+            )
         if isinstance(value, tuple | list):
             return set[str]().union(*(named(item) for item in value))
         return set()
@@ -132,7 +134,7 @@ def part_names(algorithm: Algorithm) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Draw:
-    """How groups are drawn. equal: rewards are equal within each group, part by part. attempts: of
+    """The draw of groups. equal: rewards are equal within each group, part by part. attempts: of
     each group; None: as many as the algorithm asks for. longest: tokens of the longest answer of
     each group, instead of a few."""
 
@@ -221,7 +223,7 @@ def _trajectory(
             Turn(start, len(owner), reward, state_key=str(rng.choice(["", "here", "there"])))
         )
         owner += [Owner.ENVIRONMENT] * int(rng.integers(0, 3))
-    wrote = np.asarray([who == Owner.POLICY for who in owner])
+    wrote = np.asarray([writer == Owner.POLICY for writer in owner])
     return Trajectory(
         tokens=rng.integers(0, VOCAB, len(owner)),
         owner=np.asarray(owner, dtype=np.int8),
@@ -240,7 +242,8 @@ def _trajectory(
 def _given(
     rng: np.random.Generator, algorithm: Algorithm, outcome: Outcome | None = None, **more: Any
 ) -> Trajectory:
-    """Given text: what trains stands for the policy's, nobody sampled it, and it has no turns."""
+    """Return given text: what trains stands for the policy's; it was not sampled and has no
+    turns."""
     row = _trajectory(rng, outcome, temperature=algorithm.temperature, **more)
     text = Trajectory.supervised(
         row.tokens.tolist(), row.trainable.tolist(), temperature=row.temperature, outcome=outcome

@@ -68,18 +68,19 @@ class Update:
 
     @cached_property
     def columns(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """What each role's terms read of its model."""
+        """Return the columns that each role's terms read of its model."""
         return {
             role: self.models[role].outputs(self.batch, needed(terms))
             for role, terms in self.algorithm.losses.items()
         }
 
     def with_columns(self, **columns: Tensor) -> Update:
-        """With other token columns, and the same weights."""
+        """Return the update with other token columns, and the same weights."""
         return replace(self, batch=self.batch.fill_tokens(**columns))
 
     def with_other_tokens(self, row: int) -> Update:
-        """All other rows have other tokens, and whoever was asked about them says other things."""
+        """Return the update with other tokens in all other rows, and with other outputs of the
+        models for them."""
         batch = self.batch
         there_T, there_S = batch.sequence_T != row, torch.arange(batch.n_sequences) != row
 
@@ -112,8 +113,8 @@ class Update:
 
 
 def _sampled(batch: Batch, sampler: TinyRole, *, exact: bool) -> Batch:
-    """With logprobs of the sampler: the policy's own, or with an error that depends on the token
-    and its place alone."""
+    """Return the batch with logprobs of the sampler: the policy's own, or with an error that
+    depends on the token and its place alone."""
     logprobs_T = _ran(sampler.score(batch, ["logprobs"]))["logprobs"]
     if exact:
         return replace(
@@ -129,12 +130,13 @@ def _sampled(batch: Batch, sampler: TinyRole, *, exact: bool) -> Batch:
 
 
 def _ran(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What it gives: nothing here waits, so it needs no event loop, and runs inside of one too."""
+    """Return the result of a coroutine that never waits. It needs no event loop, and runs inside of
+    one too."""
     try:
         coroutine.send(None)
     except StopIteration as done:
         return done.value
-    raise AssertionError("a tiny model waits for nobody")
+    raise AssertionError("a tiny model never waits")
 
 
 # --- losses and slopes
@@ -142,8 +144,8 @@ def _ran(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True)
 class LossAndSlopes:
-    """Of some rows of an update: the loss, its slopes by output (columns of the whole batch, 0 for
-    other rows), the metrics."""
+    """The loss of some rows of an update, its slopes by output (columns of the whole batch, 0 for
+    other rows), and the metrics."""
 
     loss: float
     slopes: Mapping[str, Tensor]
@@ -209,8 +211,8 @@ def compute_row_values(
         "group": batch.group_S[[row]],
     }[term.level]
     weight = batch.weights[term.name].values
-    own = torch.where(weight[place] != 0, x[place], 0.0)
-    return own.detach(), _gradients(own.sum(), leaves)
+    weighed = torch.where(weight[place] != 0, x[place], 0.0)
+    return weighed.detach(), _gradients(weighed.sum(), leaves)
 
 
 def measured(term: AlgorithmTerm, update: Update, role: str) -> dict[str, Tensor]:
@@ -223,14 +225,14 @@ def measured(term: AlgorithmTerm, update: Update, role: str) -> dict[str, Tensor
 
 
 def token_indices(batch: Batch, rows: Sequence[int]) -> Tensor:
-    """Where the tokens of some rows are, row by row."""
+    """Return the indices of the tokens of some rows, row by row."""
     starts, lengths = batch.starts_S.tolist(), batch.lengths_S.tolist()
     parts = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 def gathered(found: LossAndSlopes, batch: Batch, rows: Sequence[int]) -> LossAndSlopes:
-    """With the slopes of a batch's rows in another order."""
+    """Return the slopes of a batch's rows in another order."""
     places = {
         "tokens": token_indices(batch, rows),
         "rows": torch.tensor(list(rows), dtype=torch.int64),
@@ -271,22 +273,22 @@ def _leaves(update: Update, role: str, places: Mapping[str, Tensor]) -> dict[str
 
 
 def _outputs(batch: Batch, leaves: Mapping[str, Tensor], term: AlgorithmTerm) -> Outputs:
-    """What the term declares in `needs`, and nothing else: what other terms ask for may be missing
-    tomorrow."""
-    given = {name: leaf for name, leaf in leaves.items() if name in term.needs}
+    """Return what the term declares in `needs`, and nothing else: outputs that other terms need may
+    be missing tomorrow."""
+    columns = {name: leaf for name, leaf in leaves.items() if name in term.needs}
     if "old_logprobs" in term.needs:
-        own = (
+        old_logprobs = (
             batch.need("old_logprobs").double() if batch.has("old_logprobs") else leaves["logprobs"]
         )
-        given["old_logprobs"] = own.detach()
-    return Outputs(sequence_sum=batch.sequence_sum, **given)
+        columns["old_logprobs"] = old_logprobs.detach()
+    return Outputs(sequence_sum=batch.sequence_sum, **columns)
 
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not value.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    slopes = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     return {
         name: torch.zeros_like(leaf) if slope is None else slope
-        for (name, leaf), slope in zip(leaves.items(), found, strict=True)
+        for (name, leaf), slope in zip(leaves.items(), slopes, strict=True)
     }

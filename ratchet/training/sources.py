@@ -1,4 +1,4 @@
-"""Where a stage's groups come from: rows, pairs, labelled answers, labelled steps or rollouts."""
+"""Sources of a stage's groups: rows, pairs, labelled answers, labelled steps or rollouts."""
 
 from __future__ import annotations
 

@@ -143,13 +143,13 @@ def parse_json(
 def _refuse_crowd(text: str) -> None:
     """Raise ValueError for more objects and arrays than a text of this length holds with data in
     them."""
-    most = MAX_CONTAINERS + len(text) // CHARS_A_CONTAINER
-    if text.count("[") + text.count("{") <= most:
+    limit = MAX_CONTAINERS + len(text) // CHARS_A_CONTAINER
+    if text.count("[") + text.count("{") <= limit:
         return
     without_strings = _STRING.sub("", text)  # formulas and programs are full of brackets
-    if without_strings.count("[") + without_strings.count("{") > most:
+    if without_strings.count("[") + without_strings.count("{") > limit:
         raise ValueError(
-            f"it holds more than {most:,} objects and arrays in {len(text):,} characters, which "
+            f"it holds more than {limit:,} objects and arrays in {len(text):,} characters, which "
             "take far more memory than that"
         )
 

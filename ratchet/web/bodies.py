@@ -77,14 +77,14 @@ class Body:
             held += Counter()  # drops keys that hold nothing
             return
         if self.size > limits.body_bytes:
-            most = f"the body has more than {limits.body_bytes} bytes"
-            raise BodyRefused(413, most, "body_too_large")
+            reason = f"the body has more than {limits.body_bytes} bytes"
+            raise BodyRefused(413, reason, "body_too_large")
         if held[self.key] > limits.key_bytes:
-            most = (
+            reason = (
                 "requests of this key that wait for an answer have more than "
                 f"{limits.key_bytes} bytes"
             )
-            raise BodyRefused(429, f"{most}: ask again later", "busy")
+            raise BodyRefused(429, f"{reason}: ask again later", "busy")
         if held.total() > limits.bodies_bytes:
-            most = f"requests that wait for an answer have more than {limits.bodies_bytes} bytes"
-            raise BodyRefused(503, f"{most}: ask again later", "busy")
+            reason = f"requests that wait for an answer have more than {limits.bodies_bytes} bytes"
+            raise BodyRefused(503, f"{reason}: ask again later", "busy")

@@ -252,14 +252,14 @@ READABLE: Mapping[str, Readable] = {**FORMS, "learner": LearnerBlocks()}
 
 def detect_form(directory: Path) -> str:
     """Return the form of a directory. Raises CheckpointError if it has none."""
-    found = next((name for name, form in READABLE.items() if form.is_in(directory)), None)
-    if found is None:
+    form_name = next((name for name, form in READABLE.items() if form.is_in(directory)), None)
+    if form_name is None:
         raise CheckpointError(
             f"{directory} holds no weights of a model: neither {WEIGHTS} (Hugging Face), nor "
             f"{megatron_format.FORMAT} (Megatron), "
             f"{DCP_INDEX} (torch.distributed.checkpoint) or rank-0.json (a learner's checkpoint)"
         )
-    return found
+    return form_name
 
 
 def _each_weight(weights: Weights) -> Iterator[WriteEntry]:

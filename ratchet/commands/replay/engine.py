@@ -85,7 +85,7 @@ class Recorded:
     async def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Nobody(Section):
+class NoGenerator(Section):
     """A generator section for replay, which generates nothing."""
 
     builds: ClassVar[str] = "ratchet.commands.replay.engine:no_generator"
@@ -118,7 +118,7 @@ class Played:
 
     @property
     def table(self) -> pa.Table:
-        """As the recorder makes it."""
+        """Return the table as the recorder builds it."""
         return build_table(self.step, self.stage, self.groups, self.batch, self.weights_T.numpy())
 
 
@@ -311,7 +311,9 @@ class Replay:
 
     @staticmethod
     def _without_generator(config: RunConfig) -> RunConfig:
-        stages = tuple(stage.model_copy(update={"generator": Nobody()}) for stage in config.stages)
+        stages = tuple(
+            stage.model_copy(update={"generator": NoGenerator()}) for stage in config.stages
+        )
         return config.model_copy(update={"stages": stages})
 
     # --- what can't be played

@@ -63,7 +63,7 @@ NOT_SHOWN = (
 )
 DETAILS = [name for name in SCHEMA.names if name not in NOT_SHOWN]
 ONE = pa.scalar(1, pa.int32())
-HELD = 4  # steps whose tables stay in memory for who walks through their rollouts
+HELD = 4  # steps whose tables stay in memory while their rollouts are opened
 DIGITS = 5  # of a token's numbers
 
 
@@ -209,7 +209,7 @@ class Rollouts:
         if share is not None:
             numbers["share"] = share
         sampled, learned = row["rollout_logprobs"], row["old_logprobs"]
-        if learned is not None and max(row["versions"], default=-1) >= 0:  # somebody sampled it
+        if learned is not None and max(row["versions"], default=-1) >= 0:  # sampled, not given
             numbers["ratio"] = _rounded(
                 [math.exp(min(a - b, 80.0)) for a, b in zip(learned, sampled, strict=True)]
             )

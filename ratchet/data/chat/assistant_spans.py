@@ -15,8 +15,7 @@ from ratchet.data.chat.tokenizer import After, Tokenizer
 from ratchet.errors import DataError
 from ratchet.types import Message, Part
 
-# One private code point stands for each control token that somebody typed, while the template works
-# on the text.
+# One private code point stands for each control token in a message while the template works on it.
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
@@ -30,7 +29,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TurnShape:
-    """What a template puts around the assistant's text.
+    """The text that a template puts around the assistant's text.
 
     prompt | lead | text | end, rest: a prompt stops before `lead`, which the model has to write
     (Mistral's space, Qwen3's empty reasoning); `end` runs to the token `end_id` that ends the turn
@@ -50,10 +49,10 @@ def turn_shape(template: ChatTemplate, tokenizer: Tokenizer) -> TurnShape:
     assistant says."""
     user = Message("user", "u")
     prompt = template.render([user], None, prompt=True)
-    header, found, trailer = template.render(
+    header, separator, trailer = template.render(
         [user, Message("assistant", SENTINEL)], None, prompt=False
     ).partition(SENTINEL)
-    if not found:
+    if not separator:
         raise DataError(
             "the chat template leaves out what the assistant says: it can't be trained or sampled "
             "with"
@@ -108,33 +107,33 @@ class Conversation:
         # The answer changes what stands before it (Mistral drops the system message): the prompt is
         # what the model reads.
         probe = [*self._messages[:i], Message("assistant", SENTINEL)]
-        header, found, _ = self._template.render(probe, self._tools, prompt=False).partition(
+        header, separator, _ = self._template.render(probe, self._tools, prompt=False).partition(
             SENTINEL
         )
         header = header.removesuffix(shape.lead)
-        if not found or shape.prefill or not whole.startswith(header):
+        if not separator or shape.prefill or not whole.startswith(header):
             raise DataError(
                 f"message {i}: the chat template begins this turn otherwise than its prompt does"
             )
         return prompt, whole[len(header) : self._turn_end(whole, len(header))]
 
     def _turn_end(self, whole: str, start: int) -> int:
-        """Where the last turn ends in the rendering of a conversation: before what the template
-        adds, else with its last control token."""
+        """Return where the last turn ends in the rendering of a conversation: before what the
+        template adds, else with its last control token."""
         if whole.endswith(self._shape.rest):
             return len(whole) - len(self._shape.rest)
         ends = [special.end for special in self._tokenizer.specials(whole) if special.end > start]
         return ends[-1] if ends else len(whole)
 
     def _after_prefill(self, i: int) -> str:
-        said, prefill = self._messages[i].text, self._shape.prefill
-        if not said.startswith(prefill) or self._messages[i].tool_calls:
+        answer, prefill = self._messages[i].text, self._shape.prefill
+        if not answer.startswith(prefill) or self._messages[i].tool_calls:
             raise DataError(
                 f"message {i}: the chat template's prompt ends with {prefill!r}, so the "
                 "assistant's text must begin with it: "
                 "put it there, or choose another `tokenizer.template`"
             )
-        return said[len(prefill) :]
+        return answer[len(prefill) :]
 
     def before(self, n: int) -> tuple[list[Piece], list[int]]:
         """(pieces of the prompt for message n, messages of the assistant that the template has
@@ -177,13 +176,13 @@ class Conversation:
 def _shield(
     messages: Sequence[Message], specials: Mapping[str, int]
 ) -> tuple[list[Message], dict[int, str]]:
-    """(messages in which every control token that somebody typed is one private code point, what
-    each stands for)."""
-    said = "\n".join(text for message in messages for text in _texts(message))
-    typed = sorted([special for special in specials if special in said], key=len, reverse=True)
+    """Return the messages with every control token in their text as one private code point, and
+    what each code point stands for."""
+    joined = "\n".join(text for message in messages for text in _texts(message))
+    typed = sorted([special for special in specials if special in joined], key=len, reverse=True)
     if not typed:
         return list(messages), {}
-    free = (point for point in PRIVATE_USE if chr(point) not in said)
+    free = (point for point in PRIVATE_USE if chr(point) not in joined)
     table = dict(zip(free, typed, strict=False))
 
     def hide(value: Any) -> Any:

@@ -278,12 +278,12 @@ class ChatTemplate:
 
     @cached_property
     def _shows(self) -> dict[str, bool]:
-        """Whether the template writes what a role says. One that raises refuses when it is asked to
-        render."""
-        user, said = Message("user", "u"), Message("assistant", "a")
+        """Return, by role, True if the template writes what that role says. A template that raises
+        refuses when it renders."""
+        user, assistant = Message("user", "u"), Message("assistant", "a")
         probes = {
             "system": [Message("system", SENTINEL), user],
-            "tool": [user, said, Message("tool", SENTINEL, tool_call_id="call00000")],
+            "tool": [user, assistant, Message("tool", SENTINEL, tool_call_id="call00000")],
         }
         return {
             role: self._contains(_dictionaries(probe, DIALECTS[0]), SENTINEL)
@@ -297,8 +297,8 @@ class ChatTemplate:
             return True
 
     def _dialect(self, messages: Sequence[Message]) -> Dialect:
-        """How the template wants tool calls: its arguments as an object or as JSON, and no content
-        as "" or None."""
+        """Return how the template wants tool calls: arguments as an object or as JSON, and no
+        content as "" or None."""
         return (
             self._tool_dialect if any(message.tool_calls for message in messages) else DIALECTS[0]
         )
@@ -329,7 +329,7 @@ def _dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict[st
     """Messages in the form that templates read. A tool's message also names the tool that it
     answers for."""
     empty, arguments = dialect
-    made: list[dict[str, Any]] = []
+    functions: list[dict[str, Any]] = []
     names = {call.id: call.name for message in messages for call in message.tool_calls}
     for message in messages:
         item: dict[str, Any] = {"role": message.role, "content": _content(message)}
@@ -347,8 +347,8 @@ def _dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict[st
             item["tool_call_id"] = message.tool_call_id
             if message.tool_call_id in names:
                 item["name"] = names[message.tool_call_id]
-        made.append(item)
-    return made
+        functions.append(item)
+    return functions
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:

@@ -69,16 +69,17 @@ def _message(item: Any, where: str) -> Message:
             '"content": '
             f'"..."}}'
         )
-    more = next((key for key, value in item.items() if key not in READ and value), None)
-    if more is not None:
+    unread = next((key for key, value in item.items() if key not in READ and value), None)
+    if unread is not None:
         raise DataError(
-            f"{where} has '{more}', which would be lost: only {', '.join(READ)} are read; remove it"
+            f"{where} has '{unread}', which would be lost: only {', '.join(READ)} are read; remove "
+            "it"
         )
-    given = item.get("role", item.get("from"))
-    role = ROLES.get(given) if isinstance(given, str) else None
+    role_name = item.get("role", item.get("from"))
+    role = ROLES.get(role_name) if isinstance(role_name, str) else None
     if role is None:
         raise DataError(
-            f"{where} has the role {given!r:.40}, must be one of "
+            f"{where} has the role {role_name!r:.40}, must be one of "
             f"{', '.join(dict.fromkeys(ROLES.values()))}"
         )
     written = item.get("tool_calls") or []

@@ -114,18 +114,19 @@ class Renderer:
         history: Sequence[Message] = (),
         tools: Tools | None = None,
     ) -> list[int]:
-        """What to append to a sampled completion so that the model can answer `messages`: the end
-        of its turn if it is not in `sampled` (it stopped at a string, or was cut), the messages,
-        and the header of the next turn.
+        """Return the tokens to append to a sampled completion so that the model can answer
+        `messages`.
 
-        history: the messages before the completion, for templates whose headers depend on them.
+        They are the end of its turn if that is not in `sampled` (it stopped at a string, or was
+        cut), the messages, and the header of the next turn. history: the messages before the
+        completion, for templates whose headers depend on them.
         """
         before = [*(history or (USER,)), Message("assistant", SENTINEL)]
         conversation = self._conversation([*before, *messages], tools)
-        _, found, follows = conversation.text(len(before) + len(messages), prompt=True).partition(
-            SENTINEL
-        )
-        if not found:
+        _, separator, follows = conversation.text(
+            len(before) + len(messages), prompt=True
+        ).partition(SENTINEL)
+        if not separator:
             raise DataError(
                 "the chat template leaves out what the assistant said once others answer: it can't "
                 "hold a dialogue"
@@ -152,10 +153,13 @@ class Renderer:
         said: Message,
         tools: Tools | None = None,
     ) -> bool:
-        """Whether the conversation `history`, `said`, `messages` shows all that stood in the prompt
-        for `said`, and `said` itself, as they were: then `extend` gives what the template would.
-        `sampled` is the completion that `said` was read from. How a call's JSON was spaced does not
-        count: the tokens stay as they were sampled."""
+        """Return True if the conversation `history`, `said`, `messages` shows all of the prompt for
+        `said`, and `said` itself, unchanged.
+
+        Then `extend` gives what the template would. `sampled` is the completion that `said` was
+        read from. The spacing of a call's JSON does not count: the tokens stay as they were
+        sampled.
+        """
         conversation, n = self._conversation([*history, said, *messages], tools), len(history)
         shown, prompt = (
             conversation.text(n + 1 + len(messages), prompt=True),
@@ -179,7 +183,7 @@ class Renderer:
         media = self._media(messages)
         if not media:
             return ()
-        assert self.processor is not None, "who reads media has one"
+        assert self.processor is not None, "a model that reads media has one"
         reserved, row, placed, end = (
             self.processor.reserved,
             np.asarray(tokens, dtype=np.int64),
@@ -189,8 +193,8 @@ class Renderer:
         marks = np.isin(row, list(reserved)).nonzero()[0]
         for one in media:
             before = next(i for i, token in enumerate(one.tokens) if token in reserved)
-            found = marks[marks >= end]
-            start = int(found[0]) - before if len(found) else len(row)
+            later_marks = marks[marks >= end]
+            start = int(later_marks[0]) - before if len(later_marks) else len(row)
             end = start + one.medium.span
             if start < 0 or tuple(row[start:end].tolist()) != one.tokens:
                 raise DataError(
@@ -205,8 +209,8 @@ class Renderer:
         None: there is none."""
         if self.processor is None:
             return None
-        found = next((int(token) for token in sampled if token in self.processor.reserved), None)
-        return None if found is None else self.tokenizer.decode([found], skip_special=False)
+        reserved = next((int(token) for token in sampled if token in self.processor.reserved), None)
+        return None if reserved is None else self.tokenizer.decode([reserved], skip_special=False)
 
     def parse(self, tokens: Sequence[int], stop: StopReason | None = None) -> Message:
         """The completion as the message that renders to it: without its end of turn and other
@@ -230,19 +234,19 @@ class Renderer:
         Raises ConfigError where the model's family can't be told: set `tokenizer.tool_format`.
         """
         whole = self._text(tokens, stop, skip_special=False)
-        found = self.tool_format.read(
+        parsed = self.tool_format.read(
             self._shape.prefill + whole.removeprefix(self._shape.lead), tools
         )
-        if found.malformed or not found.calls:
-            return self.parse(tokens, stop), found.malformed
+        if parsed.malformed or not parsed.calls:
+            return self.parse(tokens, stop), parsed.malformed
         content = "".join(
-            piece for piece in self.tokenizer.pieces(found.content) if isinstance(piece, str)
+            piece for piece in self.tokenizer.pieces(parsed.content) if isinstance(piece, str)
         )
-        return Message("assistant", content, self.tool_format.numbered(found.calls, first)), 0
+        return Message("assistant", content, self.tool_format.numbered(parsed.calls, first)), 0
 
     @cached_property
     def tool_format(self) -> ToolFormat:
-        """How the model writes tool calls. Raises ConfigError where that can't be told."""
+        """Return how the model writes tool calls. Raises ConfigError if that can't be told."""
         return tool_format(self._tool_format, self.template.source, self.tokenizer.special_ids)
 
     def _text(self, tokens: Sequence[int], stop: StopReason | None, *, skip_special: bool) -> str:
@@ -256,14 +260,17 @@ class Renderer:
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end the assistant's turn: the tokenizer's EOS ids, and what the template puts at
         the end of a turn."""
-        own = () if self._shape.end_id is None else (self._shape.end_id,)
-        return tuple(dict.fromkeys((*self.tokenizer.eos_ids, *own)))
+        turn_ends = () if self._shape.end_id is None else (self._shape.end_id,)
+        return tuple(dict.fromkeys((*self.tokenizer.eos_ids, *turn_ends)))
 
     @cached_property
     def extends_history(self) -> bool:
-        """Whether a conversation that goes on keeps every earlier turn as it was written, so that
-        one sequence of tokens can hold it whole. False where the template drops or changes turns
-        once the user answers (earlier reasoning, say)."""
+        """Return True if a longer conversation keeps every earlier turn as it was written, so that
+        one sequence of tokens can hold it.
+
+        It is False if the template drops or changes turns once the user answers (earlier reasoning,
+        say).
+        """
         return not any(self.rewritten_turns([USER, said, USER]) for said in PROBES)
 
     def rewritten_turns(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
@@ -283,8 +290,8 @@ class Renderer:
         return Conversation(self.template, self.tokenizer, self._shape, messages, tools)
 
     def _media(self, messages: Sequence[Message]) -> list[Expanded]:
-        """Of all messages, in order."""
-        found: list[Expanded] = []
+        """Return the media of all messages, in order."""
+        expanded: list[Expanded] = []
         for index, message in enumerate(messages):
             parts = () if isinstance(message.content, str) else message.content
             for part in (part for part in parts if part.type != "text"):
@@ -294,14 +301,14 @@ class Renderer:
                         "reads text alone: choose a model "
                         "that reads it, or remove the part"
                     )
-                found.append(self.processor.expanded(part, where=f"message {index}"))
-        return found
+                expanded.append(self.processor.expanded(part, where=f"message {index}"))
+        return expanded
 
     def _with_media(
         self, marked: list[tuple[int, int | None]], messages: Sequence[Message]
     ) -> list[tuple[int, int | None]]:
-        """With all tokens of each medium in place of its placeholder; nobody wrote them. Raises
-        DataError where there are not as many placeholders as media."""
+        """Return the tokens with all tokens of each medium in place of its placeholder; they belong
+        to no speaker. Raises DataError if placeholders and media differ in number."""
         media = self._media(messages)
         if self.processor is None:
             return marked

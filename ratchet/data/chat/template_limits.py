@@ -212,7 +212,7 @@ class _Counting(NodeTransformer):
 
 
 def _tick_for(node: nodes.Node) -> nodes.Expr:
-    """What one pass through a body takes, whose own texts nothing else counts."""
+    """Return the cost of one pass through a body whose own texts nothing else counts."""
     texts = [*node.find_all(nodes.TemplateData), *node.find_all(nodes.Const)]
     chars = sum(
         len(text)
@@ -338,21 +338,21 @@ def _check_product(left: Any, right: Any) -> None:
 def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise TemplateRuntimeError where the result of a filter or a method would be far longer than
     what goes in."""
-    given = (*args, *kwargs.values())
+    values = (*args, *kwargs.values())
     if name in ("format", "format_map") and isinstance(value, Text):
-        _check_format(value, given)
+        _check_format(value, values)
     elif name == "translate":
         _refuse("translate() is not for templates: use replace")
     elif (
         name == "replace"
         and isinstance(value, Text)
-        and len(given) >= 2
-        and all(isinstance(g, type(value)) for g in given[:2])
+        and len(values) >= 2
+        and all(isinstance(g, type(value)) for g in values[:2])
     ):
-        if value.count(given[0]) * len(given[1]) > MAX_CHARS:
+        if value.count(values[0]) * len(values[1]) > MAX_CHARS:
             _refuse(f"a replacement makes more than {MAX_CHARS:,} characters")
     elif name == "join":
-        other = given[0] if given else ""
+        other = values[0] if values else ""
         items, separator = (other, value) if isinstance(value, Text) else (value, other)
         if (
             isinstance(items, Sized)
@@ -366,11 +366,14 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[
             if isinstance(value, (*Text, *Container)) and name not in ("center", "ljust", "rjust")
             else 1
         )
-        most = max(
-            (abs(g) if isinstance(g, int) else len(g) if isinstance(g, Text) else 0 for g in given),
+        largest = max(
+            (
+                abs(g) if isinstance(g, int) else len(g) if isinstance(g, Text) else 0
+                for g in values
+            ),
             default=0,
         )
-        if times * most > MAX_CHARS or (not isinstance(value, Text) and most > MAX_WIDTH):
+        if times * largest > MAX_CHARS or (not isinstance(value, Text) and largest > MAX_WIDTH):
             _refuse(f"{name}() makes more than {MAX_CHARS:,} characters or items")
 
 

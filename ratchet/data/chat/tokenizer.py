@@ -1,8 +1,9 @@
 """Text to token ids and back: one class over the Rust library, read from and written to Hugging
 Face directories.
 
-Two ways in, never mixed up: text that somebody *said* (`encode(text)`: "<|im_end|>" is ten ordinary
-characters) and text that a template wrote (`allow_special=True`: it is the control token).
+There are two kinds of text, never mixed up: text of a person or program (`encode(text)`:
+"<|im_end|>" is ten ordinary characters) and text of a template (`allow_special=True`: it is the
+control token).
 """
 
 from __future__ import annotations
@@ -105,12 +106,12 @@ class Tokenizer:
         self._check_eos(first)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is made when it is first needed: the guard in some of that is this process's
-        own."""
-        made = {
+        """Return the state without what is computed on first use: some of it holds this process's
+        own guard."""
+        computed = {
             name for name, value in vars(type(self)).items() if isinstance(value, cached_property)
         }
-        return {name: value for name, value in self.__dict__.items() if name not in made}
+        return {name: value for name, value in self.__dict__.items() if name not in computed}
 
     def _named(self, name: str) -> int | None:
         return self.token_id(self.special_tokens[name]) if name in self.special_tokens else None
@@ -192,7 +193,8 @@ class Tokenizer:
 
     @cached_property
     def adds_bos(self) -> bool:
-        """Whether the tokenizer by itself starts a text with BOS: models trained so need it."""
+        """Return True if the tokenizer by itself starts a text with BOS: models trained so need
+        it."""
         return self.bos_id is not None and self._backend.encode("").ids[:1] == [self.bos_id]
 
     @cached_property
@@ -207,7 +209,7 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def same_tokens(self, other: Tokenizer) -> bool:
-        """Whether both turn every text into the same ids; templates may differ."""
+        """Return True if both turn every text into the same ids; templates may differ."""
         return self._backend.to_str() == other._backend.to_str()
 
     def save(self, directory: str | Path) -> None:
@@ -240,8 +242,8 @@ class Tokenizer:
 
     @cached_property
     def _contexts(self) -> dict[After, tuple[str, list[int]]]:
-        """What is put before a text, and its ids, so that the text is encoded as in the middle of a
-        longer one.
+        """Return the text, and its ids, that is put before a text so that it is encoded as in the
+        middle of a longer one.
 
         Some SentencePiece conversions put a space before every stretch of text, after a special
         token too; between two stretches of one text there is none, which a newline in front

@@ -122,7 +122,8 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
 
 
 def _eos_ids(directory: Path) -> list[int]:
-    """From generation_config.json, which lists all that end a turn, else from config.json."""
+    """Return the end-of-turn ids from generation_config.json, which lists all of them, else from
+    config.json."""
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
         if value is not None:

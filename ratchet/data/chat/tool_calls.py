@@ -64,10 +64,10 @@ class ToolFormat:
 
 
 def tool_format(name: str, template: str, special_tokens: Mapping[str, int]) -> ToolFormat:
-    """By its name; "auto": the first whose mark is in the template's text, else among the special
-    tokens.
+    """Return a format by its name; "auto": the first whose mark is in the template's text, else
+    among the special tokens.
 
-    Raises ConfigError for an unknown name, and where nothing is recognised.
+    Raises ConfigError for an unknown name, and if nothing is recognised.
     """
     if name in FORMATS:
         return FORMATS[name]
@@ -76,9 +76,9 @@ def tool_format(name: str, template: str, special_tokens: Mapping[str, int]) -> 
             f"tokenizer.tool_format: there is no '{name}': use auto, {', '.join(FORMATS)}"
         )
     for text in (template, "\n".join(special_tokens)):
-        for known in FORMATS.values():
-            if any(mark in text for mark in known.marks):
-                return known
+        for candidate in FORMATS.values():
+            if any(mark in text for mark in candidate.marks):
+                return candidate
     raise ConfigError(
         "the environment offers tools, but neither the chat template nor the special tokens say "
         "how the model calls them: "
@@ -150,10 +150,14 @@ def _as_call(value: object) -> Call | None:
     """Arguments may be an object, or the text of one."""
     if not isinstance(value, dict):
         return None
-    name, given = value.get("name"), value.get("arguments", value.get("parameters"))
-    if isinstance(given, str):
-        given = _one(given)
-    return (name, given) if isinstance(name, str) and name and isinstance(given, dict) else None
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _one(arguments)
+    return (
+        (name, arguments)
+        if isinstance(name, str) and name and isinstance(arguments, dict)
+        else None
+    )
 
 
 def _one(text: str) -> Any:
@@ -200,15 +204,15 @@ def _xml_call(body: str, tools: Tools) -> Call | None:
     if not closed or not name or between.strip():
         return None
     types = _types(tools, name)
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for parameter in parameters:
         key, closed, rest = parameter.partition(">")
         value, ended, between = rest.partition("</parameter>")
         if not closed or not ended or between.strip() or not key.strip():
             return None
         value = value.removeprefix("\n").removesuffix("\n")
-        given[key.strip()] = _typed(value, types.get(key.strip(), "string"))
-    return name, given
+        arguments[key.strip()] = _typed(value, types.get(key.strip(), "string"))
+    return name, arguments
 
 
 def _types(tools: Tools, name: str) -> dict[str, Any]:
@@ -226,7 +230,8 @@ def _types(tools: Tools, name: str) -> dict[str, Any]:
 
 
 def _typed(value: str, kind: object) -> Any:
-    """What is no JSON of its own type is left as text: the tool will say what it thinks of it."""
+    """Return a value as its declared type. Text that is no JSON of that type stays text: the tool
+    reports the mistake."""
     if kind == "string":
         return value
     values = _values(value)
@@ -242,20 +247,20 @@ def _llama(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
     )
     body = (body if tag else text).replace("<|python_end|>", "").strip()
     content = before if tag else ""
-    found: list[Call | None]
+    calls: list[Call | None]
     if body.startswith("{"):
         values = _values(body, " \t\r\n;,")
-        found = [None] if values is None else [_as_call(value) for value in values]
+        calls = [None] if values is None else [_as_call(value) for value in values]
         meant = '"name"' in body and ('"parameters"' in body or '"arguments"' in body)
     else:
         written = read_calls(body)
         meant = re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", body) is not None
-        found = (
+        calls = (
             [None]
             if written is None or any(_too_deep(given) for _, given in written)
             else [*written]
         )
-    return (content, found) if tag or meant else (text, [])
+    return (content, calls) if tag or meant else (text, [])
 
 
 def _mistral(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
@@ -314,19 +319,19 @@ def _dsml_call(block: str) -> Call | None:
     name, opened, between = head.partition('">')
     if not closed or not opened or not name or between.strip():
         return None
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for parameter in parameters:
-        found = re.fullmatch(
+        match = re.fullmatch(
             r'([^"]*)" string="(true|false)">(.*)</｜DSML｜parameter>\s*', parameter, re.DOTALL
         )
-        if found is None:
+        if match is None:
             return None
-        key, is_text, written = found.groups()
+        key, is_text, written = match.groups()
         values = [written] if is_text == "true" else _values(written)
         if values is None or len(values) != 1:
             return None
-        given[key] = values[0]
-    return name, given
+        arguments[key] = values[0]
+    return name, arguments
 
 
 # In the order in which their marks are looked for: Qwen3-Coder's template holds those of Hermes

@@ -63,10 +63,10 @@ class _Reader:
         raise _Unreadable(f"at {self.position}")
 
     def taken(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        found = pattern.match(self.text, self.position)
-        if found is not None:
-            self.position = found.end()
-        return found
+        match = pattern.match(self.text, self.position)
+        if match is not None:
+            self.position = match.end()
+        return match
 
     def skipped(self, mark: str) -> bool:
         while self.position < len(self.text) and self.text[self.position].isspace():
@@ -116,15 +116,15 @@ class _Reader:
         return key, self.value()
 
     def value(self) -> Any:
-        found = self.taken(_TEXT)
-        if found is not None:
-            return _ESCAPE.sub(_unescaped, found[1] if found[1] is not None else found[2])
-        found = self.taken(_NUMBER)
-        if found is not None:
-            return _number(found[1])
-        found = self.taken(_NAME)
-        if found is not None:
-            return WORDS[found[1]] if found[1] in WORDS else self.fail()
+        token = self.taken(_TEXT)
+        if token is not None:
+            return _ESCAPE.sub(_unescaped, token[1] if token[1] is not None else token[2])
+        token = self.taken(_NUMBER)
+        if token is not None:
+            return _number(token[1])
+        token = self.taken(_NAME)
+        if token is not None:
+            return WORDS[token[1]] if token[1] in WORDS else self.fail()
         if self.skipped("["):
             self.position -= 1
             return self.listed("[", "]", self.value)

@@ -152,8 +152,8 @@ def _inner_arrays(array: Any) -> Iterator[Any]:
 
 
 class ArrowFile(ArrowTable):
-    """Of either form: with an index at its end, or a stream (as `datasets` writes), which is mapped
-    into memory, not read."""
+    """An Arrow file of either form: with an index at its end, or a stream (as `datasets` writes).
+    It is mapped into memory, not read."""
 
     form = "Arrow"
 

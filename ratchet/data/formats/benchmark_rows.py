@@ -191,9 +191,10 @@ def _called(code: str, tests: Sequence[str], where: str) -> str:
         )
     )
     if len(names) != 1:
-        found = ", ".join(names) or "none"
+        present = ", ".join(names) or "none"
         raise DataError(
-            f"{where}: the tests must call one function that 'code' defines, and they call {found}"
+            f"{where}: the tests must call one function that 'code' defines, and they call "
+            f"{present}"
         )
     return names[0]
 
@@ -263,9 +264,9 @@ def _functional(tests: Sequence[Values], where: str) -> str:
             for line in test["input"].split("\n")
             if line.strip()
         ]
-        wanted = _loads(test["output"], f"{where}: a test's output")
+        expected = _loads(test["output"], f"{where}: a test's output")
         lines.append(
-            f"    assert plain(candidate({', '.join(map(repr, arguments))})) == {wanted!r}"
+            f"    assert plain(candidate({', '.join(map(repr, arguments))})) == {expected!r}"
         )
     return "\n".join(lines)
 
@@ -274,7 +275,7 @@ def _tests(text: str, where: str) -> list[dict[str, str]]:
     """JSON, or that packed: base64 of zlib of a pickled text, which is read without running what a
     pickle may run."""
     try:
-        found = parse_json(text)
+        opcodes = parse_json(text)
     except ValueError:
         try:
             unpacker = zlib.decompressobj()
@@ -284,7 +285,7 @@ def _tests(text: str, where: str) -> list[dict[str, str]]:
                 for opcode, argument, _ in pickletools.genops(packed)
                 if opcode.name in TEXTS
             ]
-            found = (
+            opcodes = (
                 parse_json(texts[0]) if len(texts) == 1 and not unpacker.unconsumed_tail else None
             )
         except (ValueError, zlib.error) as error:
@@ -292,15 +293,15 @@ def _tests(text: str, where: str) -> list[dict[str, str]]:
                 f"{where}: its tests are neither JSON nor that packed by zlib: {error}"
             ) from error
     columns = ("input", "output", "testtype")
-    if not isinstance(found, list) or not all(
+    if not isinstance(opcodes, list) or not all(
         isinstance(test, dict) and all(isinstance(test.get(column), str) for column in columns)
-        for test in found
+        for test in opcodes
     ):
         raise DataError(
-            f"{where}: its tests are {describe_type(found)}, must be an array of objects with "
+            f"{where}: its tests are {describe_type(opcodes)}, must be an array of objects with "
             f"{', '.join(columns)}"
         )
-    return found
+    return opcodes
 
 
 def _loads(text: str, what: str) -> Any:

@@ -50,8 +50,8 @@ class HubTable:
 
 
 def _undecoded(rows: Any) -> Any:
-    """With images, clips and videos as the files that they are: they are decoded where they are
-    needed, within limits."""
+    """Return the rows with images, clips and videos as files: they are decoded on use, within
+    limits."""
     import datasets
 
     kinds = (datasets.Image, datasets.Audio, datasets.Video)
@@ -67,8 +67,8 @@ def _undecoded(rows: Any) -> Any:
             datasets.List(plain(feature.feature)) if isinstance(feature, datasets.List) else feature
         )
 
-    wanted = {name: plain(feature) for name, feature in rows.features.items()}
-    return rows if wanted == dict(rows.features) else rows.cast(datasets.Features(wanted))
+    features = {name: plain(feature) for name, feature in rows.features.items()}
+    return rows if features == dict(rows.features) else rows.cast(datasets.Features(features))
 
 
 def _first_line(error: Exception) -> str:

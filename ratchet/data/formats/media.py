@@ -142,10 +142,10 @@ def _in_store(reference: str, name: str, root: Path | str | None) -> str:
     address = reference if "://" in reference else base + reference
     scheme = address.partition("://")[0].lower()
     if scheme not in OBJECT_STORES or "::" in address:
-        known = ", ".join((*OBJECT_STORES, "http", "https"))
+        schemes = ", ".join((*OBJECT_STORES, "http", "https"))
         raise DataError(
             f"{name}: nothing reads media from {scheme}://: give a path, a data: URL, or one of "
-            f"{known}"
+            f"{schemes}"
         )
     if (base and not address.startswith(base)) or ".." in address.split("/"):
         raise DataError(
@@ -276,22 +276,22 @@ def check(part: Part, *, where: str, limits: MediaLimits) -> tuple[int, int] | N
 
 
 def embed(image: Image) -> Part:
-    """As a PNG inside a `data:` URL: equal pixels give equal bytes."""
+    """Return an image as a PNG inside a `data:` URL: equal pixels give equal bytes."""
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, "PNG")
     return embedded("image", buffer.getvalue())
 
 
 def embedded(kind: MediaKind, source: bytes) -> Part:
-    """An encoded file inside a `data:` URL; what it is must be told from its content, by whoever
-    decodes it."""
-    found = next((form for signature, form in SIGNATURES if source.startswith(signature)), None)
-    if found is None and source[:4] == b"RIFF":
-        found = {b"WAVE": "audio/wav", b"WEBP": "image/webp"}.get(source[8:12])
-    return Part(
-        kind,
-        f"data:{found or 'application/octet-stream'};base64,{base64.b64encode(source).decode()}",
+    """Return an encoded file inside a `data:` URL. Its decoder must tell its format from the
+    content."""
+    media_form = next(
+        (form for signature, form in SIGNATURES if source.startswith(signature)), None
     )
+    if media_form is None and source[:4] == b"RIFF":
+        media_form = {b"WAVE": "audio/wav", b"WEBP": "image/webp"}.get(source[8:12])
+    content = base64.b64encode(source).decode()
+    return Part(kind, f"data:{media_form or 'application/octet-stream'};base64,{content}")
 
 
 def pillow(needed_for: str = "reading and drawing images") -> Any:
@@ -318,9 +318,9 @@ def _opened(source: bytes, where: str, limits: MediaLimits) -> Iterator[Image]:
     try:
         image = PIL.Image.open(io.BytesIO(source), formats=FORMATS)
     except PIL.UnidentifiedImageError as error:
-        known = ", ".join(FORMATS)
+        formats = ", ".join(FORMATS)
         raise DataError(
-            f"{where}: is no whole image of a form that is read: give {known}, or drop the row"
+            f"{where}: is no whole image of a form that is read: give {formats}, or drop the row"
         ) from error
     except PIL.Image.DecompressionBombError as error:
         raise DataError(f"{where}: {_line(error)}: make it smaller, or drop the row") from error
@@ -373,7 +373,8 @@ def _decoded(image: Image) -> Image:
 
 
 def _spread(count: int, at_most: int) -> list[int]:
-    """So many of `count` things, the first and the last among them, evenly spaced."""
+    """Return at most `at_most` of `count` indices, evenly spaced, the first and the last among
+    them."""
     return (
         list(range(count))
         if count <= at_most
@@ -448,7 +449,7 @@ def _refuse_long(samples: int, rate: int, where: str, limits: MediaLimits) -> No
 
 
 def _resampled(samples_N: NDArray[np.float64], rate: int, wanted: int) -> NDArray[np.float64]:
-    """By its spectrum, cut off or filled up: no frequency is mirrored into another."""
+    """Resample by the spectrum, cut off or filled up: no frequency is mirrored into another."""
     count = max(1, round(len(samples_N) * wanted / rate))
     spectrum = np.fft.rfft(samples_N)
     kept = np.zeros(count // 2 + 1, spectrum.dtype)

@@ -51,15 +51,15 @@ def _part(item: Any, where: str) -> Part:
     if kind in ("text", "input_text", "output_text") and isinstance(values.get("text"), str):
         return Part("text", values["text"])
     if kind not in PART_TYPES:
-        known = ", ".join(("text", *PART_TYPES))
+        part_types = ", ".join(("text", *PART_TYPES))
         raise DataError(
             f"{where} is {describe_type(item)} of type '{kind:.40}', must be an object whose type "
             "is one "
-            f"of {known}"
+            f"of {part_types}"
         )
-    given = [values[key] for key in (kind, *PART_TYPES, *SOURCES) if values.get(key) is not None]
+    sources = [values[key] for key in (kind, *PART_TYPES, *SOURCES) if values.get(key) is not None]
     return Part(
-        PART_TYPES[kind], media_reference(PART_TYPES[kind], given[0], where) if given else ""
+        PART_TYPES[kind], media_reference(PART_TYPES[kind], sources[0], where) if sources else ""
     )
 
 
@@ -74,11 +74,11 @@ def media_reference(kind: MediaKind, value: Any, where: str) -> str:
         # OpenAI's input_audio
         if isinstance(value.get("data"), str) and isinstance(value.get("format"), str):
             return f"data:{kind}/{value['format']};base64,{value['data']}"
-        found = next(
+        column = next(
             (value[key] for key in ("bytes", "url", "path") if value.get(key) is not None), None
         )
-        if found is not None:
-            return media_reference(kind, found, where)
+        if column is not None:
+            return media_reference(kind, column, where)
     raise DataError(
         f"{where} is {describe_type(value)}, must be a path, an address, bytes, or an object with "
         "'bytes' or 'path'"
@@ -163,7 +163,7 @@ class Placing:
                 check(part, where=where, limits=self.limits)
 
     def key(self, message: Message) -> Any:
-        """What a message says and shows, the same on every machine."""
+        """Return a value of a message's text and media, the same on every machine."""
         if isinstance(message.content, str):
             return message.content
         root = f"{Path(self.root).resolve()}/" if isinstance(self.root, Path) else ""
@@ -174,8 +174,8 @@ class Placing:
 
 
 def list_media(messages: Iterable[Message]) -> list[Part]:
-    said = (message.content for message in messages if not isinstance(message.content, str))
-    return [part for content in said for part in content if part.type != "text"]
+    contents = (message.content for message in messages if not isinstance(message.content, str))
+    return [part for content in contents for part in content if part.type != "text"]
 
 
 def without_media(value: Any) -> Any:

@@ -47,8 +47,8 @@ class Trees:
                     values["message_id"],
                 )
                 children.setdefault(parent, []).append(place)
-        found = (_best(root, children, roles) for root in roots)
-        self.paths = [path for path in found if path]
+        paths = (_best(root, children, roles) for root in roots)
+        self.paths = [path for path in paths if path]
         if not self.paths:
             raise DataError(
                 f"{table.where(0)}: no tree of this file has an answer of the assistant's"

@@ -30,9 +30,9 @@ class GemEnvironment(Seeded):
 
     def act(self, text: str) -> Observation:
         observation, reward, terminated, truncated, info = self.inner.step(text)
-        given = {**info, **info.get("metrics", {})}
+        metrics = {**info, **info.get("metrics", {})}
         numbers = {
-            name: float(value) for name, value in given.items() if isinstance(value, int | float)
+            name: float(value) for name, value in metrics.items() if isinstance(value, int | float)
         }
         return Observation(
             text=_text(observation, info),

@@ -92,8 +92,8 @@ class GymnasiumEnvironment(Seeded):
         words = {word.lower(): index for index, word in enumerate(self.config.actions)}
         if not words:
             words = {str(self.discrete.start + index): index for index in range(self.discrete.n)}
-        said = [word for word in re.findall(r"\w+", text.lower()) if word in words]
-        return self.discrete.start + words[said[-1]] if said else None
+        actions = [word for word in re.findall(r"\w+", text.lower()) if word in words]
+        return self.discrete.start + words[actions[-1]] if actions else None
 
     def _filled(self, template: str) -> str:
         text = template.replace("{observation}", str(self._seen))

@@ -97,11 +97,11 @@ class Seeded(ABC):
         self._turns += 1
         before, answer = self._state, await self._call(lambda: self.act(message.text))
         self._state = answer.state
-        done = answer.done or self._turns >= self.settings.max_turns
+        is_done = answer.done or self._turns >= self.settings.max_turns
         return Step(
-            messages=() if done else (Message("user", answer.text),),
+            messages=() if is_done else (Message("user", answer.text),),
             reward=answer.reward,
-            done=done,
+            done=is_done,
             state_key=before,
             metrics=answer.metrics,
         )
@@ -122,8 +122,8 @@ class Seeded(ABC):
         )
 
     def _with_own_random(self, work: Callable[[], T]) -> T:
-        """What seeds the process's generators must neither upset what others draw, nor find them
-        moved by others."""
+        """Call `work` with random generators of the process seeded for it, and restore them
+        afterwards."""
         with ONE_AT_A_TIME:
             before = random.getstate(), np.random.get_state()
             try:

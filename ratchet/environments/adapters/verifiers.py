@@ -58,14 +58,14 @@ class VerifiersEnvironment(Rows):
             _check_needs_no_box(task)
             text = task.hash if alike else "\n".join(message.text for message in prompt)
             split = "test" if held_out(text) else "train"
-            known = Task(
+            read_task = Task(
                 id=f"{self.config.taskset}/{index}",
                 messages=prompt or (Message("user", f"{self.config.taskset}, task {index}"),),
                 environment=self.name,
                 tag=self.config.taskset,
             )
-            self.given[known.id] = task
-            self._rows[split].append(known)
+            self.given[read_task.id] = task
+            self._rows[split].append(read_task)
 
     def rows(self, split: Split) -> Sequence[Task]:
         return self._rows[split]
@@ -108,8 +108,8 @@ class VerifiersEnvironment(Rows):
             episode.cancel()
 
     async def _next(self) -> Sequence[Message] | None:
-        """What the policy is asked next; None once the episode is over. Raises what the environment
-        raised."""
+        """Return the next messages for the policy; None once the episode is over. Raises what the
+        environment raised."""
         assert self._episode is not None
         asked = asyncio.ensure_future(self._asked.get())
         await asyncio.wait({asked, self._episode}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +150,7 @@ class _Seats:
     def __getattr__(self, name: str) -> _Seat:
         if name != self._name:
             raise DataError(
-                f"seat '{name}' needs an agent of its own, which nobody plays here: {USE_PROXY}"
+                f"seat '{name}' needs an agent of its own, which can't be played here: {USE_PROXY}"
             )
         return self._policy
 
@@ -244,8 +244,8 @@ def _loaded(config: VerifiersConfig) -> vf.Env:
         ) from error
     taskset = {**config.options, "id": config.taskset}
     try:
-        made = vf.env_config_type(config.taskset, config.env.get("id", ""))
-        return vf.load_environment(made.model_validate({**config.env, "taskset": taskset}))
+        config_type = vf.env_config_type(config.taskset, config.env.get("id", ""))
+        return vf.load_environment(config_type.model_validate({**config.env, "taskset": taskset}))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"environment.taskset {config.taskset}: {error}") from error
 
@@ -284,9 +284,9 @@ def _check_needs_no_box(task: vf.Task) -> None:
         ),
     }
     if any(needs.values()):
-        found = next(need for need, needed in needs.items() if needed)
+        missing = next(need for need, needed in needs.items() if needed)
         raise ConfigError(
-            f"environment.taskset: {kind.__name__} needs {found}, which this adapter has not: "
+            f"environment.taskset: {kind.__name__} needs {missing}, which this adapter has not: "
             f"{USE_PROXY}"
         )
 

@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 
 
 def dataset(config: DatasetConfig) -> Dataset:
-    """One that offers tools where its rows may have them: who plays it must know then how the
-    policy calls them."""
-    known = config.published
-    tools = "tools" in config.columns or (known is not None and "tools" in known.columns)
+    """Build the environment. It offers tools if its rows may have them, since the player must then
+    know how the policy calls them."""
+    published = config.published
+    tools = "tools" in config.columns or (published is not None and "tools" in published.columns)
     return (DatasetWithTools if tools else Dataset)(config)
 
 
@@ -60,7 +60,7 @@ class SplitRows:
 
     @property
     def blocks(self) -> Sequence[int]:
-        """How many of them lie in each of the table's blocks."""
+        """Return how many of the rows lie in each of the table's blocks."""
         if self.kept is None:
             return self.table.blocks
         ends = np.cumsum(self.table.blocks)
@@ -105,47 +105,48 @@ class Dataset(SingleTurn):
     def demonstration(self, task: Task) -> Sequence[Message]:
         """The solution; the last message of a conversation; the better of two answers, one labelled
         as good; or the answer."""
-        given = self._given(task)
-        match given.about:
+        contents = self._given(task)
+        match contents.about:
             case Comparison(chosen=chosen):
                 return chosen
             case Judged(messages=messages, reward=reward) if reward > 0:
                 return messages
             case tuple(steps) if all(label > GOOD_STEP for _, label in steps):
                 return (Message("assistant", "".join(text for text, _ in steps)),)
-            case None if given.solution:
-                return given.solution
-            case None if given.answer is not None:
-                return (Message("assistant", given.answer),)
+            case None if contents.solution:
+                return contents.solution
+            case None if contents.answer is not None:
+                return (Message("assistant", contents.answer),)
             case None:
-                self._refuse(given, "solution", "an answer")
+                self._refuse(contents, "solution", "an answer")
         raise DataError(
-            f"{given.where}: the answer is labelled as bad, so there is none to learn from: drop "
+            f"{contents.where}: the answer is labelled as bad, so there is none to learn from: "
+            "drop "
             "such rows by `keep`"
         )
 
     def comparison(self, task: Task) -> Comparison:
-        given = self._given(task)
+        contents = self._given(task)
         return (
-            given.about
-            if isinstance(given.about, Comparison)
-            else self._refuse(given, "chosen", "two answers to compare")
+            contents.about
+            if isinstance(contents.about, Comparison)
+            else self._refuse(contents, "chosen", "two answers to compare")
         )
 
     def judged(self, task: Task) -> Judged:
-        given = self._given(task)
+        contents = self._given(task)
         return (
-            given.about
-            if isinstance(given.about, Judged)
-            else self._refuse(given, "completion", "one labelled answer")
+            contents.about
+            if isinstance(contents.about, Judged)
+            else self._refuse(contents, "completion", "one labelled answer")
         )
 
     def steps(self, task: Task) -> LabelledSteps:
-        given = self._given(task)
+        contents = self._given(task)
         return (
-            given.about
-            if isinstance(given.about, tuple)
-            else self._refuse(given, "completions", "labelled steps")
+            contents.about
+            if isinstance(contents.about, tuple)
+            else self._refuse(contents, "completions", "labelled steps")
         )
 
     def _refuse(self, given: Given, usual: str, wanted: str) -> NoReturn:
@@ -165,15 +166,15 @@ class Dataset(SingleTurn):
 
     def _task(self, split: Split, rows: SplitRows, index: int) -> Task:
         number = rows.number(index)
-        given = self.reader.read(rows.table.row(number), rows.table.where(number))
-        difficulty = {} if given.difficulty is None else {"difficulty": given.difficulty}
+        contents = self.reader.read(rows.table.row(number), rows.table.where(number))
+        difficulty = {} if contents.difficulty is None else {"difficulty": contents.difficulty}
         return Task(
             id=f"{self.name}/{split}/{number + 1}",
-            messages=given.prompt,
-            answer=given.answer,
+            messages=contents.prompt,
+            answer=contents.answer,
             environment=self.name,
-            tag=self._tag(given),
-            meta={**self._meta(given), **difficulty, READ_FROM: given.where},
+            tag=self._tag(contents),
+            meta={**self._meta(contents), **difficulty, READ_FROM: contents.where},
         )
 
     def _meta(self, given: Given) -> Mapping[str, Any]:
@@ -187,8 +188,10 @@ class Dataset(SingleTurn):
         )
 
     def _tag(self, given: Given) -> str:
-        known = self.config.published
-        domain = given.values.get(known.tag) if known is not None and known.tag else None
+        published = self.config.published
+        domain = (
+            given.values.get(published.tag) if published is not None and published.tag else None
+        )
         return self.name if domain is None else str(domain)
 
     @cached_property
@@ -222,10 +225,10 @@ class Dataset(SingleTurn):
         else:
             subset = config.subset or (config.published.subset if config.published else None)
             table = HubTable(config.hub_id, split, subset=subset, revision=config.revision)
-        known = config.published
-        if known is not None and known.shape is not None:
-            table = Shaped(table, known.shape)
-        return Trees(table) if known is not None and known.trees else table
+        published = config.published
+        if published is not None and published.shape is not None:
+            table = Shaped(table, published.shape)
+        return Trees(table) if published is not None and published.trees else table
 
     def _selected(self, table: Table) -> SplitRows:
         return SplitRows(table, self._scanned(table)[0])
@@ -275,10 +278,10 @@ class Dataset(SingleTurn):
             row, where = table.row(index), table.where(index)
             if not self.reader.keeps(row, where):
                 continue
-            given = self.reader.read(row, where)
-            self.reader.placing.check(given.prompt, where)
+            contents = self.reader.read(row, where)
+            self.reader.placing.check(contents.prompt, where)
             prompt = _hash(
-                [[message.role, self.reader.placing.key(message)] for message in given.prompt]
+                [[message.role, self.reader.placing.key(message)] for message in contents.prompt]
             )
             if distinct and prompt in seen:
                 continue
@@ -286,7 +289,7 @@ class Dataset(SingleTurn):
                 seen.add(prompt)
             kept.append(index)
             prompts.append(prompt)
-            out.append((_hash(given.id) if given.id else prompt) < share)
+            out.append((_hash(contents.id) if contents.id else prompt) < share)
         return (
             np.asarray(kept, np.int64),
             np.asarray(prompts, np.uint64),
@@ -296,8 +299,10 @@ class Dataset(SingleTurn):
     def _why_none(self, split: Split) -> str:
         other = "test" if split == "train" else "train"
         if split not in self._splits:
-            more = ", or set evaluation.tasks: 0" if split == "test" else ""
-            return f"name its files in `{split}`, or the hub's split in `{split}_split`{more}"
+            alternative = ", or set evaluation.tasks: 0" if split == "test" else ""
+            return (
+                f"name its files in `{split}`, or the hub's split in `{split}_split`{alternative}"
+            )
         return f"`keep` leaves none of them, or all are in the {other} split: loosen it"
 
 
@@ -307,8 +312,8 @@ class DatasetWithTools(Dataset):
 
 
 def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without dates, bytes and the like, which Arrow has: tasks go to other processes, and into
-    records."""
+    """Return the values without dates, bytes and the like, which Arrow has: tasks go to other
+    processes, and into records."""
     return {
         name: value for name, value in values.items() if value is None or type(value) in TYPE_NAMES
     }

@@ -137,13 +137,13 @@ class DatasetConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _can_be_read(self) -> DatasetConfig:
         try:
-            known = self.published
+            published = self.published
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        if not self.train and not self.test and self.hub is None and known is None:
+        if not self.train and not self.test and self.hub is None and published is None:
             raise ValueError("there is nothing to read: set train (files), hub (an id), or preset")
         if not self.scan:
-            self._needs_no_scan(known)
+            self._needs_no_scan(published)
         return self
 
     def _needs_no_scan(self, known: Preset | None) -> None:
@@ -166,16 +166,16 @@ class DatasetConfig(EnvironmentConfig):
     @property
     def names(self) -> Mapping[str, str]:
         """The rows' names of the usual columns. Without a preset, a usual name is its own."""
-        known = self.published
+        published = self.published
         return {
-            **({name: name for name in USUAL_COLUMNS} if known is None else known.columns),
+            **({name: name for name in USUAL_COLUMNS} if published is None else published.columns),
             **self.columns,
         }
 
     @property
     def root(self) -> Path | str | None:
-        """What paths of media are relative to and may not leave; None: of rows of the hub nobody
-        knows."""
+        """Return the directory that paths of media are relative to and may not leave; None if it is
+        unknown, for rows of the hub."""
         place = self.media_root or next(iter((*self.train, *self.test)), None)
         if place is None or place == self.media_root:
             return place
@@ -185,12 +185,17 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def is_distinct(self) -> bool:
-        known = self.published
-        return self.distinct if self.distinct is not None else known is not None and known.distinct
+        published = self.published
+        return (
+            self.distinct
+            if self.distinct is not None
+            else published is not None and published.distinct
+        )
 
     @property
     def data_files(self) -> Sequence[Path]:
-        """Those on this machine: what a checkpoint's position in the data depends on."""
+        """Return the files on this machine, which a checkpoint's position in the data depends
+        on."""
         return [
             file
             for file in expand((*self.train, *self.test))
@@ -199,7 +204,7 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def hub_id(self) -> str | None:
-        """Where rows come from that no file is named for."""
+        """Return the hub id that rows come from if no file is named."""
         if self.hub is not None:
             return self.hub
         return (
@@ -228,8 +233,8 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of rows that nobody has described, whatever an algorithm asks for: a row without it says
-        so."""
+        """Return the kinds of rows. Rows without a description may offer any kind: one that lacks
+        it raises."""
         return (
             ALL_SOURCES
             if self.published is None or self.columns

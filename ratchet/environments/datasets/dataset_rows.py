@@ -1,5 +1,5 @@
-"""What one row of data gives: a prompt, and an answer, a solution, a conversation, or what is said
-about answers.
+"""The contents of one row of data: a prompt, and an answer, a solution, a conversation, or judged
+answers.
 
 Every error names the file, the row and the column, as the file calls it.
 """
@@ -46,20 +46,20 @@ class DatasetRowReader:
     """Reads rows as a configuration, and the preset that it names, say."""
 
     def __init__(self, config: DatasetConfig) -> None:
-        known = config.published
+        published = config.published
         self.config = config
         self.names = config.names
         self.declared = frozenset(config.columns) | (
-            frozenset(known.columns) if known else frozenset()
+            frozenset(published.columns) if published else frozenset()
         )
         self.template = (
-            config.prompt if config.prompt is not None else known.prompt if known else ""
+            config.prompt if config.prompt is not None else published.prompt if published else ""
         )
         self.mark = (
             config.answer_after
             if config.answer_after is not None
-            else known.answer_after
-            if known
+            else published.answer_after
+            if published
             else ""
         )
         held = config.media
@@ -68,7 +68,10 @@ class DatasetRowReader:
         )
         self.placing = Placing(config.root, limits)
         self.keep = (
-            *(KeepConfig.model_validate(dict(one)) for one in (known.keep if known else ())),
+            *(
+                KeepConfig.model_validate(dict(one))
+                for one in (published.keep if published else ())
+            ),
             *config.keep,
         )
 
@@ -79,19 +82,19 @@ class DatasetRowReader:
         """Raises DataError for a row that lacks what it is declared to have, or says something that
         can't be used."""
         row_of = _RowOf(self, row, where)
-        given = row_of.given()
-        prompt = self.placing.place(given.prompt, row_of.media(), where)
+        contents = row_of.given()
+        prompt = self.placing.place(contents.prompt, row_of.media(), where)
         if self.config.needs_media and not list_media(prompt):
-            has = ", ".join(given.has)
+            has = ", ".join(contents.has)
             raise DataError(
                 f"{where}: no image and no clip; the row has {has}: name its column in `columns`: "
                 f"{{images: ...}}"
             )
-        return replace(given, prompt=prompt)
+        return replace(contents, prompt=prompt)
 
     def read_again(self, row: DataRow, where: str) -> Given:
-        """Of a task's row, whose media are in its messages and nowhere else: what is said about
-        answers to the prompt."""
+        """Return what a task's row says about answers to the prompt. Its media are in the task's
+        messages and nowhere else."""
         return _RowOf(self, row, where).given()
 
 
@@ -118,13 +121,14 @@ class _RowOf:
             return self.conversation(common)
         prompt = self.prompt()
         solution = self.text("solution")
-        said = () if solution is None else (Message("assistant", solution),)
-        return Given(prompt=prompt, answer=self.answer(), solution=said, **common)
+        solution_messages = () if solution is None else (Message("assistant", solution),)
+        return Given(prompt=prompt, answer=self.answer(), solution=solution_messages, **common)
 
     # --- the kinds of rows
 
     def conversation(self, common: Mapping[str, Any]) -> Given:
-        """What the assistant says last is the solution; what stands before it, the prompt."""
+        """Return the assistant's last message as the solution, and what stands before it as the
+        prompt."""
         column = f"column '{self.reader.names['messages']}'"
         messages = read_messages(self.get("messages"), f"{self.where}: {column}")
         ends = messages[-1].role == "assistant"
@@ -152,8 +156,7 @@ class _RowOf:
         )
 
     def compared(self) -> tuple[Messages, About]:
-        """By the reader of preference data, from a row whose columns have been found and, with a
-        template, made."""
+        """Read compared answers from a row whose columns are known and, with a template, built."""
         names = {
             usual: self.reader.names.get(usual, f"no {usual}")
             for usual in PreferencesConfig.usual_columns
@@ -230,8 +233,8 @@ class _RowOf:
                 "be text or a number: "
                 "name one inside it with dots in `columns`"
             )
-        _, found, after = str(value).rpartition(mark) if mark else ("", "yes", str(value))
-        if not found or not after.strip():
+        _, marker, after = str(value).rpartition(mark) if mark else ("", "yes", str(value))
+        if not marker or not after.strip():
             what = f"has no answer after '{mark}'" if mark else "is empty"
             raise DataError(
                 f"{self.where}: column '{self.reader.names['answer']}' {what}: add it, or drop the "
@@ -240,15 +243,15 @@ class _RowOf:
         return after.strip()
 
     def media(self) -> Mapping[MediaKind, list[Part]]:
-        """What each column that the row or the reader has of them holds."""
-        found: dict[MediaKind, list[Part]] = {}
+        """Return the media of each column that the row or the reader has."""
+        parts_by_kind: dict[MediaKind, list[Part]] = {}
         for usual, kind in COLUMNS.items():
             value = self.get(usual)
             if value is not None or usual in self.reader.declared:
-                found[kind] = read_column(
+                parts_by_kind[kind] = read_column(
                     kind, value, f"{self.where}: column '{self.reader.names[usual]}'"
                 )
-        return found
+        return parts_by_kind
 
     def text(self, usual: str) -> str | None:
         value = self.get(usual)
@@ -270,8 +273,8 @@ class _RowOf:
         return any(self.get(name) is not None for name in usual)
 
     def get(self, usual: str) -> Any:
-        """None where the row has none. Raises DataError for a column that somebody declared and the
-        row does not have."""
+        """Return a value, or None if the row has none. Raises DataError for a declared column that
+        the row does not have."""
         if usual not in self.reader.names:
             return None
         name = self.reader.names[usual]

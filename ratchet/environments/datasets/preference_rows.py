@@ -58,8 +58,8 @@ class _RowOf:
     def __init__(self, reader: RowReader, where: str, row: DataRow) -> None:
         self.reader, self.where, self.line = reader, where, row.line
         self.has = tuple(name for name, value in row.values.items() if value is not None)
-        given = {usual: row.values.get(name) for usual, name in reader.names.items()}
-        self.values = {usual: value for usual, value in given.items() if value is not None}
+        values = {usual: row.values.get(name) for usual, name in reader.names.items()}
+        self.values = {usual: value for usual, value in values.items() if value is not None}
 
     def entry(self) -> PreferenceRow:
         formats = [
@@ -71,16 +71,16 @@ class _RowOf:
             chosen, rejected, *others = (
                 self.name(n) for n in ("chosen", "rejected", "completion", "completions")
             )
-            wanted = f"{chosen} and {rejected}, or {' or '.join(others)}"
+            expected = f"{chosen} and {rejected}, or {' or '.join(others)}"
             self.refuse(
-                f"no column with an answer, which are {wanted}; {self.columns()}: name yours in "
+                f"no column with an answer, which are {expected}; {self.columns()}: name yours in "
                 "`columns`"
             )
         if len(formats) > 1:
-            found = " and ".join(
+            present = " and ".join(
                 self.name(next(n for n in names if n in self.values)) for names in formats
             )
-            self.refuse(f"columns {found} belong to two formats: remove one of them")
+            self.refuse(f"columns {present} belong to two formats: remove one of them")
         prompt, about = {"chosen": self.pair, "completion": self.judged, "completions": self.steps}[
             formats[0][0]
         ]()
@@ -95,25 +95,25 @@ class _RowOf:
         both = f"{self.name('chosen')} and {self.name('rejected')}"
         if chosen == rejected:
             self.refuse(f"{both} are the same: remove the row")
-        given = self.prompt() if "prompt" in self.values else ()
-        whole = [self.is_whole(said, given) for said in (chosen, rejected)]
+        prompt = self.prompt() if "prompt" in self.values else ()
+        whole = [self.is_whole(said, prompt) for said in (chosen, rejected)]
         if whole[0] != whole[1]:
             self.refuse(
                 f"one of {both} is a whole conversation, the other an answer alone: write both "
                 "alike"
             )
         if not whole[0]:
-            if not given:
+            if not prompt:
                 self.refuse(
                     f"no column {self.name('prompt')}, and {both} are answers alone; "
                     f"{self.columns()}: add the prompt"
                 )
-            return given, self.scored(
+            return prompt, self.scored(
                 self.answer("chosen", chosen), self.answer("rejected", rejected)
             )
         assert isinstance(chosen, tuple)
         assert isinstance(rejected, tuple)
-        return self.parted(given, chosen, rejected, both)
+        return self.parted(prompt, chosen, rejected, both)
 
     def parted(
         self, given: Messages, chosen: Messages, rejected: Messages, both: str
@@ -184,21 +184,21 @@ class _RowOf:
     # --- what they are made of
 
     def prompt(self) -> Messages:
-        said = self.said("prompt", self.need("prompt"))
-        if said == "":
+        messages = self.said("prompt", self.need("prompt"))
+        if messages == "":
             self.refuse(f"{self.name('prompt')} is empty: write what is to be answered")
-        if isinstance(said, str):
-            return (Message("user", said),)
-        if said[-1] == Message("assistant"):  # "...\n\nAssistant:" asks for the answer
-            said = said[:-1]
-        if not said:
+        if isinstance(messages, str):
+            return (Message("user", messages),)
+        if messages[-1] == Message("assistant"):  # "...\n\nAssistant:" asks for the answer
+            messages = messages[:-1]
+        if not messages:
             self.refuse(f"{self.name('prompt')} holds no message: write what is to be answered")
-        if said[-1].role == "assistant":
+        if messages[-1].role == "assistant":
             self.refuse(
                 f"{self.name('prompt')} ends with a message of the assistant: end it with what is "
                 "to be answered"
             )
-        return said
+        return messages
 
     def is_whole(self, said: str | Messages, prompt: Messages) -> bool:
         """A conversation from its beginning, not what follows a prompt."""
@@ -253,12 +253,12 @@ class _RowOf:
                     f"has no '{key}'" if key not in item else f"has {_kind(item[key])} as '{key}'"
                 )
                 self.refuse(f"{where} {what}: write it as a string")
-        more = next(
+        extra = next(
             (key for key, value in item.items() if key not in ("role", "content") and value), None
         )
-        if more is not None:
+        if extra is not None:
             self.refuse(
-                f"{where} has '{more}', which would be lost: only 'role' and 'content' are read; "
+                f"{where} has '{extra}', which would be lost: only 'role' and 'content' are read; "
                 "remove it"
             )
         if item["role"] not in get_args(Role):
@@ -322,8 +322,8 @@ class _RowOf:
 def _transcript(text: str) -> Messages:
     _, *parts = SPEAKER.split(text)
     return tuple(
-        Message(SPEAKERS[who], said.removeprefix(" "))
-        for who, said in zip(parts[::2], parts[1::2], strict=True)
+        Message(SPEAKERS[speaker], said.removeprefix(" "))
+        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
     )
 
 

@@ -61,11 +61,11 @@ class Questions(Rows):
 
 def _read(path: DataFile) -> list[tuple[int, str, str]]:
     """(line, question, answer), each question once."""
-    found = {
+    passages = {
         row.values["question"]: (row.line, row.values["question"], row.values["answer"])
         for row in read_rows(path, {"question": str, "answer": str})
     }
-    return list(found.values())
+    return list(passages.values())
 
 
 def _task(split: str, row: tuple[int, str, str]) -> Task:

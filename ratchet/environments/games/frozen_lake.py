@@ -54,7 +54,7 @@ class FrozenLake(BoardGame[Lake]):
         return state[0], luck.choices(*zip(*self._ends(state[1], move), strict=True))[0]
 
     def _ends(self, cell: int, move: str) -> list[tuple[int, float]]:
-        """Where a step may end, and how likely. At the edge one stays."""
+        """Return where a step may end, and how likely. At the edge the player stays."""
         ahead = OFFSETS[move]
         sides = [(ahead[1], ahead[0]), (-ahead[1], -ahead[0])]
         slip = self.config.slip
@@ -88,8 +88,8 @@ class FrozenLake(BoardGame[Lake]):
         """The move with the best chance to win within the moves that are left."""
         lake, _ = self.start(task)
         plan = self._plan(lake)
-        left = iter(range(self.max_moves - 1, -1, -1))
-        return lambda state: plan[next(left)][state[1]]
+        moves_left = iter(range(self.max_moves - 1, -1, -1))
+        return lambda state: plan[next(moves_left)][state[1]]
 
     def _plan(self, lake: str) -> list[list[str]]:
         """The best move by (moves left after it, cell): value iteration backwards from the end,

@@ -46,15 +46,16 @@ class Game(Procedural, Generic[State]):
 
     @abstractmethod
     def move(self, state: State, move: str, luck: random.Random) -> State | None:
-        """None where the rules forbid it. `luck` is the turn's own."""
+        """Return the next state, or None if the rules forbid the move. `luck` is the turn's own
+        generator."""
 
     @abstractmethod
     def won(self, state: State) -> bool | None:
-        """None while the game goes on."""
+        """Return True or False at the end of the game, None while it continues."""
 
     @abstractmethod
     def show(self, state: State) -> str:
-        """What the player sees."""
+        """Return the text that the player sees."""
 
     @abstractmethod
     def player(self, task: Task) -> Callable[[State], str]:
@@ -65,11 +66,11 @@ class Game(Procedural, Generic[State]):
     def rules(self) -> str: ...
 
     def observed(self, state: State, before: str = "") -> Message:
-        """What the player is told of a state, after `before`."""
+        """Return the message about a state, after the text `before`."""
         return Message("user", before + self.show(state))
 
     def key(self, state: State) -> str:
-        """What makes two states the same to somebody who must go on from there."""
+        """Return a key that is equal for two states from which the game continues alike."""
         return self.show(state)
 
     def read(self, text: str) -> str:
@@ -89,14 +90,14 @@ class Game(Procedural, Generic[State]):
     def demonstration(self, task: Task) -> Sequence[Message]:
         """A whole game, as the best player plays it. Where luck has a part in it, it may be
         lost."""
-        state, player, said = self.start(task), self.player(task), list[Message]()
+        state, player, messages = self.start(task), self.player(task), list[Message]()
         for turn in itertools.count():
             answer = Message("assistant", self.write(player(state)))
             state, step = self._turn(task, state, turn, answer.text)
-            said.append(answer)
+            messages.append(answer)
             if step.done:
-                return said
-            said += step.messages
+                return messages
+            messages += step.messages
         raise AssertionError("a game ends at its last move")
 
     async def reset(self, task: Task) -> Sequence[Message]:
@@ -109,17 +110,17 @@ class Game(Procedural, Generic[State]):
         return step
 
     def _turn(self, task: Task, state: State, turn: int, text: str) -> tuple[State, Step]:
-        """What a message does, turns counted from 0. One that is no move, or is against the rules,
-        takes a turn and changes nothing."""
+        """Return the state and the step after a message, turns counted from 0. A message that is no
+        move, or breaks the rules, takes a turn and changes nothing."""
         after = self.move(state, self.read(text), random.Random(f"{self.name}/{task.seed}/{turn}"))
         illegal = after is None
         after = state if after is None else after
         won = self.won(after)
-        done = won is not None or turn + 1 >= self.max_moves
+        is_done = won is not None or turn + 1 >= self.max_moves
         step = Step(
-            messages=() if done else (self.observed(after, self._complaint(illegal)),),
+            messages=() if is_done else (self.observed(after, self._complaint(illegal)),),
             reward=float(won is True),
-            done=done,
+            done=is_done,
             state_key=self.key(state),
             metrics={"illegal_moves": float(illegal)},
         )

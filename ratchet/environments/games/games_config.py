@@ -26,7 +26,7 @@ class GameConfig(EnvironmentConfig):
 
 
 class BoardConfig(GameConfig):
-    """Of games whose state can be drawn."""
+    """The keys of games whose state can be drawn."""
 
     observation: Literal["text", "image", "both"] = Field(
         "text",

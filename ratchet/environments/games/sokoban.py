@@ -45,7 +45,7 @@ class Sokoban(BoardGame[Room]):
         self.inside = [row * self.width + column for row in inner for column in inner]
 
     def sample(self, rng: random.Random) -> Problem | None:
-        """None for a room in which the boxes could not be pulled far enough."""
+        """Return a room, or None for one in which the boxes could not be pulled far enough."""
         walls = frozenset(range(self.width**2)) - {
             cell for cell in self.inside if rng.random() >= self.config.walls
         }

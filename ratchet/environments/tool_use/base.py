@@ -1,9 +1,8 @@
-"""What a tool is, and how the calls of a policy are run.
+"""Tools, and how the calls of a policy are run.
 
-What goes wrong by the policy's own doing (an unknown tool, wrong arguments, an expression that
-can't be worked out), and what goes wrong inside of a tool, is answered to it: it may do better next
-time. What is wrong with the machinery (a sandbox that failed, a server that is gone) is nobody's
-answer, and fails the attempt: it is a RatchetError.
+An error of the policy (an unknown tool, wrong arguments, an expression that can't be worked out) or
+of a tool is answered to the policy, which may do better next time. An error of the machinery (a
+sandbox that failed, a server that is gone) is a RatchetError and fails the attempt.
 """
 
 from __future__ import annotations
@@ -136,21 +135,21 @@ class Toolbox:
 
 def check_arguments(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """The outer level of a JSON schema: names and types. Raises ToolError."""
-    known = parameters.get("properties", {})
+    properties = parameters.get("properties", {})
     missing = [name for name in parameters.get("required", ()) if name not in given]
-    unknown = [name for name in given if name not in known]
+    unknown = [name for name in given if name not in properties]
     if missing:
         raise ToolError(
-            f"the argument '{missing[0]}' is missing; it takes {', '.join(known) or 'none'}"
+            f"the argument '{missing[0]}' is missing; it takes {', '.join(properties) or 'none'}"
         )
     if unknown and not parameters.get("additionalProperties", False):
         raise ToolError(
-            f"there is no argument '{unknown[0]}'; it takes {', '.join(known) or 'none'}"
+            f"there is no argument '{unknown[0]}'; it takes {', '.join(properties) or 'none'}"
         )
     for name, value in given.items():
-        wanted = known.get(name, {}).get("type")
-        if isinstance(wanted, str) and wanted in TYPES and not _is(value, wanted):
-            raise ToolError(f"the argument '{name}' must be of type {wanted}, not {value!r:.80}")
+        expected = properties.get(name, {}).get("type")
+        if isinstance(expected, str) and expected in TYPES and not _is(value, expected):
+            raise ToolError(f"the argument '{name}' must be of type {expected}, not {value!r:.80}")
 
 
 def _is(value: Any, wanted: str) -> bool:
@@ -159,13 +158,13 @@ def _is(value: Any, wanted: str) -> bool:
 
 def make_tools(sections: Sequence[Section]) -> list[Tool]:
     """Raises ConfigError for what is no tool."""
-    made: list[Tool] = []
+    tools: list[Tool] = []
     for section in sections:
-        found = construct(section)
-        for tool in found if isinstance(found, list | tuple) else (found,):
+        built = construct(section)
+        for tool in built if isinstance(built, list | tuple) else (built,):
             if not isinstance(tool, Tool):
                 raise ConfigError(
                     f"{tool!r:.80} is no tool: it needs name, description, parameters and call"
                 )
-            made.append(tool)
-    return made
+            tools.append(tool)
+    return tools

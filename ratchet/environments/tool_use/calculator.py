@@ -62,7 +62,7 @@ def written(value: Fraction) -> str:
 
 
 def _tokens(expression: str) -> list[str]:
-    found: list[str] = []
+    tokens: list[str] = []
     position, end = 0, len(expression.rstrip())
     while position < end:
         match = TOKEN.match(expression, position)
@@ -70,15 +70,15 @@ def _tokens(expression: str) -> list[str]:
             raise ToolError(
                 f"'{expression[position:].strip()[:1]}' is no number, operator or parenthesis"
             )
-        found.append(match[1])
+        tokens.append(match[1])
         position = match.end()
-    if not found:
+    if not tokens:
         raise ToolError("the expression is empty")
-    return found
+    return tokens
 
 
 class _Reader:
-    """By precedence: sum, product, sign, power, as in Python."""
+    """A parser by precedence: sum, product, sign, power, as in Python."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens, self._at = tokens, 0

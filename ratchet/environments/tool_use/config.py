@@ -15,7 +15,7 @@ from ratchet.environments.tool_use.tools_config import Tools
 
 
 class WithToolsConfig(EnvironmentConfig):
-    """What environments with tools have in common."""
+    """The keys that all environments with tools share."""
 
     tools: Tools = Field(min_length=1, description="What the policy may call; each with its kind.")
     system: str = Field("", description="A system message before each task; empty: none.")

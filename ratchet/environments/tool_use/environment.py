@@ -35,7 +35,7 @@ class WithTools:
         return self.toolbox.schemas
 
     def asked(self, task: Task) -> Task:
-        """With the system message before it."""
+        """Return the task with the system message before it."""
         if not self.settings.system:
             return task
         return replace(task, messages=(Message("system", self.settings.system), *task.messages))
@@ -68,8 +68,8 @@ class ToolUse(WithTools):
         return map(self.asked, self.problems.tasks(split, seed=seed, start=start))
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """The calculator is asked for what the prompt says, where that is an expression worth the
-        answer. Raises DataError elsewhere: who is to learn from demonstrations must have some."""
+        """Return a call of the calculator for the prompt's expression, if that is worth the answer.
+        Raises DataError for other prompts, which have no demonstration."""
         expression = re.sub(r"\s*=?\s*\??$", "", task.messages[-1].text)
         try:
             result = written(calculate(expression)) if "calculator" in self.toolbox else None

@@ -79,8 +79,8 @@ class _Connection:
 
 
 class _State:
-    """What the thread of a connection shares with the others. It holds no reference to the
-    connection itself."""
+    """The state that the thread of a connection shares with the others. It holds no reference to
+    the connection itself."""
 
     def __init__(self) -> None:
         self.ready = threading.Event()
@@ -120,7 +120,7 @@ class _State:
 def _serve(config: MCPConfig, state: _State) -> None:
     try:
         asyncio.run(_hold(config, state))
-    except Exception as error:  # a thread has nobody to raise to: whoever waits for it reads why
+    except Exception as error:  # a thread has no caller: the waiting call reads the reason
         state.why = state.why or f"{type(error).__name__}: {error}"
     finally:
         state.ready.set()

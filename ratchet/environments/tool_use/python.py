@@ -66,10 +66,13 @@ class PythonTool:
 
 
 def failure(result: Result) -> str:
-    """How a program ended that did not end well, and the last of what it said about that."""
-    said = result.stderr.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
+    """Return how a program failed, and the last of its error output."""
+    error_text = result.stderr.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
     printed = result.stdout.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
     end = ENDS.get(result.reason, f"it ended with exit code {result.exit}")
     return "\n".join(
-        filter(None, (f"the program failed: {end}", said, printed and f"printed before: {printed}"))
+        filter(
+            None,
+            (f"the program failed: {end}", error_text, printed and f"printed before: {printed}"),
+        )
     )

@@ -72,9 +72,9 @@ class RetrieverTool:
         )
 
     def call(self, query: str) -> str:
-        found = self.search(query)
+        passages = self.search(query)
         return (
-            "\n\n".join(self._shown(number, passage) for number, passage in enumerate(found, 1))
+            "\n\n".join(self._shown(number, passage) for number, passage in enumerate(passages, 1))
             or "nothing was found"
         )
 
@@ -99,10 +99,10 @@ class RetrieverTool:
 
     def _by_words(self, query: str) -> list[int]:
         (words,) = self._split([query])
-        known = [word for word in words if word in self._index.vocab_dict]
-        if not known:
+        indexed = [word for word in words if word in self._index.vocab_dict]
+        if not indexed:
             return []
-        scores_N = self._index.get_scores(known)
+        scores_N = self._index.get_scores(indexed)
         return [
             int(row)
             for row in np.argsort(-scores_N, kind="stable")[:CANDIDATES]
@@ -130,13 +130,13 @@ def search_tool(config: SearchConfig) -> RetrieverTool:
 
 def read_passages(path: Path) -> list[Passage]:
     """Raises DataError with file and line."""
-    found: list[Passage] = []
+    passages: list[Passage] = []
     for row in read_jsonl(path, {"text": str}):
         title = row.values.get("title", "")
-        found.append(Passage(row.values["text"], title if isinstance(title, str) else ""))
-    if not found:
+        passages.append(Passage(row.values["text"], title if isinstance(title, str) else ""))
+    if not passages:
         raise DataError(f"{path}: a corpus without passages can't be searched")
-    return found
+    return passages
 
 
 def embedder(name: str) -> Embed:
@@ -151,8 +151,8 @@ def _load_embedder(directory: str) -> Embed:
     from ratchet.data.chat.tokenizer_loading import load_tokenizer
     from ratchet.models.load import find_model, load_policy
 
-    found = find_model(directory)
-    model, tokenizer = load_policy(found), load_tokenizer(found)
+    model_directory = find_model(directory)
+    model, tokenizer = load_policy(model_directory), load_tokenizer(model_directory)
 
     def embed(texts: Sequence[str]) -> NDArray[Any]:
         rows: list[NDArray[Any]] = []
@@ -173,7 +173,7 @@ def _load_embedder(directory: str) -> Embed:
 
 
 def _unit(vectors: NDArray[Any], count: int) -> NDArray[np.float32]:
-    found = np.asarray(vectors, dtype=np.float32)
-    if found.ndim != 2 or len(found) != count or not np.isfinite(found).all():
-        raise DataError(f"embeddings must be finite and of shape [{count}, d], not {found.shape}")
-    return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+    matrix = np.asarray(vectors, dtype=np.float32)
+    if matrix.ndim != 2 or len(matrix) != count or not np.isfinite(matrix).all():
+        raise DataError(f"embeddings must be finite and of shape [{count}, d], not {matrix.shape}")
+    return matrix / np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)

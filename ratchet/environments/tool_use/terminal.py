@@ -64,7 +64,7 @@ COLUMNS: Mapping[str, tuple[type, Any]] = {  # what a row may have, and its defa
 
 @dataclass
 class Attempt:
-    """What belongs to one attempt."""
+    """The state of one attempt."""
 
     task: Task
     session: Session
@@ -110,12 +110,12 @@ class Terminal(Rows):
             f"{path}, {row.where}",
             {"goal": row.values["goal"], "check": row.values["check"]},
         )
-        for name, (wanted, default) in COLUMNS.items():
+        for name, (expected, default) in COLUMNS.items():
             meta[name] = row.values.get(name, default)
-            if meta[name] is not default and not isinstance(meta[name], wanted):
+            if meta[name] is not default and not isinstance(meta[name], expected):
                 raise DataError(
                     f"{where}: column '{name}' is {meta[name]!r:.60}, must be of type "
-                    f"{wanted.__name__}"
+                    f"{expected.__name__}"
                 )
         for name in ("files", "check_files"):
             for file, text in meta[name].items():
@@ -132,10 +132,10 @@ class Terminal(Rows):
                 "attempt. Write \"$WORK/FILE\" for FILE in 'check', or read the variable WORK in a "
                 "file of 'check_files'."
             )
-        own = meta.pop("id") or f"{Path(path).stem}/{row.line}"
+        task_id = meta.pop("id") or f"{Path(path).stem}/{row.line}"
         prompt = Message("user", row.values["goal"] + self.config.instructions)
         return Task(
-            f"{self.name}/{own}", (prompt,), environment=self.name, tag=self.name, meta=meta
+            f"{self.name}/{task_id}", (prompt,), environment=self.name, tag=self.name, meta=meta
         )
 
     def demonstration(self, task: Task) -> Sequence[Message]:
@@ -171,12 +171,16 @@ class Terminal(Rows):
         answers: list[Message] = []
         for call, command in commands[: self.config.commands - attempt.used]:
             attempt.used += 1
-            said = (
+            error_text = (
                 command
                 if command is None
                 else shown(await self._run(attempt, command), self.config.shown_characters)
             )
-            text = f"there is no such call: call {TOOL} with a command" if said is None else said
+            text = (
+                f"there is no such call: call {TOOL} with a command"
+                if error_text is None
+                else error_text
+            )
             answers.append(
                 Message("tool", text, tool_call_id=call) if call else Message("user", text)
             )
@@ -233,8 +237,8 @@ def _called(call: ToolCall) -> str | None:
 
 
 def shown(result: Result, most: int) -> str:
-    """What the agent sees: both outputs, cut in the middle, and how the command ended where it did
-    not end well."""
+    """Return what the agent sees: both outputs, cut in the middle, and how the command failed if it
+    did."""
     text = (result.stdout + result.stderr).decode("utf-8", "replace")
     if len(text) > most:
         text = (

@@ -12,7 +12,7 @@ from ratchet.config.resolve import Slot
 
 
 class ToolConfig(Section):
-    """What all tools have in common; `builds` makes one tool, or a sequence of them."""
+    """The keys that all tools share; `builds` makes one tool, or a sequence of them."""
 
 
 class CalculatorConfig(ToolConfig):

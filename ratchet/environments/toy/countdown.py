@@ -46,8 +46,8 @@ class Countdown(Procedural):
         numbers."""
         terms = [Term(n, str(n)) for n in numbers]
         while len(terms) > 1:
-            left, right = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
-            joined = _join(left, rng.choice(self.config.operators), right)
+            first, right = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
+            joined = _join(first, rng.choice(self.config.operators), right)
             if joined is None:
                 return None
             terms.append(joined)

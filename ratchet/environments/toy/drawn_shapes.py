@@ -58,7 +58,7 @@ class Shapes(OneRightAnswer, Procedural):
         }
 
     def sample(self, rng: random.Random) -> Problem | None:
-        """None where the picture drawn allows no question of the kind drawn."""
+        """Return a problem, or None if the drawn picture allows no question of the drawn kind."""
         kind = rng.choice(self.config.questions)
         things = self._things(rng)
         asked = self.questions[kind](things, rng)
@@ -140,8 +140,8 @@ class Shapes(OneRightAnswer, Procedural):
         )
 
     def _position(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion | None:
-        """Which side of another thing one is on: of two that differ in name, in rows or in
-        columns."""
+        """Return a question on which side of another thing one is: of two that differ in name, in
+        rows or in columns."""
         names = Counter(thing.name for thing in things)
         named = [thing for thing in things if names[thing.name] == 1]
         if len(named) < 2:

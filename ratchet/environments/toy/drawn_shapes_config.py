@@ -67,19 +67,22 @@ class ShapesConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> ShapesConfig:
-        fewest, most = self.things
-        if not 1 <= fewest <= most:
-            raise ValueError(f"things={[fewest, most]} must be [fewest, most], with at least 1")
-        if most > self.grid**2:
+        fewest, largest = self.things
+        if not 1 <= fewest <= largest:
+            raise ValueError(f"things={[fewest, largest]} must be [fewest, most], with at least 1")
+        if largest > self.grid**2:
             raise ValueError(
-                f"things={[fewest, most]} don't fit into grid={self.grid}: {self.grid**2} at most"
+                f"things={[fewest, largest]} don't fit into grid={self.grid}: {self.grid**2} at "
+                "most"
             )
         if self.size < 8 * self.grid:
             raise ValueError(
                 f"size={self.size} gives a cell of grid={self.grid} less than 8 pixels: set size "
                 f"to {8 * self.grid}"
             )
-        if "position" in self.questions and (most < 2 or len(self.shapes) * len(self.colours) < 2):
+        if "position" in self.questions and (
+            largest < 2 or len(self.shapes) * len(self.colours) < 2
+        ):
             raise ValueError(
                 "questions has position, which needs two things that differ: raise things, or "
                 "remove it"

@@ -35,11 +35,11 @@ class NumberGuessing(Game[Known]):
 
     def sample(self, rng: random.Random) -> Problem:
         low = rng.randint(0, self.config.max_low)
-        known = Known(
+        state = Known(
             low, low + self.config.numbers - 1, rng.randrange(low, low + self.config.numbers)
         )
         return Problem(
-            self.prompt(known), str(known.secret), {"low": known.low, "high": known.high}
+            self.prompt(state), str(state.secret), {"low": state.low, "high": state.high}
         )
 
     def start(self, task: Task) -> Known:

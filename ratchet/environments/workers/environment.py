@@ -18,9 +18,9 @@ from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 def workers(config: WorkersConfig) -> WorkerEnvironment:
     """One that offers what the environment itself offers."""
-    here = construct(config.of)
-    bases = tuple(made for protocol, made in OFFERS.items() if isinstance(here, protocol))
-    return type(f"{type(here).__name__}InWorkers", (*bases, WorkerEnvironment), {})(config, here)
+    local = construct(config.of)
+    bases = tuple(made for protocol, made in OFFERS.items() if isinstance(local, protocol))
+    return type(f"{type(local).__name__}InWorkers", (*bases, WorkerEnvironment), {})(config, local)
 
 
 class WorkerEnvironment:
@@ -36,10 +36,10 @@ class WorkerEnvironment:
         self._join()
 
     def __copy__(self) -> Self:
-        made = object.__new__(type(self))
-        made.__dict__ |= self.__dict__
-        made._join()
-        return made
+        copied = object.__new__(type(self))
+        copied.__dict__ |= self.__dict__
+        copied._join()
+        return copied
 
     def _join(self) -> None:
         self._who = self._pool.join()
@@ -61,9 +61,9 @@ class WorkerEnvironment:
         return self._said["messages"]
 
     async def step(self, message: Message) -> Step:
-        said = await self._pool.step(self._who, message)
-        self._said = {**self._said, **said}
-        return said["step"]
+        reply = await self._pool.step(self._who, message)
+        self._said = {**self._said, **reply}
+        return reply["step"]
 
     async def close(self) -> None:
         self._task = None

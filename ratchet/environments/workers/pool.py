@@ -1,5 +1,4 @@
-"""Worker processes that play attempts: who goes where, and what becomes of a process that hangs or
-dies.
+"""Worker processes that play attempts: placement, and recovery from a process that hangs or dies.
 
 Everything happens in the event loop of one thread, so there is nothing to lock, and a driver may
 call from any loop, or from one after another. That thread also starts the processes: on Linux they
@@ -30,8 +29,8 @@ MOST_REST_S = 30.0
 
 
 class Pool:
-    """Processes start with the first attempts, and end with this object or with the driver. `who`
-    is an instance's number."""
+    """The pool of an environment. Processes start with the first attempts, and end with this object
+    or with the driver. `instance`: the number of an instance."""
 
     def __init__(self, section: Mapping[str, Any], *, processes: int, threads: int) -> None:
         self._players = itertools.count()
@@ -42,21 +41,21 @@ class Pool:
         """The number of one more instance."""
         return next(self._players)
 
-    async def reset(self, who: int, task: Task) -> dict[str, Any]:
-        """What the worker's instance says ("messages"), and offers then ("tools", "stops"). Raises
-        Lost, Raised, DataError."""
-        return await self._inner.run(self._inner.reset(who, task))
+    async def reset(self, instance: int, task: Task) -> dict[str, Any]:
+        """Return the messages of the worker's instance ("messages"), and what it offers then
+        ("tools", "stops"). Raises Lost, Raised, DataError."""
+        return await self._inner.run(self._inner.reset(instance, task))
 
-    async def step(self, who: int, message: Message) -> dict[str, Any]:
+    async def step(self, instance: int, message: Message) -> dict[str, Any]:
         """Its "step", and "stops"."""
-        return await self._inner.run(self._inner.step(who, message))
+        return await self._inner.run(self._inner.step(instance, message))
 
-    async def close(self, who: int) -> None:
-        await self._inner.run(self._inner.close(who))
+    async def close(self, instance: int) -> None:
+        await self._inner.run(self._inner.close(instance))
 
-    def leave(self, who: int) -> None:
+    def leave(self, instance: int) -> None:
         """The instance is gone, closed or not."""
-        self._inner.leave(who)
+        self._inner.leave(instance)
 
 
 class _Pool:
@@ -85,9 +84,9 @@ class _Pool:
                 self._thread.start()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    def leave(self, who: int) -> None:
+    def leave(self, instance: int) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._leave, who)
+            self._loop.call_soon_threadsafe(self._leave, instance)
 
     def stop(self) -> None:
         """A fork of the driver has the object, and not the processes."""
@@ -99,21 +98,21 @@ class _Pool:
 
     # --- in the thread
 
-    async def reset(self, who: int, task: Task) -> dict[str, Any]:
-        seat = await self._seated(who)
+    async def reset(self, instance: int, task: Task) -> dict[str, Any]:
+        seat = await self._seated(instance)
         return await self._played(seat, "reset", task)
 
-    async def step(self, who: int, message: Message) -> dict[str, Any]:
-        assert who in self._seats, "step before reset"
-        return await self._played(self._seats[who], "step", message)
+    async def step(self, instance: int, message: Message) -> dict[str, Any]:
+        assert instance in self._seats, "step before reset"
+        return await self._played(self._seats[instance], "step", message)
 
-    async def close(self, who: int) -> None:
-        seat = self._seats.pop(who, None)
+    async def close(self, instance: int) -> None:
+        seat = self._seats.pop(instance, None)
         if seat is not None:
             await self._closed(seat)
 
-    def _leave(self, who: int) -> None:
-        seat = self._seats.pop(who, None)
+    def _leave(self, instance: int) -> None:
+        seat = self._seats.pop(instance, None)
         if seat is not None:
             self._close_later(seat)
 
@@ -131,11 +130,14 @@ class _Pool:
                 seat.worker.look()
             self._tidy(seat.worker)
 
-    async def _seated(self, who: int) -> Seat:
-        """Where the fewest play: a new process, if there may be one more and none is idle. An
-        instance stays where it is, with what it has built there, if it is as good a place as
-        any."""
-        own = self._seats.get(who)
+    async def _seated(self, instance: int) -> Seat:
+        """Return the process with the fewest attempts: a new one, if there may be one more and none
+        is idle.
+
+        An instance stays where it is, with what it has built there, if that place is as good as
+        any.
+        """
+        own = self._seats.get(instance)
         if own is not None:
             own.playing = False
             self._tidy(own.worker)
@@ -143,38 +145,39 @@ class _Pool:
             await asyncio.sleep(rest)
         while True:
             worker = self._emptiest(own)
-            here = own if own is not None and own.worker is worker else None
+            present = own if own is not None and own.worker is worker else None
             loads = [worker.load(thread) for thread in range(self.threads)]
             thread = min(
-                range(self.threads), key=lambda t: (loads[t], here is None or t != here.thread)
+                range(self.threads),
+                key=lambda t: (loads[t], present is None or t != present.thread),
             )
             stuck, _ = loads[thread]
             if not stuck:
                 break
             self._turn.clear()
             await self._turn.wait()  # a cancelled call ends soon, or its process is given up
-        if here is not None and here.thread == thread:
-            here.playing = True
-            return here
+        if present is not None and present.thread == thread:
+            present.playing = True
+            return present
         if own is not None:
             self._close_later(own)
-        seat = self._seats[who] = Seat(worker, thread)
+        seat = self._seats[instance] = Seat(worker, thread)
         worker.seats.add(seat)
         return seat
 
     def _emptiest(self, own: Seat | None) -> Worker:
-        found = min(
+        started = min(
             self._workers,
             key=lambda w: (w.playing, own is None or w is not own.worker),
             default=None,
         )
-        if found is None or (found.playing and len(self._workers) < self.processes):
-            found = Worker(self.section, self._changed)
-            self._workers.append(found)
-        return found
+        if started is None or (started.playing and len(self._workers) < self.processes):
+            started = Worker(self.section, self._changed)
+            self._workers.append(started)
+        return started
 
     def _close_later(self, seat: Seat) -> None:
-        """Nobody waits for it."""
+        """Close in the background."""
         closing = asyncio.get_running_loop().create_task(self._closed(seat, quietly=True))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -210,8 +213,8 @@ class _Pool:
 
 
 def rest_s(deaths: int) -> float:
-    """Before another process is started after so many deaths in a row: each start takes the
-    machine's time from what works."""
+    """Return the seconds to wait before another process is started after `deaths` deaths in a row,
+    since each start takes the machine's time."""
     return 0.0 if deaths <= BORNE else min(0.1 * 2 ** (deaths - BORNE), MOST_REST_S)
 
 

@@ -46,7 +46,7 @@ class Raised(RatchetError):
 
 @dataclass(eq=False)
 class Seat:
-    """Where the attempts of one instance are played. playing: one is under way."""
+    """The place where attempts of one instance are played. playing: True while one is running."""
 
     worker: Worker
     thread: int
@@ -61,8 +61,8 @@ class _Call:
 
 
 class Worker:
-    """To be used in one event loop. changed: called when it was found to hang or to leak, when a
-    cancelled call has ended after all, and when the process has ended."""
+    """A worker process, to be used in one event loop. changed: called when it hangs or leaks, when
+    a cancelled call has ended after all, and when the process has ended."""
 
     def __init__(self, section: Mapping[str, Any], changed: Callable[[Worker], None]) -> None:
         self.seats: set[Seat] = set()
@@ -73,11 +73,11 @@ class Worker:
         self._changed = changed
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = _started(theirs)
+        ours, worker_end = socket.socketpair()
+        with worker_end:
+            self.process = _started(worker_end)
         self.ready = asyncio.get_running_loop().create_future()
-        # whether or not anybody waits
+        # whether or not a caller waits
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._writer: asyncio.StreamWriter | None = None
         self._serving = asyncio.create_task(self._serve(ours, section))
@@ -114,22 +114,22 @@ class Worker:
             raise
 
     def look(self) -> None:
-        """After an attempt: at what is left open there, against what was after the first."""
+        """Compare what is open after an attempt with what was open after the first."""
         held = _left_open(self.process.pid)
         self._at_first = self._at_first or held
         grown = {name: count - self._at_first.get(name, count) for name, count in held.items()}
         if not self.leaks and max(grown.values(), default=0) > MOST_LEFT:
             self.leaks = True
-            more = ", ".join(f"{count} more {name}" for name, count in grown.items())
+            leaks = ", ".join(f"{count} more {name}" for name, count in grown.items())
             log.warning(
                 "worker process %d is replaced: since its first attempt it holds %s",
                 self.process.pid,
-                more,
+                leaks,
             )
             self._changed(self)
 
     def kill(self) -> None:
-        """With all that environments started there and left in its group."""
+        """Kill the process with all that environments started there and left in its group."""
         if self.process.returncode is None:
             # macOS: of one that is dead already
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -209,8 +209,8 @@ class Worker:
 
 
 def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """Nothing is inherited but the environment variables, the standard error and one end of a
-    socket."""
+    """Start a process that inherits only the environment variables, the standard error and one end
+    of a socket."""
     arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
     return subprocess.Popen(
         # A worker is one of many: numerical libraries must not start a thread for each core in each
@@ -228,7 +228,7 @@ async def _received(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 def _left_open(pid: int) -> dict[str, int]:
-    """What a process holds; {} where the system doesn't say."""
+    """Return what a process holds; {} if the system doesn't report it."""
     try:
         return {
             "threads": len(os.listdir(f"/proc/{pid}/task")),

@@ -1,9 +1,9 @@
-"""How tasks, messages and steps travel between the driver and its workers: frames of JSON, each
+"""The format of tasks, messages and steps between the driver and its workers: frames of JSON, each
 behind its length.
 
 JSON knows fewer types than Python: whatever is no plain list, string, number or object of named
-values is wrapped, so that it arrives as what it was. A value that can't is refused; nothing is
-changed on the way in silence.
+values is wrapped, so that it arrives unchanged. A value that can't be sent is refused; nothing is
+changed silently.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def frame(values: Mapping[str, Any]) -> bytes:
 
 
 def packed(value: Any) -> Any:
-    """As plain JSON. Raises DataError where a type can't travel."""
+    """Return a value as plain JSON. Raises DataError for a type that can't be sent."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -57,15 +57,15 @@ def packed(value: Any) -> Any:
             WRAPPED: "mapping",
             "of": [[packed(key), packed(item)] for key, item in value.items()],
         }
-    made = type(value).__name__
-    if TYPES.get(made) is not type(value):
+    type_name = type(value).__name__
+    if TYPES.get(type_name) is not type(value):
         raise DataError(
             f"{value!r:.80} can't be sent to or from a worker process: of a task, a message and a "
             "step, only None, numbers, "
-            f"strings, and lists, tuples and dictionaries of these can travel, not {made}"
+            f"strings, and lists, tuples and dictionaries of these can travel, not {type_name}"
         )
     return {
-        WRAPPED: made,
+        WRAPPED: type_name,
         "of": {field.name: packed(getattr(value, field.name)) for field in fields(value)},
     }
 

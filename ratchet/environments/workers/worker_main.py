@@ -1,8 +1,8 @@
-"""What a process of `ratchet.environments.workers.pool` runs: attempts of one environment, each in
-one of several threads.
+"""The process of `ratchet.environments.workers.pool`: attempts of one environment, each in one of
+several threads.
 
-A thread has an event loop of its own, so that what blocks one holds up only the attempts that it
-plays. The main thread reads what the driver sends. The process ends with the driver, however that
+A thread has an event loop of its own, so that a blocking call delays only the attempts of its
+thread. The main thread reads what the driver sends. The process ends with the driver, however that
 ends.
 """
 
@@ -41,7 +41,7 @@ def main(descriptor: int, driver: int) -> None:
     try:
         credentials.offer(first["credentials"])
         server = _Server(connection, construct(resolve("played", first["of"])))
-    except (Exception, SystemExit):  # anybody's code
+    except (Exception, SystemExit):  # user code
         connection.sendall(frame({"error": traceback.format_exc()}))
         _end()
     connection.sendall(frame({"ready": True}))
@@ -59,7 +59,7 @@ def _die_with(driver: int) -> None:
 
 
 def _end() -> NoReturn:
-    """With all that environments started here and left in its group."""
+    """End the process with all that environments started here and left in its group."""
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("it is dead")
 
@@ -107,15 +107,15 @@ class _Thread:
         threading.Thread(target=self._run, name="attempts", daemon=True).start()
 
     def _run(self) -> None:
-        """A task of an environment's own can end the loop, by sys.exit say: then nobody would
-        answer here any more."""
+        """Run the loop of the thread. A task of an environment can end it, by sys.exit say, and
+        then no call would be answered any more."""
         try:
             self._loop.run_forever()
         finally:
             os._exit(1)
 
     def take(self, call: dict[str, Any]) -> None:
-        """From any thread."""
+        """Accept a call from any thread."""
         self._loop.call_soon_threadsafe(
             self._cancel if call["op"] == "cancel" else self._begin, call
         )
@@ -143,7 +143,7 @@ class _Thread:
         self._server.send(answer)
 
     async def _do(self, call: Mapping[str, Any]) -> dict[str, Any] | None:
-        attempt, given = call["attempt"], unpacked(call["given"])
+        attempt, arguments = call["attempt"], unpacked(call["given"])
         if call["op"] == "close":
             if attempt in self._playing:
                 await self._playing.pop(attempt).close()
@@ -152,12 +152,12 @@ class _Thread:
             if attempt not in self._playing:
                 self._playing[attempt] = copy.copy(self._server.environment)
             environment = self._playing[attempt]
-            value: dict[str, Any] = {"messages": await environment.reset(given)}
+            value: dict[str, Any] = {"messages": await environment.reset(arguments)}
             if isinstance(environment, OffersTools):
-                value["tools"] = environment.tools(given)
+                value["tools"] = environment.tools(arguments)
         else:
             environment = self._playing[attempt]
-            value = {"step": await environment.step(given)}
+            value = {"step": await environment.step(arguments)}
         return value | (
             {"stops": environment.stop_strings} if isinstance(environment, OffersStops) else {}
         )

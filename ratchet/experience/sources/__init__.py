@@ -1,1 +1,1 @@
-"""Where a step's groups come from: rows, rollouts, a curriculum, a replay buffer."""
+"""Sources of a step's groups: rows, rollouts, a curriculum, a replay buffer."""

@@ -148,13 +148,13 @@ class Forward:
 
         measured: the needs that are only measured, and get no gradient.
         """
-        wanted = TokenOutputSpec.from_names(
+        spec = TokenOutputSpec.from_names(
             needs,
             given_ids=micro.has("teacher_ids"),
             shared=self.shared_vocab,
             measured=measured,
         )
-        columns = self.columns(micro, hidden_Td, needs, wanted)
+        columns = self.columns(micro, hidden_Td, needs, spec)
         if "old_logprobs" in needs:
             # Without a scoring pass the old log-probabilities are those of this first forward.
             source = (

@@ -51,11 +51,11 @@ def refuse_missing_weights(directory: Path, loading: Mapping[str, Any]) -> None:
     """
     missing = sorted(loading["missing_keys"])
     if missing:
-        some = ", ".join(missing[:3]) + (
+        examples = ", ".join(missing[:3]) + (
             f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         )
         raise ModelError(
-            f"{directory} has no weights {some}, which its config.json asks for. "
+            f"{directory} has no weights {examples}, which its config.json asks for. "
             "Add the missing weight files, or correct config.json"
         )
 
@@ -78,8 +78,8 @@ def require_plausible(directory: Path) -> None:
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds no JSON object")
     for key, value in _numbers(config):
-        most = next((most for end, most in ENDS.items() if key.endswith(end)), None)
-        if most is not None and not 0 <= value <= most:
+        limit = next((limit for end, limit in ENDS.items() if key.endswith(end)), None)
+        if limit is not None and not 0 <= value <= limit:
             raise ModelError(
                 f"{path} says {key}={value:.6g}, which no model has: take the file from the "
                 "original model"

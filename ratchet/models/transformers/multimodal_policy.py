@@ -122,7 +122,7 @@ class MultimodalPolicy(TransformersPolicy):
 
     @property
     def work(self) -> TokenCost | None:
-        """What its towers take depends on each medium."""
+        """Return None: the cost of encoders depends on each medium."""
         return None
 
     def find_backbone(self, model: PreTrainedModel) -> str:
@@ -149,7 +149,8 @@ class MultimodalPolicy(TransformersPolicy):
     # --- what trains
 
     def tower_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """By canonical name: all but the language model and its head."""
+        """Return, by canonical name, all parameters but those of the language model and its
+        head."""
         spoken = {id(p) for p in self.language.parameters()} | {
             id(self.model.get_parameter(self.head_name))
         }
@@ -213,7 +214,7 @@ class MultimodalPolicy(TransformersPolicy):
         return self._anchored(torch.cat(alone))
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Of text alone."""
+        """Compute hidden states of text alone."""
         return self._forward(tokens_T, positions_T, [len(tokens_T)], [()])
 
     def _forward(
@@ -232,17 +233,17 @@ class MultimodalPolicy(TransformersPolicy):
             return self.backbone(input_ids=shown_1T, **options)[0][0]
 
     def _read(self, found: Sequence[Medium], types_NL: Tensor) -> dict[str, Any]:
-        """What a forward takes for media, in the order in which they lie in its rows."""
+        """Return the inputs of a forward for media, in the order in which they lie in its rows."""
         options, outputs = dict[str, Any](), dict[str, Any]()
         seen = self._encoded(found)
         for kind in {medium.kind: None for medium in found}:
-            own = [medium for medium in found if medium.kind == kind]
+            media_of_kind = [medium for medium in found if medium.kind == kind]
             if kind in seen:
-                outputs[kind] = seen[kind].of(own)
+                outputs[kind] = seen[kind].of(media_of_kind)
             else:
                 options |= {
                     name: x.to(types_NL.device)
-                    for name, x in join_media_inputs(own).items()
+                    for name, x in join_media_inputs(media_of_kind).items()
                     if name in self.takes
                 }
         if outputs:
@@ -261,14 +262,16 @@ class MultimodalPolicy(TransformersPolicy):
         places = list[Tensor]()
         for i, (row, placed) in enumerate(zip(rows, media, strict=True)):
             first = longest - len(row)
-            own = tokens_NL[i, first:]
-            own.copy_(torch.as_tensor(row))
+            row_tokens = tokens_NL[i, first:]
+            row_tokens.copy_(torch.as_tensor(row))
             mask_NL[i, first:] = 1
-            self._mark(types_NL[i, first:], own, placed)
+            self._mark(types_NL[i, first:], row_tokens, placed)
             order = torch.arange(len(row), device=device)
-            found = self._positions(own, order, types_NL[i, first:], [len(row)], [placed])
-            found = found[-3:, 0] if found.dim() == 3 else found
-            places.append(nn.functional.pad(found, (first, 0)))
+            positions = self._positions(
+                row_tokens, order, types_NL[i, first:], [len(row)], [placed]
+            )
+            positions = positions[-3:, 0] if positions.dim() == 3 else positions
+            places.append(nn.functional.pad(positions, (first, 0)))
         options = self._read([placed.medium for row in media for placed in row], types_NL)
         positions_RNL = torch.stack(places, 1)
         if self.takes_positions:
@@ -284,10 +287,10 @@ class MultimodalPolicy(TransformersPolicy):
         return out, mask_NL, positions_RNL.amax((0, 2)) + 1
 
     def _mark(self, types_T: Tensor, tokens_T: Tensor, placed: Sequence[Placed]) -> None:
-        """Of the media of one sequence."""
+        """Mark the media tokens of one sequence."""
         for start, medium in placed:
-            own = slice(start, start + medium.span)
-            types_T[own] = self._types(tokens_T[own])
+            span = slice(start, start + medium.span)
+            types_T[span] = self._types(tokens_T[span])
 
     @contextmanager
     def _reading(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
@@ -313,7 +316,7 @@ class MultimodalPolicy(TransformersPolicy):
 
     @property
     def axes(self) -> int:
-        """Of a token's position: 3 (time, height, width) under M-RoPE."""
+        """Return the axes of a token's position: 3 (time, height, width) under M-RoPE."""
         return 3 if hasattr(self.backbone, "get_rope_index") else 1
 
     def _types(self, tokens_T: Tensor) -> Tensor:
@@ -340,30 +343,34 @@ class MultimodalPolicy(TransformersPolicy):
         rows_4T = positions_T.expand(4, -1).clone()
         if any(media):
             tokens_T, types_T = tokens_T.cpu(), types_T.cpu()  # it asks for number after number
-        known = inspect.signature(find).parameters
+        parameters = inspect.signature(find).parameters
         for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
             if placed:
-                own = slice(end - length, end)
+                row_slice = slice(end - length, end)
                 grids = {
                     name: x
                     for name, x in join_media_inputs([one.medium for one in placed]).items()
-                    if name in known
+                    if name in parameters
                 }
-                found, _ = find(tokens_T[own][None], mm_token_type_ids=types_T[own][None], **grids)
-                rows_4T[1:, own] = found[:, 0].to(rows_4T)
+                row_positions, _ = find(
+                    tokens_T[row_slice][None], mm_token_type_ids=types_T[row_slice][None], **grids
+                )
+                rows_4T[1:, row_slice] = row_positions[:, 0].to(rows_4T)
         return (rows_4T if self.packs else rows_4T[1:])[:, None]
 
     def _anchored(self, hidden_Td: Tensor) -> Tensor:
-        """With a gradient, be it 0, for every weight that trains: ranks of which one saw no image
-        must add up the same ones, and an optimizer does to a weight what it would have done in one
-        process."""
+        """Return hidden states with a gradient, even 0, for every trained weight.
+
+        Ranks of which one saw no image must sum the same gradients, and an optimizer must treat a
+        weight as it would in one process.
+        """
         if not torch.is_grad_enabled() or self.adapter is not None or self.towers == "frozen":
             return hidden_Td
         return hidden_Td + sum(p.sum() * 0 for _, p in self.tower_parameters() if p.requires_grad)
 
     def _encoded(self, media: Sequence[Medium]) -> dict[MediaKind, EncodedMedia]:
-        """What the encoders give for each medium, once, however often it is among them; nothing of
-        a kind whose encoder the backbone has to call by itself."""
+        """Return what the encoders give for each medium, computed once for equal ones, except for
+        kinds whose encoder the backbone calls by itself."""
         seen: dict[MediaKind, EncodedMedia] = {}
         for kind in {medium.kind: None for medium in media}:
             encode = getattr(self.backbone, f"get_{kind}_features", None)
@@ -374,11 +381,11 @@ class MultimodalPolicy(TransformersPolicy):
             ):
                 continue
             unique = {medium.key: medium for medium in media if medium.kind == kind}
-            known = inspect.signature(encode).parameters
+            parameters = inspect.signature(encode).parameters
             inputs = {
                 name: x.to(self.model.device)
                 for name, x in join_media_inputs(list(unique.values())).items()
-                if name in known
+                if name in parameters
             }
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.towers == "trained"):
                 output = encode(**inputs, return_dict=True)
@@ -414,7 +421,7 @@ class MultimodalPolicy(TransformersPolicy):
         return rows, media
 
     def _probe_tokens(self, n: int) -> Tensor:
-        """None that stands for a medium."""
+        """Return tokens of which none stands for a medium."""
         tokens = super()._probe_tokens(n)
         return torch.where(self._types(tokens) > 0, 0, tokens)
 
@@ -449,21 +456,23 @@ class MultimodalPolicy(TransformersPolicy):
     def _check_media(self, probes: Sequence[Medium]) -> None:
         """Against the model's own forward, which finds positions and encodes media by itself."""
         rows, media = self._probe_rows(probes)
-        row, own = rows[-1], media[-1]
-        given: dict[str, Any] = {
+        row, last_media = rows[-1], media[-1]
+        inputs: dict[str, Any] = {
             name: x.to(row.device)
-            for name, x in join_media_inputs([one.medium for one in own]).items()
+            for name, x in join_media_inputs([one.medium for one in last_media]).items()
         }
-        given |= {
+        inputs |= {
             name: self._types(row)[None]
             for name in {"mm_token_type_ids", "token_type_ids"} & self.takes
         }
-        given = {name: x for name, x in given.items() if name in self.takes}
-        theirs = self.model(input_ids=row[None], use_cache=False, **given).logits[0]
+        inputs = {name: x for name, x in inputs.items() if name in self.takes}
+        expected = self.model(input_ids=row[None], use_cache=False, **inputs).logits[0]
         ours = self.logits(
-            self.hidden(row, torch.arange(len(row), device=row.device), [len(row)], media=[own])
+            self.hidden(
+                row, torch.arange(len(row), device=row.device), [len(row)], media=[last_media]
+            )
         )
-        if not is_close(ours, theirs, self.model.dtype):
+        if not is_close(ours, expected, self.model.dtype):
             raise ModelError(
                 f"{type(self.model).__name__}: what it makes of an image differs from its own "
                 "forward's"

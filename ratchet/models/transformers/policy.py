@@ -144,8 +144,8 @@ class TransformersPolicy(PolicyModel):
     # --- tensor parallelism
 
     def plan(self, ranks: int) -> TPPlan:
-        """By which tensor parallelism divides the model. Raises ModelError where there is none, or
-        not for so many ranks."""
+        """Return the plan by which tensor parallelism divides the model. Raises ModelError if there
+        is none, or not for so many ranks."""
         plan = TPPlan.of(self.model, self.model.tp_plan, self.head_name.removesuffix(".weight"))
         counts = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}
         heads = {what: getattr(self.text_config, key, None) for what, key in counts.items()}
@@ -162,24 +162,24 @@ class TransformersPolicy(PolicyModel):
         nn.Module.to(self.model, device)
         what = f"the plan of {type(self.model).__name__} for tensor parallelism"
         try:
-            found = self._probe()
+            probe = self._probe()
         except (AttributeError, TypeError, RuntimeError) as error:
             raise ModelError(f"{what} can't be followed ({error}): {REMEDY}") from None
-        for name, own in found.items():
-            expected = whole[name].to(own)
+        for name, computed in probe.items():
+            expected = whole[name].to(computed)
             if name == "logits" and self.divided.vocabulary is not None:
                 rows = self.divided.vocabulary.rows
                 expected = expected[:, rows.start : rows.stop]
             if name in self.divided.partial:
-                own = all_reduce_sum(own, group)
+                computed = all_reduce_sum(computed, group)
             if name not in self.divided.blocks and not is_close(
-                own, expected, self.model.dtype, PROBE_ROUNDING
+                computed, expected, self.model.dtype, PROBE_ROUNDING
             ):
                 raise ModelError(f"{what} changes what it computes ({name}): {REMEDY}")
 
     def _probe(self) -> dict[str, Tensor]:
-        """Of a few tokens: hidden states, logits, and the gradient of every vector, by its name:
-        that of a first layer's norm comes through all others."""
+        """Return hidden states, logits and the gradient of every vector for a few tokens, by name:
+        the gradient of the first layer's norm passes through all others."""
         tokens = self._probe_tokens(7)
         vectors = {
             name: parameter
@@ -201,8 +201,8 @@ class TransformersPolicy(PolicyModel):
                 else ()
             )
         with torch.no_grad():
-            found = {"hidden states": hidden.detach(), "logits": self.logits(hidden)}
-        return found | {
+            outputs = {"hidden states": hidden.detach(), "logits": self.logits(hidden)}
+        return outputs | {
             name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None
         }
 
@@ -251,14 +251,14 @@ class TransformersPolicy(PolicyModel):
         tokens = self._probe_tokens(7)
         with torch.no_grad():
             try:
-                own = self.model(input_ids=tokens[None], use_cache=False).logits[0]
+                logits = self.model(input_ids=tokens[None], use_cache=False).logits[0]
                 ours = self.logits(self._run(tokens, torch.arange(7, device=tokens.device)))
             except (AttributeError, TypeError, RuntimeError) as error:
                 raise ModelError(
                     f"{type(self.model).__name__} can't be split into a backbone and a head: "
                     f"{error}"
                 ) from None
-        if not is_close(ours, own, self.model.dtype):
+        if not is_close(ours, logits, self.model.dtype):
             raise ModelError(
                 f"{type(self.model).__name__}: logits aren't a function of its backbone's hidden "
                 "states alone"
@@ -316,8 +316,8 @@ class TransformersPolicy(PolicyModel):
         return on_transformers.disable_peft_adapters(self.model)
 
     def matrices(self) -> Mapping[str, Sequence[int]]:
-        """Without tensors of three dimensions: they may be experts, and may be the kernels of a
-        convolution."""
+        """Return the matrices without tensors of three dimensions: these may be experts, or the
+        kernels of a convolution."""
         inside = {
             parameter
             for layer in self.layers()
@@ -332,7 +332,7 @@ class TransformersPolicy(PolicyModel):
 
     @property
     def work(self) -> TokenCost | None:
-        """Of the whole model, without an adapter."""
+        """Return the cost of the whole model, without an adapter."""
         if self.divided is not None:
             return None
         modules = (
@@ -351,18 +351,18 @@ class TransformersPolicy(PolicyModel):
         return find_largest_module_list(self.backbone)
 
     def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if weights is None and self.adapter is not None:
             weights = dict(self.canonical_weights())
         if weights is not None:
-            given["state_dict"] = {
+            options["state_dict"] = {
                 name: weight.to("cpu", self.model.dtype, copy=True)
                 for name, weight in weights.items()
             }
         directory.mkdir(parents=True, exist_ok=True)
         with TemporaryFolder("partial", directory) as temporary:
             draft = temporary / "model"
-            self.model.save_pretrained(draft, **given)
+            self.model.save_pretrained(draft, **options)
             self.saved_config.save_pretrained(draft)
             files = sorted(draft.iterdir())
             for path in files:

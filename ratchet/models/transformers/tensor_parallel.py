@@ -92,9 +92,11 @@ class TPPlan:
 
 @dataclass(frozen=True)
 class TPDivision:
-    """What became of a model's parameters, by name. blocks: of those that are divided, what a rank
-    has. partial: those that each rank has whole, with a summand of the gradient. vocabulary: how
-    logits are read; None: each rank has all."""
+    """The division of a model's parameters, by name.
+
+    blocks: what a rank has of the divided ones. partial: those that each rank has whole, with a
+    summand of the gradient. vocabulary: how logits are read; None: each rank has all.
+    """
 
     blocks: Mapping[str, WeightPiece]
     partial: frozenset[str]
@@ -145,10 +147,10 @@ def _is_linear(module: nn.Module | None) -> bool:
 
 
 def _block(weight: Tensor, dim: int, share: ShardIndex) -> tuple[nn.Parameter, WeightPiece]:
-    """In memory of its own: the whole weight can go."""
-    own = share.range(weight.shape[dim])
-    block = weight.detach().narrow(dim, own.start, len(own)).clone()
-    offsets = tuple(own.start if i == dim else 0 for i in range(weight.dim()))
+    """Return a rank's block in memory of its own, so that the whole weight can be freed."""
+    rows = share.range(weight.shape[dim])
+    block = weight.detach().narrow(dim, rows.start, len(rows)).clone()
+    offsets = tuple(rows.start if i == dim else 0 for i in range(weight.dim()))
     return nn.Parameter(block), WeightPiece("", tuple(weight.shape), offsets, range(len(block)))
 
 
@@ -204,9 +206,9 @@ def _divide_embedding(embedding: nn.Embedding, share: ShardIndex, group: Group) 
     whole_forward = embedding.forward
 
     def forward(input: Tensor) -> Tensor:
-        here = (input >= rows.start) & (input < rows.stop)
+        is_local = (input >= rows.start) & (input < rows.stop)
         return sum_forward(
-            whole_forward((input - rows.start).where(here, 0)) * here[..., None], group
+            whole_forward((input - rows.start).where(is_local, 0)) * is_local[..., None], group
         )
 
     embedding.forward = forward

@@ -41,7 +41,7 @@ EMBEDDING = "aten::embedding"  # every row that goes through a model begins here
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled.
+    """The subject of a profile.
 
     device, dtype: of the products. threads: of the whole run, on a CPU. widest: (inputs, outputs)
     of the model's largest layer. asked: returns the tokens that models were asked to compute so

@@ -45,7 +45,7 @@ class Box(NamedTuple):
 
 
 def iou(a: Box, b: Box) -> float:
-    """Of boxes of some area."""
+    """Return the intersection over union of boxes with a positive area."""
     shared = _shared(a, b)
     return shared / (a.area + b.area - shared)
 
@@ -68,8 +68,8 @@ def last_box(text: str) -> Box | None:
     """The last four numbers in brackets, of what is marked as the answer where something is; None
     where there are none, or they are no two corners: left above right below."""
     marked = marked_answer(text)
-    found = last_match(FOUR, text if marked is None else marked)
-    box = None if found is None else Box(*map(float, found.groups()))
+    match = last_match(FOUR, text if marked is None else marked)
+    box = None if match is None else Box(*map(float, match.groups()))
     return box if box is not None and box.left < box.right and box.top < box.bottom else None
 
 
@@ -123,7 +123,7 @@ class BoundingBox(FinalAnswer):
         return gold
 
     def _sides(self, units: str, task: Task) -> tuple[float, float]:
-        """How much the picture's width and height are."""
+        """Return the picture's width and height in the units of the answer."""
         if units != "pixels":
             return SIDES[units], SIDES[units]
         width, height = task.meta.get("width"), task.meta.get("height")

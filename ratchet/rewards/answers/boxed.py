@@ -1,4 +1,4 @@
-"""What stands in the last \\boxed{} is the task's answer."""
+r"""The reward `boxed`: the content of the last \boxed{} is the task's answer."""
 
 from __future__ import annotations
 

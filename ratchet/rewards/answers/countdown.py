@@ -34,8 +34,8 @@ class CountdownReward(AnswerReward):
 
 
 def final_expression(text: str) -> str:
-    """What stands in the last <answer>...</answer>, else on the last line; a result that follows it
-    ("= 22") is cut off."""
+    """Return the content of the last <answer>...</answer>, else the last line, without a result
+    that follows it ("= 22")."""
     answer = text.rpartition("<answer>")[2].partition("</answer>")[0]
     lines = answer.strip().splitlines()
     return lines[-1].partition("=")[0].strip() if lines else ""

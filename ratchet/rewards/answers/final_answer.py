@@ -1,5 +1,5 @@
-"""Where in a text the final answer stands, and one spelling for LaTeX that says the same. Linear in
-the text's length."""
+"""The final answer in a text, and one spelling for LaTeX that means the same, in time linear in the
+text's length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from ratchet.rewards.answers.numeric import last_match, whole_number
 
-MAX_ANSWER_CHARS = 2000  # nobody's final answer is longer; what is, is unreadable
+MAX_ANSWER_CHARS = 2000  # a longer one is unreadable
 
 BOXED = re.compile(r"\\f?boxed(?:\{|(?=\s?[0-9A-Za-z]))")
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -38,7 +38,7 @@ UNIT = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{}; "" where it is not closed, None where there is none."""
+    r"""Return the content of the last \boxed{}; "" if it is not closed, None if there is none."""
     last = last_match(BOXED, text)
     if last is None:
         return None
@@ -54,8 +54,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """What the last of \\boxed{}, "#### " and <answer></answer> holds; None where the text has no
-    such mark."""
+    r"""Return the content of the last of \boxed{}, "#### " and <answer></answer>; None if the text
+    has no such mark."""
     places: dict[int, str] = {}
     if (boxed := last_boxed(text)) is not None:
         places[max(text.rfind("\\boxed"), text.rfind("\\fbox"))] = boxed
@@ -70,8 +70,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def one_spelling(latex: str) -> str:
-    """The same for answers that differ only in spaces, sizes, text commands, degree or dollar
-    signs, and trailing units."""
+    """Return a text that is equal for answers that differ only in spaces, sizes, text commands,
+    degree or dollar signs, and trailing units."""
     latex = UNIT.sub("", latex[:MAX_ANSWER_CHARS].strip().rstrip("."))
     for pattern, replacement in SPELLINGS:
         latex = pattern.sub(replacement, latex)
@@ -80,7 +80,7 @@ def one_spelling(latex: str) -> str:
 
 
 def canonical(answer: str) -> str:
-    """The same for answers that `same_answer` finds equal."""
+    """Return a text that is equal for answers that `same_answer` finds equal."""
     spelt = one_spelling(answer)
     number = whole_number(spelt)
     return spelt if number is None else str(number)
@@ -91,5 +91,5 @@ def same_answer(one: str, other: str) -> bool:
     one, other = one_spelling(one), one_spelling(other)
     if one == other:
         return one != ""
-    left, right = whole_number(one), whole_number(other)
-    return left is not None and left == right
+    first, right = whole_number(one), whole_number(other)
+    return first is not None and first == right

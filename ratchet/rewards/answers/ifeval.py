@@ -39,8 +39,8 @@ class IFEval(AnswerReward):
         if self.config.credit == "all":
             return float(all(followed))
         parts = dict.fromkeys(ids, 0.0)
-        for one, done in zip(ids, followed, strict=True):
-            parts[one] += done / len(ids)
+        for one, is_followed in zip(ids, followed, strict=True):
+            parts[one] += is_followed / len(ids)
         return parts
 
 

@@ -66,7 +66,8 @@ def sentences(text: str) -> list[str]:
 
 
 def _goes_on(text: str, start: int, stop: int) -> bool:
-    """Whether the full stop at `stop` belongs to the word before it, and ends no sentence."""
+    """Return True if the full stop at `stop` belongs to the word before it, and ends no
+    sentence."""
     before = text[max(start, stop - 20) : stop].split()
     word = before[-1].strip("\"'“‘([*_") if before else ""
     if word.lower() in ABBREVIATIONS:
@@ -132,8 +133,8 @@ def number_words(text: str, num_words: int, relation: str) -> bool:
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Between dividers of three asterisks. None is empty, but for what precedes the first divider
-    and follows the last."""
+    """Count the paragraphs between dividers of three asterisks. None may be empty, but for what
+    precedes the first divider and follows the last."""
     first, *rest = re.split(r"\s?\*\*\*\s?", text)
     inner, last = (rest[:-1], rest[-1:]) if rest else ([], [])
     ends = [piece for piece in (first, *last) if piece.strip()]
@@ -162,8 +163,8 @@ def number_placeholders(text: str, num_placeholders: int) -> bool:
 
 def postscript(text: str, postscript_marker: str) -> bool:
     marker = postscript_marker.strip()
-    known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
-    return re.search(known.get(marker, re.escape(marker.lower())), text.lower()) is not None
+    patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(patterns.get(marker, re.escape(marker.lower())), text.lower()) is not None
 
 
 def number_bullet_lists(text: str, num_bullets: int) -> bool:
@@ -216,8 +217,8 @@ def two_responses(text: str) -> bool:
     pieces = [piece.strip() for piece in text.split("******")]
     if not all(pieces[1:-1]):
         return False
-    given = [piece for piece in pieces if piece]
-    return len(given) == 2 and given[0] != given[1]
+    paragraphs = [piece for piece in pieces if piece]
+    return len(paragraphs) == 2 and paragraphs[0] != paragraphs[1]
 
 
 def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
@@ -267,16 +268,16 @@ CHECKS: Mapping[str, Check] = {
 
 
 def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether `text` follows the instruction; an empty text follows none. Raises DataError for an
-    unknown id or arguments."""
+    """Return True if `text` follows the instruction; an empty text follows none. Raises DataError
+    for an unknown id or arguments."""
     check = CHECKS.get(instruction)
     if check is None:
         raise DataError(f"the instruction '{instruction}' is none of the 25 of IFEval")
     # published rows name all, most null
-    given = {name: value for name, value in arguments.items() if value is not None}
+    named = {name: value for name, value in arguments.items() if value is not None}
     try:
-        return bool(text.strip()) and check(text, **given)
+        return bool(text.strip()) and check(text, **named)
     except (TypeError, AttributeError) as error:
         raise DataError(
-            f"the instruction '{instruction}' can't take the arguments {given}: {error}"
+            f"the instruction '{instruction}' can't take the arguments {named}: {error}"
         ) from error

@@ -20,11 +20,11 @@ class MalformedToolCalls(PerTrajectory):
         self.config = config
 
     def judge(self, trajectory: Trajectory, task: Task) -> float:
-        """0 where no tools were offered. Raises DataError for text that nobody played, whose calls
-        nobody counted."""
+        """Return 0 if no tools were offered. Raises DataError for given text, whose calls were not
+        counted."""
         if not trajectory.metrics:
             raise DataError(
-                "this is text, not an attempt that was played: nobody counted its tool calls; "
+                "this is text, not an attempt that was played: its tool calls were not counted; "
                 "leave this reward out"
             )
         return -float(trajectory.metrics.get(COUNT, 0.0))

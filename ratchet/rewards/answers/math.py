@@ -58,8 +58,8 @@ class Math(FinalAnswer):
 
     def answer(self, text: str) -> str | None:
         """Answers that only algebra finds equal count as different."""
-        found = self._found(text)
-        return canonical(found) if found else None
+        answer = self._found(text)
+        return canonical(answer) if answer else None
 
     def _found(self, text: str) -> str | None:
         marked = marked_answer(text)

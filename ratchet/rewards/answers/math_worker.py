@@ -1,5 +1,5 @@
-"""What the workers of the reward `math` call: computer algebra on LaTeX by math-verify, whose
-parser evaluates no Python.
+"""The functions that workers of the reward `math` call: computer algebra on LaTeX by math-verify,
+whose parser evaluates no Python.
 
 Only its LaTeX grammar is used: the other way in which it reads expressions goes through `eval`.
 """
@@ -17,11 +17,13 @@ LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
 
 
 def equal(answer: str, gold: str) -> bool:
-    """Whether two pieces of LaTeX are the same number, expression, set, interval, matrix or
-    equation. What can't be read (or takes more memory than there is) equals nothing."""
+    """Return True if two pieces of LaTeX are the same number, expression, set, interval, matrix or
+    equation. Text that can't be read (or takes more memory than there is) equals nothing."""
     try:
-        wanted, given = read(gold), read(answer)
-        return bool(wanted) and bool(given) and bool(verify(wanted, given, timeout_seconds=None))
+        expected, given = read(gold), read(answer)
+        return (
+            bool(expected) and bool(given) and bool(verify(expected, given, timeout_seconds=None))
+        )
     # a parser's bug on an answer is no reason to stop; what breaks every answer is caught below
     except Exception:
         return False

@@ -58,11 +58,11 @@ class MultipleChoice(FinalAnswer):
 
     def _only(self, text: str) -> str | None:
         text = TEXT.sub(r"\1", text)
-        found = self._alone.fullmatch(text)
+        match = self._alone.fullmatch(text)
         return (
             None
-            if found is None or self._other.match(text, found.end("letter"))
-            else found["letter"]
+            if match is None or self._other.match(text, match.end("letter"))
+            else match["letter"]
         )
 
     def _gold(self, task: Task) -> str:

@@ -1,4 +1,4 @@
-"""How similar an answer is to the task's: common subsequence, or words in any order."""
+"""The similarity of an answer to the task's: common subsequence, or words in any order."""
 
 from __future__ import annotations
 

@@ -129,9 +129,10 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
 
 def _parameters(function: Function) -> list[str]:
     arguments = function.args
-    more = [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
+    extras = [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
     return [
-        item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *more)
+        item.arg
+        for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *extras)
     ]
 
 

@@ -30,7 +30,7 @@ def extract_program(text: str, blocks: Blocks, *, require_block: bool) -> str | 
 
 def fenced(text: str) -> list[tuple[str, str]]:
     """(language in lower case, content) of each block."""
-    found: list[tuple[str, list[str]]] = []
+    fences: list[tuple[str, list[str]]] = []
     fence = ""
     for line in text.splitlines(keepends=True):
         bare = line.strip()
@@ -38,12 +38,12 @@ def fenced(text: str) -> list[tuple[str, str]]:
             if bare.startswith(fence) and not bare.strip(fence[0]):
                 fence = ""
             else:
-                found[-1][1].append(line)
+                fences[-1][1].append(line)
         elif bare.startswith(FENCES):
             fence = bare[: len(bare) - len(bare.lstrip(bare[0]))]
             words = bare[len(fence) :].split()
-            found.append((words[0].lower() if words else "", []))
-    return [(mark, "".join(lines)) for mark, lines in found]
+            fences.append((words[0].lower() if words else "", []))
+    return [(mark, "".join(lines)) for mark, lines in fences]
 
 
 def right_output(

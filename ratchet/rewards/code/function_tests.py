@@ -41,12 +41,12 @@ class FunctionTask:
 
 @dataclass(frozen=True)
 class CodeVerdict:
-    """How the tests of a function ended.
+    """The end of the tests of a function.
 
     Args:
         end: "passed", "wrong", "crashed" or "limit".
         held, broken: assertions that were reached.
-        call: the call after which the first one broke, as text; "" where none is known.
+        call: the call after which the first one broke, as text; "" if none is known.
     """
 
     end: str
@@ -70,11 +70,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Explained:
-    """What became of one call, as far as the judged program can be shown.
+    """The result of one call, as far as the judged program can be shown.
 
     Args:
-        call: as Python writes it; "" where it isn't known.
-        returned: as Python writes it; None where it returned nothing.
+        call: as Python writes it; "" if it isn't known.
+        returned: as Python writes it; None if it returned nothing.
         result: of the process that held this call alone, without its stdout.
     """
 
@@ -130,29 +130,29 @@ class FunctionJudge:
             result = await programs.run(self._program, _json(request), self.limits)
             # Answers that the tests have already used stay, whatever the program says this time.
             answers = answers[:sure] + _lines(result)[sure : len(calls)]
-            found = await self._try(task, calls, answers)
-            if found is None:  # plain values that take the tests for ever, or all the memory
+            outcome = await self._try(task, calls, answers)
+            if outcome is None:  # plain values that take the tests for ever, or all the memory
                 return CodeVerdict("limit")
-            if found["end"] == "unknown":
+            if outcome["end"] == "unknown":
                 # The call after the sure ones follows from their answers, and was answered. Not
                 # asked again, it was drawn.
-                if found["sure"] <= sure:
+                if outcome["sure"] <= sure:
                     raise DataError(
                         f"task '{task.label}': its tests call {task.entry_point} differently each "
                         "time. "
                         "Seed what they draw, and let them read no clock."
                     )
-                following += sum(AWAITING in call for call in calls[sure : found["sure"]])
-                calls, sure = found["calls"], found["sure"]
+                following += sum(AWAITING in call for call in calls[sure : outcome["sure"]])
+                calls, sure = outcome["calls"], outcome["sure"]
                 if programs.is_over:
                     return CodeVerdict("limit")
                 if following > MAX_FOLLOWING:
                     break
                 continue
-            end = found["end"]
+            end = outcome["end"]
             if end == "lost":
                 end = "limit" if result.reason in LIMITED else "crashed"
-            return CodeVerdict(end, found["held"], found["broken"], found["call"])
+            return CodeVerdict(end, outcome["held"], outcome["broken"], outcome["call"])
         return self._endless_calls(task, plan)
 
     def _endless_calls(self, task: FunctionTask, plan: Plan) -> CodeVerdict:
@@ -212,21 +212,21 @@ class FunctionJudge:
                 f"{evaluation}. "
                 "Compare the value instead, as a program could make such tests pass."
             )
-        found = await self._try(task, [], [])
-        if found is None:
+        outcome = await self._try(task, [], [])
+        if outcome is None:
             raise DataError(
                 f"task '{task.label}': its tests ended before their first verdict, or ran out of "
                 "time or memory"
             )
-        if found["end"] != "unknown":
-            why = found["why"] or "they end without calling it"
+        if outcome["end"] != "unknown":
+            why = outcome["why"] or "they end without calling it"
             raise DataError(f"task '{task.label}': its tests can't judge {task.entry_point}: {why}")
-        return Plan(found["calls"], found["ahead"])
+        return Plan(outcome["calls"], outcome["ahead"])
 
     async def _try(
         self, task: FunctionTask, calls: list[str], answers: list[str]
     ) -> dict[str, Any] | None:
-        """What `RubricJudge.run` says; None where the tests did not come to an end."""
+        """Return the result of `AssertionJudge.run`; None if the tests did not end."""
         request = {
             **_program_columns(task),
             "test": task.test,
@@ -237,12 +237,12 @@ class FunctionJudge:
         result = await Programs(self.sandbox).run(self._tests, _json(request), self._tests_limits)
         if not result.ok or not result.stdout:
             return None
-        found = json.loads(result.stdout)
-        if found["end"] == "unusable":
+        outcome = json.loads(result.stdout)
+        if outcome["end"] == "unusable":
             raise DataError(
-                f"task '{task.label}': its tests can't judge {task.entry_point}: {found['why']}"
+                f"task '{task.label}': its tests can't judge {task.entry_point}: {outcome['why']}"
             )
-        return found
+        return outcome
 
 
 def _json(request: dict[str, Any]) -> bytes:

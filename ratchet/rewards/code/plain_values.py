@@ -135,9 +135,9 @@ def take_stdout() -> int:
 
 
 def send(channel: int, text: str) -> None:
-    left = memoryview(text.encode("ascii"))
-    while left:
-        left = left[os.write(channel, left) :]
+    unsent = memoryview(text.encode("ascii"))
+    while unsent:
+        unsent = unsent[os.write(channel, unsent) :]
 
 
 def resolved(call: str, answers: list[str]) -> str | None:

@@ -1,5 +1,5 @@
-"""What runs in the sandbox beside a judged function: it gets the arguments of calls and hands back
-values.
+"""The program that runs in the sandbox beside a judged function: it gets the arguments of calls and
+returns values.
 
 It never sees a test or an expected value. Standard library only, and `plain_values`.
 """

@@ -124,7 +124,7 @@ def io_tests(given: Any, label: str) -> list[tuple[bytes, str]]:
             f"task '{label}': tests must be a list of {{stdin, stdout}} with at least one, not "
             f"{given!r:.100}"
         )
-    found: list[tuple[bytes, str]] = []
+    pairs: list[tuple[bytes, str]] = []
     for index, test in enumerate(given):
         values = (
             (test.get("stdin", ""), test.get("stdout"))
@@ -136,8 +136,8 @@ def io_tests(given: Any, label: str) -> list[tuple[bytes, str]]:
                 f"task '{label}', tests[{index}] must have the texts stdin and stdout, not "
                 f"{test!r:.100}"
             )
-        found.append((str(values[0]).encode("utf-8", "surrogatepass"), str(values[1])))
-    return found
+        pairs.append((str(values[0]).encode("utf-8", "surrogatepass"), str(values[1])))
+    return pairs
 
 
 def _row(answer: Any) -> Mapping[str, Any]:

@@ -1,13 +1,13 @@
-"""What runs in the sandbox beside the tests of a function. Standard library only, and
+"""The program that runs in the sandbox beside the tests of a function. Standard library only, and
 `plain_values`.
 
-Never in one process with the judged code (`program_runner`). The tests get plain values built from
-text, never the program's objects, so nothing in them can be patched, and an `__eq__` that is always
-true stays where it was written.
+It is never in one process with the judged code (`program_runner`). The tests get plain values built
+from text, never the program's objects, so nothing in them can be patched, and an `__eq__` that is
+always true stays where it was written.
 
-A test calls a stand-in of the function. Where the answer to a call is known, it is given; at the
-first call that was not answered yet the tests go on with `Anything`, only to learn which calls are
-likely to follow, so that one execution answers them all. No verdict is ever made of such a run.
+A test calls a stand-in of the function. If the answer to a call is known, it is given; at the first
+call without an answer the tests continue with `Anything`, only to find which calls are likely to
+follow, so that one execution answers them all. No verdict is ever made of such a run.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class AssertionJudge:
         self.prompt, self.entry_point, self.test, self.share = prompt, entry_point, test, share
         self.calls, self.answers = calls, answers
         self.asked: list[str] = []
-        self.sure: int | None = None  # calls before the first that nobody was asked
+        self.sure: int | None = None  # calls before the first without an answer
         self.unforeseen = 0  # calls after it whose arguments can't be told yet
         self.stopped = False  # looking ahead came to no end
         self.at = 0  # the call after which the first assertion broke, or the tests ended
@@ -222,10 +222,10 @@ class AssertionJudge:
         """
         assert self.sure is not None
         ahead = len(self.asked) - self.sure
-        most = (
+        limit = (
             max(FEWEST_AWAITING, self.sure) if text is not None and AWAITING in text else MAX_CALLS
         )
-        if text is None or self.unforeseen or ahead >= most:
+        if text is None or self.unforeseen or ahead >= limit:
             self.unforeseen += 1
             if self.given or self.unforeseen > MAX_COUNTED:
                 self._stop()
@@ -241,16 +241,16 @@ class AssertionJudge:
         """Rebuilt from what the program's process wrote, which may be anything."""
         before, self.given, self.heard_text = self.heard_text, True, True
         try:
-            said = json.loads(line)
-            if "raised" in said:
-                kinds, arguments = said["raised"]
+            answer = json.loads(line)
+            if "raised" in answer:
+                kinds, arguments = answer["raised"]
                 error = raised([str(kind) for kind in kinds], list(decode(arguments)))
-            elif "opaque" in said:
+            elif "opaque" in answer:
                 error = ProgramError(
-                    f"it returned a value of type {said['opaque']}, which can't travel"
+                    f"it returned a value of type {answer['opaque']}, which can't travel"
                 )
             else:
-                value = decode(said["value"])
+                value = decode(answer["value"])
                 self.heard_text = before or not isinstance(value, int | float | complex | None)
                 return value
         except Exception as problem:
@@ -306,7 +306,7 @@ def compiled_by_library(frame: types.FrameType | None) -> bool:
 
 
 def literals(source: str) -> Iterator[types.CodeType]:
-    """What the texts that stand in `source` compile to."""
+    """Yield the code that the texts in `source` compile to."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             for mode in ("eval", "exec"):

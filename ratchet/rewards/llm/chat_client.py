@@ -22,8 +22,7 @@ REMEMBERED = 100_000  # replies
 
 
 class Replies:
-    """What was answered, by the hash of the whole request: in memory, and in `directory` beyond the
-    run."""
+    """Replies by the hash of the whole request: in memory, and in `directory` beyond the run."""
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
@@ -81,9 +80,9 @@ class ChatJudge:
         key = hashlib.sha256(
             json.dumps([self._endpoint.url, body], sort_keys=True).encode()
         ).hexdigest()
-        known = self._replies.get(key)
-        if known is not None:
-            return known
+        cached = self._replies.get(key)
+        if cached is not None:
+            return cached
         asked = self._asked.get(key)
         if asked is None or asked.get_loop() is not asyncio.get_running_loop():
             asked = self._asked[key] = asyncio.ensure_future(self._fetch(key, body))
@@ -111,8 +110,8 @@ def filled(template: str, values: Mapping[str, str]) -> str:
 
 
 def request_text(task: Task, trajectory: Trajectory) -> str:
-    """What was asked: the one message, or a conversation up to the judged answer, each turn under
-    its role."""
+    """Return the request as text: the one message, or a conversation up to the judged answer, each
+    turn under its role."""
     messages = trajectory.messages
     last = max(
         (i for i, message in enumerate(messages) if message.role == "assistant"),

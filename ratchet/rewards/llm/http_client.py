@@ -18,8 +18,8 @@ EXCERPT = 200
 
 
 class EndpointError(RatchetError):
-    """Nothing usable came back, after all tries. status: with which the endpoint refused; None
-    where it did not."""
+    """An error: nothing usable came back, after all tries. status: with which the endpoint refused;
+    None if it did not."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -116,7 +116,8 @@ class Endpoint:
         return self._httpx.AsyncClient(verify=self._verify, timeout=None, headers=self._headers)
 
     def _turn(self) -> asyncio.Semaphore:
-        """Of the running loop: one that waits belongs to the loop that it first waited in."""
+        """Return the semaphore of the running loop: a semaphore belongs to the loop that it first
+        waited in."""
         loop = asyncio.get_running_loop()
         if self._turns is None or self._turns[0] is not loop:
             self._turns = (loop, asyncio.Semaphore(self.config.concurrency))
@@ -124,7 +125,7 @@ class Endpoint:
 
 
 def _seconds(header: str | None) -> float:
-    """Of a Retry-After; 0 where it is absent or a date."""
+    """Return the seconds of a Retry-After; 0 if it is absent or a date."""
     try:
         return max(0.0, float(header or 0.0))
     except ValueError:

@@ -61,10 +61,10 @@ class RubricJudge(PerTrajectory):
 def score_in(reply: str, low: float, high: float) -> float:
     """The last "Score: N" of a reply, or the "score" of its JSON. Raises DataError where there is
     none in the scale."""
-    found = SCORE.findall(reply)
-    if not found:
+    scores = SCORE.findall(reply)
+    if not scores:
         raise DataError(f"the judge's reply holds no score: {reply[-300:]!r}")
-    score = float(found[-1])
+    score = float(scores[-1])
     if not low <= score <= high:
         raise DataError(
             f"the judge's score {score:g} lies outside of the scale {low:g} to {high:g}: "
@@ -138,10 +138,10 @@ class PairwiseJudge:
 def verdict_in(reply: str) -> float:
     """1 where the last verdict of a reply is for A, 0 for B, a half for a tie. Raises DataError
     where there is none."""
-    found = [first or second for first, second in VERDICT.findall(reply)]
-    if not found:
+    verdicts = [first or second for first, second in VERDICT.findall(reply)]
+    if not verdicts:
         raise DataError(f"the judge's reply holds no verdict: {reply[-300:]!r}")
-    last = found[-1].lower()
+    last = verdicts[-1].lower()
     return 0.5 if last in TIES else float(last == "a")
 
 

@@ -67,7 +67,7 @@ class RewardWorkers:
 
     def _call(self, arguments: tuple[Any, ...]) -> Any:
         request = json.dumps(arguments) + "\n"
-        # a worker may be killed by somebody else: that is worth one more
+        # a worker may be killed from outside: try once more
         for last in (False, True):
             worker = self._take()
             try:

@@ -1,5 +1,5 @@
-"""What a process of `ratchet.rewards.process_pool.pool` runs: one function, called with the
-arguments of each line that arrives.
+"""The process of `ratchet.rewards.process_pool.pool`: one function, called with the arguments of
+each line that arrives.
 
 Its own clock ends it: a call that takes more processor time than it may is killed by the kernel
 (SIGPROF), inside C code too and even if the process that waits for it is gone.

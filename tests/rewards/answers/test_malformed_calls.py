@@ -110,7 +110,7 @@ def test_where_nobody_counted_it_is_said():
     text = answered(TASK, BROKEN)
     (outcome,) = asyncio.run(reward.score([text], TASK))
     assert isinstance(outcome, Failed)
-    assert "nobody counted its tool calls" in outcome.detail
+    assert "its tool calls were not counted" in outcome.detail
     (outcome,) = asyncio.run(reward.score([replace(text, metrics={"turns": 1.0})], TASK))
     assert outcome.reward == 0.0, "no tools were offered"
 
