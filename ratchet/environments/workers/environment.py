@@ -42,10 +42,10 @@ class WorkerEnvironment:
         return copied
 
     def _join(self) -> None:
-        self._who = self._pool.join()
+        self._instance = self._pool.join()
         self._task: Task | None = None
         self._said: Mapping[str, Any] = {}
-        weakref.finalize(self, self._pool.leave, self._who).atexit = False
+        weakref.finalize(self, self._pool.leave, self._instance).atexit = False
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         return self.here.tasks(split, seed=seed, start=start)
@@ -56,18 +56,18 @@ class WorkerEnvironment:
     async def reset(self, task: Task) -> Sequence[Message]:
         """Raises Lost where the process died and Raised with the traceback of what the environment
         raised, as does `step`."""
-        self._task, self._said = None, await self._pool.reset(self._who, task)
+        self._task, self._said = None, await self._pool.reset(self._instance, task)
         self._task = task
         return self._said["messages"]
 
     async def step(self, message: Message) -> Step:
-        reply = await self._pool.step(self._who, message)
+        reply = await self._pool.step(self._instance, message)
         self._said = {**self._said, **reply}
         return reply["step"]
 
     async def close(self) -> None:
         self._task = None
-        await self._pool.close(self._who)
+        await self._pool.close(self._instance)
 
 
 class _OffersTools(WorkerEnvironment):
