@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ratchet.models.config import DecoderConfig
+    from ratchet.config.model_shape.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ratchet.algorithms.config.named_policy_gradients import GRPOConfig as GRPOConfig
     from ratchet.algorithms.config.sft import SFTConfig as SFTConfig
     from ratchet.config.loader import load_config as load_config
+    from ratchet.config.model_shape.presets import get_preset as get_preset
     from ratchet.config.resolve import construct as construct
     from ratchet.config.schema import EvaluationConfig as EvaluationConfig
     from ratchet.config.schema import OptimizerConfig as OptimizerConfig
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from ratchet.learners.optim.config import MuonConfig as MuonConfig
     from ratchet.models.load import init_policy as init_policy
     from ratchet.models.load import load_policy as load_policy
-    from ratchet.models.presets import get_preset as get_preset
     from ratchet.rewards.base import as_reward as as_reward
     from ratchet.training.build import make_run as make_run
     from ratchet.training.loop import train as train
@@ -69,7 +69,7 @@ _HOMES = {
     "ratchet.learners.optim.config": ("MuonConfig",),
     "ratchet.training.loop": ("train",),
     "ratchet.models.load": ("init_policy", "load_policy"),
-    "ratchet.models.presets": ("get_preset",),
+    "ratchet.config.model_shape.presets": ("get_preset",),
     "ratchet.rewards.base": ("as_reward",),
     "ratchet.training.stage": ("EnvSetup", "Policy", "StageSpec"),
     "ratchet.types": ("Group", "Message", "Sampling", "Task", "Trajectory"),

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from ratchet.config.describe import describe
 from ratchet.config.loader import load_config
+from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
+from ratchet.config.model_shape.presets import PRESETS, get_preset
 from ratchet.config.yaml_tree import write_text
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.chat_templates import BUILTIN, ChatTemplate
@@ -27,9 +29,7 @@ from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tool_calls import FORMATS
 from ratchet.errors import RatchetError
 from ratchet.experience.openai_proxy.schema import ApiError, ChatRequest
-from ratchet.models.config import DecoderConfig, unsupported_reason
 from ratchet.models.flops import DecoderCost
-from ratchet.models.presets import PRESETS, get_preset
 from ratchet.types import Message
 from ratchet.utils.safe_read import is_deeper
 

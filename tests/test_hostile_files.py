@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.config.loader import load_config
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.schema import LoggingConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.renderer import Renderer
@@ -21,7 +22,6 @@ from ratchet.environments.config import GSM8KConfig
 from ratchet.environments.datasets.gsm8k import GSM8K
 from ratchet.errors import CheckpointError, ConfigError, DataError, ModelError
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.presets import get_preset
 from ratchet.rewards.answers.numeric import read_number
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.types import Message

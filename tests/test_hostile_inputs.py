@@ -7,9 +7,9 @@ import hostile
 import pytest
 
 from ratchet.cli.main import main
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.models.load import init_policy
-from ratchet.models.presets import get_preset
 
 pytestmark = pytest.mark.slow
 

@@ -67,13 +67,13 @@ def test_the_probe_really_runs():
 
 
 def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "workers_for", lambda threads: threads)
+    monkeypatch.setattr(machine, "measure_worker_count", lambda threads: threads)
     frozen = freeze(config(tmp_path, threads=2))
     assert workers_of(frozen) == [2, 2]
     assert workers_of(freeze(config(tmp_path, threads=2, learner={"workers": 1}))) == [1, 1]
     assert freeze(config(tmp_path)).threads == count_usable_cores()
     monkeypatch.setattr(
-        machine, "workers_for", lambda threads: pytest.fail("nothing was left to measure")
+        machine, "measure_worker_count", lambda threads: pytest.fail("nothing was left to measure")
     )
     assert freeze(frozen) == frozen
 

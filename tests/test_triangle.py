@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.data.packing import pack
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_generator

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ratchet.models.config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.layers.moe import SparseMLP
 from ratchet.models.layers.quantized import QuantFormat, QuantizedMatrix

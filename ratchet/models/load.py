@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
 from ratchet.errors import ModelError
-from ratchet.models.config import DecoderConfig, unsupported_reason
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.scalar_head import FILE as HEAD_FILE
 from ratchet.models.weights.hf_weights import INDEX, empty_decoder, load_decoder, read_json

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import ModelError
-from ratchet.models.config import DecoderConfig
 from ratchet.models.flops import DecoderCost
 
 CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

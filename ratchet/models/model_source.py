@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ratchet.models.config import DecoderConfig, unsupported_reason
+from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
 from ratchet.models.load import Backend, Towers, find_model, init_policy, load_policy
 from ratchet.models.policy import PolicyModel
 from ratchet.models.weights.hf_weights import WeightFiles, empty_decoder, read_config, read_json

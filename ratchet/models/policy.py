@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.config.schema import LoRAConfig
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.flops import DecoderCost, TokenCost
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs, pack_inputs, pack_read_inputs
 from ratchet.models.lora import decoder as lora
 from ratchet.models.lora.decoder import Adapter, is_adapter_parameter, merge_lazily
-from ratchet.models.lora.targets import resolve_decoder_targets
 from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
 from ratchet.models.transformers.tensor_parallel import TPDivision
 from ratchet.models.weights.hf_weights import SavableTensor, canonical_weights, save_decoder

@@ -36,7 +36,8 @@ MOST = 256
 class Wait:
     """A context that lists a wait in the table while it lasts.
 
-    owner: the component that waits. name: the operation. `awaited`: the awaited components, in words.
+    owner: the component that waits. name: the operation. awaited: the components that it waits
+    for, in words.
     timeout_s: the deadline that another part of the code enforces.
     """
 

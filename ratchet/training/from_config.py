@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ratchet.config.base import Section
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import construct, imported
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
 from ratchet.data.chat.chat_templates import print_date
@@ -29,7 +30,6 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import require_peft
 from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import DecoderPolicy, PolicyModel
-from ratchet.models.presets import get_preset
 from ratchet.protocols import Executor, Reward
 from ratchet.rewards.weighted_sum import composed
 from ratchet.training.build import make_run

@@ -15,13 +15,13 @@ from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.algorithms.scoring import fill_columns
 from ratchet.config.base import Section
 from ratchet.config.key_paths import find_section, find_slot
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import construct, resolve, section_class
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
 from ratchet.learners.config import LocalConfig
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
 from ratchet.training.roles import make_roles

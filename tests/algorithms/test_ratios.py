@@ -30,13 +30,13 @@ from ratchet.algorithms.losses.common import Metrics
 from ratchet.algorithms.ratios import LOG_RATIO_BOUND, bounded_ratio, k3
 from ratchet.algorithms.rollout_correction import apply_correction, correct
 from ratchet.batch import Batch
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
 from ratchet.protocols import Outputs

@@ -14,13 +14,13 @@ from ratchet.algorithms.base import Algorithm, AlgoState, Pass, Role
 from ratchet.algorithms.scoring import fill_columns
 from ratchet.algorithms.teacher_passes import build_teacher_passes
 from ratchet.batch import Batch
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
 from ratchet.testing.builders import make_group, make_trajectory

@@ -24,11 +24,11 @@ from ratchet.algorithms.config.policy_losses import PPO
 from ratchet.algorithms.config.sft import SFTConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.algorithms.sft import build_sft
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
 

@@ -9,10 +9,10 @@ from commands.convert.test_command import run as convert
 from models.lora.test_decoder import LENGTHS, SHAPE, TOKENS, adapted, logits
 
 from ratchet.commands.convert.formats import FORMS
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import CheckpointError, ConfigError, ModelError
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.lora.files import load_adapter, save_adapter
 

@@ -20,10 +20,10 @@ from openai import AsyncOpenAI, AuthenticationError, BadRequestError
 
 from ratchet.commands.model_target import open_target
 from ratchet.commands.serve import _serve, serve
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.errors import ConfigError
 from ratchet.models.load import init_policy
-from ratchet.models.presets import get_preset
 from ratchet.types import Message, Sampling
 from ratchet.web.server import Server
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from ratchet.commands.model_target import open_target
 from ratchet.commands.report.server import pages
 from ratchet.commands.serve import Served
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.experience.openai_proxy.server import make_chat_app
 from ratchet.models.load import init_policy
-from ratchet.models.presets import get_preset
 from ratchet.types import Sampling
 from ratchet.web.guard import LOOPBACK
 

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from ratchet.config.loader import load_config
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.errors import ConfigError
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
 from ratchet.training.start import start_run

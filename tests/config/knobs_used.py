@@ -21,6 +21,7 @@ from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.fake_remote import FakeRemote
 
 from ratchet.config.media_limits import MediaConfig
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import construct, imported, resolve, section_class
 from ratchet.data.formats.media import decode_audio, decode_video, fetch
@@ -40,7 +41,6 @@ from ratchet.learners.distributed.worker import LearnerRank
 from ratchet.learners.remote import RemoteLearner
 from ratchet.models.load import init_policy
 from ratchet.models.model_source import ModelSource
-from ratchet.models.presets import get_preset
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.observe.trackers import Tracked
 from ratchet.testing.builders import make_trajectory

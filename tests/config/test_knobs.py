@@ -110,7 +110,8 @@ class Reads:
         def read(section, name):
             module = sys._getframe(1).f_globals.get("__name__", "")
             # its checks make no knob alive
-            declares = ".config" in module or module == Sampling.__module__
+            declares = ".config" in module and ".model_shape." not in module
+            declares |= module == Sampling.__module__
             if module.startswith("ratchet.") and not declares:
                 seen.add((SamplingConfig if type(section) is Sampling else type(section), name))
             return object.__getattribute__(section, name)
@@ -457,7 +458,7 @@ def costs(monkeypatch) -> dict[str, int]:
     count(ratchet.models.decoder, "checkpoint", add("recomputed"))
     count(
         ratchet.learners.compute.forward,
-        "token_columns",
+        "compute_token_columns",
         most("chunk_rows", lambda head, *a: head.chunk_rows),
     )
     count(ThreadPool, "run", most("jobs", lambda crew, jobs: len(jobs)))

@@ -163,7 +163,14 @@ def test_each_built_in_kind_is_there_and_knows_its_name(slot, kind):
     assert ":" in section.builds
 
 
-ALGORITHMS = ("policy_gradient", "preference", "distillation", "reward_model", "sft")
+ALGORITHMS = (
+    "policy_gradient",
+    "named_policy_gradients",
+    "preference",
+    "distillation",
+    "reward_model",
+    "sft",
+)
 ENVIRONMENTS = (
     "adapters.",
     "code.",

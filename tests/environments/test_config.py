@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
@@ -24,7 +25,6 @@ from ratchet.environments.tool_use.terminal_config import TerminalConfig
 from ratchet.environments.workers.config import WorkersConfig
 from ratchet.experience.config import MessageLogConfig
 from ratchet.models.load import init_policy
-from ratchet.models.presets import get_preset
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.rewards.config import CountdownRewardConfig, RewardModelConfig
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import construct, resolve
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.environments.tool_use.base import (
@@ -25,7 +26,6 @@ from ratchet.environments.tool_use.python import failure
 from ratchet.environments.tool_use.retriever import Passage, RetrieverTool, embedder
 from ratchet.errors import ConfigError, DataError
 from ratchet.models.load import init_policy
-from ratchet.models.presets import get_preset
 from ratchet.rewards.deadline import CURRENT
 from ratchet.sandbox import Reason, Result, SandboxError
 from ratchet.types import ToolCall

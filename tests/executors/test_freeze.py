@@ -12,7 +12,7 @@ def test_the_peak_is_this_processs_own() -> None:
     """Not what its parent had when it started it, and not what it has now."""
     large = bytearray(b"x") * 2**28
     assert get_peak_memory() >= len(large)
-    code = "from ratchet.executors.freeze import peak_memory; print(peak_memory())"
+    code = "from ratchet.executors.freeze import get_peak_memory; print(get_peak_memory())"
     child = int(
         subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     )

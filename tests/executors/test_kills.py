@@ -119,11 +119,11 @@ def test_closing_leaves_nothing(start):
 
 DRIVER = """
 import sys, time
-from ratchet.executors.placement import Need
+from ratchet.executors.placement import ResourceRequest
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
 executor = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu", preload=())
-executor.plan([Need("learner", 2)])
+executor.plan([ResourceRequest("learner", 2)])
 group = executor.group("learner")
 group.build_now("executors.components:Tiny")
 call = group.submit("start_program")
@@ -196,11 +196,11 @@ def test_a_killed_nursery_leaves_no_folder(driver_too, tmp_path):
 
 RAY_DRIVER = """
 import sys, time
-from ratchet.executors.placement import Need
+from ratchet.executors.placement import ResourceRequest
 from ratchet.executors.config import RayClusterConfig
 from ratchet.executors.ray import RayExecutor
 executor = RayExecutor(RayClusterConfig(object_store_mib=100), threads=2, device="cpu")
-executor.plan([Need("learner", 2)])
+executor.plan([ResourceRequest("learner", 2)])
 group = executor.group("learner")
 group.build_now("executors.components:Tiny")
 sys.stdout.write(" ".join(map(str, [*group.call_now("pid"), *group.call_now("start_program")])) + "\\n")

@@ -43,7 +43,7 @@ def executor(tmp_path_factory):
         from ratchet.executors import ray as module
 
         machine = ClusterNode("here", 4, tuple(map(Accelerator, range(4))))
-        patch.setattr(module, "this_node", lambda threads, device: machine)
+        patch.setattr(module, "find_node", lambda threads, device: machine)
         config = RayClusterConfig(object_store_mib=128, silence_s=10, timeout_s=60)
         made = module.RayExecutor(config, threads=4, device="cpu")
         yield made

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models.fused import file_names
 
-from ratchet.models.config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.weights.hf_weights import load_weights
 

@@ -24,6 +24,7 @@ from direct_link import DirectLink
 
 from ratchet.config.experience import ParityConfig
 from ratchet.config.loader import load_config
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import LoRAConfig, OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError, LinkError, ModelError
@@ -33,7 +34,6 @@ from ratchet.generators.config import VLLMConfig
 from ratchet.generators.vllm.generator import VLLMGenerator
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import save_adapter

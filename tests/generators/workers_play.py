@@ -2,13 +2,13 @@
 
 import asyncio
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import WorkerDied
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.generators.workers.worker import GeneratorRank
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.types import Sampling
 from ratchet.weight_sync.endpoints import WeightReceiver

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.generators.engine.attention import DecodeAttention
 from ratchet.generators.engine.batch_invariance import measure_stable_rows
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import cpu
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.ops import heads, linear, rms_norm, swiglu

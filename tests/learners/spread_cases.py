@@ -11,6 +11,7 @@ import torch
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.named_policy_gradients import PPOConfig
 from ratchet.algorithms.policy_gradient import build
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ModelError
@@ -22,7 +23,6 @@ from ratchet.learners.distributed.mesh import Mesh
 from ratchet.learners.distributed.param_shards import fill_param_shards
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.models.parallel.sharded_policy import DistributedPolicy, DistributedShard
 from ratchet.models.scalar_head import ScalarHead

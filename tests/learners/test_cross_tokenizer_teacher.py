@@ -14,6 +14,7 @@ from learners.span_cases import tokenizer as of_kind
 
 from ratchet.algorithms.advantages.teacher import on_policy_distillation
 from ratchet.algorithms.base import AlgoState
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.data.chat.builtin_tokenizers import (
     byte_bpe_tokenizer,
     byte_tokenizer,
@@ -24,7 +25,6 @@ from ratchet.errors import DataError
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.cross_tokenizer_teacher import AlignedTeacher
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
 from ratchet.testing.builders import make_group, make_trajectory

@@ -15,6 +15,7 @@ from ratchet.algorithms.losses.common import entropy_bonus, nll, value_loss
 from ratchet.algorithms.policy_gradient import build
 from ratchet.algorithms.scoring import fill_columns
 from ratchet.algorithms.sft import build_sft
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
@@ -22,7 +23,6 @@ from ratchet.errors import TrainingError
 from ratchet.learners.compute.microbatching import select_weighted_rows
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.load import load_policy
 from ratchet.models.policy import DecoderPolicy

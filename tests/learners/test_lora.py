@@ -13,6 +13,7 @@ from ratchet.algorithms.config.preference import DPOConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.algorithms.preference import build_pairs
 from ratchet.checkpoint.serialization import load_state
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import LoRAConfig, OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
@@ -21,7 +22,6 @@ from ratchet.learners.compute.forward import Forward
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.learners.lora_reference import LoRAReference
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.lora.decoder import Adapter, is_adapter_parameter
 from ratchet.training.roles import make_roles

@@ -9,13 +9,13 @@ from learners.test_local import ALGORITHMS, VOCAB, groups, prepared
 from weight_sync.components import ENGINE
 from weight_sync.test_adapters import furthest
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import LoRAConfig, OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.learners.lora_reference import LoRAReference
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.lora.decoder import Adapter, is_adapter_parameter
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender

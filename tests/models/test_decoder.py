@@ -2,11 +2,11 @@ import pytest
 import torch
 from models.fused import file_names
 
-from ratchet.models.config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.policy import DecoderPolicy
-from ratchet.models.presets import get_preset
 from ratchet.models.weights.hf_weights import canonical_weights, load_weights
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.schema import LoRAConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.flops import DecoderCost
 from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.lora.targets import resolve_decoder_targets
 from ratchet.models.policy import DecoderPolicy
-from ratchet.models.presets import get_preset
 
 SHAPES = {
     "tiny": get_preset("tiny", vocab_size=500),

@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.errors import ModelError
 from ratchet.models import load
 from ratchet.models.load import find_model, init_policy, load_policy
 from ratchet.models.policy import DecoderPolicy
-from ratchet.models.presets import get_preset
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ raise SystemExit("transformers" in sys.modules)
 
 def test_shapes_and_presets_need_no_torch():
     code = (
-        "import sys, ratchet.models.presets, ratchet.utils.atomic_files; raise "
+        "import sys, ratchet.config.model_shape.presets, ratchet.utils.atomic_files; raise "
         "SystemExit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

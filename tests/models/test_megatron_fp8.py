@@ -5,8 +5,8 @@ import pytest
 import torch
 from learners.ranks import run_ranks
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import ConfigError, ModelError
-from ratchet.models.config import DecoderConfig
 from ratchet.models.parallel.megatron_sizes import Fp8Format
 
 SHAPE = DecoderConfig(23, 64, 2, 4, 2, 16, 128)

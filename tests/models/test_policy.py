@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.models.layers.packed_inputs import _by_length
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.presets import get_preset
 
 
 @pytest.fixture

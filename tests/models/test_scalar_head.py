@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.errors import ModelError
 from ratchet.models.load import init_policy
 from ratchet.models.policy import DecoderPolicy
-from ratchet.models.presets import get_preset
 from ratchet.models.scalar_head import ScalarHead, load_head, save_head
 from ratchet.models.weights.hf_weights import load_decoder, save_decoder
 

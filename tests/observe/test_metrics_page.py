@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from observe.test_system import Nvml
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import RunConfig
@@ -29,7 +30,6 @@ from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.learners.compute.flop_counter import FlopCounter
 from ratchet.models.flops import DecoderCost
-from ratchet.models.presets import get_preset
 from ratchet.observe.metrics import MetricsManager
 from ratchet.observe.sinks import get_histograms
 from ratchet.observe.system import SystemMeter

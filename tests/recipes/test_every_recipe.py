@@ -14,10 +14,10 @@ from types import ModuleType
 import pytest
 
 from ratchet.config.loader import load_config
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.schema import StageConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.models.load import init_policy
-from ratchet.models.presets import get_preset
 from ratchet.training.start import start_run
 from ratchet.types import Owner
 

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from ratchet.config.loader import load_config
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import byte_bpe_tokenizer
 from ratchet.models.load import init_policy
-from ratchet.models.presets import get_preset
 from ratchet.training.start import start_run
 
 

@@ -13,10 +13,10 @@ from pictures import model_directory
 from safetensors.torch import load_file, save_file
 
 from ratchet.config.media_limits import PROCESSOR_FILES
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import ConfigError, DataError
 from ratchet.models.load import init_policy
-from ratchet.models.presets import get_preset
 from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
 from ratchet.training.start import start_run
 from ratchet.types import Owner

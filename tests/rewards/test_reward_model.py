@@ -8,13 +8,13 @@ import pytest
 import torch
 import yaml
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import construct, resolve
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer, character_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import ModelError
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.models.load import init_policy
-from ratchet.models.presets import get_preset
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.protocols import Step
 from ratchet.testing import answered, check_reward

@@ -2,10 +2,10 @@
 
 import pytest
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.errors import ModelError
 from ratchet.models.load import init_policy
-from ratchet.models.presets import get_preset
 from ratchet.training.stage import Policy
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ratchet.algorithms.base import AlgoState
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
@@ -15,7 +16,6 @@ from ratchet.errors import ConfigError, DataError
 from ratchet.experience.async_rollouts.tail_batching import CURRENT, AbortableGenerator, DrawnTokens
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeGenerator, FakeLearner, FakeLink

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.learners.compute.flop_counter import FlopCounter
 from ratchet.models.flops import DecoderCost
-from ratchet.models.presets import get_preset
 from ratchet.observe.sinks import read_jsonl
 from ratchet.observe.tracing.spans import Activity
 from ratchet.testing.builders import make_group, make_trajectory

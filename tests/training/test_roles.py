@@ -9,6 +9,7 @@ import torch
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.scoring import fill_columns
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
@@ -16,7 +17,6 @@ from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
 from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.learners.optim.config import MuonConfig
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
 from ratchet.testing.builders import make_group, make_trajectory

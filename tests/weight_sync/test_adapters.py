@@ -10,13 +10,13 @@ from weight_sync.components import ENGINE
 from weight_sync.test_transfer import LINKS
 
 from ratchet.config.experience import ParityConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import LoRAConfig, OptimizerConfig
 from ratchet.errors import LinkError
 from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.types import Sampling

@@ -97,9 +97,9 @@ SHARED = """
 import sys
 from types import SimpleNamespace
 from ratchet.config.resolve import resolve
-from ratchet.weight_sync.factory import Between, make_link
+from ratchet.weight_sync.factory import SyncEndpoints, make_link
 
-make_link(resolve("link", {}), Between(SimpleNamespace(), SimpleNamespace(shares_weights=True)))
+make_link(resolve("link", {}), SyncEndpoints(SimpleNamespace(), SimpleNamespace(shares_weights=True)))
 print(*sorted(name for name in sys.modules if name in {"torch", "safetensors"} or name.startswith("ratchet.weight_sync.")))
 """
 

@@ -257,14 +257,14 @@ DRIVER = textwrap.dedent(
     import asyncio, sys, time
     sys.path[:0] = {path}
     from weight_sync.components import Kept, RowsRank
-    from ratchet.weight_sync.endpoints import Intake, OneRank
+    from ratchet.weight_sync.endpoints import WeightReceiver, LocalRank
     from ratchet.weight_sync.shared_memory import SharedMemoryLink
 
     class Rank(RowsRank):
         def __init__(self):
             super().__init__(0, 1)
 
-    link = SharedMemoryLink(OneRank(Rank()), OneRank(Intake(Kept())), run="killed")
+    link = SharedMemoryLink(LocalRank(Rank()), LocalRank(WeightReceiver(Kept())), run="killed")
     asyncio.run(link.push(1))
     print("pushed", flush=True)
     time.sleep(60)

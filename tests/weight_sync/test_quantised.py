@@ -9,6 +9,7 @@ from weight_sync.test_failures import Tampering
 from weight_sync.test_transfer import LINKS
 
 from ratchet.config.experience import ParityConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.data.packing import pack
 from ratchet.errors import LinkError
 from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
@@ -16,7 +17,6 @@ from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.layers.quantized import QuantizedMatrix
 from ratchet.models.load import init_policy
 from ratchet.testing.builders import make_group, make_trajectory

@@ -10,10 +10,10 @@ from learners.spread_cases import SHAPE, UNTIED, VOCAB, assembled
 from weight_sync.components import engine
 from weight_sync.processes import Processes
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import LinkError
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.protocols import Audits, Link
 from ratchet.weight_sync.collective import CollectiveLink

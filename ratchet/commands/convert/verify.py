@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ratchet.commands.convert.formats import Config, Weights
 from ratchet.commands.convert.megatron_format import MegatronFiles
-from ratchet.models.config import DecoderConfig, unsupported_reason
+from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.weights.hf_weights import SCORE, empty_decoder, load_weights

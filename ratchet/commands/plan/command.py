@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.commands.plan.probe import Probe
+from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import construct
 from ratchet.config.schema import RecordConfig, RunConfig, StageConfig
 from ratchet.data.chat.renderer import Renderer
@@ -23,11 +26,8 @@ from ratchet.experience.sources.tasks import TaskStream
 from ratchet.generators.engine.running_requests import CHUNK_ELEMENTS
 from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.compute.microbatching import resolve_micro_batch_tokens
-from ratchet.models.config import DecoderConfig
 from ratchet.models.flops import DecoderCost
 from ratchet.models.load import find_model
-from ratchet.models.lora.targets import resolve_decoder_targets
-from ratchet.models.presets import get_preset
 from ratchet.models.weights.hf_weights import read_config
 from ratchet.observe.records.writer import MOST_STEPS, MOST_TOKENS
 from ratchet.protocols import Compares, Judges, Steps

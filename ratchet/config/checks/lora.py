@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 from ratchet.config.checks.clash import Conflict, clash
+from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import ConfigError, ModelError
 
@@ -16,14 +17,12 @@ def _maps(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     loaded, before training."""
     if stage.lora is None or (config.model.preset is None and config.model.backend != "ratchet"):
         return
-    # By name: models lie above configuration, and these modules are free of torch.
-    make: Any = import_module("ratchet.models.presets").preset
     try:
-        shape = make(config.model.preset or "tiny", vocab_size=1, **config.model.overrides)
+        shape = get_preset(config.model.preset or "tiny", vocab_size=1, **config.model.overrides)
     except (ModelError, TypeError):  # told by another check
         return
     try:
-        import_module("ratchet.models.lora.targets").targets_of(shape, stage.lora)
+        resolve_decoder_targets(shape, stage.lora)
     except ConfigError as error:
         yield clash(str(error), "lora.target_modules")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from importlib import import_module
 from typing import Any
 
 from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.diagnostics import unlike
+from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.presets import PRESETS, get_preset
 from ratchet.config.schema import ModelConfig, RunConfig
 from ratchet.errors import ModelError
 from ratchet.utils.object_store import explain_bad_address, is_address
@@ -71,7 +72,7 @@ def model_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Conflict]:
-    shapes = presets()
+    shapes = PRESETS
     if name not in shapes:
         yield clash(f"there is no preset '{name}'{unlike(name, shapes)}", "model.preset")
     shape = shape_fields()
@@ -105,7 +106,7 @@ def _shape(name: str, overrides: Mapping[str, Any]) -> Iterator[Conflict]:
     """Yield a conflict for a shape that no decoder has. The vocabulary, which the tokenizer brings,
     is taken as a small one."""
     try:
-        import_module("ratchet.models.presets").preset(name, **{"vocab_size": 256, **overrides})
+        get_preset(name, **{"vocab_size": 256, **overrides})
     except ModelError as error:
         key = next((key for key in overrides if re.match(rf"{re.escape(key)}\b", str(error))), None)
         yield clash(
@@ -114,22 +115,14 @@ def _shape(name: str, overrides: Mapping[str, Any]) -> Iterator[Conflict]:
         )
 
 
-def presets() -> Mapping[str, Mapping[str, Any]]:
-    # By name: models lie above configuration, and their shapes are free of torch.
-    return import_module("ratchet.models.presets").PRESETS
-
-
 def shape_fields() -> dict[str, Any]:
     """Return the fields of a decoder's shape, with their defaults."""
-    return {
-        field.name: field.default
-        for field in fields(import_module("ratchet.models.config").DecoderConfig)
-    }
+    return {field.name: field.default for field in fields(DecoderConfig)}
 
 
 def known_context(model: ModelConfig) -> int | None:
     """Return the model's context in tokens, if the recipe alone tells it."""
-    shape = presets().get(model.preset or "")
+    shape = PRESETS.get(model.preset or "")
     if shape is None:
         return None
     context = {"max_positions": shape_fields()["max_positions"], **shape, **model.overrides}[

@@ -10,10 +10,11 @@ from ratchet.config.checks.async_rollouts import AHEAD_CHECKS
 from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.checks.curriculum import CHOICE_CHECKS
 from ratchet.config.checks.lora import LORA_CHECKS
-from ratchet.config.checks.model import address_conflicts, known_context, model_conflicts, presets
+from ratchet.config.checks.model import address_conflicts, known_context, model_conflicts
 from ratchet.config.checks.placement import PLACE_CHECKS
 from ratchet.config.checks.precision import PRECISION_CHECKS
 from ratchet.config.checks.sizes import SIZE_CHECKS
+from ratchet.config.model_shape.presets import PRESETS
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
 from ratchet.config.schema import RunConfig, StageConfig, own_rewards
@@ -274,7 +275,7 @@ def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check the shape of a preset; that of a model directory is checked when it is read."""
     misfit, shape = (
         getattr(stage.generator, "misfit", None),
-        presets().get(config.model.preset or ""),
+        PRESETS.get(config.model.preset or ""),
     )
     if misfit is None or shape is None:
         return

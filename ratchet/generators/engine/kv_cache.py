@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from ratchet.models.config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 
 Window = tuple[Tensor, Tensor]
 # Scores and their softmax do not depend on padding if the length is a multiple of this.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig
 from ratchet.errors import ModelError
-from ratchet.models.config import FAMILIES, DecoderConfig
 
 DEEPSEEK = "deepseek_v3"
 LATENT = (

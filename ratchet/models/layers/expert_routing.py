@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import DataError
-from ratchet.models.config import DecoderConfig
 
 UNKNOWN = -1  # stands for an expert's number where the sampler has not routed the token
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ratchet.models.config import ORIGINAL, DecoderConfig
+from ratchet.config.model_shape.decoder_config import ORIGINAL, DecoderConfig
 
 
 class RotaryTable(nn.Module):

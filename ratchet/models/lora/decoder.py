@@ -14,11 +14,11 @@ from hashlib import blake2b
 import torch
 from torch import Tensor, nn
 
+from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.layers import FusedLoRA, SwitchableAdapter
-from ratchet.models.lora.targets import resolve_decoder_targets
 from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.models.weights.weight_layout import PEFT, WeightPiece, cut_blocks, list_pieces
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ratchet.models.config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.layers.rope import RotaryTable

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.models.lora.decoder import Adapter, init_adapters
-from ratchet.models.lora.targets import resolve_decoder_targets
 from ratchet.models.megatron.blocks import make_adapter_layout, make_stage_layout
 from ratchet.models.megatron.build import MegatronStage
 from ratchet.models.megatron.low_rank import AdaptableLinear, ParallelLoRA

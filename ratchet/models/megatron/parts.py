@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from ratchet.models.config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.decoder import AttentionFn
 from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.lora.layers import SeededDropout

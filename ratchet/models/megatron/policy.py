@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from ratchet.models.config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.lora.decoder import Adapter

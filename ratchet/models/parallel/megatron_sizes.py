@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import ConfigError, MissingDependency, ModelError
-from ratchet.models.config import DecoderConfig
 from ratchet.models.parallel.sharding import ModelShard, ShardIndex
 
 

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ratchet.models.config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.moe import SparseMLP
 from ratchet.models.layers.packed_inputs import PackedInputs

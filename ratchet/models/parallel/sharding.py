@@ -13,8 +13,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import ModelError
-from ratchet.models.config import DecoderConfig
 
 
 @dataclass(frozen=True)

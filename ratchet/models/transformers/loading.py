@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ratchet.config.model_shape.config_json import SIZES
 from ratchet.errors import ModelError, RatchetError
-from ratchet.models.config_json import SIZES
 from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import get_first_line
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ratchet.config.model_shape.lora_targets import resolve_target_modules
 from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ConfigError, ModelError
 from ratchet.models.flops import TokenCost
@@ -25,7 +26,6 @@ from ratchet.models.flops_transformers import estimate_token_cost
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.lora import transformers as on_transformers
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.lora.targets import resolve_target_modules
 from ratchet.models.parallel.collectives import Group, all_reduce_sum
 from ratchet.models.policy import UNLIMITED, PolicyModel
 from ratchet.models.transformers.loading import refuse_missing_weights, translate_errors

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import ModelError
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers.quantized import QuantizedMatrix
 from ratchet.models.memory import require_memory

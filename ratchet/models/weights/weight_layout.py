@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ratchet.models.config import FAMILIES, DecoderConfig, MoEFormat
+from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig, MoEFormat
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.layers import FusedLoRA
 from ratchet.models.parallel.sharding import ModelShard

@@ -23,11 +23,11 @@ from ratchet.commands.plan.command import (
 )
 from ratchet.commands.plan.probe import Probe, Probed, probe
 from ratchet.config.loader import load_config
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.errors import ConfigError, RatchetError, RunDirectoryError
 from ratchet.executors.datasheets import GIB, ClusterSpec
 from ratchet.executors.freeze import freeze
 from ratchet.models.flops import DecoderCost
-from ratchet.models.presets import get_preset
 
 RECIPE = """
 threads: 1

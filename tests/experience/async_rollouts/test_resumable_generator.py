@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.experience.async_rollouts.resumable_generator import (
     CURRENT,
     ResumableGenerator,
@@ -13,7 +14,6 @@ from ratchet.experience.async_rollouts.resumable_generator import (
 from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.types import Completion, Sampling, StopReason, Task
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ratchet.config.experience import ParityConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
 from ratchet.errors import ParityError
@@ -18,7 +19,6 @@ from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import Sampling

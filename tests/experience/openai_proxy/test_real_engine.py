@@ -9,6 +9,7 @@ import pytest
 from experience.openai_proxy.talk import TEMPLATE, TOOLS, only, said, serving
 from openai import AsyncOpenAI
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import EvaluationConfig, OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
@@ -16,7 +17,6 @@ from ratchet.data.packing import pack
 from ratchet.experience.openai_proxy.player import AgentPlayer
 from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.models.load import init_policy
-from ratchet.models.presets import get_preset
 from ratchet.testing.fakes import FakeEnvironment, FakeReward
 from ratchet.training.build import make_run
 from ratchet.training.loop import train

@@ -206,8 +206,8 @@ def test_how_a_client_writes_the_same_history_does_not_matter():
 
 def test_a_stop_string_is_sampled_and_not_shown():
     """Random letters from a real engine: the string that ends the answer stays in the tokens."""
+    from ratchet.config.model_shape.presets import get_preset
     from ratchet.models.load import init_policy
-    from ratchet.models.presets import get_preset
     from ratchet.training.stage import Policy
 
     tokenizer = byte_tokenizer()

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.generators.engine import attention
 from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
 from ratchet.generators.engine.kv_cache import KVCache
-from ratchet.models.config import DecoderConfig
 
 CONFIG = DecoderConfig(10, 64, 1, 6, 2, 32, 64)
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.generators.engine.attention import DecodeAttention
 from ratchet.generators.engine.compiled_decode import CompiledDecoder
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import build, cpu
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.observe.tracing.profiler import EMBEDDING, read_events
 
@@ -97,7 +97,7 @@ def test_it_is_the_decoders_forward(shape, threads):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_is_for_processors_without_avx512(shape, kernels, monkeypatch):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-mno-avx512f"))
-    monkeypatch.setattr(cpu, "library", build.load_library.__wrapped__)
+    monkeypatch.setattr(cpu, "load_library", build.load_library.__wrapped__)
     kernels(True)
     decoder, (tokens, positions) = decoder_of(shape), fed(75)
     expected = decoder(tokens, positions, DecodeAttention(cache_of(shape), positions, 300))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import ConfigError, DataError, ModelError, RequestFailed
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.policy import DecoderPolicy

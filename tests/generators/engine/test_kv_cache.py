@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.generators.engine.kv_cache import SMALLEST_PRODUCT, STRIDE, KVCache
-from ratchet.models.config import DecoderConfig
 
 CONFIG = DecoderConfig(10, 64, 2, 4, 2, 32, 64)
 

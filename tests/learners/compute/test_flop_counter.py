@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ratchet.batch import Weight
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.packing import pack
 from ratchet.learners.compute.flop_counter import FlopCounter, wrap_with_flop_counter
 from ratchet.models.flops import DecoderCost
-from ratchet.models.presets import get_preset
 from ratchet.protocols import Fingerprinted
 from ratchet.testing.builders import make_group, make_trajectory
 

@@ -13,6 +13,7 @@ from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.config.policy_gradient import RouterConfig
 from ratchet.algorithms.policy_gradient import build
 from ratchet.batch import ROUTES
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
@@ -21,7 +22,6 @@ from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers.expert_routing import RouterMonitor, Routing
 from ratchet.models.layers.prefix_tree import PrefixTree, compute_path_keys

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.models.layers.moe import (
     Experts,
     SparseMLP,
@@ -11,7 +12,6 @@ from ratchet.models.layers.moe import (
     multiply_grouped,
     sort_by_expert,
 )
-from ratchet.models.presets import get_preset
 
 
 def layer(dtype=torch.float64, **overrides):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.models.config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers import packed_inputs
 from ratchet.models.layers.packed_inputs import _shared

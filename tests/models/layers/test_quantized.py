@@ -4,7 +4,7 @@ and products of them."""
 import pytest
 import torch
 
-from ratchet.models.config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers.quantized import FLOAT8_BLOCK, NF4_BLOCK, QuantizedMatrix
 from ratchet.models.weights.hf_weights import canonical_weights

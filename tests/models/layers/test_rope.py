@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ratchet.models.config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.layers.rope import RotaryTable, inverse_frequencies
 
 ROPES = {

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ConfigError, ModelError
-from ratchet.models.config import DecoderConfig
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.lora.decoder import Adapter, count_adapter_parameters
 from ratchet.models.lora.files import load_adapter, save_adapter

@@ -7,14 +7,14 @@ import hostile
 import pytest
 import torch
 
+from ratchet.config.model_shape.config_json import SIZES
+from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import ModelError
 from ratchet.models import memory
-from ratchet.models.config import DecoderConfig
-from ratchet.models.config_json import SIZES
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.presets import get_preset
 from ratchet.models.transformers.loading import require_plausible, translate_errors
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
-from ratchet.models.presets import get_preset
 from ratchet.models.weights.hf_weights import (
     canonical_weights,
     load_decoder,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import ModelError
-from ratchet.models.config import DecoderConfig
 
 
 def _shape(

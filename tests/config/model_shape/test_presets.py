@@ -1,7 +1,7 @@
 import pytest
 
+from ratchet.config.model_shape.presets import PRESETS, get_preset
 from ratchet.errors import ModelError
-from ratchet.models.presets import PRESETS, get_preset
 
 
 def matrices(config):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ConfigError
-from ratchet.models.config import DecoderConfig
 
 ALL = "all-linear"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
+from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig, unsupported_reason
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.errors import ModelError
-from ratchet.models.config import FAMILIES, DecoderConfig, unsupported_reason
-from ratchet.models.presets import get_preset
 
 SHAPE = {
     "vocab_size": 50,

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ratchet.errors import ModelError
-from ratchet.models.config_json import (
+from ratchet.config.model_shape.config_json import (
     ORIGINAL,
     SIZES,
     check_types,
@@ -18,6 +17,7 @@ from ratchet.models.config_json import (
     read_rope_section,
     shorten_repr,
 )
+from ratchet.errors import ModelError
 
 # The keys that each rope_type needs besides rope_theta.
 ROPE_KEYS: Mapping[str, tuple[str, ...]] = {

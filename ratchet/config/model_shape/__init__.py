@@ -1,0 +1,1 @@
+"""Shapes of models: decoder configurations, presets and the targets of LoRA. Free of torch."""
