@@ -1,5 +1,5 @@
 """Throughput of synchronous and asynchronous runs on Ray, whose generators take simulated times
-with a heavy tail and whose learner takes a fixed one; all else is real: actors, router, link,
+with a heavy tail and whose learner takes a fixed one; all else is real: actors, router, weight sync,
 scheduler, loop.
 
 python benchmarks/async.py [--steps 12] [--cluster ray]
@@ -56,7 +56,7 @@ def recipe(cluster: str, rollouts: dict[str, Any], steps: int) -> dict[str, Any]
         "sampling": {"max_new_tokens": 3},
         "evaluation": {"tasks": 0},
         "parity": {"first_steps": 0, "every": 0},
-        "generator": {"kind": "workers", "of": slow, "workers": WORKERS},
+        "generator": {"kind": "workers", "worker": slow, "workers": WORKERS},
         "rollouts": rollouts,
         "algorithm": {"kind": "grpo", "group_size": ATTEMPTS},
         "name": "simulated",

@@ -61,7 +61,7 @@ TRAINED: dict[str, Any] = {
         "workers": 2,
         "recovery": "restart",
         "max_restarts": 100_000,
-        "of": {"kind": "engine"},
+        "worker": {"kind": "engine"},
     },
     "checkpoint": {"every": 50, "keep": 2, "background": True},
     "record": {"max_gib": 0.05},

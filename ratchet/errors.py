@@ -10,7 +10,7 @@
     ├── MissingDependency    an optional package is absent; names the extra that brings it
     ├── CheckpointError      a checkpoint is absent, incomplete or damaged
     ├── RunDirectoryError    the run directory can't be used (taken, read-only, other config)
-    ├── LinkError            new weights did not reach a generator, which goes on with the old ones
+    ├── WeightSyncError      new weights did not reach a generator, which goes on with the old ones
     │   └── DeltaRefused     changes to other weights than those that the receiver has
     ├── TrainingError        training can't go on (non-finite steps, many failed attempts)
     │   └── ParityError      sampler and learner disagree about the probability of what was sampled
@@ -117,7 +117,7 @@ class ParityError(TrainingError):
     pass
 
 
-class LinkError(RatchetError):
+class WeightSyncError(RatchetError):
     """tensor: the weight that is wrong, "" where it is none or not known. rank: of the learner,
     None likewise."""
 
@@ -126,5 +126,5 @@ class LinkError(RatchetError):
         self.tensor, self.rank = tensor, rank
 
 
-class DeltaRefused(LinkError):
+class DeltaRefused(WeightSyncError):
     pass

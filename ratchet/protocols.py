@@ -355,7 +355,7 @@ class Adapts(Protocol):
 
 
 @runtime_checkable
-class Link(Protocol):
+class WeightSync(Protocol):
     """Moves weights from a learner to a generator."""
 
     async def push(self, version: int) -> None: ...
@@ -405,7 +405,7 @@ class Workers(Ranks, Protocol):
 
 @runtime_checkable
 class Audits(Protocol):
-    """A link that can compare both ends, weight by weight."""
+    """A weight sync that can compare both ends, weight by weight."""
 
     async def audit(self) -> Sequence[str] | None:
         """The weights that differ, in the learner's order; None where the generator can't show what

@@ -67,7 +67,7 @@ def reward(trajectory: rt.Trajectory, task: rt.Task) -> float:
 
 def watch(run: Any) -> None:
     """Times what is neither the model's arithmetic nor a phase of the loop."""
-    engine = run.link.generator
+    engine = run.weight_sync.generator
     engine.core.step = phases.timed("generate", engine.core.step)
     run.metrics.flush = phases.timed("recording", run.metrics.flush)
     ratchet.training.run.measure_groups = phases.timed(

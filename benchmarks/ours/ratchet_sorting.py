@@ -62,8 +62,8 @@ def recipe() -> RunConfig:
         values["generator"] = {
             "kind": "workers",
             "workers": options.threads,
-            "plays": "groups",
-            "of": {"kind": "engine"},
+            "worker_runs": "groups",
+            "worker": {"kind": "engine"},
         }
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "quickstart.yaml"

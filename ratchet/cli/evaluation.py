@@ -60,7 +60,7 @@ def evaluate(
         int, typer.Option(min=0, help="Sampled attempts a task, beside the greedy one.")
     ] = 4,
     greedy: Annotated[bool, typer.Option(help="One attempt a task at temperature 0.")] = True,
-    passing: Annotated[
+    pass_threshold: Annotated[
         float, typer.Option(help="Reward from which on a sampled attempt counts as passed.")
     ] = 1.0,
     temperature: Annotated[
@@ -94,7 +94,7 @@ def evaluate(
         tasks=tasks,
         samples=samples,
         greedy=greedy,
-        passing=passing,
+        pass_threshold=pass_threshold,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         seed=seed,

@@ -86,7 +86,7 @@ class Evaluation:
     tasks: int | None = None
     samples: int = 4
     greedy: bool = True
-    passing: float = 1.0
+    pass_threshold: float = 1.0
     temperature: float | None = None
     max_new_tokens: int | None = None
     seed: int = 0
@@ -213,7 +213,7 @@ def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
     manager = RolloutManager(
         player,
         arena.copies(),
-        arena.yardstick or arena.reward,
+        arena.eval_reward or arena.reward,
         judge_timeout_s=rollouts.attempt_timeout_s,
         retries=rollouts.retries,
     )
@@ -224,7 +224,7 @@ def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
         make_eval_sampling(plan),
         settings.samples,
         greedy=settings.greedy,
-        passing=settings.passing,
+        pass_threshold=settings.pass_threshold,
     )
     return _about(asyncio.run(_played(evaluator)), url, asked.model, evaluation, evaluator)
 
@@ -268,7 +268,7 @@ def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[EnvSetup, S
         "tasks": evaluation.tasks or plan.evaluation.tasks,
         "samples": evaluation.samples,
         "greedy": evaluation.greedy,
-        "passing": evaluation.passing,
+        "pass_threshold": evaluation.pass_threshold,
         "temperature": plan.evaluation.temperature
         if evaluation.temperature is None
         else evaluation.temperature,

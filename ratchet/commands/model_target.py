@@ -177,7 +177,11 @@ def _generator(stage: StageConfig, kind: str | None) -> Section:
     """Return the generator section for one process."""
     trained_with = stage.generator
     if kind is None:
-        return trained_with.of if isinstance(trained_with, GeneratorWorkersConfig) else trained_with
+        return (
+            trained_with.worker
+            if isinstance(trained_with, GeneratorWorkersConfig)
+            else trained_with
+        )
     return (
         trained_with
         if getattr(trained_with, "kind", None) == kind

@@ -72,15 +72,15 @@ def _workers(config: RunConfig) -> str:
     generator: Any = config.stages[0].generator
     if _kind(generator) != "workers":
         return ""
-    sizes = {key: getattr(generator.of, key, 1) for key in SHARED_BY_VLLM}
+    sizes = {key: getattr(generator.worker, key, 1) for key in SHARED_BY_VLLM}
     each = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
     lost = (
         f"at most {_count(generator.max_restarts, 'restart')}"
         if generator.recovery == "restart"
         else "no restarts"
     )
-    held = f"{_kind(generator.of)}{f' ({each})' if each else ''}"
-    held += ", which play whole groups" if generator.plays == "groups" else ""
+    held = f"{_kind(generator.worker)}{f' ({each})' if each else ''}"
+    held += ", which play whole groups" if generator.worker_runs == "groups" else ""
     return (
         f"{_count(generator.workers, 'worker')} of {held}, {lost}, cluster {_kind(config.cluster)}"
     )

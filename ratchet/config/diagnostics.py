@@ -206,11 +206,25 @@ def unlike(word: str, known: Iterable[str]) -> str:
 
 # --- unknown keys
 
+# Keys of earlier versions and what they are called now (CHANGELOG.md has their values too).
+RENAMED_KEYS: Mapping[str, str] = {
+    "link": "weight_sync",
+    "of": "worker",
+    "opens_at": "start_share",
+    "opens_by": "full_by_step",
+    "passing": "pass_threshold",
+    "plays": "worker_runs",
+    "towers": "train_encoders",
+    "yardstick": "eval_rewards",
+}
+
 
 def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
     """Return where the key belongs if it exists elsewhere, else the nearest known key, else all
     keys known here."""
     siblings = list_children(model, place, tree)
+    if RENAMED_KEYS.get(key) in siblings:
+        return f"unknown key; it was renamed to '{RENAMED_KEYS[key]}'"
     everywhere = list(keys(model))
     elsewhere = [k for k in everywhere if k.name == key]
     near = get_close_matches(key, siblings, n=1)

@@ -207,10 +207,10 @@ class CurriculumConfig(Section):
         description="A number in the tasks' meta: those that have least of it come first; null: no "
         "order.",
     )
-    opens_at: float = Field(
+    start_share: float = Field(
         default=0.2, gt=0, le=1, description="Share of the tasks, the easiest, that come first."
     )
-    opens_by: int = Field(
+    full_by_step: int = Field(
         default=50, ge=1, description="Steps in which this share rises to 1, evenly."
     )
 
@@ -222,12 +222,14 @@ class CurriculumConfig(Section):
                 "prefer=even without difficulty prefers nothing: set one of them, or remove "
                 "curriculum"
             )
-        unread = [key for key in ("opens_at", "opens_by") if not ordered and key in self.changed]
+        unread = [
+            key for key in ("start_share", "full_by_step") if not ordered and key in self.changed
+        ]
         unread += [
             key for key in ("explore", "memory", "success") if not weighed and key in self.changed
         ]
         if unread:
-            missing = "difficulty" if unread[0].startswith("opens") else "prefer"
+            missing = "difficulty" if unread[0] in ("start_share", "full_by_step") else "prefer"
             raise ValueError(f"{unread[0]} is read with {missing} alone: set that, or remove it")
         return self
 

@@ -168,14 +168,14 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "ray": "ratchet.executors.config:RayClusterConfig",
         "torchrun": "ratchet.executors.config:TorchrunClusterConfig",
     },
-    "link": {
-        "auto": "ratchet.weight_sync.config:AutoLinkConfig",
-        "shared": "ratchet.weight_sync.config:SharedLinkConfig",
-        "shared_memory": "ratchet.weight_sync.config:SharedMemoryLinkConfig",
-        "cuda_ipc": "ratchet.weight_sync.config:CudaIpcLinkConfig",
-        "collective": "ratchet.weight_sync.config:CollectiveLinkConfig",
-        "files": "ratchet.weight_sync.config:FilesLinkConfig",
-        "delta": "ratchet.weight_sync.config:DeltaLinkConfig",
+    "weight_sync": {
+        "auto": "ratchet.weight_sync.config:AutoWeightSyncConfig",
+        "shared": "ratchet.weight_sync.config:SharedWeightSyncConfig",
+        "shared_memory": "ratchet.weight_sync.config:SharedMemoryWeightSyncConfig",
+        "cuda_ipc": "ratchet.weight_sync.config:CudaIpcWeightSyncConfig",
+        "collective": "ratchet.weight_sync.config:CollectiveWeightSyncConfig",
+        "files": "ratchet.weight_sync.config:FilesWeightSyncConfig",
+        "delta": "ratchet.weight_sync.config:DeltaWeightSyncConfig",
     },
     "sink": {
         "wandb": "ratchet.observe.config:WandbConfig",
@@ -195,7 +195,7 @@ DEFAULT_KIND: Mapping[str, str] = {
     "optimizer": "adamw",
     "learner": "local",
     "generator": "engine",
-    "link": "auto",
+    "weight_sync": "auto",
     "tokenizer": "auto",
     "cluster": "local",
 }

@@ -62,10 +62,9 @@ class ModelConfig(Section):
     overrides: dict[str, Any] = Field(
         default_factory=dict, description="Fields of the preset's shape to change."
     )
-    towers: Literal["frozen", "trained"] = Field(
-        default="frozen",
-        description="The encoders of images, audio and videos of a model that has some: at rest, "
-        "or trained too.",
+    train_encoders: bool = Field(
+        default=False,
+        description="Train the encoders of images, audio and video too, in a model that has some.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Let transformers run code that comes with the model."
@@ -214,7 +213,7 @@ class EvaluationConfig(Section):
         default=True,
         description="One attempt a task at temperature 0; else the sampled ones are all.",
     )
-    passing: float = Field(
+    pass_threshold: float = Field(
         default=1.0, description="Reward from which on a sampled attempt counts as passed (pass@k)."
     )
     temperature: Temperature | None = Field(
@@ -323,7 +322,7 @@ def _rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
     return own_rewards(fields.get("environment"))
 
 
-def _yardstick(fields: dict[str, Any]) -> tuple[Section, ...]:
+def _eval_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
     return _rewards(fields) or fields.get("rewards", ())
 
 
@@ -345,8 +344,8 @@ class StageConfig(Section):
         default_factory=_rewards,
         description="What judges attempts; by default as the environment says.",
     )
-    yardstick: Rewards = Field(
-        default_factory=_yardstick,
+    eval_rewards: Rewards = Field(
+        default_factory=_eval_rewards,
         description="What judges in evaluation; by default the environment's own reward, so that "
         "shaping can't move it.",
     )
@@ -378,8 +377,9 @@ class StageConfig(Section):
     generator: Annotated[Chosen, Slot("generator")] = Field(
         default_factory=_default("generator", "engine")
     )
-    link: Annotated[Chosen, Slot("link")] = Field(
-        default_factory=_default("link", "auto"), description="How new weights reach the generator."
+    weight_sync: Annotated[Chosen, Slot("weight_sync")] = Field(
+        default_factory=_default("weight_sync", "auto"),
+        description="How new weights reach the generator.",
     )
     parity: ParityConfig = ParityConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -395,7 +395,7 @@ class StageConfig(Section):
     @property
     def played_by_workers(self) -> bool:
         """Return True if the generator's workers play the stage's groups."""
-        return getattr(self.generator, "plays", "") == "groups" and self.source in (
+        return getattr(self.generator, "worker_runs", "") == "groups" and self.source in (
             "rollouts",
             None,
         )

@@ -26,7 +26,7 @@ class Evaluator:
         sampling: The sampling parameters of the sampled attempts.
         samples: Number of sampled attempts per task.
         greedy: Add one greedy attempt per task.
-        passing: See `EvalResults`.
+        pass_threshold: See `EvalResults`.
     """
 
     manager: RolloutManager
@@ -34,7 +34,7 @@ class Evaluator:
     sampling: Sampling
     samples: int = 0
     greedy: bool = True
-    passing: float = 1.0
+    pass_threshold: float = 1.0
 
     measures = "answers of the policy"
 
@@ -57,7 +57,7 @@ class Evaluator:
             self._prompt(task, greedy[i : i + 1], sampled[i : i + 1])
             for i, task in enumerate(self.tasks)
         ]
-        results = EvalResults(tuple(prompts), self.passing)
+        results = EvalResults(tuple(prompts), self.pass_threshold)
         _warn(results)
         return results
 

@@ -23,7 +23,7 @@ from ratchet.observe.write_files import replace_text
 from ratchet.types import Task
 from ratchet.utils.safe_read import read_json
 
-FORMAT = 1
+FORMAT = 2
 RESULTS = "results.json"
 AttemptEnd = Literal["scored", "truncated", "unjudged", "failed", "cancelled"]
 
@@ -115,12 +115,12 @@ class EvalResults:
     """The results of an evaluation.
 
     Attributes:
-        passing: The reward from which an attempt counts as passed.
+        pass_threshold: The reward from which an attempt counts as passed.
         about: The model, the tasks and the settings of the evaluation.
     """
 
     prompts: tuple[PromptResult, ...]
-    passing: float = 1.0
+    pass_threshold: float = 1.0
     seed: int = 0
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -194,7 +194,9 @@ class EvalResults:
         for prompt in self.prompts:
             rewards = [attempt.reward for attempt in prompt.sampled if attempt.reward is not None]
             curves.append(
-                estimate_pass_at_k(len(rewards), sum(reward >= self.passing for reward in rewards))
+                estimate_pass_at_k(
+                    len(rewards), sum(reward >= self.pass_threshold for reward in rewards)
+                )
             )
         for k in ks:
             yield _measure(
@@ -232,7 +234,7 @@ class EvalResults:
         return {
             "format": FORMAT,
             "about": dict(self.about),
-            "passing": self.passing,
+            "pass_threshold": self.pass_threshold,
             "seed": self.seed,
             "measures": _rows(self.measures()),
             "by_tag": by_tag,
@@ -270,7 +272,7 @@ class EvalResults:
                     "Evaluate again"
                 )
             prompts = tuple(_prompt(row) for row in content["prompts"])
-            return cls(prompts, content["passing"], content["seed"], content["about"])
+            return cls(prompts, content["pass_threshold"], content["seed"], content["about"])
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:

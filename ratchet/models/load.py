@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ratchet.models.transformers.policy import TransformersPolicy
 
 Backend = Literal["auto", "ratchet", "transformers"]
-Towers = Literal["frozen", "trained"]
 # The keys of a `config.json` that a model with media encoders has.
 MEDIA_CONFIG_KEYS = ("vision_config", "audio_config")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
@@ -36,7 +35,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     revision: str | None = None,
-    towers: Towers = "frozen",
+    train_encoders: bool = False,
 ) -> PolicyModel:
     """Return the policy of a Hugging Face directory or Hub id.
 
@@ -44,21 +43,25 @@ def load_policy(
         backend: "ratchet" is the built-in decoder, "transformers" any causal language model of that
             library. "auto" is the built-in decoder if it can represent the model.
         revision: branch, tag or commit on the Hub.
-        towers: whether encoders of images, audio and video train, in a model that has some.
+        train_encoders: train the encoders of images, audio and video too, if the model has some.
 
     Raises ModelError if no model of that name exists, or the backend can't read it.
     """
     directory = find_model(name, revision=revision, with_code=trust_remote_code)
     reason = unsupported_reason(read_json(directory / "config.json"))
     if backend == "ratchet" or (backend == "auto" and reason is None):
-        if towers != "frozen":
+        if train_encoders:
             raise ModelError(
-                f"'{name}' reads text alone, and model.towers={towers} is of encoders of media: "
-                "remove it"
+                f"'{name}' reads text alone, and model.train_encoders=true is of encoders of "
+                "media: remove it"
             )
         return DecoderPolicy(load_decoder(directory, dtype=dtype, device=device))
     return load_transformers_policy(
-        directory, dtype=dtype, device=device, trust_remote_code=trust_remote_code, towers=towers
+        directory,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        train_encoders=train_encoders,
     )
 
 
@@ -68,7 +71,7 @@ def load_transformers_policy(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
-    towers: Towers = "frozen",
+    train_encoders: bool = False,
 ) -> TransformersPolicy:
     """Return the policy of a Hugging Face directory, run by transformers. Raises ModelError."""
     options: dict[str, Any] = {
@@ -79,10 +82,10 @@ def load_transformers_policy(
     if reads_media(directory):
         from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
 
-        return MultimodalPolicy.load(directory, **options, towers=towers)
-    if towers != "frozen":
+        return MultimodalPolicy.load(directory, **options, train_encoders=train_encoders)
+    if train_encoders:
         raise ModelError(
-            f"{directory} reads text alone, and model.towers={towers} is of encoders of media: "
+            f"{directory} reads text alone, and model.train_encoders=true is of encoders of media: "
             "remove it"
         )
     from ratchet.models.transformers.policy import TransformersPolicy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
-from ratchet.models.load import Backend, Towers, find_model, init_policy, load_policy
+from ratchet.models.load import Backend, find_model, init_policy, load_policy
 from ratchet.models.policy import PolicyModel
 from ratchet.models.weights.hf_weights import WeightFiles, empty_decoder, read_config, read_json
 from ratchet.models.weights.weight_layout import cut_blocks, list_pieces
@@ -29,7 +29,7 @@ class ModelSource:
     backend: Backend = "auto"
     trust_remote_code: bool = False
     revision: str | None = None
-    towers: Towers = "frozen"
+    train_encoders: bool = False
 
     def directory(self) -> Path:
         """Return the local directory of the model, downloading it if needed."""
@@ -57,7 +57,7 @@ class ModelSource:
             device=device,
             trust_remote_code=self.trust_remote_code,
             revision=self.revision,
-            towers=self.towers,
+            train_encoders=self.train_encoders,
         )
 
     def reader(self) -> ReadBlock:

@@ -225,7 +225,7 @@ class FakeSource:
         self.position, self.pending, self.again = state["position"], [], list(state["pending"])
 
 
-class FakeLink:
+class FakeWeightSync:
     def __init__(self) -> None:
         self.pushed: list[int] = []
 

@@ -36,10 +36,10 @@ from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.models.lora.decoder import Adapter, count_adapter_parameters
 from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
-from ratchet.protocols import Learner, Link, Measures, Source
+from ratchet.protocols import Learner, Measures, Source, WeightSync
 from ratchet.training.colocation import colocate
 from ratchet.training.evaluators import make_stage_evaluator
-from ratchet.training.generator_workers import make_weight_sync
+from ratchet.training.generator_workers import make_recovering_weight_sync
 from ratchet.training.managers import make_manager
 from ratchet.training.roles import check_routers, get_max_row_length, make_roles
 from ratchet.training.run import StageRun
@@ -84,10 +84,10 @@ def make_run(
         adapter=plan.adapter,
     )
     metrics = MetricsManager()
-    link = _make_link(policy, roles["policy"], plan, metrics)
+    weight_sync = _make_weight_sync(policy, roles["policy"], plan, metrics)
     max_context = get_max_row_length(policy.model, roles)
     if plan.colocated:
-        roles, generator, link = colocate(roles, policy.generator, link)
+        roles, generator, weight_sync = colocate(roles, policy.generator, weight_sync)
         policy = replace(policy, generator=generator)
     wrapped = _wrap_generator(policy, plan.rollouts)
     manager = _make_group_player(policy, wrapped, arena, algorithm, plan, max_context)
@@ -97,7 +97,7 @@ def make_run(
     if isinstance(source, RolloutSource):
         is_informative = partial(has_learning_signal, by_parts=algorithm.reads_parts)
         scheduled = _schedule(source, wrapped, arena, plan, is_informative, last_step=last_step)
-    ends = ParityPair.create(roles["policy"], policy.generator, link, policy.tokenizer)
+    ends = ParityPair.create(roles["policy"], policy.generator, weight_sync, policy.tokenizer)
     environment = arena.environment
     evaluator = make_stage_evaluator(policy, arena, algorithm, plan, roles["policy"])
     probes = _make_probes(policy, arena, plan)
@@ -110,7 +110,7 @@ def make_run(
             groups_per_step=plan.batch_size,
             max_failed_share=plan.rollouts.max_failed_share,
         ),
-        link=link,
+        weight_sync=weight_sync,
         metrics=metrics,
         parity=ParityGate(ends, plan.parity),
         probes=probes,
@@ -130,7 +130,9 @@ def make_run(
     )
 
 
-def _make_link(policy: Policy, learner: Learner, plan: StageSpec, metrics: MetricsManager) -> Link:
+def _make_weight_sync(
+    policy: Policy, learner: Learner, plan: StageSpec, metrics: MetricsManager
+) -> WeightSync:
     """Return the weight sync from the processes that train to the generator."""
     endpoints = SyncEndpoints(
         policy.ranks or learner,
@@ -139,7 +141,9 @@ def _make_link(policy: Policy, learner: Learner, plan: StageSpec, metrics: Metri
         one_host=policy.one_host,
         adapter=plan.adapter,
     )
-    return make_weight_sync(plan.link or resolve("link", {}), endpoints, metrics)
+    return make_recovering_weight_sync(
+        plan.weight_sync or resolve("weight_sync", {}), endpoints, metrics
+    )
 
 
 def _make_group_player(

@@ -192,7 +192,7 @@ class CheckpointSaver:
         if run.sentinels is not None:
             run.sentinels.restore(meta["sentinels"])
         run.first_step = run.done = self.saved = checkpoint.step
-        await run.link.push(version=checkpoint.step)
+        await run.weight_sync.push(version=checkpoint.step)
         failpoints.point("resume.done")
 
     async def end_with_best(self) -> None:
@@ -211,7 +211,7 @@ class CheckpointSaver:
         )
         self._load(best)
         self.run.progress.accuracy = best.meta["progress"]["accuracy"]
-        await self.run.link.push(version=self.run.done)
+        await self.run.weight_sync.push(version=self.run.done)
 
     def _load(self, checkpoint: Checkpoint) -> None:
         for role, learner in self.run.roles.items():

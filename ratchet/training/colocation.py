@@ -23,11 +23,11 @@ from ratchet.protocols import (
     Audits,
     Generator,
     Learner,
-    Link,
     LossTerm,
     Placeable,
     Shard,
     ShowsWeights,
+    WeightSync,
 )
 from ratchet.types import Completion, Placed, Sampling
 
@@ -162,9 +162,9 @@ class ColocatedGenerator:
 
 
 class ColocatedWeightSync:
-    """A weight sync in the generator's turn. Implements `Link` and `Audits`."""
+    """A weight sync in the generator's turn. Implements `WeightSync` and `Audits`."""
 
-    def __init__(self, inner: Link, turns: AcceleratorLock) -> None:
+    def __init__(self, inner: WeightSync, turns: AcceleratorLock) -> None:
         self.inner = inner
         self.turns = turns
 
@@ -188,8 +188,8 @@ class ColocatedWeightSync:
 
 
 def colocate(
-    learners: Mapping[str, Learner], generator: Generator, link: Link
-) -> tuple[dict[str, Learner], Generator, Link]:
+    learners: Mapping[str, Learner], generator: Generator, weight_sync: WeightSync
+) -> tuple[dict[str, Learner], Generator, WeightSync]:
     """Wrap learners, generator and weight sync so that each waits for its turn.
 
     Raises:
@@ -199,5 +199,5 @@ def colocate(
     return (
         {name: ColocatedLearner(learner, turns) for name, learner in learners.items()},
         ColocatedGenerator(generator, turns),
-        ColocatedWeightSync(link, turns),
+        ColocatedWeightSync(weight_sync, turns),
     )

@@ -35,14 +35,14 @@ def make_evaluator(policy: Policy, arena: EnvSetup, plan: StageSpec) -> Evaluato
     tasks = list_held_out_tasks(arena, plan)
     if not tasks:
         return None
-    manager = make_manager(policy, arena, arena.yardstick or arena.reward, plan.rollouts)
+    manager = make_manager(policy, arena, arena.eval_reward or arena.reward, plan.rollouts)
     return Evaluator(
         manager,
         tasks,
         make_eval_sampling(plan),
         samples=settings.samples,
         greedy=settings.greedy,
-        passing=settings.passing,
+        pass_threshold=settings.pass_threshold,
     )
 
 

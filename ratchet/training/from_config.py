@@ -107,7 +107,7 @@ def _check_torchrun(config: RunConfig) -> None:
             "generator.kind=workers under torchrun needs a distributed learner, because rank 0 "
             "also trains. Set learner.kind=dtensor or megatron"
         )
-    if _get_kind(stage.generator.of) == "vllm":
+    if _get_kind(stage.generator.worker) == "vllm":
         raise ConfigError(
             "vLLM starts its own processes and can't use those of torchrun. Set cluster.kind=local "
             "or ray"
@@ -147,7 +147,7 @@ def _origin(config: RunConfig, model: PolicyModel) -> ModelSource:
         backend=source.backend,
         trust_remote_code=source.trust_remote_code,
         revision=source.revision,
-        towers=source.towers,
+        train_encoders=source.train_encoders,
     )
 
 
@@ -169,8 +169,8 @@ def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
         check_routers(policy.model, policy.generator, algorithm, stage.learner)
         if stage.played_by_workers and policy.renderer.processor is not None:
             raise ConfigError(
-                "generator.plays=groups needs the model's media processor, which workers don't "
-                "have. Set generator.plays=requests"
+                "generator.worker_runs=groups needs the model's media processor, which workers "
+                "don't have. Set generator.worker_runs=completions"
             )
         if stage.lora is not None:
             require_peft()
@@ -208,7 +208,7 @@ def build_policy(config: RunConfig) -> Policy:
             device=device,
             trust_remote_code=source.trust_remote_code,
             revision=source.revision,
-            towers=source.towers,
+            train_encoders=source.train_encoders,
         )
     else:
         assert source.preset is not None, (
@@ -266,7 +266,7 @@ def build_env_setup(stage: StageConfig) -> EnvSetup:
     return EnvSetup(
         construct(stage.environment),
         reward=build_reward(stage.rewards),
-        yardstick=build_reward(stage.yardstick),
+        eval_reward=build_reward(stage.eval_rewards),
         agent=None if stage.agent is None else construct(stage.agent),
         second=build_reward(stage.sentinels.second_opinion),
         canaries=None if stage.sentinels.canaries is None else construct(stage.sentinels.canaries),
@@ -339,7 +339,7 @@ def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
         parity=stage.parity,
         sentinels=stage.sentinels,
         algorithm=stage.algorithm,
-        link=stage.link,
+        weight_sync=stage.weight_sync,
         colocated=_colocated(config),
         played=_make_worker_rollouts(config, stage),
     )

@@ -11,7 +11,7 @@ import torch
 from ratchet.config.base import Section
 from ratchet.config.resolve import construct, resolve
 from ratchet.data.chat.tokenizer import Tokenizer
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.executors import env_vars
 from ratchet.executors.freeze import prepare_process, use_kernels
 from ratchet.executors.placement import ResourceRequest
@@ -21,14 +21,14 @@ from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.kernels import cpu
 from ratchet.models.model_source import ModelSource
 from ratchet.observe.metrics import MetricsManager
-from ratchet.protocols import Audits, Executor, Generator, Link, Workers
-from ratchet.weight_sync.factory import SyncEndpoints, make_link
+from ratchet.protocols import Audits, Executor, Generator, WeightSync, Workers
+from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
 
 GENERATOR = "generator"  # the name of the workers that generate
 
 
 WORKER_FACTORIES = {
-    "requests": "ratchet.training.generator_workers:make_rank",
+    "completions": "ratchet.training.generator_workers:make_rank",
     "groups": "ratchet.training.rollout_workers:make_rank",
 }
 
@@ -79,8 +79,8 @@ def make_generator(
 
 
 def worker_factory(section: GeneratorWorkersConfig) -> str:
-    """Return the import path of what each worker's process builds (`generator.plays`)."""
-    return WORKER_FACTORIES[section.plays]
+    """Return the import path of what each worker's process builds (`generator.worker_runs`)."""
+    return WORKER_FACTORIES[section.worker_runs]
 
 
 def get_generator_resources(
@@ -115,7 +115,7 @@ def start_generators(
     A worker that can't start raises the generator's error.
     """
     arguments = {
-        "section": section.of.model_dump(mode="json"),
+        "section": section.worker.model_dump(mode="json"),
         "origin": origin,
         "tokenizer": tokenizer,
         "compiled": cpu.is_enabled(),
@@ -133,61 +133,63 @@ def start_generators(
     router.start(start)
 
 
-def make_weight_sync(section: Section, between: SyncEndpoints, metrics: MetricsManager) -> Link:
+def make_recovering_weight_sync(
+    section: Section, between: SyncEndpoints, metrics: MetricsManager
+) -> WeightSync:
     """Create the weight sync between learner and generator, local or remote.
 
     Restarts of workers are counted in `metrics`.
     """
     router = between.generator
     if not isinstance(router, GeneratorPool):
-        return make_link(section, between)
+        return make_weight_sync(section, between)
     receivers = router.receivers
     between = replace(between, receivers=receivers, receivers_count=receivers.size)
 
     # Workers that are restarted get the weights that the others already have.
     async def catch_up(receivers: PoolReceivers) -> None:
-        link = make_link(
+        weight_sync = make_weight_sync(
             section, replace(between, receivers=receivers, receivers_count=receivers.size)
         )
         try:
-            await link.push(router.version)
+            await weight_sync.push(router.version)
         finally:
-            await link.close()
+            await weight_sync.close()
 
     router.catch_up = catch_up
     router.on_restart = lambda: metrics.add("generator", {"restarts": 1.0}, merge="sum")
-    return RecoveringWeightSync(make_link(section, between), router)
+    return RecoveringWeightSync(make_weight_sync(section, between), router)
 
 
 class RecoveringWeightSync:
-    """A weight sync to workers that may be lost during it. Implements `Link` and `Audits`.
+    """A weight sync to workers that may be lost during it. Implements `WeightSync` and `Audits`.
 
     A push that loses a worker starts again with its replacement, or raises the worker's error.
     """
 
-    def __init__(self, link: Link, router: GeneratorPool) -> None:
-        self.link = link
+    def __init__(self, weight_sync: WeightSync, router: GeneratorPool) -> None:
+        self.weight_sync = weight_sync
         self.router = router
 
     async def push(self, version: int) -> None:
         """Send the weights.
 
         Raises:
-            LinkError: The push failed and no worker was replaced.
+            WeightSyncError: The push failed and no worker was replaced.
             WorkerDied: A worker was lost and is not replaced.
         """
         async with self.router.push_lock:
             await self.router.rebuild()
             while True:
                 try:
-                    await self.link.push(version)
+                    await self.weight_sync.push(version)
                     return
-                except LinkError:
+                except WeightSyncError:
                     if not await self.router.rebuild():
                         raise
 
     async def audit(self) -> Sequence[str] | None:
-        return await self.link.audit() if isinstance(self.link, Audits) else None
+        return await self.weight_sync.audit() if isinstance(self.weight_sync, Audits) else None
 
     async def close(self) -> None:
-        await self.link.close()
+        await self.weight_sync.close()

@@ -40,7 +40,7 @@ from ratchet.observe.sentinels import Sentinels
 from ratchet.observe.stall_report import RUN, note
 from ratchet.observe.tracing.profiler import Profiler
 from ratchet.observe.tracing.spans import ACTIVITY
-from ratchet.protocols import Closeable, Learner, Link
+from ratchet.protocols import Closeable, Learner, WeightSync
 from ratchet.types import Group
 from ratchet.utils import failpoints
 
@@ -136,7 +136,7 @@ class StageRun:
     algorithm: Algorithm
     roles: Mapping[str, Learner]
     batcher: Batcher
-    link: Link
+    weight_sync: WeightSync
     first_step: int
     last_step: int
     state: AlgoState = field(default_factory=AlgoState)
@@ -233,7 +233,7 @@ class StageRun:
 
     async def _send(self) -> None:
         if self._unsent is not None:
-            await self.link.push(version=self._unsent)
+            await self.weight_sync.push(version=self._unsent)
             self._unsent = None
 
     async def after(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
@@ -376,7 +376,7 @@ class StageRun:
             await self.batcher.source.close()
         for manager in self.managers:
             await manager.close()
-        await self.link.close()
+        await self.weight_sync.close()
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:

@@ -416,7 +416,7 @@ def _warn_of_silent_steps(run: StageRun) -> None:
 
 def _measured_alike(a: StageConfig, b: StageConfig) -> bool:
     """True if two stages evaluate the policy in the same way."""
-    keys = ("environment", "yardstick", "evaluation", "sampling")
+    keys = ("environment", "eval_rewards", "evaluation", "sampling")
     return all(getattr(a, key) == getattr(b, key) for key in keys)
 
 

@@ -106,7 +106,7 @@ class EnvSetup:
 
     Attributes:
         reward: The training reward; None takes the rewards of the environment's steps.
-        yardstick: The evaluation rewards; None takes `reward`.
+        eval_reward: The evaluation rewards; None takes `reward`.
         agent: A program that plays the environment; None is the policy itself.
         second: A reward that judges again for `ratchet.experience.checks.reward_hacking` and trains
             nothing.
@@ -116,7 +116,7 @@ class EnvSetup:
 
     environment: Environment
     reward: Reward | None = None
-    yardstick: Reward | None = None
+    eval_reward: Reward | None = None
     agent: Agent | None = None
     second: Reward | None = None
     canaries: Environment | None = None
@@ -127,7 +127,7 @@ class EnvSetup:
         """True if an answer can get a reward here."""
         return (
             self.reward is not None
-            or self.yardstick is not None
+            or self.eval_reward is not None
             or getattr(self.environment, "judges", True)
         )
 
@@ -169,7 +169,7 @@ class StageSpec:
         curriculum: The order of tasks; None is random.
         first_step: The number of the first step; None continues from the generator's version.
         algorithm: The section of the algorithm, for learners in other processes.
-        link: The section of the weight sync; None takes the one that fits.
+        weight_sync: The section of the weight sync; None takes the one that fits.
         directory: Where weight syncs may leave files.
         colocated: Learner and generator use the accelerator in turns.
         adapter: What the policy trains in place of its weights.
@@ -191,7 +191,7 @@ class StageSpec:
     seed: int = 0
     first_step: int | None = None
     algorithm: Section | None = None
-    link: Section | None = None
+    weight_sync: Section | None = None
     directory: Path = Path("runs")
     colocated: bool = False
     adapter: Adapter | None = None

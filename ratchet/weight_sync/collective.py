@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.protocols import Ranks
 from ratchet.weight_sync.checksums import as_bytes, checksum
-from ratchet.weight_sync.transaction import PendingReceive, PushLink
+from ratchet.weight_sync.transaction import PendingReceive, PushWeightSync
 from ratchet.weight_sync.weight_blocks import (
     OutgoingPart,
     PartReader,
@@ -89,7 +89,7 @@ class CollectiveGroupSpec:
 _GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}
 
 
-class CollectiveLink(PushLink):
+class CollectiveWeightSync(PushWeightSync):
     """Pushes weights by broadcasts from each rank to all receivers.
 
     receivers_count: number of `receivers`.
@@ -185,7 +185,7 @@ def write(
             parts.append(item.to_part(stream.sent, checksum(tensor)))
             stream.send(as_bytes(tensor))
         if stream.sent != meeting.sizes[rank]:
-            raise LinkError(
+            raise WeightSyncError(
                 f"rank {rank} sent {stream.sent} bytes, not the {meeting.sizes[rank]} that it "
                 "announced",
                 rank=rank,
@@ -210,11 +210,11 @@ class _Stream:
         self._bucket = torch.empty(size, dtype=torch.uint8, device=meeting.device)
 
     def send(self, bytes_n: Tensor) -> None:
-        """Add bytes to the stream. Raises LinkError for more than were announced."""
+        """Add bytes to the stream. Raises WeightSyncError for more than were announced."""
         total = self.meeting.sizes[self.rank]
         step = self.meeting.bucket_bytes
         if self.sent + len(bytes_n) > total:
-            raise LinkError(
+            raise WeightSyncError(
                 f"rank {self.rank} has more to send than the {total} bytes that it announced",
                 rank=self.rank,
             )
@@ -239,7 +239,7 @@ class _Stream:
                 self.group.broadcast(self._bucket[: last.stop - last.start], 0).wait()
             except RuntimeError as error:
                 self.lost = True
-                raise LinkError(
+                raise WeightSyncError(
                     f"rank {self.rank} lost the receivers: {error}", rank=self.rank
                 ) from error
 
@@ -248,7 +248,7 @@ class _Stream:
 
         Receivers then don't wait for them; the push is refused.
         """
-        with contextlib.suppress(LinkError):
+        with contextlib.suppress(WeightSyncError):
             while not self.lost and self.sent < self.meeting.sizes[self.rank]:
                 step = self.meeting.bucket_bytes
                 self._advance(
@@ -284,7 +284,7 @@ def read(
                 lost[rank] = error
     for rank, error in lost.items():
         _GROUPS.pop((meeting.session, end), None)
-        raise LinkError(f"rank {rank} stopped sending: {error}", rank=rank) from error
+        raise WeightSyncError(f"rank {rank} stopped sending: {error}", rank=rank) from error
     return lambda rank, part: part.read_from(regions[rank])
 
 

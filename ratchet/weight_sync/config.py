@@ -27,7 +27,7 @@ class PushSection(Section):
     )
 
 
-class AutoLinkConfig(PushSection):
+class AutoWeightSyncConfig(PushSection):
     """The automatic choice of a weight sync.
 
     Shared tensors if learner and generator share them, else shared memory on one host, else
@@ -39,7 +39,7 @@ class AutoLinkConfig(PushSection):
     kind: Literal["auto"] = "auto"
 
 
-class SharedLinkConfig(Section):
+class SharedWeightSyncConfig(Section):
     """A weight sync for shared tensors in one process: a push only names the version."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:shared"
@@ -47,7 +47,7 @@ class SharedLinkConfig(Section):
     kind: Literal["shared"] = "shared"
 
 
-class SharedMemoryLinkConfig(PushSection):
+class SharedMemoryWeightSyncConfig(PushSection):
     """A weight sync by memory that the processes of one host share.
 
     Each rank writes its blocks once, and receivers read them in place.
@@ -58,7 +58,7 @@ class SharedMemoryLinkConfig(PushSection):
     kind: Literal["shared_memory"] = "shared_memory"
 
 
-class CudaIpcLinkConfig(PushSection):
+class CudaIpcWeightSyncConfig(PushSection):
     """A weight sync by memory of an accelerator that learner and generator both use."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:cuda_ipc"
@@ -66,7 +66,7 @@ class CudaIpcLinkConfig(PushSection):
     kind: Literal["cuda_ipc"] = "cuda_ipc"
 
 
-class CollectiveLinkConfig(PushSection):
+class CollectiveWeightSyncConfig(PushSection):
     """A weight sync by broadcasts from each rank to all receivers, over the network."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:collective"
@@ -85,18 +85,18 @@ class CollectiveLinkConfig(PushSection):
     )
 
 
-class FilesLinkConfig(PushSection):
+class FilesWeightSyncConfig(PushSection):
     """A weight sync by files in a directory that learner and receivers share."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:files"
 
     kind: Literal["files"] = "files"
     directory: str | None = Field(
-        default=None, description="Of this run alone; null: links/ in the run's directory."
+        default=None, description="Of this run alone; null: weight_sync/ in the run's directory."
     )
 
 
-class DeltaLinkConfig(PushSection):
+class DeltaWeightSyncConfig(PushSection):
     """A weight sync that sends only changes since the last version, by files or shared memory."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:delta"
@@ -106,6 +106,6 @@ class DeltaLinkConfig(PushSection):
         default="files", description="What carries the changes."
     )
     directory: str | None = Field(
-        default=None, description="Of the files; null: links/ in the run's directory."
+        default=None, description="Of the files; null: weight_sync/ in the run's directory."
     )
     dtype: Sent = Field(default="bfloat16", description=SENT)

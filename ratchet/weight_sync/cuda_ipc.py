@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.protocols import Shard
 from ratchet.weight_sync.checksums import copy_with_checksum
-from ratchet.weight_sync.transaction import PendingReceive, PushLink
+from ratchet.weight_sync.transaction import PendingReceive, PushWeightSync
 from ratchet.weight_sync.weight_blocks import (
     OutgoingPart,
     PartReader,
@@ -46,7 +46,7 @@ _LENT: dict[tuple[str, int], tuple[Tensor, CudaIpcHandle]] = {}
 _MAPPED: dict[tuple[str, int], tuple[str, Tensor]] = {}
 
 
-class CudaIpcLink(PushLink):
+class CudaIpcWeightSync(PushWeightSync):
     """Pushes weights through buffers on a shared accelerator."""
 
     writer = "ratchet.weight_sync.cuda_ipc:write"
@@ -111,11 +111,11 @@ def forget(session: str) -> None:
 
 
 def _buffer(session: str, rank: int, size: int) -> Tensor:
-    """Return the buffer of a rank, with `size` bytes. Raises LinkError without CUDA."""
+    """Return the buffer of a rank, with `size` bytes. Raises WeightSyncError without CUDA."""
     if not torch.cuda.is_available():
-        raise LinkError(
-            "link.kind=cuda_ipc needs CUDA, and torch finds none here. Set "
-            "link.kind=shared_memory.",
+        raise WeightSyncError(
+            "weight_sync.kind=cuda_ipc needs CUDA, and torch finds none here. Set "
+            "weight_sync.kind=shared_memory.",
             rank=rank,
         )
     if (session, rank) not in _LENT or len(_LENT[session, rank][0]) != size:

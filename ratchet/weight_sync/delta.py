@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ratchet.errors import DeltaRefused, LinkError
+from ratchet.errors import DeltaRefused, WeightSyncError
 from ratchet.protocols import Shard
 from ratchet.weight_sync.checksums import checksum, has_checksum
 from ratchet.weight_sync.weight_blocks import (
@@ -76,12 +76,12 @@ def find_changed_words(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None
 
 
 def apply_changed_words(old: Tensor, at_c: Tensor, to_c: Tensor) -> None:
-    """Apply changes in place. Raises LinkError for a position outside the block."""
+    """Apply changes in place. Raises WeightSyncError for a position outside the block."""
     old_n = view_as_words(old)
     if len(at_c) != len(to_c) or (
         len(at_c) and not 0 <= int(at_c.min()) <= int(at_c.max()) < len(old_n)
     ):
-        raise LinkError("a change lies outside of its block")
+        raise WeightSyncError("a change lies outside of its block")
     old_n[at_c.long()] = to_c
 
 
@@ -145,8 +145,8 @@ class ReceivedWeights:
     ) -> Iterator[tuple[int, WeightBlock, Tensor]]:
         """Yield (rank, block, its new value) for every block.
 
-        Raises DeltaRefused before anything is changed, and LinkError if a block differs from the
-        sender's after its changes. The next push must then be whole.
+        Raises DeltaRefused before anything is changed, and WeightSyncError if a block differs from
+        the sender's after its changes. The next push must then be whole.
         """
         self._check(by_rank, parts, base, version)
         self.version = None
@@ -167,7 +167,7 @@ class ReceivedWeights:
                     )
                     if not has_checksum(self.blocks[key], part.result):
                         name = by_rank[rank][part.block].name
-                        raise LinkError(
+                        raise WeightSyncError(
                             f"weight '{name}' of rank {rank} is not what it should be after its "
                             "changes",
                             tensor=name,

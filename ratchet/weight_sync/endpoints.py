@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ratchet.config.resolve import imported
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Adopts, Generator, Learner, Shard, ShowsWeights
 from ratchet.utils.thread_pool import ThreadPool
@@ -131,7 +131,7 @@ class WeightReceiver:
         since: set if they may be changes.
         waiting: the receiver and options of a transfer that has not been received yet.
 
-        Raises LinkError for the first part that differs from what was sent, or DeltaRefused.
+        Raises WeightSyncError for the first part that differs from what was sent, or DeltaRefused.
         """
         if waiting is not None:
             await self.receive(*waiting)
@@ -145,7 +145,7 @@ class WeightReceiver:
     def _check_parts(
         self, parts: Sequence[Sequence[SentPart]], version: int, since: Mapping[str, Any] | None
     ) -> list[Shard]:
-        """Return the verified weights. Raises LinkError or DeltaRefused."""
+        """Return the verified weights. Raises WeightSyncError or DeltaRefused."""
         assert self._open is not None, "nothing was received"
         received = [
             (rank, part, self._open(rank, part))
@@ -159,7 +159,7 @@ class WeightReceiver:
         for (rank, part, _), is_right in zip(received, results, strict=True):
             if not is_right:
                 block = self._blocks[rank][part.block]
-                raise LinkError(
+                raise WeightSyncError(
                     f"weight '{block.name}' did not arrive as rank {rank} sent it: its checksum "
                     f"isn't {part.checksum}",
                     tensor=block.name,

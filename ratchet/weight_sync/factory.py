@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any
 from ratchet.config.base import Section
 from ratchet.config.resolve import construct
 from ratchet.errors import ConfigError
-from ratchet.protocols import Generator, Learner, Link, Ranks
+from ratchet.protocols import Generator, Learner, Ranks, WeightSync
 from ratchet.weight_sync.config import (
-    AutoLinkConfig,
-    CollectiveLinkConfig,
-    CudaIpcLinkConfig,
-    DeltaLinkConfig,
-    FilesLinkConfig,
+    AutoWeightSyncConfig,
+    CollectiveWeightSyncConfig,
+    CudaIpcWeightSyncConfig,
+    DeltaWeightSyncConfig,
+    FilesWeightSyncConfig,
     PushSection,
-    SharedLinkConfig,
-    SharedMemoryLinkConfig,
+    SharedMemoryWeightSyncConfig,
+    SharedWeightSyncConfig,
 )
-from ratchet.weight_sync.in_process import SharedLink
+from ratchet.weight_sync.in_process import SharedWeightSync
 
 if TYPE_CHECKING:
     from ratchet.models.lora.decoder import Adapter
-    from ratchet.weight_sync.collective import CollectiveLink
-    from ratchet.weight_sync.cuda_ipc import CudaIpcLink
-    from ratchet.weight_sync.files import FilesLink
-    from ratchet.weight_sync.shared_memory import SharedMemoryLink
+    from ratchet.weight_sync.collective import CollectiveWeightSync
+    from ratchet.weight_sync.cuda_ipc import CudaIpcWeightSync
+    from ratchet.weight_sync.files import FilesWeightSync
+    from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
 
 @dataclass(frozen=True)
@@ -82,40 +82,44 @@ class SyncEndpoints:
         return embedded and getattr(self.generator, "shares_weights", False)
 
 
-def make_link(section: Section, between: SyncEndpoints) -> Link:
+def make_weight_sync(section: Section, between: SyncEndpoints) -> WeightSync:
     """Create the weight sync of a section."""
     return construct(section, between)
 
 
-def auto(config: AutoLinkConfig, between: SyncEndpoints) -> Link:
+def auto(config: AutoWeightSyncConfig, between: SyncEndpoints) -> WeightSync:
     """Create the weight sync that fits the two ends."""
     if between.shares_weights:
-        return SharedLink(between.generator)
+        return SharedWeightSync(between.generator)
     if between.one_host:
         return shared_memory(
-            SharedMemoryLinkConfig(dtype=config.dtype, timeout_s=config.timeout_s), between
+            SharedMemoryWeightSyncConfig(dtype=config.dtype, timeout_s=config.timeout_s), between
         )
-    return collective(CollectiveLinkConfig(dtype=config.dtype, timeout_s=config.timeout_s), between)
+    return collective(
+        CollectiveWeightSyncConfig(dtype=config.dtype, timeout_s=config.timeout_s), between
+    )
 
 
-def shared(config: SharedLinkConfig, between: SyncEndpoints) -> SharedLink:
+def shared(config: SharedWeightSyncConfig, between: SyncEndpoints) -> SharedWeightSync:
     """Create the weight sync for shared tensors.
 
     Raises ConfigError if the generator has its own weights, which no push would change.
     """
     if not between.shares_weights:
         raise ConfigError(
-            "link.kind=shared is for a generator that reads the learner's own tensors. Set "
-            "link.kind=auto."
+            "weight_sync.kind=shared is for a generator that reads the learner's own tensors. Set "
+            "weight_sync.kind=auto."
         )
-    return SharedLink(between.generator)
+    return SharedWeightSync(between.generator)
 
 
-def shared_memory(config: SharedMemoryLinkConfig, between: SyncEndpoints) -> SharedMemoryLink:
+def shared_memory(
+    config: SharedMemoryWeightSyncConfig, between: SyncEndpoints
+) -> SharedMemoryWeightSync:
     """Create the weight sync by shared memory."""
-    from ratchet.weight_sync.shared_memory import SharedMemoryLink
+    from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
-    return SharedMemoryLink(
+    return SharedMemoryWeightSync(
         between.outlets,
         between.intakes,
         run=between.run,
@@ -123,18 +127,18 @@ def shared_memory(config: SharedMemoryLinkConfig, between: SyncEndpoints) -> Sha
     )
 
 
-def cuda_ipc(config: CudaIpcLinkConfig, between: SyncEndpoints) -> CudaIpcLink:
+def cuda_ipc(config: CudaIpcWeightSyncConfig, between: SyncEndpoints) -> CudaIpcWeightSync:
     """Create the weight sync by CUDA IPC."""
-    from ratchet.weight_sync.cuda_ipc import CudaIpcLink
+    from ratchet.weight_sync.cuda_ipc import CudaIpcWeightSync
 
-    return CudaIpcLink(between.outlets, between.intakes, **_options(config, between))
+    return CudaIpcWeightSync(between.outlets, between.intakes, **_options(config, between))
 
 
-def collective(config: CollectiveLinkConfig, between: SyncEndpoints) -> CollectiveLink:
+def collective(config: CollectiveWeightSyncConfig, between: SyncEndpoints) -> CollectiveWeightSync:
     """Create the weight sync by collectives."""
-    from ratchet.weight_sync.collective import CollectiveLink
+    from ratchet.weight_sync.collective import CollectiveWeightSync
 
-    return CollectiveLink(
+    return CollectiveWeightSync(
         between.outlets,
         between.intakes,
         receivers_count=between.receivers_count,
@@ -145,11 +149,11 @@ def collective(config: CollectiveLinkConfig, between: SyncEndpoints) -> Collecti
     )
 
 
-def files(config: FilesLinkConfig, between: SyncEndpoints) -> FilesLink:
+def files(config: FilesWeightSyncConfig, between: SyncEndpoints) -> FilesWeightSync:
     """Create the weight sync by files."""
-    from ratchet.weight_sync.files import FilesLink
+    from ratchet.weight_sync.files import FilesWeightSync
 
-    return FilesLink(
+    return FilesWeightSync(
         between.outlets,
         between.intakes,
         directory=_directory(config.directory, between),
@@ -157,19 +161,23 @@ def files(config: FilesLinkConfig, between: SyncEndpoints) -> FilesLink:
     )
 
 
-def delta(config: DeltaLinkConfig, between: SyncEndpoints) -> FilesLink | SharedMemoryLink:
+def delta(
+    config: DeltaWeightSyncConfig, between: SyncEndpoints
+) -> FilesWeightSync | SharedMemoryWeightSync:
     """Create the weight sync of changes."""
     ends = (between.outlets, between.intakes)
     if config.through == "shared_memory":
-        from ratchet.weight_sync.shared_memory import SharedMemoryLink
+        from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
-        return SharedMemoryLink(
+        return SharedMemoryWeightSync(
             *ends, run=between.run, changes_only=True, **_options(config, between)
         )
-    from ratchet.weight_sync.files import FilesLink
+    from ratchet.weight_sync.files import FilesWeightSync
 
     directory = _directory(config.directory, between)
-    return FilesLink(*ends, directory=directory, changes_only=True, **_options(config, between))
+    return FilesWeightSync(
+        *ends, directory=directory, changes_only=True, **_options(config, between)
+    )
 
 
 def _options(config: PushSection, between: SyncEndpoints) -> dict[str, Any]:
@@ -177,4 +185,4 @@ def _options(config: PushSection, between: SyncEndpoints) -> dict[str, Any]:
 
 
 def _directory(chosen: str | None, between: SyncEndpoints) -> Path:
-    return Path(chosen) if chosen is not None else between.directory / "links"
+    return Path(chosen) if chosen is not None else between.directory / "weight_sync"

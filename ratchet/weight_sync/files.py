@@ -23,10 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.protocols import Ranks
 from ratchet.weight_sync.checksums import as_bytes, copy_with_checksum
-from ratchet.weight_sync.transaction import PendingReceive, PushLink
+from ratchet.weight_sync.transaction import PendingReceive, PushWeightSync
 from ratchet.weight_sync.weight_blocks import (
     OutgoingPart,
     PartReader,
@@ -36,7 +36,7 @@ from ratchet.weight_sync.weight_blocks import (
 )
 
 
-class FilesLink(PushLink):
+class FilesWeightSync(PushWeightSync):
     """Pushes weights through files.
 
     directory: of this weight sync alone, created if it is absent.
@@ -100,7 +100,7 @@ def write(outgoing: Iterator[OutgoingPart], rank: int, *, directory: str) -> lis
         save_file(tensors, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)
     except (OSError, SafetensorError) as error:
-        raise LinkError(
+        raise WeightSyncError(
             f"rank {rank} can't write {path}: {error}. Check that there is room, and that all "
             "ranks share the directory.",
             rank=rank,
@@ -120,7 +120,7 @@ def read(blocks: Sequence[Sequence[WeightBlock]], receiver: int, *, directory: s
             return files[rank].get_tensor(_key(part))
         except (OSError, SafetensorError) as error:
             name = blocks[rank][part.block].name
-            raise LinkError(
+            raise WeightSyncError(
                 f"weight '{name}' of rank {rank} can't be read from {path}: {error}",
                 tensor=name,
                 rank=rank,

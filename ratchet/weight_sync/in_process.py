@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ratchet.protocols import Generator
 
 
-class SharedLink:
+class SharedWeightSync:
     """Commits versions of tensors that learner and generator share."""
 
     def __init__(self, generator: Generator) -> None:

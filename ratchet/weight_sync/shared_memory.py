@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.protocols import Ranks
 from ratchet.weight_sync.checksums import copy_with_checksum
-from ratchet.weight_sync.transaction import PendingReceive, PushLink
+from ratchet.weight_sync.transaction import PendingReceive, PushWeightSync
 from ratchet.weight_sync.weight_blocks import (
     ALIGNMENT,
     OutgoingPart,
@@ -56,9 +56,11 @@ class SharedMemorySegment:
     """
 
     def __init__(self, size: int, run: str) -> None:
-        """Create the memory. Raises LinkError if the system has no such memory."""
+        """Create the memory. Raises WeightSyncError if the system has no such memory."""
         if not hasattr(os, "memfd_create"):
-            raise LinkError("shared memory between processes needs Linux. Set link.kind=files.")
+            raise WeightSyncError(
+                "shared memory between processes needs Linux. Set weight_sync.kind=files."
+            )
         self.size = size
         self.token = uuid.uuid4().hex
         self._file = os.memfd_create(f"ratchet-{run}")
@@ -70,7 +72,7 @@ class SharedMemorySegment:
         os.close(self._file)
 
 
-class SharedMemoryLink(PushLink):
+class SharedMemoryWeightSync(PushWeightSync):
     """Pushes weights through shared memory.
 
     run: a name for the segments.
@@ -180,7 +182,7 @@ def write(
         start, end = places[rank][item.block]
         place = written.get(item.block, start)
         if place + item.n_bytes > end:
-            raise LinkError(
+            raise WeightSyncError(
                 f"rank {rank} has more to send than it announced: {place + item.n_bytes - start} "
                 "bytes",
                 rank=rank,
@@ -215,7 +217,7 @@ def _bytes(*, session: str, path: str, token: str, size: int) -> Tensor:
 
 
 def _map(path: str, token: str, size: int) -> Tensor:
-    """Map the segment. Raises LinkError if this process can't open it."""
+    """Map the segment. Raises WeightSyncError if this process can't open it."""
     try:
         with Path(path).open("r+b", buffering=0) as file:
             if file.read(len(token)) == token.encode():
@@ -223,8 +225,8 @@ def _map(path: str, token: str, size: int) -> Tensor:
         reason = "it is another process's"
     except (OSError, ValueError) as error:
         reason = str(error)
-    raise LinkError(
+    raise WeightSyncError(
         f"the shared memory {path} can't be opened here ({reason}): learner, generator and driver "
         "must be on one host and be allowed to look at each other's processes. Set "
-        "link.kind=collective or link.kind=files."
+        "weight_sync.kind=collective or weight_sync.kind=files."
     )

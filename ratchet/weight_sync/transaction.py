@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Ranks
 from ratchet.weight_sync.weight_blocks import SentPart, WeightBlock, check_cover
@@ -28,11 +28,11 @@ SEND, DESCRIBE, SUMS = (
 )
 
 
-class PushLink:
+class PushWeightSync:
     """The base class of weight syncs that push weights, by any transport.
 
-    Implements `Link` and `Audits` between the ranks of a learner (`WeightSender`s) and receivers
-    (`WeightReceiver`s).
+    Implements `WeightSync` and `Audits` between the ranks of a learner (`WeightSender`s) and
+    receivers (`WeightReceiver`s).
 
     dtype: the sender converts floating-point weights to it; None: they keep the learner's.
     changes_only: send changes since the last version, if all receivers have that.
@@ -79,15 +79,15 @@ class PushLink:
     async def push(self, version: int) -> None:
         """Push a version.
 
-        Raises LinkError, which names the weight and the rank if they are known. The generators then
-        go on with the version before.
+        Raises WeightSyncError, which names the weight and the rank if they are known. The generators
+        then go on with the version before.
         """
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._push(version)
         except BaseException as error:
             await self._rollback()
-            if isinstance(error, LinkError) or not isinstance(error, Exception):
+            if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
                 raise
             is_timeout = isinstance(error, TimeoutError)
             reason = (
@@ -95,7 +95,7 @@ class PushLink:
                 if is_timeout
                 else f"{type(error).__name__}: {error}"
             )
-            raise LinkError(
+            raise WeightSyncError(
                 f"version {version} was not pushed, the generator goes on with the one before "
                 f"({self._phase}: {reason})",
                 rank=getattr(error, "rank", None),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.protocols import Shard
 
 # Bytes of a cache line, which is enough for every dtype.
@@ -151,7 +151,7 @@ def describe_block(shard: Shard, dtype: str | None) -> WeightBlock:
 
 
 def check_cover(by_rank: Sequence[Sequence[WeightBlock]]) -> None:
-    """Raise LinkError unless the ranks together have each number of each weight exactly once."""
+    """Raise WeightSyncError unless the ranks together have each number of each weight once."""
     blocks_by_name: dict[str, list[tuple[int, WeightBlock]]] = {}
     for rank, blocks in enumerate(by_rank):
         for block in blocks:
@@ -160,7 +160,7 @@ def check_cover(by_rank: Sequence[Sequence[WeightBlock]]) -> None:
         first = weight_blocks[0][1]
         for rank, block in weight_blocks:
             if (block.shape, block.dtype) != (first.shape, first.dtype):
-                raise LinkError(
+                raise WeightSyncError(
                     f"weight '{name}' is {block.dtype} {block.shape} on rank {rank}, and "
                     f"{first.dtype} {first.shape} on rank "
                     f"{weight_blocks[0][0]}: the ranks run different models",
@@ -169,12 +169,12 @@ def check_cover(by_rank: Sequence[Sequence[WeightBlock]]) -> None:
                 )
         for (_, a), (rank, b) in itertools.combinations(weight_blocks, 2):
             if _overlap(a, b):
-                raise LinkError(
+                raise WeightSyncError(
                     f"two ranks send the same numbers of weight '{name}'", tensor=name, rank=rank
                 )
         missing = math.prod(first.shape) - sum(block.numel for _, block in weight_blocks)
         if missing:
-            raise LinkError(
+            raise WeightSyncError(
                 f"no rank sends {missing} of the numbers of weight '{name}' {first.shape}",
                 tensor=name,
             )

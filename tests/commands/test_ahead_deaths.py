@@ -26,7 +26,7 @@ AHEAD = {
     "rollouts": {"max_staleness": STALENESS, "order": "ready"},
     "generator": {
         "kind": "workers",
-        "of": {"kind": "engine", "kv_cache_gib": 0.01},
+        "worker": {"kind": "engine", "kv_cache_gib": 0.01},
         "recovery": "restart",
         "max_restarts": 30,
     },

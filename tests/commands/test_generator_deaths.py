@@ -12,7 +12,7 @@ import yaml
 from commands.test_rank_deaths import RECIPE, Driver, steps_of, until
 
 pytestmark = pytest.mark.slow
-WORKERS = {"kind": "workers", "of": {"kind": "engine", "kv_cache_gib": 0.01}}
+WORKERS = {"kind": "workers", "worker": {"kind": "engine", "kv_cache_gib": 0.01}}
 
 
 @pytest.fixture
@@ -36,16 +36,16 @@ def started(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "rank", "plays"),
+    ("how", "rank", "worker_runs"),
     [
-        (signal.SIGKILL, 1, "requests"),
-        (signal.SIGSTOP, 0, "requests"),
+        (signal.SIGKILL, 1, "completions"),
+        (signal.SIGSTOP, 0, "completions"),
         (signal.SIGKILL, 0, "groups"),
     ],
 )
 @pytest.mark.fault("P1", "P7")
-def test_a_generator_is_killed_or_stopped(started, tmp_path, how, rank, plays):
-    driver = started(how, plays=plays)
+def test_a_generator_is_killed_or_stopped(started, tmp_path, how, rank, worker_runs):
+    driver = started(how, worker_runs=worker_runs)
     os.kill(driver.rank(rank, role="generator"), how)
     status, said = driver.ended()
     assert status == 1

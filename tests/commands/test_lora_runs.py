@@ -161,7 +161,7 @@ def test_generators_in_other_processes_get_the_base_once_and_then_the_adapter(tm
         "generator": {
             "kind": "workers",
             "workers": 2,
-            "of": {"kind": "engine", "kv_cache_gib": 0.1},
+            "worker": {"kind": "engine", "kv_cache_gib": 0.1},
         }
     }
     steps = (

@@ -50,7 +50,7 @@ TRACKERS = [
     {"kind": "trackio"},
     {"kind": "prometheus", "port": 9466},
 ]
-WORKERS = {"kind": "workers", "of": {"kind": "engine"}}
+WORKERS = {"kind": "workers", "worker": {"kind": "engine"}}
 PROXIED = {
     "model": {
         **RECIPE["model"],

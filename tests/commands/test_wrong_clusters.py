@@ -73,18 +73,18 @@ REFUSED = [
         "none of several that torchrun started: start it as torchrun --nproc-per-node N",
     ),
     ("cluster.kind=slurm", "cluster.kind"),
-    ("generator.kind=workers", "generator.of"),
-    ("generator.kind=workers generator.of.kind=workers", "'workers' is unknown"),
+    ("generator.kind=workers", "generator.worker"),
+    ("generator.kind=workers generator.worker.kind=workers", "'workers' is unknown"),
     (
-        "generator.kind=workers generator.of.kind=engine generator.max_restarts=2",
+        "generator.kind=workers generator.worker.kind=engine generator.max_restarts=2",
         "set that, or remove max_restarts",
     ),
     (
-        "generator.kind=workers generator.of.kind=vllm sampling.top_p=0.9",
+        "generator.kind=workers generator.worker.kind=vllm sampling.top_p=0.9",
         "sampling.top_p=0.9 cuts the distribution",
     ),
     (
-        "generator.kind=workers generator.of.kind=vllm generator.of.tensor_parallel=3",
+        "generator.kind=workers generator.worker.kind=vllm generator.worker.tensor_parallel=3",
         "generator vllm can't run this model",
     ),
 ]

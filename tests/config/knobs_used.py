@@ -48,7 +48,7 @@ from ratchet.training.from_config import build_reward
 from ratchet.training.generator_workers import get_generator_resources, worker_factory
 from ratchet.types import Message, Scored, Task, ToolCall
 from ratchet.weight_sync.endpoints import LocalRank
-from ratchet.weight_sync.factory import SyncEndpoints, make_link
+from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
 
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 
@@ -132,15 +132,15 @@ def tracked(patch: pytest.MonkeyPatch) -> None:
 
 def by_links() -> None:
     generator = SimpleNamespace(shares_weights=True)
-    for kind in KINDS["link"]:
+    for kind in KINDS["weight_sync"]:
         between = SyncEndpoints(
             SimpleNamespace(),
             generator,
             receivers=None if kind == "shared" else LocalRank(generator),
         )
-        make_link(resolve("link", {"kind": kind}), between)
-    make_link(
-        resolve("link", {"kind": "delta", "through": "files"}),
+        make_weight_sync(resolve("weight_sync", {"kind": kind}), between)
+    make_weight_sync(
+        resolve("weight_sync", {"kind": "delta", "through": "files"}),
         SyncEndpoints(SimpleNamespace(), generator),
     )
 
@@ -202,7 +202,7 @@ def in_processes() -> None:
     )
     workers = resolve(
         "generator",
-        {"kind": "workers", "of": {"kind": "engine"}, "workers": 1, "recovery": "restart"},
+        {"kind": "workers", "worker": {"kind": "engine"}, "workers": 1, "recovery": "restart"},
     )
     executor.plan([ResourceRequest("learner", 1), *get_generator_resources(workers, on_cpu=True)])
     executor.group("learner")
@@ -349,7 +349,7 @@ def environments_of_rows() -> None:
     with pytest.raises(DataError, match="can't be had"):
         construct(resolve("environment", {"kind": "dataset", "hub": "absent/absent"})).rows("train")
     construct(resolve("environment", {"kind": "mixture", "parts": [{"kind": "sorting"}]}))
-    construct(resolve("environment", {"kind": "workers", "of": {"kind": "sorting"}}))
+    construct(resolve("environment", {"kind": "workers", "worker": {"kind": "sorting"}}))
     next(construct(resolve("environment", {"kind": "programs"})).tasks("train", seed=0))
     empty = lines("programs.jsonl", {"prompt": "1", "tests": []})
     programs = construct(

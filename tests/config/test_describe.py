@@ -112,7 +112,7 @@ def test_a_teacher_that_is_not_there_yet_is_said(tmp_path):
 
 def test_generators_in_processes_of_their_own():
     vllm = {"kind": "vllm", "tensor_parallel": 2}
-    workers = {"kind": "workers", "workers": 3, "of": vllm, "recovery": "restart"}
+    workers = {"kind": "workers", "workers": 3, "worker": vllm, "recovery": "restart"}
     text = describe(run(stage(name="rl", generator=workers)))
     assert (
         "generator     3 workers of vllm (tensor_parallel 2), at most 3 restarts, cluster local"

@@ -57,8 +57,8 @@ def _field(path):
 
 def test_every_stage_key_but_its_name_can_stand_at_the_top():
     assert set(STAGE_KEYS) == {
-        "algorithm", "environment", "rewards", "yardstick", "steps", "batch_size", "examples", "sampling", "optimizer",
-        "learner", "generator", "evaluation", "checkpoint", "agent", "rollouts", "parity", "link", "lora", "curriculum",
+        "algorithm", "environment", "rewards", "eval_rewards", "steps", "batch_size", "examples", "sampling", "optimizer",
+        "learner", "generator", "evaluation", "checkpoint", "agent", "rollouts", "parity", "weight_sync", "lora", "curriculum",
         "sentinels",
     }  # fmt: skip
     assert not set(STAGE_KEYS) & set(RunConfig.model_fields)

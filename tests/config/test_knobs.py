@@ -61,7 +61,7 @@ FIRST = {
         {
             "name": "b", "algorithm": {"kind": "grpo", "group_size": 2}, "environment": {"kind": "countdown"},
             "sentinels": {"canaries": {"kind": "sorting"}, "every": 1},
-            "examples": 4, "curriculum": {"difficulty": "target", "opens_by": 1},
+            "examples": 4, "curriculum": {"difficulty": "target", "full_by_step": 1},
             "rollouts": {"max_staleness": 1, "adaptive": {"staleness": 0.5}},
         },
         {
@@ -168,7 +168,7 @@ def elsewhere(key: str) -> bool:
     tests/executors."""
     if key.startswith(("cluster[ray]", "cluster[torchrun]")):
         return True
-    if any(part in key for part in (".problems[", ".of[", ".canaries[", ".second_opinion[")):
+    if any(part in key for part in (".problems[", ".worker[", ".canaries[", ".second_opinion[")):
         return True
     return "algorithm[" in key or (
         ".parts[" in key and not key.endswith((".parts[sorting].weight", ".parts[sorting].tag"))

@@ -98,7 +98,7 @@ def test_quickstart_resolves(write):
     for stage in config.stages:
         assert (stage.environment.kind, stage.environment.digits) == ("sorting", 8)
         assert [(reward.kind, reward.weight) for reward in stage.rewards] == [("exact_match", 1.0)]
-        assert stage.yardstick == stage.rewards
+        assert stage.eval_rewards == stage.rewards
         assert stage.evaluation == EvaluationConfig()
         assert stage.checkpoint == CheckpointConfig()
         assert (stage.learner.kind, stage.learner.micro_batch_tokens, stage.generator.kind) == (
@@ -156,7 +156,7 @@ def test_evaluation_is_judged_by_the_environments_own_reward_whatever_shapes_tra
     )
     stage = load_config(path).stages[0]
     assert [(r.kind, r.weight) for r in stage.rewards] == [("countdown", 2.0), ("exact_match", 1.0)]
-    assert [r.kind for r in stage.yardstick] == ["exact_match"]
+    assert [r.kind for r in stage.eval_rewards] == ["exact_match"]
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_check_refuses_a_recipe_that_no_run_could_hold(tmp_path, override, messa
 def test_check_refuses_what_vllm_would_sample_otherwise(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(RECIPE, encoding="utf-8")
-    for generator in ("{kind: vllm}", "{kind: workers, of: {kind: vllm}}"):
+    for generator in ("{kind: vllm}", "{kind: workers, worker: {kind: vllm}}"):
         for key in ("sampling", "evaluation"):
             with pytest.raises(
                 ConfigError, match=rf"{key}\.temperature=0\.001, .* would take 0\.01 instead"

@@ -256,16 +256,16 @@ CLASHES = [
         "model.trust_remote_code is read by transformers alone",
     ),
     (
-        {"model": "{preset: tiny, towers: trained}"},
-        "model.towers=trained is of a model that reads media",
+        {"model": "{preset: tiny, train_encoders: true}"},
+        "model.train_encoders=true is of a model that reads media",
     ),
     (
-        {"model": "{path: x, backend: ratchet, towers: trained}"},
-        "model.towers=trained is of a model that reads media",
+        {"model": "{path: x, backend: ratchet, train_encoders: true}"},
+        "model.train_encoders=true is of a model that reads media",
     ),
     (
-        {"model": "{path: x, towers: trained}", "lora": "{rank: 2}"},
-        "model.towers=trained and lora: an adapter is of the language model",
+        {"model": "{path: x, train_encoders: true}", "lora": "{rank: 2}"},
+        "model.train_encoders=true and lora: an adapter is of the language model",
     ),
     (
         {"tokenizer": None},
@@ -310,14 +310,14 @@ CLASHES = [
         "rewards judge attempts, and algorithm sft makes none: remove rewards",
     ),
     (
-        {"yardstick": "[{kind: countdown}]", "evaluation": "{environment: {kind: countdown}}"},
-        "yardstick judges in evaluation, and evaluation.environment=countdown is judged by its own "
-        "reward: remove yardstick",
+        {"eval_rewards": "[{kind: countdown}]", "evaluation": "{environment: {kind: countdown}}"},
+        "eval_rewards judges in evaluation, and evaluation.environment=countdown is judged by its own "
+        "reward: remove eval_rewards",
     ),
     (
-        {"yardstick": "[{kind: countdown}]", "evaluation": "{tasks: 0}"},
-        "yardstick judges in evaluation, and evaluation.tasks=0 evaluates nothing: remove "
-        "yardstick, or evaluation.tasks",
+        {"eval_rewards": "[{kind: countdown}]", "evaluation": "{tasks: 0}"},
+        "eval_rewards judges in evaluation, and evaluation.tasks=0 evaluates nothing: remove "
+        "eval_rewards, or evaluation.tasks",
     ),
     (
         {"rewards": "[{kind: countdown}, {kind: countdown}]"},

@@ -58,7 +58,7 @@ def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path, monke
         "tools": [{"kind": "calculator"}],
         "parts": [{"kind": "sorting"}],
     }
-    needed |= {"of": {"kind": "sorting"}}
+    needed |= {"worker": {"kind": "sorting"}}
     needed |= {"url": "http://localhost:1/v1", "model": "m", "taskset": "words_taskset"}
     needed |= {
         "interface": "experience.copying_env:Copying",

@@ -111,7 +111,7 @@ def test_where_nothing_could_be_judged_nothing_is_said(tmp_path: Path):
 def test_what_passes_is_said():
     rows = (prompt("a", 0.5, 0.2),)
     assert values(EvalResults(rows))["pass_at_2"] == 0.0
-    assert values(EvalResults(rows, passing=0.5))["pass_at_1"] == 0.5
+    assert values(EvalResults(rows, pass_threshold=0.5))["pass_at_1"] == 0.5
 
 
 def test_without_greedy_attempts_accuracy_is_of_the_sampled_ones():
@@ -138,7 +138,7 @@ def test_tags_have_numbers_of_their_own():
 def test_what_is_written_is_read_back(tmp_path: Path):
     found = EvalResults(
         (prompt("a", 1.0, None, answers="x_"), prompt("ä|\n", 0.25)),
-        passing=0.5,
+        pass_threshold=0.5,
         seed=3,
         about={"on": "x"},
     )

@@ -114,7 +114,7 @@ def trained(seed, *, max_staleness, correction):
         # while it works, what has begun is drawn: in no time
         roles={"policy": SlowLearner(learner, 1.0)},
         batcher=Batcher(ahead, groups_per_step=BATCH),
-        link=Copies(learner, generator),
+        weight_sync=Copies(learner, generator),
         first_step=0,
         last_step=STEPS,
         observers=(

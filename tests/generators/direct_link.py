@@ -6,7 +6,7 @@ from __future__ import annotations
 from ratchet.protocols import Generator, Learner
 
 
-class DirectLink:
+class DirectWeightSync:
     def __init__(self, learner: Learner, generator: Generator) -> None:
         self.learner, self.generator = learner, generator
 

@@ -18,7 +18,7 @@ from generators.workers_play import (
 from pydantic import ValidationError
 
 from ratchet.config.resolve import imported, resolve
-from ratchet.errors import DataError, LinkError, RatchetError, WorkerDied, WorkerRaised
+from ratchet.errors import DataError, RatchetError, WeightSyncError, WorkerDied, WorkerRaised
 from ratchet.experience.rollout.remote_manager import RemoteRolloutManager
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.workers.batch_protocol import CompletionBatch
@@ -28,7 +28,7 @@ from ratchet.testing.conformance import check_generator
 from ratchet.training.generator_workers import RecoveringWeightSync, worker_factory
 from ratchet.types import Completion, Message, Sampling, StopReason, Task
 from ratchet.weight_sync.endpoints import LocalRank, WeightSender
-from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
 LONG = Sampling(max_new_tokens=150, seed=1)
 TASK = Task("task", (Message("user", "1"),))
@@ -249,12 +249,12 @@ def linked(router, learner):
     outlet = LocalRank(WeightSender(learner))
 
     async def catch_up(receivers):
-        link = SharedMemoryLink(outlet, receivers)
+        link = SharedMemoryWeightSync(outlet, receivers)
         await link.push(router.version)
         await link.close()
 
     router.catch_up = catch_up
-    return RecoveringWeightSync(SharedMemoryLink(outlet, router.receivers), router)
+    return RecoveringWeightSync(SharedMemoryWeightSync(outlet, router.receivers), router)
 
 
 def test_pushes_reach_every_worker_and_can_be_audited():
@@ -336,7 +336,7 @@ def test_a_learner_that_breaks_a_push_is_not_the_workers_fault():
         def weights(self):
             raise RuntimeError("no weights")
 
-    with pytest.raises(LinkError, match="no weights"):
+    with pytest.raises(WeightSyncError, match="no weights"):
         asyncio.run(linked(router, Broken()).push(3))
     assert router.restarts == 0
 
@@ -349,7 +349,7 @@ def test_weights_that_nobody_can_push_again_end_it():
         started[0].left = 0
         await router.generate([1], LONG)
 
-    with pytest.raises(LinkError, match="version 2 can"):
+    with pytest.raises(WeightSyncError, match="version 2 can"):
         asyncio.run(play())
 
 
@@ -358,7 +358,8 @@ def test_weights_that_nobody_can_push_again_end_it():
 
 def test_the_section():
     made = resolve(
-        "generator", {"kind": "workers", "of": {"kind": "vllm", "tensor_parallel": 2}, "workers": 3}
+        "generator",
+        {"kind": "workers", "worker": {"kind": "vllm", "tensor_parallel": 2}, "workers": 3},
     )
     assert (made.accelerators, made.filters, made.workers) == (2, False, 3)
     assert made.misfit(n_heads=3, n_kv_heads=1, head_dim=64, n_layers=1, on_cpu=True).startswith(
@@ -366,24 +367,27 @@ def test_the_section():
     )
     assert config().filters
     assert config().misfit is None
-    assert isinstance(made.of, type(resolve("generator", {"kind": "vllm"})))
+    assert isinstance(made.worker, type(resolve("generator", {"kind": "vllm"})))
     assert GeneratorPool(made, None, None).max_restarts == 0
     assert GeneratorPool(config(recovery="restart", max_restarts=5)).max_restarts == 5
-    assert EngineConfig() == resolve("generator", {"kind": "workers", "of": {"kind": "engine"}}).of
+    assert (
+        EngineConfig()
+        == resolve("generator", {"kind": "workers", "worker": {"kind": "engine"}}).worker
+    )
 
 
-@pytest.mark.parametrize("plays", ["requests", "groups"])
-def test_the_rank_factory_exists(plays):
-    assert callable(imported(worker_factory(config(plays=plays))))
+@pytest.mark.parametrize("worker_runs", ["completions", "groups"])
+def test_the_rank_factory_exists(worker_runs):
+    assert callable(imported(worker_factory(config(worker_runs=worker_runs))))
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"of": {"kind": "workers", "of": {"kind": "engine"}}}, "'workers' is unknown"),
-        ({}, "of"),
-        ({"of": {"kind": "engine"}, "workers": 0}, "greater than or equal to 1"),
-        ({"of": {"kind": "engine"}, "max_restarts": 2}, "set that, or remove max_restarts"),
+        ({"worker": {"kind": "workers", "worker": {"kind": "engine"}}}, "'workers' is unknown"),
+        ({}, "worker"),
+        ({"worker": {"kind": "engine"}, "workers": 0}, "greater than or equal to 1"),
+        ({"worker": {"kind": "engine"}, "max_restarts": 2}, "set that, or remove max_restarts"),
     ],
 )
 def test_nonsense_is_refused(keys, said):

@@ -20,7 +20,7 @@ from ratchet.observe.metrics import MetricsManager
 from ratchet.testing.conformance import check_generator
 from ratchet.training.generator_workers import (
     get_generator_resources,
-    make_weight_sync,
+    make_recovering_weight_sync,
     start_generators,
 )
 from ratchet.types import Sampling, StopReason
@@ -69,7 +69,7 @@ def pid(router, rank):
 
 def linked(router, learner, recipe, directory):
     between = SyncEndpoints(learner, router, directory=directory)
-    return make_weight_sync(resolve("link", recipe), between, MetricsManager())
+    return make_recovering_weight_sync(resolve("weight_sync", recipe), between, MetricsManager())
 
 
 def test_it_is_the_generator_that_the_driver_would_have(start):

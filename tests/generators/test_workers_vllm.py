@@ -36,7 +36,7 @@ RECIPE = {
     "generator": {
         "kind": "workers",
         "workers": 1,
-        "of": {"kind": "vllm", "kv_cache_gib": 0.1, "enforce_eager": True},
+        "worker": {"kind": "vllm", "kv_cache_gib": 0.1, "enforce_eager": True},
     },
     "stages": [
         {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 50},

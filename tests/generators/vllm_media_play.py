@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from direct_link import DirectLink
+from direct_link import DirectWeightSync
 from PIL import Image
 
 from ratchet.data.chat.renderer import Renderer
@@ -122,7 +122,7 @@ async def agrees(family):
                     for weight in policy.model.parameters():
                         weight.mul_(1.05)
                 assert furthest(policy, asked, before) > 1e-3
-                await DirectLink(Weights(policy), generator).push(1)
+                await DirectWeightSync(Weights(policy), generator).push(1)
                 after = await draw(generator, 1)
                 assert furthest(policy, asked, after) < 1e-4, furthest(policy, asked, after)
                 assert all((one.versions == 1).all() for one in after)

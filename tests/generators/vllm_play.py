@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from direct_link import DirectLink
+from direct_link import DirectWeightSync
 
 from ratchet.config.experience import ParityConfig
 from ratchet.config.loader import load_config
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import LoRAConfig, OptimizerConfig
 from ratchet.data.packing import pack
-from ratchet.errors import ConfigError, DataError, LinkError, ModelError
+from ratchet.errors import ConfigError, DataError, ModelError, WeightSyncError
 from ratchet.executors import env_vars
 from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
 from ratchet.generators.config import VLLMConfig
@@ -47,7 +47,7 @@ from ratchet.training.loop import train
 from ratchet.types import Sampling, StopReason
 from ratchet.utils.temp_dirs import OWNER
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
-from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
 PROMPTS = [[1, 2, 3], [4] * 40, list(range(5, 60)), [7, 7, 8]]
 
@@ -262,7 +262,7 @@ async def pushes(engine, tied, *parallel):
     async with started(model, engine, **sizes) as generator:
         old = await all_of(generator, sampling)
         assert furthest(model, PROMPTS, old) < 1e-4
-        link = DirectLink(learner, generator)
+        link = DirectWeightSync(learner, generator)
         for version in (1, 2):
             shake(model, version)
             stale = await all_of(generator, sampling)
@@ -301,7 +301,7 @@ async def adapters(engine):
     learner = LocalLearner(LocalConfig(), model, optimizer=OptimizerConfig(), total_steps=1)
     sampling = Sampling(max_new_tokens=24, seed=3)
     async with started(policy(), engine, lora_rank=3) as generator:
-        link = SharedMemoryLink(
+        link = SharedMemoryWeightSync(
             LocalRank(WeightSender(learner)), LocalRank(WeightReceiver(generator)), adapter=adapter
         )
         await link.push(1)
@@ -356,7 +356,7 @@ async def several_adapters(engine):
             await refuses(
                 generator.add_adapter("one", Path(directory) / "one"), "'one' is served already"
             )
-            link = SharedMemoryLink(
+            link = SharedMemoryWeightSync(
                 LocalRank(WeightSender(learner)), LocalRank(WeightReceiver(generator)), adapter=own
             )
             await link.push(1)
@@ -415,7 +415,7 @@ async def damaged_adapter(generator, link, model, sampling):
         return path, checksum
 
     generator._adapters.write = damaged
-    with pytest.raises(LinkError, match="checksum"):
+    with pytest.raises(WeightSyncError, match="checksum"):
         await link.push(4)
     generator._adapters.write = write
     with torch.no_grad():
@@ -502,11 +502,11 @@ async def fails_while_loading(generator, learner, model, sampling):
     while not running(generator):
         await asyncio.sleep(0)
     generator.core.call = broken
-    await refuses(DirectLink(learner, generator).push(4), "disk on fire")
+    await refuses(DirectWeightSync(learner, generator).push(4), "disk on fire")
     generator.core.call = call
     assert (await long).stop is StopReason.ABORTED
     await refuses(generator.generate([1], sampling), "push again")
-    await DirectLink(learner, generator).push(5)
+    await DirectWeightSync(learner, generator).push(5)
     assert furthest(model, PROMPTS, await all_of(generator, sampling)) < 1e-4
 
 
@@ -518,7 +518,7 @@ async def pushes_in_flight(engine, keep_kv=""):
         tasks = [asyncio.create_task(generator.generate(prompt, sampling)) for prompt in PROMPTS]
         await until_some(generator, 5)
         shake(model, 1)
-        await DirectLink(Weights(model), generator).push(7)
+        await DirectWeightSync(Weights(model), generator).push(7)
         completions = await asyncio.gather(*tasks)
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             assert len(completion.tokens) == 200
@@ -622,7 +622,7 @@ async def accuracies(config):
         for index in range(len(config.stages)):
             run = build_run(config, index, made)
             if not made.generator.shares_weights:
-                run.link = Compared(run.link, made)
+                run.weight_sync = Compared(run.weight_sync, made)
             await train(run)
             found.append(run.progress.accuracy)
     finally:
@@ -634,10 +634,10 @@ class Compared:
     """A link that holds the sampler to the learner after every push."""
 
     def __init__(self, link, policy):
-        self.link, self.policy = link, policy
+        self.weight_sync, self.policy = link, policy
 
     async def push(self, version):
-        await self.link.push(version)
+        await self.weight_sync.push(version)
         prompts = [[1, 2, 3, 4], [5, 6, 7, 8, 10]]
         sampled = await all_of(
             self.policy.generator, Sampling(max_new_tokens=8, seed=version), prompts
@@ -674,7 +674,7 @@ async def pushes_experts():
         assert furthest(model, PROMPTS, await all_of(generator, sampling)) < 1e-4
         for version in (1, 2):
             shake(model, version)
-            await DirectLink(Weights(model), generator).push(version)
+            await DirectWeightSync(Weights(model), generator).push(version)
             assert furthest(model, PROMPTS, await all_of(generator, sampling)) < 1e-4
 
 

@@ -23,7 +23,7 @@ def engine(seed=0):
 
 
 def config(workers=2, **keys):
-    return GeneratorWorkersConfig(of=ENGINE, workers=workers, **keys)
+    return GeneratorWorkersConfig(worker=ENGINE, workers=workers, **keys)
 
 
 def requests(count, *, new=20):

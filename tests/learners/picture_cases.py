@@ -28,9 +28,11 @@ def weighed(batch):
     return batch, list(algorithm.losses["policy"])
 
 
-def local(directory, towers, batches, *, tokens=TOKENS, dtype=torch.float64, checkpoint=None):
+def local(
+    directory, train_encoders, batches, *, tokens=TOKENS, dtype=torch.float64, checkpoint=None
+):
     """(metrics by step, weights, logprobs of the last batch) in one process."""
-    policy = load_transformers_policy(directory, dtype=dtype, towers=towers)
+    policy = load_transformers_policy(directory, dtype=dtype, train_encoders=train_encoders)
     learner = LocalLearner(
         LocalConfig(micro_batch_tokens=tokens), policy, optimizer=OPTIMIZER, total_steps=10
     )
@@ -46,11 +48,13 @@ def local(directory, towers, batches, *, tokens=TOKENS, dtype=torch.float64, che
     )
 
 
-def ranked(rank, shards, directory, towers, pickled, saved=None):
+def ranked(rank, shards, directory, train_encoders, pickled, saved=None):
     """On one rank: (metrics by step, blocks of weights (with whether they rest), names of what has
     a gradient)."""
     provider = DTensorModels(DTensorConfig(dp_shard=shards), torch.device("cpu"), torch.float64)
-    policy = provider.load(ModelSource(path=str(directory), towers=towers)).requires_grad_(True)
+    policy = provider.load(
+        ModelSource(path=str(directory), train_encoders=train_encoders)
+    ).requires_grad_(True)
     spec = RoleSpec(
         optimizer={**OPTIMIZER.model_dump(mode="json"), "kind": "adamw"}, total_steps=10
     )

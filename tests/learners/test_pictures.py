@@ -47,8 +47,8 @@ def close(found, expected, bound=1e-6):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("towers", ["frozen", "trained"])
-def test_micro_batches_change_nothing(family, towers):
+@pytest.mark.parametrize("train_encoders", [False, True])
+def test_micro_batches_change_nothing(family, train_encoders):
     batches = [batch_of(family, 0, 1, 2), batch_of(family, 1, 2)]
     first = {
         name: weight.clone()
@@ -57,7 +57,8 @@ def test_micro_batches_change_nothing(family, towers):
         ).canonical_weights()
     }
     together, alone = (
-        local(model_directory(family), towers, batches, tokens=tokens) for tokens in (4096, 1)
+        local(model_directory(family), train_encoders, batches, tokens=tokens)
+        for tokens in (4096, 1)
     )
     close(alone[1], together[1])
     torch.testing.assert_close(alone[2], together[2], rtol=1e-6, atol=1e-7)
@@ -66,7 +67,7 @@ def test_micro_batches_change_nothing(family, towers):
     )
     still = {name for name in first if torch.equal(first[name], together[1][name])}
     visual = {name for name in first if name.startswith("model.visual.")}
-    assert still == (visual if towers == "frozen" else set())
+    assert still == (visual if not train_encoders else set())
 
 
 def test_a_batch_in_float32_is_scored_as_one_row_after_the_other():
@@ -80,17 +81,17 @@ def test_a_batch_in_float32_is_scored_as_one_row_after_the_other():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("towers", ["frozen", "trained"])
-def test_fsdp2_on_two_ranks_is_one_process(family, towers, tmp_path):
+@pytest.mark.parametrize("train_encoders", [False, True])
+def test_fsdp2_on_two_ranks_is_one_process(family, train_encoders, tmp_path):
     """In the first step one rank has pictures and the other has none; in the second nobody has."""
     batches = [batch_of(family, 0, 1), batch_of(family, 1, 1), batch_of(family, 0, 1, 2, 1, 2)]
-    expected = local(model_directory(family), towers, batches)
+    expected = local(model_directory(family), train_encoders, batches)
     results = run_ranks(
         2,
         "learners.picture_cases:ranked",
         2,
         model_directory(family),
-        towers,
+        train_encoders,
         pickle.dumps(batches),
         tmp_path / "saved",
     )
@@ -110,7 +111,7 @@ def test_fsdp2_on_two_ranks_is_one_process(family, towers, tmp_path):
     close(found, expected[1])
     assert resting == (
         {name for name in found if name.startswith("model.visual.")}
-        if towers == "frozen"
+        if not train_encoders
         else set()
     )
 

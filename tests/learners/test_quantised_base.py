@@ -19,7 +19,7 @@ from ratchet.learners.lora_reference import LoRAReference
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.lora.decoder import Adapter, is_adapter_parameter
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
-from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
 SHAPE = DecoderConfig(VOCAB, 32, 2, 2, 1, 16, 48, init_std=0.15)
 FORMS = ["float8", pytest.param("nf4", marks=pytest.mark.needs("bitsandbytes"))]
@@ -102,7 +102,7 @@ def test_what_samples_has_the_learners_probabilities(form):
         EmbeddedEngine(ENGINE, made.model),
         EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=9)),
     )
-    link = SharedMemoryLink(
+    link = SharedMemoryWeightSync(
         LocalRank(WeightSender(made)), LocalRank(WeightReceiver(apart)), adapter=made.model.adapter
     )
     for version in (1, 2, 3):

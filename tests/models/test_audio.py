@@ -160,18 +160,18 @@ def test_packed_sequences_with_clips_are_what_transformers_makes_of_each(directo
     assert float(packed[0].std()) > 0.1
 
 
-@pytest.mark.parametrize("towers", ["frozen", "trained"])
-def test_supervised_steps_move_what_trains_however_the_batch_is_divided(directory, towers):
+@pytest.mark.parametrize("train_encoders", [False, True])
+def test_supervised_steps_move_what_trains_however_the_batch_is_divided(directory, train_encoders):
     batch, before = batch_of(directory), dict(load_policy(directory).canonical_weights())
     steps, after, together, _ = local(
-        directory, towers, [batch] * 3, tokens=4096, dtype=torch.float32
+        directory, train_encoders, [batch] * 3, tokens=4096, dtype=torch.float32
     )
     assert steps[2]["loss"] < steps[0]["loss"]
     still = {name for name, weight in before.items() if torch.equal(weight, after[name])}
     heard = {name for name in before if "audio_tower" in name or "multi_modal_projector" in name}
     assert heard
-    assert still == (heard if towers == "frozen" else set())
-    *_, alone, _ = local(directory, towers, [batch] * 3, tokens=1, dtype=torch.float32)
+    assert still == (heard if not train_encoders else set())
+    *_, alone, _ = local(directory, train_encoders, [batch] * 3, tokens=1, dtype=torch.float32)
     torch.testing.assert_close(alone, together, rtol=0, atol=1e-4)
 
 

@@ -10,7 +10,7 @@ from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
 from ratchet.training.from_config import build_policy
 
 RECIPE = """\
-model: {{path: {model}, towers: {towers}}}
+model: {{path: {model}, train_encoders: {train_encoders}}}
 device: cpu
 threads: 1
 media: {{max_side: 40}}
@@ -20,10 +20,11 @@ algorithm: {{kind: sft}}
 """
 
 
-def policy_of(tmp_path, model, towers="trained", generator="hf"):
+def policy_of(tmp_path, model, train_encoders=True, generator="hf"):
     path = tmp_path / "r.yaml"
     path.write_text(
-        RECIPE.format(model=model, towers=towers, generator=generator), encoding="utf-8"
+        RECIPE.format(model=model, train_encoders=train_encoders, generator=generator),
+        encoding="utf-8",
     )
     return build_policy(freeze(load_config(path)))
 
@@ -31,7 +32,7 @@ def policy_of(tmp_path, model, towers="trained", generator="hf"):
 def test_it_brings_its_processor_and_the_limits_of_the_recipe(tmp_path):
     policy = policy_of(tmp_path, model_directory())
     assert isinstance(policy.model, MultimodalPolicy)
-    assert policy.model.towers == "trained"
+    assert policy.model.train_encoders
     assert (
         len(policy.renderer.media(policy.renderer.prompt([asked(picture(1))]), [asked(picture(1))]))
         == 1

@@ -38,7 +38,7 @@ from ratchet.testing.fakes import FakeLearner
 from ratchet.testing.synthetic import Draw
 from ratchet.testing.synthetic_update import Update, differentiated
 from ratchet.training.from_config import build_policy, build_run
-from ratchet.training.generator_workers import make_weight_sync
+from ratchet.training.generator_workers import make_recovering_weight_sync
 from ratchet.training.loop import train
 from ratchet.training.metering import StageMeter
 from ratchet.types import Failed, Scored
@@ -140,9 +140,11 @@ def of_tags() -> dict[str, float]:
 
 
 def of_restarts() -> dict[str, float | None]:
-    metrics, router = MetricsManager(), GeneratorPool(GeneratorWorkersConfig(of=EngineConfig()))
-    make_weight_sync(
-        resolve("link", {"kind": "shared_memory"}), SyncEndpoints(FakeLearner(2), router), metrics
+    metrics, router = MetricsManager(), GeneratorPool(GeneratorWorkersConfig(worker=EngineConfig()))
+    make_recovering_weight_sync(
+        resolve("weight_sync", {"kind": "shared_memory"}),
+        SyncEndpoints(FakeLearner(2), router),
+        metrics,
     )
     router.on_restart()
     return metrics.flush(0)

@@ -38,7 +38,7 @@ GRPO = {
     "steps": 3,
 }
 RANKS = {"learner": {"kind": "dtensor", "dp_shard": 2, "micro_batch_tokens": 64}}
-WORKERS = {"kind": "workers", "of": {"kind": "engine", "kv_cache_gib": 0.01}}
+WORKERS = {"kind": "workers", "worker": {"kind": "engine", "kv_cache_gib": 0.01}}
 LINKS = [
     {"kind": "auto"},
     *(
@@ -112,11 +112,16 @@ def on_ranks(executor, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "link", LINKS, ids=lambda link: "-".join(filter(None, (link["kind"], link.get("through"))))
+    "weight_sync",
+    LINKS,
+    ids=lambda link: "-".join(filter(None, (link["kind"], link.get("through")))),
 )
 def test_every_link_serves_several_generators(executor, on_ranks, tmp_path, link):
     assert len(on_ranks) == 13
-    assert metrics_of(config(**RANKS, generator=WORKERS, link=link), executor, tmp_path) == on_ranks
+    assert (
+        metrics_of(config(**RANKS, generator=WORKERS, weight_sync=link), executor, tmp_path)
+        == on_ranks
+    )
     assert not any(tmp_path.rglob("*.safetensors"))
 
 
@@ -151,14 +156,14 @@ def test_workers_play_whole_groups(executor, tmp_path, workers):
             RunConfig.model_validate({**RECIPE, "stages": [{**stage, **keys} for stage in stages]})
         )
 
-    groups = {**WORKERS, "workers": workers, "plays": "groups"}
+    groups = {**WORKERS, "workers": workers, "worker_runs": "groups"}
     assert metrics_of(settings(generator=groups), executor, tmp_path) == metrics_of(
         settings(), executor, tmp_path
     )
 
 
 def test_what_can_not_be_played_elsewhere_is_refused():
-    groups = {**WORKERS, "plays": "groups"}
+    groups = {**WORKERS, "worker_runs": "groups"}
     for key, value in (
         ("max_staleness", 1),
         ("dynamic_sampling", True),
@@ -170,19 +175,22 @@ def test_what_can_not_be_played_elsewhere_is_refused():
             for conflict in conflicts(config(generator=groups, rollouts={key: value}))
         ]
         assert any(
-            f"rollouts.{key} can't be had there: remove it, or set generator.plays=requests" in said
+            f"rollouts.{key} can't be had there: remove it, or set generator.worker_runs=completions"
+            in said
             for said in found
         )
-    assert not any("plays" in conflict.message for conflict in conflicts(config(generator=groups)))
-    with pytest.raises(ValidationError, match="set recovery=none, or plays=requests"):
+    assert not any(
+        "worker_runs" in conflict.message for conflict in conflicts(config(generator=groups))
+    )
+    with pytest.raises(ValidationError, match="set recovery=none, or worker_runs=completions"):
         config(generator={**groups, "recovery": "restart"})
 
 
 def test_media_need_a_processor_here():
-    settings = config(generator={**WORKERS, "plays": "groups"})
+    settings = config(generator={**WORKERS, "worker_runs": "groups"})
     policy = build_policy(settings)
     policy.renderer.processor = object()
-    with pytest.raises(ConfigError, match=r"Set generator\.plays=requests"):
+    with pytest.raises(ConfigError, match=r"Set generator\.worker_runs=completions"):
         check_stages(settings, policy)
 
 
@@ -197,7 +205,7 @@ def test_a_model_of_transformers(executor, tmp_path):
         return freeze(RunConfig.model_validate({**RECIPE, "model": model, "stages": stages}))
 
     embedded = metrics_of(settings({"kind": "hf"}), executor, tmp_path)
-    workers = {"kind": "workers", "of": {"kind": "hf"}, "workers": 1}
+    workers = {"kind": "workers", "worker": {"kind": "hf"}, "workers": 1}
     for ours, theirs in zip(
         metrics_of(settings(workers), executor, tmp_path), embedded, strict=True
     ):
@@ -210,7 +218,7 @@ def test_a_model_of_transformers(executor, tmp_path):
     [
         ({"generator": WORKERS}, r"Set learner\.kind=dtensor"),
         (
-            {**RANKS, "generator": {"kind": "workers", "of": {"kind": "vllm"}}},
+            {**RANKS, "generator": {"kind": "workers", "worker": {"kind": "vllm"}}},
             "vLLM starts its own processes",
         ),
         (

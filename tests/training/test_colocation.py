@@ -18,7 +18,7 @@ from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.load import init_policy
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.testing.fakes import FakeGenerator, FakeLearner, FakeLink
+from ratchet.testing.fakes import FakeGenerator, FakeLearner, FakeWeightSync
 from ratchet.training.colocation import GENERATOR, LEARNERS, AcceleratorLock, colocate
 from ratchet.types import Sampling
 
@@ -71,7 +71,7 @@ class PlacedGenerator(OnDevice, FakeGenerator):
         return made
 
 
-class PlacedLink(FakeLink):
+class PlacedWeightSync(FakeWeightSync):
     def __init__(self, device):
         super().__init__()
         self.device = device
@@ -97,7 +97,7 @@ def device():
 def parts(device):
     learners = {"policy": PlacedLearner(5).place(device, LEARNERS)}
     generator = PlacedGenerator(lambda tokens, sampling: [3]).place(device, GENERATOR)
-    return learners, generator, PlacedLink(device)
+    return learners, generator, PlacedWeightSync(device)
 
 
 def test_never_both_whoever_asks(device, parts):

@@ -12,7 +12,7 @@ from ratchet.config.resolve import construct, resolve
 from ratchet.config.schema import EvaluationConfig, RunConfig
 from ratchet.experience.sources.batcher import Batcher
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.testing.fakes import FakeLink, FakeSource
+from ratchet.testing.fakes import FakeSource, FakeWeightSync
 from ratchet.training.build import make_run
 from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
@@ -84,9 +84,9 @@ def test_weights_are_sent_when_somebody_reads_them(kind: str, pushed: list[int])
     """Before every step that samples; where rows are given, before an evaluation, and at the
     end."""
     run = run_of(construct(resolve("algorithm", {"kind": kind})), [SAME] * 5)
-    run.link, run.evaluate_every = FakeLink(), 2
+    run.weight_sync, run.evaluate_every = FakeWeightSync(), 2
     asyncio.run(train(run))
-    assert run.link.pushed == pushed
+    assert run.weight_sync.pushed == pushed
 
 
 def test_a_stage_may_end_after_so_many_seconds_as_if_it_had_no_step_left():
@@ -96,8 +96,8 @@ def test_a_stage_may_end_after_so_many_seconds_as_if_it_had_no_step_left():
     async def save(done: int) -> None:
         saved.append(done)
 
-    run.link, run.limit_s, run.save = FakeLink(), 0.0, save
+    run.weight_sync, run.limit_s, run.save = FakeWeightSync(), 0.0, save
     asyncio.run(train(run))
     assert (run.done, run.progress.ended) == (3, True)
-    assert run.link.pushed == [3]  # for the evaluation at the end
+    assert run.weight_sync.pushed == [3]  # for the evaluation at the end
     assert saved == [3]

@@ -309,9 +309,9 @@ def test_a_run_never_imports_what_takes_longer_than_torch_itself(recipe, tmp_pat
 def test_what_a_link_leaves_lies_in_the_runs_directory(recipe, tmp_path):
     """And not in the one that the recipe's name suggests, which may be another run's."""
     run = tmp_path / "elsewhere"
-    link = ["link.kind=files", "learner.kind=dtensor"]
+    link = ["weight_sync.kind=files", "learner.kind=dtensor"]
     done = ratchet(
         "train", recipe, "--run-dir", run, *link, "stages.sft.steps=1", "stages.rl.steps=1"
     )
     assert done.returncode == 0, done.stderr
-    assert (run / "links").is_dir()
+    assert (run / "weight_sync").is_dir()

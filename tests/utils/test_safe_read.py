@@ -9,7 +9,7 @@ import hostile
 import pytest
 
 from ratchet.cli.errors import sentence
-from ratchet.errors import DataError, LinkError
+from ratchet.errors import DataError, WeightSyncError
 from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import escape_controls, get_first_line, make_console, shorten_text
 
@@ -134,7 +134,7 @@ def test_long_texts_are_cut():
 
 def test_each_kind_of_error_has_its_status():
     assert sentence(DataError("x")) == ("DataError: x", 2)
-    assert sentence(LinkError("x")) == ("LinkError: x", 1)
+    assert sentence(WeightSyncError("x")) == ("WeightSyncError: x", 1)
     assert len(sentence(DataError("x" * 100_000))[0]) < 12_000
     assert sentence(ValueError("a bug")) is None
     for error in (

@@ -12,7 +12,7 @@ from weight_sync.test_transfer import LINKS
 from ratchet.config.experience import ParityConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import LoRAConfig, OptimizerConfig
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
@@ -21,7 +21,7 @@ from ratchet.models.load import init_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.types import Sampling
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
-from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
 SHAPE = DecoderConfig(VOCAB, 16, 2, 2, 1, 8, 24, init_std=0.3, tied=False)
 ADAPTER = Adapter(LoRAConfig(rank=2, alpha=4.0), seed=5)
@@ -53,7 +53,7 @@ def furthest(made, generator):
 def test_later_pushes_carry_the_adapter_alone(kind, tmp_path):
     made, generator = learner(), EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=9))
     ends = LocalRank(WeightSender(made)), LocalRank(WeightReceiver(generator))
-    link = LINKS[kind](*ends, tmp_path / "links", adapter=ADAPTER)
+    link = LINKS[kind](*ends, tmp_path / "weight_sync", adapter=ADAPTER)
     adapter_bytes = sum(weight.nbytes for _, weight in made.model.adapter_weights())
     base_bytes = sum(weight.nbytes for _, weight in made.model.canonical_weights())
     asyncio.run(link.push(1))
@@ -72,7 +72,7 @@ def test_later_pushes_carry_the_adapter_alone(kind, tmp_path):
 
 def test_a_push_that_fails_leaves_the_adapter_before(monkeypatch):
     made, generator = learner(), EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=0))
-    link = SharedMemoryLink(
+    link = SharedMemoryWeightSync(
         LocalRank(WeightSender(made)), LocalRank(WeightReceiver(generator)), adapter=ADAPTER
     )
     asyncio.run(link.push(1))
@@ -84,7 +84,7 @@ def test_a_push_that_fails_leaves_the_adapter_before(monkeypatch):
         "ratchet.weight_sync.endpoints.prepare_checksum_check",
         lambda numbers, wanted: lambda: False,
     )
-    with pytest.raises(LinkError, match="lora_A"):
+    with pytest.raises(WeightSyncError, match="lora_A"):
         asyncio.run(link.push(3))
     assert generator.version == 2
     assert all(torch.equal(before[shard.name], shard.tensor) for shard in generator.weights())
@@ -97,7 +97,7 @@ def test_a_push_that_fails_leaves_the_adapter_before(monkeypatch):
 def test_the_parity_gate_sees_an_adapter_that_did_not_arrive():
     """And names its weights."""
     made, generator = learner(), EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=0))
-    link = SharedMemoryLink(
+    link = SharedMemoryWeightSync(
         LocalRank(WeightSender(made)), LocalRank(WeightReceiver(generator)), adapter=ADAPTER
     )
     asyncio.run(link.push(1))
@@ -116,16 +116,16 @@ def test_the_parity_gate_sees_an_adapter_that_did_not_arrive():
 def test_a_generator_has_one_adapter_of_a_learner():
     generator = EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=0))
     asyncio.run(
-        SharedMemoryLink(
+        SharedMemoryWeightSync(
             LocalRank(WeightSender(learner())),
             LocalRank(WeightReceiver(generator)),
             adapter=ADAPTER,
         ).push(1)
     )
     other = Adapter(LoRAConfig(rank=3))
-    with pytest.raises(LinkError, match="another adapter"):
+    with pytest.raises(WeightSyncError, match="another adapter"):
         asyncio.run(
-            SharedMemoryLink(
+            SharedMemoryWeightSync(
                 LocalRank(WeightSender(learner())),
                 LocalRank(WeightReceiver(generator)),
                 adapter=other,

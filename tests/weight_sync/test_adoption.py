@@ -11,12 +11,12 @@ from weight_sync.components import engine
 from weight_sync.test_failures import Tampering
 from weight_sync.test_transfer import assert_bit_equal, held, local
 
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.generators.weight_update import WeightStaging
 from ratchet.protocols import Adopts, Shard
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver
-from ratchet.weight_sync.files import FilesLink
-from ratchet.weight_sync.shared_memory import SharedMemoryLink, lay_out_blocks
+from ratchet.weight_sync.files import FilesWeightSync
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync, lay_out_blocks
 from ratchet.weight_sync.weight_blocks import WeightBlock
 
 
@@ -54,7 +54,7 @@ def test_weights_are_used_where_they_lie_and_two_segments_take_turns():
     generator = engine(UNTIED)
     assert isinstance(generator, Adopts)
     assert not generator.adopted
-    link = SharedMemoryLink(outlet, LocalRank(WeightReceiver(generator)))
+    link = SharedMemoryWeightSync(outlet, LocalRank(WeightReceiver(generator)))
     seen = []
     for version in (1, 2, 3, 4):
         asyncio.run(link.push(version))
@@ -75,7 +75,7 @@ def test_a_push_that_fails_leaves_what_serves_untouched(method):
     policy, outlet = local(UNTIED)
     generator = engine(UNTIED)
     receiver = Tampering(WeightReceiver(generator), "", None)
-    link = SharedMemoryLink(outlet, receiver)
+    link = SharedMemoryWeightSync(outlet, receiver)
     for version in (1, 2):
         asyncio.run(link.push(version))
         change(policy, 1.5)
@@ -86,7 +86,7 @@ def test_a_push_that_fails_leaves_what_serves_untouched(method):
 
     for version in (3, 4, 5):  # more often than there are segments
         receiver.method, receiver.act = method, fails
-        with pytest.raises(LinkError, match="on fire"):
+        with pytest.raises(WeightSyncError, match="on fire"):
             asyncio.run(link.push(version))
         assert_bit_equal(held(generator), before)
         change(policy, 1.5)
@@ -101,20 +101,20 @@ def test_a_receiver_that_committed_keeps_its_weights_though_another_failed():
     policy, outlet = local(UNTIED)
     first, second = engine(UNTIED), engine(UNTIED)
     both = Both(first, second)
-    link = SharedMemoryLink(outlet, both)
+    link = SharedMemoryWeightSync(outlet, both)
     asyncio.run(link.push(1))
     assert addresses(first) == addresses(second)  # one copy for all
     old = held(second)
     change(policy, 1.5)
     both.breaks.append("died")
-    with pytest.raises(LinkError, match="died"):
+    with pytest.raises(WeightSyncError, match="died"):
         asyncio.run(link.push(2))
     new = weights_of(policy)
     assert_bit_equal(held(first), new)
     assert_bit_equal(held(second), old)
     change(policy, 1.5)
     both.breaks.append("died again")
-    with pytest.raises(LinkError, match="died again"):
+    with pytest.raises(WeightSyncError, match="died again"):
         asyncio.run(link.push(3))
     assert_bit_equal(held(first), weights_of(policy))
     assert_bit_equal(held(second), old)
@@ -126,11 +126,13 @@ def test_another_kind_of_link_writes_to_memory_of_the_generators_own(tmp_path):
     """What was adopted is the weights of other generators too."""
     policy, outlet = local(UNTIED)
     first, second = engine(UNTIED), engine(UNTIED)
-    link = SharedMemoryLink(outlet, Both(first, second))
+    link = SharedMemoryWeightSync(outlet, Both(first, second))
     asyncio.run(link.push(1))
     before, shared = held(second), addresses(first)
     change(policy, 1.5)
-    asyncio.run(FilesLink(outlet, LocalRank(WeightReceiver(first)), directory=tmp_path).push(2))
+    asyncio.run(
+        FilesWeightSync(outlet, LocalRank(WeightReceiver(first)), directory=tmp_path).push(2)
+    )
     assert not first.adopted
     assert_bit_equal(held(first), weights_of(policy))
     assert not set(shared.values()) & set(addresses(first).values())
@@ -140,7 +142,7 @@ def test_another_kind_of_link_writes_to_memory_of_the_generators_own(tmp_path):
 @pytest.mark.fault("P18")
 def test_the_committed_files_stay_under_any_clock(tmp_path):
     _, outlet = local(UNTIED)
-    link = FilesLink(outlet, LocalRank(WeightReceiver(engine(UNTIED))), directory=tmp_path)
+    link = FilesWeightSync(outlet, LocalRank(WeightReceiver(engine(UNTIED))), directory=tmp_path)
     asyncio.run(link.push(1))
     (first,) = tmp_path.iterdir()
     os.utime(first, (2**33, 2**33))  # the clock was set back after this push
@@ -152,7 +154,7 @@ def test_the_committed_files_stay_under_any_clock(tmp_path):
 def test_what_has_another_dtype_is_copied(sent, kept):
     policy, outlet = local(SHAPE)
     generator = engine(SHAPE, dtype=kept)
-    link = SharedMemoryLink(outlet, LocalRank(WeightReceiver(generator)), dtype=sent)
+    link = SharedMemoryWeightSync(outlet, LocalRank(WeightReceiver(generator)), dtype=sent)
     for version in (1, 2):
         asyncio.run(link.push(version))
         assert not generator.adopted

@@ -11,7 +11,7 @@ from weight_sync.components import Kept, RowsRank, matrices
 from weight_sync.processes import Processes
 from weight_sync.test_transfer import assert_bit_equal
 
-from ratchet.errors import DeltaRefused, LinkError
+from ratchet.errors import DeltaRefused, WeightSyncError
 from ratchet.protocols import Shard
 from ratchet.weight_sync.checksums import checksum
 from ratchet.weight_sync.delta import (
@@ -23,8 +23,8 @@ from ratchet.weight_sync.delta import (
     view_as_words,
 )
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver
-from ratchet.weight_sync.files import FilesLink
-from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.files import FilesWeightSync
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 from ratchet.weight_sync.weight_blocks import describe_block
 
 DTYPES = [
@@ -140,7 +140,7 @@ def test_what_comes_out_wrong_is_refused_and_nothing_applies_to_it_any_more(hist
     received, shards, sent = history
     received.blocks[0, 0][50] = 5.0
     with pytest.raises(
-        LinkError, match="weight 'w' of rank 0 is not what it should be after its changes"
+        WeightSyncError, match="weight 'w' of rank 0 is not what it should be after its changes"
     ):
         deliver(received, shards[2], "", 1, 2, sent=sent[2])
     with pytest.raises(DeltaRefused, match="the receiver has none"):
@@ -148,7 +148,7 @@ def test_what_comes_out_wrong_is_refused_and_nothing_applies_to_it_any_more(hist
 
 
 def test_a_position_outside_of_the_block_is_refused():
-    with pytest.raises(LinkError, match="outside of its block"):
+    with pytest.raises(WeightSyncError, match="outside of its block"):
         apply_changed_words(
             torch.zeros(3),
             torch.tensor([3], dtype=torch.int32),
@@ -165,11 +165,11 @@ WHOLE = 4 * 30 * 4  # bytes of four matrices
 def test_a_push_is_whole_where_changes_would_not_apply(through, ranks, tmp_path):
     kept = Kept()
     receiver = LocalRank(WeightReceiver(kept))
-    by_files = lambda *ends: FilesLink(*ends, directory=tmp_path, changes_only=True)  # noqa: E731
+    by_files = lambda *ends: FilesWeightSync(*ends, directory=tmp_path, changes_only=True)  # noqa: E731
     link = (
         by_files(ranks, receiver)
         if through == "files"
-        else SharedMemoryLink(ranks, receiver, changes_only=True)
+        else SharedMemoryWeightSync(ranks, receiver, changes_only=True)
     )
 
     def pushed(version):
@@ -194,7 +194,7 @@ def test_a_push_is_whole_where_changes_would_not_apply(through, ranks, tmp_path)
 
 def test_a_rank_that_was_started_anew_sends_all_that_it_has(ranks):
     kept = Kept()
-    link = SharedMemoryLink(ranks, LocalRank(WeightReceiver(kept)), changes_only=True)
+    link = SharedMemoryWeightSync(ranks, LocalRank(WeightReceiver(kept)), changes_only=True)
     asyncio.run(link.push(1))
     link.senders = other = Processes(2, "weight_sync.components:RowsRank")
     try:

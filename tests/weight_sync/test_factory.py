@@ -12,13 +12,13 @@ from weight_sync.components import Kept
 from ratchet.config.resolve import resolve
 from ratchet.errors import ConfigError
 from ratchet.testing.fakes import FakeLearner
-from ratchet.weight_sync.collective import CollectiveLink
-from ratchet.weight_sync.cuda_ipc import CudaIpcLink
+from ratchet.weight_sync.collective import CollectiveWeightSync
+from ratchet.weight_sync.cuda_ipc import CudaIpcWeightSync
 from ratchet.weight_sync.endpoints import LocalRank
-from ratchet.weight_sync.factory import SyncEndpoints, make_link
-from ratchet.weight_sync.files import FilesLink
-from ratchet.weight_sync.in_process import SharedLink
-from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
+from ratchet.weight_sync.files import FilesWeightSync
+from ratchet.weight_sync.in_process import SharedWeightSync
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
 
 class Embedded(Kept):
@@ -31,25 +31,29 @@ RANKS, ALONE = LocalRank(None), FakeLearner(2)
 @pytest.mark.parametrize(
     ("recipe", "between", "made"),
     [
-        ({}, {"learner": ALONE, "generator": Embedded()}, SharedLink),
-        ({}, {"learner": ALONE, "generator": Kept()}, SharedMemoryLink),
-        ({}, {"learner": RANKS, "generator": Embedded()}, SharedMemoryLink),
-        ({}, {"learner": RANKS, "generator": Kept(), "one_host": False}, CollectiveLink),
-        ({"kind": "shared"}, {"learner": ALONE, "generator": Embedded()}, SharedLink),
-        ({"kind": "shared_memory"}, {"learner": RANKS, "generator": Kept()}, SharedMemoryLink),
-        ({"kind": "cuda_ipc"}, {"learner": RANKS, "generator": Kept()}, CudaIpcLink),
-        ({"kind": "collective"}, {"learner": RANKS, "generator": Kept()}, CollectiveLink),
-        ({"kind": "files"}, {"learner": RANKS, "generator": Kept()}, FilesLink),
-        ({"kind": "delta"}, {"learner": RANKS, "generator": Kept()}, FilesLink),
+        ({}, {"learner": ALONE, "generator": Embedded()}, SharedWeightSync),
+        ({}, {"learner": ALONE, "generator": Kept()}, SharedMemoryWeightSync),
+        ({}, {"learner": RANKS, "generator": Embedded()}, SharedMemoryWeightSync),
+        ({}, {"learner": RANKS, "generator": Kept(), "one_host": False}, CollectiveWeightSync),
+        ({"kind": "shared"}, {"learner": ALONE, "generator": Embedded()}, SharedWeightSync),
+        (
+            {"kind": "shared_memory"},
+            {"learner": RANKS, "generator": Kept()},
+            SharedMemoryWeightSync,
+        ),
+        ({"kind": "cuda_ipc"}, {"learner": RANKS, "generator": Kept()}, CudaIpcWeightSync),
+        ({"kind": "collective"}, {"learner": RANKS, "generator": Kept()}, CollectiveWeightSync),
+        ({"kind": "files"}, {"learner": RANKS, "generator": Kept()}, FilesWeightSync),
+        ({"kind": "delta"}, {"learner": RANKS, "generator": Kept()}, FilesWeightSync),
         (
             {"kind": "delta", "through": "shared_memory"},
             {"learner": RANKS, "generator": Kept()},
-            SharedMemoryLink,
+            SharedMemoryWeightSync,
         ),
     ],
 )
 def test_each_kind_is_its_link(recipe, between, made):
-    link = make_link(resolve("link", recipe), SyncEndpoints(**between))
+    link = make_weight_sync(resolve("weight_sync", recipe), SyncEndpoints(**between))
     assert type(link) is made
     assert getattr(link, "changes_only", False) == (recipe.get("kind") == "delta")
 
@@ -66,29 +70,34 @@ def test_keys_reach_the_link(tmp_path):
         {"kind": "files"},
         {"kind": "delta"},
     ):
-        link = make_link(resolve("link", {**recipe, **own}), between)
+        link = make_weight_sync(resolve("weight_sync", {**recipe, **own}), between)
         assert (link.dtype, link.timeout_s, link.receivers) == ("float16", 5.0, RANKS)
     network = {"kind": "collective", "backend": "nccl", "host": "10.0.0.1", "bucket_mib": 3}
-    link = make_link(resolve("link", network), between)
+    link = make_weight_sync(resolve("weight_sync", network), between)
     assert (link.backend, link.host, link.bucket_mib, link.receivers_count) == (
         "nccl",
         "10.0.0.1",
         3,
         3,
     )
-    assert make_link(resolve("link", {"kind": "files"}), between).directory == tmp_path / "links"
+    assert (
+        make_weight_sync(resolve("weight_sync", {"kind": "files"}), between).directory
+        == tmp_path / "weight_sync"
+    )
     chosen = {"kind": "files", "directory": str(tmp_path / "other")}
-    assert make_link(resolve("link", chosen), between).directory == tmp_path / "other"
-    assert make_link(resolve("link", {}), between).run == "mine"
-    assert make_link(resolve("link", {"kind": "delta"}), between).dtype == "bfloat16"
+    assert make_weight_sync(resolve("weight_sync", chosen), between).directory == tmp_path / "other"
+    assert make_weight_sync(resolve("weight_sync", {}), between).run == "mine"
+    assert make_weight_sync(resolve("weight_sync", {"kind": "delta"}), between).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("one_host", "host"), [(True, "127.0.0.1"), (False, socket.gethostname())])
 def test_others_reach_the_driver_at_an_address_that_they_can(one_host, host):
     between = SyncEndpoints(RANKS, Kept(), one_host=one_host)
-    assert make_link(resolve("link", {"kind": "collective"}), between).host == host
+    assert make_weight_sync(resolve("weight_sync", {"kind": "collective"}), between).host == host
     assert (
-        make_link(resolve("link", {"kind": "collective", "host": "10.0.0.1"}), between).host
+        make_weight_sync(
+            resolve("weight_sync", {"kind": "collective", "host": "10.0.0.1"}), between
+        ).host
         == "10.0.0.1"
     )
 
@@ -97,9 +106,9 @@ SHARED = """
 import sys
 from types import SimpleNamespace
 from ratchet.config.resolve import resolve
-from ratchet.weight_sync.factory import SyncEndpoints, make_link
+from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
 
-make_link(resolve("link", {}), SyncEndpoints(SimpleNamespace(), SimpleNamespace(shares_weights=True)))
+make_weight_sync(resolve("weight_sync", {}), SyncEndpoints(SimpleNamespace(), SimpleNamespace(shares_weights=True)))
 print(*sorted(name for name in sys.modules if name in {"torch", "safetensors"} or name.startswith("ratchet.weight_sync.")))
 """
 
@@ -117,4 +126,4 @@ def test_shared_weights_need_no_transport():
 
 def test_weights_that_are_not_shared_are_not_taken_for_shared():
     with pytest.raises(ConfigError, match="Set link\.kind=auto"):
-        make_link(resolve("link", {"kind": "shared"}), SyncEndpoints(ALONE, Kept()))
+        make_weight_sync(resolve("weight_sync", {"kind": "shared"}), SyncEndpoints(ALONE, Kept()))

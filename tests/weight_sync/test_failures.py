@@ -16,10 +16,10 @@ from weight_sync.components import Kept, RowsRank, matrices
 from weight_sync.processes import Processes
 from weight_sync.test_transfer import LINKS, assert_bit_equal
 
-from ratchet.errors import LinkError, ModelError
+from ratchet.errors import ModelError, WeightSyncError
 from ratchet.weight_sync import shared_memory
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver
-from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
 
 class Tampering(LocalRank):
@@ -65,7 +65,7 @@ def serves(kept, version, wanted):
 
 def push_then_fail(link, kept, ranks, version=2, **match):
     """The old weights stay; the push after that brings the new ones."""
-    with pytest.raises(LinkError, **match) as failed:
+    with pytest.raises(WeightSyncError, **match) as failed:
         asyncio.run(link.push(version))
     serves(kept, 1, matrices(0, 4, 6, 5))
     assert kept.staged == []
@@ -78,7 +78,7 @@ def push_then_fail(link, kept, ranks, version=2, **match):
 def test_a_flipped_bit_in_the_segment_is_refused(at, ranks):
     kept = Kept()
     receiver = Tampering(WeightReceiver(kept), "", None)
-    link = SharedMemoryLink(ranks, receiver)
+    link = SharedMemoryWeightSync(ranks, receiver)
     shared_memory._MAPPED.clear()
     asyncio.run(link.push(1))
     ranks.ask("become", 1)
@@ -125,7 +125,7 @@ def test_a_rank_killed_in_the_middle_of_sending_is_named(kind, tmp_path):
     try:
         asyncio.run(link.push(1))
         ranks.ask("die", 1, 2)
-        with pytest.raises(LinkError) as failed:
+        with pytest.raises(WeightSyncError) as failed:
             asyncio.run(link.push(2))
     finally:
         ranks.close()
@@ -149,7 +149,7 @@ def test_a_rank_that_raises_ends_the_push_and_nobody_waits_for_the_deadline(kind
     ranks.ask("become", 1)
     ranks.ask("fail", 1, 2)
     try:
-        with pytest.raises(LinkError, match=r"out of memory|rank 1 (stopped sending|lost)"):
+        with pytest.raises(WeightSyncError, match=r"out of memory|rank 1 (stopped sending|lost)"):
             asyncio.run(link.push(2))
     finally:
         ranks.ask("fail", None, None)
@@ -170,7 +170,7 @@ def test_a_generator_that_refuses_keeps_what_it_has(kind, ranks, tmp_path):
 
     kept.receive, receive = refuse, kept.receive
     with pytest.raises(
-        LinkError, match=re.escape("(a receiver compares checksums: ModelError: no room)")
+        WeightSyncError, match=re.escape("(a receiver compares checksums: ModelError: no room)")
     ):
         asyncio.run(link.push(2))
     serves(kept, 1, matrices(0, 4, 6, 5))
@@ -184,10 +184,12 @@ def test_a_push_has_a_deadline(ranks):
         await asyncio.Event().wait()
 
     kept = Kept()
-    link = SharedMemoryLink(ranks, LocalRank(WeightReceiver(kept)))
+    link = SharedMemoryWeightSync(ranks, LocalRank(WeightReceiver(kept)))
     asyncio.run(link.push(1))
     kept.prepare, link.timeout_s = never, 0.05
-    with pytest.raises(LinkError, match=re.escape("(a receiver prepares: not over after 0.05 s)")):
+    with pytest.raises(
+        WeightSyncError, match=re.escape("(a receiver prepares: not over after 0.05 s)")
+    ):
         asyncio.run(link.push(2))
     assert kept.version == 1
 
@@ -213,16 +215,16 @@ def test_a_cancelled_push_rolls_back(ranks):
             await task
 
     kept = Slow()
-    asyncio.run(cancel(SharedMemoryLink(ranks, LocalRank(WeightReceiver(kept)))))
+    asyncio.run(cancel(SharedMemoryWeightSync(ranks, LocalRank(WeightReceiver(kept)))))
     assert kept.rolled_back
 
 
 def test_ranks_that_hold_other_blocks_than_they_said_are_refused(ranks):
     kept = Kept()
-    link = SharedMemoryLink(ranks, LocalRank(WeightReceiver(kept)))
+    link = SharedMemoryWeightSync(ranks, LocalRank(WeightReceiver(kept)))
     asyncio.run(link.push(1))
     link.senders = LocalRank(LocalRows(0, 1))
-    with pytest.raises(LinkError):
+    with pytest.raises(WeightSyncError):
         asyncio.run(link.push(2))
     serves(kept, 1, matrices(0, 4, 6, 5))
 
@@ -235,7 +237,7 @@ def test_memory_of_another_host_is_not_mistaken_for_the_segment(tmp_path):
     file = tmp_path / "other"
     file.write_bytes(bytes(256))
     for path in (str(file), str(tmp_path / "absent")):
-        with pytest.raises(LinkError, match="must be on one host"):
+        with pytest.raises(WeightSyncError, match="must be on one host"):
             shared_memory._map(path, "token", 128)
 
 
@@ -258,13 +260,13 @@ DRIVER = textwrap.dedent(
     sys.path[:0] = {path}
     from weight_sync.components import Kept, RowsRank
     from ratchet.weight_sync.endpoints import WeightReceiver, LocalRank
-    from ratchet.weight_sync.shared_memory import SharedMemoryLink
+    from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
     class Rank(RowsRank):
         def __init__(self):
             super().__init__(0, 1)
 
-    link = SharedMemoryLink(LocalRank(Rank()), LocalRank(WeightReceiver(Kept())), run="killed")
+    link = SharedMemoryWeightSync(LocalRank(Rank()), LocalRank(WeightReceiver(Kept())), run="killed")
     asyncio.run(link.push(1))
     print("pushed", flush=True)
     time.sleep(60)
@@ -292,11 +294,11 @@ def test_no_memory_is_left_behind_by_a_driver_that_was_killed():
 
 def test_a_receiver_that_was_killed_is_named_and_another_gets_everything(ranks):
     receivers = Processes(1, "weight_sync.components:KeptIntake")
-    link = SharedMemoryLink(ranks, receivers, changes_only=True)
+    link = SharedMemoryWeightSync(ranks, receivers, changes_only=True)
     asyncio.run(link.push(1))
     receivers.processes[0].kill()
     receivers.processes[0].join()
-    with pytest.raises(LinkError, match="rank 0 died"):
+    with pytest.raises(WeightSyncError, match="rank 0 died"):
         asyncio.run(link.push(2))
     link.receivers = receivers = Processes(1, "weight_sync.components:KeptIntake")
     try:

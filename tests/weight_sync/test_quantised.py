@@ -11,7 +11,7 @@ from weight_sync.test_transfer import LINKS
 from ratchet.config.experience import ParityConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.data.packing import pack
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
@@ -22,7 +22,7 @@ from ratchet.models.load import init_policy
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import Sampling
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
-from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
 SHAPE = DecoderConfig(23, 32, 2, 2, 1, 16, 48, init_std=0.15, tied=False, qkv_bias=True)
 FORMS = ["float8", pytest.param("nf4", marks=pytest.mark.needs("bitsandbytes"))]
@@ -45,7 +45,7 @@ def test_what_arrives_is_quantised_within_the_bound_of_its_form(kind, sent, tmp_
     link = LINKS[kind](
         LocalRank(WeightSender(learner)),
         LocalRank(WeightReceiver(generator)),
-        tmp_path / "links",
+        tmp_path / "weight_sync",
         dtype=sent,
     )
     for version in (1, 2):
@@ -77,12 +77,12 @@ def test_a_push_that_fails_leaves_the_codes_that_serve(form):
     tokens = generator.generate_all(*asked)[0].tokens.tolist()
 
     def cut(*_):
-        raise LinkError("cut off behind what was received")
+        raise WeightSyncError("cut off behind what was received")
 
-    link = SharedMemoryLink(
+    link = SharedMemoryWeightSync(
         LocalRank(WeightSender(learner)), Tampering(WeightReceiver(generator), "commit", cut)
     )
-    with pytest.raises(LinkError, match="cut off"):
+    with pytest.raises(WeightSyncError, match="cut off"):
         asyncio.run(link.push(1))
     assert all(linear.quantised.opened is None for _, linear in generator.policy.decoder.inner_maps)
     assert all(torch.equal(tensor, before[name]) for name, tensor in shown(generator).items())
@@ -92,7 +92,9 @@ def test_a_push_that_fails_leaves_the_codes_that_serve(form):
 
 def test_the_parity_gate_names_the_form():
     learner, generator = ends("float8")
-    link = SharedMemoryLink(LocalRank(WeightSender(learner)), LocalRank(WeightReceiver(generator)))
+    link = SharedMemoryWeightSync(
+        LocalRank(WeightSender(learner)), LocalRank(WeightReceiver(generator))
+    )
     asyncio.run(link.push(1))
     prompts = [[1, 2, 3], [4, 5]]
     made = generator.generate_all(prompts, [Sampling(max_new_tokens=9, seed=i) for i in range(2)])

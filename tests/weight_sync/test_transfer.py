@@ -11,31 +11,31 @@ from weight_sync.components import engine
 from weight_sync.processes import Processes
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.errors import LinkError
+from ratchet.errors import WeightSyncError
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.load import init_policy
-from ratchet.protocols import Audits, Link
-from ratchet.weight_sync.collective import CollectiveLink
+from ratchet.protocols import Audits, WeightSync
+from ratchet.weight_sync.collective import CollectiveWeightSync
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
-from ratchet.weight_sync.files import FilesLink
-from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.files import FilesWeightSync
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 from ratchet.weight_sync.weight_blocks import WeightBlock, check_cover
 
 LINKS = {
-    "shared_memory": lambda senders, receivers, path, **o: SharedMemoryLink(
+    "shared_memory": lambda senders, receivers, path, **o: SharedMemoryWeightSync(
         senders, receivers, run="test", **o
     ),
-    "collective": lambda senders, receivers, path, **o: CollectiveLink(
+    "collective": lambda senders, receivers, path, **o: CollectiveWeightSync(
         senders, receivers, bucket_mib=1, timeout_s=30, **o
     ),
-    "files": lambda senders, receivers, path, **o: FilesLink(
+    "files": lambda senders, receivers, path, **o: FilesWeightSync(
         senders, receivers, directory=path, **o
     ),
-    "delta by files": lambda senders, receivers, path, **o: FilesLink(
+    "delta by files": lambda senders, receivers, path, **o: FilesWeightSync(
         senders, receivers, directory=path, changes_only=True, **o
     ),
-    "delta by shared memory": lambda senders, receivers, path, **o: SharedMemoryLink(
+    "delta by shared memory": lambda senders, receivers, path, **o: SharedMemoryWeightSync(
         senders, receivers, changes_only=True, **o
     ),
 }
@@ -77,8 +77,8 @@ def assert_bit_equal(found, wanted):
 @pytest.mark.parametrize("kind", LINKS)
 def test_pushes_are_bit_exact(kind, learner, tmp_path):
     generator = engine(UNTIED)
-    link = LINKS[kind](learner, LocalRank(WeightReceiver(generator)), tmp_path / "links")
-    assert isinstance(link, Link)
+    link = LINKS[kind](learner, LocalRank(WeightReceiver(generator)), tmp_path / "weight_sync")
+    assert isinstance(link, WeightSync)
     assert isinstance(link, Audits)
 
     async def pushes():
@@ -93,7 +93,7 @@ def test_pushes_are_bit_exact(kind, learner, tmp_path):
         await link.close()
 
     asyncio.run(pushes())
-    assert not list((tmp_path / "links").glob("*"))
+    assert not list((tmp_path / "weight_sync").glob("*"))
 
 
 def local(shape, dtype=torch.float32, seed=5):
@@ -139,7 +139,7 @@ def test_experts_travel_by_their_own_names():
     )
     policy, outlet = local(shape)
     generator = engine(shape)
-    link = SharedMemoryLink(outlet, LocalRank(WeightReceiver(generator)))
+    link = SharedMemoryWeightSync(outlet, LocalRank(WeightReceiver(generator)))
     asyncio.run(link.push(1))
     assert any(".experts.3.down_proj" in name for name in held(generator))
     assert_bit_equal(held(generator), dict(policy.canonical_weights()))
@@ -148,7 +148,7 @@ def test_experts_travel_by_their_own_names():
 def test_a_tied_learner_fills_the_head_of_an_untied_generator():
     policy, outlet = local(SHAPE)
     generator = engine(replace(SHAPE, tied=False))
-    asyncio.run(SharedMemoryLink(outlet, LocalRank(WeightReceiver(generator))).push(1))
+    asyncio.run(SharedMemoryWeightSync(outlet, LocalRank(WeightReceiver(generator))).push(1))
     found, embedding = held(generator), policy.decoder.embed_tokens.weight
     assert torch.equal(found["lm_head.weight"], embedding)
     assert torch.equal(found["model.embed_tokens.weight"], embedding)
@@ -166,8 +166,8 @@ def test_a_generator_of_another_model_refuses_before_anything_moves(shape, said)
     _, outlet = local(SHAPE)
     generator = engine(shape)
     before = held(generator)
-    link = SharedMemoryLink(outlet, LocalRank(WeightReceiver(generator)))
-    with pytest.raises(LinkError, match=said):
+    link = SharedMemoryWeightSync(outlet, LocalRank(WeightReceiver(generator)))
+    with pytest.raises(WeightSyncError, match=said):
         asyncio.run(link.push(1))
     assert_bit_equal(held(generator), before)
     assert generator.version == 0
@@ -179,7 +179,7 @@ def test_several_receivers_get_the_same(tmp_path):
     try:
         for make in (
             LINKS["shared_memory"],
-            lambda *a: CollectiveLink(*a[:2], receivers_count=2, timeout_s=30),
+            lambda *a: CollectiveWeightSync(*a[:2], receivers_count=2, timeout_s=30),
         ):
             link = make(ranks, receivers, tmp_path)
             asyncio.run(link.push(7))
@@ -214,7 +214,7 @@ def block(offsets, sizes, name="w", shape=(4, 4), dtype="float32"):
     ],
 )
 def test_ranks_that_do_not_add_up_to_a_model_are_found(by_rank, said):
-    with pytest.raises(LinkError, match=said):
+    with pytest.raises(WeightSyncError, match=said):
         check_cover(by_rank)
 
 

@@ -406,7 +406,7 @@ GRPO = (
     KeyRow(f"{GENERATION}.backend", "generator", how=to.convert_generator),
     KeyRow(
         f"{GENERATION}.vllm_cfg.enforce_eager",
-        note="generator.enforce_eager, or generator.of.enforce_eager where workers hold it",
+        note="generator.enforce_eager, or generator.worker.enforce_eager where workers hold it",
     ),
     *nothing("counted in generator, or without a switch", f"{GENERATION}.*"),
     KeyRow("data.train.dataset_name", "environment", note=shared.ROWS, how=to.rows),

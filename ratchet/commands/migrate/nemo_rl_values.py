@@ -279,7 +279,7 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
     is_separate = separate(config)
     devices = gpus(config) - learner_accelerators(config) if is_separate else gpus(config)
     copies = max(1, devices // (keys["tensor_parallel"] * pipeline))
-    generator = {"kind": "workers", "workers": copies, "of": keys} if copies > 1 else keys
+    generator = {"kind": "workers", "workers": copies, "worker": keys} if copies > 1 else keys
     turns = {} if is_separate or megatron(config) else {"cluster.colocated": True}
     note = (
         "vLLM needs accelerators of its own beside learner.kind=megatron: lower data_parallel or "

@@ -348,7 +348,7 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
     if config[length] is not None:
         keys["max_context"] = config.whole(length)
     copies = max(1, accelerators("actor_infer", config) // ways)
-    generator = {"kind": "workers", "workers": copies, "of": keys} if copies > 1 else keys
+    generator = {"kind": "workers", "workers": copies, "worker": keys} if copies > 1 else keys
     megatron = config["actor_train.strategy_args.strategy_name"] == "megatron_train"
     note = (
         "vLLM needs accelerators of its own beside learner.kind=megatron: see that both fit"

@@ -261,7 +261,7 @@ def generator(value: Any, config: PeerConfig) -> Any:
         if config[f"{ROLLOUT}.{their_key}"] is not None:
             keys[ours] = config.whole(f"{ROLLOUT}.{their_key}")
     if copies > 1:
-        keys = {"kind": "workers", "workers": copies, "of": keys}
+        keys = {"kind": "workers", "workers": copies, "worker": keys}
     turns = {} if engine(config) == "megatron" else {"cluster.colocated": True}
     note = (
         "learner and vLLM use the same accelerators by turns, as there"

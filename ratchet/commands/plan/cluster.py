@@ -53,7 +53,7 @@ class Division:
             "kind": "vllm",
             **({"tensor_parallel": self.generator_tensor} if self.generator_tensor > 1 else {}),
         }
-        generator = {"kind": "workers", "workers": self.replicas, "of": engine}
+        generator = {"kind": "workers", "workers": self.replicas, "worker": engine}
         return {
             "learner": learner,
             "generator": generator,

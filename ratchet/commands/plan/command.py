@@ -242,7 +242,7 @@ def _given(arena: EnvSetup, renderer: Renderer, task: Task, algorithm: Algorithm
 
 def answers(stage: StageConfig, algorithm: Algorithm) -> bool:
     """Return True if the policy answers in the stage's evaluations."""
-    return bool(stage.yardstick) or algorithm.source == "rollouts"
+    return bool(stage.eval_rewards) or algorithm.source == "rollouts"
 
 
 def estimate_memory(

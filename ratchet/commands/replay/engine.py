@@ -95,8 +95,8 @@ def no_generator(*_: object) -> None:
     return None
 
 
-class NoLink:
-    """A `Link` that sends nothing, as nothing generates."""
+class NoWeightSync:
+    """A `WeightSync` that sends nothing, as nothing generates."""
 
     async def push(self, version: int) -> None: ...
 
@@ -304,7 +304,7 @@ class Replay:
             algorithm,
             roles,
             batcher,
-            NoLink(),
+            NoWeightSync(),
             first_step=first,
             last_step=first + plan.steps,
         )

@@ -29,12 +29,12 @@ def _curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "curriculum.prefer",
             "algorithm.kind",
         )
-    if curriculum.difficulty is not None and curriculum.opens_by > stage.steps:
+    if curriculum.difficulty is not None and curriculum.full_by_step > stage.steps:
         yield clash(
-            f"curriculum.opens_by={curriculum.opens_by} is more than the stage's "
+            f"curriculum.full_by_step={curriculum.full_by_step} is more than the stage's "
             f"steps={stage.steps}, so the hardest tasks "
             "would never be drawn: lower it",
-            "curriculum.opens_by",
+            "curriculum.full_by_step",
             "steps",
         )
 

@@ -28,11 +28,11 @@ def _maps(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _towers(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    if stage.lora is not None and config.model.towers != "frozen":
+    if stage.lora is not None and config.model.train_encoders:
         yield clash(
-            f"model.towers={config.model.towers} and lora: an adapter is of the language model, "
+            "model.train_encoders=true and lora: an adapter is of the language model, "
             "and all else rests: remove one",
-            "model.towers",
+            "model.train_encoders",
             "lora",
         )
 
@@ -81,7 +81,7 @@ def _last(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _served(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    held: Any = getattr(stage.generator, "of", stage.generator)
+    held: Any = getattr(stage.generator, "worker", stage.generator)
     max_rank = getattr(held, "lora_rank", None)
     if stage.lora is not None and max_rank is not None and max_rank < stage.lora.rank:
         yield clash(

@@ -57,11 +57,11 @@ def model_conflicts(config: RunConfig) -> Iterator[Conflict]:
             "model.overrides changes a preset, and model.path brings its own shape: remove it",
             "model.overrides",
         )
-    if model.towers != "frozen" and (model.preset is not None or model.backend == "ratchet"):
+    if model.train_encoders and (model.preset is not None or model.backend == "ratchet"):
         yield clash(
-            f"model.towers={model.towers} is of a model that reads media, which transformers runs "
+            "model.train_encoders=true is of a model that reads media, which transformers runs "
             "from model.path: remove it",
-            "model.towers",
+            "model.train_encoders",
         )
     if model.trust_remote_code and model.backend == "ratchet":
         yield clash(

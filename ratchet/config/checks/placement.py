@@ -106,13 +106,16 @@ def _turns(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "cluster.colocated",
             "learner.kind",
         )
-    if _kind(stage.link) == "cuda_ipc" or getattr(stage.link, "backend", "") == "nccl":
+    if (
+        _kind(stage.weight_sync) == "cuda_ipc"
+        or getattr(stage.weight_sync, "backend", "") == "nccl"
+    ):
         yield clash(
             "cluster.colocated sends weights from main memory, where the learner's are in the "
-            "generator's turn, and this link "
-            "takes them from an accelerator: set link.kind=auto",
+            "generator's turn, and this weight sync "
+            "takes them from an accelerator: set weight_sync.kind=auto",
             "cluster.colocated",
-            "link.kind",
+            "weight_sync.kind",
         )
 
 

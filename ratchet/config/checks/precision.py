@@ -50,7 +50,7 @@ def _base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    held: Any = getattr(stage.generator, "of", stage.generator)
+    held: Any = getattr(stage.generator, "worker", stage.generator)
     form = getattr(held, "quantise", None)
     if form is None:
         return
@@ -63,7 +63,8 @@ def _generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         yield clash(
             f"generator.quantise={form} is for weights of the generator's own, and here it reads "
             "those that are trained: "
-            "set generator={kind: workers, of: {kind: engine, quantise: %s}}, or remove it" % form,
+            "set generator={kind: workers, worker: {kind: engine, quantise: %s}}, or remove it"
+            % form,
             "generator.quantise",
         )
     if getattr(held, "copies_weights", False) and _without_cuda(config):

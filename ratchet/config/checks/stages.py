@@ -207,7 +207,7 @@ def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     shared = any(
         other.source == "rollouts" and other.rewards == stage.rewards for other in config.stages
     )
-    evaluated = stage.evaluation.tasks > 0 and stage.yardstick == stage.rewards
+    evaluated = stage.evaluation.tasks > 0 and stage.eval_rewards == stage.rewards
     if (
         stage.source not in ("rollouts", None)
         and stage.rewards
@@ -215,19 +215,19 @@ def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     ):
         yield clash(
             f"rewards judge attempts, and algorithm {_kind(stage)} makes none: remove rewards, "
-            "or set yardstick if they are meant for evaluation",
+            "or set eval_rewards if they are meant for evaluation",
             "rewards",
         )
 
 
-def _yardstick(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check evaluation rewards. As a default that another stage reads, they are fine."""
     elsewhere = stage.evaluation.environment
     readers = [
         one for one in config.stages if one.evaluation.tasks and one.evaluation.environment is None
     ]
-    expected = stage.yardstick == (own_rewards(stage.environment) or stage.rewards)
-    if expected or any(one.yardstick == stage.yardstick for one in readers):
+    expected = stage.eval_rewards == (own_rewards(stage.environment) or stage.rewards)
+    if expected or any(one.eval_rewards == stage.eval_rewards for one in readers):
         return
     key, why = "evaluation.tasks", "evaluation.tasks=0 evaluates nothing"
     if elsewhere is not None:
@@ -236,12 +236,14 @@ def _yardstick(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             f"evaluation.environment={_named(elsewhere)} is judged by its own reward",
         )
     yield clash(
-        f"yardstick judges in evaluation, and {why}: remove yardstick, or {key}", "yardstick", key
+        f"eval_rewards judges in evaluation, and {why}: remove eval_rewards, or {key}",
+        "eval_rewards",
+        key,
     )
 
 
 def _reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    for key in ("rewards", "yardstick"):
+    for key in ("rewards", "eval_rewards"):
         names = [getattr(reward, "kind", "").rpartition(":")[2] for reward in getattr(stage, key)]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield clash(
@@ -282,7 +284,7 @@ def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     shape = {**shape, **config.model.overrides}
     sizes = {name: shape[name] for name in ("n_heads", "n_kv_heads", "head_dim", "n_layers")}
     if reason := misfit(**sizes, on_cpu=config.device == "cpu"):
-        held = getattr(stage.generator, "of", stage.generator)
+        held = getattr(stage.generator, "worker", stage.generator)
         yield clash(
             f"generator {getattr(held, 'kind', '')} can't run this model: {reason}",
             "generator",
@@ -376,12 +378,12 @@ def _played(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     }
     for key in (key for key, given in keys.items() if given):
         yield clash(
-            "generator.plays=groups plays a step's groups in other processes, from beginning to "
+            "generator.worker_runs=groups plays a step's groups in other processes, from beginning to "
             "end, and "
             f"{key.removesuffix('.kind')} can't be had there: remove it, or set "
-            "generator.plays=requests",
+            "generator.worker_runs=completions",
             key,
-            "generator.plays",
+            "generator.worker_runs",
         )
 
 
@@ -431,7 +433,7 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _evaluation,
     _end_with_best,
     _rewards,
-    _yardstick,
+    _eval_rewards,
     _reward_names,
     _given,
     _judged,

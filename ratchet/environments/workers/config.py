@@ -19,7 +19,7 @@ class WorkersConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.workers.environment:workers"
 
-    of: Annotated[SerializeAsAny[Section], Slot("played")] = Field(
+    worker: Annotated[SerializeAsAny[Section], Slot("played")] = Field(
         description="The environment whose attempts they play."
     )
     processes: int = Field(
@@ -31,12 +31,12 @@ class WorkersConfig(EnvironmentConfig):
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self.of, "default_reward", "")
+        return getattr(self.worker, "default_reward", "")
 
     @property
     def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self.of, "gives", EnvironmentConfig.gives)
+        return getattr(self.worker, "gives", EnvironmentConfig.gives)
 
     @property
     def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self.of, "judges", True)
+        return getattr(self.worker, "judges", True)

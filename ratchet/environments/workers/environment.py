@@ -18,7 +18,7 @@ from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 def workers(config: WorkersConfig) -> WorkerEnvironment:
     """One that offers what the environment itself offers."""
-    local = construct(config.of)
+    local = construct(config.worker)
     bases = tuple(made for protocol, made in OFFERS.items() if isinstance(local, protocol))
     return type(f"{type(local).__name__}InWorkers", (*bases, WorkerEnvironment), {})(config, local)
 
@@ -31,7 +31,9 @@ class WorkerEnvironment:
         self.config, self.here = config, here
         self.replayable, self.judges = here.replayable, getattr(here, "judges", True)
         self._pool = Pool(
-            config.of.model_dump(mode="json"), processes=config.processes, threads=config.threads
+            config.worker.model_dump(mode="json"),
+            processes=config.processes,
+            threads=config.threads,
         )
         self._join()
 

@@ -23,7 +23,7 @@ from ratchet.batch import Batch
 from ratchet.config.experience import ParityConfig
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ParityError
-from ratchet.protocols import Audits, Generator, Learner, Link, ShowsWeights
+from ratchet.protocols import Audits, Generator, Learner, ShowsWeights, WeightSync
 from ratchet.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -44,12 +44,12 @@ class ParityPair:
 
     learner: Learner
     generator: Generator
-    link: Link
+    weight_sync: WeightSync
     fingerprints: Mapping[str, str]
 
     @classmethod
     def create(
-        cls, learner: Learner, generator: Generator, link: Link, tokenizer: Tokenizer
+        cls, learner: Learner, generator: Generator, weight_sync: WeightSync, tokenizer: Tokenizer
     ) -> ParityPair:
         """Return the pair to compare; `tokenizer` is the policy's."""
         fingerprints = {"policy": tokenizer.fingerprint}
@@ -57,7 +57,7 @@ class ParityPair:
         fingerprint = getattr(generator_tokenizer, "fingerprint", None)
         if fingerprint is not None:
             fingerprints["generator"] = str(fingerprint)
-        return cls(learner, generator, link, fingerprints)
+        return cls(learner, generator, weight_sync, fingerprints)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,11 @@ class ParityGate:
                 "weights",
                 f"not compared: the generator rounds received weights to {self._rounded_to}",
             )
-        differing = await self.ends.link.audit() if isinstance(self.ends.link, Audits) else None
+        differing = (
+            await self.ends.weight_sync.audit()
+            if isinstance(self.ends.weight_sync, Audits)
+            else None
+        )
         if differing is None:
             return ParityFinding("weights", "not compared: the generator doesn't show them")
         if not differing:

@@ -119,8 +119,8 @@ class Curriculum(TaskStream):
         """Return the places of the tasks that may be drawn."""
         if self.config.difficulty is None:
             return self._ranked_N
-        start = self.config.opens_at
-        passed = position // self.per_step / self.config.opens_by
+        start = self.config.start_share
+        passed = position // self.per_step / self.config.full_by_step
         return self._ranked_N[: math.ceil(min(1.0, start + (1 - start) * passed) * len(self._pool))]
 
     def _weights(self, open_O: NDArray[np.int64]) -> NDArray[np.float64]:

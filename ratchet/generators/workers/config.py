@@ -17,14 +17,15 @@ class GeneratorWorkersConfig(Section):
 
     builds: ClassVar[str] = "ratchet.generators.workers.pool:GeneratorPool"
 
-    of: Annotated[SerializeAsAny[Section], Slot("generating")] = Field(
+    worker: Annotated[SerializeAsAny[Section], Slot("generating")] = Field(
         description="The generator that each worker holds."
     )
     workers: int = Field(2, ge=1, le=1024, description="Processes, each with the whole model.")
-    plays: Literal["requests", "groups"] = Field(
-        "requests",
-        description="What workers run. requests: completions; groups: whole groups of attempts, "
-        "whose environments and rewards run there too, which pays if attempts are short and many.",
+    worker_runs: Literal["completions", "groups"] = Field(
+        "completions",
+        description="What each worker runs. completions: requests of the driver; groups: whole "
+        "groups of attempts, with their environments and rewards, which pays if attempts are short "
+        "and many.",
     )
     recovery: Literal["none", "restart"] = Field(
         "none",
@@ -37,9 +38,10 @@ class GeneratorWorkersConfig(Section):
 
     @model_validator(mode="after")
     def _restarts(self) -> GeneratorWorkersConfig:
-        if self.plays == "groups" and self.recovery == "restart":
+        if self.worker_runs == "groups" and self.recovery == "restart":
             raise ValueError(
-                "plays=groups begins no group a second time: set recovery=none, or plays=requests"
+                "worker_runs=groups begins no group a second time: set recovery=none, or "
+                "worker_runs=completions"
             )
         if self.recovery == "none" and "max_restarts" in self.changed:
             raise ValueError(
@@ -50,24 +52,24 @@ class GeneratorWorkersConfig(Section):
     @property
     def placeable(self) -> bool:
         """True if the workers' generator can be offloaded from the accelerator."""
-        return getattr(self.of, "placeable", True)
+        return getattr(self.worker, "placeable", True)
 
     @property
     def filters(self) -> bool:
         """True if the workers' generator reports the probability mass that filters keep."""
-        return getattr(self.of, "filters", True)
+        return getattr(self.worker, "filters", True)
 
     @property
     def least_temperature(self) -> float:
         """Return the lowest positive temperature that the workers' generator accepts."""
-        return getattr(self.of, "least_temperature", 0.0)
+        return getattr(self.worker, "least_temperature", 0.0)
 
     @property
     def misfit(self) -> Callable[..., str | None] | None:
         """Return the function that tells why the workers' generator can't run a model, if any."""
-        return getattr(self.of, "misfit", None)
+        return getattr(self.worker, "misfit", None)
 
     @property
     def accelerators(self) -> int:
         """Return the number of accelerators of each worker, if the machine has any."""
-        return getattr(self.of, "accelerators", 1)
+        return getattr(self.worker, "accelerators", 1)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.errors import LinkError, RatchetError, WorkerError, WorkerRaised
+from ratchet.errors import RatchetError, WeightSyncError, WorkerError, WorkerRaised
 from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.worker_queue import PendingRequest, WorkerQueue
@@ -52,7 +52,7 @@ class GeneratorPool:
         model, tokenizer: the policy's. Workers get their own when they start.
         """
         self.tokenizer = tokenizer
-        self.precision: str | None = getattr(config.of, "quantise", None)
+        self.precision: str | None = getattr(config.worker, "quantise", None)
         self.max_restarts = config.max_restarts if config.recovery == "restart" else 0
         self.restarts = 0
         self.version = 0
@@ -200,13 +200,13 @@ class GeneratorPool:
             self.mark_current(stale)
             return
         if self.catch_up is None:
-            raise LinkError(
+            raise WeightSyncError(
                 f"version {self.version} can't be pushed to a worker that has replaced another: "
                 "there is no weight sync"
             )
         try:
             await self.catch_up(PoolReceivers(self, stale))
-        except LinkError:
+        except WeightSyncError:
             # If no worker was lost during the push, the weight sync itself failed.
             if all(queue.group is not None for queue in stale):
                 raise

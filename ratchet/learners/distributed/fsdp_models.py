@@ -115,7 +115,7 @@ class DTensorModels:
             origin.directory(),
             dtype=self.dtype,
             trust_remote_code=origin.trust_remote_code,
-            towers=origin.towers,
+            train_encoders=origin.train_encoders,
         )
         if self.mesh.tensor is not None:
             model.divide(self.mesh.tensor, self.device)

@@ -22,7 +22,6 @@ from ratchet.config.media_limits import PROCESSOR_FILES
 from ratchet.errors import ModelError
 from ratchet.models.flops import TokenCost
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.load import Towers
 from ratchet.models.lora import transformers as on_transformers
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.media import EncodedMedia, join_media_inputs, make_probe_images
@@ -53,7 +52,7 @@ class MultimodalPolicy(TransformersPolicy):
     sequence alone, so that packed ones have those that they'd have apart; with them goes a row of
     positions in the text, which tells sequences apart.
 
-    towers: whether all that is not the language model trains, or rests.
+    train_encoders: True if all that is not the language model trains too.
     """
 
     def __init__(
@@ -61,14 +60,14 @@ class MultimodalPolicy(TransformersPolicy):
         model: PreTrainedModel,
         *,
         saved_config: PreTrainedConfig | None = None,
-        towers: Towers = "frozen",
+        train_encoders: bool = False,
         probes: Sequence[Medium] = (),
         files: Mapping[str, bytes] | None = None,
     ) -> None:
         """probes: two images, to find out whether packed sequences with media are kept apart;
         without, each runs alone. files: of its processor, by name, which `save` writes too. Raises
         ModelError."""
-        self.towers: Towers = towers
+        self.train_encoders = train_encoders
         self.files = dict(files or {})
         self.packs = True  # until the probes say otherwise
         super().__init__(model, saved_config=saved_config)
@@ -86,7 +85,7 @@ class MultimodalPolicy(TransformersPolicy):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
-        towers: Towers = "frozen",
+        train_encoders: bool = False,
     ) -> Self:
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         with translate_errors(directory, "a model of images and text"):
@@ -108,7 +107,9 @@ class MultimodalPolicy(TransformersPolicy):
             if (directory / name).is_file()
         }
         probes = make_probe_images(directory, model) if files else []
-        return cls(model, saved_config=saved, towers=towers, probes=probes, files=files)
+        return cls(
+            model, saved_config=saved, train_encoders=train_encoders, probes=probes, files=files
+        )
 
     def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
         super().save(directory, weights)
@@ -158,19 +159,19 @@ class MultimodalPolicy(TransformersPolicy):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         super().requires_grad_(requires_grad)
-        if self.towers == "frozen":
+        if not self.train_encoders:
             for _, parameter in self.tower_parameters():
                 parameter.requires_grad_(False)
         return self
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         frozen = (
-            {id(p) for _, p in self.tower_parameters()} if self.towers == "frozen" else set[int]()
+            {id(p) for _, p in self.tower_parameters()} if not self.train_encoders else set[int]()
         )
         return [(name, p) for name, p in super().trained() if id(p) not in frozen]
 
     def resting(self) -> frozenset[str]:
-        if self.adapter is None and self.towers == "frozen":
+        if self.adapter is None and not self.train_encoders:
             return frozenset(name for name, _ in self.tower_parameters())
         return super().resting()
 
@@ -364,7 +365,7 @@ class MultimodalPolicy(TransformersPolicy):
         Ranks of which one saw no image must sum the same gradients, and an optimizer must treat a
         weight as it would in one process.
         """
-        if not torch.is_grad_enabled() or self.adapter is not None or self.towers == "frozen":
+        if not torch.is_grad_enabled() or self.adapter is not None or not self.train_encoders:
             return hidden_Td
         return hidden_Td + sum(p.sum() * 0 for _, p in self.tower_parameters() if p.requires_grad)
 
@@ -387,7 +388,7 @@ class MultimodalPolicy(TransformersPolicy):
                 for name, x in join_media_inputs(list(unique.values())).items()
                 if name in parameters
             }
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self.towers == "trained"):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoders):
                 output = encode(**inputs, return_dict=True)
             if len(output.pooler_output) == len(unique):
                 seen[kind] = EncodedMedia(output, tuple(unique))

@@ -158,7 +158,7 @@ def test_verl_is_on_all_accelerators_by_turns() -> None:
     assert recipe["generator"] == {
         "kind": "workers",
         "workers": 8,
-        "of": {"kind": "vllm", "tensor_parallel": 2},
+        "worker": {"kind": "vllm", "tensor_parallel": 2},
     }
     assert recipe["learner"]["dp_shard"] == 16
     assert recipe["cluster"] == {"colocated": True, "kind": "ray", "nodes": 2, "gpus_per_node": 8}

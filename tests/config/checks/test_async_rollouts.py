@@ -73,10 +73,10 @@ WRONG = {
     "without end: set examples",
     "examples=9 curriculum={} algorithm={kind: sft}": "curriculum.prefer=learnable reads how "
     "attempts went, and algorithm sft",
-    "examples=9 curriculum={difficulty: level} steps=9": "curriculum.opens_by=50 is more than the "
+    "examples=9 curriculum={difficulty: level} steps=9": "curriculum.full_by_step=50 is more than the "
     "stage's steps=9",
     "examples=9 curriculum={prefer: even}": "prefer=even without difficulty prefers nothing",
-    "examples=9 curriculum={opens_at: 0.5}": "opens_at is read with difficulty alone",
+    "examples=9 curriculum={start_share: 0.5}": "start_share is read with difficulty alone",
     "examples=9 curriculum={prefer: even, difficulty: level, memory: 0.1}": "memory is read with "
     "prefer alone",
 }

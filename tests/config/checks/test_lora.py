@@ -23,7 +23,7 @@ REFUSED = {
     "learner={kind: dtensor, pipeline_parallel: 2}": "learner.pipeline_parallel=2 runs stages that "
     "have no adapters",
     "generator={kind: vllm}": "lora.rank=4 is more than generator.lora_rank=0",
-    "generator={kind: workers, of: {kind: vllm, lora_rank: 2}}": "lora.rank=4 is more than "
+    "generator={kind: workers, worker: {kind: vllm, lora_rank: 2}}": "lora.rank=4 is more than "
     "generator.lora_rank=2",
 }
 
@@ -67,7 +67,7 @@ STAGES = "stages: [{name: a, algorithm: {kind: sft}}, {name: b}]"
 
 @pytest.mark.parametrize(
     "places",
-    ["learner={kind: dtensor, dp_shard: 2}", "generator={kind: workers, of: {kind: engine}}"],
+    ["learner={kind: dtensor, dp_shard: 2}", "generator={kind: workers, worker: {kind: engine}}"],
 )
 def test_an_adapter_in_other_processes_is_that_of_the_last_stage(places, recipe):
     recipe.write_text(f"{RECIPE}{STAGES}")

@@ -20,7 +20,7 @@ WITHOUT_PACKAGES = {
     "optimizer.kind=adamw",
     "lora={base: nf4}": "bitsandbytes, which is not installed: pip install 'ratchet[quantised]', "
     "lora.base=float8, or remove",
-    "generator={kind: workers, of: {kind: engine, quantise: nf4}}": "bitsandbytes, which is not "
+    "generator={kind: workers, worker: {kind: engine, quantise: nf4}}": "bitsandbytes, which is not "
     "installed: pip install "
     "'ratchet[quantised]', or generator.quantise=float8",
 }
@@ -28,7 +28,7 @@ WRONG = {
     "lora={base: float8} learner={kind: dtensor}": "lora.base=float8 quantises whole matrices, and "
     "learner.kind=dtensor",
     "lora={base: int4}": "lora.base: 'int4' must be 'nf4' or 'float8'",
-    "generator={kind: engine, quantise: float8}": "set generator={kind: workers, of: {kind: "
+    "generator={kind: engine, quantise: float8}": "set generator={kind: workers, worker: {kind: "
     "engine, quantise: float8}}",
     "device=cpu learner={kind: megatron, fp8: hybrid, weights: bfloat16}": "is computed on CUDA "
     "devices alone, and",

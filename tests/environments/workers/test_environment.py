@@ -33,12 +33,12 @@ TROUBLE = "environments.troublesome:Troublesome"
 TESTS = str(Path(__file__).resolve().parents[2])
 
 
-def made(of=TROUBLE, processes=1, threads=2, **keys):
-    section = {"kind": of, **keys} if isinstance(of, str) else of
+def made(worker=TROUBLE, processes=1, threads=2, **keys):
+    section = {"kind": worker, **keys} if isinstance(worker, str) else worker
     return construct(
         resolve(
             "environment",
-            {"kind": "workers", "of": section, "processes": processes, "threads": threads},
+            {"kind": "workers", "worker": section, "processes": processes, "threads": threads},
         )
     )
 
@@ -119,7 +119,7 @@ def test_attempts_at_once_do_not_share_their_state(games):
     async def both():
         one, other = copies(games["number_guessing"], 2)
         tasks = list(islice(one.tasks("train", seed=0), 2))
-        here = [await episode(construct(one.config.of), task, ["5"] * 3) for task in tasks]
+        here = [await episode(construct(one.config.worker), task, ["5"] * 3) for task in tasks]
         at_once = await asyncio.gather(
             *(episode(e, t, ["5"] * 3) for e, t in zip((one, other), tasks, strict=True))
         )
@@ -214,7 +214,7 @@ def test_a_worker_is_light_and_does_not_write_to_the_drivers_output():
 
 
 def test_a_part_of_a_mixture_can_be_played_by_workers():
-    own = {"kind": "workers", "of": {"kind": "number_guessing"}, "processes": 1, "tag": "far"}
+    own = {"kind": "workers", "worker": {"kind": "number_guessing"}, "processes": 1, "tag": "far"}
     mixed = construct(
         resolve("environment", {"kind": "mixture", "parts": [{"kind": "number_guessing"}, own]})
     )
@@ -538,7 +538,7 @@ from ratchet.config.resolve import construct, resolve
 from ratchet.types import Message
 
 of = {{"kind": {TROUBLE!r}}}
-environment = construct(resolve("environment", {{"kind": "workers", "of": of, "processes": 2, "threads": 1}}))
+environment = construct(resolve("environment", {{"kind": "workers", "worker": of, "processes": 2, "threads": 1}}))
 
 async def play():
     players = [copy.copy(environment), copy.copy(environment)]
@@ -614,16 +614,16 @@ def test_its_section_is_judged_as_the_environments_own():
     def section(**keys):
         return resolve("environment", {"kind": "workers", **keys})
 
-    assert section(of={"kind": "arithmetic"}).default_reward == "exact_match"
+    assert section(worker={"kind": "arithmetic"}).default_reward == "exact_match"
     assert (
-        section(of={"kind": "arithmetic"}).gives
+        section(worker={"kind": "arithmetic"}).gives
         == resolve("environment", {"kind": "arithmetic"}).gives
     )
-    assert not section(of={"kind": "preferences", "train": "t.jsonl"}).judges
+    assert not section(worker={"kind": "preferences", "train": "t.jsonl"}).judges
     with pytest.raises(ValidationError, match="'workers' is unknown"):
-        section(of={"kind": "workers", "of": {"kind": "sokoban"}})
+        section(worker={"kind": "workers", "worker": {"kind": "sokoban"}})
     with pytest.raises(ValidationError, match="greater than or equal to 1"):
-        section(of={"kind": "sokoban"}, threads=0)
+        section(worker={"kind": "sokoban"}, threads=0)
 
 
 def test_the_credentials_of_the_run_are_there_too(monkeypatch):

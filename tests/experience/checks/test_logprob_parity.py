@@ -23,7 +23,7 @@ from ratchet.models.load import init_policy
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import Sampling
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
-from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
 SHAPE = DecoderConfig(23, 16, 2, 4, 2, 8, 24, init_std=0.3)
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10], [11, 12]]
@@ -38,12 +38,12 @@ class World:
         self.learner = LocalLearner(LocalConfig(), policy)
         engine = init_policy(SHAPE, seed=1, dtype=dtype)
         self.generator = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01, row_multiple=1), engine)
-        self.link = SharedMemoryLink(
+        self.weight_sync = SharedMemoryWeightSync(
             LocalRank(WeightSender(self.learner)),
             LocalRank(WeightReceiver(self.generator)),
             dtype=sent,
         )
-        asyncio.run(self.link.push(1))
+        asyncio.run(self.weight_sync.push(1))
         settings = {
             "threshold": 1e-3,
             "first_steps": 2,
@@ -53,7 +53,7 @@ class World:
             **options,
         }
         self.gate = ParityGate(
-            ParityPair(self.learner, self.generator, self.link, prints or {}),
+            ParityPair(self.learner, self.generator, self.weight_sync, prints or {}),
             ParityConfig(**settings),
         )
 

@@ -100,7 +100,7 @@ def test_failed_attempts_say_nothing_of_a_task():
 
 
 def test_easy_tasks_come_first_and_all_in_the_end():
-    stream = curriculum(prefer="even", difficulty="level", opens_at=0.2, opens_by=20)
+    stream = curriculum(prefer="even", difficulty="level", start_share=0.2, full_by_step=20)
     drawn = play(stream, 60)
     assert set(drawn[:4]) <= {9, 8}, "the easiest fifth"
     assert min(drawn[:40]) >= 4, "0.2 + 0.8 / 2 of the tasks"
@@ -116,8 +116,8 @@ def test_easy_tasks_come_first_and_all_in_the_end():
         ("memory", 0.1, 0.9, {}),
         ("success", 0.5, 0.9, {}),
         ("difficulty", None, "level", {}),
-        ("opens_at", 0.1, 0.5, {"difficulty": "level"}),
-        ("opens_by", 5, 50, {"difficulty": "level"}),
+        ("start_share", 0.1, 0.5, {"difficulty": "level"}),
+        ("full_by_step", 5, 50, {"difficulty": "level"}),
     ],
 )
 def test_each_key_changes_what_is_drawn(key, low, high, around):

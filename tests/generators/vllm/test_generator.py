@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from generators.direct_link import DirectLink
+from generators.direct_link import DirectWeightSync
 from pydantic import ValidationError
 
 from ratchet.config.loader import load_config
@@ -44,9 +44,9 @@ from ratchet.testing.conformance import check_generator
 from ratchet.testing.fakes import FakeGenerator
 from ratchet.types import Sampling, StopReason
 from ratchet.utils.temp_dirs import OWNER
-from ratchet.weight_sync.factory import SyncEndpoints, make_link
-from ratchet.weight_sync.in_process import SharedLink
-from ratchet.weight_sync.shared_memory import SharedMemoryLink
+from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
+from ratchet.weight_sync.in_process import SharedWeightSync
+from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
 SHAPES = {"model.embed_tokens.weight": (6, 4), "model.norm.weight": (4,)}
 
@@ -431,7 +431,7 @@ def test_the_models_files_stay_until_the_engine_has_answered(generation, decoder
         asyncio.run(generation.generate([1], Sampling(max_new_tokens=2)))
     else:
         asyncio.run(
-            DirectLink(SimpleNamespace(weights=lambda: shards_of(policy)), generation).push(3)
+            DirectWeightSync(SimpleNamespace(weights=lambda: shards_of(policy)), generation).push(3)
         )
     assert there == [True]
     assert not start.exists()
@@ -450,13 +450,13 @@ def test_a_push_is_checked_before_the_engine_halts(generation, decoder):
     llm = generation.core.llm
 
     async def run():
-        await DirectLink(learner, generation).push(3)
+        await DirectWeightSync(learner, generation).push(3)
         assert llm.log == ["end_with", "check_push", "pause keep True", "apply_push", "resume"]
         assert generation.version == 3
         assert set(llm.worker.loaded) == {"lm_head.weight", *dict(policy.canonical_weights())}
         llm.log.clear()
         await generation.pause()
-        await DirectLink(learner, generation).push(4)
+        await DirectWeightSync(learner, generation).push(4)
         assert "resume" not in llm.log, "a push must not resume what its owner has paused"
         await generation.resume()
 
@@ -464,7 +464,7 @@ def test_a_push_is_checked_before_the_engine_halts(generation, decoder):
         llm.log.clear()
         llm.worker.loaded = {}
         with pytest.raises(ModelError, match="a bit fell over"):
-            await DirectLink(learner, generation).push(5)
+            await DirectWeightSync(learner, generation).push(5)
         assert not any("pause" in line for line in llm.log)
         assert not llm.worker.loaded
         assert generation.version == 4
@@ -490,11 +490,13 @@ def test_a_generator_with_weights_of_its_own_is_sent_them(generation):
     learner = SimpleNamespace()
     sharing = SimpleNamespace(shares_weights=True)
     generators = {
-        generation: SharedMemoryLink,
-        FakeGenerator(lambda tokens, sampling: [1]): SharedMemoryLink,
+        generation: SharedMemoryWeightSync,
+        FakeGenerator(lambda tokens, sampling: [1]): SharedMemoryWeightSync,
     }
-    for generator, kind in [*generators.items(), (sharing, SharedLink)]:
-        assert isinstance(make_link(resolve("link", {}), SyncEndpoints(learner, generator)), kind)
+    for generator, kind in [*generators.items(), (sharing, SharedWeightSync)]:
+        assert isinstance(
+            make_weight_sync(resolve("weight_sync", {}), SyncEndpoints(learner, generator)), kind
+        )
 
 
 def test_who_waits_for_an_engine_that_is_closed_is_told(generation):

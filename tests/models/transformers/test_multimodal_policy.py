@@ -123,7 +123,7 @@ def test_the_probe_notices_an_encoder_that_mixes_images(monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_a_packed_batch_are_those_of_its_sequences_added_up(family):
-    policy = policy_of(family, torch.float64, towers="trained")
+    policy = policy_of(family, torch.float64, train_encoders=True)
     rows = [row(family, messages) for messages in dialogues()]
     slope = torch.randn(
         policy.vocab_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64
@@ -168,7 +168,7 @@ def test_a_picture_that_several_sequences_show_is_encoded_once(family, monkeypat
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_towers_rest_unless_they_are_asked_to_train(family):
-    frozen, trained = policy_of(family), policy_of(family, towers="trained")
+    frozen, trained = policy_of(family), policy_of(family, train_encoders=True)
     towers = {name for name, _ in frozen.tower_parameters()}
     assert towers == {
         name for name, _ in frozen.model.named_parameters() if name.startswith("model.visual.")
@@ -298,9 +298,9 @@ def test_a_model_of_text_alone_is_given_no_media(reference, tmp_path):
     text = load_policy(tmp_path, backend="transformers")
     assert not text.reads_media
     with pytest.raises(ModelError, match="reads text alone"):
-        load_policy(tmp_path, backend="transformers", towers="trained")
+        load_policy(tmp_path, backend="transformers", train_encoders=True)
     with pytest.raises(ModelError, match="reads text alone"):
-        load_policy(tmp_path, towers="trained")
+        load_policy(tmp_path, train_encoders=True)
     batch = batch_of("qwen2_5_vl", (0,))
     with pytest.raises(ModelError, match="reads text alone"):
         Forward(text, None, chunk_mib=1, autocast=False, shared_vocab=None).score(

@@ -2,7 +2,7 @@
 rows, to a generator in a third process, by each link, and compares every bit. Beside it a plain
 copy of the same bytes in memory, in the same rounds.
 
-python benchmarks/links.py [--rounds 7] [--links shared_memory,collective,files,delta] [--threads 2]
+python benchmarks/weight_sync.py [--rounds 7] [--links shared_memory,collective,files,delta] [--threads 2]
 
 The receiver has as many threads as there are cores, unless `--threads` says otherwise: ranks and
 receiver work in turn.
@@ -227,15 +227,15 @@ def serve(make: Callable[[int, int], Any], rank: int, threads: int, pipe: Any) -
 
 
 def make_links(senders: Any, receivers: Any, directory: Path) -> dict[str, Callable[[], Any]]:
-    from ratchet.weight_sync.collective import CollectiveLink
-    from ratchet.weight_sync.files import FilesLink
-    from ratchet.weight_sync.shared_memory import SharedMemoryLink
+    from ratchet.weight_sync.collective import CollectiveWeightSync
+    from ratchet.weight_sync.files import FilesWeightSync
+    from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
     return {
-        "shared_memory": lambda: SharedMemoryLink(senders, receivers, run="bench"),
-        "collective": lambda: CollectiveLink(senders, receivers),
-        "files": lambda: FilesLink(senders, receivers, directory=directory),
-        "delta": lambda: SharedMemoryLink(senders, receivers, run="bench", changes_only=True),
+        "shared_memory": lambda: SharedMemoryWeightSync(senders, receivers, run="bench"),
+        "collective": lambda: CollectiveWeightSync(senders, receivers),
+        "files": lambda: FilesWeightSync(senders, receivers, directory=directory),
+        "delta": lambda: SharedMemoryWeightSync(senders, receivers, run="bench", changes_only=True),
     }
 
 
@@ -300,7 +300,7 @@ async def main(arguments: argparse.Namespace) -> None:
     rows = {name: await measure(name, arguments) for name in arguments.links.split(",")}
     mib = sum(math.prod(shape) for shape in shapes().values()) * 4 / MIB
     heading = (
-        "Link",
+        "WeightSync",
         "First",
         "Median",
         "Plain copy",
@@ -325,7 +325,11 @@ async def main(arguments: argparse.Namespace) -> None:
             )
         )
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
-    print(json.dumps({"case": "Links", "model_mib": mib, "rounds": arguments.rounds, "rows": rows}))
+    print(
+        json.dumps(
+            {"case": "Weight sync", "model_mib": mib, "rounds": arguments.rounds, "rows": rows}
+        )
+    )
 
 
 if __name__ == "__main__":
